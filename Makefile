@@ -1,0 +1,38 @@
+# make quickstart: train a small GPT and read text from it, about a minute on two cores, no network, no account
+# make test:       ruff, mypy and the whole test suite
+# make setup:      .venv alone
+# Each sets .venv up first; all they need is Python 3.11 or 3.12 (PYTHON=… names another one than python3).
+
+PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$python && break; done)
+RUN := runs/quickstart
+
+.PHONY: quickstart test setup
+setup: .venv/setup
+
+.venv/setup: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/setup-test: .venv/setup
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+quickstart: .venv/setup
+	@.venv/bin/python train.py experiment=quickstart out_dir=$(RUN)
+	@echo
+	@.venv/bin/python sample.py run=$(RUN) start='The ' num_samples=1 max_new_tokens=300 stream=true
+	@echo
+	@echo "The loss curve is $(RUN)/curve.png. Next, after: source .venv/bin/activate"
+	@echo "  python sample.py run=$(RUN) start='A class ' temperature=0.5"
+	@echo "  python train.py experiment=quickstart qk_norm=lp qk_norm.p=3"
+	@echo "  python train.py model=nano_cpu qk_norm=rms data.fold=4   # Tiny Shakespeare"
+	@echo "  python train.py dry_run=true                             # what the full-size run would cost"
+
+test: .venv/setup-test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/python -m pytest

@@ -1,0 +1,87 @@
+"""Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3 (configs/sample.yaml)"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.tokenizers import Tokenizer, from_dict
+from model.generate import generate
+from model.gpt import GPT
+from training import checkpoint
+from training.config import ConfigError, SampleConfig, load_config, require, run_app
+from training.device import resolve_device, resolve_dtype
+
+
+def load_run(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """The model, in evaluation mode, the tokenizer and the saved state of a checkpoint directory."""
+    saved = checkpoint.load(path)
+    config = load_config(saved.state["config"])
+    tokenizer = from_dict(saved.state["tokenizer"])
+    with torch.device("meta"):
+        model = GPT(config, tokenizer.vocab_size)
+    model.load_state_dict(saved.tensors["model"], assign=True)
+    return model.to(device).eval(), tokenizer, saved.state
+
+
+def read_prompt(start: str) -> str:
+    """`start` itself, the text of FILE:path, or standard input for -."""
+    if start == "-":
+        start = sys.stdin.read()
+    elif start.startswith("FILE:"):
+        path = Path(start.removeprefix("FILE:")).expanduser()
+        try:
+            start = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"start=FILE:{path} cannot be read: {error}") from error
+    require(start != "", "start= must hold at least one character")
+    return start
+
+
+def sample(config: SampleConfig) -> int:
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    try:
+        model, tokenizer, _ = load_run(checkpoint.resolve(Path(config.run).expanduser(), config.checkpoint), device)
+    except checkpoint.CorruptCheckpoint as error:
+        raise ConfigError(f"run={config.run} cannot be loaded: {error}") from error
+    prompt = read_prompt(config.start)
+    idx = torch.tensor(tokenizer.encode(prompt).tolist(), device=device).expand(config.num_samples, -1)  # (B, T)
+    tokens = generate(
+        model, idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed, dtype
+    )
+    columns = list(print_first(prompt, tokens, tokenizer) if config.stream else tokens)
+    rows = torch.stack(columns, 1).tolist()  # (B, max_new_tokens)
+    for i, row in enumerate(rows):
+        print("" if config.stream and i == 0 else prompt + tokenizer.decode(row))
+        print("---------------")
+    return 0
+
+
+def print_first(prompt: str, tokens: Iterable[Tensor], tokenizer: Tokenizer) -> Iterator[Tensor]:
+    """Pass the tokens (B,) on, printing the first row's text as it comes; a character may take several tokens."""
+    print(prompt, end="", flush=True)
+    pending: list[int] = []
+    for token in tokens:
+        pending.append(int(token[0]))
+        text = tokenizer.decode(pending)
+        if not text.endswith("\ufffd") or len(pending) == 4:  # UTF-8 has at most 4 bytes a character
+            print(text, end="", flush=True)
+            pending.clear()
+        yield token
+    print(tokenizer.decode(pending), end="", flush=True)
+
+
+def main() -> None:
+    # The prompt is taken as it is: in Hydra's hands commas, braces and quotes would be syntax.
+    prompts = [a.removeprefix("start=") for a in sys.argv[1:] if a.startswith("start=")]
+    sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith("start=")]
+    run_app("sample", SampleConfig, lambda config: sample(replace(config, start=prompts[-1]) if prompts else config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Shared by the tests: small configs, real corpora, and programs run as a user runs them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: equal sums in this process and in the ones it starts
+os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
+
+import pytest
+import torch
+
+from training.config import LpQKNormConfig, ModelConfig, NoQKNormConfig, QKNormConfig, RMSQKNormConfig, TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+
+torch.set_num_threads(1)
+
+QK_NORM_VARIANTS: dict[str, QKNormConfig] = {
+    "none": NoQKNormConfig(),
+    "rms": RMSQKNormConfig(),
+    "lp1": LpQKNormConfig(p=1.0),
+    "lp1.5": LpQKNormConfig(p=1.5, alpha_per="head", alpha_init="matched"),
+    "lp2": LpQKNormConfig(p=2.0, alpha_map="softplus", alpha_init="henry"),
+    "lp3": LpQKNormConfig(p=3.0, alpha_map="linear", alpha_init=2.5),
+    "lpinf": LpQKNormConfig(p=float("inf"), alpha_per="head"),
+}
+
+
+def tiny_config(qk_norm: QKNormConfig | None = None, **model: Any) -> TrainConfig:
+    settings = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, **model}
+    return TrainConfig(model=ModelConfig(**settings), qk_norm=qk_norm or NoQKNormConfig())
+
+
+@pytest.fixture(params=QK_NORM_VARIANTS)
+def qk_norm(request: pytest.FixtureRequest) -> QKNormConfig:
+    return QK_NORM_VARIANTS[request.param]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run one of the programs in a scratch directory: program("train.py", "max_iters=3") -> the finished process."""
+
+    def call(script: str, *overrides: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / script), *overrides]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, **options)
+
+    return call
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """6,000 characters of a small language: a file of its own, so that no test depends on the network."""
+    generator = torch.Generator().manual_seed(0)
+    words = ["to", "be", "or", "not", "that", "is", "the", "question", "whether", "'tis", "nobler"]
+    picks = torch.randint(len(words), (1500,), generator=generator).tolist()
+    file = tmp_path / "corpus.txt"
+    file.write_text(" ".join(words[i] for i in picks)[:6000])
+    return file
+
+
+TINY = [
+    "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=4", "threads=1",
+    "schedule.warmup_iters=1", "log_interval=1", "eval_interval=2", "checkpoint_interval=2", "device=cpu",
+]  # fmt: skip
+
+
+@pytest.fixture
+def tiny_run(corpus: Path) -> list[str]:
+    """Overrides of a run of a few milliseconds an iteration, with dropout, on `corpus`."""
+    return ["data=text", f"data.path={corpus}", *TINY]

@@ -1,0 +1,193 @@
+"""Bad input ends with exit status 2 and one line that names key, value and rule, before anything is written."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+from hydra.core.global_hydra import GlobalHydra
+
+import sample
+import train
+
+TEXT = "data=text data.path=corpus.txt"
+
+# Overrides of train.py, and what the line must hold.
+BAD: dict[str, list[str]] = {
+    "foo=1": ["foo=1", "unknown"],
+    "+foo=1": ["foo=1", "unknown"],
+    "max_iter=10": ["max_iter=10", "did you mean max_iters"],
+    "model.n_heads=4": ["model.n_heads=4", "did you mean model.n_head"],
+    "qk_norm=lp qk_norm.q=3": ["qk_norm.q=3", "unknown"],
+    "qk_norm=none qk_norm.p=3": ["qk_norm.p=3", "unknown"],
+    "qk_norm=none +qk_norm.p=3": ["qk_norm.p=3", "unknown"],
+    "qk_norm=l2": ["qk_norm=l2", "lp, none, rms"],
+    "model=gpt5": ["model=gpt5", "baby_gpt, nano_cpu"],
+    "qk_norm.name=l2": ["qk_norm.name=l2", "none, lp, rms"],
+    "nogroup/x=1": ["nogroup/x"],
+    "max_iters=abc": ["max_iters=abc", "an integer"],
+    "max_iters=2.5": ["max_iters=2.5", "an integer"],
+    "max_iters=true": ["max_iters=true", "an integer"],
+    "max_iters=null": ["max_iters=null", "an integer"],
+    "compile=maybe": ["compile=maybe", "true, false or auto"],
+    "dry_run=yess": ["dry_run=yess", "true or false"],
+    "optim.betas=[0.9]": ["optim.betas=[0.9]", "list of 2 numbers"],
+    "optim.betas=[0.9,1.5]": ["optim.betas=[0.9, 1.5]", "[0, 1)"],
+    "model=3": ["model=3"],
+    "model.n_embd=30 model.n_head=7": ["model.n_embd=30", "divisible", "model.n_head=7"],
+    "model.n_layer=0": ["model.n_layer=0", ">= 1"],
+    "model.dropout=1.0": ["model.dropout=1.0", "[0, 1)"],
+    "model.dropout=nan": ["model.dropout=nan"],
+    "batch_size=0": ["batch_size=0", ">= 1"],
+    "max_iters=-1": ["max_iters=-1", ">= 1"],
+    "seed=-1": ["seed=-1", ">= 0"],
+    "grad_clip=-1": ["grad_clip=-1", ">= 0"],
+    "eval_interval=0": ["eval_interval=0", ">= 1"],
+    "optim.learning_rate=-1e-3": ["optim.learning_rate=-0.001", "> 0"],
+    "optim.learning_rate=inf": ["optim.learning_rate=inf", "finite"],
+    "schedule.min_lr=1.0": ["schedule.min_lr=1.0", "optim.learning_rate=0.001"],
+    "schedule.warmup_iters=5000": ["schedule.warmup_iters=5000", "5000"],
+    "qk_norm=lp qk_norm.p=0.5": ["qk_norm.p=0.5", ">= 1"],
+    "qk_norm=lp qk_norm.p=nan": ["qk_norm.p=nan", ">= 1"],
+    "qk_norm=lp qk_norm.alpha_init=-2": ["qk_norm.alpha_init=-2.0", "> 0"],
+    "qk_norm=lp qk_norm.alpha_init=big": ["qk_norm.alpha_init=big", "henry"],
+    "qk_norm=lp qk_norm.alpha_per=token": ["qk_norm.alpha_per=token", "layer, head"],
+    "qk_norm=rms qk_norm.eps=0": ["qk_norm.eps=0.0", "> 0"],
+    "data.fold=10": ["data.fold=10", "0..9"],
+    "data.fold=-1": ["data.fold=-1", "0..9"],
+    "data.folds=1 data.fold=0": ["data.folds=1", ">= 2"],
+    "data.folds=5": ["data.folds=5", "data.fold"],
+    "data.tokenizer=word": ["data.tokenizer=word", "char, byte"],
+    "data=python_docs +data.path=x": ["data.path=x", "unknown"],
+    "data=text": ["data.path", "given"],
+    "data=text data.path=nowhere.txt": ["data.path=nowhere.txt", "exist"],
+    "data=text data.path=empty.txt": ["data.path=empty.txt", "empty"],
+    "data=text data.path=latin1.txt": ["data.path=latin1.txt", "UTF-8"],
+    "data=text data.path=short.txt model.block_size=64": ["model.block_size=64", "64 tokens"],
+    "data=tiny_shakespeare data.path=corpus.txt": ["data.path=corpus.txt", "Tiny Shakespeare"],
+    "device=gpu": ["device=gpu", "auto, cpu, mps, cuda"],
+    "dtype=float16": ["dtype=float16", "float32, bfloat16"],
+    "wandb.mode=on": ["wandb.mode=on", "offline"],
+    "wandb.project=a/b": ["wandb.project", "a/b"],
+    "out_dir=corpus.txt/run": ["out_dir=corpus.txt/run", "not a directory"],
+    "out_dir=corpus.txt": ["out_dir=corpus.txt"],
+    "out_dir=/proc/run": ["out_dir=/proc/run"],
+    "out_dir=folder": ["out_dir=folder", "config.yaml"],
+    "out_dir=": ["out_dir"],
+    "eval_only=true": ["eval_only=true", "run"],
+    "eval_only=true dry_run=true": ["dry_run=true", "eval_only=true"],
+    "gradient_accumulation_steps=0": ["gradient_accumulation_steps=0", ">= 1"],
+    "threads=0": ["threads=0", ">= 1"],
+    "max_iters": ["max_iters"],
+    "max_iters=[": ["max_iters=["],
+    "experiment=nothing": ["experiment=nothing", "quickstart"],
+}
+if not torch.cuda.is_available():
+    BAD["device=cuda"] = ["device=cuda", "absent"]
+if not torch.backends.mps.is_available():
+    BAD["device=mps"] = ["device=mps", "absent"]
+
+BAD_SAMPLE: dict[str, list[str]] = {
+    "": ["run", "given"],
+    "run=nowhere": ["run=nowhere"],
+    "run=folder": ["run=folder"],
+    "run=x checkpoint=newest": ["checkpoint=newest", "best, latest"],
+    "run=x num_samples=0": ["num_samples=0", ">= 1"],
+    "run=x temperature=-1": ["temperature=-1", ">= 0"],
+    "run=x top_k=0": ["top_k=0", ">= 1"],
+    "run=x top_p=0": ["top_p=0", "(0, 1]"],
+    "run=x max_tokens=3": ["max_tokens=3", "did you mean max_new_tokens"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with good and bad files, as the current one."""
+    (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 60)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("to be or not to be")
+    (tmp_path / "latin1.txt").write_bytes("café ".encode("latin-1") * 500)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.tex").write_text("do not trample on me")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "NANOQK_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+Outcome = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Outcome:
+    """The program's own main() in this process: exit status and standard error."""
+
+    def call(main: Callable[[], None], *overrides: str) -> tuple[int, str]:
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(sys, "argv", [main.__module__ + ".py", *overrides])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        assert isinstance(exit_.value.code, int)
+        return exit_.value.code, capsys.readouterr().err
+
+    return call
+
+
+def check(status: int, stderr: str, expected: list[str]) -> None:
+    assert status == 2, stderr
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1 and len(stderr) < 600, stderr
+    for part in expected:
+        assert part in stderr
+
+
+@pytest.mark.parametrize("overrides", BAD)
+def test_bad_setting_of_train(overrides: str, folder: Path, outcome: Outcome) -> None:
+    before = contents(folder)
+    given = overrides.split()
+    base = [] if any(o.startswith(("data=", "max_iters", "dry_run")) for o in given) else TEXT.split()
+    status, stderr = outcome(train.main, *base, *(o for o in TINY if fits(o, given)), *given)
+    check(status, stderr, BAD[overrides])
+    assert contents(folder) == before
+
+
+def fits(override: str, given: list[str]) -> bool:
+    """Whether a default of the tests leaves the setting under test alone."""
+    keys = {g.lstrip("+").split("=")[0].split(".")[0] for g in given}
+    return override.split("=")[0].split(".")[0] not in keys
+
+
+@pytest.mark.parametrize("overrides", BAD_SAMPLE)
+def test_bad_setting_of_sample(overrides: str, folder: Path, outcome: Outcome) -> None:
+    before = contents(folder)
+    status, stderr = outcome(sample.main, *overrides.split())
+    check(status, stderr, BAD_SAMPLE[overrides])
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("overrides", ["foo=1", "model.n_embd=30 model.n_head=7", "data.path=nowhere.txt data=text"])
+def test_the_program_itself_says_one_line_and_leaves_with_2(overrides: str, folder: Path) -> None:
+    before = contents(folder)
+    command = [sys.executable, str(ROOT / "train.py"), *overrides.split()]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert contents(folder) == before
+
+
+def test_a_refused_config_leaves_a_finished_run_alone(folder: Path, outcome: Outcome) -> None:
+    words = [*TEXT.split(), *TINY, "max_iters=2", "out_dir=run"]
+    assert outcome(train.main, *words)[0] == 0
+    before = contents(folder)
+    status, stderr = outcome(train.main, *words, "seed=7", "model.bias=true")
+    check(status, stderr, ["out_dir=run", "seed", "1337", "7", "model.bias", "fresh=true"])
+    assert contents(folder) == before

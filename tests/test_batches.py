@@ -1,0 +1,155 @@
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from data.batches import Batches
+from data.folds import Split, split
+from training.config import ConfigError
+
+# Most tests use tokens that are their own positions: what a batch holds says where it was taken from.
+
+
+def positions(n_tokens: int = 1000, fold: int | None = 4, block_size: int = 16, batch_size: int = 32) -> Batches:
+    return Batches(np.arange(n_tokens, dtype=np.uint16), split(n_tokens, 10, fold), block_size, batch_size, seed=1337)
+
+
+def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
+    return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+@given(data=st.data(), n_tokens=st.integers(20, 300), folds=st.integers(2, 10), block_size=st.integers(1, 40))
+@settings(deadline=None)
+def test_train_windows_lie_within_one_training_range(
+    data: st.DataObject, n_tokens: int, folds: int, block_size: int
+) -> None:
+    one = split(n_tokens, folds, data.draw(st.none() | st.integers(0, folds - 1)))
+    assume(max(end - start for start, end in one.train) > block_size)
+    batches = Batches(np.arange(n_tokens), one, block_size, 64, seed=data.draw(st.integers(0, 2**63 - 1)))
+    for x, y in (batches.get_batch(data.draw(st.integers(0, 10**9)), 3), batches.sampled_batch("train", 0)):
+        for first, last in zip(x[:, 0].tolist(), y[:, -1].tolist(), strict=True):
+            assert last - first == block_size
+            assert any(start <= first and last < end for start, end in one.train)
+
+
+def test_targets_are_the_next_tokens() -> None:
+    x, y = positions().get_batch(step=0)
+    assert x.shape == y.shape == (32, 16)
+    assert x.dtype == y.dtype == torch.int64
+    assert x.is_contiguous() and y.is_contiguous()
+    assert torch.equal(x - x[:, :1], torch.arange(16).expand(32, 16))
+    assert torch.equal(y, x + 1)
+
+
+@pytest.mark.parametrize("fold", [None, 0, 4, 9])
+def test_train_windows_are_uniform_over_all_starts(fold: int | None) -> None:
+    batches = positions(n_tokens=100, fold=fold, block_size=8, batch_size=1000)
+    n_steps = 50
+    drawn = Counter(s for step in range(n_steps) for s in batches.get_batch(step)[0][:, 0].tolist())
+    expected = {s for start, end in split(100, 10, fold).train for s in range(start, end - 8)}
+    assert set(drawn) == expected
+    mean = n_steps * 1000 / len(expected)
+    assert max(abs(count - mean) for count in drawn.values()) < 5 * mean**0.5
+
+
+def test_a_range_too_short_for_a_window_is_left_out() -> None:
+    batches = Batches(np.arange(60), Split(train=((0, 8), (20, 60)), val=(8, 20)), block_size=8, batch_size=500, seed=0)
+    starts = batches.get_batch(0)[0][:, 0]
+    assert [int(starts.min()), int(starts.max())] == [20, 51]
+
+
+def test_a_batch_depends_on_seed_step_and_micro_step_only() -> None:
+    batches, again = positions(), positions()
+    later = [batches.get_batch(step, micro) for step in range(3) for micro in range(2)]
+    list(again.eval_batches(4))
+    again.sampled_batch("val", 0)
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002 (the global generator must not matter)
+    for i in (5, 0, 3, 1, 4, 2):  # out of order, as after a resume
+        assert same(again.get_batch(*divmod(i, 2)), later[i])
+    other_seed = Batches(batches.tokens, batches.split, 16, 32, seed=1338)
+    others = [*later, other_seed.get_batch(0), batches.sampled_batch("train", 0), batches.sampled_batch("train", 1)]
+    assert len({tuple(x[:, 0].tolist()) for x, _ in others}) == len(others)
+
+
+def test_streams_of_neighbouring_steps_do_not_overlap() -> None:
+    batches = positions(n_tokens=60_000)
+    starts = [set(batches.get_batch(*at)[0][:, 0].tolist()) for at in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    assert len(set.union(*starts)) > 4 * 32 - 4  # but for the odd coincidence
+
+
+@given(
+    n_tokens=st.integers(2, 300),
+    start=st.integers(0, 50),
+    block_size=st.integers(1, 40),
+    max_batch=st.integers(1, 9),
+)
+@settings(deadline=None)
+def test_every_held_out_token_but_the_first_is_predicted_exactly_once(
+    n_tokens: int, start: int, block_size: int, max_batch: int
+) -> None:
+    end = start + n_tokens
+    one = Split(train=((end, end + 100),), val=(start, end))
+    found = list(Batches(np.arange(end + 100, dtype=np.uint16), one, block_size, 1, 0).eval_batches(max_batch))
+    targets: list[int] = []
+    for x, y in found:
+        assert x.dtype == y.dtype == torch.int64
+        assert x.shape == y.shape == found[0][0].shape
+        assert x.shape[0] <= max_batch and x.shape[1] == block_size
+        real = y != -1
+        assert real.any()
+        assert torch.equal(x[real], y[real] - 1)
+        assert (x[~real] == 0).all()
+        assert not (real[:, 1:] & ~real[:, :-1]).any()  # padding only after the tokens: it is nobody's context
+        targets += y[real].tolist()
+    assert targets == list(range(start + 1, end))
+
+
+def test_eval_batches_fill_up_to_max_batch() -> None:
+    batches = positions(fold=4, block_size=10)  # 99 targets: 10 windows
+    assert [tuple(x.shape) for x, _ in batches.eval_batches(64)] == [(10, 10)]
+    assert [tuple(x.shape) for x, _ in batches.eval_batches(4)] == [(4, 10)] * 3
+
+
+def test_sampled_batches_of_val_lie_in_the_held_out_block() -> None:
+    batches = positions(fold=4, block_size=16, batch_size=2000)
+    x, y = batches.sampled_batch("val", 7)
+    assert [int(x.min()), int(y.max())] == [400, 499]
+    assert torch.equal(y, x + 1)
+    assert same(batches.sampled_batch("val", 7), positions(fold=4, batch_size=2000).sampled_batch("val", 7))
+    assert not same(batches.sampled_batch("val", 7), batches.sampled_batch("val", 8))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
+def test_a_memmap_gives_the_batches_of_the_array(tmp_path: Path, dtype: type) -> None:
+    tokens: np.ndarray = (np.arange(3000) * 7919 % 251).astype(dtype)
+    tokens.tofile(tmp_path / "tokens.bin")
+    on_disk = np.memmap(tmp_path / "tokens.bin", dtype=dtype, mode="r")
+    a, b = (Batches(t, split(3000, 5, 2), 32, 8, seed=3) for t in (tokens, on_disk))
+    assert same(a.get_batch(11, 2), b.get_batch(11, 2))
+    assert same(a.sampled_batch("val", 0), b.sampled_batch("val", 0))
+    pairs = list(zip(a.eval_batches(3), b.eval_batches(3), strict=True))
+    assert all(same(one, other) for one, other in pairs)
+    assert torch.cat([y for (_, y), _ in pairs]).flatten()[:599].tolist() == tokens[1201:1800].tolist()
+
+
+def test_too_few_tokens_are_a_config_error() -> None:
+    tokens = np.zeros(200, dtype=np.uint8)
+    with pytest.raises(
+        ConfigError,
+        match=r"^model.block_size=100 needs a training range of more than 100 tokens; the longest has 100$",
+    ):
+        Batches(tokens, split(200, 2, 0), block_size=100, batch_size=1, seed=0)
+    Batches(tokens, split(200, 2, 0), block_size=99, batch_size=1, seed=0)
+    with pytest.raises(ConfigError, match="^the held-out block must have at least 2 tokens; it has 1 of 10$"):
+        Batches(tokens[:10], split(10, 10, None), block_size=4, batch_size=1, seed=0)
+    with pytest.raises(ConfigError, match="longest has 0$"):
+        Batches(tokens[:0], split(0, 10, None), block_size=4, batch_size=1, seed=0)
+    held_out_is_short = Batches(tokens, split(200, 10, 0), block_size=20, batch_size=1, seed=0)
+    with pytest.raises(ConfigError, match=r"^model.block_size=20 needs a held-out block of more than 20 tokens"):
+        held_out_is_short.sampled_batch("val", 0)

@@ -1,0 +1,525 @@
+"""Checkpoints: bitwise round trips, damage that is always noticed, and saves cut short at any moment."""
+
+import errno
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+from training import checkpoint
+from training.checkpoint import CorruptCheckpoint, load, load_latest, point, resolve, save
+from training.config import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def small(step: int) -> dict[str, dict[str, Tensor]]:
+    return {"model": {"w": torch.full((8, 8), float(step))}, "optimizer": {"m": torch.full((64,), step)}}
+
+
+def no_warning(message: str) -> NoReturn:
+    raise AssertionError(message)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def latest_step(folder: Path, warn: Callable[[str], None] = no_warning) -> int:
+    """Step of load_latest's answer, whose contents must be those of that step."""
+    found = load_latest(folder, warn)
+    assert found is not None and found.tensors["model"]["w"].eq(found.step).all() and found.state["step"] == found.step
+    return found.step
+
+
+def save_steps(folder: Path, *steps: int, best: int | None = None) -> None:
+    for step in steps:
+        save(folder, step, small(step), {"step": step}, best=step == best)
+
+
+def flip(file: Path, position: int, mask: int = 1) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= mask
+    file.write_bytes(data)
+
+
+# -----------------------------------------------------------------------------
+# What is saved comes back
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64]
+DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
+    noise = torch.randint(0, 256, (4 * 6 * 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    noise = noise % 2 if dtype is torch.bool else noise  # any bits: NaNs, infinities and -0.0 among them
+    matrix = noise.view(dtype).reshape(4, -1)
+    saved = {"plain": matrix, "transposed": matrix.T, "strided": matrix[::2, 1::2], "tied": matrix, "half": matrix[2:]}
+    saved |= {"expanded": matrix[:1].expand(3, -1), "scalar": matrix[1, 1], "empty": matrix[:0], "wide": matrix[:, :0]}
+    back = load(save(tmp_path, 7, {"model": saved, "nothing": {}}, {}, best=False))
+    assert back.step == 7 and back.tensors["nothing"] == {} and back.tensors["model"].keys() == saved.keys()
+    for name, tensor in saved.items():
+        loaded = back.tensors["model"][name]
+        assert (loaded.shape, loaded.dtype) == (tensor.shape, dtype), name
+        assert raw_bytes(loaded) == raw_bytes(tensor), name
+
+
+def test_loaded_tensors_outlive_their_files(tmp_path: Path) -> None:
+    tensor = torch.randn(1000, requires_grad=True)
+    path = save(tmp_path, 1, {"model": {"w": tensor}}, {}, best=False)
+    loaded = load(path).tensors["model"]["w"]
+    (path / "model.safetensors").write_bytes(bytes((path / "model.safetensors").stat().st_size))
+    assert torch.equal(loaded, tensor)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_tensors_come_back_bitwise(tmp_path: Path) -> None:
+    tensor = torch.randn(33, 5, device="cuda").T
+    loaded = load(save(tmp_path, 1, {"model": {"w": tensor}}, {}, best=False)).tensors["model"]["w"]
+    assert loaded.device.type == "cpu" and raw_bytes(loaded) == raw_bytes(tensor.cpu())
+
+
+def test_state_comes_back_with_nan_infinities_and_big_integers(tmp_path: Path) -> None:
+    state = {"inf": [math.inf, -math.inf], "big": 2**4000 + 1, "tiny": 5e-324, "text": "naïve\n\ud800", "none": None}
+    back = load(save(tmp_path, 0, {}, state | {"nan": math.nan}, best=False)).state
+    assert math.isnan(back.pop("nan")) and back == state
+    generator = random.Random(3)
+    version, internal, gauss = load(save(tmp_path, 1, {}, {"rng": generator.getstate()}, best=False)).state["rng"]
+    other = random.Random()
+    other.setstate((version, tuple(internal), gauss))
+    assert other.random() == generator.random()
+
+
+def test_files_have_the_mode_that_the_umask_asks_for(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = save(tmp_path / "run" / "ckpt", 1, small(1), {}, best=False)
+    finally:
+        os.umask(before)
+    assert {entry.name: entry.stat().st_mode & 0o777 for entry in path.iterdir()} == dict.fromkeys(names(path), 0o640)
+
+
+# -----------------------------------------------------------------------------
+# Damage is noticed
+
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json")
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("where", [0.0, 0.1, 0.35, 0.5, 0.8, 1.0])
+def test_a_flipped_bit_is_caught(tmp_path: Path, file: str, where: float) -> None:
+    path = save(tmp_path, 1, small(1), {"step": 1, "text": "a" * 50}, best=True)
+    position = round(where * ((path / file).stat().st_size - 1))
+    flip(path / file, position, 1 << position % 8)
+    with pytest.raises(CorruptCheckpoint, match=rf"{path / file}: (sha256|checksum) is") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_byte_of_the_manifest_can_change(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, small(1), {}, best=False)
+    manifest = (path / "MANIFEST.json").read_bytes()
+    for position in range(len(manifest)):
+        mask = {10: 0x03, 32: 0x29}.get(manifest[position], 1 << position % 6)  # space to tab to line break: still JSON
+        flip(path / "MANIFEST.json", position, mask)
+        with pytest.raises(CorruptCheckpoint, match=r"MANIFEST.json: checksum is wrong"):
+            load(path)
+        flip(path / "MANIFEST.json", position, mask)
+    assert load(path).step == 1
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_shortened_or_missing_file_is_caught(tmp_path: Path, file: str) -> None:
+    path = save(tmp_path, 1, small(1), {"step": 1}, best=False)
+    data = (path / file).read_bytes()
+    for wrong in (data[:-1], b"", data + b"\0"):
+        (path / file).write_bytes(wrong)
+        with pytest.raises(CorruptCheckpoint, match=f"{path / file}: (size|checksum) is"):
+            load(path)
+    (path / file).unlink()
+    with pytest.raises(CorruptCheckpoint, match=f"{path / file}: No such file"):
+        load(path)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_caught(tmp_path: Path) -> None:
+    save(tmp_path, 1, small(1), {}, best=False).rename(tmp_path / "step_000002")
+    with pytest.raises(CorruptCheckpoint, match="step_000002: holds step 1"):
+        load(tmp_path / "step_000002")
+    (tmp_path / "step_000002").rename(tmp_path / "copy")
+    assert load(tmp_path / "copy").step == 1
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, small(1), {"step": 1}, best=True)
+    assert {entry.suffix for entry in path.iterdir()} == {".safetensors", ".json"}
+    (path / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    with pytest.raises(CorruptCheckpoint):
+        load(path)
+    # even with a manifest made to fit
+    files = {name: checkpoint.measure(path / name) for name in FILES[:3]}
+    (path / "MANIFEST.json").write_text(checkpoint.render(1, 1, files))
+    with pytest.raises(CorruptCheckpoint, match="model.safetensors: "):
+        load(path)
+    assert not (tmp_path / "exploded").exists()
+    pickle.loads((path / "model.safetensors").read_bytes())
+    assert (tmp_path / "exploded").exists()  # the bomb was live
+
+
+class Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.target),))
+
+
+# -----------------------------------------------------------------------------
+# Which checkpoint is used
+
+
+def test_the_previous_one_is_used_when_the_newest_is_corrupt_and_it_says_so(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30, best=10)
+    flip(tmp_path / "step_000030" / "optimizer.safetensors", -1)
+    (tmp_path / "step_000020" / "state.json").unlink()
+    said: list[str] = []
+    assert latest_step(tmp_path, said.append) == 10
+    assert len(said) == 2 and all(line.endswith("using step_000010 instead") for line in said)
+    assert "step_000030/optimizer.safetensors: sha256" in said[0] and "step_000020/state.json: No such" in said[1]
+
+
+def test_no_valid_checkpoint_is_an_error_and_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert load_latest(tmp_path / "ckpt", no_warning) is None
+    (tmp_path / ".tmp-1-step_000001").mkdir()
+    assert load_latest(tmp_path, no_warning) is None
+    save_steps(tmp_path, 10, 20)
+    for step in (10, 20):
+        flip(tmp_path / f"step_0000{step}" / "MANIFEST.json", 5)
+    with pytest.raises(CorruptCheckpoint, match=r"no valid checkpoint in .*step_000020.*step_000010.*") as caught:
+        load_latest(tmp_path, no_warning)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_newest_counts_whatever_the_symlink_says(tmp_path: Path) -> None:
+    save_steps(tmp_path, 999_999, 1_000_000)
+    point(tmp_path, "latest", 999_999)
+    assert latest_step(tmp_path) == 1_000_000
+
+
+def test_pruning_keeps_the_newest_two_and_the_best(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30, 40, 50, best=20)
+    assert names(tmp_path) == ["best", "latest", "step_000020", "step_000040", "step_000050"]
+    assert (os.readlink(tmp_path / "best"), os.readlink(tmp_path / "latest")) == ("step_000020", "step_000050")
+    save_steps(tmp_path, 60, best=60)
+    assert names(tmp_path) == ["best", "latest", "step_000050", "step_000060"]
+
+
+def test_pruning_drops_later_checkpoints_only_if_corrupt(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, 30, best=10)
+    flip(tmp_path / "step_000030" / "state.json", 0)
+    save_steps(tmp_path, 25)  # resumed from 20
+    assert names(tmp_path) == ["best", "latest", "step_000010", "step_000020", "step_000025"]
+    save_steps(tmp_path, 12)
+    assert names(tmp_path) == ["best", "latest", "step_000010", "step_000012", "step_000020", "step_000025"]
+
+
+def test_an_equal_checkpoint_is_kept_and_another_replaced(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, small(1), {"try": 1}, best=False)
+    inode = path.stat().st_ino
+    assert save(tmp_path, 1, small(1), {"try": 1}, best=True) == path
+    assert path.stat().st_ino == inode and os.readlink(tmp_path / "best") == "step_000001"
+    save(tmp_path, 1, small(1), {"try": 2}, best=True)
+    assert load(path).state == {"try": 2} and names(tmp_path) == ["best", "latest", "step_000001"]
+    flip(path / "model.safetensors", -1)
+    save(tmp_path, 1, small(1), {"try": 2}, best=True)
+    assert load(path).state == {"try": 2} and names(tmp_path) == ["best", "latest", "step_000001"]
+
+
+def test_resolve_finds_a_checkpoint_or_names_those_there_are(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError, match=rf"^run={run} .*best.*: none$"):
+        resolve(run, "best")
+    save_steps(run / "ckpt", 10, 20, 30, best=10)
+    newest = run / "ckpt" / "step_000030"
+    assert resolve(run, "best").name == "step_000010" and resolve(run, "latest") == newest
+    assert resolve(newest, "best") == newest and resolve(run / "ckpt" / "latest", "best") == newest
+    (run / "ckpt" / "latest").unlink()
+    assert resolve(run, "latest") == newest
+    shutil.rmtree(run / "ckpt" / "step_000010")
+    with pytest.raises(ConfigError, match=rf"^run={run} .*best.*: step_000020, step_000030$"):
+        resolve(run, "best")
+
+
+def test_point_moves_a_link_and_refuses_what_is_not_there(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10, 20, best=10)
+    point(tmp_path, "best", 20)
+    assert os.readlink(tmp_path / "best") == "step_000020"
+    with pytest.raises(FileNotFoundError, match="step_000030"):
+        point(tmp_path, "best", 30)
+    assert os.readlink(tmp_path / "best") == "step_000020"
+
+
+def test_a_run_copied_without_its_symlinks_goes_on(tmp_path: Path) -> None:
+    save_steps(tmp_path / "a" / "ckpt", 10, 20, best=10)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # follows links, as scp -r does
+    assert load(resolve(tmp_path / "b", "best")).step == 10
+    save_steps(tmp_path / "b" / "ckpt", 30)
+    assert load(resolve(tmp_path / "b", "best")).step == 10
+    save_steps(tmp_path / "b" / "ckpt", 40, best=40)
+    assert names(tmp_path / "b" / "ckpt") == ["best", "latest", "step_000030", "step_000040"]
+
+
+# -----------------------------------------------------------------------------
+# Saves cut short
+
+# A process that forks one child per job, so that torch is imported once. A job saves with sabotage.
+FORKER = """
+import errno, json, os, resource, sys, tempfile
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from training.checkpoint import save
+
+def small(step):
+    return {"model": {"w": torch.full((8, 8), float(step))}, "optimizer": {"m": torch.full((64,), step)}}
+
+with tempfile.TemporaryDirectory() as folder:  # what is imported or set up at first use comes before the forks
+    save(Path(folder), 0, small(0), {}, True)
+
+def sabotage(at, fail):
+    events = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.chmod", "os.scandir", "shutil.rmtree"}
+    global count
+    count = 0
+    def hook(event, arguments):
+        global count
+        if event in events or (event == "open" and str(arguments[0]).startswith(job["folder"])):
+            count += 1
+            if count == at:
+                if not fail:
+                    os._exit(9)
+                raise OSError(errno.ENOSPC, "sabotage")
+    sys.addaudithook(hook)
+
+def work(folder, do, step, at=0, floats=64):
+    def one(step, attempt):
+        save(folder, step, small(step), {"step": step, "attempt": attempt}, best=step % 3 == 0)
+    if do == "loop":
+        print("pid", os.getpid(), flush=True)
+        while True:
+            for attempt in range(1 + (step % 4 == 0)):  # every fourth is saved again, with another content
+                one(step, attempt)
+                print("saved", step, flush=True)
+            step += 1
+    if do == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        save(folder, step, {"model": {"w": torch.zeros(floats)}}, {"text": "a" * (200_000 - 4 * floats)}, best=True)
+    if do in ("crash", "fail"):
+        sabotage(at, do == "fail")
+        one(step, 1)
+        print("survived" if count >= at else "untouched", flush=True)
+
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        try:
+            work(**job | {"folder": Path(job["folder"])})
+        except BaseException as error:
+            print("raised", type(error).__name__, getattr(error, "errno", None), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    print("end", flush=True)
+"""
+
+
+class Forker:
+    def __init__(self) -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", FORKER]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def start(self, folder: Path, do: str, **job: Any) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps({"folder": str(folder), "do": do, **job}), file=self.process.stdin, flush=True)
+
+    def line(self) -> list[str]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().split()
+        assert line, "the forker died"
+        return line
+
+    def lines(self) -> list[list[str]]:
+        """What the job said until its end."""
+        return list(iter(self.line, ["end"]))
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    forker = Forker()
+    yield forker
+    forker.process.communicate()
+    assert forker.process.returncode == 0
+
+
+def test_kill_9_at_random_moments_loses_nothing_that_was_reported_saved(tmp_path: Path, forker: Forker) -> None:
+    chance = random.Random(0)
+    step = last = half_written = 0
+    for kill in range(16):
+        forker.start(tmp_path, "loop", step=step + 1)
+        pid = int(forker.line()[1])
+        if kill % 2:
+            last = int(forker.line()[1])
+        time.sleep(chance.uniform(0, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        last = max([last, *(int(line[1]) for line in forker.lines())])
+        half_written += any(name.startswith(".tmp") for name in names(tmp_path))
+        if last or list(tmp_path.glob("step_*")):
+            step = latest_step(tmp_path)
+        assert step >= last
+    assert last >= 8 and half_written > 0  # saves were completed, and saves were cut short
+    save_steps(tmp_path, step + 1, best=step + 1)
+    assert names(tmp_path) == sorted(["best", "latest", f"step_{step:06d}", f"step_{step + 1:06d}"])
+
+
+def prepare(folder: Path, case: str) -> tuple[int, set[int]]:
+    """A folder in some state: the step that is saved next, and the steps that may be found after it was cut short."""
+    if case == "next":
+        save_steps(folder, 1, 2, 3, best=1)
+        return 6, {3, 6}  # 6: the best too
+    if case == "over_valid":
+        save_steps(folder, 3, best=3)
+        return 3, {3}
+    save_steps(folder, 2, 3, best=2)
+    flip(folder / "step_000003" / "model.safetensors", -1)
+    return 3, {2, 3}
+
+
+CUTS = [("next", "crash"), ("next", "fail"), ("over_valid", "crash"), ("over_valid", "fail"), ("over_corrupt", "crash")]
+
+
+@pytest.mark.parametrize(("case", "do"), CUTS)
+def test_a_save_cut_short_at_any_file_operation_leaves_a_valid_checkpoint(
+    tmp_path: Path, forker: Forker, case: str, do: str
+) -> None:
+    step, allowed = prepare(tmp_path / "template", case)
+    outcomes: list[list[str]] = []
+    while outcomes[-1:] != [["untouched"]]:  # until the operation to sabotage lies after the save's last
+        folder = tmp_path / f"{len(outcomes)}"
+        shutil.copytree(tmp_path / "template", folder, symlinks=True)
+        forker.start(folder, do, step=step, at=len(outcomes) + 1)
+        said = forker.lines()
+        outcomes.append(said[0] if said else ["crashed"])
+        warnings: list[str] = []
+        found = latest_step(folder, warnings.append)
+        assert found in allowed and (case == "over_corrupt" or not warnings)
+        if case == "next":
+            assert load(folder / "best").step in (1, step)
+        if outcomes[-1][0] in ("survived", "untouched"):
+            assert found == step and load(folder / "latest").state["attempt"] == 1
+        if outcomes[-1][0] == "raised":  # it cleaned up after itself; what cannot be deleted (old) waits for the next
+            assert outcomes[-1] == ["raised", "OSError", str(errno.ENOSPC)]
+            assert not [entry for entry in names(folder) if entry.startswith(".tmp") and "-old-" not in entry]
+            assert (folder / f"step_{step:06d}").exists() or not list(folder.glob("*_replaced"))
+        save_steps(folder, step + 1, best=step + 1)  # the next save cleans up
+        assert latest_step(folder) == step + 1 and load(folder / "best").step == step + 1
+        assert not list(folder.glob(".tmp*")) and not list(folder.glob("*_replaced"))
+    assert len(outcomes) > 20
+    assert ["crashed" if do == "crash" else "raised"] in [outcome[:1] for outcome in outcomes]
+
+
+@pytest.mark.parametrize("floats", [0, 50_000], ids=["in state.json", "in the tensors"])
+def test_a_file_that_cannot_grow_fails_the_save_and_nothing_else(tmp_path: Path, forker: Forker, floats: int) -> None:
+    save_steps(tmp_path, 1, 2, best=1)
+    before = names(tmp_path)
+    forker.start(tmp_path, "limit", step=3, floats=floats)
+    assert forker.lines() == [["raised", "OSError", str(errno.EFBIG)]]
+    assert names(tmp_path) == before and latest_step(tmp_path) == 2
+    assert (os.readlink(tmp_path / "best"), os.readlink(tmp_path / "latest")) == ("step_000001", "step_000002")
+
+
+def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        folder = tmp_path / "ckpt"
+        save_steps(folder, 1, 2, best=1)
+        before = names(folder)
+        with pytest.raises(OSError) as caught:
+            save(folder, 3, {"model": {"w": torch.zeros(2**18)}}, {}, best=True)
+        assert caught.value.errno == errno.ENOSPC
+        assert names(folder) == before and latest_step(folder) == 2
+        assert (os.readlink(folder / "best"), os.readlink(folder / "latest")) == ("step_000001", "step_000002")
+        save_steps(folder, 3)
+        assert latest_step(folder) == 3
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_temporary_entries_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    with subprocess.Popen(["sleep", "60"]) as alive:
+        for pid in (dead.pid, alive.pid):
+            (tmp_path / f".tmp-{pid}-step_000002").mkdir()
+            (tmp_path / f".tmp-{pid}-step_000002" / "model.safetensors").write_bytes(b"half")
+            (tmp_path / f".tmp-{pid}-latest").symlink_to("step_000001")
+        save_steps(tmp_path, 2)
+        kept = [name for name in names(tmp_path) if name.startswith(".tmp")]
+        assert kept == [f".tmp-{alive.pid}-latest", f".tmp-{alive.pid}-step_000002"]
+        alive.kill()
+    save_steps(tmp_path, 3)
+    assert names(tmp_path) == ["latest", "step_000002", "step_000003"]
+
+
+def test_everything_is_on_the_disk_before_the_name_and_the_name_before_anything_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill does not lose what the kernel holds, a power cut does: watch the order of the real calls."""
+    save_steps(tmp_path, 1, 2)
+    log: list[tuple[str, Any]] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def logged_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        log.append(("sync", os.fstat(descriptor).st_ino))
+
+    def logged_rename(source: Path, target: Path) -> None:
+        rename(source, target)
+        log.append(("rename", Path(target).name))
+
+    def logged_replace(source: Path, target: Path) -> None:
+        replace(source, target)
+        log.append(("link", Path(target).name))
+
+    monkeypatch.setattr(os, "replace", logged_replace)
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "rename", logged_rename)
+    path = save(tmp_path, 3, small(3), {"step": 3}, best=True)
+    named, linked = log.index(("rename", "step_000003")), log.index(("link", "latest"))
+    best, gone = log.index(("link", "best")), log.index(("rename", f".tmp-{os.getpid()}-old-step_000001"))
+    for entry in (path, *path.iterdir()):
+        assert ("sync", entry.stat().st_ino) in log[:named], entry
+    assert ("sync", tmp_path.stat().st_ino) in log[named:linked]
+    assert ("sync", tmp_path.stat().st_ino) in log[best:gone]

@@ -1,0 +1,290 @@
+import hashlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data import corpora
+from data.corpora import corpus_sha256, load_text
+from training.config import ConfigError, PythonDocsConfig, TextConfig, TinyShakespeareConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+REAL_DATA = os.environ.get("NANOQK_DATA")
+
+
+@pytest.fixture
+def tiny_shakespeare_dir() -> Path:
+    """The folder that holds tiny_shakespeare/input.txt."""
+    if not REAL_DATA:
+        if os.environ.get("CI"):
+            pytest.fail("NANOQK_DATA must name a folder with tiny_shakespeare/input.txt in CI")
+        pytest.skip("NANOQK_DATA is not set")
+    return Path(REAL_DATA)
+
+
+@pytest.fixture(autouse=True)
+def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NANOQK_DATA", "HF_HUB_OFFLINE", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+def write(path: Path, raw: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    return path
+
+
+def hub_folder(root: Path, text: str, splits: tuple[str, ...] = ("train", "validation", "test")) -> Path:
+    """A local copy of the Hub's repository as refs/convert/parquet lays it out, of `text` cut in unequal parts."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    cuts = [0, int(0.9 * len(text)), int(0.95 * len(text)), len(text)]
+    for i, split in enumerate(splits):
+        file = root / "default" / split / "0000.parquet"
+        file.parent.mkdir(parents=True)
+        pq.write_table(pa.table({"text": [text[cuts[i] : cuts[i + 1]]]}), file)
+    return root
+
+
+# -----------------------------------------------------------------------------
+# python_docs and text
+
+
+def test_python_docs_holds_every_topic_in_sorted_order_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pydoc_data.topics import topics
+
+    monkeypatch.setattr(socket, "socket", None)
+    text = load_text(PythonDocsConfig())
+    end = 0
+    for name in sorted(topics):
+        start = text.index(topics[name], end)
+        assert start - end <= 1
+        end = start + len(topics[name])
+    assert end == len(text) > 100_000
+
+
+def test_python_docs_without_pydoc_data_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(ConfigError, match="^data=python_docs needs the module pydoc_data.topics.*data=text data.path"):
+        load_text(PythonDocsConfig())
+
+
+def test_text_is_the_file_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = "\ufeffline\r\n\u2028é\t𝄞\r\0\n".encode()
+    write(tmp_path / "my.txt", raw)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_text(TextConfig(path=str(tmp_path / "my.txt"))).encode() == raw
+    assert load_text(TextConfig(path="~/my.txt")).encode() == raw
+    assert corpus_sha256(load_text(TextConfig(path="~/my.txt"))) == hashlib.sha256(raw).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("missing.txt", "does not exist"),
+        ("folder", "is a directory, it must be a file"),
+        ("empty.txt", "is empty"),
+        ("latin1.txt", "must be UTF-8 text; the byte 0xe9 at offset 3 is not"),
+        ("loop.txt", "cannot be read: Too many levels of symbolic links"),
+        ("~nobody_of_this_name/a.txt", "does not exist"),
+    ],
+)
+def test_unusable_text_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rule: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "empty.txt", b"")
+    write(tmp_path / "latin1.txt", "café".encode("latin-1"))
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    with pytest.raises(ConfigError) as error:
+        load_text(TextConfig(path=name))
+    assert str(error.value) == f"data.path={name} {rule}"
+
+
+# -----------------------------------------------------------------------------
+# Tiny Shakespeare, found locally
+
+
+@pytest.mark.parametrize("place", ["tiny_shakespeare/input.txt", "tiny_shakespeare", ""])
+def test_data_path_takes_the_file_its_folder_or_the_folder_above(tiny_shakespeare_dir: Path, place: str) -> None:
+    raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
+    assert load_text(TinyShakespeareConfig(path=str(tiny_shakespeare_dir / place))).encode() == raw
+
+
+def test_nanoqk_data_and_the_cache_are_found(
+    tiny_shakespeare_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
+    write(tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt", raw)
+    monkeypatch.setenv("NANOQK_DATA", str(tmp_path / "nothing_here"))
+    assert load_text(TinyShakespeareConfig()).encode() == raw
+    (tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt").unlink()
+    monkeypatch.setenv("NANOQK_DATA", str(tiny_shakespeare_dir))
+    assert load_text(TinyShakespeareConfig()).encode() == raw
+
+
+def test_data_path_comes_before_nanoqk_data_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three impostors: the one that is refused is the one that was read.
+    by_path = write(tmp_path / "a.txt", b"by path")
+    by_env = write(tmp_path / "env" / "tiny_shakespeare" / "input.txt", b"by environment")
+    by_cache = write(tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt", b"by cache")
+    monkeypatch.setenv("NANOQK_DATA", str(tmp_path / "env"))
+    advice = "data=text data.path=FILE takes any text$"
+    with pytest.raises(ConfigError, match=f"^data.path={by_path} is not Tiny Shakespeare: it has 7 bytes.*{advice}"):
+        load_text(TinyShakespeareConfig(path=str(by_path)))
+    with pytest.raises(ConfigError, match=f"^{by_env} is not Tiny Shakespeare: it has 14 bytes.*{advice}"):
+        load_text(TinyShakespeareConfig())
+    by_env.unlink()
+    with pytest.raises(ConfigError, match=f"^{by_cache} is not .* {hashlib.sha256(b'by cache').hexdigest()}.*{advice}"):
+        load_text(TinyShakespeareConfig())
+
+
+def test_one_changed_byte_is_refused(tiny_shakespeare_dir: Path, tmp_path: Path) -> None:
+    raw = bytearray((tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes())
+    raw[-1] ^= 1
+    with pytest.raises(ConfigError, match="has 1115394 bytes and SHA-256"):
+        load_text(TinyShakespeareConfig(path=str(write(tmp_path / "input.txt", bytes(raw)))))
+
+
+def test_an_explicit_path_is_never_replaced_by_another_source(
+    tiny_shakespeare_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOQK_DATA", str(tiny_shakespeare_dir))
+    with pytest.raises(ConfigError, match=r"^data.path=nowhere does not exist$"):
+        load_text(TinyShakespeareConfig(path="nowhere"))
+    with pytest.raises(ConfigError, match=f"^data.path={tmp_path} holds neither input.txt nor"):
+        load_text(TinyShakespeareConfig(path=str(tmp_path)))
+
+
+# -----------------------------------------------------------------------------
+# Tiny Shakespeare, through `datasets`
+
+
+def test_a_folder_laid_out_like_the_hub_gives_the_same_bytes(
+    tiny_shakespeare_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
+    folder = hub_folder(tmp_path / "repo", raw.decode())
+    assert load_text(TinyShakespeareConfig(path=str(folder))).encode() == raw
+    assert "examples/s" not in capfd.readouterr().err  # no progress bars
+
+
+def test_a_folder_with_another_text_or_without_a_split_is_refused(tmp_path: Path) -> None:
+    other = hub_folder(tmp_path / "other", "to be or not to be" * 9)
+    with pytest.raises(ConfigError, match=f"^data.path={other} is not Tiny Shakespeare: it has 162 bytes"):
+        load_text(TinyShakespeareConfig(path=str(other)))
+    partial = hub_folder(tmp_path / "partial", "to be or not to be" * 9, ("train", "test"))
+    with pytest.raises(ConfigError, match=f"^data.path={partial} cannot be loaded: KeyError: 'validation'$"):
+        load_text(TinyShakespeareConfig(path=str(partial)))
+    broken = write(tmp_path / "broken" / "default" / "train" / "0000.parquet", b"not parquet").parents[2]
+    with pytest.raises(ConfigError, match=f"^data.path={broken} cannot be loaded: [^\n]*$"):
+        load_text(TinyShakespeareConfig(path=str(broken)))
+
+
+@pytest.fixture
+def hub(tiny_shakespeare_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The Hub played by a local folder; the list records each probe."""
+    raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
+    probes: list[str] = []
+    monkeypatch.setattr(corpora, "HUB_REPO", str(hub_folder(tmp_path / "repo", raw.decode())))
+    monkeypatch.setattr(corpora, "probe_hub", lambda: probes.append("asked"))
+    return probes
+
+
+def test_a_fetched_text_is_cached_and_fetched_once(hub: list[str], tmp_path: Path) -> None:
+    first = load_text(TinyShakespeareConfig())
+    folder = tmp_path / "cache" / "nanoqk" / "tiny_shakespeare"
+    assert [f.name for f in folder.iterdir()] == ["input.txt"]
+    assert (folder / "input.txt").read_bytes() == first.encode()
+    assert load_text(TinyShakespeareConfig()) == first
+    assert hub == ["asked"]
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning_only(
+    hub: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(write(tmp_path / "a_file", b"")))
+    with pytest.warns(UserWarning, match="input.txt cannot be written, the next run downloads again"):
+        assert len(load_text(TinyShakespeareConfig())) == 1_115_394
+
+
+# -----------------------------------------------------------------------------
+# No network
+
+LOAD = """
+import sys
+from data.corpora import load_text
+from training.config import ConfigError, TinyShakespeareConfig
+try:
+    load_text(TinyShakespeareConfig())
+except ConfigError as error:
+    print(error)
+print("datasets" in sys.modules)
+"""
+HANGING_DNS = "import socket, time\nsocket.getaddrinfo = lambda *args, **kwargs: time.sleep(60)\n"
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """Accepts connections (into its backlog) and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("closed_port", "refused"),
+        ("closed_proxy", "refused"),
+        ("silent_server", "no answer in 3 s|[Tt]ime"),
+        ("hanging_dns", "no answer in 3 s"),
+        ("unknown_host", "no answer in 3 s|[Nn]ame"),
+        ("offline", "offline"),
+    ],
+)
+def test_without_a_network_one_line_says_what_to_do_within_5_seconds(
+    case: str, reason: str, silent_server: str, closed_port: str, tmp_path: Path
+) -> None:
+    settings = {
+        "closed_port": {"HF_ENDPOINT": closed_port},
+        "closed_proxy": {"HTTPS_PROXY": closed_port},
+        "silent_server": {"HF_ENDPOINT": silent_server},
+        "hanging_dns": {"HF_ENDPOINT": "http://hub.invalid"},
+        "unknown_host": {"HF_ENDPOINT": "http://hub.invalid"},
+        "offline": {"HF_HUB_OFFLINE": "1"},
+    }[case]
+    code = HANGING_DNS + LOAD if case == "hanging_dns" else LOAD
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    seconds = time.perf_counter() - began  # of the whole process: an abandoned probe must not hold up its exit
+    assert done.returncode == 0, done.stderr
+    message, datasets_imported = done.stdout.splitlines()
+    assert message.startswith(f"data=tiny_shakespeare is not at {tmp_path}/cache/nanoqk/tiny_shakespeare/input.txt")
+    assert message.endswith(
+        "set data.path or NANOQK_DATA to a folder with tiny_shakespeare/input.txt, or use data=python_docs"
+    )
+    assert re.search(reason, message), message
+    assert datasets_imported == "False"
+    assert seconds < 5

@@ -1,0 +1,84 @@
+import math
+
+import pytest
+import torch
+from conftest import tiny_config
+from test_gpt import V, build, random_tokens
+from torch import Tensor
+
+from model.generate import generate, sample_token
+from model.gpt import GPT
+from training.config import QKNormConfig
+
+
+def greedy_without_cache(model: GPT, idx: Tensor, n: int) -> Tensor:
+    """(B, n): each token by a full forward of the window that the cache holds: see generate's docstring."""
+    window, out, held = idx[:, -model.block_size :], [], min(idx.size(1), model.block_size)
+    for _ in range(n):
+        token = model(window[:, -held:])[0][:, -1].argmax(-1)
+        out.append(token)
+        window = torch.cat([window, token[:, None]], 1)
+        held = held + 1 if held < model.block_size else max(1, model.block_size // 2)
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("prompt", [1, 5, 16, 40])
+def test_greedy_decoding_equals_full_forwards_also_past_block_size(qk_norm: QKNormConfig, prompt: int) -> None:
+    model, idx = build(tiny_config(qk_norm)), random_tokens(3, prompt)
+    tokens = torch.stack(list(generate(model, idx, 45, temperature=0, dtype=torch.float64)), 1)
+    assert torch.equal(tokens, greedy_without_cache(model, idx, 45))
+
+
+def test_a_block_of_one_token_decodes() -> None:
+    model = build(tiny_config(block_size=1))
+    tokens = torch.stack(list(generate(model, random_tokens(2, 1), 5, temperature=0, dtype=torch.float64)), 1)
+    assert torch.equal(tokens, greedy_without_cache(model, random_tokens(2, 1), 5))
+
+
+def test_sampling_follows_the_seed_alone() -> None:
+    model, idx = build(tiny_config()), random_tokens(2, 3)
+
+    def draw(seed: int) -> Tensor:
+        torch.rand(seed)  # what the global generator did before does not matter
+        return torch.stack(list(generate(model, idx, 20, seed=seed, dtype=torch.float64)), 1)
+
+    assert torch.equal(draw(5), draw(5))
+    assert not torch.equal(draw(5), draw(6))
+
+
+def frequencies(logits: Tensor, **settings: float) -> Tensor:
+    g = torch.Generator().manual_seed(0)
+    tokens = sample_token(logits.expand(40_000, -1), generator=g, **settings)  # type: ignore[arg-type]
+    return torch.bincount(tokens, minlength=logits.numel()) / 40_000
+
+
+LOGITS = torch.tensor([2.0, 0.0, 1.0, 1.5, -1.0])  # softmax: .43 .06 .16 .26 .02 … in this order
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_sampled_frequencies_are_the_softmax_at_the_temperature(temperature: float) -> None:
+    expected = (LOGITS.double() / temperature).softmax(-1).float()
+    torch.testing.assert_close(frequencies(LOGITS, temperature=temperature), expected, rtol=0, atol=0.01)
+
+
+def test_top_k_keeps_the_k_likeliest_and_renormalises() -> None:
+    kept = torch.tensor([2.0, -math.inf, -math.inf, 1.5, -math.inf]).softmax(-1)
+    torch.testing.assert_close(frequencies(LOGITS, top_k=2), kept, rtol=0, atol=0.01)
+    assert torch.equal(frequencies(LOGITS, top_k=99), frequencies(LOGITS))
+
+
+@pytest.mark.parametrize(("top_p", "n"), [(1e-9, 1), (0.4, 1), (0.5, 2), (0.7, 2), (0.9, 3), (0.95, 4), (1.0, 5)])
+def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, n: int) -> None:
+    probs = LOGITS.softmax(-1)
+    order = probs.argsort(descending=True)
+    assert probs[order[:n]].sum() >= top_p - 1e-6 and (n == 1 or probs[order[: n - 1]].sum() < top_p)
+    seen = frequencies(LOGITS, top_p=top_p).nonzero().flatten().tolist()
+    assert sorted(seen) == sorted(order[:n].tolist())
+
+
+def test_top_k_1_is_greedy_and_ties_keep_one_token_at_least() -> None:
+    assert (sample_token(LOGITS.expand(50, -1), top_k=1) == 0).all()
+    assert (sample_token(LOGITS.expand(50, -1), temperature=0) == 0).all()
+    even = torch.zeros(100, V)
+    assert sample_token(even, top_p=0.01).shape == (100,)
+    assert sample_token(torch.full((3, V), -1e30), top_p=0.5, temperature=1e-3).shape == (3,)

@@ -1,0 +1,408 @@
+import importlib.util
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import QK_NORM_VARIANTS, tiny_config
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.gpt import (
+    GPT,
+    QK_NORMS,
+    Alpha,
+    LpNorm,
+    LpScale,
+    RMSNorm,
+    causal_attention,
+    dropout,
+    initial_alpha,
+    mean_norm_ratio,
+    power,
+    signed_power,
+)
+from training.config import LpQKNormConfig, ModelConfig, QKNormConfig, RMSQKNormConfig, TrainConfig
+
+V = 11
+PS = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 7.3, math.inf]
+
+
+def build(config: TrainConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> GPT:
+    model = GPT(config, V)
+    model.init_weights(seed)
+    with torch.no_grad():  # away from the special values of initialisation
+        g = torch.Generator().manual_seed(1)
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=g))
+    return model.to(dtype).eval()
+
+
+def random_tokens(*shape: int, seed: int = 2) -> Tensor:
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -----------------------------------------------------------------------------
+# The model against others
+
+
+def reference_logits(model: GPT, config: TrainConfig, idx: Tensor) -> Tensor:
+    """The same network from its state dict, one sequence, head, query and key at a time, in float64."""
+    w = {name: value.double() for name, value in model.state_dict().items()}
+    m, T = config.model, idx.size(1)
+    hs = m.n_embd // m.n_head
+
+    def layer_norm(x: Tensor, name: str) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+        return x + w[f"{name}.bias"] if m.bias else x
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = x @ w[f"{name}.weight"].T
+        return y + w[f"{name}.bias"] if m.bias else y
+
+    def normalise(x: Tensor, name: str) -> Tensor:
+        if isinstance(config.qk_norm, LpQKNormConfig):
+            p = config.qk_norm.p
+            return x / (x.abs().max() if math.isinf(p) else (x.abs() ** p).sum() ** (1 / p))
+        if isinstance(config.qk_norm, RMSQKNormConfig):
+            return x / (x.square().mean() + config.qk_norm.eps).sqrt() * w[f"{name}.gain"]
+        return x
+
+    rows = []
+    for tokens in idx:
+        x = w["transformer.wte.weight"][tokens] + w["transformer.wpe.weight"][:T]  # (T, C)
+        for layer in range(m.n_layer):
+            name = f"transformer.h.{layer}"
+            qkv = linear(layer_norm(x, f"{name}.ln_1"), f"{name}.attn.c_attn").split(m.n_embd, -1)
+            y = torch.zeros_like(x)
+            for h in range(m.n_head):
+                q, k, v = (part[:, h * hs : (h + 1) * hs] for part in qkv)
+                scale = torch.tensor(1 / math.sqrt(hs), dtype=torch.float64)
+                if isinstance(config.qk_norm, LpQKNormConfig):
+                    raw = w[f"{name}.attn.alpha.raw"][h if config.qk_norm.alpha_per == "head" else 0]
+                    maps = {"exp": raw.exp(), "softplus": (1 + raw.exp()).log(), "linear": raw.abs()}
+                    scale = maps[config.qk_norm.alpha_map]
+                for i in range(T):
+                    qi = normalise(q[i], f"{name}.attn.q_norm")
+                    s = torch.stack([scale * qi @ normalise(k[j], f"{name}.attn.k_norm") for j in range(i + 1)])
+                    y[i, h * hs : (h + 1) * hs] = (s.exp() / s.exp().sum()) @ v[: i + 1]
+            x = x + linear(y, f"{name}.attn.c_proj")
+            hidden = linear(layer_norm(x, f"{name}.ln_2"), f"{name}.mlp.c_fc")
+            hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+            x = x + linear(hidden, f"{name}.mlp.c_proj")
+        rows.append(layer_norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].T)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_and_loss_equal_a_float64_reference_for_every_norm(qk_norm: QKNormConfig, bias: bool) -> None:
+    config = tiny_config(qk_norm, bias=bias, block_size=8, n_head=2, n_embd=12)
+    model = build(config)
+    idx, targets = random_tokens(2, 8), random_tokens(2, 8, seed=3)
+    targets[0, 5:] = -1
+    logits, loss = model(idx, targets)
+    expected = reference_logits(model, config, idx)
+    torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-11)
+    log_probs = expected - expected.exp().sum(-1, keepdim=True).log()
+    picked = [-log_probs[b, t, targets[b, t]] for b in range(2) for t in range(8) if targets[b, t] >= 0]
+    torch.testing.assert_close(loss, torch.stack(picked).mean(), rtol=1e-11, atol=1e-11)
+
+
+def test_single_precision_is_the_reference_to_round_off(qk_norm: QKNormConfig) -> None:
+    config = tiny_config(qk_norm)
+    exact, idx = build(config), random_tokens(2, 16)
+    single = build(config, dtype=torch.float32)
+    torch.testing.assert_close(single(idx)[0].double(), exact(idx)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def nanogpt() -> Any:
+    """nanoGPT's own model.py, from the checkout that NANOQK_NANOGPT names."""
+    folder = os.environ.get("NANOQK_NANOGPT")
+    if not folder:
+        pytest.skip("NANOQK_NANOGPT does not name a checkout of nanoGPT")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(folder) / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_nanogpts_weights_give_nanogpts_logits_loss_gradients_and_flops(nanogpt: Any, bias: bool) -> None:
+    config = TrainConfig(model=ModelConfig(n_layer=3, n_head=4, n_embd=64, block_size=32, dropout=0.0, bias=bias))
+    peer = nanogpt.GPT(
+        nanogpt.GPTConfig(block_size=32, vocab_size=V, n_layer=3, n_head=4, n_embd=64, dropout=0.0, bias=bias)
+    )
+    ours = GPT(config, V)
+    weights = {name: value for name, value in peer.state_dict().items() if name != "lm_head.weight"}  # tied to wte
+    ours.load_state_dict(weights)
+    idx, targets = random_tokens(3, 32), random_tokens(3, 32, seed=3)
+    (peer_logits, peer_loss), (logits, loss) = peer(idx, targets), ours(idx, targets)
+    torch.testing.assert_close(logits, peer_logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, peer_loss, rtol=1e-6, atol=1e-6)
+    peer_loss.backward(), loss.backward()
+    peer_gradients = {name: p.grad for name, p in peer.named_parameters()}
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad, peer_gradients[name], rtol=1e-4, atol=1e-6)
+    assert ours.num_params(non_embedding=True) == peer.get_num_params()
+    # estimate_mfu returns FLOP/s over an A100's 312e12, for fwdbwd_per_iter sequences in dt seconds
+    assert ours.flops_per_token() * 32 == pytest.approx(peer.estimate_mfu(fwdbwd_per_iter=1, dt=1.0) * 312e12)
+
+
+# -----------------------------------------------------------------------------
+# Causality, caches, parameters
+
+
+def test_no_token_receives_gradient_from_earlier_logits(qk_norm: QKNormConfig) -> None:
+    model, idx = build(tiny_config(qk_norm)), random_tokens(1, 16)
+    embedded: list[Tensor] = []
+
+    def keep(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    model.transformer.wte.register_forward_hook(keep)
+    logits = model(idx)[0]
+    for t in (0, 7, 15):
+        (gradient,) = torch.autograd.grad(logits[0, t].sum(), embedded[0], retain_graph=True)
+        assert gradient[0, t + 1 :].abs().sum() == 0
+        assert (gradient[0, : t + 1].abs().sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize("chunks", [(1,) * 16, (16,), (5, 1, 1, 4, 5), (9, 7)])
+def test_cached_forward_equals_full_forward(qk_norm: QKNormConfig, chunks: tuple[int, ...]) -> None:
+    model, idx = build(tiny_config(qk_norm)), random_tokens(3, 16)
+    full = model(idx)[0]
+    caches, pos, parts = model.new_caches(3, 16, torch.float64), 0, []
+    for n in chunks:
+        parts.append(model(idx[:, pos : pos + n], caches=caches, pos=pos)[0])
+        pos += n
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-11, atol=1e-11)
+
+
+def test_cache_bytes_are_those_of_the_cache() -> None:
+    model = build(tiny_config())
+    caches = model.new_caches(1, 16, torch.bfloat16)
+    held = sum(t.numel() * t.element_size() for c in caches for t in (c.k, c.v))
+    assert model.cache_bytes_per_token(torch.bfloat16) * 16 == held
+
+
+def test_last_only_gives_the_last_positions_logits() -> None:
+    model, idx = build(tiny_config()), random_tokens(2, 16)
+    torch.testing.assert_close(model(idx, last_only=True)[0], model(idx)[0][:, -1:])
+
+
+def test_every_parameter_is_initialised_from_the_seed_and_trained(qk_norm: QKNormConfig) -> None:
+    config = tiny_config(qk_norm, bias=True)
+    models = [GPT(config, V) for _ in range(3)]
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        model.init_weights(seed)
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["transformer.wte.weight"], states[2]["transformer.wte.weight"])
+    models[0](random_tokens(4, 16), random_tokens(4, 16, seed=3))[1].backward()
+    for name, p in models[0].named_parameters():
+        assert p.grad is not None and p.grad.abs().sum() > 0, name
+
+
+def test_initialisation_is_gpt2s() -> None:
+    model = GPT(TrainConfig(model=ModelConfig(n_layer=2, n_head=4, n_embd=256, bias=True)), 500)
+    model.init_weights(0)
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            std = 0.02 / math.sqrt(2 * 2) if name.endswith("c_proj.weight") else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.02) and abs(p.mean().item()) < std / 50, name
+        else:
+            assert torch.equal(p, torch.full_like(p, 0.0 if name.endswith("bias") else 1.0)), name
+
+
+def test_init_weights_notices_a_parameter_that_it_left_out() -> None:
+    model = GPT(tiny_config(), V)
+    model.extra = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(AssertionError, match="extra"):
+        model.init_weights(0)
+
+
+def test_initial_loss_is_the_expected_one() -> None:
+    for n_embd, vocab in ((32, V), (384, 65), (768, 5000)):
+        model = GPT(tiny_config(n_embd=n_embd), vocab)
+        model.init_weights(0)
+        idx = torch.randint(vocab, (8, 17), generator=torch.Generator().manual_seed(0))
+        loss = model.eval()(idx[:, :-1], idx[:, 1:])[1].item()
+        assert loss == pytest.approx(model.expected_initial_loss, abs=0.1)
+
+
+def test_default_model_has_nanogpts_size() -> None:
+    with torch.device("meta"):
+        model = GPT(TrainConfig(), 65)
+    assert model.num_params() == 10_745_088
+    assert round(model.num_params(non_embedding=True) / 1e6, 2) == 10.65  # what nanoGPT prints
+
+
+# -----------------------------------------------------------------------------
+# QK norms
+
+
+@pytest.mark.parametrize("p", PS)
+def test_lp_norm_is_x_over_its_p_norm(p: float) -> None:
+    x = torch.randn(5, 3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = LpNorm(LpQKNormConfig(p=p), 64)(x)
+    torch.testing.assert_close(y, x / torch.linalg.vector_norm(x, p, -1, keepdim=True), rtol=1e-13, atol=0)
+    torch.testing.assert_close(torch.linalg.vector_norm(y, p, -1), torch.ones(5, 3).double(), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("p", PS)
+def test_lp_norm_is_scale_invariant_and_its_gradient_orthogonal_to_x(p: float) -> None:
+    norm = LpNorm(LpQKNormConfig(p=p), 32)
+    x = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y = norm(x)
+    for factor in (1e-20, 1e-3, 1e25):
+        torch.testing.assert_close(norm(x * factor), y, rtol=1e-12, atol=0)
+    (gradient,) = torch.autograd.grad((y * torch.linspace(-1, 2, 32).double()).sum(), x)
+    assert gradient.abs().sum() > 0
+    torch.testing.assert_close((gradient * x).sum(-1), torch.zeros(7).double(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", PS)
+def test_lp_norm_passes_gradcheck(p: float) -> None:
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradcheck(LpNorm(LpQKNormConfig(p=p), 8), (x,))
+
+
+def test_infinity_norm_shares_the_gradient_among_ties() -> None:
+    x = torch.tensor([[1.0, -1.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(LpScale.apply(x, math.inf).sum(), x)
+    torch.testing.assert_close(gradient, torch.tensor([[-0.5, 0.5, 0.0]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("p", PS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lp_norm_is_finite_at_zero_and_at_the_ends_of_the_number_format(p: float, dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    zeros, one_hot, sparse = torch.zeros(3, 64)
+    one_hot[5] = 1
+    sparse[::7] = -3
+    rows = [zeros, one_hot, sparse, one_hot * info.tiny, torch.full((64,), info.tiny / 2)]
+    rows += [torch.full((64,), info.max), one_hot * info.max, torch.full((64,), info.smallest_normal)]
+    x = torch.stack(rows).to(dtype).requires_grad_()
+    y = LpNorm(LpQKNormConfig(p=p), 64)(x)
+    (0.5 * y.float().square()).sum().backward()
+    assert x.grad is not None and y.dtype == dtype
+    assert y.isfinite().all() and x.grad.isfinite().all()
+    assert (y[0] == 0).all() and (x.grad[0] == 0).all()
+    norms = torch.linalg.vector_norm(y[[1, 2, 5, 6]].double(), p, -1)
+    torch.testing.assert_close(norms, torch.ones(4).double(), rtol=2 * info.eps + 1e-6, atol=0)
+
+
+def test_l2_norm_with_alpha_sqrt_d_is_rms_norm() -> None:
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).double()
+    rms = RMSNorm(RMSQKNormConfig(eps=1e-30), 64).double()
+    rms.init_weights()
+    torch.testing.assert_close(LpNorm(LpQKNormConfig(p=2.0), 64)(x) * 8, rms(x), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("name", QK_NORM_VARIANTS)
+def test_every_norm_is_gain_times_x_times_one_scalar(name: str) -> None:
+    config = QK_NORM_VARIANTS[name]
+    norm = QK_NORMS[config.name](config, 16).double()
+    if norm.gain is not None:
+        torch.nn.init.uniform_(norm.gain, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(2, 3, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert norm.scale(x).shape == (2, 3, 5, 1)
+    gain = 1.0 if norm.gain is None else norm.gain
+    torch.testing.assert_close(norm(x), gain * x * norm.scale(x), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 7.5, 8.0, 9.5, 7.3, 0.25])
+def test_powers_by_products_and_roots_equal_pow(p: float) -> None:
+    u = torch.linspace(0, 2, 101, dtype=torch.float64)
+    torch.testing.assert_close(power(u, p), u**p, rtol=1e-13, atol=0)
+    x = torch.linspace(-2, 2, 101, dtype=torch.float64)
+    torch.testing.assert_close(signed_power(x, p), x.sign() * x.abs() ** p, rtol=1e-13, atol=0)
+
+
+# alpha at the start: FACTS of the design table for head_dim 64, L = 256
+def test_alpha_init_henry_is_log2_of_L_squared_minus_L() -> None:
+    assert initial_alpha(LpQKNormConfig(alpha_init="henry"), 64, 256) == pytest.approx(15.994, abs=1e-3)
+
+
+def test_alpha_init_sqrt_d_and_number() -> None:
+    assert initial_alpha(LpQKNormConfig(alpha_init="sqrt_d"), 64, 256) == 8
+    assert initial_alpha(LpQKNormConfig(alpha_init=3.25), 64, 256) == 3.25
+
+
+@pytest.mark.parametrize("p", PS)
+def test_alpha_init_matched_equalises_the_spread_of_the_initial_logits(p: float) -> None:
+    alpha = initial_alpha(LpQKNormConfig(p=p, alpha_init="matched"), 64, 256)
+    q, k = torch.randn(2, 200_000, 64, generator=torch.Generator().manual_seed(7))
+    q, k = (x / torch.linalg.vector_norm(x, p, -1, keepdim=True) for x in (q, k))
+    assert (alpha * (q * k).sum(-1)).std().item() == pytest.approx(1.0, rel=0.02)  # 8 cos: 8 / sqrt(64)
+
+
+def test_mean_norm_ratio_does_not_touch_the_global_generator() -> None:
+    before = torch.get_rng_state()
+    mean_norm_ratio(2.25, 48)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("alpha_map", ["exp", "softplus", "linear"])
+@pytest.mark.parametrize("initial", [0.01, 1.0, 15.99])
+def test_alpha_starts_at_its_init_and_stays_positive(alpha_map: str, initial: float) -> None:
+    config = LpQKNormConfig(alpha_map=alpha_map, alpha_init=initial, alpha_per="head")
+    alpha = Alpha(config, n_head=3, head_dim=16, block_size=32)
+    alpha.init_weights()
+    torch.testing.assert_close(alpha(), torch.full((3, 1, 1), initial), rtol=1e-5, atol=0)
+    with torch.no_grad():
+        alpha.raw.sub_(2 * initial + 1)
+    assert (alpha() > 0).all()
+
+
+# -----------------------------------------------------------------------------
+# Dropout, attention product
+
+
+@pytest.mark.parametrize("p", [0.1, 0.2, 0.5])
+def test_cpu_dropout_keeps_the_mean_and_drops_the_stated_share(p: float) -> None:
+    torch.manual_seed(0)
+    x = torch.ones(1000, 1003, requires_grad=True)  # not a multiple of eight
+    y = dropout(x, p)
+    assert (y == 0).float().mean().item() == pytest.approx(p, abs=0.004)
+    assert y.mean().item() == pytest.approx(1, abs=0.005)
+    assert len(y.unique()) == 2
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())  # type: ignore[arg-type]
+    share = (y == 0).float().view(-1)[: 8 * 125_000].view(-1, 8).mean(0)  # each byte of the random words
+    torch.testing.assert_close(share, torch.full((8,), p), rtol=0, atol=0.006)
+
+
+def test_dropout_follows_the_global_generator_and_zero_draws_nothing() -> None:
+    x = torch.ones(100)
+    torch.manual_seed(3)
+    first = dropout(x, 0.2)
+    state = torch.get_rng_state()
+    assert torch.equal(dropout(x, 0.0), x) and torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(3)
+    assert torch.equal(dropout(x, 0.2), first)
+
+
+def test_attention_with_dropout_has_the_mean_of_attention_without() -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 8, 16, generator=g)
+    exact = causal_attention(q, k, v, 0.25)
+    torch.manual_seed(0)
+    mean = torch.stack([causal_attention(q, k, v, 0.25, p_dropout=0.2) for _ in range(4000)]).mean(0)
+    torch.testing.assert_close(mean, exact, rtol=0, atol=0.06)
+
+
+def test_attention_of_the_last_queries_sees_what_the_full_attention_sees() -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 9, 8, generator=g, dtype=torch.float64)
+    full = causal_attention(q, k, v, 0.3)
+    logits = (0.3 * q @ k.transpose(-2, -1)).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
+    torch.testing.assert_close(full, F.softmax(logits, -1) @ v)
+    for n in (1, 4, 9):
+        torch.testing.assert_close(causal_attention(q[:, :, -n:], k, v, 0.3), full[:, :, -n:])

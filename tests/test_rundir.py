@@ -1,0 +1,397 @@
+"""Run directories: one owner at a time, never a user's folder, and never two trajectories in one."""
+
+import fcntl
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from training import config as settings
+from training import rundir
+from training.config import ConfigError, CosineConfig, LpQKNormConfig, ModelConfig, TextConfig, TrainConfig, WandbConfig
+from training.rundir import finite, is_locked, open_run, read_config, read_json, read_status, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def config_for(path: Path, **changes: Any) -> TrainConfig:
+    return TrainConfig(**{"out_dir": str(path), **changes})
+
+
+def leave(config: TrainConfig, state: str, iteration: int | None = None) -> None:
+    """A run that ended in `state`, as train.py leaves it."""
+    run = open_run(config)
+    if iteration is not None:
+        write_json(run.path / "summary.json", {"iter": iteration})
+    run.status(state, iter=iteration)
+    run.close()
+
+
+def snapshot(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def python(code: str, *args: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+HOLD = """
+import sys, time
+from training.config import TrainConfig
+from training.rundir import open_run
+run = open_run(TrainConfig(out_dir=sys.argv[1]))
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def held_elsewhere(path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = python(HOLD, path)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "open\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# -----------------------------------------------------------------------------
+# New directories
+
+
+def test_new_run_has_its_config_and_is_running(path: Path) -> None:
+    config = config_for(path / "deep" / "down")
+    run = open_run(config)
+    assert not run.finished
+    assert read_config(run.path) == config
+    status = read_status(run.path)
+    assert (status["state"], status["pid"]) == ("running", os.getpid())
+    assert is_locked(run.path)
+    run.close()
+    assert not is_locked(run.path)
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "attention": settings.ATTENTIONS,
+    "qk_norm": settings.QK_NORMS,
+    "optim": settings.OPTIMS,
+    "schedule": settings.SCHEDULES,
+    "data": settings.CORPORA,
+}
+VARIANTS = [{group: variants[name]} for group, variants in GROUPS.items() for name in variants if name != "text"]
+ODD_NAMES = ["a: b #c ${x}", "é\u2028\U0001f600", "1e-3", "null", "~", "'\"\\"]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=lambda v: next(iter(v.values())).__name__)
+def test_config_yaml_holds_every_variant(path: Path, changes: dict[str, Any]) -> None:
+    config = config_for(path, **{group: cls() for group, cls in changes.items()})
+    open_run(config).close()
+    assert read_config(path) == config
+
+
+@pytest.mark.parametrize("p", [1.0, 2.5, 1e22, math.inf])
+@pytest.mark.parametrize("text", ODD_NAMES)
+def test_config_yaml_holds_odd_numbers_and_names(path: Path, p: float, text: str) -> None:
+    config = config_for(
+        path, qk_norm=LpQKNormConfig(p=p, alpha_init=1e-7), data=TextConfig(path=text), wandb=WandbConfig(group=text)
+    )
+    open_run(config).close()
+    assert read_config(path) == config
+    assert open_run(config).finished is False  # and it is the same trajectory
+
+
+# -----------------------------------------------------------------------------
+# Directories that cannot be used
+
+
+def test_users_folder_is_refused_untouched(path: Path) -> None:
+    path.mkdir()
+    (path / "thesis.tex").write_text("years of work")
+    for fresh in (False, True):
+        with pytest.raises(ConfigError, match=f"out_dir={path} is neither empty nor a run directory"):
+            open_run(config_for(path, fresh=fresh))
+        assert snapshot(path.parent) == {"run/thesis.tex": b"years of work"}
+
+
+def test_empty_directory_is_used(path: Path) -> None:
+    path.mkdir()
+    assert not open_run(config_for(path)).finished
+
+
+def test_directory_whose_creation_was_cut_short_is_used(path: Path) -> None:
+    path.mkdir()
+    (path / "lock").touch()
+    (path / "config.yaml.tmp").write_text("see")
+    assert not open_run(config_for(path)).finished
+
+
+def test_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for place in (file, file / "run", file / "deep" / "run", Path("/proc/nanoqk/run")):
+        with pytest.raises(ConfigError, match=f"^out_dir={place} ") as refusal:
+            open_run(config_for(place))
+        assert "\n" not in str(refusal.value)
+    assert snapshot(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_read_only_parent_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="is not writable"):
+        open_run(config_for(tmp_path / "run"))
+
+
+def test_eval_only_needs_a_run_and_changes_nothing(path: Path) -> None:
+    with pytest.raises(ConfigError, match="eval_only=true needs one"):
+        open_run(config_for(path, eval_only=True))
+    assert not path.exists()
+    leave(config_for(path), "stopped", 7)
+    before = snapshot(path)
+    run = open_run(config_for(path, eval_only=True, log_interval=3))
+    assert snapshot(path) == before
+    run.close()
+
+
+# -----------------------------------------------------------------------------
+# The lock
+
+
+def test_run_in_use_is_refused_naming_its_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "LOCK_PATIENCE", 0.05)
+    with held_elsewhere(path) as owner:
+        before = snapshot(path)
+        for changes in ({}, {"fresh": True}, {"eval_only": True}, {"seed": 2}):
+            with pytest.raises(ConfigError, match=f"out_dir={path} is in use by process {owner.pid} on "):
+                open_run(config_for(path, **changes))
+        assert snapshot(path) == before
+        assert is_locked(path)
+
+
+def test_lock_dies_with_a_killed_owner(path: Path) -> None:
+    with held_elsewhere(path) as owner:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        assert read_status(path)["state"] == "running" and not is_locked(path)
+        run = open_run(config_for(path))
+        assert read_status(path)["pid"] == os.getpid() and not run.finished
+        run.close()
+
+
+RACE = """
+import sys, time
+from training.config import ConfigError, TrainConfig
+from training.rundir import open_run
+folder, start, fresh = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "True"
+runs = []  # held to the end
+for i in range(3):
+    while time.time() < start + 0.65 * i:
+        pass
+    try:
+        runs.append(open_run(TrainConfig(out_dir=f"{folder}/run-{i}", fresh=fresh)))
+        print("won", flush=True)
+    except ConfigError as error:
+        print(error, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_of_two_processes_that_start_at_once_exactly_one_wins(tmp_path: Path, fresh: bool) -> None:
+    if fresh:
+        for i in range(3):
+            leave(config_for(tmp_path / f"run-{i}"), "stopped")
+    start = time.time() + 0.6
+    command = [sys.executable, "-c", RACE, str(tmp_path), str(start), str(fresh)]
+    racers = [
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    told = [[racer.stdout.readline().strip() for _ in range(3)] for racer in racers if racer.stdout]
+    for racer in racers:
+        racer.communicate("")
+    for i, answers in enumerate(zip(*told, strict=True)):
+        assert sorted(answer == "won" for answer in answers) == [False, True], answers
+        assert read_config(tmp_path / f"run-{i}").fresh is fresh
+        assert len(list(tmp_path.glob(f"run-{i}.old-*"))) == fresh
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_lock_of_a_run_that_was_just_moved_aside_is_not_taken_for_the_new_ones(
+    path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    leave(config_for(path), "stopped")
+    aside, flock = path.with_name("run.old-1"), fcntl.flock
+
+    def move_first(lock: int, how: int) -> None:  # what another process's fresh=true does between open and flock
+        if not aside.exists():
+            path.rename(aside)
+            if replaced:
+                leave(config_for(path), "stopped")
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", move_first)
+    run = open_run(config_for(path))
+    assert is_locked(path) and not is_locked(aside)
+    run.close()
+
+
+def test_looking_at_a_run_never_keeps_it_from_starting(path: Path) -> None:
+    leave(config_for(path), "stopped")
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            is_locked(path)
+
+    onlookers = [threading.Thread(target=look) for _ in range(2)]
+    for thread in onlookers:
+        thread.start()
+    try:
+        for _ in range(30):
+            open_run(config_for(path)).close()
+    finally:
+        over.set()
+        for thread in onlookers:
+            thread.join()
+
+
+# -----------------------------------------------------------------------------
+# Coming back to a run
+
+
+def test_every_differing_setting_is_named(path: Path) -> None:
+    leave(config_for(path, qk_norm=LpQKNormConfig(p=3.0)), "stopped", 7)
+    before = snapshot(path)
+    with pytest.raises(ConfigError) as refusal:
+        open_run(config_for(path, seed=1, model=ModelConfig(n_embd=192), max_iters=6000, device="cpu"))
+    message = str(refusal.value)
+    assert message.startswith(f"out_dir={path} holds a run with other settings: ")
+    assert message.endswith("; use another out_dir or fresh=true")
+    changes = message.split("settings: ")[1].split("; use")[0].split(", ")
+    assert set(changes) == {
+        "seed 1337 -> 1",
+        "model.n_embd 384 -> 192",
+        "qk_norm.name lp -> none",
+        "qk_norm.p 3.0 -> unset",
+        "qk_norm.alpha_init sqrt_d -> unset",
+        "qk_norm.alpha_per layer -> unset",
+        "qk_norm.alpha_map exp -> unset",
+        "schedule.lr_decay_iters (by default max_iters) 5000 -> 6000",
+    }
+    assert snapshot(path) == before and not is_locked(path)
+
+
+def test_partial_run_goes_on_with_the_new_free_settings(path: Path) -> None:
+    leave(config_for(path), "stopped", 7)
+    config = config_for(path, log_interval=3, wandb=WandbConfig(mode="disabled"), device="cpu")
+    run = open_run(config)
+    assert not run.finished and read_config(path) == config
+    assert read_status(path)["state"] == "running" and read_status(path)["iter"] == 7
+
+
+@pytest.mark.parametrize(
+    ("state", "iteration", "max_iters", "finished"),
+    [
+        ("done", 100, 100, True),
+        ("done", 100, 60, True),
+        ("done", 100, 200, False),
+        ("done", None, 100, False),
+        ("diverged", 40, 100, True),
+        ("stopped", 100, 100, False),
+        ("failed", 40, 100, False),
+        ("running", 40, 100, False),
+    ],
+)
+def test_finished_runs_are_recognised(
+    path: Path, state: str, iteration: int | None, max_iters: int, finished: bool
+) -> None:
+    schedule = CosineConfig(warmup_iters=10, lr_decay_iters=100)
+    leave(config_for(path, max_iters=100, schedule=schedule), state, iteration)
+    before = snapshot(path)
+    run = open_run(config_for(path, max_iters=max_iters, schedule=schedule))
+    assert run.finished is finished
+    assert not finished or snapshot(path) == before
+    assert run.state == (state if finished else "running")
+
+
+def test_finished_run_with_other_settings_is_refused(path: Path) -> None:
+    leave(config_for(path), "done", 5000)
+    with pytest.raises(ConfigError, match="seed 1337 -> 2"):
+        open_run(config_for(path, seed=2))
+
+
+def test_fresh_moves_the_old_run_aside(path: Path) -> None:
+    for n in (1, 2):
+        leave(config_for(path, seed=n, fresh=True), "done", 5000)
+    run = open_run(config_for(path, seed=3, fresh=True))
+    assert not run.finished and read_config(path).seed == 3
+    assert [read_config(path.with_name(f"run.old-{n}")).seed for n in (1, 2)] == [1, 2]
+    assert read_json(path.with_name("run.old-2") / "summary.json") == {"iter": 5000}
+    assert is_locked(path) and not is_locked(path.with_name("run.old-2"))
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "seed: {", "seed: one", "sneed: 1", "\x00", "a" * 10])
+def test_damaged_config_yaml_is_refused_in_one_line(path: Path, content: str) -> None:
+    leave(config_for(path), "stopped")
+    (path / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match="config.yaml that cannot be read.*fresh=true") as refusal:
+        open_run(config_for(path))
+    assert "\n" not in str(refusal.value) and not is_locked(path)
+    assert not open_run(config_for(path, fresh=True)).finished
+
+
+# -----------------------------------------------------------------------------
+# Files
+
+
+def test_log_prints_and_appends(path: Path) -> None:
+    run = open_run(config_for(path))
+    printed: list[str] = []
+    run.print_line = printed.append
+    run.log("iter 0: loss 4.17")
+    run.log("µ")
+    assert printed == ["iter 0: loss 4.17", "µ"]
+    lines = (path / "train.log").read_text(encoding="utf-8").splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == printed
+
+
+def test_missing_is_missing_and_nan_is_null(tmp_path: Path) -> None:
+    assert finite({"a": None, "b": math.nan, "c": math.inf, "d": 0.0, "e": "x"}) == {
+        "b": None,
+        "c": None,
+        "d": 0.0,
+        "e": "x",
+    }
+    write_json(tmp_path / "x.json", {"a": None, "b": math.nan, "c": 0.1})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"b": None, "c": 0.1}
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "x.json", {"a": object()})
+    assert read_json(tmp_path / "x.json") == {"a": 1}
+
+
+def test_config_yaml_is_plain_yaml(path: Path) -> None:
+    open_run(replace(config_for(path), qk_norm=LpQKNormConfig(p=math.inf)))
+    plain = yaml.safe_load((path / "config.yaml").read_text())
+    assert plain["qk_norm"]["p"] == math.inf and plain["optim"]["betas"] == [0.9, 0.99]

@@ -1,0 +1,423 @@
+"""Train one model: python train.py qk_norm=lp qk_norm.p=3 data.fold=4 (configs/train.yaml has every setting)
+
+A run directory is the resume state: stop a run at any moment, start it again with the same words, and it ends with
+the same numbers. `run(config)` is the whole program; it reads top to bottom.
+"""
+
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from data.batches import Batches
+from data.corpora import corpus_sha256, load_text
+from data.folds import split
+from data.tokenizers import build_tokenizer
+from model.diagnostics import activation_bytes, future_leak
+from model.gpt import GPT
+from training import checkpoint, dist
+from training.config import ConfigError, TrainConfig, require, run_app, to_yaml
+from training.device import device_name, peak_flops, resolve_device, resolve_dtype
+from training.dist import World
+from training.evaluate import mean_loss
+from training.optim import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from training.rundir import RunDir, open_run
+from training.schedule import learning_rate
+from training.tracker import Tracker, plot
+
+EVAL_TOKENS = 2**14  # predicted at a time in the exact evaluation
+EXIT_DIVERGED = 3  # done, stopped and failed are the shell's own: 0, 128 + signal, 1 (2 is a bad setting)
+
+
+def run(config: TrainConfig) -> int:
+    """Train, resume or evaluate the run that `config` describes. Returns the exit status: 0, 3 (the loss became
+    non-finite) or 128 + the signal that stopped it. Raises ConfigError before anything is written."""
+    # -----------------------------------------------------------------------------
+    # Where: ranks, device, number format
+    world = dist.read_world()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = resolve_device(f"cuda:{world.local_rank}" if world.size > 1 and config.device == "cuda" else config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    require(
+        config.gradient_accumulation_steps % world.size == 0,
+        f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be divisible by {world.size} ranks",
+    )
+    dist.init(world, device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
+
+    def autocast() -> AbstractContextManager[None]:
+        return torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+
+    # -----------------------------------------------------------------------------
+    # What: text, tokens, folds, batches, model
+    text = load_text(config.data)
+    tokenizer = build_tokenizer(config.data.tokenizer, text)
+    tokens = tokenizer.encode(text)
+    folds = split(len(tokens), config.data.folds, config.data.fold)
+    batches = Batches(tokens, folds, config.model.block_size, config.batch_size, config.seed)
+    held_out = tokens[slice(*folds.val)]
+    chars_per_token = len(tokenizer.decode(held_out.tolist())) / len(held_out)
+    if config.dry_run:
+        describe(config, tokenizer.vocab_size, device, dtype, len(tokens), len(held_out))
+        return 0
+    model = GPT(config, tokenizer.vocab_size)
+    model.init_weights(config.seed)
+    model.to(device)
+    start_up_checks(model, batches, autocast)
+    compiled = device.type == "cuda" if config.compile == "auto" else config.compile
+    forward: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
+    if world.size > 1:
+        forward = DistributedDataParallel(forward, device_ids=[device] if device.type == "cuda" else None)
+    optimizer = build_optimizer(model, config)
+
+    # -----------------------------------------------------------------------------
+    # The run directory: new, resumed, or already finished
+    with open_run_on_rank_0(config, world) as run_dir:
+        if run_dir.finished and not config.eval_only:
+            run_dir.log(f"{run_dir.path} is {run_dir.state}; fresh=true starts it anew")
+            return EXIT_DIVERGED if run_dir.state == "diverged" else 0
+        state: dict[str, Any] = {
+            "step": 0,
+            "val/loss_min": math.inf,
+            "iter_of_min": 0,
+            "train/loss": None,
+            "seconds": 0.0,
+            "train_seconds": 0.0,
+        }
+        resumed = checkpoint.load_latest(run_dir.path / "ckpt", run_dir.log)
+        if resumed is not None:
+            require(
+                resumed.state["dtype"] == str(dtype),
+                f"dtype={config.dtype} is {dtype} here, but {run_dir.path} was trained in {resumed.state['dtype']}",
+            )
+            require(
+                resumed.state["corpus_sha256"] == corpus_sha256(text),
+                f"data={config.data.name} is not the text that {run_dir.path} was begun on; use another out_dir",
+            )
+            model.load_state_dict(resumed.tensors["model"])
+            load_optimizer_tensors(optimizer, model, resumed.tensors["optimizer"])
+            state = {key: resumed.state[key] for key in state}
+            if resumed.state["device"] != device_name(device):
+                run_dir.log(f"warning: begun on {resumed.state['device']}: from here on equal to round-off only")
+        start: int = state["step"]
+        require(
+            start <= config.max_iters, f"max_iters={config.max_iters}: {run_dir.path} is at iteration {start} already"
+        )
+
+        def validate() -> dict[str, float]:
+            loss = mean_loss(
+                forward, batches.eval_batches(max(1, EVAL_TOKENS // config.model.block_size)), autocast, world
+            )
+            return {"val/loss": loss, "val/bpc": loss / math.log(2) / chars_per_token}
+
+        if config.eval_only:
+            require(resumed is not None, f"eval_only=true needs a checkpoint in {run_dir.path}")
+            run_dir.log(report({"iter": start, **validate()}))
+            return 0
+        info = {
+            "device": device_name(device), "dtype": str(dtype), "ranks": world.size, "parameters": model.num_params(),
+            "vocab_size": tokenizer.vocab_size, "tokens": len(tokens), "held_out_tokens": len(held_out),
+            "corpus_sha256": corpus_sha256(text), "commit": commit(),
+        }  # fmt: skip
+        tracker = Tracker(run_dir, config, info, start) if world.main else None
+        run_dir.log(
+            f"{run_dir.path}: {model.num_params() / 1e6:.2f}M parameters, {config.tokens_per_iter:,} tokens a step, "
+            f"{info['device']}, {dtype}" + (f", resumed at iteration {start}" if start else "")
+        )
+        loop_began = time.perf_counter()
+        began = loop_began - state["seconds"]
+
+        def save(best: bool) -> None:
+            state["seconds"] = time.perf_counter() - began
+            if tracker is not None:
+                tracker.metrics.sync()
+                weights: dict[str, Tensor] = dict(model.named_parameters())
+                tensors = {"model": weights, "optimizer": optimizer_tensors(optimizer, model)}
+                extra = {"config": asdict(config), "tokenizer": tokenizer.to_dict(), **info}
+                checkpoint.save(run_dir.path / "ckpt", state["step"], tensors, {**state, **extra}, best)
+                run_dir.status("running", iter=state["step"])
+
+        def log(line: dict[str, Any]) -> None:
+            if tracker is not None:
+                tracker.log(line)
+
+        # -----------------------------------------------------------------------------
+        # The loop. Iteration k: evaluate and save what k updates have made, then make update k.
+        peak = peak_flops(device, dtype) * world.size
+        micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
+        bar = tqdm(
+            total=config.max_iters, initial=start, unit="it", disable=None if world.main else True, dynamic_ncols=True
+        )
+        run_dir.print_line = bar.write
+        stop = StopSignal()
+        status, logged_at, logged_seconds = "running", start, state["train_seconds"]
+        model.train()
+        for step in range(start, config.max_iters + 1):
+            state["step"] = step
+            line: dict[str, Any] = {"iter": step}
+            best = False
+            if step % config.eval_interval == 0 or step == config.max_iters:
+                line |= validate()
+                best = line["val/loss"] < state["val/loss_min"]
+                if best:
+                    state |= {"val/loss_min": line["val/loss"], "iter_of_min": step}
+                for part in ("train", "val") if config.eval_iters else ():
+                    sampled = (batches.sampled_batch(part, i) for i in range(config.eval_iters))
+                    line[f"{part}/loss_sampled"] = mean_loss(forward, sampled, autocast, world)
+                run_dir.log(report(line))
+            if step == config.max_iters or stop.agreed:
+                status = "done" if step == config.max_iters else "stopped"
+            if best or status != "running" or (step % config.checkpoint_interval == 0 and step > start):
+                save(best)
+            if status != "running":
+                break
+
+            # Every random number of this update follows from (seed, step, rank): there is no generator to save.
+            torch.manual_seed(seed_of_update(config.seed, step, world.rank))
+            t0 = time.perf_counter()
+            lr = learning_rate(step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            totals = torch.zeros(2, device=device)  # over all micro-batches and ranks: mean loss, requests to stop
+            totals[1] = stop.signal
+            for micro_step in micro_steps:
+                x, y = batches.get_batch(step, micro_step)  # (B, T)
+                if isinstance(
+                    forward, DistributedDataParallel
+                ):  # one exchange of gradients, after the last micro-batch
+                    forward.require_backward_grad_sync = micro_step == micro_steps[-1]
+                with autocast():
+                    _, loss = forward(x.to(device), y.to(device))
+                (loss / len(micro_steps)).backward()
+                totals[0] += loss.detach() / config.gradient_accumulation_steps
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
+            train_loss, stop.agreed = dist.all_reduce(totals).tolist()
+            line |= {"train/loss": train_loss, "lr": lr, "grad_norm": grad_norm}
+            if not (math.isfinite(train_loss) and math.isfinite(grad_norm)):
+                status = "diverged"  # before the update: the weights and the last checkpoint are finite
+                break
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+            state["train/loss"] = train_loss
+            state["train_seconds"] += time.perf_counter() - t0
+            bar.update()
+            if step % config.log_interval == 0 or "val/loss" in line:
+                line["tok_per_sec"] = (
+                    (step + 1 - logged_at) * config.tokens_per_iter / (state["train_seconds"] - logged_seconds)
+                )
+                line["mfu"] = line["tok_per_sec"] * model.flops_per_token() / peak
+                logged_at, logged_seconds = step + 1, state["train_seconds"]
+                log(line)
+                bar.set_postfix_str(f"loss {train_loss:.4f}, {line['tok_per_sec']:,.0f} tok/s", refresh=False)
+                if bar.disable:
+                    left = (config.max_iters - step - 1) * (time.perf_counter() - loop_began) / (step + 1 - start)
+                    train_part = {key: line[key] for key in line if not key.startswith("val/")}
+                    run_dir.log(f"{report(train_part)}, {tqdm.format_interval(left)} left")
+
+        # -----------------------------------------------------------------------------
+        # The end: done, stopped by a signal, or diverged
+        bar.close()
+        stop.restore()
+        run_dir.print_line = print
+        state["seconds"] = time.perf_counter() - began
+        if status == "stopped":
+            name = signal.Signals(stop.signal or signal.SIGTERM).name  # a signal to another rank reaches all of them
+            run_dir.status(status, iter=step, reason=name)
+            run_dir.log(
+                f"stopped by {name} at iteration {step}, everything is saved: the same command goes on from there"
+            )
+            if tracker is not None:
+                tracker.finish()
+            return 128 + signal.Signals[name]
+        log(line)
+        summary = {
+            "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": state["val/loss_min"],
+            "iter_of_min": state["iter_of_min"], "train/loss": state["train/loss"], "seconds": state["seconds"],
+            "tok_per_sec": step * config.tokens_per_iter / max(state["train_seconds"], 1e-9), **info,
+        }  # fmt: skip
+        if tracker is not None:
+            tracker.finish(summary)
+            if config.plot:
+                plot(run_dir.path / "metrics.jsonl", run_dir.path / "curve.png", run_dir.path.name)
+        if status == "diverged":
+            reason = f"train/loss {train_loss}, grad_norm {grad_norm} at iteration {step}"
+            run_dir.status(status, iter=step, reason=reason)
+            run_dir.log(f"diverged: {reason}; the update was not made, the last checkpoint is good")
+            return EXIT_DIVERGED
+        run_dir.status(status, iter=step)
+        run_dir.log(
+            f"done: val/loss {line['val/loss']:.4f}, lowest {state['val/loss_min']:.4f} at iteration "
+            f"{state['iter_of_min']}; python sample.py run={run_dir.path}"
+        )
+        return 0
+
+
+# -----------------------------------------------------------------------------
+# What run() is made of
+
+
+def start_up_checks(model: GPT, batches: Batches, autocast: Callable[[], AbstractContextManager]) -> None:
+    """Refuse a model that sees the future; warn when its initial loss is not that of a guess among V tokens."""
+    with autocast():
+        leak = future_leak(model)
+    require(
+        leak < 1e-4,
+        f"attention={model.config.attention.name} sees the future: a token moves logits before it ({leak:.1e})",
+    )
+    x, y = batches.get_batch(0)
+    loss = mean_loss(model, [(x[:4], y[:4])], autocast, World())
+    if abs(loss - model.expected_initial_loss) > 0.3:
+        print(
+            f"warning: the initial loss is {loss:.3f}, not {model.expected_initial_loss:.3f} "
+            f"(a uniform guess among {model.vocab_size} tokens has {math.log(model.vocab_size):.3f})",
+            file=sys.stderr,
+        )
+
+
+class Spectator(RunDir):
+    """What the ranks other than 0 have of the run directory: they read it, and say and write nothing."""
+
+    def __init__(self, path: Path, finished: bool):
+        super().__init__(path, None, finished)
+
+    def status(self, state: str, **extra: Any) -> None:
+        pass
+
+    def log(self, text: str) -> None:
+        pass
+
+
+def open_run_on_rank_0(config: TrainConfig, world: World) -> RunDir:
+    """Rank 0 opens and locks the run directory and tells the others. Raises ConfigError on every rank."""
+    run_dir, error = None, None
+    if world.main:
+        try:
+            run_dir = open_run(config)
+        except ConfigError as refusal:
+            error = str(refusal)
+    finished, error = dist.broadcast_object((run_dir is not None and run_dir.finished, error))
+    if error is not None:
+        raise ConfigError(error)
+    return run_dir or Spectator(config.run_dir, finished)
+
+
+class StopSignal:
+    """SIGINT and SIGTERM ask the loop to save and stop; a second one ends the process at once.
+
+    `signal` is the number received here, 0 before. `agreed` is what all ranks know after the same update.
+    """
+
+    def __init__(self) -> None:
+        self.signal, self.agreed = 0, 0.0
+        self.previous = {}
+        if threading.current_thread() is threading.main_thread():
+            self.previous = {n: signal.signal(n, self.receive) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self.restore()
+
+    def restore(self) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+def seed_of_update(seed: int, step: int, rank: int) -> int:
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
+
+
+def report(line: dict[str, Any]) -> str:
+    """One line for a person: iter 250: train/loss 1.9034, …"""
+    shown = {"lr": ".2e", "tok_per_sec": ",.0f", "mfu": ".1%"}
+    values = ", ".join(f"{key} {value:{shown.get(key, '.4f')}}" for key, value in line.items() if key != "iter")
+    return f"iter {line['iter']}: {values}"
+
+
+def commit() -> str | None:
+    """The code's git commit, with + when the tree has other changes; None outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed else "")
+
+
+def describe(
+    config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype, n_tokens: int, n_held_out: int
+) -> None:
+    """Print what a run would be and what it would cost; for dry_run=true."""
+    with torch.device("meta"):
+        model = GPT(config, vocab_size)
+    n, flops = model.num_params(), model.flops_per_token()
+    peak = peak_flops(device, dtype)
+    activations = activation_bytes(model, config.batch_size) * dtype.itemsize // 4
+    n_evals = -(-config.max_iters // config.eval_interval) + 1
+    rate, how = training_rate(config, vocab_size, device, dtype, peak)
+    # an evaluation is a forward pass, a third of the work
+    seconds = (config.max_iters * config.tokens_per_iter + n_evals * n_held_out / 3) / rate
+    rows = {
+        "run directory": f"{config.run_dir}",
+        "corpus": f"{n_tokens:,} tokens, {n_held_out:,} of them held out, vocabulary {vocab_size}",
+        "parameters": f"{n:,}",
+        "FLOPs": f"{flops:,} a token, {flops * config.tokens_per_iter:.3g} an iteration",
+        "memory": f"{16 * n / 2**20:,.0f} MiB for weights, gradients and optimizer, "
+        f"{activations / 2**20:,.0f} MiB for activations of {config.batch_size} sequences",
+        "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token",
+        "checkpoint": f"{12 * n / 2**20:,.0f} MiB",
+        "device": f"{device_name(device)}, {dtype}, peak {peak / 1e12:.2f} TFLOP/s",
+        "estimate": f"{tqdm.format_interval(seconds)} for {config.max_iters:,} iterations of {config.tokens_per_iter:,} "
+        f"tokens and {n_evals} evaluations at {rate:,.0f} tokens/s ({how})",
+    }
+    print(to_yaml(config), end="")
+    for key, value in rows.items():
+        print(f"{key + ':':15s}{value}")
+
+
+def training_rate(
+    config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype, peak: float
+) -> tuple[float, str]:
+    """Tokens a second of a training step, and how it is known: timed on a few sequences where that takes seconds."""
+    T = config.model.block_size
+    with torch.device("meta"):
+        flops = GPT(config, vocab_size).flops_per_token() * T  # a sequence
+    rows = min(config.batch_size, int(peak / flops))
+    if rows < 1 or device.type != "cpu":
+        return 0.4 * peak / flops * T, "40 % of the peak"
+    model = GPT(config, vocab_size)
+    model.init_weights(config.seed)
+    idx = torch.randint(vocab_size, (rows, T))
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = model(idx, idx)[1]
+        loss.backward()
+        seconds.append(time.perf_counter() - start)
+    return rows * T / min(seconds), f"timed on {rows} sequences"
+
+
+def main() -> None:
+    run_app("train", TrainConfig, run)
+
+
+if __name__ == "__main__":
+    main()

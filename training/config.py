@@ -1,0 +1,527 @@
+"""Every setting of nanoQK: the dataclasses, their checks, and how a composed config becomes one.
+
+Hydra composes YAML; `load_config` turns the result into frozen dataclasses and checks them. A group with variants
+(qk_norm, data, …) has one dataclass a variant, so that an option which the chosen variant would ignore is an unknown
+key. Checks never change a value: what follows from others is a property. Nothing here imports torch.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message is one line: key, value, rule. Programs exit with status 2."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+# -----------------------------------------------------------------------------
+# The groups
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = "baby_gpt"
+    n_layer: int = 6
+    n_head: int = 6
+    n_embd: int = 384
+    block_size: int = 256
+    dropout: float = 0.2
+    bias: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    def check(self) -> None:
+        for key in ("n_layer", "n_head", "n_embd", "block_size"):
+            at_least(f"model.{key}", getattr(self, key), 1)
+        require(
+            self.n_embd % self.n_head == 0,
+            f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}",
+        )
+        require(0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
+
+
+@dataclass(frozen=True)
+class MHAConfig:
+    name: str = "mha"
+
+    def check(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class NoQKNormConfig:
+    name: str = "none"
+
+    def check(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class LpQKNormConfig:
+    name: str = "lp"
+    p: float = 2.0
+    alpha_init: float | str = "sqrt_d"
+    alpha_per: str = "layer"
+    alpha_map: str = "exp"
+
+    def check(self) -> None:
+        require(self.p >= 1, f"qk_norm.p={self.p} must be >= 1 (inf is allowed)")
+        if isinstance(self.alpha_init, str):
+            one_of("qk_norm.alpha_init", self.alpha_init, ("henry", "sqrt_d", "matched"), "or a number > 0")
+        else:
+            require(
+                0 < self.alpha_init < math.inf,
+                f"qk_norm.alpha_init={self.alpha_init} must be a finite number > 0, or henry, sqrt_d, matched",
+            )
+        one_of("qk_norm.alpha_per", self.alpha_per, ("layer", "head"))
+        one_of("qk_norm.alpha_map", self.alpha_map, ("exp", "softplus", "linear"))
+
+
+@dataclass(frozen=True)
+class RMSQKNormConfig:
+    name: str = "rms"
+    eps: float = 1e-6
+
+    def check(self) -> None:
+        require(0 < self.eps < math.inf, f"qk_norm.eps={self.eps} must be a finite number > 0")
+
+
+@dataclass(frozen=True)
+class AdamWConfig:
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.1
+
+    def check(self) -> None:
+        require(
+            0 < self.learning_rate < math.inf,
+            f"optim.learning_rate={self.learning_rate} must be a finite number > 0",
+        )
+        require(all(0 <= b < 1 for b in self.betas), f"optim.betas={list(self.betas)} must each be in [0, 1)")
+        require(0 <= self.weight_decay < math.inf, f"optim.weight_decay={self.weight_decay} must be >= 0")
+
+
+@dataclass(frozen=True)
+class CosineConfig:
+    name: str = "cosine"
+    warmup_iters: int = 100
+    min_lr: float = 1e-4
+    lr_decay_iters: int | None = None
+
+    def check(self) -> None:
+        at_least("schedule.warmup_iters", self.warmup_iters, 0)
+        require(0 <= self.min_lr < math.inf, f"schedule.min_lr={self.min_lr} must be >= 0")
+        if self.lr_decay_iters is not None:
+            at_least("schedule.lr_decay_iters", self.lr_decay_iters, 1)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str
+    tokenizer: str = "char"
+    folds: int = 10
+    fold: int | None = None
+
+    def check(self) -> None:
+        one_of("data.tokenizer", self.tokenizer, ("char", "byte"))
+        at_least("data.folds", self.folds, 2)
+        if self.fold is None:
+            require(
+                self.folds == DataConfig.folds,
+                f"data.folds={self.folds} needs data.fold: without one the last 10 % are held out",
+            )
+        else:
+            require(
+                0 <= self.fold < self.folds,
+                f"data.fold={self.fold} must be in 0..{self.folds - 1} (data.folds={self.folds})",
+            )
+
+
+@dataclass(frozen=True)
+class TinyShakespeareConfig(DataConfig):
+    name: str = "tiny_shakespeare"
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class PythonDocsConfig(DataConfig):
+    name: str = "python_docs"
+
+
+@dataclass(frozen=True)
+class TextConfig(DataConfig):
+    name: str = "text"
+    path: str = ""
+
+    def check(self) -> None:
+        super().check()
+        require(self.path != "", "data.path= must name a UTF-8 text file")
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    mode: str = "auto"
+    project: str = "nanoqk"
+    group: str | None = None
+
+    def check(self) -> None:
+        one_of("wandb.mode", self.mode, ("auto", "online", "offline", "disabled"))
+        require(
+            re.fullmatch(r"[^/\\#?%:]{1,128}", self.project) is not None,
+            f"wandb.project={self.project!r} must be 1 to 128 characters, none of / \\ # ? % :",
+        )
+
+
+# A variant is one dataclass and one entry here, its class and one entry in model/gpt.py, and one YAML file.
+ATTENTIONS = {"mha": MHAConfig}
+QK_NORMS = {"none": NoQKNormConfig, "lp": LpQKNormConfig, "rms": RMSQKNormConfig}
+OPTIMS = {"adamw": AdamWConfig}
+SCHEDULES = {"cosine": CosineConfig}
+CORPORA = {"tiny_shakespeare": TinyShakespeareConfig, "python_docs": PythonDocsConfig, "text": TextConfig}
+
+AttentionConfig = MHAConfig
+QKNormConfig = NoQKNormConfig | LpQKNormConfig | RMSQKNormConfig
+OptimConfig = AdamWConfig
+ScheduleConfig = CosineConfig
+
+# -----------------------------------------------------------------------------
+# The two programs
+
+# Settings that may change when a run is resumed: they do not decide the weights or the logged losses. `device`,
+# `compile` and `threads` may change too, but then the rest of the run agrees to round-off only.
+FREE_KEYS = {"out_dir", "max_iters", "eval_interval", "eval_iters", "log_interval", "checkpoint_interval", "plot"}
+FREE_KEYS |= {"dry_run", "eval_only", "fresh", "wandb", "device", "compile", "threads"}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    out_dir: str | None = None
+    seed: int = 1337
+    device: str = "auto"
+    dtype: str = "auto"
+    compile: bool | str = "auto"
+    threads: int | None = None
+    batch_size: int = 64
+    gradient_accumulation_steps: int = 1
+    max_iters: int = 5000
+    grad_clip: float = 1.0
+    eval_interval: int = 250
+    eval_iters: int = 0
+    log_interval: int = 10
+    checkpoint_interval: int = 250
+    plot: bool = False
+    dry_run: bool = False
+    eval_only: bool = False
+    fresh: bool = False
+    model: ModelConfig = field(default_factory=ModelConfig)
+    attention: AttentionConfig = field(default_factory=MHAConfig, metadata={"variants": ATTENTIONS})
+    qk_norm: QKNormConfig = field(default_factory=NoQKNormConfig, metadata={"variants": QK_NORMS})
+    optim: OptimConfig = field(default_factory=AdamWConfig, metadata={"variants": OPTIMS})
+    schedule: ScheduleConfig = field(default_factory=CosineConfig, metadata={"variants": SCHEDULES})
+    data: DataConfig = field(default_factory=TinyShakespeareConfig, metadata={"variants": CORPORA})
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    @property
+    def lr_decay_iters(self) -> int:
+        return self.max_iters if self.schedule.lr_decay_iters is None else self.schedule.lr_decay_iters
+
+    @property
+    def tokens_per_iter(self) -> int:
+        return self.batch_size * self.gradient_accumulation_steps * self.model.block_size
+
+    @property
+    def trajectory(self) -> dict[str, Any]:
+        """Flat {key: value} of the settings that decide the weights and the losses, resolved."""
+        config = {k: v for k, v in asdict(self).items() if k not in FREE_KEYS}
+        config["schedule"]["lr_decay_iters"] = self.lr_decay_iters
+        if config["data"].get("path") is not None:
+            config["data"]["path"] = str(Path(config["data"]["path"]).expanduser().resolve())
+        return flatten(config)
+
+    @property
+    def label(self) -> str:
+        """Readable name of the setting, without fold and seed: the W&B group of the runs that repeat it."""
+        parts = [self.model.name, self.attention.name]
+        if isinstance(self.qk_norm, LpQKNormConfig):
+            parts.append(f"lp_p{self.qk_norm.p:g}_{self.qk_norm.alpha_init}")
+        else:
+            parts.append(self.qk_norm.name)
+        return "-".join([*parts, self.data.name])
+
+    @property
+    def run_dir(self) -> Path:
+        if self.out_dir is not None:
+            return Path(self.out_dir).expanduser()
+        fold = "" if self.data.fold is None else f"-fold{self.data.fold}"
+        digest = hashlib.sha256(json.dumps(self.trajectory, sort_keys=True).encode()).hexdigest()[:8]
+        return Path("runs") / f"{self.label}{fold}-s{self.seed}-{digest}"
+
+    def check(self) -> None:
+        at_least("seed", self.seed, 0)
+        require(self.seed < 2**63, f"seed={self.seed} must be < 2**63")
+        check_device_and_dtype(self.device, self.dtype)
+        require(
+            isinstance(self.compile, bool) or self.compile == "auto",
+            f"compile={self.compile} must be true, false or auto",
+        )
+        if self.threads is not None:
+            at_least("threads", self.threads, 1)
+        for key in ("batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval", "log_interval"):
+            at_least(key, getattr(self, key), 1)
+        at_least("checkpoint_interval", self.checkpoint_interval, 1)
+        at_least("eval_iters", self.eval_iters, 0)
+        require(0 <= self.grad_clip < math.inf, f"grad_clip={self.grad_clip} must be >= 0 (0: off)")
+        require(self.out_dir != "", "out_dir= must not be empty")
+        require(not (self.eval_only and self.fresh), "fresh=true leaves eval_only=true nothing to evaluate")
+        require(not (self.eval_only and self.dry_run), "dry_run=true and eval_only=true exclude each other")
+        for group in (self.model, self.attention, self.qk_norm, self.optim, self.schedule, self.data, self.wandb):
+            group.check()
+        require(
+            self.schedule.min_lr <= self.optim.learning_rate,
+            f"schedule.min_lr={self.schedule.min_lr} must be <= optim.learning_rate={self.optim.learning_rate}",
+        )
+        require(
+            self.schedule.warmup_iters < self.lr_decay_iters,
+            f"schedule.warmup_iters={self.schedule.warmup_iters} must be < {self.lr_decay_iters}"
+            " (schedule.lr_decay_iters, by default max_iters)",
+        )
+        if isinstance(self.qk_norm, LpQKNormConfig) and self.qk_norm.alpha_init == "henry":
+            require(
+                self.model.block_size >= 3,
+                f"qk_norm.alpha_init=henry needs model.block_size={self.model.block_size} >= 3: log2(L^2 - L)",
+            )
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    run: str = ""
+    checkpoint: str = "best"
+    start: str = "\n"
+    num_samples: int = 10
+    max_new_tokens: int = 500
+    temperature: float = 0.8
+    top_k: int | None = 200
+    top_p: float | None = None
+    seed: int = 1337
+    device: str = "auto"
+    dtype: str = "auto"
+    stream: bool = False
+
+    def check(self) -> None:
+        require(self.run != "", "run= must name a run directory or a checkpoint")
+        one_of("checkpoint", self.checkpoint, ("best", "latest"))
+        at_least("num_samples", self.num_samples, 1)
+        at_least("max_new_tokens", self.max_new_tokens, 1)
+        require(
+            0 <= self.temperature < math.inf, f"temperature={self.temperature} must be a finite number >= 0 (0: greedy)"
+        )
+        if self.top_k is not None:
+            at_least("top_k", self.top_k, 1)
+        if self.top_p is not None:
+            require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]")
+        at_least("seed", self.seed, 0)
+        check_device_and_dtype(self.device, self.dtype)
+
+
+def at_least(key: str, value: int, least: int) -> None:
+    require(value >= least, f"{key}={value} must be >= {least}")
+
+
+def one_of(key: str, value: str, allowed: tuple[str, ...], otherwise: str = "") -> None:
+    require(value in allowed, f"{key}={value} must be one of {', '.join(allowed)} {otherwise}".rstrip())
+
+
+def check_device_and_dtype(device: str, dtype: str) -> None:
+    require(
+        re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device) is not None,
+        f"device={device} must be auto, cpu, mps, cuda or cuda:N",
+    )
+    one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+# -----------------------------------------------------------------------------
+# From a mapping to dataclasses
+
+
+def load_config(source: Mapping[str, Any]) -> TrainConfig:
+    """A nested mapping (a composed config, or a run's config.yaml) as a checked TrainConfig.
+
+    Raises: ConfigError naming key, value and rule.
+    """
+    config = build(TrainConfig, source)
+    config.check()
+    return config
+
+
+def build(cls: type, source: Any, prefix: str = "") -> Any:
+    """An instance of the dataclass `cls` from a mapping, with exact types and no unknown key."""
+    name = prefix.rstrip(".") or cls.__name__
+    require(isinstance(source, Mapping), f"{name}={source!r} must be a group of settings")
+    hints = typing.get_type_hints(cls)
+    known = {f.name: f for f in fields(cls)}
+    for key, value in source.items():
+        if key not in known:
+            raise ConfigError(f"{prefix}{key}={show(value)} is unknown{did_you_mean(str(key), known)}")
+    values = {}
+    for key, spec in known.items():
+        if key not in source:
+            continue
+        value = source[key]
+        require(value != "???", f"{prefix}{key} must be given")
+        if "variants" in spec.metadata:
+            variants = spec.metadata["variants"]
+            variant = value.get("name") if isinstance(value, Mapping) else value
+            require(variant in variants, f"{prefix}{key}.name={show(variant)} must be one of {', '.join(variants)}")
+            values[key] = build(variants[variant], value, f"{prefix}{key}.")
+        elif dataclasses.is_dataclass(hints[key]):
+            values[key] = build(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
+        else:
+            values[key] = convert(value, hints[key], prefix + key)
+    return cls(**values)
+
+
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def convert(value: Any, hint: Any, key: str) -> Any:
+    """`value` as the type `hint`: exact, but for an integer where a float is asked for."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        if typing.get_origin(option) is tuple:
+            items = typing.get_args(option)
+            if isinstance(value, list | tuple) and len(value) == len(items):
+                return tuple(convert(v, t, key) for v, t in zip(value, items, strict=True))
+        elif type(value) is option or (option is type(None) and value is None):
+            return value
+        elif option is float and type(value) is int:
+            return float(value)
+    if value != value:
+        raise ConfigError(f"{key}=nan must be a number")
+    wanted = [TYPE_NAMES.get(o) or f"a list of {len(typing.get_args(o))} numbers" for o in options]
+    raise ConfigError(f"{key}={show(value)} must be {' or '.join(wanted)}")
+
+
+def show(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+
+
+def did_you_mean(key: str, known: typing.Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(key, known, 1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known here: {', '.join(known)}" if known else ""
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """A config.yaml's text; load_config of it is an equal TrainConfig."""
+    import yaml
+
+    settings = json.loads(json.dumps(asdict(config)))  # tuples as lists; inf stays inf
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+
+
+# -----------------------------------------------------------------------------
+# Programs
+
+
+def run_app(config_name: str, schema: type, program: Callable[[Any], int]) -> None:
+    """Run `program(config)`, config an instance of `schema`, as a Hydra application (overrides, -m, --cfg, --help).
+
+    Exits with the program's status. Whatever is wrong with the settings ends as one line on standard error and status
+    2. In a multirun the other runs go on, and the highest status is the last word.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises, instead of printing and leaving with status 1
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    statuses = [0]
+
+    def task(composed: DictConfig) -> None:
+        try:
+            config = build(schema, OmegaConf.to_container(composed, resolve=True))
+            config.check()
+            statuses.append(program(config))
+        except ConfigError as error:
+            statuses.append(refuse(str(error)))
+        except Exception:  # printed here: hydra would add its own lines to it
+            traceback.print_exc()
+            statuses.append(1)
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(task)()
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        statuses.append(refuse(explain(error, schema, sys.argv[1:])))
+    sys.exit(max(statuses))
+
+
+def refuse(message: str) -> int:
+    """Say in one line what is wrong with the settings. Returns the exit status for that."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def explain(error: BaseException, schema: type, argv: list[str]) -> str:
+    """One line for an error of Hydra's: the override that caused it and the rule."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    overrides = [a for a in argv if not a.startswith("-")]
+    for override in overrides:
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException as syntax:
+            reason = str(syntax).split("See https")[0]
+            return f"{override} is not key=value: {reason}; quote what is not plain text, as in 'key=\"...\"'"
+    text = str(error)
+    unknown = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
+    if unknown:
+        key = unknown[1]
+        override = next((o for o in overrides if o.lstrip("+~").split("=")[0] == key), key)
+        group = key.rpartition(".")[0]
+        siblings = [k for k in flatten(asdict(schema())) if k.rpartition(".")[0] == group]
+        return f"{override} is unknown to the chosen variants{did_you_mean(key, siblings)}"
+    missing = re.search(r"Could not find '([^']+)'", text)
+    groups = [p.name for p in CONFIG_DIR.iterdir() if p.is_dir()]
+    for override in overrides:
+        group, _, option = override.lstrip("+").partition("=")
+        if group in groups and (missing is None or missing[1] == f"{group}/{option}"):
+            options = sorted(p.stem for p in (CONFIG_DIR / group).glob("*.yaml"))
+            if option not in options:
+                return f"{override} must be one of {', '.join(options)}"
+    return text

@@ -1,0 +1,115 @@
+"""The machine at hand: device and dtype choice, peak FLOP/s, memory."""
+
+import functools
+import re
+import time
+from pathlib import Path
+
+import torch
+
+from training.config import ConfigError, require
+
+# Dense bf16 tensor-core peaks in TFLOP/s, from the vendors' data sheets. The first name found in the device's wins.
+GPU_BF16_TFLOPS = {
+    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A800": 312,
+    "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "A40": 150, "A6000": 155, "RTX 4090": 165,
+    "RTX 3090": 71, "MI300X": 1307, "MI250X": 383,
+}  # fmt: skip
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA, then MPS, then the CPU. Raises ConfigError where the device asked for is absent."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        require(count > 0, f"device={name} is absent: torch {torch.__version__} sees no CUDA device")
+        require((device.index or 0) < count, f"device={name} is absent: there are {count} CUDA devices")
+    if device.type == "mps":
+        require(torch.backends.mps.is_available(), f"device={name} is absent: torch sees no MPS device")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies in it, else float32; weights stay in float32 either way."""
+    if name == "auto":
+        name = "bfloat16" if has_bfloat16(device) and bfloat16_works(device) else "float32"
+    if name == "bfloat16" and device.type == "cuda" and not has_bfloat16(device):
+        raise ConfigError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; use float32")
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Hardware bf16, not emulation: CUDA capability 8.0, or a CPU with AMX or AVX-512 bf16 (x86), or bf16 (Arm)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "mps":
+        return False  # autocast is younger there: float32 unless asked for
+    return bool({"amx_bf16", "avx512_bf16", "bf16"} & cpu_flags())
+
+
+@functools.lru_cache
+def cpu_flags() -> frozenset[str]:
+    try:
+        lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        return frozenset()
+    return frozenset(lines[0].split()) if lines else frozenset()
+
+
+def bfloat16_works(device: torch.device) -> bool:
+    """Whether a bf16 product agrees with its fp32 value: virtual machines advertise what they do not have."""
+    try:
+        a = torch.linspace(-1, 1, 64 * 64, device=device).view(64, 64).bfloat16()
+        exact = a.float() @ a.float()
+        return torch.allclose((a @ a).float(), exact, rtol=2e-2, atol=2e-2)
+    except RuntimeError:
+        return False
+
+
+@functools.lru_cache
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak FLOP/s of matrix products: a data sheet's figure for a known GPU in bf16, else measured in about 0.2 s."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for key, tflops in GPU_BF16_TFLOPS.items():
+            if key in name:
+                return tflops * 1e12
+    return measured_peak_flops(device, dtype)
+
+
+def measured_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
+    """The best rate of repeated square matrix products, in FLOP/s."""
+    n = 1024 if device.type == "cpu" else 4096
+    a = torch.full((n, n), 0.5, device=device, dtype=dtype)
+    b = torch.full((n, n), 0.5, device=device, dtype=dtype)
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    a @ b  # warm-up
+    synchronize(device)
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def device_name(device: torch.device) -> str:
+    """Readable: "NVIDIA H200", or "cpu (AMD EPYC, 2 threads)"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        try:
+            model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        except OSError:
+            model = None
+        return f"cpu ({model[1].strip() + ', ' if model else ''}{torch.get_num_threads()} threads)"
+    return device.type

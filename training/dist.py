@@ -1,0 +1,53 @@
+"""torchrun: rank and world size from its environment, and the few collectives that training needs."""
+
+import atexit
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank reports and writes."""
+        return self.rank == 0
+
+
+def read_world() -> World:
+    """The ranks that torchrun describes in the environment; alone without it."""
+    if "RANK" not in os.environ:
+        return World()
+    return World(*(int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+
+
+def init(world: World, device: torch.device) -> None:
+    if world.size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
+
+
+def all_reduce(tensor: Tensor, average: bool = False) -> Tensor:
+    """Sum (or mean) over the ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+        if average:
+            tensor /= dist.get_world_size()
+    return tensor
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    if dist.is_initialized():
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+    return value

@@ -1,0 +1,229 @@
+"""A run directory is all that a run needs to go on.
+
+config.yaml    the resolved settings           status.json   running, stopped, done, failed or diverged; pid, host
+metrics.jsonl  every logged line               summary.json  the final numbers
+train.log      what was printed                ckpt/         checkpoints
+lock           held (flock) by the process that trains here: it goes with its owner, however that one dies
+"""
+
+import fcntl
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from training.config import ConfigError, TrainConfig, load_config, require, show
+
+# What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
+LEFTOVERS = {"lock", "config.yaml.tmp"}
+LOCK_PATIENCE = 0.5  # seconds; is_locked() of another process holds a lock for microseconds
+
+
+class RunDir:
+    """An open, locked run directory.
+
+    state: of status.json, as found and then as written; None for a new run. finished: nothing is left to train.
+    print_line: what log() prints with; tqdm.write beside a progress bar.
+    """
+
+    def __init__(self, path: Path, lock: int | None, finished: bool = False) -> None:
+        self.path = path
+        self.state: str | None = read_status(path).get("state")
+        self.finished = finished
+        self.print_line: Callable[[str], Any] = print
+        self._lock = lock
+
+    def status(self, state: str, **extra: Any) -> None:
+        """Write status.json. extra: iter (kept from the last status when not given), reason, …"""
+        self.state = state
+        known = {"state": state, "iter": read_status(self.path).get("iter"), "pid": os.getpid()}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(self.path / "status.json", {**known, "host": socket.gethostname(), **extra, "time": now})
+
+    def log(self, text: str) -> None:
+        """Print a line, and append it with the time to train.log."""
+        self.print_line(text)
+        with open(self.path / "train.log", "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Unlock; a run that an exception ended has failed. A refused setting is not the run's failure."""
+        if error is not None and not isinstance(error, ConfigError) and self.state == "running":
+            self.status("failed", reason=" ".join(f"{type(error).__name__}: {error}".split())[:500])
+        self.close()
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def open_run(config: TrainConfig) -> RunDir:
+    """Create or reopen `config.run_dir`, and lock it.
+
+    A new or partial run gets this config as config.yaml and the state "running"; a finished run, and any with
+    eval_only, stays as it is. Raises: ConfigError, before anything is written, where the directory is not writable,
+    somebody else's folder, in use, or holds a run with another trajectory.
+    """
+    path = config.run_dir
+    try:
+        check_usable(path, config)
+        lock = take_lock(path)
+        try:
+            if config.fresh and (path / "config.yaml").exists():
+                lock = start_afresh(path, lock)
+            return settle(path, config, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+    except OSError as error:
+        raise ConfigError(f"out_dir={path} cannot be used: {error.strerror or error}") from error
+
+
+def check_usable(path: Path, config: TrainConfig) -> None:
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    require(existing.is_dir(), f"out_dir={path} cannot be made: {existing} is not a directory")
+    require(os.access(existing, os.W_OK | os.X_OK), f"out_dir={path} is not writable")
+    held = set(os.listdir(path)) if existing == path else set()
+    require(
+        "config.yaml" in held or held <= LEFTOVERS,
+        f"out_dir={path} is neither empty nor a run directory (it has no config.yaml)",
+    )
+    require("config.yaml" in held or not config.eval_only, f"out_dir={path} holds no run: eval_only=true needs one")
+
+
+def take_lock(path: Path) -> int:
+    """Create the directory when absent, and lock it. Returns the descriptor of its lock."""
+    patience = time.monotonic() + LOCK_PATIENCE
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = try_lock(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+        if lock is not None:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(path / "lock")):
+                    return lock
+            os.close(lock)  # fresh=true moved it aside since it was opened: this lock guards the old run
+        elif time.monotonic() > patience:
+            owner = read_status(path)
+            who = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"
+            raise ConfigError(f"out_dir={path} is in use by {who}")
+        time.sleep(0.02)
+
+
+def try_lock(path: Path, flags: int, how: int) -> int | None:
+    """The descriptor of `path`/lock, locked; None when somebody else holds it."""
+    lock = os.open(path / "lock", flags, 0o666)
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return lock
+
+
+def start_afresh(path: Path, lock: int) -> int:
+    """Move the locked run aside to `path`.old-N, and lock a new directory."""
+    require(path.name != "", f"out_dir={path} cannot be moved aside for fresh=true")
+    n = 1
+    while (aside := path.with_name(f"{path.name}.old-{n}")).exists():
+        n += 1
+    path.rename(aside)
+    new = take_lock(path)
+    os.close(lock)
+    return new
+
+
+def settle(path: Path, config: TrainConfig, lock: int) -> RunDir:
+    """What a locked directory is: new, partial or finished."""
+    run = RunDir(path, lock)
+    if (path / "config.yaml").exists():
+        changes = differences(read_config(path), config)
+        require(
+            not changes,
+            f"out_dir={path} holds a run with other settings: {', '.join(changes)}; use another out_dir or fresh=true",
+        )
+        last = read_json(path / "summary.json").get("iter", -1)
+        run.finished = run.state == "diverged" or (run.state == "done" and last >= config.max_iters)
+        if run.finished or config.eval_only:
+            return run
+    plain = json.loads(json.dumps(asdict(config)))  # tuples as lists; inf stays inf
+    write_atomic(path / "config.yaml", yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode())
+    run.status("running")
+    return run
+
+
+def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """ "key old -> new" for every setting that decides the numbers and differs."""
+    before, after = ({key: show(value) for key, value in c.trajectory.items()} for c in (old, new))
+    changes = []
+    for key in {**before, **after}:
+        if before.get(key) != after.get(key):
+            note = " (by default max_iters)" if key == "schedule.lr_decay_iters" else ""
+            changes.append(f"{key}{note} {before.get(key, 'unset')} -> {after.get(key, 'unset')}")
+    return changes
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a live process has the run open. A run "running" without a lock died."""
+    if not (path / "lock").exists():
+        return False
+    lock = try_lock(path, os.O_RDONLY, fcntl.LOCK_SH)
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """status.json; {} where there is none."""
+    return read_json(path / "status.json")
+
+
+def read_config(path: Path) -> TrainConfig:
+    try:
+        return load_config(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
+    except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} where the file is absent or damaged."""
+    with suppress(OSError, ValueError):
+        content = json.loads(path.read_bytes())
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomic(path, (json.dumps(finite(content), indent=2, allow_nan=False) + "\n").encode())
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace a file so that a crash leaves the old or the new content, never a part. One writer a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """A copy without missing (None) values, and with null for nan and inf, which JSON lacks."""
+    return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items() if v is not None}
