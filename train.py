@@ -379,13 +379,14 @@ def describe(
         "corpus": f"{n_tokens:,} tokens, {n_held_out:,} of them held out, vocabulary {vocab_size}",
         "parameters": f"{n:,}",
         "FLOPs": f"{flops:,} a token, {flops * config.tokens_per_iter:.3g} an iteration",
+        "iteration": f"{config.tokens_per_iter:,} tokens",
         "memory": f"{16 * n / 2**20:,.0f} MiB for weights, gradients and optimizer, "
         f"{activations / 2**20:,.0f} MiB for activations of {config.batch_size} sequences",
         "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token",
         "checkpoint": f"{12 * n / 2**20:,.0f} MiB",
         "device": f"{device_name(device)}, {dtype}, peak {peak / 1e12:.2f} TFLOP/s",
-        "estimate": f"{tqdm.format_interval(seconds)} for {config.max_iters:,} iterations of {config.tokens_per_iter:,} "
-        f"tokens and {n_evals} evaluations at {rate:,.0f} tokens/s ({how})",
+        "estimate": f"{tqdm.format_interval(seconds)} for {config.max_iters:,} iterations and {n_evals} evaluations "
+        f"at {rate:,.0f} tokens/s ({how})",
     }
     print(to_yaml(config), end="")
     for key, value in rows.items():

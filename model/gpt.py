@@ -244,7 +244,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     q (B, nh, T, hs), k and v (B, nh, S, hs) -> (B, nh, T, hs)
     """
     T, S = q.size(-2), k.size(-2)
-    if p_dropout > 0 and q.device.type == "cpu":  # SDPA would materialise T x T too, and draw a serial mask
+    if p_dropout > 0 and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        # SDPA would materialise T x T too, and draw its mask serially
         att = (q * scale) @ k.transpose(-2, -1)  # (B, nh, T, S)
         att = F.softmax(att + causal_bias(T, S, att.dtype), dim=-1)
         return dropout(att, p_dropout) @ v

@@ -84,10 +84,10 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float
     n = 1024 if device.type == "cpu" else 4096
     a = torch.full((n, n), 0.5, device=device, dtype=dtype)
     b = torch.full((n, n), 0.5, device=device, dtype=dtype)
-    best, deadline = float("inf"), time.perf_counter() + seconds
     a @ b  # warm-up
     synchronize(device)
-    while time.perf_counter() < deadline:
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < deadline:
         start = time.perf_counter()
         a @ b
         synchronize(device)

@@ -1,0 +1,61 @@
+"""Imports go one way, and the sources keep to what the README says of them."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+OURS = {"train", "sample", "model", "training", "data", "sweeps", "scripts"}
+FILES = [p for p in ROOT.rglob("*.py") if not p.relative_to(ROOT).parts[0].startswith((".", "runs", "build"))]
+
+
+def imports(file: Path) -> set[str]:
+    """Full names of our modules that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return {name for name in found if name.split(".")[0] in OURS}
+
+
+def allowed(file: Path, name: str) -> bool:
+    place = file.relative_to(ROOT)
+    package, top = place.parts[0], name.split(".")[0]
+    if package in ("model", "data") or place == Path("training/schedule.py"):
+        return top == package or name.startswith("training.config") or name == "training"
+    if package == "training":
+        return top == "training"
+    if package == "sweeps":
+        return top in ("sweeps", "training") or name.startswith("train.run") or name == "train"
+    return top not in ("scripts", "sample", "train") or package == "tests"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(file: Path) -> None:
+    assert [name for name in sorted(imports(file)) if not allowed(file, name)] == []
+
+
+def test_the_rule_forbids_something() -> None:
+    assert not allowed(ROOT / "model" / "gpt.py", "data.folds.split")
+    assert not allowed(ROOT / "training" / "optim.py", "model.gpt")
+    assert not allowed(ROOT / "data" / "folds.py", "training.optim")
+
+
+def test_config_rundir_and_schedule_do_not_load_torch() -> None:
+    import sys
+
+    code = "import training.config, training.rundir, training.schedule, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_readme_names_every_source_file_and_no_other() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode != 0:
+        pytest.skip("not a git checkout")
+    sources = {f for f in tracked.stdout.split() if f.endswith(".py") and not f.startswith("tests/")}
+    readme = (ROOT / "README.md").read_text()
+    assert {f for f in sources if not f.endswith("__init__.py") and f not in readme} == set()

@@ -1,0 +1,48 @@
+"""torchrun with two processes over gloo on this machine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from conftest import ROOT
+from test_train import assert_same_run, lines, weights
+
+WORDS = ["model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=6", "schedule.lr_decay_iters=6"]
+
+
+def torchrun(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py")]
+    return subprocess.run(
+        [sys.executable, *launch, *overrides], cwd=cwd, capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+def test_two_ranks_equal_one_and_resume_bit_for_bit(program, tiny_run: list[str], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = [*tiny_run, *WORDS]
+    alone = program("train.py", *words, "out_dir=alone")
+    assert alone.returncode == 0, alone.stderr
+    for overrides in (["out_dir=two"], ["out_dir=halves", "max_iters=3"], ["out_dir=halves"]):
+        done = torchrun(tmp_path, *words, *overrides)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("done: val/loss") == 1  # one rank speaks
+    assert_same_run(tmp_path / "two", tmp_path / "halves")
+    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "alone")
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
+    for a, b in zip(lines(tmp_path / "two"), lines(tmp_path / "alone"), strict=True):
+        assert a.keys() == b.keys()
+        torch.testing.assert_close(list(a.values()), list(b.values()), rtol=1e-4, atol=1e-6)
+
+
+def test_ranks_draw_different_dropout_masks_and_agree_on_the_weights(tiny_run: list[str], tmp_path: Path) -> None:
+    words = [*tiny_run, *WORDS, "model.dropout=0.5"]
+    assert torchrun(tmp_path, *words, "out_dir=a").returncode == 0
+    assert torchrun(tmp_path, *words, "out_dir=b").returncode == 0
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_bad_setting_is_one_line_from_one_rank(tiny_run: list[str], tmp_path: Path) -> None:
+    done = torchrun(tmp_path, *tiny_run, "gradient_accumulation_steps=3")
+    assert done.returncode != 0 and not (tmp_path / "runs").exists()
+    assert "error: gradient_accumulation_steps=3 must be divisible by 2 ranks" in done.stderr

@@ -1,0 +1,93 @@
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import configured
+
+import train
+from data.tokenizers import ByteTokenizer
+from model.generate import generate
+from sample import load_run, print_first, read_prompt
+from training.config import ConfigError
+
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(corpus: Path, tmp_path: Path) -> Path:
+    """A trained run, whose text follows a question with more questions."""
+    schedule = {"name": "cosine", "warmup_iters": 5, "min_lr": 1e-3}
+    optim = {"name": "adamw", "learning_rate": 1e-2}
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=60, schedule=schedule, optim=optim)) == 0
+    return tmp_path / "run"
+
+
+def samples(out: str) -> list[str]:
+    assert out.endswith("\n---------------\n")
+    return out.removesuffix("\n---------------\n").split("\n---------------\n")
+
+
+def test_samples_are_the_models_own_by_every_way_of_calling(run: Path, program: Program, tmp_path: Path) -> None:
+    words = ["start=to be", "num_samples=3", "max_new_tokens=40", "temperature=0.7", "top_k=5", "top_p=0.9"]
+    done = program("sample.py", "run=run", *words)
+    assert done.returncode == 0, done.stderr
+    texts = samples(done.stdout)
+    assert len(texts) == 3 and len(set(texts)) == 3 and {len(t) for t in texts} == {5 + 40}
+    model, tokenizer, state = load_run(run / "ckpt" / "best", torch.device("cpu"))
+    assert state["step"] == json.loads((run / "summary.json").read_text())["iter_of_min"]
+    idx = torch.tensor([tokenizer.encode("to be").tolist()] * 3)
+    rows = torch.stack(list(generate(model, idx, 40, 0.7, 5, 0.9)), 1).tolist()
+    assert texts == ["to be" + tokenizer.decode(row) for row in rows]
+    # by checkpoint, from a file, from standard input, streamed
+    (tmp_path / "prompt.txt").write_text("to be")
+    for change in (["run=run/ckpt/best"], ["start=FILE:prompt.txt"], ["start=-"], ["stream=true"]):
+        again = program("sample.py", "run=run", *words, *change, input="to be")
+        assert again.stdout == done.stdout, (change, again.stderr)
+    other = program("sample.py", "run=run", *words, "seed=7")
+    assert other.stdout != done.stdout
+
+
+def test_greedy_samples_are_alike_and_go_past_block_size(run: Path, program: Program) -> None:
+    done = program("sample.py", "run=run", "start=to", "num_samples=2", "max_new_tokens=100", "temperature=0")
+    first, second = samples(done.stdout)
+    assert first == second and len(first) == 102  # block_size is 16
+
+
+def test_an_unknown_character_is_named(run: Path, program: Program) -> None:
+    done = program("sample.py", "run=run", "start=to be {or}, 'ñ'")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "'{'" in done.stderr and "U+007B" in done.stderr
+
+
+def test_a_prompt_is_taken_as_it_is(run: Path, program: Program) -> None:
+    done = program("sample.py", "run=run", "start='tis, the question", "num_samples=1", "max_new_tokens=1")
+    assert done.returncode == 2 and "','" in done.stderr  # the comma is not Hydra's: the corpus lacks it
+    done = program("sample.py", "run=run", "start='tis the", "num_samples=1", "max_new_tokens=1")
+    assert done.stdout.startswith("'tis the")
+
+
+def test_a_corrupt_checkpoint_is_refused(run: Path, program: Program) -> None:
+    file = run / "ckpt" / "best" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    done = program("sample.py", "run=run")
+    assert done.returncode == 2 and "model.safetensors" in done.stderr and "sha256" in done.stderr
+
+
+def test_prompt_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
+    for name in ("nowhere", "empty", "binary"):
+        with pytest.raises(ConfigError, match="start="):
+            read_prompt(f"FILE:{tmp_path / name}")
+
+
+def test_streaming_prints_characters_of_several_bytes_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "naïve €5 — 😀!"
+    tokens = [torch.tensor([b, 0]) for b in text.encode()]
+    assert list(print_first("> ", tokens, ByteTokenizer())) == tokens
+    assert capsys.readouterr().out == "> " + text

@@ -1,0 +1,321 @@
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import QK_NORM_VARIANTS, TINY
+from torch import Tensor
+
+import model.gpt
+import train
+from training import checkpoint
+from training.config import ConfigError, TrainConfig, load_config
+from training.tracker import Metrics
+
+TIMED = {"tok_per_sec", "mfu"}
+
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "threads": 1, "batch_size": 4, "max_iters": 6, "log_interval": 1, "eval_interval": 2,
+    "checkpoint_interval": 2, "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.2},
+    "schedule": {"name": "cosine", "warmup_iters": 1, "lr_decay_iters": 6}, "wandb": {"mode": "disabled"},
+}  # fmt: skip
+
+
+def configured(corpus: Path, out_dir: Path, **changes: Any) -> TrainConfig:
+    data = {"name": "text", "path": str(corpus)}
+    return load_config({**SETTINGS, "data": data, "out_dir": str(out_dir), **changes})
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    saved = checkpoint.load(run / "ckpt" / "latest")
+    return {f"{group}/{name}": t for group, tensors in saved.tensors.items() for name, t in tensors.items()}
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what the clock decides."""
+    return [{k: v for k, v in line.items() if k not in TIMED} for line in Metrics.read(run / "metrics.jsonl")]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Bit for bit: weights, optimizer state, every metric line."""
+    ours, theirs = weights(a), weights(b)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert lines(a) == lines(b)
+
+
+def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    schedule = {"name": "cosine", "warmup_iters": 10, "min_lr": 1e-3}
+    optim = {"name": "adamw", "learning_rate": 1e-2}
+    config = configured(corpus, run, max_iters=150, eval_interval=50, log_interval=10, plot=True, schedule=schedule)
+    assert train.run(load_config({**json.loads(json.dumps(train.asdict(config))), "optim": optim})) == 0
+    names = {"config.yaml", "metrics.jsonl", "train.log", "ckpt", "status.json", "summary.json", "lock", "curve.png"}
+    assert {p.name for p in run.iterdir()} == names
+    assert (run / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    logged = Metrics.read(run / "metrics.jsonl")
+    assert [line["iter"] for line in logged] == list(range(0, 151, 10))
+    evaluated = [line for line in logged if "val/loss" in line]
+    assert [line["iter"] for line in evaluated] == [0, 50, 100, 150]
+    assert evaluated[0]["val/loss"] == pytest.approx(math.log(20), abs=0.3)
+    text = corpus.read_text()
+    counts = np.array([text.count(c) for c in set(text)]) / len(text)
+    unigram = -(counts * np.log(counts)).sum()
+    assert evaluated[-1]["val/loss"] < unigram - 0.5
+    assert evaluated[-1]["val/bpc"] == pytest.approx(evaluated[-1]["val/loss"] / math.log(2))
+    for line in logged[:-1]:
+        assert {"train/loss", "lr", "grad_norm", "tok_per_sec", "mfu"} <= line.keys() and 0 < line["mfu"] < 2
+    summary = json.loads((run / "summary.json").read_text())
+    best = min(evaluated, key=lambda line: line["val/loss"])
+    assert summary["status"] == "done" and summary["iter"] == 150
+    assert (summary["val/loss_min"], summary["iter_of_min"]) == (best["val/loss"], best["iter"])
+    assert summary["val/loss"] == evaluated[-1]["val/loss"]
+    assert {"train/loss", "seconds", "tok_per_sec", "parameters", "device"} <= summary.keys()
+    assert (run / "ckpt" / "best").resolve().name == f"step_{best['iter']:06d}"
+    assert json.loads((run / "status.json").read_text())["state"] == "done"
+
+
+@pytest.mark.parametrize("name", QK_NORM_VARIANTS)
+def test_every_norm_trains_below_the_entropy_of_single_characters(name: str, corpus: Path, tmp_path: Path) -> None:
+    settings = train.asdict(QK_NORM_VARIANTS[name])
+    schedule, optim = {"name": "cosine", "warmup_iters": 5, "min_lr": 1e-3}, {"name": "adamw", "learning_rate": 2e-2}
+    run = tmp_path / "run"
+    changes = {"qk_norm": settings, "max_iters": 50, "eval_interval": 50, "schedule": schedule, "optim": optim}
+    assert train.run(configured(corpus, run, batch_size=16, **changes)) == 0
+    text = corpus.read_text()
+    counts = np.array([text.count(c) for c in set(text)]) / len(text)
+    assert lines(run)[-1]["val/loss"] < -(counts * np.log(counts)).sum()
+    if "alpha_init" in settings:
+        raw = weights(run)["model/transformer.h.0.attn.alpha.raw"]
+        start = model.gpt.Alpha(QK_NORM_VARIANTS[name], 2, 8, 16)  # type: ignore[arg-type]
+        start.init_weights()
+        assert not torch.equal(raw, start.raw)  # alpha is trained
+
+
+def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus: Path, tmp_path: Path) -> None:
+    """Four micro-batches of 4 against one forward pass of the same 16 sequences, in the test's own loop."""
+    no_dropout = {**SETTINGS["model"], "dropout": 0.0}
+    config = configured(corpus, tmp_path / "run", gradient_accumulation_steps=4, model=no_dropout, grad_clip=0.0)
+    assert train.run(config) == 0
+    text = corpus.read_text()
+    tokenizer = train.build_tokenizer("char", text)
+    tokens = tokenizer.encode(text)
+    batches = train.Batches(tokens, train.split(len(tokens), 10, None), 16, 4, config.seed)
+    gpt = train.GPT(config, tokenizer.vocab_size)
+    gpt.init_weights(config.seed)
+    optimizer = train.build_optimizer(gpt, config)
+    for step, line in zip(range(6), lines(tmp_path / "run"), strict=False):
+        parts = [batches.get_batch(step, micro_step) for micro_step in range(4)]
+        x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(step, config)
+        loss: Tensor = gpt(x, y)[1]
+        loss.backward()
+        norm = torch.stack([p.grad.square().sum() for p in gpt.parameters() if p.grad is not None]).sum().sqrt()
+        assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert line["lr"] == train.learning_rate(step, config)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_grad_clip_bounds_the_update_but_not_the_logged_norm(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def spy(self: torch.optim.AdamW, *args: Any) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norms.append(torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item())
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    assert train.run(configured(corpus, tmp_path / "run", grad_clip=0.01)) == 0
+    assert norms == pytest.approx([0.01] * 6, rel=1e-3)
+    assert all(line["grad_norm"] > 0.1 for line in lines(tmp_path / "run")[:-1])
+
+
+def test_folds_are_held_out_and_give_different_losses(corpus: Path, tmp_path: Path) -> None:
+    last = []
+    for fold in (None, 0, 9):
+        data = {"name": "text", "path": str(corpus), "fold": fold}
+        assert train.run(configured(corpus, tmp_path / f"{fold}", data=data)) == 0
+        last.append(lines(tmp_path / f"{fold}")[-1]["val/loss"])
+    assert len(set(last)) == 2 and last[0] == last[2]  # fold 9 of 10 is the last 10 %
+
+
+def test_sampled_evaluation_is_logged_beside_the_exact_one_and_changes_nothing(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "a")) == 0
+    assert train.run(configured(corpus, tmp_path / "b", eval_iters=3)) == 0
+    sampled = [{k: v for k, v in line.items() if k.endswith("_sampled")} for line in lines(tmp_path / "b")]
+    assert [len(s) for s in sampled] == [2, 0, 2, 0, 2, 0, 2]
+    rest = [{k: v for k, v in line.items() if not k.endswith("_sampled")} for line in lines(tmp_path / "b")]
+    assert rest == lines(tmp_path / "a")
+    assert sampled[0]["val/loss_sampled"] == pytest.approx(rest[0]["val/loss"], abs=0.1)
+
+
+# -----------------------------------------------------------------------------
+# Start-up checks, divergence
+
+
+def test_a_model_without_causal_mask_is_refused_at_start(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+        return torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
+
+    monkeypatch.setattr(model.gpt, "causal_attention", unmasked)
+    with pytest.raises(ConfigError, match="attention=mha sees the future"):
+        train.run(configured(corpus, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_off_by_one_mask_is_refused_too(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_ahead(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+        hidden = torch.ones(q.size(-2), k.size(-2)).triu(2).bool()
+        return torch.softmax((scale * q @ k.transpose(-2, -1)).masked_fill(hidden, -math.inf), -1) @ v
+
+    monkeypatch.setattr(model.gpt, "causal_attention", one_ahead)
+    with pytest.raises(ConfigError, match="sees the future"):
+        train.run(configured(corpus, tmp_path / "run"))
+
+
+def test_an_initial_loss_far_from_a_guess_is_warned_of(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.run(configured(corpus, tmp_path / "a")) == 0
+    assert "warning" not in capsys.readouterr().err
+    monkeypatch.setattr(model.gpt, "INIT_STD", 1.0)
+    assert train.run(configured(corpus, tmp_path / "b", max_iters=1)) == 0
+    assert "warning: the initial loss is" in capsys.readouterr().err
+
+
+def test_a_diverged_run_stops_before_the_update_and_keeps_its_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    get_batch, forward, asked = train.Batches.get_batch, train.GPT.forward, []
+
+    def spy(self: Any, step: int, micro_step: int = 0) -> Any:
+        asked.append(step)
+        return get_batch(self, step, micro_step)
+
+    def explode(self: Any, *args: Any, **options: Any) -> Any:
+        logits, loss = forward(self, *args, **options)
+        if self.training and asked[-1] == 3:
+            assert loss is not None
+            loss = loss * math.inf
+        return logits, loss
+
+    monkeypatch.setattr(train.Batches, "get_batch", spy)
+    monkeypatch.setattr(train.GPT, "forward", explode)
+    config = configured(corpus, run)
+    assert train.run(config) == 3
+    assert [line["iter"] for line in lines(run)] == [0, 1, 2, 3] and lines(run)[-1]["train/loss"] is None
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "diverged" and "inf" in status["reason"] and status["iter"] == 3
+    assert json.loads((run / "summary.json").read_text())["status"] == "diverged"
+    saved = weights(run)
+    assert checkpoint.load(run / "ckpt" / "latest").step == 2
+    assert all(t.isfinite().all() for t in saved.values())
+    assert train.run(config) == 3  # says so, and trains no more
+    assert asked[-1] == 0 and "is diverged" in capsys.readouterr().out
+
+
+def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: int, config: TrainConfig) -> float:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(train, "learning_rate", fail)
+    with pytest.raises(RuntimeError):
+        train.run(configured(corpus, tmp_path / "run"))
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed" and status["reason"] == "RuntimeError: out of luck"
+
+
+# -----------------------------------------------------------------------------
+# The program
+
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_the_program_trains_says_so_when_finished_and_starts_afresh(
+    program: Program, tiny_run: list[str], tmp_path: Path
+) -> None:
+    words = [*tiny_run, "max_iters=4", "out_dir=run"]
+    done = program("train.py", *words)
+    assert done.returncode == 0 and "done: val/loss" in done.stdout, done.stderr
+    first = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    again = program("train.py", *words)
+    assert again.returncode == 0 and "run is done" in again.stdout
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == first
+    assert program("train.py", *words, "fresh=true").returncode == 0
+    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_bytes() == first
+    assert lines(tmp_path / "run") == lines(tmp_path / "run.old-1")
+
+
+def test_default_run_directories_differ_by_what_decides_the_numbers(
+    program: Program, tiny_run: list[str], tmp_path: Path
+) -> None:
+    for extra in ([], ["seed=2"], ["qk_norm=lp", "data.fold=3"], ["eval_interval=1"]):
+        assert program("train.py", *tiny_run, "max_iters=1", "schedule.warmup_iters=0", *extra).returncode == 0
+    names = sorted(p.name for p in (tmp_path / "runs").iterdir())
+    assert len(names) == 3  # a changed interval continues the first run
+    assert sum("-lp_p2_sqrt_d-text-fold3-s1337-" in name for name in names) == 1
+
+
+def test_dry_run_prints_settings_and_costs_and_writes_nothing(
+    program: Program, tiny_run: list[str], tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    done = program("train.py", *tiny_run, "dry_run=true", "qk_norm=lp", "qk_norm.p=inf")
+    assert done.returncode == 0, done.stderr
+    for part in ("p: .inf", "parameters:", "FLOPs:", "memory:", "KV cache:     ", "256 bytes", "estimate:", "runs/"):
+        assert part in done.stdout, part
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_eval_only_gives_the_loss_of_the_latest_checkpoint(
+    program: Program, tiny_run: list[str], tmp_path: Path
+) -> None:
+    words = [*tiny_run, "max_iters=4", "out_dir=run"]
+    assert program("train.py", *words).returncode == 0
+    last = lines(tmp_path / "run")[-1]
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "train.log"}
+    done = program("train.py", *words, "eval_only=true")
+    assert done.returncode == 0 and f"iter 4: val/loss {last['val/loss']:.4f}" in done.stdout
+    assert all(p.read_bytes() == content for p, content in before.items())
+
+
+def test_a_multirun_makes_one_run_each(program: Program, tiny_run: list[str], tmp_path: Path) -> None:
+    words = ["-m", *tiny_run, "max_iters=1", "schedule.warmup_iters=0", "seed=1,2", "qk_norm=none,rms"]
+    done = program("train.py", *words)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 4
+
+
+def test_imports_are_lazy(program: Program, tiny_run: list[str]) -> None:
+    done = program("train.py", *tiny_run, "max_iters=2", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
+    assert done.returncode == 0
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "torch" in imported and not imported & {"wandb", "datasets", "matplotlib", "pandas", "transformers"}
+
+
+def test_bf16_trains_with_fp32_weights(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "a", dtype="bfloat16")) == 0
+    assert train.run(configured(corpus, tmp_path / "b", dtype="float32")) == 0
+    assert {t.dtype for name, t in weights(tmp_path / "a").items() if name.startswith("model/")} == {torch.float32}
+    a, b = (lines(tmp_path / name)[-1]["val/loss"] for name in "ab")
+    assert a != b and a == pytest.approx(b, abs=0.02)
+
+
+def test_tiny_overrides_are_those_of_the_in_process_settings() -> None:
+    assert f"batch_size={SETTINGS['batch_size']}" in TINY and f"model.n_embd={SETTINGS['model']['n_embd']}" in TINY
