@@ -57,6 +57,7 @@ def run(config: TrainConfig) -> int:
         config.gradient_accumulation_steps % world.size == 0,
         f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be divisible by {world.size} ranks",
     )
+    peak = peak_flops(device, dtype) * world.size
     dist.init(world, device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
@@ -159,7 +160,6 @@ def run(config: TrainConfig) -> int:
 
         # -----------------------------------------------------------------------------
         # The loop. Iteration k: evaluate and save what k updates have made, then make update k.
-        peak = peak_flops(device, dtype) * world.size
         micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
         bar = tqdm(
             total=config.max_iters, initial=start, unit="it", disable=None if world.main else True, dynamic_ncols=True
