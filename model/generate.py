@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from model.gpt import GPT, KVCache
+from model.gpt import GPT, Cache
 
 
 def sample_token(
@@ -35,12 +35,12 @@ def sample_token(
     return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
 
 
-def prefill(model: GPT, idx: Tensor, caches: list[KVCache]) -> Tensor:
+def prefill(model: GPT, idx: Tensor, caches: list[Cache]) -> Tensor:
     """Fill the caches with idx (B, T) from position 0 and return the next token's logits (B, V)."""
     return model(idx, caches=caches, last_only=True)[0][:, -1]
 
 
-def decode_one_token(model: GPT, token: Tensor, caches: list[KVCache], pos: int) -> Tensor:
+def decode_one_token(model: GPT, token: Tensor, caches: list[Cache], pos: int) -> Tensor:
     """The logits (B, V) that follow `token` (B,), which stands at position `pos`."""
     return model(token[:, None], caches=caches, pos=pos)[0][:, -1]
 

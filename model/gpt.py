@@ -1,9 +1,10 @@
-"""The single-file GPT: QK norms, attention, MLP, Block, GPT, initialisation, cost accounting.
+"""The single-file GPT: RoPE, QK norms, attention layouts, MLPs, Block, GPT, initialisation, cost accounting.
 
 Attention layout and QK norm are independent choices: any entry of ATTENTIONS works with any entry of QK_NORMS.
 Names follow nanoGPT, so its weights load by name.
 
-Shapes: B batch, T positions, S cached positions, C = n_embd, nh heads, hs = C / nh channels a head, V vocabulary.
+Shapes: B batch, T positions, S cached positions, C = n_embd, nh heads, nkv key and value heads, hs channels a head,
+V vocabulary; in MLA kr = kv_rank, and a head's query and key are dn = nope_dim channels and dr = rope_dim rotated ones.
 """
 
 import functools
@@ -17,26 +18,64 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config import LpQKNormConfig, QKNormConfig, RMSQKNormConfig, TrainConfig
+from training.config import (
+    GQAConfig,
+    LpQKNormConfig,
+    MHAConfig,
+    MLAConfig,
+    ModelConfig,
+    QKNormConfig,
+    RMSQKNormConfig,
+    TrainConfig,
+)
 
 INIT_STD = 0.02
 
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 # -----------------------------------------------------------------------------
-# QK norms: gain * x * s(x), a static per-feature gain times one scalar a vector
+# Rotary position embedding (RoFormer), in the half-split layout of Llama and Qwen
+
+Rope = tuple[Tensor, Tensor]  # cos and sin of every position's angles, each (block_size, d / 2)
+
+
+def rope_table(n_positions: int, dim: int, theta: float) -> Rope:
+    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # (d / 2,)
+    angle = torch.arange(n_positions, dtype=torch.float32)[:, None] * frequency  # (n_positions, d / 2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rope: Rope, pos: int = 0) -> Tensor:
+    """Turn channel pairs (i, i + d/2) of x (..., T, d), which stands at positions pos .. pos+T-1."""
+    cos, sin = (table[pos : pos + x.size(-2)] for table in rope)  # (T, d / 2)
+    a, b = at_least_fp32(x).chunk(2, -1)  # (..., T, d / 2)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+# -----------------------------------------------------------------------------
+# QK norms: gain * (x - mean) * s, a static per-feature gain times one scalar a vector; only LayerNorm has a mean.
+# They act on the queries and keys of each head, before RoPE (as in Qwen3).
 
 
 class NoNorm(nn.Module):
     """The identity, in the interface that every QK norm has. One instance normalises queries, another one keys.
 
-    `gain` is None or a parameter of shape (hs,); `scale(x)` maps (..., hs) to the fp32 scalar s(x), (..., 1).
+    `scale(x)` maps (..., hs) to the scalar s, (..., 1), in fp32 at least; `gain` is None or a parameter of shape (hs,);
+    `centred` says whether the mean is taken off. Attention may apply the three apart: absorbed MLA decoding does.
     """
 
-    def __init__(self, config: QKNormConfig, head_dim: int):
+    centred = False
+
+    def __init__(self, config: QKNormConfig, head_dim: int, n_head: int):
         super().__init__()
         self.gain: nn.Parameter | None = None
 
     def init_weights(self) -> None:
-        pass
+        if self.gain is not None:
+            nn.init.ones_(self.gain)
 
     def scale(self, x: Tensor) -> Tensor:
         return torch.ones_like(x[..., :1], dtype=torch.promote_types(x.dtype, torch.float32))
@@ -45,33 +84,85 @@ class NoNorm(nn.Module):
         return x  # (..., hs)
 
 
+class RMSNorm(NoNorm):
+    """gain * x / sqrt(mean(x^2) + eps) over each head's channels, one gain for all heads (Qwen3)."""
+
+    def __init__(self, config: RMSQKNormConfig, head_dim: int, n_head: int):
+        super().__init__(config, head_dim, n_head)
+        self.eps = config.eps
+        self.gain = nn.Parameter(torch.empty(head_dim))
+
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(at_least_fp32(x).square().mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gain is not None
+        return (x * self.scale(x) * self.gain).to(x.dtype)  # (..., hs)
+
+
+class LayerNorm(RMSNorm):
+    """gain * (x - mean(x)) / sqrt(var(x) + eps), without a bias (ViT-22B): keys' would cancel in the softmax."""
+
+    centred = True
+
+    def scale(self, x: Tensor) -> Tensor:
+        x = at_least_fp32(x)
+        return super().scale(x - x.mean(-1, keepdim=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = at_least_fp32(x)
+        return super().forward(y - y.mean(-1, keepdim=True)).to(x.dtype)  # (..., hs)
+
+
 class LpNorm(NoNorm):
     """x / ||x||_p over each head's channels (papers: Lp QK-norm, eq. 12-14). p >= 1, inf included.
 
+    p=learned makes p = 1 + softplus(raw_p) a parameter, one a head, that starts at 2; queries and keys have their own.
     Computed in fp32 at least, on x / max|x|: no power overflows or underflows. A vector with max|x| below 1e-30 maps to
     zero with zero gradient. For p != 2 the norm is not invariant under rotations, RoPE's among them.
     """
 
     TINY = 1e-30
 
-    def __init__(self, config: LpQKNormConfig, head_dim: int):
-        super().__init__(config, head_dim)
-        self.p = config.p
+    def __init__(self, config: LpQKNormConfig, head_dim: int, n_head: int):
+        super().__init__(config, head_dim, n_head)
+        self.fixed_p = config.p if isinstance(config.p, float) else None
+        if self.fixed_p is None:
+            self.raw_p = nn.Parameter(torch.empty(n_head))
+
+    def init_weights(self) -> None:
+        if self.fixed_p is None:
+            nn.init.constant_(self.raw_p, math.log(math.e - 1))
+
+    @property
+    def p(self) -> float | Tensor:
+        """A number, or (nh, 1, 1)."""
+        return 1 + F.softplus(self.raw_p)[:, None, None] if self.fixed_p is None else self.fixed_p
 
     def unit(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x / max|x| (0 for a zero vector) and 1 / max|x|, a constant to autograd: y does not depend on it."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = at_least_fp32(x)
         largest = x.detach().abs().amax(-1, keepdim=True)  # (..., 1)
         inverse = torch.where(largest >= self.TINY, 1 / largest, 0.0)
         return x * inverse, inverse
 
+    def unit_scale(self, u: Tensor) -> Tensor:
+        p = self.p
+        return LpScale.apply(u, p) if isinstance(p, float) else lp_scale_of_learned_p(u, p)
+
     def scale(self, x: Tensor) -> Tensor:
         u, inverse = self.unit(x)
-        return LpScale.apply(u, self.p) * inverse
+        return self.unit_scale(u) * inverse
 
     def forward(self, x: Tensor) -> Tensor:
         u, _ = self.unit(x)
-        return (u * LpScale.apply(u, self.p)).to(x.dtype)  # (..., hs)
+        return (u * self.unit_scale(u)).to(x.dtype)  # (..., hs)
+
+
+def lp_scale_of_learned_p(u: Tensor, p: Tensor) -> Tensor:
+    """LpScale for p (nh, 1, 1), u (B, nh, T, hs), differentiable in p too: autograd's pow is safe where p > 1."""
+    total = (u.abs() ** p).sum(-1, keepdim=True)  # (B, nh, T, 1); >= 1, but for zero vectors
+    return torch.exp(-torch.log(torch.where(total > 0, total, 1.0)) / p)
 
 
 class LpScale(torch.autograd.Function):
@@ -129,41 +220,21 @@ def signed_power(x: Tensor, q: float) -> Tensor:
     return torch.sgn(x) * power(x.abs(), q) if q < 1 else x * power(x.abs(), q - 1) if q > 1 else x
 
 
-class RMSNorm(NoNorm):
-    """gain * x / sqrt(mean(x^2) + eps) over each head's channels, one gain for all heads (Qwen3)."""
-
-    def __init__(self, config: RMSQKNormConfig, head_dim: int):
-        super().__init__(config, head_dim)
-        self.eps = config.eps
-        self.gain = nn.Parameter(torch.empty(head_dim))
-
-    def init_weights(self) -> None:
-        assert self.gain is not None
-        nn.init.ones_(self.gain)
-
-    def scale(self, x: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.gain is not None
-        return (x * self.scale(x) * self.gain).to(x.dtype)  # (..., hs)
-
-
 # The names are those of training/config.py's QK_NORMS.
-QK_NORMS: dict[str, type] = {"none": NoNorm, "lp": LpNorm, "rms": RMSNorm}
+QK_NORMS: dict[str, type] = {"none": NoNorm, "lp": LpNorm, "rms": RMSNorm, "layernorm": LayerNorm}
 
 
 class Alpha(nn.Module):
     """The learnable positive logit scale of Lp QK-norm (eq. 15): one a layer, or one a head.
 
-    `alpha_map` takes the free parameter `raw` to alpha: exp, softplus, or linear, which is |raw|.
+    `alpha_map` takes the free parameter `raw` to alpha: exp, softplus, or linear, which is |raw|. `blocks` are the
+    channel counts that are normalised on their own: (hs,), or MLA's (dn, dr).
     """
 
-    def __init__(self, config: LpQKNormConfig, n_head: int, head_dim: int, block_size: int):
+    def __init__(self, config: LpQKNormConfig, n_head: int, blocks: tuple[int, ...], block_size: int):
         super().__init__()
         self.alpha_map = config.alpha_map
-        self.initial = initial_alpha(config, head_dim, block_size)
+        self.initial = initial_alpha(config, blocks, block_size)
         self.raw = nn.Parameter(torch.empty(n_head if config.alpha_per == "head" else 1))
 
     def init_weights(self) -> None:
@@ -178,18 +249,22 @@ class Alpha(nn.Module):
         return alpha[:, None, None]  # (nh or 1, 1, 1)
 
 
-def initial_alpha(config: LpQKNormConfig, head_dim: int, block_size: int) -> float:
+def initial_alpha(config: LpQKNormConfig, blocks: tuple[int, ...], block_size: int) -> float:
     """The alpha that a run starts from.
 
-    henry: log2(L^2 - L) for the context length L (Henry et al. 2020). sqrt_d: sqrt(hs), the scale that makes p = 2
-    equal to RMS QK-norm. matched: for every p the spread of the initial logits that sqrt_d gives at p = 2.
+    henry: log2(L^2 - L) for the context length L (Henry et al. 2020). sqrt_d: the root of a head's channels, the scale
+    that makes p = 2 equal to RMS QK-norm. matched: for every p the spread of the initial logits that sqrt_d gives at
+    p = 2; a block of d channels adds E[g]^4 / d to the variance of the logits over alpha.
     """
+    d = sum(blocks)
     if config.alpha_init == "henry":
         return math.log2(block_size**2 - block_size)
     if config.alpha_init == "sqrt_d":
-        return math.sqrt(head_dim)
+        return math.sqrt(d)
     if config.alpha_init == "matched":
-        return math.sqrt(head_dim) / mean_norm_ratio(config.p, head_dim) ** 2
+        p = 2.0 if isinstance(config.p, str) else config.p  # a learned p starts at 2
+        variance = sum(mean_norm_ratio(p, n) ** 4 / n for n in blocks)
+        return math.sqrt(d * sum(1 / n for n in blocks) / variance)
     assert isinstance(config.alpha_init, float)
     return config.alpha_init
 
@@ -241,20 +316,24 @@ class ApplyMask(torch.autograd.Function):
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
     """softmax(scale q k^T) v, where query i of the T last positions sees keys 0 .. S - T + i.
 
-    q (B, nh, T, hs), k and v (B, nh, S, hs) -> (B, nh, T, hs)
+    q (B, nh, T, dk), k (B, nkv, S, dk), v (B, nkv, S, dv) -> (B, nh, T, dv). Query head h uses key head
+    h // (nh / nkv).
     """
-    T, S = q.size(-2), k.size(-2)
+    T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
     if p_dropout > 0 and q.device.type == "cpu" and not torch.compiler.is_compiling():
         # SDPA would materialise T x T too, and draw its mask serially
+        k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
         att = (q * scale) @ k.transpose(-2, -1)  # (B, nh, T, S)
         att = F.softmax(att + causal_bias(T, S, att.dtype), dim=-1)
         return dropout(att, p_dropout) @ v
+    attend = functools.partial(
+        F.scaled_dot_product_attention, q, k, v, dropout_p=p_dropout, scale=scale, enable_gqa=group > 1
+    )
     if T == 1:  # one query, the last: it sees every key (is_causal would let it see key 0 alone)
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return attend()
     if T == S:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=p_dropout, is_causal=True, scale=scale)
-    visible = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=p_dropout, scale=scale)
+        return attend(is_causal=True)
+    return attend(attn_mask=torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T))
 
 
 @functools.lru_cache(maxsize=4)
@@ -263,102 +342,304 @@ def causal_bias(T: int, S: int, dtype: torch.dtype) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# Attention layouts: forward(x, cache, pos), new_cache(batch, max_len), cache_bytes_per_token()
+# Attention layouts: forward(x, rope, cache, pos), new_cache(batch, max_len), cache_bytes_per_token(), flops_per_token()
 
 
 @dataclass
 class KVCache:
     """Keys and values of the positions decoded so far; preallocated, written in place by the attention module."""
 
-    k: Tensor  # (B, nh, max_len, hs)
-    v: Tensor  # (B, nh, max_len, hs)
+    k: Tensor  # (B, nkv, max_len, hs)
+    v: Tensor  # (B, nkv, max_len, hs)
 
 
-class MultiHeadAttention(nn.Module):
-    """Multi-head causal self-attention. Queries and keys are normalised a head, before any position encoding."""
+class GroupedQueryAttention(nn.Module):
+    """Causal self-attention with n_kv_head keys and values: multi-head (all), grouped-query, multi-query (1)."""
 
     def __init__(self, config: TrainConfig):
         super().__init__()
-        m = config.model
-        self.n_head, self.head_dim, self.p_dropout = m.n_head, m.head_dim, m.dropout
-        self.c_attn = nn.Linear(m.n_embd, 3 * m.n_embd, bias=m.bias)
-        self.c_proj = nn.Linear(m.n_embd, m.n_embd, bias=m.bias)
+        m, a = config.model, config.attention
+        assert isinstance(a, MHAConfig)
+        self.n_head = m.n_head
+        self.n_kv_head = a.n_kv_head if isinstance(a, GQAConfig) else m.n_head
+        self.head_dim = self.rope_dim = a.head_dim or m.n_embd // m.n_head
+        self.p_dropout = m.dropout
+        self.c_attn = nn.Linear(m.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=m.bias)
+        self.c_proj = nn.Linear(self.n_head * self.head_dim, m.n_embd, bias=m.bias)
         norm = QK_NORMS[config.qk_norm.name]
-        self.q_norm = norm(config.qk_norm, self.head_dim)
-        self.k_norm = norm(config.qk_norm, self.head_dim)
-        self.alpha: Alpha | None = None  # without it the logit scale is 1 / sqrt(hs)
-        if isinstance(config.qk_norm, LpQKNormConfig):
-            self.alpha = Alpha(config.qk_norm, self.n_head, self.head_dim, m.block_size)
+        self.q_norm = norm(config.qk_norm, self.head_dim, self.n_head)
+        self.k_norm = norm(config.qk_norm, self.head_dim, self.n_kv_head)
+        self.logit_scale = LogitScale(config, (self.head_dim,))
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, pos: int = 0) -> Tensor:
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
+    def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None = None, pos: int = 0) -> Tensor:
+        B, T, _ = x.shape
+        heads = (self.n_head, self.n_kv_head, self.n_kv_head)
+        qkv = self.c_attn(x).view(B, T, sum(heads), self.head_dim).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
+        q, k, v = qkv.split(heads, 1)
         q, k = self.q_norm(q), self.k_norm(k)
-        scale = 1 / math.sqrt(self.head_dim)
-        if self.alpha is not None:  # a tensor: it goes into q, since SDPA takes a number
-            q, scale = (q * self.alpha()).to(q.dtype), 1.0
+        if rope is not None:
+            q, k = rotate(q, rope, pos), rotate(k, rope, pos)
         if cache is not None:
             cache.k[:, :, pos : pos + T] = k
             cache.v[:, :, pos : pos + T] = v
-            k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nh, S, hs)
+            k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nkv, S, hs)
+        q, scale = self.logit_scale(q)
         y = causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)  # (B, nh, T, hs)
-        y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        y = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
         return dropout(y, self.p_dropout) if self.training else y
 
     def new_cache(self, batch: int, max_len: int, dtype: torch.dtype) -> KVCache:
-        shape = (batch, self.n_head, max_len, self.head_dim)
-        device = self.c_attn.weight.device
+        shape, device = (batch, self.n_kv_head, max_len, self.head_dim), self.c_attn.weight.device
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.n_head * self.head_dim * dtype.itemsize
+        return 2 * self.n_kv_head * self.head_dim * dtype.itemsize
 
     def flops_per_token(self, context: int) -> int:
         """Training FLOPs of q k^T and att v for one token that sees `context` keys: 2 products, 2 FLOPs, 3 passes."""
         return 12 * self.n_head * self.head_dim * context
 
 
-ATTENTIONS: dict[str, type] = {"mha": MultiHeadAttention}
+class LogitScale(nn.Module):
+    """What the logits are multiplied by: the learned alpha of Lp QK-norm, else 1 / sqrt(channels of a head)."""
+
+    def __init__(self, config: TrainConfig, blocks: tuple[int, ...]):
+        super().__init__()
+        self.fixed = 1 / math.sqrt(sum(blocks))
+        self.alpha: Alpha | None = None
+        if isinstance(config.qk_norm, LpQKNormConfig):
+            self.alpha = Alpha(config.qk_norm, config.model.n_head, blocks, config.model.block_size)
+
+    def forward(self, q: Tensor) -> tuple[Tensor, float]:
+        """q and the scale that is left: alpha is a tensor and goes into q (B, nh, T, hs), as SDPA takes a number."""
+        return (q, self.fixed) if self.alpha is None else ((q * self.alpha()).to(q.dtype), 1.0)
+
+
+@dataclass
+class LatentCache:
+    """MLA's cache: the normalised latent and the rotated key shared by the heads, never keys or values.
+
+    With a QK norm also a scalar a head, s; unified LayerNorm needs a second one, s * mean.
+    """
+
+    latent: Tensor  # (B, max_len, kr)
+    k_rope: Tensor  # (B, max_len, dr)
+    s: Tensor | None  # (B, nh, max_len)
+    shift: Tensor | None  # (B, nh, max_len)
+
+
+Cache = KVCache | LatentCache
+
+
+class LatentNorm(nn.RMSNorm):
+    """RMSNorm of a latent, in fp32 at least."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(at_least_fp32(x)).to(x.dtype)
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2 eq. 9-19, V3's names and norms), with QK norms (QK-Normed MLA).
+
+    A key is [content from the latent | one RoPE key shared by the heads]. qk_norm_layout=blockwise normalises the two
+    blocks on their own, unified the whole vector; both before RoPE. Training and prefill form keys and values
+    (explicit path). Decoding folds W_kv_b into the query and the output (absorbed path), for any norm that is
+    gain * (x - mean) * s: the gain goes into the query, s is cached.
+    """
+
+    def __init__(self, config: TrainConfig):
+        super().__init__()
+        m, a = config.model, config.attention
+        assert isinstance(a, MLAConfig)
+        self.n_head, self.p_dropout = m.n_head, m.dropout
+        self.kv_rank, self.nope_dim, self.rope_dim, self.v_dim = a.kv_rank, a.nope_dim, a.rope_dim, a.v_dim
+        self.unified = a.qk_norm_layout == "unified"
+        d = a.nope_dim + a.rope_dim
+        self.c_q_a = self.q_a_norm = None
+        if a.q_rank is not None:
+            self.c_q_a = nn.Linear(m.n_embd, a.q_rank, bias=False)
+            self.q_a_norm = LatentNorm(a.q_rank, m.norm_eps)
+        self.c_q = nn.Linear(a.q_rank or m.n_embd, m.n_head * d, bias=False)
+        self.c_kv_a = nn.Linear(m.n_embd, a.kv_rank + a.rope_dim, bias=False)
+        self.kv_a_norm = LatentNorm(a.kv_rank, m.norm_eps)
+        self.c_kv_b = nn.Linear(a.kv_rank, m.n_head * (a.nope_dim + a.v_dim), bias=False)
+        self.c_proj = nn.Linear(m.n_head * a.v_dim, m.n_embd, bias=False)
+        norm = functools.partial(QK_NORMS[config.qk_norm.name], config.qk_norm)
+        if self.unified:
+            self.q_norm, self.k_norm = norm(d, m.n_head), norm(d, m.n_head)
+        else:
+            self.q_norm, self.k_norm = norm(a.nope_dim, m.n_head), norm(a.nope_dim, m.n_head)
+            self.q_rope_norm, self.k_rope_norm = norm(a.rope_dim, m.n_head), norm(a.rope_dim, 1)
+        self.logit_scale = LogitScale(config, (d,) if self.unified else (a.nope_dim, a.rope_dim))
+        self.normed = config.qk_norm.name != "none"
+
+    def forward(self, x: Tensor, rope: Rope | None, cache: LatentCache | None = None, pos: int = 0) -> Tensor:
+        assert rope is not None
+        B, T, _ = x.shape
+        q = x if self.c_q_a is None else self.q_a_norm(self.c_q_a(x))
+        q = self.c_q(q).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
+        q_nope, q_rope = self.normalised(self.q_norm, getattr(self, "q_rope_norm", None), *self.parts(q))
+        q_rope = rotate(q_rope, rope, pos)
+        latent, k_rope = self.c_kv_a(x).split((self.kv_rank, self.rope_dim), -1)
+        latent = self.kv_a_norm(latent)  # (B, T, kr)
+        k_rope = k_rope[:, None]  # (B, 1, T, dr)
+        if cache is not None:
+            self.extend(cache, latent, k_rope, rope, pos)
+        if cache is None or pos == 0:
+            y = self.explicit(q_nope, q_rope, latent, k_rope, rope)
+        else:
+            y = self.absorbed(q_nope, q_rope, cache, pos, rope)
+        y = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return dropout(y, self.p_dropout) if self.training else y
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., dn + dr) -> (..., dn), (..., dr)"""
+        return x[..., : self.nope_dim], x[..., self.nope_dim :]
+
+    def normalised(self, norm: NoNorm, rope_norm: NoNorm | None, nope: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Content (B, nh, T, dn) and RoPE block (B, nh or 1, T, dr) after the QK norm, before rotation."""
+        if rope_norm is not None:
+            return norm(nope), rope_norm(rope)
+        return self.parts(norm(torch.cat([nope, rope.expand(-1, self.n_head, -1, -1)], -1)))
+
+    def explicit(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope) -> Tensor:
+        """Attention over keys and values formed from the latents of the same T positions -> (B, nh, T, dv)."""
+        B, T, _ = latent.shape
+        kv = self.c_kv_b(latent).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dv)
+        k_nope, v = kv.split((self.nope_dim, self.v_dim), -1)
+        k_nope, k_rope = self.normalised(self.k_norm, getattr(self, "k_rope_norm", None), k_nope, k_rope)
+        k = torch.cat([k_nope, rotate(k_rope, rope).expand(-1, self.n_head, -1, -1)], -1)  # (B, nh, T, dn + dr)
+        q, scale = self.logit_scale(torch.cat([q_nope, q_rope], -1))
+        return causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)
+
+    # Absorbed decoding. With g the gain and (q_n, q_r) the finished query, the logit of a key is
+    #   s [(W_uk^T (g_n q_n)) . latent + q_r . R g_r k_rope] - s mean [(g_n . q_n) + q_r . R g_r]
+    # where blockwise k_rope is normalised as a whole, so that s covers the content alone, and the mean's part of the
+    # content is linear in the latent: centring g_n q_n does it.
+
+    def up(self) -> tuple[Tensor, Tensor]:
+        """W_kv_b as (nh, dn, kr) for keys and (nh, dv, kr) for values."""
+        return self.c_kv_b.weight.view(self.n_head, -1, self.kv_rank).split((self.nope_dim, self.v_dim), 1)  # type: ignore[return-value]
+
+    def gains(self) -> tuple[Tensor | float, Tensor | float]:
+        """The key gain of the content, and in the unified layout of the RoPE block."""
+        gain = self.k_norm.gain
+        if gain is None:
+            return 1.0, 1.0
+        return self.parts(gain) if self.unified else (gain, 1.0)
+
+    def extend(self, cache: LatentCache, latent: Tensor, k_rope: Tensor, rope: Rope, pos: int) -> None:
+        """Write T positions from `pos` on."""
+        new = slice(pos, pos + latent.size(1))
+        k = torch.einsum("btr,hdr->bhtd", latent, self.up()[0].to(latent.dtype)) if self.normed else latent[:, None]
+        if self.unified and self.normed:
+            k = torch.cat([k, k_rope.expand(-1, self.n_head, -1, -1)], -1)  # (B, nh, T, dn + dr)
+        elif not self.unified:
+            k_rope = self.k_rope_norm(k_rope)
+        if cache.s is not None:
+            s = self.k_norm.scale(k)  # (B, nh, T, 1)
+            cache.s[:, :, new] = s[..., 0]
+            if cache.shift is not None:
+                cache.shift[:, :, new] = (s * at_least_fp32(k).mean(-1, keepdim=True))[..., 0]
+        cache.latent[:, new] = latent
+        cache.k_rope[:, new] = rotate(k_rope * self.gains()[1], rope, pos)[:, 0]
+
+    def absorbed(self, q_nope: Tensor, q_rope: Tensor, cache: LatentCache, pos: int, rope: Rope) -> Tensor:
+        """Attention of the T newest positions over the cache's pos + T -> (B, nh, T, dv)."""
+        T = q_nope.size(2)
+        S = pos + T
+        gain, rope_gain = self.gains()
+        q_content = q_nope * gain
+        if self.k_norm.centred and not self.unified:
+            q_content = q_content - q_content.mean(-1, keepdim=True)
+        w_uk, w_uv = (w.to(q_nope.dtype) for w in self.up())
+        latent, k_rope = cache.latent[:, :S], cache.k_rope[:, :S]
+        q_latent = torch.einsum("bhtd,hdr->bhtr", q_content.to(q_nope.dtype), w_uk)
+        logits = torch.einsum("bhtr,bsr->bhts", q_latent, latent)  # (B, nh, T, S)
+        rope_logits = torch.einsum("bhtd,bsd->bhts", q_rope, k_rope)
+        if cache.s is None:
+            logits = logits + rope_logits
+        elif not self.unified:
+            logits = logits * cache.s[:, :, None, :S] + rope_logits
+        else:
+            logits = (logits + rope_logits) * cache.s[:, :, None, :S]
+        if cache.shift is not None:
+            ones = rotate(torch.as_tensor(rope_gain).expand(S, self.rope_dim), rope)  # (S, dr): R g_r
+            along = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, ones.to(q_rope.dtype))
+            logits = logits - along * cache.shift[:, :, None, :S]
+        logits, scale = self.logit_scale(at_least_fp32(logits))
+        if T > 1:
+            logits = logits.masked_fill(
+                torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1), -math.inf
+            )
+        att = F.softmax(logits * scale, -1).to(latent.dtype)
+        y = torch.einsum("bhts,bsr->bhtr", att, latent)  # (B, nh, T, kr)
+        return torch.einsum("bhtr,hvr->bhtv", y, w_uv)
+
+    def new_cache(self, batch: int, max_len: int, dtype: torch.dtype) -> LatentCache:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=dtype, device=self.c_proj.weight.device)
+
+        s = zeros(self.n_head, max_len) if self.normed else None
+        shift = zeros(self.n_head, max_len) if self.k_norm.centred and self.unified else None
+        return LatentCache(zeros(max_len, self.kv_rank), zeros(max_len, self.rope_dim), s, shift)
+
+    def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
+        scalars = self.n_head * (self.normed + (self.k_norm.centred and self.unified))
+        return (self.kv_rank + self.rope_dim + scalars) * dtype.itemsize
+
+    def flops_per_token(self, context: int) -> int:
+        """Training FLOPs of q k^T and att v on the explicit path for one token that sees `context` keys."""
+        return 6 * self.n_head * (self.nope_dim + self.rope_dim + self.v_dim) * context
+
+
+ATTENTIONS: dict[str, type] = {
+    "mha": GroupedQueryAttention,
+    "gqa": GroupedQueryAttention,
+    "mla": MultiHeadLatentAttention,
+}
 
 # -----------------------------------------------------------------------------
 # The transformer
 
 
-class LayerNorm(nn.Module):
-    """Layer normalisation with an optional bias."""
-
-    def __init__(self, ndim: int, bias: bool):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(ndim))
-        self.bias = nn.Parameter(torch.empty(ndim)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+def new_norm(n: int, config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(n, config.norm_eps)
+    return nn.LayerNorm(n, config.norm_eps, bias=config.bias)
 
 
 class MLP(nn.Module):
-    def __init__(self, config: TrainConfig):
+    """Linear, GELU, linear (GPT-2), or SwiGLU: silu(gate) * up between the two (Llama)."""
+
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        m = config.model
-        self.p_dropout = m.dropout
-        self.c_fc = nn.Linear(m.n_embd, 4 * m.n_embd, bias=m.bias)
-        self.c_proj = nn.Linear(4 * m.n_embd, m.n_embd, bias=m.bias)
+        hidden = config.mlp_hidden or 4 * config.n_embd
+        self.p_dropout, self.swiglu = config.dropout, config.mlp == "swiglu"
+        self.c_fc = nn.Linear(config.n_embd, 2 * hidden if self.swiglu else hidden, bias=config.bias)
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.c_proj(F.gelu(self.c_fc(x)))  # (B, T, 4C) inside
+        x = self.c_fc(x)  # (B, T, 4C), or gate and up side by side
+        if self.swiglu:
+            gate, up = x.chunk(2, -1)
+            x = F.silu(gate) * up
+        else:
+            x = F.gelu(x)
+        x = self.c_proj(x)
         return dropout(x, self.p_dropout) if self.training else x
 
 
 class Block(nn.Module):
     def __init__(self, config: TrainConfig):
         super().__init__()
-        self.ln_1 = LayerNorm(config.model.n_embd, config.model.bias)
+        self.ln_1 = new_norm(config.model.n_embd, config.model)
         self.attn = ATTENTIONS[config.attention.name](config)
-        self.ln_2 = LayerNorm(config.model.n_embd, config.model.bias)
-        self.mlp = MLP(config)
+        self.ln_2 = new_norm(config.model.n_embd, config.model)
+        self.mlp = MLP(config.model)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, pos: int = 0) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache, pos)
+    def forward(self, x: Tensor, rope: Rope | None, cache: Cache | None = None, pos: int = 0) -> Tensor:
+        x = x + self.attn(self.ln_1(x), rope, cache, pos)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -369,24 +650,31 @@ class Transformer(nn.Module):
         super().__init__()
         m = config.model
         self.wte = nn.Embedding(vocab_size, m.n_embd)
-        self.wpe = nn.Embedding(m.block_size, m.n_embd)
+        self.wpe = nn.Embedding(m.block_size, m.n_embd) if m.position == "learned" else None
         self.h = nn.ModuleList(Block(config) for _ in range(m.n_layer))
-        self.ln_f = LayerNorm(m.n_embd, m.bias)
+        self.ln_f = new_norm(m.n_embd, m)
 
 
 class GPT(nn.Module):
-    """A GPT language model with nanoGPT's structure; the output layer shares the token embedding's weights."""
+    """A GPT language model with nanoGPT's structure; tied: the output layer shares the token embedding's weights."""
 
     def __init__(self, config: TrainConfig, vocab_size: int):
         super().__init__()
-        self.config, self.vocab_size, self.block_size = config, vocab_size, config.model.block_size
+        m = config.model
+        self.config, self.vocab_size, self.block_size = config, vocab_size, m.block_size
         self.transformer = Transformer(config, vocab_size)
+        self.lm_head = None if m.tied else nn.Linear(m.n_embd, vocab_size, bias=False)
+        if m.position == "rope":
+            assert m.rope_theta is not None
+            cos, sin = rope_table(m.block_size, self.attentions[0].rope_dim, m.rope_theta)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
 
     def forward(
         self,
         idx: Tensor,
         targets: Tensor | None = None,
-        caches: list[KVCache] | None = None,
+        caches: list[Cache] | None = None,
         pos: int = 0,
         last_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -397,14 +685,19 @@ class GPT(nn.Module):
         """
         T = idx.size(1)
         assert pos + T <= self.block_size, f"{pos + T} positions are more than block_size={self.block_size}"
-        positions = torch.arange(pos, pos + T, device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x = self.transformer.wte(idx)  # (B, T, C)
+        rope = None
+        if self.transformer.wpe is None:
+            rope = (self.cos, self.sin)
+        else:
+            x = x + self.transformer.wpe(torch.arange(pos, pos + T, device=idx.device))
         if self.training:
             x = dropout(x, self.config.model.dropout)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, None if caches is None else caches[i], pos)
+            x = block(x, rope, None if caches is None else caches[i], pos)
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
-        logits = F.linear(x, self.transformer.wte.weight)  # (B, T, V)
+        output = self.transformer.wte if self.lm_head is None else self.lm_head
+        logits = F.linear(x, output.weight)  # (B, T, V)
         if targets is None:
             return logits, None
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -426,9 +719,9 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=std, generator=g)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, LayerNorm):
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 nn.init.ones_(module.weight)
-                if module.bias is not None:
+                if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, NoNorm | Alpha):
                 module.init_weights()
@@ -449,15 +742,20 @@ class GPT(nn.Module):
 
     def num_params(self, non_embedding: bool = False) -> int:
         """Number of parameters; as in nanoGPT, non_embedding leaves out the position embedding alone."""
+        wpe = self.transformer.wpe
         total = sum(p.numel() for p in self.parameters())
-        return total - self.transformer.wpe.weight.numel() if non_embedding else total
+        return total - wpe.weight.numel() if non_embedding and wpe is not None else total
 
     def flops_per_token(self) -> int:
-        """Training FLOPs a token, forward and backward: 6 N + 12 L C T (PaLM, appendix B; nanoGPT's estimate_mfu)."""
-        attention = sum(attn.flops_per_token(self.block_size) for attn in self.attentions)
-        return 6 * self.num_params(non_embedding=True) + attention
+        """Training FLOPs a token, forward and backward: 6 N + 12 L C T (PaLM, appendix B; nanoGPT's estimate_mfu).
 
-    def new_caches(self, batch: int, max_len: int, dtype: torch.dtype) -> list[KVCache]:
+        N leaves out the embeddings that are looked up and not multiplied with.
+        """
+        n = self.num_params(non_embedding=True)
+        n -= 0 if self.lm_head is None else self.transformer.wte.weight.numel()
+        return 6 * n + sum(attn.flops_per_token(self.block_size) for attn in self.attentions)
+
+    def new_caches(self, batch: int, max_len: int, dtype: torch.dtype) -> list[Cache]:
         return [attn.new_cache(batch, max_len, dtype) for attn in self.attentions]
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int:

@@ -46,27 +46,89 @@ class ModelConfig:
     block_size: int = 256
     dropout: float = 0.2
     bias: bool = False
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+    norm: str = "layernorm"
+    norm_eps: float = 1e-5
+    mlp: str = "gelu"
+    mlp_hidden: int | None = None
+    position: str = "learned"
+    rope_theta: float | None = None
+    tied: bool = True
 
     def check(self) -> None:
         for key in ("n_layer", "n_head", "n_embd", "block_size"):
             at_least(f"model.{key}", getattr(self, key), 1)
-        require(
-            self.n_embd % self.n_head == 0,
-            f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}",
-        )
         require(0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
+        one_of("model.norm", self.norm, ("layernorm", "rmsnorm"))
+        require(0 < self.norm_eps < math.inf, f"model.norm_eps={self.norm_eps} must be a finite number > 0")
+        one_of("model.mlp", self.mlp, ("gelu", "swiglu"))
+        if self.mlp_hidden is not None:
+            at_least("model.mlp_hidden", self.mlp_hidden, 1)
+        one_of("model.position", self.position, ("learned", "rope"))
+        if self.position == "rope":
+            require(
+                self.rope_theta is not None and 1 < self.rope_theta < math.inf,
+                f"model.rope_theta={show(self.rope_theta)} must be a finite number > 1 where model.position=rope",
+            )
+        else:
+            require(self.rope_theta is None, f"model.rope_theta={self.rope_theta} needs model.position=rope")
 
 
 @dataclass(frozen=True)
 class MHAConfig:
-    name: str = "mha"
+    """n_head queries, keys and values a layer. head_dim: null is n_embd / n_head."""
 
-    def check(self) -> None:
-        pass
+    name: str = "mha"
+    head_dim: int | None = None
+
+    def check(self, model: ModelConfig) -> None:
+        if self.head_dim is not None:
+            at_least("attention.head_dim", self.head_dim, 1)
+        else:
+            require(
+                model.n_embd % model.n_head == 0,
+                f"model.n_embd={model.n_embd} must be divisible by model.n_head={model.n_head}",
+            )
+        d = self.head_dim or model.n_embd // model.n_head
+        require(model.position != "rope" or d % 2 == 0, f"model.position=rope needs an even head_dim, not {d}")
+
+
+@dataclass(frozen=True)
+class GQAConfig(MHAConfig):
+    """n_kv_head keys and values, each shared by n_head / n_kv_head queries; 1 is multi-query attention."""
+
+    name: str = "gqa"
+    n_kv_head: int = 1
+
+    def check(self, model: ModelConfig) -> None:
+        super().check(model)
+        at_least("attention.n_kv_head", self.n_kv_head, 1)
+        require(
+            model.n_head % self.n_kv_head == 0,
+            f"model.n_head={model.n_head} must be divisible by attention.n_kv_head={self.n_kv_head}",
+        )
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, V3). q_rank: null projects queries directly."""
+
+    name: str = "mla"
+    kv_rank: int = 512
+    q_rank: int | None = None
+    nope_dim: int = 128
+    rope_dim: int = 64
+    v_dim: int = 128
+    qk_norm_layout: str = "blockwise"
+
+    def check(self, model: ModelConfig) -> None:
+        for key in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
+            at_least(f"attention.{key}", getattr(self, key), 1)
+        if self.q_rank is not None:
+            at_least("attention.q_rank", self.q_rank, 1)
+        require(self.rope_dim % 2 == 0, f"attention.rope_dim={self.rope_dim} must be even")
+        require(model.position == "rope", f"model.position={model.position}: attention=mla needs rope")
+        require(not model.bias, "model.bias=true: attention=mla has no biases")
+        one_of("attention.qk_norm_layout", self.qk_norm_layout, ("blockwise", "unified"))
 
 
 @dataclass(frozen=True)
@@ -80,13 +142,16 @@ class NoQKNormConfig:
 @dataclass(frozen=True)
 class LpQKNormConfig:
     name: str = "lp"
-    p: float = 2.0
+    p: float | str = 2.0
     alpha_init: float | str = "sqrt_d"
     alpha_per: str = "layer"
     alpha_map: str = "exp"
 
     def check(self) -> None:
-        require(self.p >= 1, f"qk_norm.p={self.p} must be >= 1 (inf is allowed)")
+        require(
+            self.p == "learned" or (isinstance(self.p, float) and self.p >= 1),
+            f"qk_norm.p={self.p} must be a number >= 1, inf or learned",
+        )
         if isinstance(self.alpha_init, str):
             one_of("qk_norm.alpha_init", self.alpha_init, ("henry", "sqrt_d", "matched"), "or a number > 0")
         else:
@@ -105,6 +170,11 @@ class RMSQKNormConfig:
 
     def check(self) -> None:
         require(0 < self.eps < math.inf, f"qk_norm.eps={self.eps} must be a finite number > 0")
+
+
+@dataclass(frozen=True)
+class LayerNormQKNormConfig(RMSQKNormConfig):
+    name: str = "layernorm"
 
 
 @dataclass(frozen=True)
@@ -195,13 +265,13 @@ class WandbConfig:
 
 
 # A variant is one dataclass and one entry here, its class and one entry in model/gpt.py, and one YAML file.
-ATTENTIONS = {"mha": MHAConfig}
-QK_NORMS = {"none": NoQKNormConfig, "lp": LpQKNormConfig, "rms": RMSQKNormConfig}
+ATTENTIONS = {"mha": MHAConfig, "gqa": GQAConfig, "mla": MLAConfig}
+QK_NORMS = {"none": NoQKNormConfig, "lp": LpQKNormConfig, "rms": RMSQKNormConfig, "layernorm": LayerNormQKNormConfig}
 OPTIMS = {"adamw": AdamWConfig}
 SCHEDULES = {"cosine": CosineConfig}
 CORPORA = {"tiny_shakespeare": TinyShakespeareConfig, "python_docs": PythonDocsConfig, "text": TextConfig}
 
-AttentionConfig = MHAConfig
+AttentionConfig = MHAConfig | MLAConfig
 QKNormConfig = NoQKNormConfig | LpQKNormConfig | RMSQKNormConfig
 OptimConfig = AdamWConfig
 ScheduleConfig = CosineConfig
@@ -265,7 +335,8 @@ class TrainConfig:
         """Readable name of the setting, without fold and seed: the W&B group of the runs that repeat it."""
         parts = [self.model.name, self.attention.name]
         if isinstance(self.qk_norm, LpQKNormConfig):
-            parts.append(f"lp_p{self.qk_norm.p:g}_{self.qk_norm.alpha_init}")
+            p = self.qk_norm.p
+            parts.append(f"lp_p{p if isinstance(p, str) else format(p, 'g')}_{self.qk_norm.alpha_init}")
         else:
             parts.append(self.qk_norm.name)
         return "-".join([*parts, self.data.name])
@@ -296,8 +367,14 @@ class TrainConfig:
         require(self.out_dir != "", "out_dir= must not be empty")
         require(not (self.eval_only and self.fresh), "fresh=true leaves eval_only=true nothing to evaluate")
         require(not (self.eval_only and self.dry_run), "dry_run=true and eval_only=true exclude each other")
-        for group in (self.model, self.attention, self.qk_norm, self.optim, self.schedule, self.data, self.wandb):
+        for group in (self.model, self.qk_norm, self.optim, self.schedule, self.data, self.wandb):
             group.check()
+        self.attention.check(self.model)
+        require(
+            not (isinstance(self.attention, MLAConfig) and self.attention.qk_norm_layout == "unified")
+            or not isinstance(self.qk_norm, NoQKNormConfig),
+            "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
+        )
         require(
             self.schedule.min_lr <= self.optim.learning_rate,
             f"schedule.min_lr={self.schedule.min_lr} must be <= optim.learning_rate={self.optim.learning_rate}",
