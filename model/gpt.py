@@ -280,7 +280,15 @@ def mean_norm_ratio(p: float, head_dim: int) -> float:
 
 
 # -----------------------------------------------------------------------------
-# Dropout and the attention product
+# Fused projections, dropout, the attention product
+
+
+class FusedLinear(nn.Linear):
+    """Several projections of one input in one matrix: `projections` are their row counts, for who treats them apart."""
+
+    def __init__(self, n_in: int, projections: list[int], bias: bool):
+        super().__init__(n_in, sum(projections), bias=bias)
+        self.projections = projections
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -364,7 +372,8 @@ class GroupedQueryAttention(nn.Module):
         self.n_kv_head = a.n_kv_head if isinstance(a, GQAConfig) else m.n_head
         self.head_dim = self.rope_dim = a.head_dim or m.n_embd // m.n_head
         self.p_dropout = m.dropout
-        self.c_attn = nn.Linear(m.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=m.bias)
+        rows = [n * self.head_dim for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
+        self.c_attn = FusedLinear(m.n_embd, rows, bias=m.bias)  # queries, keys, values
         self.c_proj = nn.Linear(self.n_head * self.head_dim, m.n_embd, bias=m.bias)
         norm = QK_NORMS[config.qk_norm.name]
         self.q_norm = norm(config.qk_norm, self.head_dim, self.n_head)
@@ -460,9 +469,9 @@ class MultiHeadLatentAttention(nn.Module):
             self.c_q_a = nn.Linear(m.n_embd, a.q_rank, bias=False)
             self.q_a_norm = LatentNorm(a.q_rank, m.norm_eps)
         self.c_q = nn.Linear(a.q_rank or m.n_embd, m.n_head * d, bias=False)
-        self.c_kv_a = nn.Linear(m.n_embd, a.kv_rank + a.rope_dim, bias=False)
+        self.c_kv_a = FusedLinear(m.n_embd, [a.kv_rank, a.rope_dim], bias=False)  # latent, RoPE key
         self.kv_a_norm = LatentNorm(a.kv_rank, m.norm_eps)
-        self.c_kv_b = nn.Linear(a.kv_rank, m.n_head * (a.nope_dim + a.v_dim), bias=False)
+        self.c_kv_b = FusedLinear(a.kv_rank, [m.n_head * a.nope_dim, m.n_head * a.v_dim], bias=False)  # keys, values
         self.c_proj = nn.Linear(m.n_head * a.v_dim, m.n_embd, bias=False)
         norm = functools.partial(QK_NORMS[config.qk_norm.name], config.qk_norm)
         if self.unified:
@@ -505,8 +514,10 @@ class MultiHeadLatentAttention(nn.Module):
     def explicit(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope) -> Tensor:
         """Attention over keys and values formed from the latents of the same T positions -> (B, nh, T, dv)."""
         B, T, _ = latent.shape
-        kv = self.c_kv_b(latent).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dv)
-        k_nope, v = kv.split((self.nope_dim, self.v_dim), -1)
+        k_nope, v = (
+            part.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn) and (B, nh, T, dv)
+            for part in self.c_kv_b(latent).split(self.c_kv_b.projections, -1)
+        )
         k_nope, k_rope = self.normalised(self.k_norm, getattr(self, "k_rope_norm", None), k_nope, k_rope)
         k = torch.cat([k_nope, rotate(k_rope, rope).expand(-1, self.n_head, -1, -1)], -1)  # (B, nh, T, dn + dr)
         q, scale = self.logit_scale(torch.cat([q_nope, q_rope], -1))
@@ -519,7 +530,8 @@ class MultiHeadLatentAttention(nn.Module):
 
     def up(self) -> tuple[Tensor, Tensor]:
         """W_kv_b as (nh, dn, kr) for keys and (nh, dv, kr) for values."""
-        return self.c_kv_b.weight.view(self.n_head, -1, self.kv_rank).split((self.nope_dim, self.v_dim), 1)  # type: ignore[return-value]
+        w_uk, w_uv = self.c_kv_b.weight.split(self.c_kv_b.projections)
+        return w_uk.view(self.n_head, self.nope_dim, self.kv_rank), w_uv.view(self.n_head, self.v_dim, self.kv_rank)
 
     def gains(self) -> tuple[Tensor | float, Tensor | float]:
         """The key gain of the content, and in the unified layout of the RoPE block."""
@@ -616,7 +628,7 @@ class MLP(nn.Module):
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
         self.p_dropout, self.swiglu = config.dropout, config.mlp == "swiglu"
-        self.c_fc = nn.Linear(config.n_embd, 2 * hidden if self.swiglu else hidden, bias=config.bias)
+        self.c_fc = FusedLinear(config.n_embd, [hidden] * (2 if self.swiglu else 1), bias=config.bias)  # gate, up
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
