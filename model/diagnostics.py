@@ -1,8 +1,83 @@
 """What a model does, measured without gradients and without drawing from the training generator."""
 
-import torch
+import functools
+import math
+from typing import Any
 
-from model.gpt import GPT
+import torch
+from torch import Tensor, nn
+
+from model.gpt import GPT, LpNorm
+
+
+@torch.no_grad()
+def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
+    """What the attention heads do on the sequences idx (B, T), in evaluation mode.
+
+    Values a head: max_logit; entropy of the attention in nats and effective_keys, its exponential, both means over
+    the queries; q_norm and k_norm, mean 2-norms before the QK norm (of MLA's content block, when it has its own norm);
+    with Lp QK-norm alpha (one a layer or a head), q_p and k_p, and mean and spread of g = ||x||_2 / ||x||_p, which is
+    what p changes beside the direction: q_g_mean, q_g_std, k_g_mean, k_g_std. Keys are attn/VALUE/layer_I/head_J;
+    attn/VALUE is the maximum over layers and heads for max_logit, else the mean.
+    """
+    tables: list[dict[str, Tensor]] = [{} for _ in model.attentions]
+    hooks = []
+    for attn, table in zip(model.attentions, tables, strict=True):
+        attn.probe = functools.partial(look_at_logits, table)
+        for side, norm in (("q", attn.q_norm), ("k", attn.k_norm)):
+            hooks.append(norm.register_forward_hook(functools.partial(look_at_vectors, table, side)))
+    was_training = model.training
+    model.eval()
+    try:
+        model(idx)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+        for attn in model.attentions:
+            attn.probe = None
+    values: dict[str, float] = {}
+    for layer, (attn, table) in enumerate(zip(model.attentions, tables, strict=True)):
+        if attn.logit_scale.alpha is not None:
+            table["alpha"] = attn.logit_scale.alpha().flatten()
+            for side, norm in (("q", attn.q_norm), ("k", attn.k_norm)):
+                table[f"{side}_p"] = torch.as_tensor(norm.p).flatten()
+        for name, heads in table.items():
+            values |= {f"attn/{name}/layer_{layer}/head_{head}": v for head, v in enumerate(heads.tolist())}
+    for name in dict.fromkeys(name for table in tables for name in table):
+        every = torch.cat([table[name].flatten() for table in tables])
+        values[f"attn/{name}"] = (every.max() if name == "max_logit" else every.mean()).item()
+    return values
+
+
+def look_at_logits(table: dict[str, Tensor], q: Tensor, k: Tensor, scale: float) -> None:
+    """Logits and attention of q (B, nh, T, dk) on k (B, nkv, T, dk), a few queries at a time -> values (nh,)."""
+    B, nh, T, _ = q.shape
+    k = k.repeat_interleave(nh // k.size(1), 1)
+    largest = torch.full((nh,), -math.inf, device=q.device)
+    entropy, keys = torch.zeros(2, nh, device=q.device)
+    rows = max(1, 2**22 // (B * nh * T))
+    for i in range(0, T, rows):
+        end = min(i + rows, T)
+        logits = (q[:, :, i:end] @ k[:, :, :end].transpose(-2, -1)).float() * scale  # (B, nh, rows, end)
+        hidden = torch.ones(end - i, end, dtype=torch.bool, device=q.device).triu(i + 1)
+        logits = logits.masked_fill(hidden, -math.inf)
+        log_att = logits.log_softmax(-1)
+        h = -(log_att.exp() * log_att.masked_fill(hidden, 0.0)).sum(-1)  # (B, nh, rows)
+        largest = torch.maximum(largest, logits.amax((0, 2, 3)))
+        entropy += h.sum((0, 2)) / (B * T)
+        keys += h.exp().sum((0, 2)) / (B * T)
+    table |= {"max_logit": largest, "entropy": entropy, "effective_keys": keys}
+
+
+def look_at_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs: Any, output: Tensor) -> None:
+    """Vectors (B, n, T, hs) on their way into a QK norm -> values (n,), n query or key heads."""
+    x = inputs[0].float()
+    length = torch.linalg.vector_norm(x, 2, -1)  # (B, n, T)
+    table[f"{side}_norm"] = length.mean((0, 2))
+    if isinstance(norm, LpNorm):
+        g = length * norm.scale(x)[..., 0]
+        table |= {f"{side}_g_mean": g.mean((0, 2)), f"{side}_g_std": g.std((0, 2))}
 
 
 @torch.no_grad()

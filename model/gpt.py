@@ -252,19 +252,17 @@ class Alpha(nn.Module):
 def initial_alpha(config: LpQKNormConfig, blocks: tuple[int, ...], block_size: int) -> float:
     """The alpha that a run starts from.
 
-    henry: log2(L^2 - L) for the context length L (Henry et al. 2020). sqrt_d: the root of a head's channels, the scale
-    that makes p = 2 equal to RMS QK-norm. matched: for every p the spread of the initial logits that sqrt_d gives at
-    p = 2; a block of d channels adds E[g]^4 / d to the variance of the logits over alpha.
+    henry: log2(L^2 - L) for the context length L (Henry et al. 2020). sqrt_d: sqrt(hs), which makes p = 2 equal to RMS
+    QK-norm; for two blocks, what gives the initial logits the same spread, 1. matched: that spread for every p. (For
+    Gaussian vectors a block of d channels adds E[g]^4 / d to the variance of the logits over alpha; E[g] = 1 at p = 2.)
     """
-    d = sum(blocks)
     if config.alpha_init == "henry":
         return math.log2(block_size**2 - block_size)
     if config.alpha_init == "sqrt_d":
-        return math.sqrt(d)
+        return 1 / math.sqrt(sum(1 / d for d in blocks))
     if config.alpha_init == "matched":
         p = 2.0 if isinstance(config.p, str) else config.p  # a learned p starts at 2
-        variance = sum(mean_norm_ratio(p, n) ** 4 / n for n in blocks)
-        return math.sqrt(d * sum(1 / n for n in blocks) / variance)
+        return 1 / math.sqrt(sum(mean_norm_ratio(p, d) ** 4 / d for d in blocks))
     assert isinstance(config.alpha_init, float)
     return config.alpha_init
 
@@ -350,7 +348,8 @@ def causal_bias(T: int, S: int, dtype: torch.dtype) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# Attention layouts: forward(x, rope, cache, pos), new_cache(batch, max_len), cache_bytes_per_token(), flops_per_token()
+# Attention layouts: forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), cache_bytes_per_token(dtype),
+# flops_per_token(context), and for QK-Clip pop_max_logits() and scale_logits(gamma, balance)
 
 
 @dataclass
@@ -361,7 +360,49 @@ class KVCache:
     v: Tensor  # (B, nkv, max_len, hs)
 
 
-class GroupedQueryAttention(nn.Module):
+class Observed(nn.Module):
+    """What QK-Clip and the diagnostics see of an attention module: its finished queries and keys.
+
+    `track_max_logits` keeps the exact maximum a head of the training forwards since the last pop_max_logits();
+    `probe(q, k, scale)` is called by every forward that forms keys.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.track_max_logits = False
+        self.max_logits: Tensor | None = None
+        self.probe: Callable[[Tensor, Tensor, float], None] | None = None
+
+    def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
+        """q (B, nh, T, dk), k (B, nkv, T, dk), both as they are multiplied."""
+        if self.track_max_logits and self.training:
+            new = max_logits(q.detach(), k.detach(), scale)
+            self.max_logits = new if self.max_logits is None else torch.maximum(self.max_logits, new)
+        if self.probe is not None:
+            self.probe(q, k, scale)
+
+    def pop_max_logits(self) -> Tensor:
+        """The largest logit a head, (nh,), over the visible pairs of all training forwards since the last call."""
+        assert self.max_logits is not None, "no training forward since the last call, or track_max_logits is off"
+        result, self.max_logits = self.max_logits, None
+        return result
+
+
+def max_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """max over batch and visible (i, j) of scale q_i . k_j, signed, in fp32: (nh,)."""
+    B, nh, T, _ = q.shape
+    k = k.repeat_interleave(nh // k.size(1), 1)
+    result = torch.full((nh,), -math.inf, device=q.device)
+    rows = max(1, 2**22 // (B * nh * T))  # of queries at a time, so that T x T is never held
+    for i in range(0, T, rows):
+        end = min(i + rows, T)
+        logits = (q[:, :, i:end] @ k[:, :, :end].transpose(-2, -1)).float() * scale  # (B, nh, rows, end)
+        hidden = torch.ones(end - i, end, dtype=torch.bool, device=q.device).triu(i + 1)
+        result = torch.maximum(result, logits.masked_fill(hidden, -math.inf).amax((0, 2, 3)))
+    return result
+
+
+class GroupedQueryAttention(Observed):
     """Causal self-attention with n_kv_head keys and values: multi-head (all), grouped-query, multi-query (1)."""
 
     def __init__(self, config: TrainConfig):
@@ -393,9 +434,23 @@ class GroupedQueryAttention(nn.Module):
             cache.v[:, :, pos : pos + T] = v
             k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nkv, S, hs)
         q, scale = self.logit_scale(q)
+        if cache is None:
+            self.observe(q, k, scale)
         y = causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)  # (B, nh, T, hs)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
         return dropout(y, self.p_dropout) if self.training else y
+
+    @torch.no_grad()
+    def scale_logits(self, gamma: Tensor, balance: float) -> None:
+        """Multiply head h's logits by gamma[h], (nh,): queries take gamma^balance, keys the rest (QK-Clip).
+
+        The heads of a group share their key, so the smallest gamma of the group counts for all of them.
+        """
+        assert type(self.q_norm) is NoNorm, "a QK norm undoes the scaling"
+        gamma = gamma.view(self.n_kv_head, -1).amin(1)  # (nkv,)
+        per_query_head = gamma.repeat_interleave(self.n_head // self.n_kv_head)
+        factors = torch.cat([per_query_head**balance, gamma ** (1 - balance), torch.ones_like(gamma)])
+        scale_rows(self.c_attn, factors.repeat_interleave(self.head_dim))
 
     def new_cache(self, batch: int, max_len: int, dtype: torch.dtype) -> KVCache:
         shape, device = (batch, self.n_kv_head, max_len, self.head_dim), self.c_attn.weight.device
@@ -407,6 +462,13 @@ class GroupedQueryAttention(nn.Module):
     def flops_per_token(self, context: int) -> int:
         """Training FLOPs of q k^T and att v for one token that sees `context` keys: 2 products, 2 FLOPs, 3 passes."""
         return 12 * self.n_head * self.head_dim * context
+
+
+def scale_rows(linear: nn.Linear, factors: Tensor) -> None:
+    """Multiply each row's output by its factor, (n_out,)."""
+    linear.weight *= factors[:, None]
+    if linear.bias is not None:
+        linear.bias *= factors
 
 
 class LogitScale(nn.Module):
@@ -447,7 +509,7 @@ class LatentNorm(nn.RMSNorm):
         return super().forward(at_least_fp32(x)).to(x.dtype)
 
 
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(Observed):
     """Multi-head latent attention (DeepSeek-V2 eq. 9-19, V3's names and norms), with QK norms (QK-Normed MLA).
 
     A key is [content from the latent | one RoPE key shared by the heads]. qk_norm_layout=blockwise normalises the two
@@ -521,6 +583,7 @@ class MultiHeadLatentAttention(nn.Module):
         k_nope, k_rope = self.normalised(self.k_norm, getattr(self, "k_rope_norm", None), k_nope, k_rope)
         k = torch.cat([k_nope, rotate(k_rope, rope).expand(-1, self.n_head, -1, -1)], -1)  # (B, nh, T, dn + dr)
         q, scale = self.logit_scale(torch.cat([q_nope, q_rope], -1))
+        self.observe(q, k, scale)
         return causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)
 
     # Absorbed decoding. With g the gain and (q_n, q_r) the finished query, the logit of a key is
@@ -587,6 +650,16 @@ class MultiHeadLatentAttention(nn.Module):
         att = F.softmax(logits * scale, -1).to(latent.dtype)
         y = torch.einsum("bhts,bsr->bhtr", att, latent)  # (B, nh, T, kr)
         return torch.einsum("bhtr,hvr->bhtv", y, w_uv)
+
+    @torch.no_grad()
+    def scale_logits(self, gamma: Tensor, balance: float) -> None:
+        """Multiply head h's logits by gamma[h], (nh,), without touching the shared RoPE key or the values (MuonClip):
+        content queries take gamma^balance, content keys the rest, RoPE queries all of it."""
+        assert not self.normed, "a QK norm undoes the scaling"
+        content, rope = (gamma**balance)[:, None].expand(-1, self.nope_dim), gamma[:, None].expand(-1, self.rope_dim)
+        scale_rows(self.c_q, torch.cat([content, rope], 1).flatten())
+        keys = (gamma ** (1 - balance)).repeat_interleave(self.nope_dim)
+        scale_rows(self.c_kv_b, torch.cat([keys, keys.new_ones(self.n_head * self.v_dim)]))
 
     def new_cache(self, batch: int, max_len: int, dtype: torch.dtype) -> LatentCache:
         def zeros(*shape: int) -> Tensor:

@@ -178,6 +178,34 @@ class LayerNormQKNormConfig(RMSQKNormConfig):
 
 
 @dataclass(frozen=True)
+class NoQKClipConfig:
+    name: str = "none"
+
+    def check(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class LogQKClipConfig(NoQKClipConfig):
+    """Log the exact maximal logits, of any attention and QK norm, and clip nothing."""
+
+    name: str = "log"
+
+
+@dataclass(frozen=True)
+class QKClipConfig(NoQKClipConfig):
+    """Kimi K2's QK-Clip: heads whose largest logit exceeds `threshold` have their weights scaled back to it."""
+
+    name: str = "clip"
+    threshold: float = 100.0
+    balance: float = 0.5
+
+    def check(self) -> None:
+        require(0 < self.threshold < math.inf, f"qk_clip.threshold={self.threshold} must be a finite number > 0")
+        require(0 <= self.balance <= 1, f"qk_clip.balance={self.balance} must be in [0, 1]")
+
+
+@dataclass(frozen=True)
 class AdamWConfig:
     name: str = "adamw"
     learning_rate: float = 1e-3
@@ -267,6 +295,7 @@ class WandbConfig:
 # A variant is one dataclass and one entry here, its class and one entry in model/gpt.py, and one YAML file.
 ATTENTIONS = {"mha": MHAConfig, "gqa": GQAConfig, "mla": MLAConfig}
 QK_NORMS = {"none": NoQKNormConfig, "lp": LpQKNormConfig, "rms": RMSQKNormConfig, "layernorm": LayerNormQKNormConfig}
+QK_CLIPS = {"none": NoQKClipConfig, "log": LogQKClipConfig, "clip": QKClipConfig}
 OPTIMS = {"adamw": AdamWConfig}
 SCHEDULES = {"cosine": CosineConfig}
 CORPORA = {"tiny_shakespeare": TinyShakespeareConfig, "python_docs": PythonDocsConfig, "text": TextConfig}
@@ -308,6 +337,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     attention: AttentionConfig = field(default_factory=MHAConfig, metadata={"variants": ATTENTIONS})
     qk_norm: QKNormConfig = field(default_factory=NoQKNormConfig, metadata={"variants": QK_NORMS})
+    qk_clip: NoQKClipConfig = field(default_factory=NoQKClipConfig, metadata={"variants": QK_CLIPS})
     optim: OptimConfig = field(default_factory=AdamWConfig, metadata={"variants": OPTIMS})
     schedule: ScheduleConfig = field(default_factory=CosineConfig, metadata={"variants": SCHEDULES})
     data: DataConfig = field(default_factory=TinyShakespeareConfig, metadata={"variants": CORPORA})
@@ -367,13 +397,18 @@ class TrainConfig:
         require(self.out_dir != "", "out_dir= must not be empty")
         require(not (self.eval_only and self.fresh), "fresh=true leaves eval_only=true nothing to evaluate")
         require(not (self.eval_only and self.dry_run), "dry_run=true and eval_only=true exclude each other")
-        for group in (self.model, self.qk_norm, self.optim, self.schedule, self.data, self.wandb):
+        for group in (self.model, self.qk_norm, self.qk_clip, self.optim, self.schedule, self.data, self.wandb):
             group.check()
         self.attention.check(self.model)
         require(
             not (isinstance(self.attention, MLAConfig) and self.attention.qk_norm_layout == "unified")
             or not isinstance(self.qk_norm, NoQKNormConfig),
             "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
+        )
+        require(
+            not isinstance(self.qk_clip, QKClipConfig) or isinstance(self.qk_norm, NoQKNormConfig),
+            f"qk_clip=clip needs qk_norm=none: with qk_norm={self.qk_norm.name} the weights' scale does not reach the"
+            " logits",
         )
         require(
             self.schedule.min_lr <= self.optim.learning_rate,
