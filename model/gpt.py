@@ -466,9 +466,9 @@ class GroupedQueryAttention(Observed):
 
 def scale_rows(linear: nn.Linear, factors: Tensor) -> None:
     """Multiply each row's output by its factor, (n_out,)."""
-    linear.weight *= factors[:, None]
+    linear.weight.mul_(factors[:, None])
     if linear.bias is not None:
-        linear.bias *= factors
+        linear.bias.mul_(factors)
 
 
 class LogitScale(nn.Module):
@@ -526,10 +526,8 @@ class MultiHeadLatentAttention(Observed):
         self.kv_rank, self.nope_dim, self.rope_dim, self.v_dim = a.kv_rank, a.nope_dim, a.rope_dim, a.v_dim
         self.unified = a.qk_norm_layout == "unified"
         d = a.nope_dim + a.rope_dim
-        self.c_q_a = self.q_a_norm = None
-        if a.q_rank is not None:
-            self.c_q_a = nn.Linear(m.n_embd, a.q_rank, bias=False)
-            self.q_a_norm = LatentNorm(a.q_rank, m.norm_eps)
+        self.c_q_a = nn.Linear(m.n_embd, a.q_rank, bias=False) if a.q_rank is not None else nn.Identity()
+        self.q_a_norm = LatentNorm(a.q_rank, m.norm_eps) if a.q_rank is not None else nn.Identity()
         self.c_q = nn.Linear(a.q_rank or m.n_embd, m.n_head * d, bias=False)
         self.c_kv_a = FusedLinear(m.n_embd, [a.kv_rank, a.rope_dim], bias=False)  # latent, RoPE key
         self.kv_a_norm = LatentNorm(a.kv_rank, m.norm_eps)
@@ -547,8 +545,7 @@ class MultiHeadLatentAttention(Observed):
     def forward(self, x: Tensor, rope: Rope | None, cache: LatentCache | None = None, pos: int = 0) -> Tensor:
         assert rope is not None
         B, T, _ = x.shape
-        q = x if self.c_q_a is None else self.q_a_norm(self.c_q_a(x))
-        q = self.c_q(q).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
+        q = self.c_q(self.q_a_norm(self.c_q_a(x))).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
         q_nope, q_rope = self.normalised(self.q_norm, getattr(self, "q_rope_norm", None), *self.parts(q))
         q_rope = rotate(q_rope, rope, pos)
         latent, k_rope = self.c_kv_a(x).split((self.kv_rank, self.rope_dim), -1)
@@ -806,7 +803,7 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 nn.init.ones_(module.weight)
-                if getattr(module, "bias", None) is not None:
+                if isinstance(module, nn.LayerNorm) and module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, NoNorm | Alpha):
                 module.init_weights()

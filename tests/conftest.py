@@ -13,7 +13,15 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 
-from training.config import LpQKNormConfig, ModelConfig, NoQKNormConfig, QKNormConfig, RMSQKNormConfig, TrainConfig
+from training.config import (
+    LayerNormQKNormConfig,
+    LpQKNormConfig,
+    ModelConfig,
+    NoQKNormConfig,
+    QKNormConfig,
+    RMSQKNormConfig,
+    TrainConfig,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,10 +30,12 @@ torch.set_num_threads(1)
 QK_NORM_VARIANTS: dict[str, QKNormConfig] = {
     "none": NoQKNormConfig(),
     "rms": RMSQKNormConfig(),
+    "layernorm": LayerNormQKNormConfig(),
     "lp1": LpQKNormConfig(p=1.0),
     "lp1.5": LpQKNormConfig(p=1.5, alpha_per="head", alpha_init="matched"),
     "lp2": LpQKNormConfig(p=2.0, alpha_map="softplus", alpha_init="henry"),
     "lp3": LpQKNormConfig(p=3.0, alpha_map="linear", alpha_init=2.5),
+    "lp_learned": LpQKNormConfig(p="learned"),
     "lpinf": LpQKNormConfig(p=float("inf"), alpha_per="head"),
 }
 

@@ -93,8 +93,8 @@ def test_every_norm_trains_below_the_entropy_of_single_characters(name: str, cor
     counts = np.array([text.count(c) for c in set(text)]) / len(text)
     assert lines(run)[-1]["val/loss"] < -(counts * np.log(counts)).sum()
     if "alpha_init" in settings:
-        raw = weights(run)["model/transformer.h.0.attn.alpha.raw"]
-        start = model.gpt.Alpha(QK_NORM_VARIANTS[name], 2, 8, 16)  # type: ignore[arg-type]
+        raw = weights(run)["model/transformer.h.0.attn.logit_scale.alpha.raw"]
+        start = model.gpt.Alpha(QK_NORM_VARIANTS[name], 2, (8,), 16)  # type: ignore[arg-type]
         start.init_weights()
         assert not torch.equal(raw, start.raw)  # alpha is trained
 
