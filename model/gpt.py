@@ -60,11 +60,11 @@ def rotate(x: Tensor, rope: Rope, pos: int = 0) -> Tensor:
 # They act on the queries and keys of each head, before RoPE (as in Qwen3).
 
 
-class NoNorm(nn.Module):
-    """The identity, in the interface that every QK norm has. One instance normalises queries, another one keys.
+class QKNorm(nn.Module):
+    """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys.
 
-    `scale(x)` maps (..., hs) to the scalar s, (..., 1), in fp32 at least; `gain` is None or a parameter of shape (hs,);
-    `centred` says whether the mean is taken off. Attention may apply the three apart: absorbed MLA decoding does.
+    A norm of one's own defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least, and may have a `gain`, a parameter
+    of shape (hs,), and be `centred`. Attention may apply the three apart: absorbed MLA decoding does.
     """
 
     centred = False
@@ -78,13 +78,25 @@ class NoNorm(nn.Module):
             nn.init.ones_(self.gain)
 
     def scale(self, x: Tensor) -> Tensor:
-        return torch.ones_like(x[..., :1], dtype=torch.promote_types(x.dtype, torch.float32))
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        return x  # (..., hs)
+        y = at_least_fp32(x)
+        y = (y - y.mean(-1, keepdim=True) if self.centred else y) * self.scale(x)
+        return (y if self.gain is None else y * self.gain).to(x.dtype)  # (..., hs)
 
 
-class RMSNorm(NoNorm):
+class NoNorm(QKNorm):
+    """The identity."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.ones_like(at_least_fp32(x[..., :1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class RMSNorm(QKNorm):
     """gain * x / sqrt(mean(x^2) + eps) over each head's channels, one gain for all heads (Qwen3)."""
 
     def __init__(self, config: RMSQKNormConfig, head_dim: int, n_head: int):
@@ -94,10 +106,6 @@ class RMSNorm(NoNorm):
 
     def scale(self, x: Tensor) -> Tensor:
         return torch.rsqrt(at_least_fp32(x).square().mean(-1, keepdim=True) + self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.gain is not None
-        return (x * self.scale(x) * self.gain).to(x.dtype)  # (..., hs)
 
 
 class LayerNorm(RMSNorm):
@@ -109,12 +117,8 @@ class LayerNorm(RMSNorm):
         x = at_least_fp32(x)
         return super().scale(x - x.mean(-1, keepdim=True))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = at_least_fp32(x)
-        return super().forward(y - y.mean(-1, keepdim=True)).to(x.dtype)  # (..., hs)
 
-
-class LpNorm(NoNorm):
+class LpNorm(QKNorm):
     """x / ||x||_p over each head's channels (papers: Lp QK-norm, eq. 12-14). p >= 1, inf included.
 
     p=learned makes p = 1 + softplus(raw_p) a parameter, one a head, that starts at 2; queries and keys have their own.
@@ -221,7 +225,7 @@ def signed_power(x: Tensor, q: float) -> Tensor:
 
 
 # The names are those of training/config.py's QK_NORMS.
-QK_NORMS: dict[str, type] = {"none": NoNorm, "lp": LpNorm, "rms": RMSNorm, "layernorm": LayerNorm}
+QK_NORMS: dict[str, type[QKNorm]] = {"none": NoNorm, "lp": LpNorm, "rms": RMSNorm, "layernorm": LayerNorm}
 
 
 class Alpha(nn.Module):
@@ -564,7 +568,7 @@ class MultiHeadLatentAttention(Observed):
         """(..., dn + dr) -> (..., dn), (..., dr)"""
         return x[..., : self.nope_dim], x[..., self.nope_dim :]
 
-    def normalised(self, norm: NoNorm, rope_norm: NoNorm | None, nope: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+    def normalised(self, norm: QKNorm, rope_norm: QKNorm | None, nope: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Content (B, nh, T, dn) and RoPE block (B, nh or 1, T, dr) after the QK norm, before rotation."""
         if rope_norm is not None:
             return norm(nope), rope_norm(rope)
@@ -675,7 +679,7 @@ class MultiHeadLatentAttention(Observed):
         return 6 * self.n_head * (self.nope_dim + self.rope_dim + self.v_dim) * context
 
 
-ATTENTIONS: dict[str, type] = {
+ATTENTIONS: dict[str, type[Observed]] = {
     "mha": GroupedQueryAttention,
     "gqa": GroupedQueryAttention,
     "mla": MultiHeadLatentAttention,
@@ -805,7 +809,7 @@ class GPT(nn.Module):
                 nn.init.ones_(module.weight)
                 if isinstance(module, nn.LayerNorm) and module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, NoNorm | Alpha):
+            elif isinstance(module, QKNorm | Alpha):
                 module.init_weights()
         missed = [name for name, parameter in self.named_parameters() if parameter.isnan().any()]
         assert not missed, f"init_weights leaves out {missed}"
