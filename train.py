@@ -34,7 +34,7 @@ from training.config import ConfigError, TrainConfig, require, run_app, to_yaml
 from training.device import device_name, peak_flops, resolve_device, resolve_dtype
 from training.dist import World
 from training.evaluate import mean_loss
-from training.optim import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from training.optim import build_optimizer, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
 from training.rundir import RunDir, open_run
 from training.schedule import learning_rate
 from training.tracker import Tracker, plot
@@ -368,6 +368,7 @@ def describe(
     with torch.device("meta"):
         model = GPT(config, vocab_size)
     n, flops = model.num_params(), model.flops_per_token()
+    state = optimizer_bytes(model, config)
     peak = peak_flops(device, dtype)
     activations = activation_bytes(model, config.batch_size) * dtype.itemsize // 4
     n_evals = -(-config.max_iters // config.eval_interval) + 1
@@ -380,10 +381,10 @@ def describe(
         "parameters": f"{n:,}",
         "FLOPs": f"{flops:,} a token, {flops * config.tokens_per_iter:.3g} an iteration",
         "iteration": f"{config.tokens_per_iter:,} tokens",
-        "memory": f"{16 * n / 2**20:,.0f} MiB for weights, gradients and optimizer, "
+        "memory": f"{(8 * n + state) / 2**20:,.0f} MiB for weights, gradients and optimizer, "
         f"{activations / 2**20:,.0f} MiB for activations of {config.batch_size} sequences",
         "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token",
-        "checkpoint": f"{12 * n / 2**20:,.0f} MiB",
+        "checkpoint": f"{(4 * n + state) / 2**20:,.0f} MiB",
         "device": f"{device_name(device)}, {dtype}, peak {peak / 1e12:.2f} TFLOP/s",
         "estimate": f"{tqdm.format_interval(seconds)} for {config.max_iters:,} iterations and {n_evals} evaluations "
         f"at {rate:,.0f} tokens/s ({how})",

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from conftest import ROOT
 from test_train import assert_same_run, lines, weights
@@ -18,8 +21,11 @@ def torchrun(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_ranks_equal_one_and_resume_bit_for_bit(program, tiny_run: list[str], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = [*tiny_run, *WORDS]
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_two_ranks_equal_one_and_resume_bit_for_bit(
+    optim: str, program: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    words = [*tiny_run, *WORDS, f"optim={optim}"]
     alone = program("train.py", *words, "out_dir=alone")
     assert alone.returncode == 0, alone.stderr
     for overrides in (["out_dir=two"], ["out_dir=halves", "max_iters=3"], ["out_dir=halves"]):

@@ -1,10 +1,42 @@
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from conftest import tiny_config
-from test_gpt import V, random_tokens
+from torch import Tensor, nn
 
 from model.gpt import GPT
-from training.config import QKNormConfig, TrainConfig
-from training.optim import build_optimizer, load_optimizer_tensors, optimizer_tensors, parameter_groups
+from training import optim
+from training.config import (
+    AdamWConfig,
+    GQAConfig,
+    LpQKNormConfig,
+    MHAConfig,
+    MLAConfig,
+    MuonConfig,
+    OptimConfig,
+    QKNormConfig,
+    RMSQKNormConfig,
+    TrainConfig,
+)
+from training.optim import (
+    MuonAndAdamW,
+    Optimizer,
+    build_optimizer,
+    load_optimizer_tensors,
+    optimizer_bytes,
+    optimizer_tensors,
+    parameter_groups,
+)
+
+V = 11
+
+
+def random_tokens(*shape: int, seed: int) -> Tensor:
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def new_model(config: TrainConfig) -> GPT:
@@ -13,7 +45,7 @@ def new_model(config: TrainConfig) -> GPT:
     return model
 
 
-def train(model: GPT, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(model: GPT, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         model(random_tokens(4, 16, seed=step), random_tokens(4, 16, seed=step + 100))[1].backward()
         optimizer.step()
@@ -22,11 +54,11 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, steps: range) -> None:
 
 def test_matrices_decay_and_vectors_do_not(qk_norm: QKNormConfig) -> None:
     model = new_model(tiny_config(qk_norm, bias=True))
-    decay, rest = parameter_groups(model, 0.1)
+    decay, rest = parameter_groups(model.parameters(), 0.1)
     names = {id(p): name for name, p in model.named_parameters()}
     assert decay["weight_decay"] == 0.1 and rest["weight_decay"] == 0.0
-    decayed = {names[id(p)] for p in decay["params"]}  # type: ignore[attr-defined]
-    kept = {names[id(p)] for p in rest["params"]}  # type: ignore[attr-defined]
+    decayed = {names[id(p)] for p in decay["params"]}
+    kept = {names[id(p)] for p in rest["params"]}
     assert decayed | kept == set(names.values()) and not decayed & kept
     assert all(name.endswith("weight") and "ln_" not in name for name in decayed)
     assert all(name.endswith(("bias", "gain", "raw")) or "ln_" in name for name in kept)
@@ -77,3 +109,212 @@ def test_loaded_state_does_not_share_memory_with_the_checkpoint() -> None:
     load_optimizer_tensors(other, model, saved)
     train(model, other, range(1))
     assert all(torch.equal(saved[name], kept[name]) for name in kept)
+
+
+# -----------------------------------------------------------------------------
+# Muon. Three stacks, and by hand the rows of each projection of their hidden matrices.
+
+STACKS: dict[str, tuple[TrainConfig, dict[str, list[int]]]] = {
+    "mha": (
+        dataclasses.replace(tiny_config(LpQKNormConfig(p=3.0), bias=True), attention=MHAConfig()),
+        {"attn.c_attn": [32, 32, 32], "attn.c_proj": [32], "mlp.c_fc": [128], "mlp.c_proj": [32]},
+    ),
+    "gqa": (
+        dataclasses.replace(
+            tiny_config(RMSQKNormConfig(), norm="rmsnorm", mlp="swiglu", mlp_hidden=48),
+            attention=GQAConfig(n_kv_head=2),
+        ),
+        {"attn.c_attn": [32, 16, 16], "attn.c_proj": [32], "mlp.c_fc": [48, 48], "mlp.c_proj": [32]},
+    ),
+    "mla": (
+        dataclasses.replace(
+            tiny_config(LpQKNormConfig(p="learned", alpha_per="head"), position="rope", rope_theta=1e4),
+            attention=MLAConfig(kv_rank=16, q_rank=24, nope_dim=8, rope_dim=4, v_dim=6),
+        ),
+        {
+            "attn.c_q_a": [24], "attn.c_q": [48], "attn.c_kv_a": [16, 4], "attn.c_kv_b": [32, 24], "attn.c_proj": [32],
+            "mlp.c_fc": [128], "mlp.c_proj": [32],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=STACKS)
+def stack(request: pytest.FixtureRequest) -> tuple[TrainConfig, dict[str, list[int]]]:
+    config, rows = STACKS[request.param]
+    matrices = {f"transformer.h.{i}.{name}.weight": r for i in range(2) for name, r in rows.items()}
+    return dataclasses.replace(config, optim=MuonConfig(learning_rate=1e-2)), matrices
+
+
+def muon_for(model: nn.Module, config: TrainConfig) -> MuonAndAdamW:
+    optimizer = build_optimizer(model, config)
+    assert isinstance(optimizer, MuonAndAdamW)
+    return optimizer
+
+
+def test_muon_equals_torchs_own_on_a_copy_with_separate_projections(
+    stack: tuple[TrainConfig, dict[str, list[int]]],
+) -> None:
+    config, matrices = stack
+    assert isinstance(config.optim, MuonConfig)
+    o = dataclasses.replace(config.optim, momentum=0.8, nesterov=False, ns_steps=4)
+    config = dataclasses.replace(config, optim=o)
+    model = new_model(config)
+    optimizer = muon_for(model, config)
+    copy = {name: p.detach().clone() for name, p in model.named_parameters()}
+    apart = {name: [nn.Parameter(t.clone()) for t in copy.pop(name).split(rows)] for name, rows in matrices.items()}
+    rest = {name: nn.Parameter(t) for name, t in copy.items()}
+    muon = torch.optim.Muon(
+        [p for parts in apart.values() for p in parts],
+        lr=o.learning_rate, weight_decay=0.1, momentum=0.8, nesterov=False, ns_steps=4, adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    decay = [{"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0} for p in rest.values()]
+    adamw = torch.optim.AdamW(decay, lr=o.learning_rate, betas=(0.9, 0.99))
+    for step in range(4):
+        for group in [*optimizer.param_groups, *muon.param_groups, *adamw.param_groups]:
+            group["lr"] = 1e-2 / (step + 1)
+        model(random_tokens(4, 16, seed=step), random_tokens(4, 16, seed=step + 100))[1].backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            if name in rest:
+                rest[name].grad = p.grad.clone()
+            else:
+                for part, g in zip(apart[name], p.grad.split(matrices[name]), strict=True):
+                    part.grad = g.clone()
+        for one in (optimizer, muon, adamw):
+            one.step()
+            one.zero_grad()
+        for name, p in model.named_parameters():
+            if name in rest:
+                torch.testing.assert_close(p, rest[name], rtol=1e-4, atol=1e-6)
+            else:  # bfloat16 products of an update of about 0.2 lr
+                torch.testing.assert_close(p.detach(), torch.cat([*apart[name]]).detach(), rtol=0, atol=2e-5)
+
+
+def gradient(rows: int, columns: int, g: torch.Generator) -> Tensor:
+    """With singular values from 0.1 to 1."""
+    u, _, v = torch.linalg.svd(torch.randn(rows, columns, generator=g), full_matrices=False)
+    return u * torch.linspace(1, 0.1, min(rows, columns)) @ v
+
+
+def singular_values(update: Tensor, lr: float) -> Tensor:
+    """In units of the scale that gives Muon's update the RMS of AdamW's."""
+    return torch.linalg.svdvals(update.double()) / (0.2 * max(update.shape) ** 0.5 * lr)
+
+
+def test_each_projection_is_orthogonalised_on_its_own(stack: tuple[TrainConfig, dict[str, list[int]]]) -> None:
+    """Newton-Schulz leaves singular values of about 0.7 to 1.2. As one matrix, the largest gradient has it all."""
+    config, matrices = stack
+    model = new_model(config)
+    optimizer = muon_for(model, config)
+    g = torch.Generator().manual_seed(0)
+    for name, rows in matrices.items():
+        weight = model.get_parameter(name)
+        weight.data.zero_()
+        weight.grad = torch.cat([1000.0**-i * gradient(r, weight.size(1), g) for i, r in enumerate(rows)])
+        whole = nn.Parameter(torch.zeros_like(weight))
+        whole.grad = weight.grad.clone()
+        torch.optim.Muon([whole], lr=1e-2, adjust_lr_fn="match_rms_adamw").step()
+        fused = [singular_values(part, 1e-2) for part in whole.detach().split(rows)]
+        assert len(rows) == 1 or fused[-1].max() < 0.5, name  # or this test would prove nothing
+    optimizer.step()
+    for name, rows in matrices.items():
+        for part in model.get_parameter(name).detach().split(rows):
+            s = singular_values(part, 1e-2)
+            assert s.min() > 0.5 and s.max() < 1.3, (name, rows, s)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("variant", [AdamWConfig, MuonConfig])
+def test_every_row_is_in_exactly_one_group_and_only_hidden_matrices_are_muons(
+    variant: type[OptimConfig], tied: bool, stack: tuple[TrainConfig, dict[str, list[int]]]
+) -> None:
+    config, matrices = stack
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, tied=tied), optim=variant())
+    model = new_model(config)
+    optimizer = build_optimizer(model, config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.add_(1)
+        for name, p in model.named_parameters():
+            assert (p == 1).all(), name
+        if isinstance(optimizer, MuonAndAdamW):
+            for p in optimizer.muon.param_groups[0]["params"]:
+                p.zero_()
+            assert {name for name, p in model.named_parameters() if (p == 0).all()} == matrices.keys()
+            sizes = [len(p) for p in optimizer.muon.param_groups[0]["params"]]
+            assert sorted(sizes) == sorted(r for rows in matrices.values() for r in rows)
+            decays = [{group["weight_decay"] for group in o.param_groups} for o in (optimizer.muon, optimizer.adamw)]
+            assert decays == [{0.1}, {0.1, 0.0}]
+
+
+@pytest.mark.parametrize(("broken", "message"), [("none", "in no group"), ("two", "in two groups")])
+def test_a_parameter_left_out_or_taken_twice_is_found_when_the_optimizer_is_built(
+    broken: str, message: str, stack: tuple[TrainConfig, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = stack
+    model = new_model(config)
+    original: Callable[..., Any] = optim.new_adamw
+
+    def other(parameters: Any, o: OptimConfig) -> torch.optim.AdamW:
+        return original(list(parameters)[1:] if broken == "none" else model.parameters(), o)
+
+    monkeypatch.setattr(optim, "new_adamw", other)
+    with pytest.raises(AssertionError, match=message):
+        build_optimizer(model, config)
+
+
+def test_muon_by_name_continues_bit_for_bit(stack: tuple[TrainConfig, dict[str, list[int]]]) -> None:
+    config, matrices = stack
+    straight, first, second = (new_model(config) for _ in range(3))
+    train(straight, build_optimizer(straight, config), range(6))
+    before = build_optimizer(first, config)
+    train(first, before, range(3))
+    saved = optimizer_tensors(before, first)
+    momenta = {re.sub(r"\[\d+:\d+\]$", "", n.split("/")[1]) for n in saved if n.startswith("momentum_buffer/")}
+    assert momenta == matrices.keys()
+    assert {n.split("/")[1] for n in saved if n.startswith("exp_avg/")} == first.state_dict().keys() - momenta
+    second.load_state_dict(first.state_dict())
+    after = build_optimizer(second, config)
+    load_optimizer_tensors(after, second, saved)
+    train(second, after, range(3, 6))
+    for name, p in straight.named_parameters():
+        assert torch.equal(p, second.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("variant", [AdamWConfig, MuonConfig])
+def test_the_announced_bytes_of_state_are_those_in_use(variant: type[OptimConfig]) -> None:
+    config = dataclasses.replace(STACKS["mla"][0], optim=variant())
+    model = new_model(config)
+    optimizer = build_optimizer(model, config)
+    train(model, optimizer, range(1))
+    tensors = optimizer_tensors(optimizer, model)
+    assert optimizer_bytes(model, config) == sum(t.nbytes for name, t in tensors.items() if not name.startswith("step"))
+
+
+def test_gradients_are_released_and_a_step_without_any_moves_nothing(
+    stack: tuple[TrainConfig, dict[str, list[int]]],
+) -> None:
+    config, _ = stack
+    model = new_model(config)
+    optimizer = muon_for(model, config)
+    train(model, optimizer, range(1))
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    model(random_tokens(4, 16, seed=0), random_tokens(4, 16, seed=1))[1].backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_weights_that_were_moved_after_the_optimizer_was_built_are_noticed() -> None:
+    config = dataclasses.replace(tiny_config(), optim=MuonConfig())
+    model = new_model(config)
+    optimizer = build_optimizer(model, config)
+    with pytest.raises(AssertionError, match="moved"):
+        train(model.double(), optimizer, range(1))

@@ -32,6 +32,21 @@ def test_six_iterations_equal_three_and_three(name: str, corpus: Path, tmp_path:
     assert_same_run(tmp_path / "straight", tmp_path / "halves")
 
 
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize("schedule", ["wsd", "linear", "constant"])
+def test_every_recipe_resumes_bit_for_bit(optim: str, schedule: str, corpus: Path, tmp_path: Path) -> None:
+    """The constant schedule does not depend on max_iters, and so need not be told where the run will end."""
+    end = {} if schedule == "constant" else {"lr_decay_iters": 6}
+    changes: dict[str, Any] = {"optim": {"name": optim}, "schedule": {"name": schedule, "warmup_iters": 1, **end}}
+    assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **changes)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    assert any(name.startswith("optimizer/momentum_buffer") for name in weights(tmp_path / "halves")) == (
+        optim == "muon"
+    )
+
+
 def test_the_seed_decides_so_that_equality_is_not_an_accident(corpus: Path, tmp_path: Path) -> None:
     for seed in (1, 2):
         assert train.run(configured(corpus, tmp_path / f"{seed}", seed=seed)) == 0

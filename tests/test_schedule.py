@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from training.config import CosineConfig, TrainConfig
+from training.config import (
+    ConfigError,
+    ConstantConfig,
+    CosineConfig,
+    LinearConfig,
+    ScheduleConfig,
+    TrainConfig,
+    WSDConfig,
+)
 from training.schedule import learning_rate
 
 
@@ -24,6 +32,66 @@ def test_lr_decay_iters_frees_the_schedule_from_max_iters() -> None:
     schedule = CosineConfig(lr_decay_iters=5000)
     short, long = TrainConfig(max_iters=10, schedule=schedule), TrainConfig(max_iters=5000, schedule=schedule)
     assert [learning_rate(s, short) for s in range(200)] == [learning_rate(s, long) for s in range(200)]
+
+
+@pytest.mark.parametrize("min_lr", [0.0, 1e-4])
+def test_wsd_is_linear_then_flat_then_one_minus_a_root(min_lr: float) -> None:
+    """Decay over the last fifth: 200 of 1,000 iterations."""
+    config = TrainConfig(max_iters=1000, schedule=WSDConfig(warmup_iters=100, min_lr=min_lr))
+    lr = [learning_rate(step, config) for step in range(1201)]
+    assert lr[0] == pytest.approx(1e-3 / 101) and lr[49] == pytest.approx(1e-3 * 50 / 101)
+    assert set(lr[100:801]) == {1e-3}
+    assert lr[850] == pytest.approx((1e-3 + min_lr) / 2)  # 1 - sqrt(1/4)
+    assert lr[900] == pytest.approx(min_lr + (1e-3 - min_lr) * (1 - math.sqrt(0.5)))  # half of the decay
+    assert lr[999] == pytest.approx(min_lr + (1e-3 - min_lr) * (1 - math.sqrt(199 / 200)))
+    assert lr[1000] == lr[1200] == pytest.approx(min_lr)
+    assert all(a >= b for a, b in zip(lr[100:], lr[101:], strict=False))
+
+
+@pytest.mark.parametrize("decay_frac", [0.05, 0.9, 1.0])
+def test_wsds_decay_takes_its_fraction_of_lr_decay_iters(decay_frac: float) -> None:
+    schedule = WSDConfig(warmup_iters=0, decay_frac=decay_frac, lr_decay_iters=400)
+    config = TrainConfig(max_iters=50, schedule=schedule)
+    lr = [learning_rate(step, config) for step in range(401)]
+    start = round(400 * (1 - decay_frac))
+    assert set(lr[: start + 1]) == {1e-3} and lr[start + 1] < 1e-3 and lr[400] == 0 < lr[399]
+
+
+@pytest.mark.parametrize("min_lr", [0.0, 1e-4])
+def test_linear_is_two_straight_lines_then_flat(min_lr: float) -> None:
+    config = TrainConfig(max_iters=1000, schedule=LinearConfig(warmup_iters=100, min_lr=min_lr))
+    lr = [learning_rate(step, config) for step in range(1201)]
+    assert lr[0] == pytest.approx(1e-3 / 101) and lr[49] == pytest.approx(1e-3 * 50 / 101)
+    assert lr[100] == max(lr) == 1e-3
+    assert lr[550] == pytest.approx((1e-3 + min_lr) / 2)
+    assert lr[325] == pytest.approx((3 * 1e-3 + min_lr) / 4)
+    assert lr[1000] == lr[1200] == pytest.approx(min_lr)
+
+
+def test_constant_is_flat_after_its_warm_up_and_knows_no_end() -> None:
+    short, long = (TrainConfig(max_iters=n, schedule=ConstantConfig(warmup_iters=10)) for n in (5, 5000))
+    lr = [learning_rate(step, short) for step in range(6000)]
+    assert lr[0] == pytest.approx(1e-3 / 11) and lr[9] == pytest.approx(1e-3 * 10 / 11)
+    assert set(lr[10:]) == {1e-3}
+    assert lr == [learning_rate(step, long) for step in range(6000)]
+    assert short.trajectory == long.trajectory  # so that max_iters may grow
+
+
+@pytest.mark.parametrize("schedule", [CosineConfig(), LinearConfig(), WSDConfig()])
+def test_max_iters_is_part_of_the_trajectory_where_the_decay_ends_there(schedule: ScheduleConfig) -> None:
+    short, long = (TrainConfig(max_iters=n, schedule=schedule) for n in (1000, 5000))
+    assert short.trajectory != long.trajectory
+
+
+def test_wsds_warm_up_may_end_where_the_decay_begins_but_not_later() -> None:
+    TrainConfig(max_iters=1000, schedule=WSDConfig(warmup_iters=800)).check()
+    with pytest.raises(ConfigError, match="schedule.warmup_iters=801 must be <= 800, where the decay begins"):
+        TrainConfig(max_iters=1000, schedule=WSDConfig(warmup_iters=801)).check()
+
+
+def test_a_vanishing_decay_is_a_step_to_min_lr() -> None:
+    config = TrainConfig(max_iters=1000, schedule=WSDConfig(decay_frac=1e-20))
+    assert [learning_rate(step, config) for step in (999, 1000, 1001)] == [1e-3, 1e-3, 0.0]
 
 
 def test_the_schedule_needs_no_torch() -> None:

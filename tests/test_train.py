@@ -99,6 +99,16 @@ def test_every_norm_trains_below_the_entropy_of_single_characters(name: str, cor
         assert not torch.equal(raw, start.raw)  # alpha is trained
 
 
+@pytest.mark.parametrize("schedule", ["wsd", "linear", "constant"])
+def test_muon_trains_below_the_entropy_of_single_characters(schedule: str, corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    recipe = {"optim": {"name": "muon", "learning_rate": 2e-2}, "schedule": {"name": schedule, "warmup_iters": 5}}
+    assert train.run(configured(corpus, run, max_iters=50, eval_interval=50, batch_size=16, **recipe)) == 0
+    text = corpus.read_text()
+    counts = np.array([text.count(c) for c in set(text)]) / len(text)
+    assert lines(run)[-1]["val/loss"] < -(counts * np.log(counts)).sum()
+
+
 def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus: Path, tmp_path: Path) -> None:
     """Four micro-batches of 4 against one forward pass of the same 16 sequences, in the test's own loop."""
     no_dropout = {**SETTINGS["model"], "dropout": 0.0}

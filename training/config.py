@@ -222,17 +222,102 @@ class AdamWConfig:
 
 
 @dataclass(frozen=True)
-class CosineConfig:
-    name: str = "cosine"
+class MuonConfig(AdamWConfig):
+    """Muon for the hidden matrices, AdamW for the rest: learning_rate and weight_decay are of both, betas AdamW's."""
+
+    name: str = "muon"
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+
+    def check(self) -> None:
+        super().check()
+        require(0 <= self.momentum < 1, f"optim.momentum={self.momentum} must be in [0, 1)")
+        require(1 <= self.ns_steps < 100, f"optim.ns_steps={self.ns_steps} must be in 1..99")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    name: str
     warmup_iters: int = 100
-    min_lr: float = 1e-4
-    lr_decay_iters: int | None = None
 
     def check(self) -> None:
         at_least("schedule.warmup_iters", self.warmup_iters, 0)
+
+
+@dataclass(frozen=True)
+class ConstantConfig(ScheduleConfig):
+    """Warm-up, then learning_rate. Nothing in it depends on the length of the run."""
+
+    name: str = "constant"
+
+
+@dataclass(frozen=True)
+class DecayConfig(ScheduleConfig):
+    """A schedule that ends at min_lr, at iteration lr_decay_iters (null: max_iters)."""
+
+    min_lr: float = 0.0
+    lr_decay_iters: int | None = None
+
+    def decay_start(self, end: int) -> float:
+        """The iteration from which a decay that is over at `end` goes down."""
+        return self.warmup_iters
+
+    def decay_end(self, max_iters: int) -> int:
+        return max_iters if self.lr_decay_iters is None else self.lr_decay_iters
+
+    def check(self) -> None:
+        super().check()
         require(0 <= self.min_lr < math.inf, f"schedule.min_lr={self.min_lr} must be >= 0")
         if self.lr_decay_iters is not None:
             at_least("schedule.lr_decay_iters", self.lr_decay_iters, 1)
+
+    def check_decay(self, max_iters: int, learning_rate: float) -> None:
+        end = self.decay_end(max_iters)
+        require(
+            self.min_lr <= learning_rate,
+            f"schedule.min_lr={self.min_lr} must be <= optim.learning_rate={learning_rate}",
+        )
+        require(
+            self.warmup_iters < end,
+            f"schedule.warmup_iters={self.warmup_iters} must be < {end}"
+            " (schedule.lr_decay_iters, by default max_iters)",
+        )
+
+
+@dataclass(frozen=True)
+class CosineConfig(DecayConfig):
+    name: str = "cosine"
+    min_lr: float = 1e-4
+
+
+@dataclass(frozen=True)
+class LinearConfig(DecayConfig):
+    name: str = "linear"
+
+
+@dataclass(frozen=True)
+class WSDConfig(DecayConfig):
+    """Warm-up, stable, decay over the last decay_frac of lr_decay_iters."""
+
+    name: str = "wsd"
+    decay_frac: float = 0.2
+
+    def decay_start(self, end: int) -> float:
+        return end - self.decay_frac * end
+
+    def check(self) -> None:
+        super().check()
+        require(0 < self.decay_frac <= 1, f"schedule.decay_frac={self.decay_frac} must be in (0, 1]")
+
+    def check_decay(self, max_iters: int, learning_rate: float) -> None:
+        super().check_decay(max_iters, learning_rate)
+        end = self.decay_end(max_iters)
+        require(
+            self.warmup_iters <= self.decay_start(end),
+            f"schedule.warmup_iters={self.warmup_iters} must be <= {self.decay_start(end):g}, where the decay begins:"
+            f" schedule.decay_frac={self.decay_frac} of {end} (schedule.lr_decay_iters, by default max_iters)",
+        )
 
 
 @dataclass(frozen=True)
@@ -296,14 +381,13 @@ class WandbConfig:
 ATTENTIONS = {"mha": MHAConfig, "gqa": GQAConfig, "mla": MLAConfig}
 QK_NORMS = {"none": NoQKNormConfig, "lp": LpQKNormConfig, "rms": RMSQKNormConfig, "layernorm": LayerNormQKNormConfig}
 QK_CLIPS = {"none": NoQKClipConfig, "log": LogQKClipConfig, "clip": QKClipConfig}
-OPTIMS = {"adamw": AdamWConfig}
-SCHEDULES = {"cosine": CosineConfig}
+OPTIMS = {"adamw": AdamWConfig, "muon": MuonConfig}
+SCHEDULES = {"cosine": CosineConfig, "wsd": WSDConfig, "linear": LinearConfig, "constant": ConstantConfig}
 CORPORA = {"tiny_shakespeare": TinyShakespeareConfig, "python_docs": PythonDocsConfig, "text": TextConfig}
 
 AttentionConfig = MHAConfig | MLAConfig
 QKNormConfig = NoQKNormConfig | LpQKNormConfig | RMSQKNormConfig
 OptimConfig = AdamWConfig
-ScheduleConfig = CosineConfig
 
 # -----------------------------------------------------------------------------
 # The two programs
@@ -344,8 +428,9 @@ class TrainConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     @property
-    def lr_decay_iters(self) -> int:
-        return self.max_iters if self.schedule.lr_decay_iters is None else self.schedule.lr_decay_iters
+    def lr_decay_iters(self) -> int | None:
+        """The iteration at which the learning rate's decay is over; None for a schedule without one."""
+        return self.schedule.decay_end(self.max_iters) if isinstance(self.schedule, DecayConfig) else None
 
     @property
     def tokens_per_iter(self) -> int:
@@ -355,7 +440,8 @@ class TrainConfig:
     def trajectory(self) -> dict[str, Any]:
         """Flat {key: value} of the settings that decide the weights and the losses, resolved."""
         config = {k: v for k, v in asdict(self).items() if k not in FREE_KEYS}
-        config["schedule"]["lr_decay_iters"] = self.lr_decay_iters
+        if self.lr_decay_iters is not None:
+            config["schedule"]["lr_decay_iters"] = self.lr_decay_iters
         if config["data"].get("path") is not None:
             config["data"]["path"] = str(Path(config["data"]["path"]).expanduser().resolve())
         return flatten(config)
@@ -369,7 +455,11 @@ class TrainConfig:
             parts.append(f"lp_p{p if isinstance(p, str) else format(p, 'g')}_{self.qk_norm.alpha_init}")
         else:
             parts.append(self.qk_norm.name)
-        return "-".join([*parts, self.data.name])
+        recipe = [
+            self.optim.name if self.optim.name != AdamWConfig.name else "",
+            self.schedule.name if self.schedule.name != CosineConfig.name else "",
+        ]
+        return "-".join([*parts, *filter(None, recipe), self.data.name])
 
     @property
     def run_dir(self) -> Path:
@@ -410,15 +500,8 @@ class TrainConfig:
             f"qk_clip=clip needs qk_norm=none: with qk_norm={self.qk_norm.name} the weights' scale does not reach the"
             " logits",
         )
-        require(
-            self.schedule.min_lr <= self.optim.learning_rate,
-            f"schedule.min_lr={self.schedule.min_lr} must be <= optim.learning_rate={self.optim.learning_rate}",
-        )
-        require(
-            self.schedule.warmup_iters < self.lr_decay_iters,
-            f"schedule.warmup_iters={self.schedule.warmup_iters} must be < {self.lr_decay_iters}"
-            " (schedule.lr_decay_iters, by default max_iters)",
-        )
+        if isinstance(self.schedule, DecayConfig):
+            self.schedule.check_decay(self.max_iters, self.optim.learning_rate)
         if isinstance(self.qk_norm, LpQKNormConfig) and self.qk_norm.alpha_init == "henry":
             require(
                 self.model.block_size >= 3,
@@ -550,12 +633,12 @@ def show(value: Any) -> str:
     return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
 
 
-def did_you_mean(key: str, known: typing.Iterable[str]) -> str:
+def did_you_mean(key: str, known: typing.Iterable[str], prefix: str = "") -> str:
     known = list(known)
     close = difflib.get_close_matches(key, known, 1)
     if close:
-        return f"; did you mean {close[0]}?"
-    return f"; known here: {', '.join(known)}" if known else ""
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; known here: {', '.join(prefix + k for k in known)}" if known else ""
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -625,9 +708,13 @@ def explain(error: BaseException, schema: type, argv: list[str]) -> str:
     if unknown:
         key = unknown[1]
         override = next((o for o in overrides if o.lstrip("+~").split("=")[0] == key), key)
-        group = key.rpartition(".")[0]
-        siblings = [k for k in flatten(asdict(schema())) if k.rpartition(".")[0] == group]
-        return f"{override} is unknown to the chosen variants{did_you_mean(key, siblings)}"
+        group, dot, name = key.rpartition(".")
+        siblings = [k.rpartition(".")[2] for k in flatten(asdict(schema())) if k.rpartition(".")[0] == group]
+        variants = {f.name: f.metadata.get("variants", {}) for f in fields(schema)}.get(group, {})
+        chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group)
+        if chosen in variants:
+            siblings = [f.name for f in fields(variants[chosen])]
+        return f"{override} is unknown to the chosen variants{did_you_mean(name, siblings, group + dot)}"
     missing = re.search(r"Could not find '([^']+)'", text)
     groups = [p.name for p in CONFIG_DIR.iterdir() if p.is_dir()]
     for override in overrides:

@@ -1,42 +1,161 @@
-"""Parameter groups, the optimizer, and its state as named tensors."""
+"""Parameter groups, the optimizers, and their state as named tensors."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from training.config import TrainConfig
+from training.config import AdamWConfig, MuonConfig, TrainConfig
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay; vectors (norm gains, biases, alpha) do not. Each parameter is in exactly one group."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; vectors (norm gains, biases, alpha) do not."""
+    parameters = list(parameters)
+    return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    grouped = [id(p) for group in groups for p in group["params"]]  # type: ignore[attr-defined]
-    assert sorted(grouped) == sorted(map(id, parameters)), "a parameter is in no optimizer group, or in two"
-    return groups
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    o = config.optim
+def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]]]:
+    """Every trained matrix inside the blocks: {name: (weight, the row counts of its projections)}."""
+    found = {}
+    for module_name, module in model.named_modules():
+        for name, p in module.named_parameters(module_name, recurse=False):
+            if name.startswith("transformer.h.") and p.dim() == 2 and p.requires_grad:
+                rows: list[int] | None = getattr(module, "projections", None)
+                found[name] = (p, rows or [p.size(0)])
+    return found
+
+
+class MuonAndAdamW:
+    """Muon for the hidden matrices and AdamW for all else, in the part of an optimizer's interface that training uses.
+
+    Muon is handed each projection of a fused matrix as a tensor of its own, a view of rows of the weight: to
+    orthogonalise several as one matrix would tie their singular vectors.
+    """
+
+    def __init__(self, model: nn.Module, o: MuonConfig):
+        self.weights: list[tuple[nn.Parameter, list[Tensor]]] = []  # each with its projections
+        self.projections: dict[str, Tensor] = {}
+        for name, (weight, rows) in hidden_matrices(model).items():
+            views = list(weight.detach().split(rows))
+            self.weights.append((weight, views))
+            start = 0
+            for view in views:
+                stop = start + len(view)
+                self.projections[name if len(views) == 1 else f"{name}[{start}:{stop}]"] = view
+                start = stop
+        self.muon = torch.optim.Muon(
+            self.projections.values(),
+            lr=o.learning_rate,
+            weight_decay=o.weight_decay,
+            momentum=o.momentum,
+            nesterov=o.nesterov,
+            ns_steps=o.ns_steps,
+            adjust_lr_fn="match_rms_adamw",  # lr * 0.2 sqrt(max(rows, columns)), so that both share one schedule
+        )
+        hidden = {id(weight) for weight, _ in self.weights}
+        self.rest = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in hidden}
+        self.adamw = new_adamw(self.rest.values(), o)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.muon.param_groups + self.adamw.param_groups
+
+    def step(self) -> None:
+        for weight, views in self.weights:
+            assert views[0].data_ptr() == weight.data_ptr(), "the weights have moved since build_optimizer"
+            if weight.grad is not None:
+                for view, gradient in zip(views, weight.grad.split([len(v) for v in views]), strict=True):
+                    view.grad = gradient
+        self.muon.step()
+        self.muon.zero_grad()  # the views let go of the gradients; the weights' own go in zero_grad
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.adamw.zero_grad(set_to_none)
+        for weight, _ in self.weights:
+            if set_to_none:
+                weight.grad = None
+            elif weight.grad is not None:
+                weight.grad.zero_()
+
+
+Optimizer = torch.optim.AdamW | MuonAndAdamW
+
+
+def new_adamw(parameters: Iterable[Tensor], o: AdamWConfig) -> torch.optim.AdamW:
     # fused: one kernel for all parameters, on CUDA and on CPU alike
-    return torch.optim.AdamW(parameter_groups(model, o.weight_decay), lr=o.learning_rate, betas=o.betas, fused=True)
+    return torch.optim.AdamW(
+        parameter_groups(parameters, o.weight_decay), lr=o.learning_rate, betas=o.betas, fused=True
+    )
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """The optimizer of config.optim over all parameters; each is in exactly one group."""
+    o = config.optim
+    optimizer: Optimizer
+    if isinstance(o, MuonConfig):
+        optimizer = MuonAndAdamW(model, o)
+    else:
+        optimizer = new_adamw([p for p in model.parameters() if p.requires_grad], o)
+    assert_each_row_in_one_group(model, optimizer)
+    return optimizer
+
+
+def assert_each_row_in_one_group(model: nn.Module, optimizer: Optimizer) -> None:
+    """By memory: what the groups hold of each parameter's storage must tile it."""
+    held: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for t in group["params"]:
+            held[t.untyped_storage().data_ptr()].append((t.storage_offset(), t.storage_offset() + t.numel()))
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            end = p.storage_offset()
+            for start, stop in sorted(held.pop(p.untyped_storage().data_ptr(), [])):
+                assert start == end, f"a row of {name} is in {'two groups' if start < end else 'no group'}"
+                end = stop
+            assert end == p.storage_offset() + p.numel(), f"a row of {name} is in no group"
+    assert not held, "the optimizer holds a tensor that is no parameter of the model"
+
+
+def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:
+    """Bytes of state once training has begun: AdamW keeps two moments of a weight, Muon one."""
+    count = 2 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if isinstance(config.optim, MuonConfig):
+        count -= sum(weight.numel() for weight, _ in hidden_matrices(model).values())
+    return 4 * count
+
+
+# -----------------------------------------------------------------------------
+# State by name
+
+
+def owners(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Tensor, torch.optim.Optimizer]]:
+    """{name: (tensor, the optimizer that updates it)}; a projection of a fused matrix is NAME[first row:last + 1]."""
+    if isinstance(optimizer, MuonAndAdamW):
+        hidden = {name: (p, optimizer.muon) for name, p in optimizer.projections.items()}
+        return {**hidden, **{name: (p, optimizer.adamw) for name, p in optimizer.rest.items()}}
+    return {name: (p, optimizer) for name, p in model.named_parameters()}
+
+
+def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's state as {"exp_avg/transformer.wte.weight": tensor, …}."""
     return {
         f"{key}/{name}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
+        for name, (parameter, owner) in owners(optimizer, model).items()
+        for key, value in owner.state[parameter].items()
     }
 
 
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
+def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    known = owners(optimizer, model)
     for full_name, value in tensors.items():
         key, _, name = full_name.partition("/")
-        device = "cpu" if value.dim() == 0 and not parameters[name].is_cuda else parameters[name].device
-        optimizer.state[parameters[name]][key] = value.to(device, copy=True)
+        parameter, owner = known[name]
+        device = "cpu" if value.dim() == 0 and not parameter.is_cuda else parameter.device
+        owner.state[parameter][key] = value.to(device, copy=True)
