@@ -1,0 +1,189 @@
+"""The YAML files: every preset has the size that it is named for, and every choice of groups composes or says why not.
+
+The sizes are counted on the meta device, for the vocabulary that the preset's shape is known with.
+"""
+
+import functools
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from model.gpt import GPT
+from training.config import (
+    ATTENTIONS,
+    CONFIG_DIR,
+    QK_NORMS,
+    ConfigError,
+    GQAConfig,
+    MHAConfig,
+    MLAConfig,
+    ModelConfig,
+    TrainConfig,
+    load_config,
+)
+
+CHAR = 65  # Tiny Shakespeare's characters
+
+
+def options(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONFIG_DIR / group).glob("*.yaml"))
+
+
+@functools.cache
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = OmegaConf.to_container(compose("train", overrides=list(overrides)), resolve=True)
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def load(*overrides: str) -> TrainConfig:
+    return load_config(composed(*overrides))
+
+
+def on_meta(config: TrainConfig, vocab_size: int) -> GPT:
+    with torch.device("meta"):
+        return GPT(config, vocab_size)
+
+
+# Vocabulary, parameters without a QK norm, parameters that qk_norm=rms adds: a gain a channel, for queries and for keys
+SIZES = {
+    "baby_gpt": (CHAR, 10_745_088, 6 * 2 * 64),
+    "nano_cpu": (CHAR, 804_096, 4 * 2 * 32),
+    "gqa_nano": (CHAR, 795_904, 4 * 2 * 32),
+    "mla_nano": (CHAR, 804_224, 4 * 2 * (24 + 8)),
+    "gpt2_124m": (50257, 124_439_808, 12 * 2 * 64),
+    "qwen_134m": (49152, 134_515_008, 30 * 2 * 64),  # 134.519M with the norm
+    "mla_400m": (50304, 405_652_992, 12 * 2 * (128 + 64)),  # 405.7M
+}
+
+
+def test_every_preset_has_a_size() -> None:
+    assert sorted(SIZES) == options("model")
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_parameter_counts(model: str) -> None:
+    vocab_size, count, gains = SIZES[model]
+    assert on_meta(load(f"model={model}"), vocab_size).num_params() == count
+    assert on_meta(load(f"model={model}", "qk_norm=rms"), vocab_size).num_params() == count + gains
+
+
+def test_counts_follow_from_the_shapes() -> None:
+    # the same numbers by hand: embeddings, then a layer's attention, MLP and norms, then the last norm
+    gpt2 = (50257 + 1024) * 768 + 12 * (4 * 768**2 + 4 * 768 + 8 * 768**2 + 5 * 768 + 4 * 768) + 2 * 768
+    qwen = 49152 * 576 + 30 * (2 * 576 * 576 + 2 * 576 * 3 * 64 + 3 * 576 * 1536 + 2 * 576) + 576
+    queries, keys_values = 1536 * 512 + 512 + 512 * 16 * 192, 1536 * (512 + 64) + 512 + 512 * 16 * 256
+    mla = 50304 * 1536 + 12 * (queries + keys_values + 16 * 128 * 1536 + 3 * 1536 * 4096 + 2 * 1536) + 1536
+    assert [gpt2, qwen, mla] == [SIZES[model][1] for model in ("gpt2_124m", "qwen_134m", "mla_400m")]
+    assert round((qwen + 30 * 2 * 64) / 1e6, 3) == 134.519
+    assert round(mla / 1e6, 1) == 405.7
+
+
+def test_small_presets_are_comparable() -> None:
+    sizes = [SIZES[model][1] for model in ("nano_cpu", "gqa_nano", "mla_nano")]
+    assert max(sizes) < 1.02 * min(sizes)
+
+
+def test_a_preset_sets_the_recipe_only_where_it_is_for_small_computers() -> None:
+    for model in options("model"):
+        recipe = replace(load(f"model={model}"), model=ModelConfig(), attention=MHAConfig())
+        small = model in ("nano_cpu", "gqa_nano", "mla_nano")
+        assert recipe == (TrainConfig(batch_size=12, max_iters=2000) if small else TrainConfig())
+
+
+def test_flops_of_the_default_model_are_those_of_nanogpts_formula() -> None:
+    model = on_meta(load(), CHAR)
+    assert model.flops_per_token() == 6 * (10_745_088 - 256 * 384) + 12 * 6 * 384 * 256 == 70_958_592
+
+
+# -----------------------------------------------------------------------------
+# Composition
+
+
+@pytest.mark.parametrize("qk_norm", options("qk_norm"))
+@pytest.mark.parametrize("model", options("model"))
+def test_every_preset_composes_with_every_qk_norm(model: str, qk_norm: str) -> None:
+    config = load(f"model={model}", f"qk_norm={qk_norm}")
+    assert config.model.name == model
+    assert config.qk_norm.name == qk_norm
+    assert replace(config, qk_norm=load().qk_norm) == load(f"model={model}")
+
+
+@pytest.mark.parametrize("group", sorted(p.name for p in CONFIG_DIR.iterdir() if p.is_dir()))
+def test_every_option_of_every_group_composes(group: str) -> None:
+    needs = {"attention=mla": ["model.position=rope", "model.rope_theta=1e4"], "data=text": ["data.path=a.txt"]}
+    assert options(group)
+    for option in options(group):
+        choice = f"{group}={option}"
+        value = getattr(load(choice, *needs.get(choice, [])), group, None)  # an experiment is no setting
+        assert value is None or value.name == option
+
+
+def test_the_yaml_files_are_the_defaults_of_the_dataclasses_and_leave_no_setting_out() -> None:
+    assert load() == TrainConfig()
+    for name in options("qk_norm"):
+        assert load(f"qk_norm={name}").qk_norm == QK_NORMS[name]()
+    assert load("attention=mla", "model.position=rope", "model.rope_theta=1e4").attention == MLAConfig()
+    for model in options("model"):
+        for attention in options("attention"):
+            config = composed(f"model={model}", f"attention={attention}")
+            assert set(config["model"]) == {f.name for f in fields(ModelConfig)}
+            assert set(config["attention"]) == {f.name for f in fields(ATTENTIONS[attention])}
+
+
+def test_numbers_without_a_point_are_numbers() -> None:
+    assert composed("model=qwen_134m")["model"]["norm_eps"] == 1e-5
+    assert composed("model=mla_400m", "qk_norm=layernorm")["qk_norm"]["eps"] == 1e-6
+
+
+LAYOUTS: dict[str, MHAConfig | MLAConfig] = {
+    "gqa_nano": GQAConfig(n_kv_head=2),
+    "qwen_134m": GQAConfig(n_kv_head=3),
+    "mla_nano": MLAConfig(kv_rank=32, nope_dim=24, rope_dim=8, v_dim=32),
+    "mla_400m": MLAConfig(kv_rank=512, q_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+}
+
+
+@pytest.mark.parametrize("model", options("model"))
+def test_a_preset_chooses_its_layout_and_naming_it_changes_nothing(model: str) -> None:
+    config = load(f"model={model}")
+    assert config.attention == LAYOUTS.get(model, MHAConfig())
+    assert config == load(f"attention={config.attention.name}", f"model={model}")
+    assert load(f"model={model}", "qk_norm=rms") == load(
+        f"model={model}", f"attention={config.attention.name}", "qk_norm=rms"
+    )
+
+
+def test_attention_on_the_command_line_wins_over_the_preset() -> None:
+    for model in LAYOUTS:
+        assert load(f"model={model}", "attention=mha").attention == MHAConfig()
+    assert load("model=mla_nano", "attention=gqa").attention == GQAConfig(n_kv_head=2)
+    assert load("model=gqa_nano", "attention.n_kv_head=1").attention == GQAConfig(n_kv_head=1)
+    assert load("model=mla_nano", "attention.kv_rank=16").attention == MLAConfig(
+        kv_rank=16, nope_dim=24, rope_dim=8, v_dim=32
+    )
+    assert load("model=gqa_nano", "attention=mla", "attention.kv_rank=16").attention == MLAConfig(kv_rank=16)
+
+
+def test_an_experiment_may_name_a_preset_and_the_command_line_another() -> None:
+    assert load("experiment=quickstart").model.name == "nano_cpu"
+    config = load("experiment=quickstart", "model=mla_nano")
+    assert (config.model.name, config.attention, config.max_iters) == ("mla_nano", LAYOUTS["mla_nano"], 900)
+
+
+@pytest.mark.parametrize("model", ["baby_gpt", "nano_cpu", "gpt2_124m"])
+def test_layouts_that_need_rope_refuse_learned_positions(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.position=learned: attention=mla needs rope"):
+        load(f"model={model}", "attention=mla")
+    if model != "gpt2_124m":  # which has biases too
+        load(f"model={model}", "attention=mla", "model.position=rope", "model.rope_theta=1e4")
+
+
+def test_a_size_that_the_layout_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.n_head=9 must be divisible by attention\.n_kv_head=2"):
+        load("model=qwen_134m", "attention.n_kv_head=2")
