@@ -110,8 +110,11 @@ class LayerNorm(RMSNorm):
         return super().scale(x - x.mean(-1, keepdim=True))
 
     def forward(self, x: Tensor) -> Tensor:
+        assert self.gain is not None
         y = at_least_fp32(x)
-        return super().forward(y - y.mean(-1, keepdim=True)).to(x.dtype)  # (..., hs)
+        y = y - y.mean(-1, keepdim=True)
+        # y's own mean square, not centred again: where y is round-off, as of a constant x, that keeps |output| bounded
+        return (y * super().scale(y) * self.gain).to(x.dtype)  # (..., hs)
 
 
 class LpNorm(NoNorm):
