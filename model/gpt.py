@@ -117,6 +117,12 @@ class LayerNorm(RMSNorm):
         x = at_least_fp32(x)
         return super().scale(x - x.mean(-1, keepdim=True))
 
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gain is not None
+        y = at_least_fp32(x)
+        y = y - y.mean(-1, keepdim=True)
+        # y's own mean square, not centred again: where y is round-off, as of a constant x, that keeps |output| bounded
+        return (y * super().scale(y) * self.gain).to(x.dtype)  # (..., hs)
 
 class LpNorm(QKNorm):
     """x / ||x||_p over each head's channels (papers: Lp QK-norm, eq. 12-14). p >= 1, inf included.

@@ -1,0 +1,97 @@
+"""Every QK norm and every attention layout, tiny, for the tests that run over all pairs; and what attention multiplies.
+
+Shapes: B batch, T positions, C = n_embd, nh and nkv heads, hs channels a head.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import model.gpt
+from model.gpt import GPT
+from training.config import (
+    AttentionConfig,
+    GQAConfig,
+    LayerNormQKNormConfig,
+    LpQKNormConfig,
+    MHAConfig,
+    MLAConfig,
+    ModelConfig,
+    NoQKNormConfig,
+    QKNormConfig,
+    RMSQKNormConfig,
+    TrainConfig,
+)
+
+V = 11
+NORMS: dict[str, QKNormConfig] = {
+    "none": NoQKNormConfig(),
+    "rms": RMSQKNormConfig(),
+    "layernorm": LayerNormQKNormConfig(),
+    "lp1": LpQKNormConfig(p=1.0),
+    "lp1.5": LpQKNormConfig(p=1.5),
+    "lp2": LpQKNormConfig(p=2.0),
+    "lp3": LpQKNormConfig(p=3.0, alpha_per="head"),
+    "lpinf": LpQKNormConfig(p=float("inf")),
+    "lp_learned": LpQKNormConfig(p="learned"),
+}
+BLOCKWISE = MLAConfig(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6)
+LAYOUTS: dict[str, AttentionConfig] = {
+    "mha": MHAConfig(),
+    "gqa": GQAConfig(n_kv_head=2),
+    "mqa": GQAConfig(n_kv_head=1),
+    "mla": BLOCKWISE,
+    "mla_q_rank": replace(BLOCKWISE, q_rank=10),
+    "mla_unified": replace(BLOCKWISE, qk_norm_layout="unified"),
+}
+PAIRS = [(a, n) for a in LAYOUTS for n in NORMS if (a, n) != ("mla_unified", "none")]  # which the config refuses
+
+
+def config_of(attention: str | AttentionConfig, qk_norm: str | QKNormConfig, **settings: Any) -> TrainConfig:
+    """Two layers of four heads; plain MHA with learned positions and LayerNorm, all else with RoPE and RMSNorm."""
+    attention = LAYOUTS[attention] if isinstance(attention, str) else attention
+    qk_norm = NORMS[qk_norm] if isinstance(qk_norm, str) else qk_norm
+    settings = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, **settings}
+    if type(attention) is not MHAConfig:
+        settings = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0, **settings}
+    config = TrainConfig(model=ModelConfig(**settings), attention=attention, qk_norm=qk_norm)
+    config.check()
+    return config
+
+
+def build(config: TrainConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> GPT:
+    """A model away from the special values of initialisation: gains, alphas and learned p differ in every entry."""
+    gpt = GPT(config, V)
+    gpt.init_weights(seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=g))
+    return gpt.to(dtype).eval()
+
+
+def random_tokens(*shape: int, seed: int = 2) -> Tensor:
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rope_of(gpt: GPT) -> tuple[Tensor, Tensor] | None:
+    return None if gpt.transformer.wpe is not None else (gpt.cos, gpt.sin)  # type: ignore[return-value]
+
+
+def attended(gpt: GPT, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    """What layer 0's attention product gets for x (B, T, C): q (B, nh, T, dk), k (B, nkv, T, dk), v, and the scale."""
+    got: list[Any] = []
+
+    def capture(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+        got.append((q, k, v, scale))
+        return causal_attention(q, k, v, scale, p_dropout)
+
+    causal_attention = model.gpt.causal_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.gpt, "causal_attention", capture)
+        gpt.attentions[0](x, rope_of(gpt))
+    (only,) = got
+    return only
