@@ -211,12 +211,12 @@ def mean_norm_ratio(p: float, head_dim: int) -> float:
 def dropout(x: Tensor, p: float) -> Tensor:
     """Zero each element with probability p and scale the rest by 1 / (1 - p).
 
-    On a CPU F.dropout draws its mask serially, a third of a training step. There p is rounded to a multiple of 1/256
-    (0.2 becomes 0.1992, and the scale follows), and one random 64-bit integer decides for eight elements.
+    On a CPU F.dropout draws its mask serially, a third of a training step. There p is rounded to one of 1/256 ..
+    255/256 (0.2 becomes 0.1992, and the scale follows), and one random 64-bit integer decides for eight elements.
     """
     if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
-    dropped = round(256 * p)
+    dropped = min(max(round(256 * p), 1), 255)
     words = torch.empty((x.numel() + 7) // 8, dtype=torch.int64)
     words.random_(torch.iinfo(torch.int64).min, None)  # all 64 bits
     keep = words.view(torch.uint8)[: x.numel()].view(x.shape) >= dropped
