@@ -1,5 +1,6 @@
 """Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3 (configs/sample.yaml)"""
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -33,7 +34,7 @@ def read_prompt(start: str) -> str:
     if start == "-":
         start = sys.stdin.read()
     elif start.startswith("FILE:"):
-        path = Path(start.removeprefix("FILE:")).expanduser()
+        path = Path(os.path.expanduser(start.removeprefix("FILE:")))
         try:
             start = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -46,7 +47,9 @@ def sample(config: SampleConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     try:
-        model, tokenizer, _ = load_run(checkpoint.resolve(Path(config.run).expanduser(), config.checkpoint), device)
+        model, tokenizer, _ = load_run(
+            checkpoint.resolve(Path(os.path.expanduser(config.run)), config.checkpoint), device
+        )
     except checkpoint.CorruptCheckpoint as error:
         raise ConfigError(f"run={config.run} cannot be loaded: {error}") from error
     prompt = read_prompt(config.start)
@@ -69,7 +72,10 @@ def print_first(prompt: str, tokens: Iterable[Tensor], tokenizer: Tokenizer) -> 
     for token in tokens:
         pending.append(int(token[0]))
         text = tokenizer.decode(pending)
-        if not text.endswith("\ufffd") or len(pending) == 4:  # UTF-8 has at most 4 bytes a character
+        while len(pending) == 4 and text.endswith("\ufffd"):  # UTF-8 has at most 4 bytes a character: the first is none
+            print(tokenizer.decode([pending.pop(0)]), end="", flush=True)
+            text = tokenizer.decode(pending)
+        if not text.endswith("\ufffd"):
             print(text, end="", flush=True)
             pending.clear()
         yield token

@@ -35,10 +35,11 @@ from training.device import device_name, peak_flops, resolve_device, resolve_dty
 from training.dist import World
 from training.evaluate import mean_loss
 from training.optim import build_optimizer, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
-from training.rundir import RunDir, open_run
+from training.rundir import RunDir, open_run, read_status
 from training.schedule import learning_rate
-from training.tracker import Tracker, plot
+from training.tracker import Metrics, Tracker, plot
 
+DEFAULT_THREADS = torch.get_num_threads()
 EVAL_TOKENS = 2**14  # predicted at a time in the exact evaluation
 EXIT_DIVERGED = 3  # done, stopped and failed are the shell's own: 0, 128 + signal, 1 (2 is a bad setting)
 
@@ -49,17 +50,15 @@ def run(config: TrainConfig) -> int:
     # -----------------------------------------------------------------------------
     # Where: ranks, device, number format
     world = dist.read_world()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = resolve_device(f"cuda:{world.local_rank}" if world.size > 1 and config.device == "cuda" else config.device)
+    torch.set_num_threads(config.threads or DEFAULT_THREADS)
+    device = resolve_device(config.device, world.local_rank if world.size > 1 else None)
     dtype = resolve_dtype(config.dtype, device)
     require(
         config.gradient_accumulation_steps % world.size == 0,
         f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be divisible by {world.size} ranks",
     )
-    peak = peak_flops(device, dtype) * world.size
-    dist.init(world, device)
     if device.type == "cuda":
+        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
 
     def autocast() -> AbstractContextManager[None]:
@@ -72,6 +71,8 @@ def run(config: TrainConfig) -> int:
     tokens = tokenizer.encode(text)
     folds = split(len(tokens), config.data.folds, config.data.fold)
     batches = Batches(tokens, folds, config.model.block_size, config.batch_size, config.seed)
+    if config.eval_iters:
+        batches.sampled_batch("val", 0)  # refuses a held-out block without a window
     held_out = tokens[slice(*folds.val)]
     chars_per_token = len(tokenizer.decode(held_out.tolist())) / len(held_out)
     if config.dry_run:
@@ -80,9 +81,11 @@ def run(config: TrainConfig) -> int:
     model = GPT(config, tokenizer.vocab_size)
     model.init_weights(config.seed)
     model.to(device)
-    start_up_checks(model, batches, autocast)
-    compiled = device.type == "cuda" if config.compile == "auto" else config.compile
+    compiled = device.type == "cuda" if config.compile == "auto" else bool(config.compile)
     forward: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
+    start_up_checks(model, forward, batches, autocast)
+    peak = peak_flops(device, dtype) * world.size
+    dist.init(world, device)
     if world.size > 1:
         forward = DistributedDataParallel(forward, device_ids=[device] if device.type == "cuda" else None)
     optimizer = build_optimizer(model, config)
@@ -93,33 +96,18 @@ def run(config: TrainConfig) -> int:
         if run_dir.finished and not config.eval_only:
             run_dir.log(f"{run_dir.path} is {run_dir.state}; fresh=true starts it anew")
             return EXIT_DIVERGED if run_dir.state == "diverged" else 0
-        state: dict[str, Any] = {
-            "step": 0,
-            "val/loss_min": math.inf,
-            "iter_of_min": 0,
-            "train/loss": None,
-            "seconds": 0.0,
-            "train_seconds": 0.0,
-        }
-        resumed = checkpoint.load_latest(run_dir.path / "ckpt", run_dir.log)
+        resumed = load_checkpoint(run_dir)
+        here = {
+            "dtype": str(dtype), "corpus_sha256": corpus_sha256(text), "device": device_name(device),
+            "compile": compiled, "ranks": world.size,
+        }  # fmt: skip
+        state: dict[str, Any] = {"step": 0, "train/loss": None, "seconds": 0.0, "train_seconds": 0.0}
         if resumed is not None:
-            require(
-                resumed.state["dtype"] == str(dtype),
-                f"dtype={config.dtype} is {dtype} here, but {run_dir.path} was trained in {resumed.state['dtype']}",
-            )
-            require(
-                resumed.state["corpus_sha256"] == corpus_sha256(text),
-                f"data={config.data.name} is not the text that {run_dir.path} was begun on; use another out_dir",
-            )
+            check_resumable(config, run_dir, resumed.state, here)
             model.load_state_dict(resumed.tensors["model"])
             load_optimizer_tensors(optimizer, model, resumed.tensors["optimizer"])
             state = {key: resumed.state[key] for key in state}
-            if resumed.state["device"] != device_name(device):
-                run_dir.log(f"warning: begun on {resumed.state['device']}: from here on equal to round-off only")
         start: int = state["step"]
-        require(
-            start <= config.max_iters, f"max_iters={config.max_iters}: {run_dir.path} is at iteration {start} already"
-        )
 
         def validate() -> dict[str, float]:
             loss = mean_loss(
@@ -131,16 +119,17 @@ def run(config: TrainConfig) -> int:
             require(resumed is not None, f"eval_only=true needs a checkpoint in {run_dir.path}")
             run_dir.log(report({"iter": start, **validate()}))
             return 0
+        run_dir.begin(config)
         info = {
-            "device": device_name(device), "dtype": str(dtype), "ranks": world.size, "parameters": model.num_params(),
-            "vocab_size": tokenizer.vocab_size, "tokens": len(tokens), "held_out_tokens": len(held_out),
-            "corpus_sha256": corpus_sha256(text), "commit": commit(),
+            **here, "parameters": model.num_params(), "vocab_size": tokenizer.vocab_size, "tokens": len(tokens),
+            "held_out_tokens": len(held_out), "commit": commit(),
         }  # fmt: skip
         tracker = Tracker(run_dir, config, info, start) if world.main else None
         run_dir.log(
             f"{run_dir.path}: {model.num_params() / 1e6:.2f}M parameters, {config.tokens_per_iter:,} tokens a step, "
             f"{info['device']}, {dtype}" + (f", resumed at iteration {start}" if start else "")
         )
+        val_loss_min, iter_of_min = dist.broadcast_object(lowest_val_loss(run_dir))  # before iteration `start`
         loop_began = time.perf_counter()
         began = loop_began - state["seconds"]
 
@@ -174,16 +163,22 @@ def run(config: TrainConfig) -> int:
             best = False
             if step % config.eval_interval == 0 or step == config.max_iters:
                 line |= validate()
-                best = line["val/loss"] < state["val/loss_min"]
+                best = line["val/loss"] < val_loss_min
                 if best:
-                    state |= {"val/loss_min": line["val/loss"], "iter_of_min": step}
+                    val_loss_min, iter_of_min = line["val/loss"], step
                 for part in ("train", "val") if config.eval_iters else ():
                     sampled = (batches.sampled_batch(part, i) for i in range(config.eval_iters))
                     line[f"{part}/loss_sampled"] = mean_loss(forward, sampled, autocast, world)
                 run_dir.log(report(line))
+            if not math.isfinite(line.get("val/loss", 0.0)):
+                status, reason = "diverged", f"val/loss {line['val/loss']}"
+                break
             if step == config.max_iters or stop.agreed:
                 status = "done" if step == config.max_iters else "stopped"
             if best or status != "running" or (step % config.checkpoint_interval == 0 and step > start):
+                if not all(p.isfinite().all() for p in model.parameters()):
+                    status, reason = "diverged", "a weight is not finite"
+                    break
                 save(best)
             if status != "running":
                 break
@@ -210,8 +205,8 @@ def run(config: TrainConfig) -> int:
             train_loss, stop.agreed = dist.all_reduce(totals).tolist()
             line |= {"train/loss": train_loss, "lr": lr, "grad_norm": grad_norm}
             if not (math.isfinite(train_loss) and math.isfinite(grad_norm)):
-                status = "diverged"  # before the update: the weights and the last checkpoint are finite
-                break
+                status, reason = "diverged", f"train/loss {train_loss}, grad_norm {grad_norm}"
+                break  # before the update
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -226,10 +221,9 @@ def run(config: TrainConfig) -> int:
                 logged_at, logged_seconds = step + 1, state["train_seconds"]
                 log(line)
                 bar.set_postfix_str(f"loss {train_loss:.4f}, {line['tok_per_sec']:,.0f} tok/s", refresh=False)
-                if bar.disable:
-                    left = (config.max_iters - step - 1) * (time.perf_counter() - loop_began) / (step + 1 - start)
-                    train_part = {key: line[key] for key in line if not key.startswith("val/")}
-                    run_dir.log(f"{report(train_part)}, {tqdm.format_interval(left)} left")
+                left = (config.max_iters - step - 1) * (time.perf_counter() - loop_began) / (step + 1 - start)
+                train_part = {key: line[key] for key in line if not key.startswith("val/")}
+                run_dir.log(f"{report(train_part)}, {tqdm.format_interval(left)} left", show=bool(bar.disable))
 
         # -----------------------------------------------------------------------------
         # The end: done, stopped by a signal, or diverged
@@ -248,8 +242,8 @@ def run(config: TrainConfig) -> int:
             return 128 + signal.Signals[name]
         log(line)
         summary = {
-            "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": state["val/loss_min"],
-            "iter_of_min": state["iter_of_min"], "train/loss": state["train/loss"], "seconds": state["seconds"],
+            "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": val_loss_min,
+            "iter_of_min": iter_of_min, "train/loss": state["train/loss"], "seconds": state["seconds"],
             "tok_per_sec": step * config.tokens_per_iter / max(state["train_seconds"], 1e-9), **info,
         }  # fmt: skip
         if tracker is not None:
@@ -257,14 +251,14 @@ def run(config: TrainConfig) -> int:
             if config.plot:
                 plot(run_dir.path / "metrics.jsonl", run_dir.path / "curve.png", run_dir.path.name)
         if status == "diverged":
-            reason = f"train/loss {train_loss}, grad_norm {grad_norm} at iteration {step}"
-            run_dir.status(status, iter=step, reason=reason)
-            run_dir.log(f"diverged: {reason}; the update was not made, the last checkpoint is good")
+            run_dir.status(status, iter=step, reason=f"{reason} at iteration {step}")
+            kept = [path.name for path in checkpoint.step_dirs(run_dir.path / "ckpt")]
+            run_dir.log(f"diverged: {reason} at iteration {step}; checkpoints from before: {', '.join(kept) or 'none'}")
             return EXIT_DIVERGED
         run_dir.status(status, iter=step)
         run_dir.log(
-            f"done: val/loss {line['val/loss']:.4f}, lowest {state['val/loss_min']:.4f} at iteration "
-            f"{state['iter_of_min']}; python sample.py run={run_dir.path}"
+            f"done: val/loss {line['val/loss']:.4f}, lowest {val_loss_min:.4f} at iteration {iter_of_min}; "
+            f"python sample.py run={run_dir.path}"
         )
         return 0
 
@@ -273,22 +267,72 @@ def run(config: TrainConfig) -> int:
 # What run() is made of
 
 
-def start_up_checks(model: GPT, batches: Batches, autocast: Callable[[], AbstractContextManager]) -> None:
-    """Refuse a model that sees the future; warn when its initial loss is not that of a guess among V tokens."""
+def start_up_checks(
+    model: GPT, forward: nn.Module, batches: Batches, autocast: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Refuse a model that sees the future; warn when its initial loss is not that of a guess among V tokens.
+
+    `forward`, the model as it will be trained, is checked in training mode as well.
+    """
+    x, y = batches.get_batch(0)  # (B, T)
+    first = x if forward is not model else x[:1]  # a compiled model for the shape that it will train on
+    device = next(model.parameters()).device
     with autocast():
-        leak = future_leak(model)
-    require(
-        leak < 1e-4,
-        f"attention={model.config.attention.name} sees the future: a token moves logits before it ({leak:.1e})",
-    )
-    x, y = batches.get_batch(0)
+        leak = max(future_leak(model.eval(), x[:1].to(device)), future_leak(forward.train(), first.to(device)))
+    attention = model.config.attention.name
+    require(leak < 1e-4, f"attention={attention} sees the future: a token moves the logits before it ({leak:.1e})")
     loss = mean_loss(model, [(x[:4], y[:4])], autocast, World())
-    if abs(loss - model.expected_initial_loss) > 0.3:
+    if not abs(loss - model.expected_initial_loss) <= 0.3:
         print(
             f"warning: the initial loss is {loss:.3f}, not {model.expected_initial_loss:.3f} "
             f"(a uniform guess among {model.vocab_size} tokens has {math.log(model.vocab_size):.3f})",
             file=sys.stderr,
         )
+
+
+def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
+    """The newest valid checkpoint. Raises ConfigError when there should be one: nothing is begun anew unasked."""
+    try:
+        resumed = checkpoint.load_latest(run_dir.path / "ckpt", run_dir.log)
+    except checkpoint.CorruptCheckpoint as error:
+        raise ConfigError(f"out_dir={run_dir.path} cannot go on: {error}; fresh=true starts it anew") from error
+    reached = read_status(run_dir.path).get("iter")
+    require(
+        resumed is not None or not reached,
+        f"out_dir={run_dir.path} has reached iteration {reached} but holds no checkpoint; fresh=true starts it anew",
+    )
+    return resumed
+
+
+def check_resumable(config: TrainConfig, run_dir: RunDir, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Refuse what would change the run; warn of what makes the rest of it unequal bit for bit."""
+    path, data = run_dir.path, config.data
+    require(
+        saved["dtype"] == here["dtype"],
+        f"dtype={config.dtype} is {here['dtype']} here, but {path} was begun in {saved['dtype']}: "
+        f"set dtype={saved['dtype'].removeprefix('torch.')}",
+    )
+    require(
+        saved["corpus_sha256"] == here["corpus_sha256"],
+        f"data={data.name} data.path={getattr(data, 'path', None)} is not the text that {path} was begun on: "
+        f"its SHA-256 is {here['corpus_sha256'][:12]}..., not {saved['corpus_sha256'][:12]}...",
+    )
+    require(
+        saved["step"] <= config.max_iters,
+        f"max_iters={config.max_iters} must be >= {saved['step']}, the iteration that {path} has reached",
+    )
+    changed = [
+        f"{key} {saved[key]} -> {here[key]}" for key in ("device", "compile", "ranks") if saved[key] != here[key]
+    ]
+    if changed:
+        run_dir.log(f"warning: {', '.join(changed)}: the rest of the run will not be equal bit for bit")
+
+
+def lowest_val_loss(run_dir: RunDir) -> tuple[float, int | None]:
+    """The lowest val/loss of metrics.jsonl and its iteration; infinity and None where there is none."""
+    file = run_dir.path / "metrics.jsonl"
+    lines = Metrics.read(file) if file.exists() else []
+    return min(((line["val/loss"], line["iter"]) for line in lines if line.get("val/loss")), default=(math.inf, None))
 
 
 class Spectator(RunDir):
@@ -297,10 +341,13 @@ class Spectator(RunDir):
     def __init__(self, path: Path, finished: bool):
         super().__init__(path, None, finished)
 
+    def begin(self, config: TrainConfig) -> None:
+        pass
+
     def status(self, state: str, **extra: Any) -> None:
         pass
 
-    def log(self, text: str) -> None:
+    def log(self, text: str, show: bool = True) -> None:
         pass
 
 

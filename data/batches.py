@@ -33,14 +33,17 @@ class Batches:
             f"model.block_size={block_size} needs a training range of more than {block_size} tokens; "
             f"the longest has {longest}",
         )
-        require(held_out >= 2, f"the held-out block must have at least 2 tokens; it has {held_out} of {len(tokens)}")
+        require(
+            held_out >= 2,
+            f"data.folds leaves a held-out block of {held_out} of {len(tokens)} tokens; it must have at least 2",
+        )
         # Row s of this view is tokens[s : s + T + 1]: a batch is one gather of B rows, each of them contiguous.
         self.windows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)  # (n_tokens - T, T + 1)
 
     def get_batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
         """Training x, y (B, T): a pure function of (seed, step, micro_step), uniform over the windows that lie
         within one training range. Ranks that train together pass different micro steps."""
-        return self._sample(self.split.train, TRAIN_STREAM, step, micro_step)
+        return self._sample(self.split.train, purpose=TRAIN_STREAM, step=step, micro_step=micro_step)
 
     def sampled_batch(self, split: Literal["train", "val"], index: int) -> tuple[Tensor, Tensor]:
         """x, y (B, T) for nanoGPT's sampled evaluation: a pure function of (seed, split, index).
@@ -48,7 +51,7 @@ class Batches:
         Raises: ConfigError when the held-out block holds no window.
         """
         ranges = self.split.train if split == "train" else (self.split.val,)
-        return self._sample(ranges, SAMPLED_STREAMS[split], index, 0)
+        return self._sample(ranges, purpose=SAMPLED_STREAMS[split], step=index, micro_step=0)
 
     def eval_batches(self, max_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """x, y (B, T), B <= max_batch, in which every held-out token but the first is a target exactly once.
@@ -58,7 +61,7 @@ class Batches:
         start, end = self.split.val
         n_windows = -(-(end - 1 - start) // self.block_size)
         n_batches = -(-n_windows // max_batch)
-        n_rows = -(-n_windows // n_batches)  # B: spread evenly, so that at most one window a batch is padding
+        n_rows = -(-n_windows // n_batches)  # B: spread evenly, so that little is padding
         size = n_rows * self.block_size
         for first in range(start, end - 1, size):
             block = self.tokens[first : min(first + size + 1, end)]
@@ -67,14 +70,15 @@ class Batches:
             shape = (n_rows, self.block_size)  # (B, T)
             yield torch.from_numpy(x.reshape(shape)), torch.from_numpy(y.reshape(shape))
 
-    def _sample(self, ranges: tuple[tuple[int, int], ...], *stream: int) -> tuple[Tensor, Tensor]:
+    def _sample(
+        self, ranges: tuple[tuple[int, int], ...], purpose: int, step: int, micro_step: int
+    ) -> tuple[Tensor, Tensor]:
         counts = [max(end - start - self.block_size, 0) for start, end in ranges]  # windows in each range
         require(
             sum(counts) > 0,
             f"model.block_size={self.block_size} needs a held-out block of more than {self.block_size} tokens "
             "to sample from; eval_iters=0 evaluates it exactly",
         )
-        purpose, step, micro_step = stream
         # Philox is a function of (key, counter); a draw advances the counter's first word only.
         bits = np.random.Philox(key=[self.seed, purpose], counter=[0, micro_step, step, 0])
         drawn = np.random.Generator(bits).integers(sum(counts), size=self.batch_size)  # (B,)

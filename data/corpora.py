@@ -3,6 +3,7 @@
 import hashlib
 import os
 import queue
+import stat
 import tempfile
 import threading
 import warnings
@@ -66,6 +67,8 @@ def expand(path: str) -> Path:
 
 def read_bytes(path: Path, name: str) -> bytes:
     try:
+        mode = path.stat().st_mode
+        require(stat.S_ISREG(mode) or stat.S_ISDIR(mode), f"{name} must be a regular file")  # a pipe would block
         return path.read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(f"{name} does not exist") from error

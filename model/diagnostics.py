@@ -80,28 +80,26 @@ def look_at_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
         table |= {f"{side}_g_mean": g.mean((0, 2)), f"{side}_g_std": g.std((0, 2))}
 
 
-@torch.no_grad()
-def future_leak(model: GPT) -> float:
-    """How much of a token's influence reaches earlier positions: 0 for a causal model.
+def future_leak(model: nn.Module, idx: Tensor) -> float:
+    """How much of a token's influence reaches earlier positions: 0 for a causal model, inf where logits are not finite.
 
-    Changes one token of a random context of block_size, in the middle and at the end, and returns the largest change
-    of a logit before it, relative to the largest change from it on.
+    Changes one token of idx (B, T), in the middle and at the end, and returns the largest change of a logit before it,
+    relative to the largest change from it on. In the mode that the model is in; dropout draws the same masks each time.
     """
-    T, V = model.block_size, model.vocab_size
-    if T == 1 or V == 1:
+    T = idx.size(1)
+    if T == 1 or model.vocab_size == 1:
         return 0.0
-    device = next(model.parameters()).device
-    idx = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0)).to(device)
-    was_training = model.training
-    model.eval()
-    before = model(idx)[0]  # (1, T, V)
-    leak = 0.0
+
+    def logits(idx: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return model(idx, idx)[0].detach()  # (B, T, V)
+
+    before, leak = logits(idx), 0.0
     for t in {T // 2, T - 1}:
         changed = idx.clone()
-        changed[0, t] = (changed[0, t] + 1) % V
-        change = (model(changed)[0] - before).abs().amax(-1)[0]  # (T,)
-        leak = max(leak, (change[:t].max() / change[t:].max().clamp_min(1e-30)).item())
-    model.train(was_training)
+        changed[:, t] = torch.where(idx[:, t] > 0, 0, 1)
+        change = (logits(changed) - before).abs().amax((0, 2))  # (T,)
+        leak = max(leak, (change[:t].max() / change[t:].max()).nan_to_num(nan=math.inf).item())
     return leak
 
 

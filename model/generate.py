@@ -22,7 +22,8 @@ def sample_token(
     """
     if temperature == 0:
         return logits.argmax(-1)
-    logits = (logits - logits.amax(-1, keepdim=True)).float() / temperature  # a tiny temperature gives -inf, never nan
+    # the largest becomes 0, and a tiny temperature sends the others to -inf, never to nan
+    logits = (logits - logits.amax(-1, keepdim=True)).float() / max(temperature, 1e-30)
     if top_k is not None and top_k < logits.size(-1):
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

@@ -124,6 +124,7 @@ class LayerNorm(RMSNorm):
         # y's own mean square, not centred again: where y is round-off, as of a constant x, that keeps |output| bounded
         return (y * super().scale(y) * self.gain).to(x.dtype)  # (..., hs)
 
+
 class LpNorm(QKNorm):
     """x / ||x||_p over each head's channels (papers: Lp QK-norm, eq. 12-14). p >= 1, inf included.
 
@@ -302,12 +303,12 @@ class FusedLinear(nn.Linear):
 def dropout(x: Tensor, p: float) -> Tensor:
     """Zero each element with probability p and scale the rest by 1 / (1 - p).
 
-    On a CPU F.dropout draws its mask serially, a third of a training step. There p is rounded to a multiple of 1/256
-    (0.2 becomes 0.1992, and the scale follows), and one random 64-bit integer decides for eight elements.
+    On a CPU F.dropout draws its mask serially, a third of a training step. There p is rounded to one of 1/256 ..
+    255/256 (0.2 becomes 0.1992, and the scale follows), and one random 64-bit integer decides for eight elements.
     """
     if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
-    dropped = round(256 * p)
+    dropped = min(max(round(256 * p), 1), 255)
     words = torch.empty((x.numel() + 7) // 8, dtype=torch.int64)
     words.random_(torch.iinfo(torch.int64).min, None)  # all 64 bits
     keep = words.view(torch.uint8)[: x.numel()].view(x.shape) >= dropped

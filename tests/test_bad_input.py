@@ -35,6 +35,24 @@ BAD: dict[str, list[str]] = {
     "max_iters=null": ["max_iters=null", "an integer"],
     "compile=maybe": ["compile=maybe", "true, false or auto"],
     "dry_run=yess": ["dry_run=yess", "true or false"],
+    "~model": ["~model", "not a setting"],
+    "--max_iters=5": ["--max_iters=5", "write max_iters=5"],
+    "learning_rate=1e-3": ["learning_rate=1e-3", "did you mean optim.learning_rate"],
+    "n_layer=3": ["n_layer=3", "did you mean model.n_layer"],
+    "qk_norm.eps=1": ["qk_norm.eps=1", "belongs to qk_norm=rms"],
+    "qk_norm.name=[1]": ["qk_norm.name=[1]", "must be one of"],
+    "out_dir=${oc.env:NOT_SET}": ["NOT_SET"],
+    "out_dir=${nothing}": ["nothing"],
+    "batch_size=99999999999999999999": ["batch_size=99999999999999999999", "2**31"],
+    "threads=100000": ["threads=100000", "CPUs"],
+    "device=cuda:99999999999999999999": ["device=cuda:9", "cuda:N"],
+    "grad_clip=inf": ["grad_clip=inf", "finite"],
+    "model.name=../up": ["model.name=../up", "word"],
+    "qk_norm=lp qk_norm.alpha_init=1e300": ["qk_norm.alpha_init=1e+300", "1e6"],
+    "data=text data.path=pipe": ["data.path=pipe", "regular file"],
+    "data=text data.path=corpus.txt data.fold=0 data.folds=100000": ["data.folds", "at least 2"],
+    "eval_iters=2 data=text data.path=corpus.txt data.fold=0 data.folds=500": ["block_size", "eval_iters=0"],
+    "wandb=null": ["wandb=null"],
     "optim.betas=[0.9]": ["optim.betas=[0.9]", "list of 2 numbers"],
     "optim.betas=[0.9,1.5]": ["optim.betas=[0.9, 1.5]", "[0, 1)"],
     "model=3": ["model=3"],
@@ -70,7 +88,7 @@ BAD: dict[str, list[str]] = {
     "optim=muon optim.betas=[1,0.9]": ["optim.betas=[1.0, 0.9]", "[0, 1)"],
     "qk_norm=lp qk_norm.p=0.5": ["qk_norm.p=0.5", ">= 1"],
     "qk_norm=lp qk_norm.p=nan": ["qk_norm.p=nan", ">= 1"],
-    "qk_norm=lp qk_norm.alpha_init=-2": ["qk_norm.alpha_init=-2.0", "> 0"],
+    "qk_norm=lp qk_norm.alpha_init=-2": ["qk_norm.alpha_init=-2.0", "[1e-6, 1e6]"],
     "qk_norm=lp qk_norm.alpha_init=big": ["qk_norm.alpha_init=big", "henry"],
     "qk_norm=lp qk_norm.alpha_per=token": ["qk_norm.alpha_per=token", "layer, head"],
     "qk_norm=rms qk_norm.eps=0": ["qk_norm.eps=0.0", "> 0"],
@@ -116,6 +134,9 @@ BAD_SAMPLE: dict[str, list[str]] = {
     "run=x num_samples=0": ["num_samples=0", ">= 1"],
     "run=x temperature=-1": ["temperature=-1", ">= 0"],
     "run=x top_k=0": ["top_k=0", ">= 1"],
+    "run=x seed=99999999999999999999": ["seed=99999999999999999999", "2**63"],
+    "run=~nobody-at-all/x": ["run="],
+    "run=x start=FILE:~nobody-at-all/x": ["run=x"],
     "run=x top_p=0": ["top_p=0", "(0, 1]"],
     "run=x max_tokens=3": ["max_tokens=3", "did you mean max_new_tokens"],
 }
@@ -128,6 +149,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("to be or not to be")
     (tmp_path / "latin1.txt").write_bytes("café ".encode("latin-1") * 500)
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.tex").write_text("do not trample on me")
     monkeypatch.chdir(tmp_path)

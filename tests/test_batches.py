@@ -146,7 +146,9 @@ def test_too_few_tokens_are_a_config_error() -> None:
     ):
         Batches(tokens, split(200, 2, 0), block_size=100, batch_size=1, seed=0)
     Batches(tokens, split(200, 2, 0), block_size=99, batch_size=1, seed=0)
-    with pytest.raises(ConfigError, match="^the held-out block must have at least 2 tokens; it has 1 of 10$"):
+    with pytest.raises(
+        ConfigError, match="^data.folds leaves a held-out block of 1 of 10 tokens; it must have at least 2$"
+    ):
         Batches(tokens[:10], split(10, 10, None), block_size=4, batch_size=1, seed=0)
     with pytest.raises(ConfigError, match="longest has 0$"):
         Batches(tokens[:0], split(0, 10, None), block_size=4, batch_size=1, seed=0)

@@ -11,11 +11,13 @@ import torch
 from conftest import ROOT
 from test_train import assert_same_run, lines, weights
 
+from train import seed_of_update
+
 WORDS = ["model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=6", "schedule.lr_decay_iters=6"]
 
 
-def torchrun(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py")]
+def torchrun(cwd: Path, *overrides: str, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     return subprocess.run(
         [sys.executable, *launch, *overrides], cwd=cwd, capture_output=True, text=True, timeout=180, check=False
     )
@@ -41,14 +43,30 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(
         torch.testing.assert_close(list(a.values()), list(b.values()), rtol=1e-4, atol=1e-6)
 
 
-def test_ranks_draw_different_dropout_masks_and_agree_on_the_weights(tiny_run: list[str], tmp_path: Path) -> None:
-    words = [*tiny_run, *WORDS, "model.dropout=0.5"]
-    assert torchrun(tmp_path, *words, "out_dir=a").returncode == 0
-    assert torchrun(tmp_path, *words, "out_dir=b").returncode == 0
-    assert_same_run(tmp_path / "a", tmp_path / "b")
+SPY = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch, train
+real = torch.manual_seed
+def spy(seed):
+    with open("seeds-" + os.environ["RANK"], "a") as file:
+        print(seed, file=file)
+    return real(seed)
+torch.manual_seed = spy
+train.main()
+"""
+
+
+def test_each_rank_and_each_update_draws_from_a_seed_of_its_own(tiny_run: list[str], tmp_path: Path) -> None:
+    (tmp_path / "spy.py").write_text(SPY.format(root=str(ROOT)))
+    done = torchrun(tmp_path, *tiny_run, *WORDS, "model.dropout=0.5", script=tmp_path / "spy.py")
+    assert done.returncode == 0, done.stderr
+    seeds = [[int(s) for s in (tmp_path / f"seeds-{rank}").read_text().split() if s != "0"] for rank in (0, 1)]
+    assert [len(s) for s in seeds] == [6, 6] and len({*seeds[0], *seeds[1]}) == 12
+    assert seeds == [[seed_of_update(1337, step, rank) for step in range(6)] for rank in (0, 1)]
 
 
 def test_a_bad_setting_is_one_line_from_one_rank(tiny_run: list[str], tmp_path: Path) -> None:
     done = torchrun(tmp_path, *tiny_run, "gradient_accumulation_steps=3")
     assert done.returncode != 0 and not (tmp_path / "runs").exists()
-    assert "error: gradient_accumulation_steps=3 must be divisible by 2 ranks" in done.stderr
+    assert done.stderr.count("error: gradient_accumulation_steps=3 must be divisible by 2 ranks") == 1

@@ -83,10 +83,37 @@ def test_what_would_change_the_numbers_is_refused_and_named(corpus: Path, tmp_pa
     assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
     with pytest.raises(ConfigError, match=r"seed 1337 -> 7.*batch_size 4 -> 8|batch_size 4 -> 8.*seed 1337 -> 7"):
         train.run(configured(corpus, tmp_path / "run", seed=7, batch_size=8))
-    with pytest.raises(ConfigError, match="dtype"):
+    with pytest.raises(ConfigError, match=r"dtype=bfloat16 is torch.bfloat16 here.*set dtype=float32"):
         train.run(configured(corpus, tmp_path / "run", dtype="bfloat16"))
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match="max_iters=2"):
+        (tmp_path / "run" / "summary.json").unlink()
+        train.run(configured(corpus, tmp_path / "run", max_iters=2))
     corpus.write_text(corpus.read_text() + "!")
     with pytest.raises(ConfigError, match="not the text"):
+        train.run(configured(corpus, tmp_path / "run"))
+    assert all(p.read_bytes() == before[p] for p in before if p.exists())  # a refusal writes nothing
+
+
+def test_a_moved_corpus_goes_on(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
+    moved = corpus.rename(tmp_path / "moved.txt")
+    assert train.run(configured(moved, tmp_path / "run")) == 0
+
+
+def test_a_run_that_lost_its_checkpoints_is_not_begun_anew_unasked(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
+    shutil.rmtree(tmp_path / "run" / "ckpt")
+    with pytest.raises(ConfigError, match="reached iteration 3 but holds no checkpoint; fresh=true"):
+        train.run(configured(corpus, tmp_path / "run"))
+    assert train.run(configured(corpus, tmp_path / "run", fresh=True)) == 0
+
+
+def test_a_run_whose_checkpoints_are_all_corrupt_is_refused_in_one_line(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
+    for file in (tmp_path / "run" / "ckpt").glob("step_*/model.safetensors"):
+        file.write_bytes(b"")
+    with pytest.raises(ConfigError, match="cannot go on.*fresh=true"):
         train.run(configured(corpus, tmp_path / "run"))
 
 

@@ -111,7 +111,7 @@ def test_config_yaml_holds_every_variant(path: Path, changes: dict[str, Any]) ->
 @pytest.mark.parametrize("text", ODD_NAMES)
 def test_config_yaml_holds_odd_numbers_and_names(path: Path, p: float, text: str) -> None:
     config = config_for(
-        path, qk_norm=LpQKNormConfig(p=p, alpha_init=1e-7), data=TextConfig(path=text), wandb=WandbConfig(group=text)
+        path, qk_norm=LpQKNormConfig(p=p, alpha_init=1e-5), data=TextConfig(path=text), wandb=WandbConfig(group=text)
     )
     open_run(config).close()
     assert read_config(path) == config
@@ -192,6 +192,7 @@ def test_lock_dies_with_a_killed_owner(path: Path) -> None:
         owner.wait()
         assert read_status(path)["state"] == "running" and not is_locked(path)
         run = open_run(config_for(path))
+        run.begin(config_for(path))
         assert read_status(path)["pid"] == os.getpid() and not run.finished
         run.close()
 
@@ -302,8 +303,11 @@ def test_every_differing_setting_is_named(path: Path) -> None:
 def test_partial_run_goes_on_with_the_new_free_settings(path: Path) -> None:
     leave(config_for(path), "stopped", 7)
     config = config_for(path, log_interval=3, wandb=WandbConfig(mode="disabled"), device="cpu")
+    before = snapshot(path)
     run = open_run(config)
-    assert not run.finished and read_config(path) == config
+    assert not run.finished and snapshot(path) == before  # the caller may still refuse it
+    run.begin(config)
+    assert read_config(path) == config
     assert read_status(path)["state"] == "running" and read_status(path)["iter"] == 7
 
 
@@ -328,8 +332,7 @@ def test_finished_runs_are_recognised(
     before = snapshot(path)
     run = open_run(config_for(path, max_iters=max_iters, schedule=schedule))
     assert run.finished is finished
-    assert not finished or snapshot(path) == before
-    assert run.state == (state if finished else "running")
+    assert snapshot(path) == before and run.state == state
 
 
 def test_finished_run_with_other_settings_is_refused(path: Path) -> None:

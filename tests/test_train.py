@@ -43,12 +43,16 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Bit for bit: weights, optimizer state, every metric line."""
+    """Bit for bit: weights, optimizer state, every metric line; and the same best checkpoint and minimum."""
     ours, theirs = weights(a), weights(b)
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
     assert lines(a) == lines(b)
+    assert (a / "ckpt" / "best").readlink() == (b / "ckpt" / "best").readlink()
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (a, b)]
+    for key in ("status", "iter", "val/loss", "val/loss_min", "iter_of_min", "train/loss"):
+        assert summaries[0][key] == summaries[1][key], key
 
 
 def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path: Path) -> None:
@@ -196,6 +200,91 @@ def test_an_off_by_one_mask_is_refused_too(corpus: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(model.gpt, "causal_attention", one_ahead)
     with pytest.raises(ConfigError, match="sees the future"):
         train.run(configured(corpus, tmp_path / "run"))
+
+
+def test_a_mask_missing_in_training_alone_is_refused_too(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.gpt, "causal_bias", lambda T, S, dtype: torch.zeros(T, S))
+    with pytest.raises(ConfigError, match="sees the future"):
+        train.run(configured(corpus, tmp_path / "run"))
+
+
+def test_a_model_of_nans_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = train.GPT.forward
+
+    def broken(self: Any, *args: Any, **options: Any) -> Any:
+        logits, loss = forward(self, *args, **options)
+        return logits * math.nan, loss
+
+    monkeypatch.setattr(train.GPT, "forward", broken)
+    with pytest.raises(ConfigError, match="sees the future"):
+        train.run(configured(corpus, tmp_path / "run"))
+
+
+def scripted_losses(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
+    """Evaluations return these, the first of each run() belonging to the start-up check."""
+    left = iter(losses)
+    monkeypatch.setattr(train, "mean_loss", lambda *args: next(left))
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4])
+def test_the_minimum_and_the_best_checkpoint_survive_a_rising_loss_and_a_resume(
+    cut: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = [3.0, 2.0, 1.5, 1.5, 1.8, 1.6, 1.9]
+    changes = {"eval_interval": 1, "checkpoint_interval": 1}
+    scripted_losses(monkeypatch, [2.8, *losses])
+    assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
+    scripted_losses(monkeypatch, [2.8, *losses[: cut + 1], 2.8, *losses[cut:]])
+    assert train.run(configured(corpus, tmp_path / "halves", max_iters=cut, **changes)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    assert (tmp_path / "straight" / "ckpt" / "best").readlink().name == "step_000002"
+    assert json.loads((tmp_path / "halves" / "summary.json").read_text())["val/loss_min"] == 1.5
+
+
+def test_an_evaluation_at_an_earlier_end_does_not_stay_the_minimum(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted_losses(monkeypatch, [2.8, 3.0, 1.0, 2.8, 2.0])  # 0, 3 (the end, off the interval); then 6
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=3, eval_interval=100)) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["iter_of_min"] == 3
+    assert train.run(configured(corpus, tmp_path / "run", eval_interval=100)) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["iter_of_min"], summary["val/loss_min"]) == (6, 2.0)
+
+
+def test_throughput_is_tokens_over_seconds(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=30, eval_interval=10)) == 0
+    logged = Metrics.read(tmp_path / "run" / "metrics.jsonl")[:-1]
+    seconds = sum(4 * 16 / line["tok_per_sec"] for line in logged)
+    state = checkpoint.load(tmp_path / "run" / "ckpt" / "latest").state
+    assert seconds == pytest.approx(state["train_seconds"], rel=1e-6) and seconds < state["seconds"]
+    ratios = {round(line["mfu"] / line["tok_per_sec"], 15) for line in logged}
+    assert len(ratios) == 1  # flops a token over the peak
+
+
+def test_bits_per_character_count_characters_and_not_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "greek.txt"
+    file.write_text("μῆνιν ἄειδε θεὰ Πηληϊάδεω Ἀχιλῆος " * 60, encoding="utf-8")
+    data = {"name": "text", "path": str(file), "tokenizer": "byte"}
+    assert train.run(configured(file, tmp_path / "run", data=data)) == 0
+    text = file.read_text(encoding="utf-8")
+    line = lines(tmp_path / "run")[-1]
+    bytes_per_char = len(text.encode()) / len(text)
+    assert line["val/bpc"] == pytest.approx(line["val/loss"] / math.log(2) * bytes_per_char, rel=0.01)
+    assert bytes_per_char > 1.5
+
+
+def test_weights_that_are_not_finite_are_never_saved(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "learning_rate", lambda step, config: 1e38 if step == 2 else 1e-3)
+    assert train.run(configured(corpus, tmp_path / "run", checkpoint_interval=1, eval_interval=100)) == 3
+    saved = checkpoint.load(tmp_path / "run" / "ckpt" / "latest")
+    assert saved.step <= 3 and all(t.isfinite().all() for t in saved.tensors["model"].values())
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "diverged"
 
 
 def test_an_initial_loss_far_from_a_guess_is_warned_of(

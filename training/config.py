@@ -55,6 +55,7 @@ class ModelConfig:
     tied: bool = True
 
     def check(self) -> None:
+        require(re.fullmatch(r"[\w.-]{1,64}", self.name) is not None, f"model.name={self.name} must be a plain word")
         for key in ("n_layer", "n_head", "n_embd", "block_size"):
             at_least(f"model.{key}", getattr(self, key), 1)
         require(0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
@@ -156,8 +157,8 @@ class LpQKNormConfig:
             one_of("qk_norm.alpha_init", self.alpha_init, ("henry", "sqrt_d", "matched"), "or a number > 0")
         else:
             require(
-                0 < self.alpha_init < math.inf,
-                f"qk_norm.alpha_init={self.alpha_init} must be a finite number > 0, or henry, sqrt_d, matched",
+                1e-6 <= self.alpha_init <= 1e6,
+                f"qk_norm.alpha_init={self.alpha_init} must be in [1e-6, 1e6], or henry, sqrt_d, matched",
             )
         one_of("qk_norm.alpha_per", self.alpha_per, ("layer", "head"))
         one_of("qk_norm.alpha_map", self.alpha_map, ("exp", "softplus", "linear"))
@@ -218,7 +219,9 @@ class AdamWConfig:
             f"optim.learning_rate={self.learning_rate} must be a finite number > 0",
         )
         require(all(0 <= b < 1 for b in self.betas), f"optim.betas={list(self.betas)} must each be in [0, 1)")
-        require(0 <= self.weight_decay < math.inf, f"optim.weight_decay={self.weight_decay} must be >= 0")
+        require(
+            0 <= self.weight_decay < math.inf, f"optim.weight_decay={self.weight_decay} must be a finite number >= 0"
+        )
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,7 @@ class DecayConfig(ScheduleConfig):
 
     def check(self) -> None:
         super().check()
-        require(0 <= self.min_lr < math.inf, f"schedule.min_lr={self.min_lr} must be >= 0")
+        require(0 <= self.min_lr < math.inf, f"schedule.min_lr={self.min_lr} must be a finite number >= 0")
         if self.lr_decay_iters is not None:
             at_least("schedule.lr_decay_iters", self.lr_decay_iters, 1)
 
@@ -281,7 +284,7 @@ class DecayConfig(ScheduleConfig):
         require(
             self.warmup_iters < end,
             f"schedule.warmup_iters={self.warmup_iters} must be < {end}"
-            " (schedule.lr_decay_iters, by default max_iters)",
+            " (schedule.lr_decay_iters, by default max_iters); a short run may have schedule.warmup_iters=0",
         )
 
 
@@ -393,9 +396,10 @@ OptimConfig = AdamWConfig
 # The two programs
 
 # Settings that may change when a run is resumed: they do not decide the weights or the logged losses. `device`,
-# `compile` and `threads` may change too, but then the rest of the run agrees to round-off only.
+# `compile` and `threads` may change too, but then the rest of the run is not equal bit for bit, nor, with dropout, to
+# round-off; the dtype that `dtype` comes to may not, which train.py sees to.
 FREE_KEYS = {"out_dir", "max_iters", "eval_interval", "eval_iters", "log_interval", "checkpoint_interval", "plot"}
-FREE_KEYS |= {"dry_run", "eval_only", "fresh", "wandb", "device", "compile", "threads"}
+FREE_KEYS |= {"dry_run", "eval_only", "fresh", "wandb", "device", "dtype", "compile", "threads"}
 
 
 @dataclass(frozen=True)
@@ -442,14 +446,17 @@ class TrainConfig:
         config = {k: v for k, v in asdict(self).items() if k not in FREE_KEYS}
         if self.lr_decay_iters is not None:
             config["schedule"]["lr_decay_iters"] = self.lr_decay_iters
-        if config["data"].get("path") is not None:
-            config["data"]["path"] = str(Path(config["data"]["path"]).expanduser().resolve())
+        config["data"].pop("path", None)  # a corpus may move: its SHA-256 is compared
         return flatten(config)
 
     @property
     def label(self) -> str:
-        """Readable name of the setting, without fold and seed: the W&B group of the runs that repeat it."""
+        """Readable name of the setting, without fold and seed."""
         parts = [self.model.name, self.attention.name]
+        if isinstance(self.attention, GQAConfig):
+            parts[1] += f"{self.attention.n_kv_head}"
+        if isinstance(self.qk_clip, QKClipConfig):
+            parts.append(f"clip{self.qk_clip.threshold:g}")
         if isinstance(self.qk_norm, LpQKNormConfig):
             p = self.qk_norm.p
             parts.append(f"lp_p{p if isinstance(p, str) else format(p, 'g')}_{self.qk_norm.alpha_init}")
@@ -462,28 +469,32 @@ class TrainConfig:
         return "-".join([*parts, *filter(None, recipe), self.data.name])
 
     @property
+    def group(self) -> str:
+        """Name of the setting, one for all its folds and seeds: W&B averages over it."""
+        return f"{self.label}-{digest({k: v for k, v in self.trajectory.items() if k not in ('seed', 'data.fold')})}"
+
+    @property
     def run_dir(self) -> Path:
         if self.out_dir is not None:
-            return Path(self.out_dir).expanduser()
+            return Path(os.path.expanduser(self.out_dir))
         fold = "" if self.data.fold is None else f"-fold{self.data.fold}"
-        digest = hashlib.sha256(json.dumps(self.trajectory, sort_keys=True).encode()).hexdigest()[:8]
-        return Path("runs") / f"{self.label}{fold}-s{self.seed}-{digest}"
+        file = Path(getattr(self.data, "path", None) or "").name
+        return Path("runs") / f"{self.label}{fold}-s{self.seed}-{digest({**self.trajectory, 'data.path': file})}"
 
     def check(self) -> None:
-        at_least("seed", self.seed, 0)
-        require(self.seed < 2**63, f"seed={self.seed} must be < 2**63")
-        check_device_and_dtype(self.device, self.dtype)
+        check_common(self.seed, self.device, self.dtype)
         require(
             isinstance(self.compile, bool) or self.compile == "auto",
             f"compile={self.compile} must be true, false or auto",
         )
         if self.threads is not None:
-            at_least("threads", self.threads, 1)
+            cpus = os.cpu_count() or 1
+            require(1 <= self.threads <= cpus, f"threads={self.threads} must be >= 1 and <= {cpus}, the CPUs here")
         for key in ("batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval", "log_interval"):
             at_least(key, getattr(self, key), 1)
         at_least("checkpoint_interval", self.checkpoint_interval, 1)
         at_least("eval_iters", self.eval_iters, 0)
-        require(0 <= self.grad_clip < math.inf, f"grad_clip={self.grad_clip} must be >= 0 (0: off)")
+        require(0 <= self.grad_clip < math.inf, f"grad_clip={self.grad_clip} must be a finite number >= 0 (0: off)")
         require(self.out_dir != "", "out_dir= must not be empty")
         require(not (self.eval_only and self.fresh), "fresh=true leaves eval_only=true nothing to evaluate")
         require(not (self.eval_only and self.dry_run), "dry_run=true and eval_only=true exclude each other")
@@ -536,24 +547,28 @@ class SampleConfig:
             at_least("top_k", self.top_k, 1)
         if self.top_p is not None:
             require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]")
-        at_least("seed", self.seed, 0)
-        check_device_and_dtype(self.device, self.dtype)
+        check_common(self.seed, self.device, self.dtype)
 
 
 def at_least(key: str, value: int, least: int) -> None:
-    require(value >= least, f"{key}={value} must be >= {least}")
+    require(least <= value < 2**31, f"{key}={value} must be >= {least} and < 2**31")
 
 
 def one_of(key: str, value: str, allowed: tuple[str, ...], otherwise: str = "") -> None:
     require(value in allowed, f"{key}={value} must be one of {', '.join(allowed)} {otherwise}".rstrip())
 
 
-def check_device_and_dtype(device: str, dtype: str) -> None:
+def check_common(seed: int, device: str, dtype: str) -> None:
+    require(0 <= seed < 2**63, f"seed={seed} must be >= 0 and < 2**63")
     require(
-        re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device) is not None,
+        re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", device) is not None,
         f"device={device} must be auto, cpu, mps, cuda or cuda:N",
     )
     one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -583,8 +598,8 @@ def load_config(source: Mapping[str, Any]) -> TrainConfig:
 
 def build(cls: type, source: Any, prefix: str = "") -> Any:
     """An instance of the dataclass `cls` from a mapping, with exact types and no unknown key."""
-    name = prefix.rstrip(".") or cls.__name__
-    require(isinstance(source, Mapping), f"{name}={source!r} must be a group of settings")
+    name = prefix.rstrip(".") or "the config"
+    require(isinstance(source, Mapping), f"{name}={show(source)} must be a group of settings")
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in fields(cls)}
     for key, value in source.items():
@@ -599,7 +614,8 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
         if "variants" in spec.metadata:
             variants = spec.metadata["variants"]
             variant = value.get("name") if isinstance(value, Mapping) else value
-            require(variant in variants, f"{prefix}{key}.name={show(variant)} must be one of {', '.join(variants)}")
+            known_name = isinstance(variant, str) and variant in variants
+            require(known_name, f"{prefix}{key}.name={show(variant)} must be one of {', '.join(variants)}")
             values[key] = build(variants[variant], value, f"{prefix}{key}.")
         elif dataclasses.is_dataclass(hints[key]):
             values[key] = build(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
@@ -635,7 +651,7 @@ def show(value: Any) -> str:
 
 def did_you_mean(key: str, known: typing.Iterable[str], prefix: str = "") -> str:
     known = list(known)
-    close = difflib.get_close_matches(key, known, 1)
+    close = difflib.get_close_matches(key, known, 1, cutoff=0.5)
     if close:
         return f"; did you mean {prefix}{close[0]}?"
     return f"; known here: {', '.join(prefix + k for k in known)}" if known else ""
@@ -672,14 +688,25 @@ def run_app(config_name: str, schema: type, program: Callable[[Any], int]) -> No
             config = build(schema, OmegaConf.to_container(composed, resolve=True))
             config.check()
             statuses.append(program(config))
-        except ConfigError as error:
+            if statuses[-1] > 128:  # a signal stops a multirun too
+                sys.exit(statuses[-1])
+        except (ConfigError, OmegaConfBaseException) as error:
             statuses.append(refuse(str(error)))
+        except OSError as error:  # a full disk, say
+            print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
+            statuses.append(1)
         except Exception:  # printed here: hydra would add its own lines to it
             traceback.print_exc()
             statuses.append(1)
 
+    for word in sys.argv[1:]:
+        if word.startswith("--") and "=" in word and not word.startswith("--config") or word.startswith("~"):
+            plain = word.lstrip("-~")
+            sys.exit(refuse(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}"))
     try:
         hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(task)()
+    except KeyboardInterrupt:
+        statuses.append(130)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         statuses.append(refuse(explain(error, schema, sys.argv[1:])))
     sys.exit(max(statuses))
@@ -687,7 +714,8 @@ def run_app(config_name: str, schema: type, program: Callable[[Any], int]) -> No
 
 def refuse(message: str) -> int:
     """Say in one line what is wrong with the settings. Returns the exit status for that."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun one rank speaks for all
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 
@@ -708,13 +736,22 @@ def explain(error: BaseException, schema: type, argv: list[str]) -> str:
     if unknown:
         key = unknown[1]
         override = next((o for o in overrides if o.lstrip("+~").split("=")[0] == key), key)
-        group, dot, name = key.rpartition(".")
-        siblings = [k.rpartition(".")[2] for k in flatten(asdict(schema())) if k.rpartition(".")[0] == group]
+        group, _, leaf = key.rpartition(".")
+        settings = list(flatten(asdict(schema())))
+        for spec in fields(schema):
+            if spec.name == group:
+                owners = [
+                    n for n, v in spec.metadata.get("variants", {}).items() if leaf in {f.name for f in fields(v)}
+                ]
+                if owners:
+                    return f"{override} is unknown: {leaf} belongs to {' and '.join(f'{group}={n}' for n in owners)}"
         variants = {f.name: f.metadata.get("variants", {}) for f in fields(schema)}.get(group, {})
         chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group)
         if chosen in variants:
-            siblings = [f.name for f in fields(variants[chosen])]
-        return f"{override} is unknown to the chosen variants{did_you_mean(name, siblings, group + dot)}"
+            return f"{override} is unknown{did_you_mean(leaf, [f.name for f in fields(variants[chosen])], group + '.')}"
+        elsewhere = [k for k in settings if k.rpartition(".")[2] == leaf]  # nanoGPT's flat names
+        siblings = elsewhere or [k for k in settings if k.rpartition(".")[0] == group]
+        return f"{override} is unknown{did_you_mean(key, siblings)}"
     missing = re.search(r"Could not find '([^']+)'", text)
     groups = [p.name for p in CONFIG_DIR.iterdir() if p.is_dir()]
     for override in overrides:

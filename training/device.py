@@ -17,10 +17,15 @@ GPU_BF16_TFLOPS = {
 }  # fmt: skip
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto` is CUDA, then MPS, then the CPU. Raises ConfigError where the device asked for is absent."""
+def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
+    """`auto` is CUDA, then MPS, then the CPU; each rank of torchrun has its own CUDA device.
+
+    Raises: ConfigError where the device asked for is absent.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available():
+        name = f"cuda:{torch.cuda.current_device() if local_rank is None else local_rank}"
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count()
@@ -68,19 +73,26 @@ def bfloat16_works(device: torch.device) -> bool:
         return False
 
 
-@functools.lru_cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of matrix products: a data sheet's figure for a known GPU in bf16, else measured in about 0.2 s."""
     if device.type == "cuda" and dtype == torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
-        for key, tflops in GPU_BF16_TFLOPS.items():
-            if key in name:
-                return tflops * 1e12
-    return measured_peak_flops(device, dtype)
+        tflops = data_sheet_tflops(torch.cuda.get_device_name(device))
+        if tflops is not None:
+            return tflops * 1e12
+    return measured_peak_flops(device, dtype, torch.get_num_threads())
 
 
-def measured_peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """The best rate of repeated square matrix products, in FLOP/s."""
+def data_sheet_tflops(device_name: str) -> float | None:
+    """None for an unknown GPU, and for a slice of one."""
+    if "MIG" in device_name:
+        return None
+    found = (tflops for key, tflops in GPU_BF16_TFLOPS.items() if re.search(rf"\b{key}\b", device_name))
+    return next(found, None)
+
+
+@functools.lru_cache
+def measured_peak_flops(device: torch.device, dtype: torch.dtype, threads: int, seconds: float = 0.2) -> float:
+    """The best rate of repeated square matrix products with `threads` CPU threads, in FLOP/s."""
     n = 1024 if device.type == "cpu" else 4096
     a = torch.full((n, n), 0.5, device=device, dtype=dtype)
     b = torch.full((n, n), 0.5, device=device, dtype=dtype)
@@ -111,5 +123,6 @@ def device_name(device: torch.device) -> str:
             model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
         except OSError:
             model = None
-        return f"cpu ({model[1].strip() + ', ' if model else ''}{torch.get_num_threads()} threads)"
+        n = torch.get_num_threads()
+        return f"cpu ({model[1].strip() + ', ' if model else ''}{n} thread{'s' if n > 1 else ''})"
     return device.type

@@ -35,12 +35,10 @@ def init(world: World, device: torch.device) -> None:
         atexit.register(dist.destroy_process_group)
 
 
-def all_reduce(tensor: Tensor, average: bool = False) -> Tensor:
-    """Sum (or mean) over the ranks, in place."""
+def all_reduce(tensor: Tensor) -> Tensor:
+    """Sum over the ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
-        if average:
-            tensor /= dist.get_world_size()
     return tensor
 
 

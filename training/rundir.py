@@ -14,14 +14,13 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
-from training.config import ConfigError, TrainConfig, load_config, require, show
+from training.config import ConfigError, TrainConfig, load_config, require, show, to_yaml
 
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
 LEFTOVERS = {"lock", "config.yaml.tmp"}
@@ -42,6 +41,11 @@ class RunDir:
         self.print_line: Callable[[str], Any] = print
         self._lock = lock
 
+    def begin(self, config: TrainConfig) -> None:
+        """Write config.yaml and the state "running": from here on the run is this config's."""
+        write_atomic(self.path / "config.yaml", to_yaml(config).encode())
+        self.status("running")
+
     def status(self, state: str, **extra: Any) -> None:
         """Write status.json. extra: iter (kept from the last status when not given), reason, …"""
         self.state = state
@@ -49,9 +53,13 @@ class RunDir:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(self.path / "status.json", {**known, "host": socket.gethostname(), **extra, "time": now})
 
-    def log(self, text: str) -> None:
-        """Print a line, and append it with the time to train.log."""
-        self.print_line(text)
+    def log(self, text: str, show: bool = True) -> None:
+        """Append a line with the time to train.log, and print it unless not `show`."""
+        if show:
+            try:
+                self.print_line(text)
+            except BrokenPipeError:  # whoever read our output has left; train.log has it
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         with open(self.path / "train.log", "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
@@ -71,11 +79,10 @@ class RunDir:
 
 
 def open_run(config: TrainConfig) -> RunDir:
-    """Create or reopen `config.run_dir`, and lock it.
+    """Create or reopen `config.run_dir`, and lock it. What is in an old one stays as it is until `begin`.
 
-    A new or partial run gets this config as config.yaml and the state "running"; a finished run, and any with
-    eval_only, stays as it is. Raises: ConfigError, before anything is written, where the directory is not writable,
-    somebody else's folder, in use, or holds a run with another trajectory.
+    Raises: ConfigError, before anything is written, where the directory is not writable, somebody else's folder, in
+    use, or holds a run with another trajectory.
     """
     path = config.run_dir
     try:
@@ -160,11 +167,8 @@ def settle(path: Path, config: TrainConfig, lock: int) -> RunDir:
         )
         last = read_json(path / "summary.json").get("iter", -1)
         run.finished = run.state == "diverged" or (run.state == "done" and last >= config.max_iters)
-        if run.finished or config.eval_only:
-            return run
-    plain = json.loads(json.dumps(asdict(config)))  # tuples as lists; inf stays inf
-    write_atomic(path / "config.yaml", yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode())
-    run.status("running")
+    else:
+        run.begin(config)
     return run
 
 

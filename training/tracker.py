@@ -154,7 +154,7 @@ def wandb_job(path: Path, config: TrainConfig, info: dict[str, Any], mode: str) 
     digest = sha256(json.dumps(config.trajectory, sort_keys=True).encode()).hexdigest()[:8]
     init = {
         "project": config.wandb.project,
-        "group": config.wandb.group or config.label,  # W&B then averages folds and seeds by itself
+        "group": config.wandb.group or config.group,  # W&B then averages folds and seeds by itself
         "name": name,
         "id": re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:100] + "-" + digest,
         "dir": str(path.resolve()),
