@@ -27,17 +27,24 @@ from data.batches import Batches
 from data.corpora import corpus_sha256, load_text
 from data.folds import split
 from data.tokenizers import build_tokenizer
-from model.diagnostics import activation_bytes, future_leak
+from model.diagnostics import activation_bytes, diagnose, future_leak
 from model.gpt import GPT
 from training import checkpoint, dist
 from training.config import ConfigError, TrainConfig, require, run_app, to_yaml
 from training.device import device_name, peak_flops, resolve_device, resolve_dtype
 from training.dist import World
 from training.evaluate import mean_loss
-from training.optim import build_optimizer, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
+from training.optim import (
+    build_optimizer,
+    load_optimizer_tensors,
+    optimizer_bytes,
+    optimizer_tensors,
+    qk_clip,
+    update_ratios,
+)
 from training.rundir import RunDir, open_run, read_status
 from training.schedule import learning_rate
-from training.tracker import Metrics, Tracker, plot
+from training.tracker import Metrics, Tracker, plot, spike_score
 
 DEFAULT_THREADS = torch.get_num_threads()
 EVAL_TOKENS = 2**14  # predicted at a time in the exact evaluation
@@ -101,7 +108,7 @@ def run(config: TrainConfig) -> int:
             "dtype": str(dtype), "corpus_sha256": corpus_sha256(text), "device": device_name(device),
             "compile": compiled, "ranks": world.size,
         }  # fmt: skip
-        state: dict[str, Any] = {"step": 0, "train/loss": None, "seconds": 0.0, "train_seconds": 0.0}
+        state: dict[str, Any] = {"step": 0, "train/loss": None, "clipped": 0, "seconds": 0.0, "train_seconds": 0.0}
         if resumed is not None:
             check_resumable(config, run_dir, resumed.state, here)
             model.load_state_dict(resumed.tensors["model"])
@@ -125,6 +132,12 @@ def run(config: TrainConfig) -> int:
             "held_out_tokens": len(held_out), "commit": commit(),
         }  # fmt: skip
         tracker = Tracker(run_dir, config, info, start) if world.main else None
+        if tracker is not None:
+            tables = Metrics(run_dir.path / "diagnostics.jsonl")  # values of each layer and head, at each evaluation
+            tables.cut(start)
+        fixed_batch = next(batches.eval_batches(4))[0].to(device)  # (<= 4, T)
+        for attention in model.attentions:
+            attention.track_max_logits = config.qk_clip.name != "none"
         run_dir.log(
             f"{run_dir.path}: {model.num_params() / 1e6:.2f}M parameters, {config.tokens_per_iter:,} tokens a step, "
             f"{info['device']}, {dtype}" + (f", resumed at iteration {start}" if start else "")
@@ -170,6 +183,11 @@ def run(config: TrainConfig) -> int:
                     sampled = (batches.sampled_batch(part, i) for i in range(config.eval_iters))
                     line[f"{part}/loss_sampled"] = mean_loss(forward, sampled, autocast, world)
                 run_dir.log(report(line))
+                if tracker is not None:
+                    values = diagnose(model, fixed_batch)
+                    tables.write({"iter": step, **values})
+                    line |= {key: value for key, value in values.items() if "/layer_" not in key}
+                    line["train/spike_score"] = spike_score(logged_losses(run_dir))
             if not math.isfinite(line.get("val/loss", 0.0)):
                 status, reason = "diverged", f"val/loss {line['val/loss']}"
                 break
@@ -207,8 +225,15 @@ def run(config: TrainConfig) -> int:
             if not (math.isfinite(train_loss) and math.isfinite(grad_norm)):
                 status, reason = "diverged", f"train/loss {train_loss}, grad_norm {grad_norm}"
                 break  # before the update
+            before = {name: p.detach().clone() for name, p in model.named_parameters()} if "val/loss" in line else {}
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            if config.qk_clip.name != "none":
+                line |= qk_clip(model.attentions, config.qk_clip)
+                state["clipped"] += line.get("qk_clip/clipped", 0)
+                line["qk_clip/clipped_total"] = state["clipped"]
+            if before:
+                line |= update_ratios(model, before)
 
             state["train/loss"] = train_loss
             state["train_seconds"] += time.perf_counter() - t0
@@ -222,7 +247,7 @@ def run(config: TrainConfig) -> int:
                 log(line)
                 bar.set_postfix_str(f"loss {train_loss:.4f}, {line['tok_per_sec']:,.0f} tok/s", refresh=False)
                 left = (config.max_iters - step - 1) * (time.perf_counter() - loop_began) / (step + 1 - start)
-                train_part = {key: line[key] for key in line if not key.startswith("val/")}
+                train_part = {key: line[key] for key in ("iter", "train/loss", "lr", "grad_norm", "tok_per_sec", "mfu")}
                 run_dir.log(f"{report(train_part)}, {tqdm.format_interval(left)} left", show=bool(bar.disable))
 
         # -----------------------------------------------------------------------------
@@ -333,6 +358,11 @@ def lowest_val_loss(run_dir: RunDir) -> tuple[float, int | None]:
     file = run_dir.path / "metrics.jsonl"
     lines = Metrics.read(file) if file.exists() else []
     return min(((line["val/loss"], line["iter"]) for line in lines if line.get("val/loss")), default=(math.inf, None))
+
+
+def logged_losses(run_dir: RunDir) -> list[float]:
+    lines = Metrics.read(run_dir.path / "metrics.jsonl")
+    return [line["train/loss"] for line in lines if line.get("train/loss") is not None]
 
 
 class Spectator(RunDir):

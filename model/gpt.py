@@ -686,7 +686,7 @@ class MultiHeadLatentAttention(Observed):
         return 6 * self.n_head * (self.nope_dim + self.rope_dim + self.v_dim) * context
 
 
-ATTENTIONS: dict[str, type[Observed]] = {
+ATTENTIONS: dict[str, Callable[[TrainConfig], Observed]] = {
     "mha": GroupedQueryAttention,
     "gqa": GroupedQueryAttention,
     "mla": MultiHeadLatentAttention,

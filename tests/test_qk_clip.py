@@ -1,15 +1,31 @@
 """QK-Clip: exact maxima, exact scaling, nothing where there is nothing to clip."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_ddp import torchrun
 from test_gpt import build, random_tokens
+from test_train import assert_same_run, configured, lines, weights
 from torch import Tensor
 
+import train
 from model.gpt import GPT, max_logits
-from training.config import AttentionConfig, GQAConfig, MHAConfig, MLAConfig, ModelConfig, TrainConfig
+from training.config import (
+    AttentionConfig,
+    GQAConfig,
+    LogQKClipConfig,
+    MHAConfig,
+    MLAConfig,
+    ModelConfig,
+    QKClipConfig,
+    TrainConfig,
+    load_config,
+)
+from training.optim import qk_clip
 
 LAYOUTS: dict[str, AttentionConfig] = {
     "mha": MHAConfig(),
@@ -103,3 +119,78 @@ def test_values_and_the_shared_rope_key_stay_untouched() -> None:
     values = attn.c_attn.weight[-16:].clone()
     attn.scale_logits(torch.full((4,), 0.5, dtype=torch.float64), 0.5)
     assert torch.equal(attn.c_attn.weight[-16:], values)
+
+
+def test_only_heads_above_the_threshold_are_clipped_and_to_exactly_it(layout: AttentionConfig) -> None:
+    model, idx = build(config_of(layout)).train(), random_tokens(3, 16)
+    for attn in model.attentions:
+        attn.track_max_logits = True
+    model(idx)
+    maxima = logits_of(model.eval(), idx)[0].amax((0, 2, 3))
+    threshold = maxima.sort().values[1].item() + 1e-9  # two of four heads are above
+    line = qk_clip(model.attentions, QKClipConfig(threshold=threshold))
+    after = logits_of(model, idx)[0].amax((0, 2, 3))
+    n_groups = 4 if isinstance(layout, MLAConfig) else model.attentions[0].n_kv_head
+    of_group = maxima.view(n_groups, -1).amax(1).repeat_interleave(4 // n_groups)
+    gamma = torch.where(of_group > threshold, threshold / of_group, 1.0)
+    torch.testing.assert_close(after, maxima * gamma, rtol=1e-6, atol=1e-6)
+    assert line["qk_clip/clipped"] >= 2 and 0 < line["qk_clip/gamma_min"] < 1
+    assert line["qk_clip/max_logit/layer_0"] == pytest.approx(maxima.max().item())
+
+
+def test_heads_of_negative_logits_are_left_alone_and_stay_finite() -> None:
+    class Head:
+        def pop_max_logits(self) -> Tensor:
+            return torch.tensor([-500.0, -1e-30, 99.0])
+
+        def scale_logits(self, gamma: Tensor, balance: float) -> None:
+            raise AssertionError("nothing to clip")
+
+    assert qk_clip([Head()], QKClipConfig(threshold=100.0))["qk_clip/gamma_min"] == 1
+
+
+QK_CLIP = {"name": "clip", "threshold": 0.02, "balance": 0.5}
+
+
+def test_a_clipped_run_logs_its_clips_keeps_below_the_threshold_and_resumes(corpus: Path, tmp_path: Path) -> None:
+    """A threshold that binds from the first update on; the logged maximum is the one before the clip."""
+    optim = {"name": "adamw", "learning_rate": 1e-2}
+    changes: dict[str, Any] = {"qk_clip": QK_CLIP, "optim": optim, "gradient_accumulation_steps": 2}
+    assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **changes)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    logged = lines(tmp_path / "straight")[:-1]
+    assert sum(line["qk_clip/clipped"] for line in logged) == logged[-1]["qk_clip/clipped_total"] > 0
+    unclipped = {**changes, "qk_clip": {"name": "log"}}
+    assert train.run(configured(corpus, tmp_path / "log", **unclipped)) == 0
+    free = lines(tmp_path / "log")[:-1]
+    assert free[-1]["qk_clip/max_logit"] > logged[-1]["qk_clip/max_logit"]
+    assert "qk_clip/clipped" not in free[-1]
+    none = {k: v for k, v in changes.items() if k != "qk_clip"}
+    assert train.run(configured(corpus, tmp_path / "none", **none)) == 0
+    assert weights(tmp_path / "none").keys() == weights(tmp_path / "log").keys()
+    for name, w in weights(tmp_path / "none").items():
+        assert torch.equal(w, weights(tmp_path / "log")[name])  # logging changes nothing
+
+
+def test_log_mode_sees_any_norm(corpus: Path, tmp_path: Path) -> None:
+    norm = {"name": "lp", "p": 3.0}
+    assert train.run(configured(corpus, tmp_path / "run", qk_norm=norm, qk_clip={"name": "log"})) == 0
+    assert LogQKClipConfig.name == "log" and lines(tmp_path / "run")[0]["qk_clip/max_logit"] > 0
+
+
+def test_two_ranks_clip_alike(tiny_run: list[str], tmp_path: Path) -> None:
+    """The maximum is taken over the ranks: each rank alone would scale by another gamma and drift apart."""
+    words = [*tiny_run, "model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=4", "optim.learning_rate=0.01"]
+    clip = ["qk_clip=clip", "qk_clip.threshold=0.02"]
+    done = torchrun(tmp_path, *words, *clip, "out_dir=two")
+    assert done.returncode == 0, done.stderr
+    settings = json.loads((tmp_path / "two" / "ckpt" / "latest" / "state.json").read_text())["config"]
+    assert train.run(load_config({**settings, "out_dir": str(tmp_path / "alone")})) == 0
+    for a, b in zip(lines(tmp_path / "two"), lines(tmp_path / "alone"), strict=True):
+        assert a.get("qk_clip/clipped") == b.get("qk_clip/clipped")
+        assert a.get("qk_clip/max_logit") == pytest.approx(b.get("qk_clip/max_logit"), rel=1e-3)
+    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "alone")
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)

@@ -125,7 +125,7 @@ def raw_queries_and_keys(gpt: GPT, x: Tensor) -> tuple[Tensor, Tensor]:
     def latent_norm(c: Tensor, norm: Any) -> Tensor:
         return c / (c.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
 
-    low = x if attn.c_q_a is None else latent_norm(x @ attn.c_q_a.weight.T, attn.q_a_norm)
+    low = latent_norm(x @ attn.c_q_a.weight.T, attn.q_a_norm) if isinstance(attn.c_q_a, torch.nn.Linear) else x
     q = torch.stack([low @ w.T for w in attn.c_q.weight.split(attn.nope_dim + attn.rope_dim)], 1)
     latent = latent_norm(x @ attn.c_kv_a.weight[: attn.kv_rank].T, attn.kv_a_norm)
     shared = x @ attn.c_kv_a.weight[attn.kv_rank :].T

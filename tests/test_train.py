@@ -49,6 +49,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
     assert lines(a) == lines(b)
+    assert (a / "diagnostics.jsonl").read_bytes() == (b / "diagnostics.jsonl").read_bytes()
     assert (a / "ckpt" / "best").readlink() == (b / "ckpt" / "best").readlink()
     summaries = [json.loads((run / "summary.json").read_text()) for run in (a, b)]
     for key in ("status", "iter", "val/loss", "val/loss_min", "iter_of_min", "train/loss"):
@@ -61,7 +62,17 @@ def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path
     optim = {"name": "adamw", "learning_rate": 1e-2}
     config = configured(corpus, run, max_iters=150, eval_interval=50, log_interval=10, plot=True, schedule=schedule)
     assert train.run(load_config({**json.loads(json.dumps(train.asdict(config))), "optim": optim})) == 0
-    names = {"config.yaml", "metrics.jsonl", "train.log", "ckpt", "status.json", "summary.json", "lock", "curve.png"}
+    names = {
+        "config.yaml",
+        "metrics.jsonl",
+        "train.log",
+        "ckpt",
+        "status.json",
+        "summary.json",
+        "lock",
+        "curve.png",
+        "diagnostics.jsonl",
+    }
     assert {p.name for p in run.iterdir()} == names
     assert (run / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     logged = Metrics.read(run / "metrics.jsonl")

@@ -35,10 +35,10 @@ def init(world: World, device: torch.device) -> None:
         atexit.register(dist.destroy_process_group)
 
 
-def all_reduce(tensor: Tensor) -> Tensor:
-    """Sum over the ranks, in place."""
+def all_reduce(tensor: Tensor, maximum: bool = False) -> Tensor:
+    """Sum (or maximum) over the ranks, in place."""
     if dist.is_initialized():
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
     return tensor
 
 

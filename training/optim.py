@@ -1,4 +1,4 @@
-"""Parameter groups, the optimizers, and their state as named tensors."""
+"""Parameter groups, the optimizers and their state as named tensors, QK-Clip, update sizes."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -8,7 +8,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from training.config import AdamWConfig, MuonConfig, TrainConfig
+from training import dist
+from training.config import AdamWConfig, MuonConfig, NoQKClipConfig, QKClipConfig, TrainConfig
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
@@ -159,3 +160,51 @@ def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict
         parameter, owner = known[name]
         device = "cpu" if value.dim() == 0 and not parameter.is_cuda else parameter.device
         owner.state[parameter][key] = value.to(device, copy=True)
+
+
+# -----------------------------------------------------------------------------
+# QK-Clip (Kimi K2): after the update, heads with too large a logit have their query and key weights scaled back
+
+
+@torch.no_grad()
+def qk_clip(attentions: list[Any], config: NoQKClipConfig) -> dict[str, float]:
+    """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches.
+
+    gamma = threshold / S where a head's maximum S exceeds the threshold, else 1: a head of negative logits is left
+    alone. `attentions` have pop_max_logits() and scale_logits(gamma, balance). Returns what is logged: the maximum, of
+    all and a layer; the number of heads clipped, and the smallest gamma. qk_clip=log changes no weight.
+    """
+    maxima = torch.stack([attention.pop_max_logits() for attention in attentions])  # (n_layer, n_head)
+    maxima = dist.all_reduce(maxima, maximum=True)
+    line = {"qk_clip/max_logit": maxima.max().item()}
+    line |= {f"qk_clip/max_logit/layer_{i}": m for i, m in enumerate(maxima.amax(1).tolist())}
+    if isinstance(config, QKClipConfig):
+        gamma = torch.where(maxima > config.threshold, config.threshold / maxima, 1.0)
+        for attention, of_heads in zip(attentions, gamma, strict=True):
+            if (of_heads < 1).any():
+                attention.scale_logits(of_heads, config.balance)
+        line |= {"qk_clip/clipped": (gamma < 1).sum().item(), "qk_clip/gamma_min": gamma.min().item()}
+    return line
+
+
+# -----------------------------------------------------------------------------
+
+
+def parameter_kind(name: str, p: Tensor) -> str:
+    if name.endswith(("alpha.raw", "raw_p")):
+        return "alpha"
+    if p.dim() < 2:
+        return "norm"
+    return "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
+
+
+@torch.no_grad()
+def update_ratios(model: nn.Module, before: dict[str, Tensor]) -> dict[str, float]:
+    """update/KIND: 2-norm of an update over that of the weights before it, for each kind of parameter."""
+    squares: dict[str, list[Tensor]] = defaultdict(list)
+    for name, p in model.named_parameters():
+        squares[parameter_kind(name, p)].append(
+            torch.stack([(p - before[name]).square().sum(), before[name].square().sum()])
+        )
+    sums = {kind: torch.stack(values).sum(0).tolist() for kind, values in squares.items()}
+    return {f"update/{kind}": (change / size) ** 0.5 for kind, (change, size) in sums.items() if size > 0}

@@ -121,6 +121,21 @@ class Tracker:
             self.run.log(f"W&B stopped (exit status {process.returncode}); the run and metrics.jsonl go on")
 
 
+def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, least: int = 30) -> float | None:
+    """Percentage of losses at least `sigmas` standard deviations from the mean of the `window` before them (OLMo 2).
+
+    None while no loss has `least` others before it.
+    """
+    counted = spikes = 0
+    for i in range(least, len(losses)):
+        past = losses[max(0, i - window) : i]
+        mean = sum(past) / len(past)
+        std = (sum((x - mean) ** 2 for x in past) / len(past)) ** 0.5
+        counted += 1
+        spikes += abs(losses[i] - mean) >= sigmas * std > 0
+    return 100 * spikes / counted if counted else None
+
+
 # -----------------------------------------------------------------------------
 # W&B: what it is told
 
