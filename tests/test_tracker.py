@@ -162,7 +162,7 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     assert history(recordings[1]) == sent(Metrics.read(run.path / "metrics.jsonl"))[25:]
     runs = [next(r["run"] for r in records if r["type"] == "run") for records in recordings]
     assert runs[0]["run_id"] == runs[1]["run_id"] and not set(runs[0]["run_id"]) & set(":;,#?/' ")
-    assert (runs[0]["display_name"], runs[0]["run_group"]) == ("a run: #1", config.label)
+    assert (runs[0]["display_name"], runs[0]["run_group"]) == ("a run: #1", config.group)
     assert runs[0]["config"]["update"]["info"] == {"commit": "abc"}
     assert [r["exit"].get("exit_code", 0) for records in recordings for r in records if r["type"] == "exit"] == [1, 0]
     assert read_json(run.path / "summary.json") == {"status": "done", "iter": 40, "val/loss": 2.5}
