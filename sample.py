@@ -26,6 +26,7 @@ def load_run(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict[str
     with torch.device("meta"):
         model = GPT(config, tokenizer.vocab_size)
     model.load_state_dict(saved.tensors["model"], assign=True)
+    model.init_rope()
     return model.to(device).eval(), tokenizer, saved.state
 
 

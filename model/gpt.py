@@ -757,6 +757,11 @@ class GPT(nn.Module):
         self.config, self.vocab_size, self.block_size = config, vocab_size, m.block_size
         self.transformer = Transformer(config, vocab_size)
         self.lm_head = None if m.tied else nn.Linear(m.n_embd, vocab_size, bias=False)
+        self.init_rope()
+
+    def init_rope(self) -> None:
+        """Make the tables of RoPE, which checkpoints do not hold; again after a construction on the meta device."""
+        m = self.config.model
         if m.position == "rope":
             assert m.rope_theta is not None
             cos, sin = rope_table(m.block_size, self.attentions[0].rope_dim, m.rope_theta)

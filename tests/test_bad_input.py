@@ -75,7 +75,7 @@ BAD: dict[str, list[str]] = {
     "schedule=wsd schedule.min_lr=1.0": ["schedule.min_lr=1.0", "optim.learning_rate=0.001"],
     "schedule=linear schedule.lr_decay_iters=100": ["schedule.warmup_iters=100", "< 100", "schedule.lr_decay_iters"],
     "schedule=linear schedule.decay_frac=0.2": ["schedule.decay_frac=0.2", "unknown"],
-    "schedule=constant schedule.min_lr=0": ["schedule.min_lr=0", "unknown", "known here", "schedule.warmup_iters"],
+    "schedule=constant schedule.min_lr=0": ["schedule.min_lr=0", "unknown", "belongs to schedule=cosine"],
     "schedule=constant +schedule.lr_decay_iters=9": ["schedule.lr_decay_iters=9", "unknown"],
     "schedule=constant schedule.warmup_iters=-1": ["schedule.warmup_iters=-1", ">= 0"],
     "schedule=step": ["schedule=step", "constant, cosine, linear, wsd"],

@@ -61,7 +61,7 @@ def test_matrices_decay_and_vectors_do_not(qk_norm: QKNormConfig) -> None:
     kept = {names[id(p)] for p in rest["params"]}
     assert decayed | kept == set(names.values()) and not decayed & kept
     assert all(name.endswith("weight") and "ln_" not in name for name in decayed)
-    assert all(name.endswith(("bias", "gain", "raw")) or "ln_" in name for name in kept)
+    assert all(name.endswith(("bias", "gain", "raw", "raw_p")) or "ln_" in name for name in kept)
 
 
 def test_updates_equal_adamw_written_out() -> None:

@@ -188,9 +188,11 @@ def test_two_ranks_clip_alike(tiny_run: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     settings = json.loads((tmp_path / "two" / "ckpt" / "latest" / "state.json").read_text())["config"]
     assert train.run(load_config({**settings, "out_dir": str(tmp_path / "alone")})) == 0
-    for a, b in zip(lines(tmp_path / "two"), lines(tmp_path / "alone"), strict=True):
-        assert a.get("qk_clip/clipped") == b.get("qk_clip/clipped")
-        assert a.get("qk_clip/max_logit") == pytest.approx(b.get("qk_clip/max_logit"), rel=1e-3)
+    both = [lines(tmp_path / name)[:-1] for name in ("two", "alone")]  # the last line is an evaluation's
+    assert [line["qk_clip/clipped"] for line in both[0]] == [line["qk_clip/clipped"] for line in both[1]]
+    assert sum(line["qk_clip/clipped"] for line in both[0]) > 0
+    maxima = [[line["qk_clip/max_logit"] for line in logged] for logged in both]
+    assert maxima[0] == pytest.approx(maxima[1], rel=1e-3)
     ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "alone")
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)

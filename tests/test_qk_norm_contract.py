@@ -25,7 +25,7 @@ from hypothesis.extra import numpy as npst
 from torch import Tensor
 from variants import NORMS, PAIRS, attended, build, config_of
 
-from model.gpt import GPT, QK_NORMS, LayerNorm, MultiHeadLatentAttention, NoNorm, RMSNorm
+from model.gpt import GPT, QK_NORMS, LayerNorm, MultiHeadLatentAttention, QKNorm, RMSNorm
 from training.config import LayerNormQKNormConfig, LpQKNormConfig, QKNormConfig, RMSQKNormConfig
 
 U = 2.0**-24  # unit round-off of fp32
@@ -98,7 +98,7 @@ def gpt_of(layout: str, name: str, seed: int = 0, magnitude: float = 1.0, gain: 
     with torch.no_grad():
         if attn.logit_scale.alpha is not None:
             attn.logit_scale.alpha.raw.zero_()  # alpha = exp(raw)
-        for norm in (m for m in attn.modules() if isinstance(m, NoNorm)):
+        for norm in (m for m in attn.modules() if isinstance(m, QKNorm)):
             if norm.gain is not None and not gain:
                 norm.gain.fill_(1.0)
         for projection in ("c_attn", "c_q", "c_kv_a", "c_kv_b"):
@@ -482,7 +482,7 @@ def scalar_lp_norm(x: np.ndarray, p: Any) -> np.ndarray:
 # FALSIFY-QKN-006: across backends
 
 
-def all_norms(norms: list[NoNorm], x: Tensor) -> list[Tensor]:
+def all_norms(norms: list[QKNorm], x: Tensor) -> list[Tensor]:
     return [norm(x) for norm in norms]
 
 

@@ -20,7 +20,16 @@ import yaml
 
 from training import config as settings
 from training import rundir
-from training.config import ConfigError, CosineConfig, LpQKNormConfig, ModelConfig, TextConfig, TrainConfig, WandbConfig
+from training.config import (
+    ConfigError,
+    CosineConfig,
+    LpQKNormConfig,
+    MLAConfig,
+    ModelConfig,
+    TextConfig,
+    TrainConfig,
+    WandbConfig,
+)
 from training.rundir import finite, is_locked, open_run, read_config, read_json, read_status, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,7 +111,8 @@ ODD_NAMES = ["a: b #c ${x}", "é\u2028\U0001f600", "1e-3", "null", "~", "'\"\\"]
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda v: next(iter(v.values())).__name__)
 def test_config_yaml_holds_every_variant(path: Path, changes: dict[str, Any]) -> None:
-    config = config_for(path, **{group: cls() for group, cls in changes.items()})
+    rope = ModelConfig(position="rope", rope_theta=1e4) if MLAConfig in changes.values() else ModelConfig()
+    config = config_for(path, model=rope, **{group: cls() for group, cls in changes.items()})
     open_run(config).close()
     assert read_config(path) == config
 
