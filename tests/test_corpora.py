@@ -255,9 +255,9 @@ def closed_port() -> str:
     [
         ("closed_port", "refused"),
         ("closed_proxy", "refused"),
-        ("silent_server", "no answer in 3 s|[Tt]ime"),
-        ("hanging_dns", "no answer in 3 s"),
-        ("unknown_host", "no answer in 3 s|[Nn]ame"),
+        ("silent_server", "no answer in 2 s|[Tt]ime"),
+        ("hanging_dns", "no answer in 2 s"),
+        ("unknown_host", "no answer in 2 s|[Nn]ame"),
         ("offline", "offline"),
     ],
 )

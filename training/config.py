@@ -738,14 +738,10 @@ def explain(error: BaseException, schema: type, argv: list[str]) -> str:
         override = next((o for o in overrides if o.lstrip("+~").split("=")[0] == key), key)
         group, _, leaf = key.rpartition(".")
         settings = list(flatten(asdict(schema())))
-        for spec in fields(schema):
-            if spec.name == group:
-                owners = [
-                    n for n, v in spec.metadata.get("variants", {}).items() if leaf in {f.name for f in fields(v)}
-                ]
-                if owners:
-                    return f"{override} is unknown: {leaf} belongs to {' and '.join(f'{group}={n}' for n in owners)}"
         variants = {f.name: f.metadata.get("variants", {}) for f in fields(schema)}.get(group, {})
+        owners = [name for name, variant in variants.items() if leaf in {f.name for f in fields(variant)}]
+        if owners:
+            return f"{override} is unknown: {leaf} belongs to {' and '.join(f'{group}={name}' for name in owners)}"
         chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group)
         if chosen in variants:
             return f"{override} is unknown{did_you_mean(leaf, [f.name for f in fields(variants[chosen])], group + '.')}"
