@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.folds import Split
+from data.folds import Ranges, Split
 from training.config import require
 
 # One independent random stream a purpose: how often a run evaluates does not change what it trains on.
@@ -26,8 +26,9 @@ class Batches:
     def __init__(self, tokens: np.ndarray, split: Split, block_size: int, batch_size: int, seed: int) -> None:
         self.tokens, self.split = tokens, split
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
+        self._known: dict[Ranges, tuple[np.ndarray, int]] = {}
         longest = max((end - start for start, end in split.train), default=0)
-        held_out = split.val[1] - split.val[0]
+        held_out = max(end - start for start, end in split.val)
         require(
             longest > block_size,
             f"model.block_size={block_size} needs a training range of more than {block_size} tokens; "
@@ -50,42 +51,47 @@ class Batches:
 
         Raises: ConfigError when the held-out block holds no window.
         """
-        ranges = self.split.train if split == "train" else (self.split.val,)
+        ranges = self.split.train if split == "train" else self.split.val
         return self._sample(ranges, purpose=SAMPLED_STREAMS[split], step=index, micro_step=0)
 
     def eval_batches(self, max_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """x, y (B, T), B <= max_batch, in which every held-out token but the first is a target exactly once.
+        """x, y (B, T), B <= max_batch, in which every held-out token but a range's first is a target exactly once.
 
-        The windows are consecutive. Batches have equal shapes; what is left over has target -1, and input 0.
+        The windows of a range are consecutive. Batches have equal shapes; what is left over has target -1, and input 0.
         """
-        start, end = self.split.val
-        n_windows = -(-(end - 1 - start) // self.block_size)
-        n_batches = -(-n_windows // max_batch)
-        n_rows = -(-n_windows // n_batches)  # B: spread evenly, so that little is padding
-        size = n_rows * self.block_size
-        for first in range(start, end - 1, size):
-            block = self.tokens[first : min(first + size + 1, end)]
-            x, y = np.zeros(size, dtype=np.int64), np.full(size, -1, dtype=np.int64)
-            x[: len(block) - 1], y[: len(block) - 1] = block[:-1], block[1:]
-            shape = (n_rows, self.block_size)  # (B, T)
-            yield torch.from_numpy(x.reshape(shape)), torch.from_numpy(y.reshape(shape))
+        T = self.block_size
+        windows = [(at, min(at + T + 1, end)) for start, end in self.split.val for at in range(start, end - 1, T)]
+        n_batches = -(-len(windows) // max_batch)
+        n_rows = -(-len(windows) // n_batches)  # B: spread evenly, so that little is padding
+        for first in range(0, len(windows), n_rows):
+            x, y = np.zeros((n_rows, T), dtype=np.int64), np.full((n_rows, T), -1, dtype=np.int64)
+            for row, (start, end) in enumerate(windows[first : first + n_rows]):
+                x[row, : end - start - 1] = self.tokens[start : end - 1]
+                y[row, : end - start - 1] = self.tokens[start + 1 : end]
+            yield torch.from_numpy(x), torch.from_numpy(y)
 
-    def _sample(
-        self, ranges: tuple[tuple[int, int], ...], purpose: int, step: int, micro_step: int
-    ) -> tuple[Tensor, Tensor]:
-        counts = [max(end - start - self.block_size, 0) for start, end in ranges]  # windows in each range
+    def _sample(self, ranges: Ranges, purpose: int, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        firsts, total = self._windows_of(ranges)
         require(
-            sum(counts) > 0,
+            total > 0,
             f"model.block_size={self.block_size} needs a held-out block of more than {self.block_size} tokens "
             "to sample from; eval_iters=0 evaluates it exactly",
         )
         # Philox is a function of (key, counter); a draw advances the counter's first word only.
         bits = np.random.Philox(key=[self.seed, purpose], counter=[0, micro_step, step, 0])
-        drawn = np.random.Generator(bits).integers(sum(counts), size=self.batch_size)  # (B,)
-        starts, before = drawn, 0
-        for (start, _), count in zip(ranges, counts, strict=True):
-            starts = np.where(drawn >= before, start + drawn - before, starts)
-            before += count
-        windows = self.windows[starts]  # (B, T + 1)
+        drawn = np.random.Generator(bits).integers(total, size=self.batch_size)  # (B,)
+        at = np.searchsorted(firsts[:, 0], drawn, side="right") - 1
+        windows = self.windows[firsts[at, 1] + drawn - firsts[at, 0]]  # (B, T + 1)
         x, y = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)  # (B, T), contiguous
         return torch.from_numpy(x), torch.from_numpy(y)
+
+    def _windows_of(self, ranges: Ranges) -> tuple[np.ndarray, int]:
+        """For each range with a window: how many windows lie in the ranges before it, and its start; and how many
+        windows lie in all."""
+        if ranges not in self._known:
+            bounds = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+            counts = bounds[:, 1] - bounds[:, 0] - self.block_size
+            bounds, counts = bounds[counts > 0], counts[counts > 0]
+            before = np.cumsum(counts) - counts
+            self._known[ranges] = np.stack([before, bounds[:, 0]], axis=1), int(counts.sum())
+        return self._known[ranges]

@@ -1,22 +1,43 @@
-"""Which tokens are held out. Folds are contiguous: shuffled windows would leak a validation token's neighbours."""
+"""Which tokens are held out. Folds are contiguous: shuffled windows leak a validation token's neighbours."""
 
 from dataclasses import dataclass
+
+import numpy as np
+
+Ranges = tuple[tuple[int, int], ...]  # half-open, in order, none empty, none touching another
 
 
 @dataclass(frozen=True)
 class Split:
-    """Half-open token ranges. `train` is all but the held-out block `val`: none, one or two ranges, none empty."""
+    """Half-open token ranges: `val` is held out, `train` is the rest."""
 
-    train: tuple[tuple[int, int], ...]
-    val: tuple[int, int]
+    train: Ranges
+    val: Ranges
 
 
-def split(n_tokens: int, folds: int, fold: int | None) -> Split:
-    """Hold out block `fold` of `folds`, whose sizes differ by one token at most; None: the last 10 %, as nanoGPT."""
+def split(n_tokens: int, folds: int, fold: int | None, window: int | None = None) -> Split:
+    """Hold out fold `fold` of `folds`, whose sizes differ by one token at most; None: the last 10 %, as nanoGPT.
+
+    window: None for one contiguous block; else the text is cut into windows of that many tokens, the windows are
+    dealt out to the folds in an order drawn once for all folds, and sizes differ by one window at most.
+    """
+    if window is not None:
+        assert fold is not None
+        n_windows = -(-n_tokens // window)
+        order = np.random.Generator(np.random.Philox(key=0)).permutation(n_windows)
+        held_out = np.zeros(n_windows, dtype=bool)
+        held_out[order[fold * n_windows // folds : (fold + 1) * n_windows // folds]] = True
+        return Split(train=runs_of(~held_out, window, n_tokens), val=runs_of(held_out, window, n_tokens))
     if fold is None:
         val = (int(0.9 * n_tokens), n_tokens)
     else:
         assert 0 <= fold < folds
         val = (fold * n_tokens // folds, (fold + 1) * n_tokens // folds)
-    sides = ((0, val[0]), (val[1], n_tokens))
-    return Split(train=tuple((start, end) for start, end in sides if start < end), val=val)
+    train = ((0, val[0]), (val[1], n_tokens))
+    return Split(train=tuple((start, end) for start, end in train if start < end), val=(val,))
+
+
+def runs_of(chosen: np.ndarray, window: int, n_tokens: int) -> Ranges:
+    """Token ranges of the chosen windows, neighbours joined."""
+    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)) * window  # starts and ends by turns
+    return tuple((start, min(end, n_tokens)) for start, end in edges.reshape(-1, 2).tolist())

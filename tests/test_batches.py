@@ -28,8 +28,11 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
 def test_train_windows_lie_within_one_training_range(
     data: st.DataObject, n_tokens: int, folds: int, block_size: int
 ) -> None:
-    one = split(n_tokens, folds, data.draw(st.none() | st.integers(0, folds - 1)))
-    assume(max(end - start for start, end in one.train) > block_size)
+    fold = data.draw(st.none() | st.integers(0, folds - 1))
+    window = data.draw(st.none() | st.integers(1, 40)) if fold is not None else None
+    one = split(n_tokens, folds, fold, window)
+    assume(max((end - start for start, end in one.train), default=0) > block_size)
+    assume(max((end - start for start, end in one.val), default=0) > 1)
     batches = Batches(np.arange(n_tokens), one, block_size, 64, seed=data.draw(st.integers(0, 2**63 - 1)))
     for x, y in (batches.get_batch(data.draw(st.integers(0, 10**9)), 3), batches.sampled_batch("train", 0)):
         for first, last in zip(x[:, 0].tolist(), y[:, -1].tolist(), strict=True):
@@ -57,8 +60,18 @@ def test_train_windows_are_uniform_over_all_starts(fold: int | None) -> None:
     assert max(abs(count - mean) for count in drawn.values()) < 5 * mean**0.5
 
 
+def test_shuffled_folds_predict_every_held_out_token_but_each_ranges_first() -> None:
+    one = split(1000, 10, 3, window=16)
+    batches = Batches(np.arange(1000), one, block_size=16, batch_size=4, seed=0)
+    targets = [t for _, y in batches.eval_batches(3) for t in y[y != -1].tolist()]
+    assert targets == [t for start, end in one.val for t in range(start + 1, end)]
+    assert len(one.val) > 3
+
+
 def test_a_range_too_short_for_a_window_is_left_out() -> None:
-    batches = Batches(np.arange(60), Split(train=((0, 8), (20, 60)), val=(8, 20)), block_size=8, batch_size=500, seed=0)
+    batches = Batches(
+        np.arange(60), Split(train=((0, 8), (20, 60)), val=((8, 20),)), block_size=8, batch_size=500, seed=0
+    )
     starts = batches.get_batch(0)[0][:, 0]
     assert [int(starts.min()), int(starts.max())] == [20, 51]
 
@@ -94,7 +107,7 @@ def test_every_held_out_token_but_the_first_is_predicted_exactly_once(
     n_tokens: int, start: int, block_size: int, max_batch: int
 ) -> None:
     end = start + n_tokens
-    one = Split(train=((end, end + 100),), val=(start, end))
+    one = Split(train=((end, end + 100),), val=((start, end),))
     found = list(Batches(np.arange(end + 100, dtype=np.uint16), one, block_size, 1, 0).eval_batches(max_batch))
     targets: list[int] = []
     for x, y in found:

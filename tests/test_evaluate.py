@@ -19,7 +19,7 @@ def test_exact_evaluation_predicts_each_held_out_token_once(n_tokens: int, batch
     model = build(tiny_config(dropout=0.5))
     tokens = np.random.default_rng(0).integers(V, size=n_tokens)
     folds = split(n_tokens, 3, 1)
-    start, end = folds.val
+    ((start, end),) = folds.val
     losses = []
     for first in range(start, end - 1, 16):
         window = torch.tensor(tokens[first : min(first + 17, end)])

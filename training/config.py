@@ -329,9 +329,15 @@ class DataConfig:
     tokenizer: str = "char"
     folds: int = 10
     fold: int | None = None
+    split: str = "contiguous"
 
     def check(self) -> None:
         one_of("data.tokenizer", self.tokenizer, ("char", "byte"))
+        one_of("data.split", self.split, ("contiguous", "shuffled"))
+        require(
+            self.split == "contiguous" or self.fold is not None,
+            f"data.split={self.split} needs data.fold: without one the last 10 % are held out",
+        )
         at_least("data.folds", self.folds, 2)
         if self.fold is None:
             require(
