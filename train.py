@@ -6,7 +6,6 @@ the same numbers. `run(config)` is the whole program; it reads top to bottom.
 
 import math
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,8 +24,8 @@ from tqdm import tqdm
 
 from data.batches import Batches
 from data.corpora import corpus_sha256, load_text
-from data.folds import split
-from data.tokenizers import build_tokenizer
+from data.folds import Split, split
+from data.tokenizers import Tokenizer, build_tokenizer
 from model.diagnostics import activation_bytes, diagnose, future_leak
 from model.gpt import GPT
 from training import checkpoint, dist
@@ -42,7 +41,7 @@ from training.optim import (
     qk_clip,
     update_ratios,
 )
-from training.rundir import RunDir, open_run, read_status
+from training.rundir import RunDir, commit, open_run, read_status
 from training.schedule import learning_rate
 from training.tracker import Metrics, Tracker, plot, spike_score
 
@@ -73,18 +72,16 @@ def run(config: TrainConfig) -> int:
 
     # -----------------------------------------------------------------------------
     # What: text, tokens, folds, batches, model
-    text = load_text(config.data)
-    tokenizer = build_tokenizer(config.data.tokenizer, text)
-    tokens = tokenizer.encode(text)
-    window = config.model.block_size if config.data.split == "shuffled" else None
-    folds = split(len(tokens), config.data.folds, config.data.fold, window)
+    text, tokenizer, tokens, folds = read_corpus(config)
     batches = Batches(tokens, folds, config.model.block_size, config.batch_size, config.seed)
     if config.eval_iters:
         batches.sampled_batch("val", 0)  # refuses a held-out block without a window
     held_out = np.concatenate([tokens[start:end] for start, end in folds.val])
     chars_per_token = len(tokenizer.decode(held_out.tolist())) / len(held_out)
     if config.dry_run:
-        describe(config, tokenizer.vocab_size, device, dtype, len(tokens), len(held_out))
+        print(to_yaml(config), end="")
+        for key, value in describe(config, tokenizer.vocab_size, device, dtype, len(tokens), len(held_out)).items():
+            print(f"{key + ':':15s}{value}")
         return 0
     model = GPT(config, tokenizer.vocab_size)
     model.init_weights(config.seed)
@@ -292,6 +289,15 @@ def run(config: TrainConfig) -> int:
 # What run() is made of
 
 
+def read_corpus(config: TrainConfig) -> tuple[str, Tokenizer, np.ndarray, Split]:
+    """The text, its tokenizer, its tokens, and which of them are held out."""
+    text = load_text(config.data)
+    tokenizer = build_tokenizer(config.data.tokenizer, text)
+    tokens = tokenizer.encode(text)
+    window = config.model.block_size if config.data.split == "shuffled" else None
+    return text, tokenizer, tokens, split(len(tokens), config.data.folds, config.data.fold, window)
+
+
 def start_up_checks(
     model: GPT, forward: nn.Module, batches: Batches, autocast: Callable[[], AbstractContextManager[None]]
 ) -> None:
@@ -427,48 +433,64 @@ def report(line: dict[str, Any]) -> str:
     return f"iter {line['iter']}: {values}"
 
 
-def commit() -> str | None:
-    """The code's git commit, with + when the tree has other changes; None outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head + ("+" if changed else "")
-
-
 def describe(
     config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype, n_tokens: int, n_held_out: int
-) -> None:
-    """Print what a run would be and what it would cost; for dry_run=true."""
+) -> dict[str, str]:
+    """What a run would be and what it would cost; for dry_run=true."""
     with torch.device("meta"):
         model = GPT(config, vocab_size)
     n, flops = model.num_params(), model.flops_per_token()
-    state = optimizer_bytes(model, config)
     peak = peak_flops(device, dtype)
     activations = activation_bytes(model, config.batch_size) * dtype.itemsize // 4
-    n_evals = -(-config.max_iters // config.eval_interval) + 1
-    rate, how = training_rate(config, vocab_size, device, dtype, peak)
-    # an evaluation is a forward pass, a third of the work
-    seconds = (config.max_iters * config.tokens_per_iter + n_evals * n_held_out / 3) / rate
-    rows = {
+    seconds, rate, how, n_bytes = cost(config, vocab_size, device, dtype, n_held_out)
+    return {
         "run directory": f"{config.run_dir}",
         "corpus": f"{n_tokens:,} tokens, {n_held_out:,} of them held out, vocabulary {vocab_size}",
         "parameters": f"{n:,}",
         "FLOPs": f"{flops:,} a token, {flops * config.tokens_per_iter:.3g} an iteration",
         "iteration": f"{config.tokens_per_iter:,} tokens",
-        "memory": f"{(8 * n + state) / 2**20:,.0f} MiB for weights, gradients and optimizer, "
+        "memory": f"{(n_bytes + 4 * n) / 2**20:,.0f} MiB for weights, gradients and optimizer, "
         f"{activations / 2**20:,.0f} MiB for activations of {config.batch_size} sequences",
         "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token",
-        "checkpoint": f"{(4 * n + state) / 2**20:,.0f} MiB",
+        "checkpoint": f"{n_bytes / 2**20:,.0f} MiB",
         "device": f"{device_name(device)}, {dtype}, peak {peak / 1e12:.2f} TFLOP/s",
-        "estimate": f"{tqdm.format_interval(seconds)} for {config.max_iters:,} iterations and {n_evals} evaluations "
-        f"at {rate:,.0f} tokens/s ({how})",
+        "estimate": f"{tqdm.format_interval(seconds)} for {config.max_iters:,} iterations and "
+        f"{n_evaluations(config)} evaluations at {rate:,.0f} tokens/s ({how})",
     }
-    print(to_yaml(config), end="")
-    for key, value in rows.items():
-        print(f"{key + ':':15s}{value}")
+
+
+def cost(
+    config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype, n_held_out: int
+) -> tuple[float, float, str, int]:
+    """Seconds of a run, tokens a second of its training steps and how they are known, bytes of a checkpoint."""
+    with torch.device("meta"):
+        model = GPT(config, vocab_size)
+    rate, how = training_rate(config, vocab_size, device, dtype, peak_flops(device, dtype))
+    # an evaluation is a forward pass, a third of the work
+    seconds = (config.max_iters * config.tokens_per_iter + n_evaluations(config) * n_held_out / 3) / rate
+    return seconds, rate, how, 4 * model.num_params() + optimizer_bytes(model, config)
+
+
+def n_evaluations(config: TrainConfig) -> int:
+    return -(-config.max_iters // config.eval_interval) + 1
+
+
+def check(config: TrainConfig) -> None:
+    """Raise ConfigError where the run cannot start: no such device, no corpus, too little text."""
+    resolve_dtype(config.dtype, resolve_device(config.device))
+    _, _, tokens, folds = read_corpus(config)
+    Batches(tokens, folds, config.model.block_size, config.batch_size, config.seed)
+
+
+def estimate(config: TrainConfig) -> tuple[float, int]:
+    """Seconds and bytes on disk that a run would take."""
+    torch.set_num_threads(config.threads or DEFAULT_THREADS)
+    device = resolve_device(config.device)
+    _, tokenizer, _, folds = read_corpus(config)
+    n_held_out = sum(end - start for start, end in folds.val)
+    dtype = resolve_dtype(config.dtype, device)
+    seconds, _, _, n_bytes = cost(config, tokenizer.vocab_size, device, dtype, n_held_out)
+    return seconds, (checkpoint.KEEP + 1) * n_bytes
 
 
 def training_rate(

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,7 @@ from typing import Any, Self
 
 import yaml
 
-from training.config import ConfigError, TrainConfig, load_config, require, show, to_yaml
+from training.config import CONFIG_DIR, ConfigError, TrainConfig, load_config, require, show, to_yaml
 
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
 LEFTOVERS = {"lock", "config.yaml.tmp"}
@@ -204,6 +205,25 @@ def read_config(path: Path) -> TrainConfig:
     except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
+
+
+def commit() -> str | None:
+    """The code's git commit, with + when the tree has other changes; None outside a checkout."""
+    head = git("rev-parse", "HEAD")
+    return None if head is None else head.decode().strip() + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+def uncommitted() -> bytes:
+    """The checkout's changes since that commit, as a diff."""
+    return git("diff", "HEAD") or b""
+
+
+def git(*words: str) -> bytes | None:
+    try:
+        command = ["git", "-C", str(CONFIG_DIR.parent), *words]
+        return subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,322 @@
+"""What a sweep is: parts x grid x folds x seeds -> runs, all composed, checked and frozen before one starts.
+
+A sweep is a file configs/sweep/NAME.yaml; the sweep's directory (by default runs/NAME) holds, frozen, `sweep.json` (the
+definition, the code's commit), `plan.jsonl` (a line a run, with its whole config), `code.diff` where the checkout had
+changes, and each run in a directory of its own.
+"""
+
+import fcntl
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from training.config import (
+    CONFIG_DIR,
+    ConfigError,
+    TrainConfig,
+    build,
+    convert,
+    explain,
+    load_config,
+    require,
+    show,
+)
+from training.rundir import commit, uncommitted, write_atomic
+
+GROUPS = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} - {"sweep", "launcher"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named protocol of a sweep: its overrides x its grid."""
+
+    title: str = ""
+    overrides: list[str] = field(default_factory=list)
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """configs/sweep/NAME.yaml.
+
+    overrides: train.py's words for every run. grid: values of a setting or of a group, for every part. parts: name ->
+    Part; without any, the grid alone. folds: values of data.fold; null holds out the last 10 %. seeds: values of seed.
+    compare, paper: what scripts/report.py makes of the runs.
+    """
+
+    title: str = ""
+    overrides: list[str] = field(default_factory=list)
+    folds: list[int] | None = None
+    seeds: list[int] = field(default_factory=lambda: [1337])
+    grid: dict[str, list[Any]] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+    compare: dict[str, Any] = field(default_factory=dict)
+    paper: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """id: the run directory's name. settings: the points of the sweep that it belongs to, "part/p=3"; of several where
+    they come to the same run. overrides: train.py's words for it. config: without out_dir, which is the sweep's."""
+
+    id: str
+    settings: list[str]
+    seed: int
+    fold: int | None
+    overrides: list[str]
+    config: TrainConfig
+
+
+# -----------------------------------------------------------------------------
+# The definition
+
+
+def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
+    """The sweep of configs/sweep/`name`.yaml, or of the file `name`, with `changes` to it: {"folds": [0],
+    "grid.qk_norm.p": [2, 3]}.
+
+    Raises: ConfigError naming key, value and rule.
+    """
+    known = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
+    file = Path(name) if name.endswith(".yaml") else CONFIG_DIR / "sweep" / f"{name}.yaml"
+    require(file.is_file(), f"sweep={name} must be one of {', '.join(known)}, or a file that ends in .yaml")
+    try:
+        source = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"sweep={name}: {' '.join(str(error).split())}") from error
+    require(isinstance(source, dict), f"sweep={name} must be a group of settings")
+    known_keys = {f.name for f in fields(Sweep)}
+    for key in source:
+        require(key in known_keys, f"sweep.{key} is unknown; known here: {', '.join(sorted(known_keys))}")
+    parts = source.get("parts") or {}
+    require(isinstance(parts, dict), f"sweep.parts={show(parts)} must be a group of settings")
+    source["parts"] = {}
+    for part, content in parts.items():
+        content = content or {}
+        require(isinstance(content, dict), f"sweep.parts.{part}={show(content)} must be a group of settings")
+        for key in content:
+            require(key in ("title", "overrides", "grid"), f"sweep.parts.{part}.{key} is unknown")
+        source["parts"][str(part)] = {"title": "", "overrides": [], "grid": {}, **content}
+    for key, value in changes.items():
+        if key.startswith("grid."):
+            swept = key.removeprefix("grid.")
+            grids = [source.setdefault("grid", {}), *(part["grid"] for part in source["parts"].values())]
+            for grid in [grid for grid in grids if swept in grid] or grids[:1]:
+                grid[swept] = value
+        elif key == "parts":
+            missing = [part for part in value if part not in source["parts"]]
+            require(not missing, f"sweep.parts={value} must be some of {', '.join(source['parts'])}")
+            source["parts"] = {part: source["parts"][part] for part in value}
+        else:
+            require(key in known_keys, f"sweep.{key}={show(value)} is unknown")
+            source[key] = value
+    return check_sweep(source)
+
+
+def check_sweep(source: Mapping[str, Any]) -> Sweep:
+    """`source` as a Sweep with the right types."""
+
+    def overrides(key: str, words: Any) -> list[str]:
+        good = isinstance(words, list) and all(isinstance(word, str) and "=" in word for word in words)
+        require(good, f"sweep.{key}={show(words)} must be a list of key=value words")
+        return list(words)
+
+    def grid(key: str, values: Any) -> dict[str, list[Any]]:
+        require(isinstance(values, dict), f"sweep.{key}={show(values)} must be a group of settings")
+        for swept, options in values.items():
+            full = isinstance(options, list) and len(options) > 0
+            require(full, f"sweep.{key}.{swept}={show(options)} must be a list of values, as [2,3]")
+            distinct = {json.dumps(option, sort_keys=True) for option in options}
+            require(len(distinct) == len(options), f"sweep.{key}.{swept}={options} names a value twice")
+        return dict(values)
+
+    def integers(key: str, values: Any) -> list[int]:
+        good = isinstance(values, list) and len(values) > 0 and all(type(value) is int for value in values)
+        require(good, f"sweep.{key}={show(values)} must be a list of integers, as [0,1]")
+        require(len(set(values)) == len(values), f"sweep.{key}={values} names a value twice")
+        return list(values)
+
+    folds = source.get("folds")
+    parts = {
+        name: Part(
+            title=convert(part["title"], str, f"sweep.parts.{name}.title"),
+            overrides=overrides(f"parts.{name}.overrides", part["overrides"]),
+            grid=grid(f"parts.{name}.grid", part["grid"]),
+        )
+        for name, part in source["parts"].items()
+    }
+    return Sweep(
+        title=convert(source.get("title", ""), str, "sweep.title"),
+        overrides=overrides("overrides", source.get("overrides", [])),
+        folds=None if folds is None else integers("folds", folds),
+        seeds=integers("seeds", source.get("seeds", [TrainConfig.seed])),
+        grid=grid("grid", source.get("grid", {})),
+        parts=parts,
+        compare=dict(source.get("compare") or {}),
+        paper=dict(source.get("paper") or {}),
+    )
+
+
+# -----------------------------------------------------------------------------
+# Definition -> runs
+
+
+def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
+    """Every run of a sweep, composed and checked; `overrides` are words for all of them.
+
+    All settings of a fold stand together, so that a sweep that is part done compares over whole folds.
+    Raises: ConfigError for the first run that cannot be.
+    """
+    swept = {key for grid in [sweep.grid, *(part.grid for part in sweep.parts.values())] for key in grid}
+    for word in overrides:
+        key = word.lstrip("+").split("=")[0]
+        require(key not in swept, f"{word}: this sweep varies {key}; write sweep.grid.{key}=[...]")
+        require(key != "data.fold" or sweep.folds is None, f"{word}: write sweep.folds=[...]")
+        require(key != "seed", f"{word}: write sweep.seeds=[...]")
+        require(key != "out_dir", f"{word}: write sweep_dir=..., which holds every run's directory")
+    runs: dict[str, PlannedRun] = {}
+    compose = Composer()
+    folds: list[int | None] = [None] if sweep.folds is None else [*sweep.folds]
+    for fold, seed in itertools.product(folds, sweep.seeds):
+        for name, part in (sweep.parts or {"": Part()}).items():
+            grid = {**sweep.grid, **part.grid}
+            for values in itertools.product(*grid.values()):
+                point = dict(zip(grid, values, strict=True))
+                chosen = [f"{key}={show(value)}" for key, value in point.items() if key in GROUPS]
+                rest = {key: value for key, value in point.items() if key not in GROUPS}
+                rest |= {"seed": seed} if fold is None else {"seed": seed, "data.fold": fold}
+                words = [*sweep.overrides, *part.overrides, *overrides, *chosen]
+                config = replace(compose(words, rest), out_dir=None)
+                run_id = config.run_dir.name
+                setting = setting_name(name, point)
+                if run_id in runs:
+                    require(
+                        runs[run_id].config == config,
+                        f"{setting} and {runs[run_id].settings[0]} are the same run, but how it is logged differs",
+                    )
+                    runs[run_id].settings.append(setting)
+                else:
+                    plain = [f"{key}={show(value)}" for key, value in rest.items()]
+                    runs[run_id] = PlannedRun(run_id, [setting], seed, fold, [*words, *plain], config)
+    return list(runs.values())
+
+
+def setting_name(part: str, point: Mapping[str, Any]) -> str:
+    """ "part/p=3,fold=1" of {"qk_norm.p": 3, ...}; a group by its own name."""
+    values = ",".join(f"{key.rpartition('.')[2]}={show(value)}" for key, value in point.items())
+    return "/".join(filter(None, [part, values])) or "all"
+
+
+class Composer:
+    """Hydra composes each list of words once; plain values are then put in and checked, which is 100 times faster."""
+
+    def __init__(self) -> None:
+        self.composed: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def __call__(self, words: list[str], values: Mapping[str, Any]) -> TrainConfig:
+        source = self.composed.get(tuple(words))
+        if source is None:
+            source = self.composed[tuple(words)] = compose(words)
+        changed = dict(source)
+        for key, value in values.items():
+            *groups, leaf = key.split(".")
+            node = changed
+            for group in groups:
+                require(isinstance(node.get(group), dict), f"{key}={show(value)} is unknown")
+                node[group] = dict(node[group])  # the composed one stays as it is
+                node = node[group]
+            node[leaf] = value
+        try:
+            return load_config(changed)
+        except ConfigError as error:
+            plain = [f"{key}={show(value)}" for key, value in values.items()]
+            raise ConfigError(f"{error} (in the run {' '.join([*words, *plain])})") from error
+
+
+def compose(words: list[str]) -> dict[str, Any]:
+    """What `python train.py WORDS` composes, as a nested dict."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            composed = OmegaConf.to_container(hydra_compose("train", words), resolve=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explain(error, TrainConfig, words)) from error
+    assert isinstance(composed, dict)
+    return {str(key): value for key, value in composed.items()}
+
+
+# -----------------------------------------------------------------------------
+# Runs <-> the sweep's directory
+
+
+def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs: list[PlannedRun]) -> None:
+    """Write the plan, or find it written: from here on the runs' configs do not change.
+
+    A plan already there may hold more runs than these, or fewer; then it grows. Raises: ConfigError where it holds runs
+    with the settings, fold and seed of these, but other configs.
+    """
+    sweep_dir.mkdir(parents=True, exist_ok=True)
+    with locked(sweep_dir):
+        frozen = {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
+        places = {(s, run.fold, run.seed): run for run in frozen.values() for s in run.settings}
+        for run in runs:
+            for setting in run.settings:
+                other = places.get((setting, run.fold, run.seed), run)
+                if other.id != run.id or other.config != run.config:
+                    changed = ", ".join(differences(other.config, run.config))
+                    raise ConfigError(
+                        f"sweep_dir={sweep_dir} holds {setting} with other settings: {changed}; use another sweep_dir"
+                    )
+        merged = {**frozen, **{run.id: run for run in runs if run.id not in frozen}}
+        for run in runs:  # a new part may share a run with an old one
+            settings = list(dict.fromkeys([*merged[run.id].settings, *run.settings]))
+            merged[run.id] = replace(merged[run.id], settings=settings)
+        if merged == frozen:
+            return
+        if changes := uncommitted():
+            write_atomic(sweep_dir / "code.diff", changes)
+        content = "".join(json.dumps({**asdict(run), "config": asdict(run.config)}) + "\n" for run in merged.values())
+        write_atomic(sweep_dir / "plan.jsonl", content.encode())
+        about = {"name": name, "title": sweep.title, "commit": commit(), "overrides": overrides, "sweep": asdict(sweep)}
+        write_atomic(sweep_dir / "sweep.json", (json.dumps(about, indent=2) + "\n").encode())
+
+
+def read_plan(sweep_dir: Path) -> list[PlannedRun]:
+    """The frozen runs. Raises: ConfigError where there is no plan."""
+    try:
+        lines = (sweep_dir / "plan.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"sweep_dir={sweep_dir} holds no sweep (it has no plan.jsonl)") from error
+    plans = [json.loads(line) for line in lines]
+    return [PlannedRun(**{**plan, "config": build(TrainConfig, plan["config"])}) for plan in plans]
+
+
+def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
+    before, after = asdict(old), asdict(new)
+    flat = {**old.trajectory, **{k: v for k, v in before.items() if not isinstance(v, dict)}}
+    other = {**new.trajectory, **{k: v for k, v in after.items() if not isinstance(v, dict)}}
+    keys = [key for key in {**flat, **other} if flat.get(key) != other.get(key)]
+    return [f"{key} {show(flat.get(key))} -> {show(other.get(key))}" for key in keys] or ["wandb"]
+
+
+@contextmanager
+def locked(sweep_dir: Path) -> Iterator[None]:
+    """Held while a plan is read and written, so that two launchers freeze one plan."""
+    file = os.open(sweep_dir / "plan.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
