@@ -7,6 +7,7 @@ key. Checks never change a value: what follows from others is a property. Nothin
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -606,7 +607,7 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
     """An instance of the dataclass `cls` from a mapping, with exact types and no unknown key."""
     name = prefix.rstrip(".") or "the config"
     require(isinstance(source, Mapping), f"{name}={show(source)} must be a group of settings")
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     known = {f.name: f for f in fields(cls)}
     for key, value in source.items():
         if key not in known:
@@ -629,6 +630,8 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
             values[key] = convert(value, hints[key], prefix + key)
     return cls(**values)
 
+
+type_hints = functools.cache(typing.get_type_hints)  # of a dataclass: name -> type
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
