@@ -23,6 +23,7 @@ from training.config import (
     TrainConfig,
     build,
     convert,
+    did_you_mean,
     explain,
     load_config,
     require,
@@ -33,29 +34,34 @@ from training.rundir import commit, uncommitted, write_atomic
 GROUPS = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} - {"sweep", "launcher"}
 
 
+Grid = dict[str, dict[str, Any]]  # key -> {name of a value: value}
+
+
 @dataclass(frozen=True)
 class Part:
-    """A named protocol of a sweep: its overrides x its grid."""
+    """A named protocol of a sweep: its overrides x its grid. on_request: left out unless sweep.parts names it."""
 
     title: str = ""
     overrides: list[str] = field(default_factory=list)
-    grid: dict[str, list[Any]] = field(default_factory=dict)
+    grid: Grid = field(default_factory=dict)
+    on_request: bool = False
 
 
 @dataclass(frozen=True)
 class Sweep:
     """configs/sweep/NAME.yaml.
 
-    overrides: train.py's words for every run. grid: values of a setting or of a group, for every part. parts: name ->
-    Part; without any, the grid alone. folds: values of data.fold; null holds out the last 10 %. seeds: values of seed.
-    compare, paper: what scripts/report.py makes of the runs.
+    extends: another sweep, of which this one changes what it names; overrides are added to that one's. overrides:
+    train.py's words for every run. grid: values of a setting or of a group, for every part: a list, or {name: value}.
+    parts: name -> Part; without any, the grid alone. folds: values of data.fold; null holds out the last 10 %. seeds:
+    values of seed. compare, paper: what scripts/report.py makes of the runs.
     """
 
     title: str = ""
     overrides: list[str] = field(default_factory=list)
     folds: list[int] | None = None
     seeds: list[int] = field(default_factory=lambda: [1337])
-    grid: dict[str, list[Any]] = field(default_factory=dict)
+    grid: Grid = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     compare: dict[str, Any] = field(default_factory=dict)
     paper: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +80,8 @@ class PlannedRun:
     config: TrainConfig
 
 
+SWEEP_KEYS = [f.name for f in fields(Sweep)]
+
 # -----------------------------------------------------------------------------
 # The definition
 
@@ -84,6 +92,28 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
 
     Raises: ConfigError naming key, value and rule.
     """
+    source = read_definition(name)
+    parts = source["parts"]
+    for key, value in changes.items():
+        if key.startswith("grid."):
+            swept = key.removeprefix("grid.")
+            grids = [source["grid"], *(part["grid"] for part in parts.values())]
+            for grid in [grid for grid in grids if swept in grid] or grids[:1]:
+                grid[swept] = value
+        elif key == "parts":
+            chosen = [*parts] if value == "all" else [value] if isinstance(value, str) else value
+            good = isinstance(chosen, list) and len(chosen) > 0 and all(part in parts for part in chosen)
+            require(good, f"sweep.parts={show(value)} must be all, or some of {', '.join(parts)}, as [{[*parts][:1]}]")
+            source["parts"] = {part: {**parts[part], "on_request": False} for part in chosen}
+        else:
+            require(key in SWEEP_KEYS, f"sweep.{key}={show(value)} is unknown{did_you_mean(key, SWEEP_KEYS, 'sweep.')}")
+            source[key] = value
+    source["parts"] = {name: part for name, part in source["parts"].items() if not part["on_request"]}
+    return check_sweep(source)
+
+
+def read_definition(name: str) -> dict[str, Any]:
+    """A sweep's YAML file on top of the one that it extends; its parts are whole, its keys are known."""
     known = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
     file = Path(name) if name.endswith(".yaml") else CONFIG_DIR / "sweep" / f"{name}.yaml"
     require(file.is_file(), f"sweep={name} must be one of {', '.join(known)}, or a file that ends in .yaml")
@@ -91,33 +121,26 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
         source = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"sweep={name}: {' '.join(str(error).split())}") from error
-    require(isinstance(source, dict), f"sweep={name} must be a group of settings")
-    known_keys = {f.name for f in fields(Sweep)}
-    for key in source:
-        require(key in known_keys, f"sweep.{key} is unknown; known here: {', '.join(sorted(known_keys))}")
-    parts = source.get("parts") or {}
-    require(isinstance(parts, dict), f"sweep.parts={show(parts)} must be a group of settings")
-    source["parts"] = {}
-    for part, content in parts.items():
-        content = content or {}
-        require(isinstance(content, dict), f"sweep.parts.{part}={show(content)} must be a group of settings")
-        for key in content:
-            require(key in ("title", "overrides", "grid"), f"sweep.parts.{part}.{key} is unknown")
-        source["parts"][str(part)] = {"title": "", "overrides": [], "grid": {}, **content}
-    for key, value in changes.items():
-        if key.startswith("grid."):
-            swept = key.removeprefix("grid.")
-            grids = [source.setdefault("grid", {}), *(part["grid"] for part in source["parts"].values())]
-            for grid in [grid for grid in grids if swept in grid] or grids[:1]:
-                grid[swept] = value
-        elif key == "parts":
-            missing = [part for part in value if part not in source["parts"]]
-            require(not missing, f"sweep.parts={value} must be some of {', '.join(source['parts'])}")
-            source["parts"] = {part: source["parts"][part] for part in value}
-        else:
-            require(key in known_keys, f"sweep.{key}={show(value)} is unknown")
-            source[key] = value
-    return check_sweep(source)
+
+    def group(key: str, value: Any, known: list[str] | None = None) -> dict[str, Any]:
+        require(isinstance(value, dict), f"{key}={show(value)} must be a group of settings")
+        for leaf in value:
+            require(known is None or leaf in known, f"{key}.{leaf} is unknown{did_you_mean(str(leaf), known or [])}")
+        return {str(leaf): content for leaf, content in value.items()}
+
+    source = group("sweep", source, [*SWEEP_KEYS, "extends"])
+    empty: dict[str, Any] = {"overrides": [], "grid": {}, "parts": {}, "compare": {}, "paper": {}}
+    base = read_definition(str(source.pop("extends"))) if "extends" in source else empty
+    merged = {**base, **source, "parts": dict(base["parts"])}
+    merged["overrides"] = [*base["overrides"], *source.get("overrides", [])]
+    for key in ("compare", "paper"):
+        merged[key] = {**base[key], **group(f"sweep.{key}", source.get(key) or {})}
+    merged["grid"] = group("sweep.grid", merged["grid"])
+    for part, content in group("sweep.parts", source.get("parts") or {}).items():
+        new = group(f"sweep.parts.{part}", content or {}, [f.name for f in fields(Part)])
+        merged["parts"][part] = {**asdict(Part()), **merged["parts"].get(part, {}), **new}
+        merged["parts"][part]["grid"] = group(f"sweep.parts.{part}.grid", merged["parts"][part]["grid"])
+    return merged
 
 
 def check_sweep(source: Mapping[str, Any]) -> Sweep:
@@ -128,14 +151,18 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
         require(good, f"sweep.{key}={show(words)} must be a list of key=value words")
         return list(words)
 
-    def grid(key: str, values: Any) -> dict[str, list[Any]]:
-        require(isinstance(values, dict), f"sweep.{key}={show(values)} must be a group of settings")
-        for swept, options in values.items():
-            full = isinstance(options, list) and len(options) > 0
-            require(full, f"sweep.{key}.{swept}={show(options)} must be a list of values, as [2,3]")
-            distinct = {json.dumps(option, sort_keys=True) for option in options}
-            require(len(distinct) == len(options), f"sweep.{key}.{swept}={options} names a value twice")
-        return dict(values)
+    def grid(key: str, swept: Mapping[str, Any]) -> Grid:
+        named: Grid = {}
+        for setting, options in swept.items():
+            full = isinstance(options, list | dict) and len(options) > 0
+            require(full, f"sweep.{key}.{setting}={show(options)} must be a list of values, as [2,3]")
+            if isinstance(options, list):
+                leaf = setting.rpartition(".")[2]
+                names = [f"{leaf}={show(option)}" for option in options]
+                require(len(set(names)) == len(names), f"sweep.{key}.{setting}={options} names a value twice")
+                options = dict(zip(names, options, strict=True))
+            named[setting] = options
+        return named
 
     def integers(key: str, values: Any) -> list[int]:
         good = isinstance(values, list) and len(values) > 0 and all(type(value) is int for value in values)
@@ -154,13 +181,13 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
     }
     return Sweep(
         title=convert(source.get("title", ""), str, "sweep.title"),
-        overrides=overrides("overrides", source.get("overrides", [])),
+        overrides=overrides("overrides", source["overrides"]),
         folds=None if folds is None else integers("folds", folds),
         seeds=integers("seeds", source.get("seeds", [TrainConfig.seed])),
-        grid=grid("grid", source.get("grid", {})),
+        grid=grid("grid", source["grid"]),
         parts=parts,
-        compare=dict(source.get("compare") or {}),
-        paper=dict(source.get("paper") or {}),
+        compare=source["compare"],
+        paper=source["paper"],
     )
 
 
@@ -187,15 +214,15 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
     for fold, seed in itertools.product(folds, sweep.seeds):
         for name, part in (sweep.parts or {"": Part()}).items():
             grid = {**sweep.grid, **part.grid}
-            for values in itertools.product(*grid.values()):
-                point = dict(zip(grid, values, strict=True))
+            for names in itertools.product(*grid.values()):
+                point = {key: grid[key][value] for key, value in zip(grid, names, strict=True)}
+                setting = "/".join(filter(None, [name, ",".join(names)])) or "all"
                 chosen = [f"{key}={show(value)}" for key, value in point.items() if key in GROUPS]
                 rest = {key: value for key, value in point.items() if key not in GROUPS}
                 rest |= {"seed": seed} if fold is None else {"seed": seed, "data.fold": fold}
                 words = [*sweep.overrides, *part.overrides, *overrides, *chosen]
                 config = replace(compose(words, rest), out_dir=None)
                 run_id = config.run_dir.name
-                setting = setting_name(name, point)
                 if run_id in runs:
                     require(
                         runs[run_id].config == config,
@@ -206,12 +233,6 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
                     plain = [f"{key}={show(value)}" for key, value in rest.items()]
                     runs[run_id] = PlannedRun(run_id, [setting], seed, fold, [*words, *plain], config)
     return list(runs.values())
-
-
-def setting_name(part: str, point: Mapping[str, Any]) -> str:
-    """ "part/p=3,fold=1" of {"qk_norm.p": 3, ...}; a group by its own name."""
-    values = ",".join(f"{key.rpartition('.')[2]}={show(value)}" for key, value in point.items())
-    return "/".join(filter(None, [part, values])) or "all"
 
 
 class Composer:

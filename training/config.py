@@ -611,7 +611,7 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
     known = {f.name: f for f in fields(cls)}
     for key, value in source.items():
         if key not in known:
-            raise ConfigError(f"{prefix}{key}={show(value)} is unknown{did_you_mean(str(key), known)}")
+            raise ConfigError(f"{prefix}{key}={show(value)} is unknown{did_you_mean(str(key), known, prefix)}")
     values = {}
     for key, spec in known.items():
         if key not in source:

@@ -1,0 +1,449 @@
+"""Sweeps: what a plan is, and that killing anything at any moment changes nothing but the time."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, TINY
+from test_train import assert_same_run
+
+from model.gpt import mean_norm_ratio
+from sweeps.plan import Sweep, compose, freeze, load_sweep, plan_runs, read_plan
+from sweeps.status import state_of
+from sweeps.worker import claimed, is_claimed, read_claim
+from training.config import CONFIG_DIR, ConfigError, load_config, to_yaml
+from training.rundir import is_locked, read_json, read_status
+
+NAMES = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
+LAUNCH = [sys.executable, str(ROOT / "sweeps" / "launch.py")]
+
+
+def tiny_sweep(folder: Path, corpus: Path, **changes: Any) -> Path:
+    """A sweep of eight runs of a second: two norms, dropout or not, two folds."""
+    definition = {
+        "title": "a tiny sweep",
+        "overrides": ["data=text", f"data.path={corpus}", *TINY, "max_iters=60", "wandb.mode=disabled"],
+        "folds": [0, 1],
+        "grid": {"qk_norm": ["none", "rms"], "model.dropout": [0.0, 0.2]},
+        **changes,
+    }
+    file = folder / "tiny.yaml"
+    file.write_text(yaml.safe_dump(definition))
+    return file
+
+
+def launcher(sweep: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
+    command = [*LAUNCH, f"sweep={sweep}", f"sweep_dir={sweep.parent / 'sweep'}", "launcher.workers=2", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def launched(sweep: Path, *words: str, status: int = 0, **options: Any) -> str:
+    """Launch, wait, check the exit status. Returns what was printed."""
+    process = launcher(sweep, *words, **options)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == status, output
+    return output
+
+
+def workers_of(sweep_dir: Path) -> list[int]:
+    """Process ids of the workers of a sweep."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if str(sweep_dir).encode() in words and b"work" in words:
+                found.append(int(entry.name))
+    return found
+
+
+def eventually(what: Callable[[], Any], seconds: float = 60) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (result := what()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+    return result
+
+
+def times_finished(run: Path) -> int:
+    return sum(" done: val/loss " in line for line in (run / "train.log").read_text().splitlines())
+
+
+def assert_same_sweep(done: Path, other: Path) -> None:
+    """Every run of `other` equals that of the undisturbed sweep bit for bit, and was finished exactly once."""
+    for run in read_plan(done):
+        assert_same_run(done / run.id, other / run.id)
+        assert times_finished(other / run.id) == 1
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sweep file of a sweep that has run through; its directory is beside it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    words = random.Random(0).choices(["to", "be", "or", "not", "that", "is", "the", "question", "nobler"], k=1500)
+    (folder / "corpus.txt").write_text(" ".join(words)[:6000])
+    sweep = tiny_sweep(folder, folder / "corpus.txt")
+    output = launched(sweep)
+    assert "8 done" in output and "[8/8]" in output
+    return sweep
+
+
+@pytest.fixture
+def sweep(undisturbed: Path, tmp_path: Path) -> Iterator[Path]:
+    """The same sweep, not begun."""
+    file = tmp_path / undisturbed.name
+    shutil.copy(undisturbed, file)
+    yield file
+    for pid in workers_of(tmp_path / "sweep"):
+        os.kill(pid, signal.SIGKILL)
+
+
+# -----------------------------------------------------------------------------
+# Plans
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_planned_config_is_what_train_py_composes_from_its_words(name: str) -> None:
+    parts = {"parts": "all"} if load_sweep(name, {}).parts else {}
+    runs = plan_runs(load_sweep(name, parts), [])
+    assert len({run.id for run in runs}) == len(runs)
+    for run in random.Random(0).sample(runs, min(12, len(runs))):
+        assert load_config(compose(run.overrides)) == run.config
+        assert run.config.run_dir.name == run.id
+
+
+def test_the_p_sweep_is_seven_p_by_ten_folds_under_each_protocol() -> None:
+    runs = plan_runs(load_sweep("p_sweep_cpu", {"parts": "all"}), [])
+    assert len(plan_runs(load_sweep("p_sweep", {}), [])) == 70
+    for part in ("alpha_1", "sqrt_d", "matched", "henry"):
+        mine = [run for run in runs if any(s.startswith(f"{part}/") for s in run.settings)]
+        points = {(run.config.qk_norm.p, run.fold) for run in mine}  # type: ignore[union-attr]
+        assert points == {(p, fold) for p in (1, 1.5, 2, 2.5, 3, 3.5, 4) for fold in range(10)}
+        assert len(mine) == 70
+
+
+@pytest.mark.parametrize("name", ["p_sweep", "p_sweep_cpu"])
+def test_the_control_has_the_temperature_of_each_p(name: str) -> None:
+    runs = plan_runs(load_sweep(name, {"parts": ["control"], "folds": [0]}), [])
+    for run in runs:
+        p = float(run.settings[0].removeprefix("control/as_p"))
+        head_dim = run.config.model.n_embd // run.config.model.n_head
+        assert run.config.qk_norm.alpha_init == pytest.approx(mean_norm_ratio(p, head_dim) ** 2, rel=1e-3)  # type: ignore[union-attr]
+    assert len(runs) == 6
+
+
+def test_a_sweep_that_extends_another_changes_what_it_names() -> None:
+    base, small = load_sweep("p_sweep", {"parts": "all"}), load_sweep("p_sweep_cpu", {"parts": "all"})
+    assert [*base.parts] == [*small.parts] and base.compare == small.compare and base.paper == small.paper
+    assert small.overrides[: len(base.overrides)] == base.overrides
+    assert small.parts["control"].overrides == base.parts["control"].overrides
+    assert small.parts["control"].grid != base.parts["control"].grid
+
+
+def test_ten_thousand_runs_are_planned_and_frozen_in_under_a_minute(tmp_path: Path) -> None:
+    began = time.monotonic()
+    file = tmp_path / "big.yaml"
+    grid = {"qk_norm.p": [1, 1.5, 2, 2.5, 3], "qk_norm.alpha_init": [1, 2, 3, 4, 5], "attention": ["mha", "gqa"]}
+    words = ["data=python_docs", "model=gqa_nano", "qk_norm=lp"]
+    file.write_text(yaml.safe_dump({"overrides": words, "folds": [*range(10)], "seeds": [*range(20)], "grid": grid}))
+    sweep = load_sweep(str(file), {})
+    runs = plan_runs(sweep, [])
+    freeze(tmp_path / "sweep", "big", sweep, [], runs)
+    assert len({run.id for run in runs}) == 10_000
+    assert read_plan(tmp_path / "sweep") == runs
+    assert time.monotonic() - began < 60
+
+
+def test_runs_that_two_settings_share_are_planned_once(tmp_path: Path, corpus: Path) -> None:
+    parts: dict[str, Any] = {"a": {"grid": {"qk_norm": ["none", "rms"]}}, "b": {"overrides": ["qk_norm=rms"]}}
+    runs = plan_runs(load_sweep(str(tiny_sweep(tmp_path, corpus, grid={}, parts=parts)), {}), [])
+    assert [run.settings for run in runs] == 2 * [["a/qk_norm=none"], ["a/qk_norm=rms", "b"]]
+
+
+def test_the_command_line_changes_grid_folds_and_seeds() -> None:
+    changes = {"folds": [3], "seeds": [1, 2], "parts": ["sqrt_d"], "grid.qk_norm.p": [2, 3.5]}
+    runs = plan_runs(load_sweep("p_sweep_cpu", changes), ["max_iters=700"])
+    settings = ["sqrt_d/p=2", "sqrt_d/p=3.5"]
+    assert [(run.settings, run.seed, run.fold) for run in runs] == [([s], seed, 3) for seed in (1, 2) for s in settings]
+    assert {run.config.max_iters for run in runs} == {700}
+
+
+BAD = {
+    "": ["sweep="],
+    "sweep=nosuch": ["sweep=nosuch", "p_sweep_cpu"],
+    "sweep=p_sweep_cpu launcher=cloud": ["launcher=cloud", "local"],
+    "sweep=p_sweep_cpu launcher.workers=0": ["launcher.workers=0", ">= 1"],
+    "sweep=p_sweep_cpu launcher.worker=2": ["launcher.worker=2", "launcher.workers"],
+    "sweep=p_sweep_cpu qk_norm.p=3": ["qk_norm.p=3", "sweep.grid.qk_norm.p"],
+    "sweep=p_sweep_cpu seed=3": ["seed=3", "sweep.seeds"],
+    "sweep=p_sweep_cpu out_dir=x": ["out_dir=x", "sweep_dir"],
+    "sweep=p_sweep_cpu max_iter=3": ["max_iter=3", "max_iters"],
+    "sweep=p_sweep_cpu sweep.folds=3": ["sweep.folds=3", "[0,1]"],
+    "sweep=p_sweep_cpu sweep.folds=[10]": ["data.fold=10", "0..9"],
+    "sweep=p_sweep_cpu sweep.fold=[1]": ["sweep.fold", "unknown"],
+    "sweep=p_sweep_cpu sweep.parts=[nosuch]": ["nosuch", "alpha_1"],
+    "sweep=p_sweep_cpu sweep.grid.qk_norm.p=[0.5]": ["qk_norm.p=0.5", ">= 1"],
+    "sweep=p_sweep_cpu sweep.grid.qk_norm.q=[2]": ["qk_norm.q=2", "unknown"],
+    "sweep=p_sweep_cpu sweep.grid.qk_norm.p=[2,2]": ["twice"],
+    "sweep=p_sweep_cpu retries=-1": ["retries=-1"],
+    "sweep=p_sweep_cpu device=cuda:99": ["device=cuda:99"],
+    "sweep=p_sweep_cpu data=text data.path=nosuch.txt": ["nosuch.txt"],
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_gets_one_line_and_status_2_before_anything_is_written(words: str, tmp_path: Path) -> None:
+    ended = subprocess.run([*LAUNCH, *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
+    for part in BAD[words]:
+        assert part in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_frozen_plan_may_grow_but_not_change(tmp_path: Path, corpus: Path) -> None:
+    file, folder = tiny_sweep(tmp_path, corpus), tmp_path / "sweep"
+
+    def put(changes: dict[str, Any], *words: str) -> int:
+        sweep: Sweep = load_sweep(str(file), changes)
+        freeze(folder, "tiny", sweep, list(words), plan_runs(sweep, list(words)))
+        return len(read_plan(folder))
+
+    assert put({"folds": [0]}) == 4
+    assert put({}) == 8
+    before = (folder / "plan.jsonl").read_bytes(), (folder / "sweep.json").read_bytes()
+    assert put({"folds": [1], "grid.qk_norm": ["rms"]}) == 8  # fewer: they alone are launched
+    with pytest.raises(ConfigError, match="max_iters 60 -> 61"):
+        put({}, "max_iters=61")
+    with pytest.raises(ConfigError, match="optim.learning_rate"):
+        put({}, "optim.learning_rate=0.01")
+    with pytest.raises(ConfigError, match="eval_interval 2 -> 3"):
+        put({}, "eval_interval=3")
+    assert before == ((folder / "plan.jsonl").read_bytes(), (folder / "sweep.json").read_bytes())
+
+
+def test_the_checkouts_commit_and_changes_are_frozen_with_the_plan(tmp_path: Path, corpus: Path) -> None:
+    code = tmp_path / "code"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(code)], check=True)
+    shutil.copytree(ROOT / "sweeps", code / "sweeps", dirs_exist_ok=True)
+    (code / "README.md").write_text("changed\n")
+    file = tiny_sweep(tmp_path, corpus)
+    script = f"""
+import sys; sys.path.insert(0, "{code}")
+from pathlib import Path
+from sweeps.plan import freeze, load_sweep, plan_runs
+sweep = load_sweep("{file}", {{}})
+freeze(Path("{tmp_path}/sweep"), "tiny", sweep, [], plan_runs(sweep, []))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=code, capture_output=True, text=True, check=True).stdout
+    assert read_json(tmp_path / "sweep" / "sweep.json")["commit"] == head.strip() + "+"
+    assert "+changed" in (tmp_path / "sweep" / "code.diff").read_text()
+
+
+# -----------------------------------------------------------------------------
+# Launching
+
+
+def test_a_dry_run_lists_every_run_and_writes_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    command = [*LAUNCH, f"sweep={undisturbed}", "dry_run=true"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    for run in read_plan(undisturbed.parent / "sweep"):
+        assert f"{run.id}  pending" in ended.stdout
+    assert "GiB of disk" in ended.stdout and "workers" in ended.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_starting_a_finished_sweep_again_runs_nothing(undisturbed: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in (undisturbed.parent / "sweep").glob("*/metrics.jsonl")}
+    assert "8 done" in launched(undisturbed)
+    assert before == {file: file.stat().st_mtime_ns for file in before}
+
+
+def test_status_counts_the_runs_of_each_setting(undisturbed: Path) -> None:
+    command = [sys.executable, str(ROOT / "sweeps" / "status.py"), f"sweep_dir={undisturbed.parent / 'sweep'}"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "8 runs, 8 done" in output
+    assert "  dropout=0.2,qk_norm=rms   2 done\n" in output
+    none = subprocess.run([*command[:2], "sweep=nosuch"], capture_output=True, text=True)
+    assert none.returncode == 2 and none.stderr.startswith("error: ")
+
+
+def test_kills_at_random_moments_change_nothing(undisturbed: Path, sweep: Path) -> None:
+    choose, folder = random.Random(1), sweep.parent / "sweep"
+    kills = {"launcher": 0, "workers": 0, "all": 0}
+    process = launcher(sweep, "retries=100")
+    while process.poll() is None and sum(kills.values()) < 12:
+        what = list(kills)[sum(kills.values()) % 3]
+        if choose.random() < 0.8:  # else wherever the launcher is
+            eventually(lambda running=process: workers_of(folder) or running.poll() is not None)  # type: ignore[misc]
+        time.sleep(choose.uniform(0, 4))
+        victims = [] if what == "launcher" else workers_of(folder)
+        if what != "workers":
+            victims.append(process.pid)
+        if process.poll() is None and victims:
+            for pid in victims:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            kills[what] += 1
+            if what != "workers":
+                process.communicate()
+                process = launcher(sweep, "retries=100")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert sum(kills.values()) >= 6, kills
+    assert_same_sweep(undisturbed.parent / "sweep", folder)
+
+
+def test_two_launchers_at_once_run_nothing_twice(undisturbed: Path, sweep: Path) -> None:
+    pair = [launcher(sweep), launcher(sweep)]
+    for process in pair:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0 and "8 done" in output, output
+    folder = sweep.parent / "sweep"
+    assert_same_sweep(undisturbed.parent / "sweep", folder)
+    began = [(folder / run.id / "train.log").read_text().count(" parameters, ") for run in read_plan(folder)]
+    assert began == 8 * [1]
+    assert len({tuple(read_claim(folder, run.id)["tries"]) for run in read_plan(folder)}) == 2  # both took some
+
+
+def test_interrupt_stops_at_a_checkpoint_and_the_same_command_goes_on(undisturbed: Path, sweep: Path) -> None:
+    folder = sweep.parent / "sweep"
+    process = launcher(sweep)
+    run = read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))[0]
+    eventually(lambda: (read_status(folder / run.id).get("iter") or 0) > 0)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "stopped by SIGINT" in output and "the same command goes on" in output
+    assert workers_of(folder) == []
+    states = {state_of(folder, run).state for run in read_plan(folder)}
+    assert "stopped" in states and "running" not in states
+    assert "8 done" in launched(sweep)
+    assert_same_sweep(undisturbed.parent / "sweep", folder)
+
+
+def test_a_run_that_always_fails_is_tried_again_named_and_does_not_stop_the_others(sweep: Path) -> None:
+    folder = sweep.parent / "sweep"
+    definition = load_sweep(str(sweep), {})
+    runs = plan_runs(definition, [])
+    freeze(folder, "tiny", definition, [], runs)
+    broken, foreign = runs[1], runs[2]
+    (folder / broken.id).mkdir()
+    (folder / broken.id / "config.yaml").write_text(to_yaml(broken.config))
+    (folder / broken.id / "metrics.jsonl").mkdir()  # cannot be written: fails in the run, every time
+    (folder / foreign.id).mkdir()
+    (folder / foreign.id / "thesis.tex").touch()  # refused: no second try would help
+    output = launched(sweep, "retries=2", status=1)
+    assert "6 done, 2 failed" in output
+    assert f"failed: {broken.id}: IsADirectoryError" in output
+    assert f"failed: {foreign.id}: out_dir=" in output and "neither empty nor a run directory" in output
+    assert [*read_claim(folder, broken.id)["tries"].values()] == [3]
+    assert (folder / "logs" / f"{broken.id}.log").read_text().count("Traceback") == 3
+    assert (folder / "logs" / f"{foreign.id}.log").read_text().count("error: ") == 1
+    (folder / broken.id / "metrics.jsonl").rmdir()
+    (folder / foreign.id / "thesis.tex").unlink()
+    assert "8 done" in launched(sweep)
+
+
+def test_fail_fast_stops_the_other_runs(sweep: Path) -> None:
+    folder = sweep.parent / "sweep"
+    definition = load_sweep(str(sweep), {})
+    runs = plan_runs(definition, [])
+    freeze(folder, "tiny", definition, [], runs)
+    (folder / runs[0].id).mkdir()
+    (folder / runs[0].id / "thesis.tex").touch()
+    output = launched(sweep, "fail_fast", status=1)
+    assert "1 failed" in output and "pending" in output
+    assert workers_of(folder) == []
+
+
+def test_a_run_whose_worker_always_dies_is_given_up_and_the_others_are_not(undisturbed: Path, sweep: Path) -> None:
+    folder = sweep.parent / "sweep"
+    process = launcher(sweep, "launcher.workers=1")
+    run = read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))[0]
+    dead: list[int] = []
+    for _ in range(2):  # the first try and the second
+        eventually(lambda: set(workers_of(folder)) - set(dead))  # noqa: B023
+        eventually(lambda: is_locked(folder / run.id))
+        dead += workers_of(folder)
+        os.kill(dead[-1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, output
+    assert "7 done, 1 failed" in output and f"failed: {run.id}: its worker died" in output
+    assert "8 done" in launched(sweep)
+    assert_same_sweep(undisturbed.parent / "sweep", folder)
+
+
+def test_a_full_disk_fails_the_runs_and_loses_nothing(undisturbed: Path, sweep: Path) -> None:
+    """Files may not grow past what a checkpoint needs: what write() then raises is what a full disk's does."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    output = launched(sweep, "retries=0", status=1, preexec_fn=limit)
+    assert "8 failed" in output and "File too large" in output
+    assert "8 done" in launched(sweep)
+    assert_same_sweep(undisturbed.parent / "sweep", sweep.parent / "sweep")
+
+
+def test_a_checkout_edited_while_the_sweep_runs_does_not_change_later_configs(undisturbed: Path, sweep: Path) -> None:
+    code, folder = sweep.parent / "code", sweep.parent / "sweep"
+    shutil.copytree(ROOT, code, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "results", "*.egg-info"))
+    command = [sys.executable, str(code / "sweeps" / "launch.py"), f"sweep={sweep}", f"sweep_dir={folder}"]
+    process = subprocess.Popen([*command, "launcher.workers=1"], stdout=subprocess.DEVNULL)
+    first = read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))[0]
+    eventually(lambda: is_locked(folder / first.id))
+    for file in [sweep, *(code / "configs").rglob("*.yaml")]:
+        file.write_text("name: edited\n")
+    assert process.wait(timeout=300) == 0
+    assert_same_sweep(undisturbed.parent / "sweep", folder)
+
+
+def test_a_claim_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
+    (tmp_path / "claims").mkdir()
+    with claimed(tmp_path, "run") as mine:
+        assert mine is not None and is_claimed(tmp_path, "run")
+        with claimed(tmp_path, "run") as theirs:
+            assert theirs is None
+    assert not is_claimed(tmp_path, "run")
+    pid = os.fork()
+    if pid == 0:
+        with claimed(tmp_path, "run"):
+            (tmp_path / "held").touch()
+            time.sleep(60)
+    eventually((tmp_path / "held").exists)
+    assert is_claimed(tmp_path, "run")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert not is_claimed(tmp_path, "run")
+
+
+def test_a_diverged_run_is_a_result_and_not_a_failure(tmp_path: Path, corpus: Path) -> None:
+    words = ["data=text", f"data.path={corpus}", *TINY, "max_iters=30", "wandb.mode=disabled", "grad_clip=0"]
+    grid = {"optim.learning_rate": [1e-3, 1e30]}
+    sweep = tiny_sweep(tmp_path, corpus, overrides=words, grid=grid, folds=None)
+    output = launched(sweep)
+    assert "1 done, 1 diverged" in output and "is not finite" in output or "nan" in output
+    assert "1 done, 1 diverged" in launched(sweep)
+
+
+def test_json_of_a_frozen_sweep_names_every_part(undisturbed: Path) -> None:
+    about = json.loads((undisturbed.parent / "sweep" / "sweep.json").read_text())
+    norms = {"qk_norm=none": "none", "qk_norm=rms": "rms"}
+    assert about["name"] == "tiny" and about["sweep"]["grid"]["qk_norm"] == norms
