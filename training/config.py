@@ -745,6 +745,8 @@ def explain(error: BaseException, schema: type, argv: list[str]) -> str:
     if unknown:
         key = unknown[1]
         override = next((o for o in overrides if o.lstrip("+~").split("=")[0] == key), key)
+        if key.split(".")[0] in ("sweep", "sweep_dir", "launcher"):
+            return f"{override} is a word for sweeps/launch.py"
         group, _, leaf = key.rpartition(".")
         settings = list(flatten(asdict(schema())))
         variants = {f.name: f.metadata.get("variants", {}) for f in fields(schema)}.get(group, {})
