@@ -147,8 +147,12 @@ def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus
         assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         assert line["lr"] == train.learning_rate(step, config)
+        before = {name: p.detach().clone() for name, p in gpt.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
+        updates = {key: value for key, value in line.items() if key.startswith("update/")}
+        evaluated = step % config.eval_interval == 0
+        assert updates == (pytest.approx(train.update_ratios(gpt, before), rel=1e-3) if evaluated else {})
 
 
 def test_grad_clip_bounds_the_update_but_not_the_logged_norm(
