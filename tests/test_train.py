@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, TINY
 from torch import Tensor
+from variants import LAYOUTS, PAIRS
 
 import model.gpt
 import train
@@ -80,10 +81,7 @@ def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path
     evaluated = [line for line in logged if "val/loss" in line]
     assert [line["iter"] for line in evaluated] == [0, 50, 100, 150]
     assert evaluated[0]["val/loss"] == pytest.approx(math.log(20), abs=0.3)
-    text = corpus.read_text()
-    counts = np.array([text.count(c) for c in set(text)]) / len(text)
-    unigram = -(counts * np.log(counts)).sum()
-    assert evaluated[-1]["val/loss"] < unigram - 0.5
+    assert evaluated[-1]["val/loss"] < unigram_entropy(corpus) - 0.5
     assert evaluated[-1]["val/bpc"] == pytest.approx(evaluated[-1]["val/loss"] / math.log(2))
     for line in logged[:-1]:
         assert {"train/loss", "lr", "grad_norm", "tok_per_sec", "mfu"} <= line.keys() and 0 < line["mfu"] < 2
@@ -97,31 +95,43 @@ def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path
     assert json.loads((run / "status.json").read_text())["state"] == "done"
 
 
-@pytest.mark.parametrize("name", QK_NORM_VARIANTS)
-def test_every_norm_trains_below_the_entropy_of_single_characters(name: str, corpus: Path, tmp_path: Path) -> None:
-    settings = train.asdict(QK_NORM_VARIANTS[name])
-    schedule, optim = {"name": "cosine", "warmup_iters": 5, "min_lr": 1e-3}, {"name": "adamw", "learning_rate": 2e-2}
-    run = tmp_path / "run"
-    changes = {"qk_norm": settings, "max_iters": 50, "eval_interval": 50, "schedule": schedule, "optim": optim}
-    assert train.run(configured(corpus, run, batch_size=16, **changes)) == 0
+def unigram_entropy(corpus: Path) -> float:
+    """Nats a character: the loss of the best guess that looks at no context."""
     text = corpus.read_text()
     counts = np.array([text.count(c) for c in set(text)]) / len(text)
-    assert lines(run)[-1]["val/loss"] < -(counts * np.log(counts)).sum()
-    if "alpha_init" in settings:
-        raw = weights(run)["model/transformer.h.0.attn.logit_scale.alpha.raw"]
-        start = model.gpt.Alpha(QK_NORM_VARIANTS[name], 2, (8,), 16)  # type: ignore[arg-type]
-        start.init_weights()
-        assert not torch.equal(raw, start.raw)  # alpha is trained
+    return -(counts * np.log(counts)).sum()
+
+
+FAST: dict[str, Any] = {
+    "max_iters": 50, "batch_size": 16, "eval_interval": 50, "log_interval": 50, "checkpoint_interval": 50,
+    "model": {**SETTINGS["model"], "n_layer": 1, "n_head": 4, "n_embd": 32, "dropout": 0.1},
+    "optim": {"name": "adamw", "learning_rate": 2e-2},
+    "schedule": {"name": "cosine", "warmup_iters": 5, "min_lr": 1e-3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout, name", PAIRS)
+def test_every_layout_trains_with_every_norm_below_the_entropy_of_single_characters(
+    layout: str, name: str, corpus: Path, tmp_path: Path
+) -> None:
+    norm, run = QK_NORM_VARIANTS[name], tmp_path / "run"
+    model = FAST["model"] | ({} if layout == "mha" else {"position": "rope", "rope_theta": 100.0})
+    groups = {"attention": train.asdict(LAYOUTS[layout]), "qk_norm": train.asdict(norm), "model": model}
+    config = configured(corpus, run, **{**FAST, **groups})
+    assert train.run(config) == 0
+    assert lines(run)[-1]["val/loss"] < unigram_entropy(corpus)
+    start = train.GPT(config, 20)
+    start.init_weights(config.seed)
+    trained = weights(run)
+    for key, parameter in start.named_parameters():
+        assert not torch.equal(trained[f"model/{key}"], parameter), key  # gains, alpha and a learned p too
 
 
 @pytest.mark.parametrize("schedule", ["wsd", "linear", "constant"])
 def test_muon_trains_below_the_entropy_of_single_characters(schedule: str, corpus: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
     recipe = {"optim": {"name": "muon", "learning_rate": 2e-2}, "schedule": {"name": schedule, "warmup_iters": 5}}
-    assert train.run(configured(corpus, run, max_iters=50, eval_interval=50, batch_size=16, **recipe)) == 0
-    text = corpus.read_text()
-    counts = np.array([text.count(c) for c in set(text)]) / len(text)
-    assert lines(run)[-1]["val/loss"] < -(counts * np.log(counts)).sum()
+    assert train.run(configured(corpus, tmp_path / "run", **{**FAST, **recipe})) == 0
+    assert lines(tmp_path / "run")[-1]["val/loss"] < unigram_entropy(corpus)
 
 
 def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus: Path, tmp_path: Path) -> None:
