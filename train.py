@@ -101,7 +101,8 @@ def run(config: TrainConfig) -> int:
     peak = peak_flops(device, dtype) * world.size
     dist.init(world, device)
     if world.size > 1:
-        torch.compiler.reset()  # what is compiled inside of DDP exchanges gradients while it computes others
+        if compiled:
+            torch.compiler.reset()  # so that DDP has it compiled in parts, whose gradients travel while others are made
         forward = DistributedDataParallel(forward, device_ids=[device] if device.type == "cuda" else None)
     optimizer = build_optimizer(model, config)
 

@@ -76,7 +76,7 @@ def look_at_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
     table[f"{side}_norm"] = length.mean((0, 2))
     if isinstance(norm, LpNorm):
         g = length * norm.scale(x)[..., 0]
-        table |= {f"{side}_g_mean": g.mean((0, 2)), f"{side}_g_std": g.std((0, 2))}
+        table |= {f"{side}_g_mean": g.mean((0, 2)), f"{side}_g_std": g.std((0, 2), correction=0)}
 
 
 def future_leak(model: nn.Module, idx: Tensor) -> float:

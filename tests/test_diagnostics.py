@@ -89,7 +89,7 @@ def of_vectors(gpt: GPT, layer: int, side: str, raw: np.ndarray) -> list[dict[st
             p_norms = [max(abs(x)) if p == math.inf else sum(abs(c) ** p for c in x) ** (1 / p) for x in vectors]
             g = [length / p_norm for length, p_norm in zip(lengths, p_norms, strict=True)]
             mean = sum(g) / len(g)
-            spread = math.sqrt(sum((y - mean) ** 2 for y in g) / (len(g) - 1))
+            spread = math.sqrt(sum((y - mean) ** 2 for y in g) / len(g))
             values[-1] |= {f"{side}_g_mean": mean, f"{side}_g_std": spread}
     return values
 
