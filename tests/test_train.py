@@ -199,6 +199,27 @@ def test_sampled_evaluation_is_logged_beside_the_exact_one_and_changes_nothing(c
     assert sampled[0]["val/loss_sampled"] == pytest.approx(rest[0]["val/loss"], abs=0.1)
 
 
+def test_each_evaluation_has_diagnostics_of_the_same_held_out_sequences(corpus: Path, tmp_path: Path) -> None:
+    config = configured(corpus, tmp_path / "run", qk_norm={"name": "lp", "p": 3.0}, max_iters=40, eval_interval=20)
+    assert train.run(config) == 0
+    logged = lines(tmp_path / "run")
+    evaluated = [line for line in logged if "val/loss" in line]
+    tables = Metrics.read(tmp_path / "run" / "diagnostics.jsonl")
+    assert [line["iter"] for line in evaluated] == [line["iter"] for line in tables] == [0, 20, 40]
+    for line, table in zip(evaluated, tables, strict=True):
+        summary = {key: value for key, value in table.items() if key.startswith("attn/") and "/layer_" not in key}
+        assert summary == {key: value for key, value in line.items() if key.startswith("attn/")} and len(table) > 30
+    tokenizer = train.build_tokenizer("char", corpus.read_text())
+    held_out = torch.from_numpy(tokenizer.encode(corpus.read_text())[5400:].astype(np.int64))  # the last tenth
+    gpt = train.GPT(config, tokenizer.vocab_size)
+    gpt.load_state_dict(checkpoint.load(tmp_path / "run" / "ckpt" / "latest").tensors["model"])
+    values = train.diagnose(gpt, held_out[: 4 * 16].view(4, 16))
+    assert tables[-1] == {"iter": 40, **values}
+    assert "train/spike_score" not in evaluated[0]  # of no past
+    losses = [line["train/loss"] for line in logged[:40]]
+    assert evaluated[-1]["train/spike_score"] == train.spike_score(losses)
+
+
 # -----------------------------------------------------------------------------
 # Start-up checks, divergence
 
