@@ -222,6 +222,7 @@ def loss_chart(series: Sequence[Series]) -> alt.LayerChart:
     zoom = alt.selection_interval(name="zoom", bind="scales")
     chosen = "which === 'every run' ? datum.of !== 'mean' : datum.of === which"
     low, high = loss_limits(series)
+    ends = [min(row["iteration"] for row in rows), max(row["iteration"] for row in rows)]
 
     def scale(values: Sequence[Any]) -> alt.Scale:
         return alt.Scale(domain=names, range=list(values))
@@ -231,7 +232,7 @@ def loss_chart(series: Sequence[Series]) -> alt.LayerChart:
         .transform_filter(shown)
         .transform_filter(chosen)
         .encode(
-            x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(tickCount=8), scale=alt.Scale(nice=False)),
+            x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(tickCount=8), scale=alt.Scale(domain=ends)),
             color=alt.Color("setting:N", title=None, scale=alt.Scale(domain=names), legend=alt.Legend(symbolOpacity=1)),
         )
     )
