@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -78,9 +79,18 @@ class Sweep:
     definition: Definition
     runs: list[Run]
 
+    @cached_property
+    def by_setting(self) -> dict[str, dict[Replicate, Run]]:
+        """Setting -> its runs, in the order of the plan."""
+        found: dict[str, dict[Replicate, Run]] = {}
+        for run in self.runs:
+            for setting in run.plan.settings:
+                found.setdefault(setting, {})[run.replicate] = run
+        return found
+
     @property
     def settings(self) -> list[str]:
-        return list(dict.fromkeys(setting for run in self.runs for setting in run.plan.settings))
+        return list(self.by_setting)
 
     @property
     def parts(self) -> dict[str, list[str]]:
@@ -99,8 +109,7 @@ class Sweep:
         return ": ".join(filter(None, [part, about])) or "Settings"
 
     def of(self, setting: str) -> dict[Replicate, Run]:
-        """The runs of a setting, in the order of the plan."""
-        return {run.replicate: run for run in self.runs if setting in run.plan.settings}
+        return self.by_setting.get(setting, {})
 
     def done(self, setting: str) -> list[Run]:
         return [run for run in self.of(setting).values() if run.done]
@@ -344,7 +353,8 @@ def label(setting: str, sweep: Sweep) -> str:
 NOTES = """\
 **Two readings of an averaged minimum.** A paper's "averaged minimum" may be the minimum of the curve averaged over \
 folds, or the mean of each fold's own minimum, which is never larger. Both are given. Comparisons use each run's own \
-minimum.
+minimum. Where settings have different numbers of runs done, their means are over different folds: only the paired \
+comparisons compare like with like.
 
 **Comparisons** are A − B, paired by seed and fold, over the pairs whose two runs are done: a run that diverged has no \
 minimum to compare, and is named among the runs that are not done. The interval is the paired t test's. Holm's \
@@ -482,7 +492,7 @@ def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) ->
     bundle = vl_convert.javascript_bundle(vl_version="6.4")  # type: ignore[call-arg]  # its stub asks for more
     return template.substitute(
         title=html.escape(sweep.title), state=f"{done} of {len(sweep.runs)} runs done", facts=rows,
-        body="\n".join(body), charts=json.dumps(charts).replace("</", "<\\/"),
+        body="\n".join(body), charts=json.dumps(charts).replace("<", "\\u003c"),
         runtime=bundle.replace("</script", "<\\/script"),
     )  # fmt: skip
 

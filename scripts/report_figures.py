@@ -185,6 +185,7 @@ def shared_key(names: Sequence[str]) -> tuple[str, list[str]]:
 
 def new_figure(width: float, height: float) -> Figure:
     rc = {"svg.hashsalt": "nanoqk", "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium"}
+    rc["text.parse_math"] = False
     matplotlib.rcParams.update({**matplotlib.rcParamsDefault, **rc, "figure.titlesize": "medium"})  # not the user's own
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # no display, no global state
