@@ -47,8 +47,8 @@ def ours(words: list[str]) -> tuple[Work, dict[str, Any]]:
     compiled = device.type == "cuda" if config.compile == "auto" else bool(config.compile)
     forward: Any = torch.compile(model) if compiled else model
     optimizer = build_optimizer(model, config)
-    for attention in model.attentions:
-        attention.track_max_logits = config.qk_clip.name != "none"
+    for attention in model.attentions if config.qk_clip.name != "none" else []:
+        attention.track_max_logits()
     step = 0
 
     def update(n: int) -> dict[str, Any]:
