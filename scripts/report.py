@@ -503,6 +503,7 @@ def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) ->
 
 def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
     """Read a sweep and write its report. Raises: ConfigError before anything is written."""
+    require(not out.exists() or out.is_dir(), f"out={out} is not a directory")
     sweep = read_sweep(sweep_dir, name)
     compared = families(sweep)
     look = styles({part: {s: label(s, sweep) for s in settings} for part, settings in sweep.parts.items()})
@@ -526,7 +527,6 @@ def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
         "definition": sweep.definition,
         "sha256": {name: sha256(content).hexdigest() for name, content in files.items()},
     }
-    require(not out.exists() or out.is_dir(), f"out={out} is not a directory")
     out.mkdir(parents=True, exist_ok=True)
     before = read_json(out / "provenance.json").get("sha256", {})
     for name, content in files.items():

@@ -436,7 +436,7 @@ def test_the_report_has_all_its_files(whole: Path) -> None:
 def test_the_same_runs_give_the_same_bytes_without_torch(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('the report imports torch')")
     (tmp_path / "runs").symlink_to(whole / "runs")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": "7", "MPLCONFIGDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": "7", "MATPLOTLIBRC": str(tmp_path)}
     (tmp_path / "matplotlibrc").write_text("axes.facecolor: red\nfont.size: 20\n")  # a user's own taste
     call(tmp_path, env=environment)
     first, second = whole / "results" / "made", tmp_path / "results" / "made"
