@@ -134,7 +134,7 @@ def run(config: TrainConfig) -> int:
         run_dir.begin(config)
         info = {
             **here, "parameters": model.num_params(), "vocab_size": tokenizer.vocab_size, "tokens": len(tokens),
-            "held_out_tokens": len(held_out), "commit": commit(),
+            "held_out_tokens": len(held_out), "torch": torch.__version__, "commit": commit(),
         }  # fmt: skip
         tracker = Tracker(run_dir, config, info, start) if world.main else None
         if tracker is not None:
