@@ -360,7 +360,7 @@ def causal_bias(T: int, S: int, dtype: torch.dtype) -> Tensor:
 
 # -----------------------------------------------------------------------------
 # Attention layouts: forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), cache_bytes_per_token(dtype),
-# flops_per_token(context), and for QK-Clip pop_max_logits() and scale_logits(gamma, balance)
+# flops_per_token(context), and for QK-Clip scale_logits(gamma, balance) beside what Observed has
 
 
 @dataclass
