@@ -284,7 +284,8 @@ def mean_norm_ratio(p: float, head_dim: int) -> float:
 
     Measured on 16384 vectors of a fixed seed: good to about 0.1 %.
     """
-    x = torch.randn(16384, head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(16384, head_dim, dtype=torch.float64, generator=g, device="cpu")  # whatever the default device is
     return (torch.linalg.vector_norm(x, 2, -1) / torch.linalg.vector_norm(x, p, -1)).mean().item()
 
 

@@ -15,7 +15,7 @@ import shlex
 import string
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -33,10 +33,11 @@ from scripts.paired import Comparison, Replicate, adjust, lowest, mean_curve
 from scripts.report_figures import (
     Series,
     Style,
+    curve_chart,
     difference_chart,
+    draw_metrics,
     draw_part,
     image,
-    loss_chart,
     replicate_name,
     styles,
     time_chart,
@@ -54,12 +55,23 @@ Definition = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A planned run as it is on the disk. summary: {} unless done or diverged. curve, if done: iteration -> loss."""
+    """A planned run as it is on the disk. summary: {} unless done or diverged. curve, if done: iteration -> loss.
+
+    curves, if done: of every other metric that the definition names, iteration -> value.
+    """
 
     plan: PlannedRun
     state: State
     summary: dict[str, Any] = field(default_factory=dict)
     curve: dict[int, float] = field(default_factory=dict)
+    curves: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    def value(self, metric: "Metric") -> float | None:
+        """The run's number: of its summary, or made of the metric's lines."""
+        if metric.of is None:
+            return self.summary.get(metric.key)
+        values = list(self.curves.get(metric.key, {}).values())
+        return REDUCTIONS[metric.of](values) if values else None
 
     @property
     def done(self) -> bool:
@@ -114,6 +126,15 @@ class Sweep:
     def done(self, setting: str) -> list[Run]:
         return [run for run in self.of(setting).values() if run.done]
 
+    @property
+    def metrics(self) -> "list[Metric]":
+        """What is compared: METRICS, and each of the definition's `also` that is no pattern."""
+        more = {key: how for key, how in (self.definition.get("also") or {}).items() if "*" not in key}
+        return [
+            *METRICS,
+            *(Metric(key, f"{how} of {key}", "lower", "higher", "+.4g", how) for key, how in more.items()),
+        ]
+
     def paper(self, setting: str) -> float | None:
         """The paper's number for a setting: its own, or that of the first pattern that matches."""
         numbers = self.definition.get("paper", {}).get("val_loss", {})
@@ -132,15 +153,22 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     require(isinstance(about.get("sweep"), dict), f"sweep_dir={sweep_dir} has no sweep.json that can be read")
     require(len(plan) > 0, f"sweep_dir={sweep_dir} has a plan.jsonl without a run")
     sweep = Sweep(name or str(about.get("name") or sweep_dir.name), about, about["sweep"], [])
-    sweep.runs.extend(read_run(sweep_dir, run) for run in plan)
+    also = sweep.definition.get("also") or {}
+    require(isinstance(also, dict), f"also={also} must be a group of metrics")
+    for key, how in also.items():
+        require(how in REDUCTIONS, f"also.{key}={show(how)} must be one of {', '.join(REDUCTIONS)}")
+    sweep.runs.extend(read_run(sweep_dir, run, list(also)) for run in plan)
     places = Counter((setting, run.replicate) for run in sweep.runs for setting in run.plan.settings)
     (setting, (seed, fold)), n = places.most_common(1)[0]
     require(n == 1, f"sweep_dir={sweep_dir} has {n} runs of {setting} with seed {seed} and fold {show(fold)}")
     return sweep
 
 
-def read_run(sweep_dir: Path, plan: PlannedRun) -> Run:
-    """A run from its files. One that is said to be done, and lacks what a done run has, has failed."""
+def read_run(sweep_dir: Path, plan: PlannedRun, also: Sequence[str] = ()) -> Run:
+    """A run from its files; `also`: other metrics to read, or patterns of their keys.
+
+    One that is said to be done, and lacks what a done run has, has failed.
+    """
     state, path = state_of(sweep_dir, plan), sweep_dir / plan.id
     max_iters = plan.config.max_iters
     if state.state == "diverged":
@@ -152,7 +180,7 @@ def read_run(sweep_dir: Path, plan: PlannedRun) -> Run:
         saved = f"iteration {state.iter} of {max_iters} is saved" if state.iter else ""
         reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")
         return Run(plan, State(state.state, state.iter, reason))
-    summary, curve, damage = read_json(path / "summary.json"), {}, ""
+    summary, curves, damage = read_json(path / "summary.json"), {}, ""
     missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
     if missing:
         damage = f"summary.json has no {', '.join(missing)}"
@@ -160,20 +188,28 @@ def read_run(sweep_dir: Path, plan: PlannedRun) -> Run:
         return Run(plan, State("stopped", summary["iter"], f"done at iteration {summary['iter']} of {max_iters}"))
     else:
         try:
-            curve = read_curve(path / "metrics.jsonl")
+            curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
         except (OSError, ValueError, KeyError) as error:
             damage = f"metrics.jsonl cannot be read: {error}"
-        if not damage and curve.get(summary["iter_of_min"]) != summary["val/loss_min"]:
+        if not damage and curves.get("val/loss", {}).get(summary["iter_of_min"]) != summary["val/loss_min"]:
             damage = "the minimum of summary.json is not in metrics.jsonl"
     if damage:
         return Run(plan, State("failed", state.iter, f"done, but {damage}"))
-    return Run(plan, state, summary, curve)
+    return Run(plan, state, summary, curves.pop("val/loss"), curves)
 
 
-def read_curve(file: Path) -> dict[int, float]:
-    """Iteration -> val/loss of a metrics.jsonl."""
-    lines = (json.loads(line) for line in file.read_bytes().splitlines() if b'"val/loss"' in line)
-    return {line["iter"]: line["val/loss"] for line in lines if line["val/loss"] is not None}
+def read_curves(file: Path, patterns: Sequence[str]) -> dict[str, dict[int, float]]:
+    """Key -> iteration -> value, of the keys of a metrics.jsonl that match one of the patterns."""
+    curves: dict[str, dict[int, float]] = {}
+    wanted: dict[str, bool] = {}
+    for line in file.read_bytes().splitlines():
+        values = json.loads(line)
+        for key, value in values.items():
+            if key not in wanted:
+                wanted[key] = any(fnmatchcase(key, pattern) for pattern in patterns)
+            if wanted[key] and value is not None:
+                curves.setdefault(key, {})[values["iter"]] = value
+    return curves
 
 
 # -----------------------------------------------------------------------------
@@ -182,13 +218,19 @@ def read_curve(file: Path) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Metric:
+    """of: how a run's lines become its number, one of REDUCTIONS; None: summary.json has it."""
+
     key: str
     name: str
     less: str
     more: str
     spec: str
+    of: str | None = None
 
 
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "last": lambda values: values[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
+}  # fmt: skip
 METRICS = [
     Metric("val/loss_min", "lowest validation loss", "lower", "higher", "+.4f"),
     Metric("iter_of_min", "iteration of the lowest validation loss", "earlier", "later", "+,.1f"),
@@ -198,21 +240,21 @@ METRICS = [
 
 @dataclass(frozen=True)
 class Family:
-    """Comparisons that are read together. metrics: for each of METRICS, the comparisons in it."""
+    """Comparisons that are read together. metrics: for each of the sweep's, the comparisons in it."""
 
     name: str
     title: str
     metrics: list[list[Comparison]]
 
 
-def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], key: str) -> list[Comparison]:
-    """A family of comparisons of summary.json's `key`, paired by seed and fold."""
+def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> list[Comparison]:
+    """A family of comparisons of a metric, paired by seed and fold."""
     family = []
     for a, b in pairs:
         runs_a, runs_b = sweep.of(a), sweep.of(b)
         common = [r for r in runs_a if r in runs_b]
         done = [r for r in common if runs_a[r].done and runs_b[r].done]
-        both = {r: (runs_a[r].summary.get(key), runs_b[r].summary.get(key)) for r in done}
+        both = {r: (runs_a[r].value(metric), runs_b[r].value(metric)) for r in done}
         known = {r: (x, y) for r, (x, y) in both.items() if x is not None and y is not None}
         family.append(Comparison(a, b, len(common), known))
     adjust(family)
@@ -236,7 +278,7 @@ def families(sweep: Sweep) -> list[Family]:
             chosen = [s for s in sweep.settings if any(fnmatchcase(s, str(pattern)) for pattern in patterns)]
             pairs = [[setting, family["baseline"]] for setting in chosen if setting != family["baseline"]]
         pairs = [(str(a), str(b)) for a, b in pairs]
-        metrics = [compare(sweep, pairs, metric.key) for metric in METRICS]
+        metrics = [compare(sweep, pairs, metric) for metric in sweep.metrics]
         found.append(Family(name, family.get("title") or "", metrics))
     return found
 
@@ -281,6 +323,11 @@ def mean_of(runs: Sequence[Run], key: str) -> float | None:
     return fmean(values) if values else None
 
 
+def mean_value(runs: Sequence[Run], metric: Metric) -> float | None:
+    values = [value for run in runs if (value := run.value(metric)) is not None]
+    return fmean(values) if values else None
+
+
 def seconds(runs: Sequence[Run]) -> list[float]:
     return [run.summary["seconds"] for run in runs if run.summary.get("seconds") is not None]
 
@@ -288,9 +335,11 @@ def seconds(runs: Sequence[Run]) -> list[float]:
 def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     """A row a setting, with both readings of "averaged minimum"."""
     papers = any(sweep.paper(setting) is not None for setting in settings)
+    more = sweep.metrics[len(METRICS) :]
     columns = [
         "setting", "runs done", *["paper"] * papers, "minimum of the mean curve", "at iteration",
         "mean of the runs' minima", "SD", "mean iteration of the minimum", "final loss", "median seconds",
+        *(f"mean of {metric.name}" if metric.of == "last" else metric.name for metric in more),
     ]  # fmt: skip
     rows = []
     for setting in settings:
@@ -304,6 +353,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
             number(iteration, ",d"), number(mean_of(done, "val/loss_min")),
             number(stdev(minima) if len(minima) > 1 else None), number(mean_of(done, "iter_of_min"), ",.0f"),
             number(mean_of(done, "val/loss")), number(median(times) if (times := seconds(done)) else None, ",.1f"),
+            *(number(mean_value(done, metric), ".4g") for metric in more),
         ])  # fmt: skip
     return Table(columns, rows, words=2)
 
@@ -404,7 +454,7 @@ def table_md(sweep: Sweep, compared: Sequence[Family], figures: Sequence[tuple[s
         text += [f"![{file}]({file})\n\n{caption}\n" for of, file, caption in figures if of == part]
     for family in compared:
         text += [f"## Comparison {': '.join(filter(None, [family.name, family.title]))}\n"]
-        for metric, comparisons in zip(METRICS, family.metrics, strict=True):
+        for metric, comparisons in zip(sweep.metrics, family.metrics, strict=True):
             table = comparison_table(sweep, comparisons, metric)
             text += [f"### {metric.name.capitalize()}\n", table.markdown() if table.rows else "Nothing to compare.\n"]
     missing = missing_table(sweep)
@@ -446,6 +496,23 @@ def series_of(sweep: Sweep, settings: Sequence[str], look: Mapping[str, Style]) 
     return [s for s in series if s.curves]
 
 
+def other_series(
+    sweep: Sweep, settings: Sequence[str], look: Mapping[str, Style]
+) -> dict[str, dict[str, list[Series]]]:
+    """Of the definition's `also`: pattern -> {key that matches it: series}; without what no run has."""
+    found: dict[str, dict[str, list[Series]]] = {}
+    for pattern in sweep.definition.get("also") or {}:
+        runs = {setting: sweep.done(setting) for setting in settings}
+        keys = sorted(
+            {key for done in runs.values() for run in done for key in run.curves if fnmatchcase(key, pattern)}
+        )
+        for key in keys:
+            curves = {s: {r.replicate: r.curves[key] for r in done if key in r.curves} for s, done in runs.items()}
+            series = [Series(label(s, sweep), look[s], of, []) for s, of in curves.items() if of]
+            found.setdefault(pattern, {})[key] = series
+    return found
+
+
 def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) -> str:
     charts: dict[str, dict[str, Any]] = {}
     body: list[str] = []
@@ -461,16 +528,19 @@ def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) ->
     for i, (part, settings) in enumerate(sweep.parts.items()):
         series = series_of(sweep, settings, look)
         content = [part_table(sweep, settings).html()]
+        hint = "Click a name to switch it off or on; hover for values; drag and scroll to move and zoom."
         if series:
-            hint = "Click a name to switch it off or on; hover for values; drag and scroll to move and zoom."
             caption = f"Mean of the runs with the 95 % t interval of the mean, or single folds. {hint}"
-            content.insert(0, figure(f"loss-{i}", loss_chart(series), caption))
+            content.insert(0, figure(f"loss-{i}", curve_chart(series), caption))
             caption = "Training time: median, quartiles, whiskers to 1.5 IQR; the diamond is the mean."
             content.append(figure(f"time-{i}", time_chart(series), caption))
+        for j, (key, groups) in enumerate(other_series(sweep, settings, look).items()):
+            if len(groups) == 1:  # of more, the figures have the panels
+                content.append(figure(f"metric-{i}-{j}", curve_chart(groups[key], key), f"{key}. {hint}"))
         section(sweep.title_of(part), *content)
     for i, family in enumerate(compared):
         content = []
-        for metric, comparisons in zip(METRICS, family.metrics, strict=True):
+        for metric, comparisons in zip(sweep.metrics, family.metrics, strict=True):
             table = comparison_table(sweep, comparisons, metric).html() if comparisons else "<p>Nothing to compare.</p>"
             if metric is not METRICS[0]:
                 table = f"<details><summary>{metric.name.capitalize()}</summary>{table}</details>"
@@ -513,6 +583,11 @@ def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
         suffix = f"_{re.sub(r'[^A-Za-z0-9.-]+', '_', part)}" if part else ""
         series = series_of(sweep, settings, look)
         for kind, figure, caption in draw_part(series, sweep.title_of(part)) if series else ():
+            figures.append((part, f"{kind}{suffix}.svg", caption))
+            files |= {f"{kind}{suffix}.{ending}": image(figure, ending) for ending in ("svg", "png")}
+        for key, groups in other_series(sweep, settings, look).items():
+            kind = re.sub(r"[^A-Za-z0-9.]+", "_", key).strip("_")
+            figure, caption = draw_metrics(groups, key, sweep.title_of(part))
             figures.append((part, f"{kind}{suffix}.svg", caption))
             files |= {f"{kind}{suffix}.{ending}": image(figure, ending) for ending in ("svg", "png")}
     files["table.md"] = table_md(sweep, compared, figures).encode()

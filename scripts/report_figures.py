@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 
 from scripts.paired import Comparison, Point, Replicate, mean_curve
 
+LOSS = "validation loss (nats per token)"
 OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 SYMBOLS = [("o", "circle"), ("s", "square"), ("^", "triangle-up"), ("D", "diamond"), ("v", "triangle-down"),
            ("P", "cross"), ("<", "triangle-left")]  # fmt: skip
@@ -98,6 +99,28 @@ def draw_part(series: Sequence[Series], title: str) -> Iterator[tuple[str, Figur
     yield "folds", *draw_folds(series, title)
 
 
+def draw_metrics(groups: Mapping[str, Sequence[Series]], key: str, title: str) -> tuple[Figure, str]:
+    """Curves of other metrics than the loss, averaged over runs: a panel a metric (key -> series), as of the layers."""
+    columns = min(4, len(groups))
+    rows = -(-len(groups) // columns)
+    figure = new_figure(max(7, 1 + 2.5 * columns), 2.2 + 2.4 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    lines: dict[str, Line2D] = {}
+    means = [point.mean for series in groups.values() for s in series for point in s.mean.values()]
+    for axes, (name, series) in zip(grid.flat, groups.items(), strict=False):
+        lines |= {s.name: draw_line(axes, s) for s in series}
+        axes.set_title(name if len(groups) > 1 else "", fontsize="small")
+        if min(means) > 0 and max(means) > 50 * min(means):
+            axes.set_yscale("log")
+    for axes in grid.flat[len(groups) :]:
+        axes.set_visible(False)
+    figure.legend(list(lines.values()), list(lines), loc="outside right center", frameon=False, fontsize="small")
+    figure.suptitle(textwrap.fill(title, 70), x=0.01, ha="left")
+    figure.supxlabel("iteration", fontsize="medium")
+    figure.supylabel(key, fontsize="medium")
+    return figure, f"{key} by iteration, averaged over folds and seeds."
+
+
 def draw_loss(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str]:
     figure = new_figure(7, 4.6)
     axes = figure.add_subplot()
@@ -106,7 +129,7 @@ def draw_loss(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str
         ends = [(math.nan, math.nan) if p.low is None or p.high is None else (p.low, p.high) for p in s.mean.values()]
         low, high = zip(*ends, strict=True)
         axes.fill_between(list(s.mean), low, high, color=s.style.colour, alpha=0.1, linewidth=0)
-    axes.set(xlabel="iteration", ylabel="validation loss (nats per token)", ylim=loss_limits(series))
+    axes.set(xlabel="iteration", ylabel=LOSS, ylim=loss_limits(series))
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, fontsize="small")
     caption = f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean."
@@ -154,7 +177,7 @@ def draw_folds(series: Sequence[Series], title: str) -> tuple[Figure, str]:
     figure.legend([lines[n] for n in names], names, loc="outside right center", frameon=False, fontsize="small")
     figure.suptitle(title, x=0.01, ha="left")
     figure.supxlabel("iteration", fontsize="medium")
-    figure.supylabel("validation loss (nats per token)", fontsize="medium")
+    figure.supylabel(LOSS, fontsize="medium")
     return figure, f"Validation loss by iteration for each {panels[0][0]}; every panel has its own vertical axis."
 
 
@@ -173,6 +196,12 @@ def loss_limits(series: Sequence[Series]) -> tuple[float, float]:
     losses = [loss for curve in curves for i, loss in curve.items() if i > 0.1 * max(curve)] or [0.0, 1.0]
     margin = 0.04 * (max(losses) - min(losses)) or 0.01
     return min(losses) - margin, max(losses) + margin
+
+
+def full_range(series: Sequence[Series]) -> tuple[float, float]:
+    values = [value for s in series for curve in s.curves.values() for value in curve.values()]
+    margin = 0.04 * (max(values) - min(values)) or 0.01
+    return min(values) - margin, max(values) + margin
 
 
 def shared_key(names: Sequence[str]) -> tuple[str, list[str]]:
@@ -203,7 +232,7 @@ def image(figure: Figure, kind: str) -> bytes:
 # Charts for the page
 
 
-def loss_chart(series: Sequence[Series]) -> alt.LayerChart:
+def curve_chart(series: Sequence[Series], title: str = LOSS) -> alt.LayerChart:
     """Curves of the mean or of single folds, with a legend that switches settings off and on."""
     names = [s.name for s in series]
     rows: list[dict[str, Any]] = []
@@ -222,7 +251,7 @@ def loss_chart(series: Sequence[Series]) -> alt.LayerChart:
     )
     zoom = alt.selection_interval(name="zoom", bind="scales")
     chosen = "which === 'every run' ? datum.of !== 'mean' : datum.of === which"
-    low, high = loss_limits(series)
+    low, high = loss_limits(series) if title == LOSS else full_range(series)
     ends = [min(row["iteration"] for row in rows), max(row["iteration"] for row in rows)]
 
     def scale(values: Sequence[Any]) -> alt.Scale:
@@ -237,9 +266,7 @@ def loss_chart(series: Sequence[Series]) -> alt.LayerChart:
             color=alt.Color("setting:N", title=None, scale=alt.Scale(domain=names), legend=alt.Legend(symbolOpacity=1)),
         )
     )
-    loss = alt.Y(
-        "loss:Q", title="validation loss (nats per token)", scale=alt.Scale(domain=[low, high], nice=False, zero=False)
-    )
+    loss = alt.Y("loss:Q", title=title, scale=alt.Scale(domain=[low, high], nice=False, zero=False))
     dashes = [s.style.dashes or [1, 0] for s in series]
     bands = base.transform_filter("band && isValid(datum.low)").mark_area(opacity=0.1, clip=True)
     line = base.mark_line(clip=True).encode(
@@ -247,8 +274,9 @@ def loss_chart(series: Sequence[Series]) -> alt.LayerChart:
     )
     tooltip = [
         alt.Tooltip("setting:N"), alt.Tooltip("of:N", title="curve"), alt.Tooltip("iteration:Q", format=","),
-        alt.Tooltip("loss:Q", format=".4f"), alt.Tooltip("low:Q", title="95 % from", format=".4f"),
-        alt.Tooltip("high:Q", title="95 % to", format=".4f"), alt.Tooltip("n:Q", title="runs"),
+        alt.Tooltip("loss:Q", title="loss" if title == LOSS else title, format=".4f"),
+        alt.Tooltip("low:Q", title="95 % from", format=".4f"), alt.Tooltip("high:Q", title="95 % to", format=".4f"),
+        alt.Tooltip("n:Q", title="runs"),
     ]  # fmt: skip
     points = base.mark_point(size=45, filled=True, opacity=1, clip=True).encode(
         y=loss, tooltip=tooltip,

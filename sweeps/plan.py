@@ -52,9 +52,11 @@ class Sweep:
     """configs/sweep/NAME.yaml.
 
     extends: another sweep, of which this one changes what it names; overrides are added to that one's. overrides:
-    train.py's words for every run. grid: values of a setting or of a group, for every part: a list, or {name: value}.
-    parts: name -> Part; without any, the grid alone. folds: values of data.fold; null holds out the last 10 %. seeds:
-    values of seed. compare, paper: what scripts/report.py makes of the runs.
+    train.py's words for every run. grid: values of a setting or of a group, for every part: a list, or {name: value};
+    of `words`: {name: list of train.py's words}. parts: name -> Part; without any, the grid alone. folds: values of
+    data.fold; null holds out the last 10 %. seeds: values of seed. compare, also, paper: what scripts/report.py makes
+    of the runs; also: other metrics than the loss, key or pattern -> how a run's lines become one number (last, max,
+    min, mean, sum).
     """
 
     title: str = ""
@@ -64,6 +66,7 @@ class Sweep:
     grid: Grid = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     compare: dict[str, Any] = field(default_factory=dict)
+    also: dict[str, Any] = field(default_factory=dict)
     paper: dict[str, Any] = field(default_factory=dict)
 
 
@@ -129,11 +132,11 @@ def read_definition(name: str) -> dict[str, Any]:
         return {str(leaf): content for leaf, content in value.items()}
 
     source = group("sweep", source, [*SWEEP_KEYS, "extends"])
-    empty: dict[str, Any] = {"overrides": [], "grid": {}, "parts": {}, "compare": {}, "paper": {}}
+    empty: dict[str, Any] = {"overrides": [], "grid": {}, "parts": {}, "compare": {}, "also": {}, "paper": {}}
     base = read_definition(str(source.pop("extends"))) if "extends" in source else empty
     merged = {**base, **source, "parts": dict(base["parts"])}
     merged["overrides"] = [*base["overrides"], *source.get("overrides", [])]
-    for key in ("compare", "paper"):
+    for key in ("compare", "also", "paper"):
         merged[key] = {**base[key], **group(f"sweep.{key}", source.get(key) or {})}
     merged["grid"] = group("sweep.grid", merged["grid"])
     for part, content in group("sweep.parts", source.get("parts") or {}).items():
@@ -161,7 +164,9 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
                 names = [f"{leaf}={show(option)}" for option in options]
                 require(len(set(names)) == len(names), f"sweep.{key}.{setting}={options} names a value twice")
                 options = dict(zip(names, options, strict=True))
-            named[setting] = options
+            for name, words in options.items() if setting == "words" else ():
+                overrides(f"{key}.words.{name}", words)
+            named[setting] = {str(name): value for name, value in options.items()}
         return named
 
     def integers(key: str, values: Any) -> list[int]:
@@ -187,6 +192,7 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
         grid=grid("grid", source["grid"]),
         parts=parts,
         compare=source["compare"],
+        also=source["also"],
         paper=source["paper"],
     )
 
@@ -217,7 +223,8 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
             for names in itertools.product(*grid.values()):
                 point = {key: grid[key][value] for key, value in zip(grid, names, strict=True)}
                 setting = "/".join(filter(None, [name, ",".join(names)])) or "all"
-                chosen = [f"{key}={show(value)}" for key, value in point.items() if key in GROUPS]
+                chosen = [*point.pop("words", [])]
+                chosen += [f"{key}={show(value)}" for key, value in point.items() if key in GROUPS]
                 rest = {key: value for key, value in point.items() if key not in GROUPS}
                 rest |= {"seed": seed} if fold is None else {"seed": seed, "data.fold": fold}
                 words = [*sweep.overrides, *part.overrides, *overrides, *chosen]

@@ -413,3 +413,11 @@ def test_attention_of_the_last_queries_sees_what_the_full_attention_sees() -> No
     torch.testing.assert_close(full, F.softmax(logits, -1) @ v)
     for n in (1, 4, 9):
         torch.testing.assert_close(causal_attention(q[:, :, -n:], k, v, 0.3), full[:, :, -n:])
+
+
+@pytest.mark.parametrize("alpha_init", ["sqrt_d", "matched", "henry", 2.0])
+def test_a_model_is_built_on_the_meta_device_whatever_alpha_starts_from(alpha_init: float | str) -> None:
+    mean_norm_ratio.cache_clear()
+    with torch.device("meta"):
+        gpt = GPT(tiny_config(LpQKNormConfig(p=3.0, alpha_init=alpha_init)), 11)
+    assert all(parameter.is_meta for parameter in gpt.parameters())
