@@ -137,7 +137,8 @@ def read_definition(name: str) -> dict[str, Any]:
     merged = {**base, **source, "parts": dict(base["parts"])}
     merged["overrides"] = [*base["overrides"], *source.get("overrides", [])]
     for key in ("compare", "also", "paper"):
-        merged[key] = {**base[key], **group(f"sweep.{key}", source.get(key) or {})}
+        both = {**base[key], **group(f"sweep.{key}", source.get(key) or {})}
+        merged[key] = {name: value for name, value in both.items() if value is not None}  # null takes an entry away
     merged["grid"] = group("sweep.grid", merged["grid"])
     for part, content in group("sweep.parts", source.get("parts") or {}).items():
         new = group(f"sweep.parts.{part}", content or {}, [f.name for f in fields(Part)])
