@@ -66,7 +66,10 @@ def main(argv: list[str]) -> int:
         freeze_plan()
     except (ConfigError, OSError) as error:
         return refuse(str(error))
-    return launch(request)
+    try:
+        return launch(request)
+    except ConfigError as error:  # SLURM refuses such tasks
+        return refuse(str(error))
 
 
 def read_request(argv: list[str]) -> tuple[Request, Callable[[], None]]:
