@@ -173,7 +173,7 @@ class Slurm:
         import submitit
 
         missing = n - self.alive()
-        if missing <= 0 or (self.refusals and time.monotonic() - self.submitted < SBATCH_AGAIN):
+        if missing <= 0 or self.failure() or (self.refusals and time.monotonic() - self.submitted < SBATCH_AGAIN):
             return
         first, self.submitted = self.submitted == -math.inf, time.monotonic()
         try:
