@@ -38,6 +38,7 @@ from training.optim import (
     load_optimizer_tensors,
     optimizer_bytes,
     optimizer_tensors,
+    over_updates,
     qk_clip,
     update_ratios,
 )
@@ -88,10 +89,17 @@ def run(config: TrainConfig) -> int:
     model.to(device)
     compiled = device.type == "cuda" if config.compile == "auto" else bool(config.compile)
     forward: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
+    tracked = model.attentions if config.qk_clip.name != "none" else []
+    for attention in tracked:
+        attention.track_max_logits()  # now, so that what the checks compile is what trains
     start_up_checks(model, forward, batches, autocast)
+    for attention in tracked:
+        attention.pop_max_logits()
     peak = peak_flops(device, dtype) * world.size
     dist.init(world, device)
     if world.size > 1:
+        if compiled:
+            torch.compiler.reset()  # so that DDP has it compiled in parts, whose gradients travel while others are made
         forward = DistributedDataParallel(forward, device_ids=[device] if device.type == "cuda" else None)
     optimizer = build_optimizer(model, config)
 
@@ -106,12 +114,12 @@ def run(config: TrainConfig) -> int:
             "dtype": str(dtype), "corpus_sha256": corpus_sha256(text), "device": device_name(device),
             "compile": compiled, "ranks": world.size,
         }  # fmt: skip
-        state: dict[str, Any] = {"step": 0, "train/loss": None, "clipped": 0, "seconds": 0.0, "train_seconds": 0.0}
+        state: dict[str, Any] = {"step": 0, "train/loss": None, "qk_clip": {}, "seconds": 0.0, "train_seconds": 0.0}
         if resumed is not None:
             check_resumable(config, run_dir, resumed.state, here)
             model.load_state_dict(resumed.tensors["model"])
             load_optimizer_tensors(optimizer, model, resumed.tensors["optimizer"])
-            state = {key: resumed.state[key] for key in state}
+            state |= {key: resumed.state[key] for key in state.keys() & resumed.state.keys()}
         start: int = state["step"]
 
         def validate() -> dict[str, float]:
@@ -126,15 +134,13 @@ def run(config: TrainConfig) -> int:
         run_dir.begin(config)
         info = {
             **here, "parameters": model.num_params(), "vocab_size": tokenizer.vocab_size, "tokens": len(tokens),
-            "held_out_tokens": len(held_out), "commit": commit(),
+            "held_out_tokens": len(held_out), "torch": torch.__version__, "commit": commit(),
         }  # fmt: skip
         tracker = Tracker(run_dir, config, info, start) if world.main else None
         if tracker is not None:
             tables = Metrics(run_dir.path / "diagnostics.jsonl")  # values of each layer and head, at each evaluation
             tables.cut(start)
         fixed_batch = next(batches.eval_batches(4))[0].to(device)  # (<= 4, T)
-        for attention in model.attentions:
-            attention.track_max_logits = config.qk_clip.name != "none"
         run_dir.log(
             f"{run_dir.path}: {model.num_params() / 1e6:.2f}M parameters, {config.tokens_per_iter:,} tokens a step, "
             f"{info['device']}, {dtype}" + (f", resumed at iteration {start}" if start else "")
@@ -226,9 +232,7 @@ def run(config: TrainConfig) -> int:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if config.qk_clip.name != "none":
-                line |= qk_clip(model.attentions, config.qk_clip)
-                state["clipped"] += line.get("qk_clip/clipped", 0)
-                line["qk_clip/clipped_total"] = state["clipped"]
+                state["qk_clip"] = over_updates(state["qk_clip"], qk_clip(model.attentions, config.qk_clip))
             if before:
                 line |= update_ratios(model, before)
 
@@ -241,7 +245,8 @@ def run(config: TrainConfig) -> int:
                 )
                 line["mfu"] = line["tok_per_sec"] * model.flops_per_token() / peak
                 logged_at, logged_seconds = step + 1, state["train_seconds"]
-                log(line)
+                log(line | state["qk_clip"])
+                state["qk_clip"] = {}  # of the updates since the last line
                 bar.set_postfix_str(f"loss {train_loss:.4f}, {line['tok_per_sec']:,.0f} tok/s", refresh=False)
                 left = (config.max_iters - step - 1) * (time.perf_counter() - loop_began) / (step + 1 - start)
                 train_part = {key: line[key] for key in ("iter", "train/loss", "lr", "grad_norm", "tok_per_sec", "mfu")}
@@ -262,7 +267,7 @@ def run(config: TrainConfig) -> int:
             if tracker is not None:
                 tracker.finish()
             return 128 + signal.Signals[name]
-        log(line)
+        log(line | state["qk_clip"])
         summary = {
             "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": val_loss_min,
             "iter_of_min": iter_of_min, "train/loss": state["train/loss"], "seconds": state["seconds"],

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.gpt import GPT, LpNorm
+from model.gpt import GPT, LpNorm, QKNorm, visible_logits
 
 
 @torch.no_grad()
@@ -15,16 +15,16 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     """What the attention heads do on the sequences idx (B, T), in evaluation mode.
 
     Values a head: max_logit; entropy of the attention in nats and effective_keys, its exponential, both means over
-    the queries; q_norm and k_norm, mean 2-norms before the QK norm (of MLA's content block, when it has its own norm);
-    with Lp QK-norm alpha (one a layer or a head), q_p and k_p, and mean and spread of g = ||x||_2 / ||x||_p, which is
-    what p changes beside the direction: q_g_mean, q_g_std, k_g_mean, k_g_std. Keys are attn/VALUE/layer_I/head_J;
-    attn/VALUE is the maximum over layers and heads for max_logit, else the mean.
+    the queries; q_norm and k_norm, mean 2-norms before the QK norm; with Lp QK-norm alpha (one a layer or a head), q_p
+    and k_p, and mean and spread of g = ||x||_2 / ||x||_p, which is what p changes beside the direction: q_g_mean,
+    q_g_std, k_g_mean, k_g_std. MLA's RoPE blocks, where they have norms of their own, are q_rope_norm, k_rope_p, …
+    Keys are attn/VALUE/layer_I/head_J; attn/VALUE is the maximum over layers and heads for max_logit, else the mean.
     """
     tables: list[dict[str, Tensor]] = [{} for _ in model.attentions]
     hooks = []
     for attn, table in zip(model.attentions, tables, strict=True):
         attn.probe = functools.partial(look_at_logits, table)
-        for side, norm in (("q", attn.q_norm), ("k", attn.k_norm)):
+        for side, norm in qk_norms(attn).items():
             hooks.append(norm.register_forward_hook(functools.partial(look_at_vectors, table, side)))
     was_training = model.training
     model.eval()
@@ -40,7 +40,7 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     for layer, (attn, table) in enumerate(zip(model.attentions, tables, strict=True)):
         if attn.logit_scale.alpha is not None:
             table["alpha"] = attn.logit_scale.alpha().flatten()
-            for side, norm in (("q", attn.q_norm), ("k", attn.k_norm)):
+            for side, norm in qk_norms(attn).items():
                 table[f"{side}_p"] = torch.as_tensor(norm.p).flatten()
         for name, heads in table.items():
             values |= {f"attn/{name}/layer_{layer}/head_{head}": v for head, v in enumerate(heads.tolist())}
@@ -50,20 +50,19 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     return values
 
 
+def qk_norms(attn: nn.Module) -> dict[str, Any]:
+    """{"q": its norm, "k": …}, and in MLA's blockwise layout "q_rope" and "k_rope"."""
+    return {name.removesuffix("_norm"): norm for name, norm in attn.named_children() if isinstance(norm, QKNorm)}
+
+
 def look_at_logits(table: dict[str, Tensor], q: Tensor, k: Tensor, scale: float) -> None:
-    """Logits and attention of q (B, nh, T, dk) on k (B, nkv, T, dk), a few queries at a time -> values (nh,)."""
+    """Logits and attention of q (B, nh, T, dk) on k (B, nkv, T, dk) -> values (nh,)."""
     B, nh, T, _ = q.shape
-    k = k.repeat_interleave(nh // k.size(1), 1)
     largest = torch.full((nh,), -math.inf, device=q.device)
     entropy, keys = torch.zeros(2, nh, device=q.device)
-    rows = max(1, 2**22 // (B * nh * T))
-    for i in range(0, T, rows):
-        end = min(i + rows, T)
-        logits = (q[:, :, i:end] @ k[:, :, :end].transpose(-2, -1)).float() * scale  # (B, nh, rows, end)
-        hidden = torch.ones(end - i, end, dtype=torch.bool, device=q.device).triu(i + 1)
-        logits = logits.masked_fill(hidden, -math.inf)
+    for logits in visible_logits(q, k, scale):  # (B, nh, rows, S)
         log_att = logits.log_softmax(-1)
-        h = -(log_att.exp() * log_att.masked_fill(hidden, 0.0)).sum(-1)  # (B, nh, rows)
+        h = -(log_att.exp() * log_att.masked_fill(logits == -math.inf, 0.0)).sum(-1)  # (B, nh, rows)
         largest = torch.maximum(largest, logits.amax((0, 2, 3)))
         entropy += h.sum((0, 2)) / (B * T)
         keys += h.exp().sum((0, 2)) / (B * T)
@@ -77,7 +76,7 @@ def look_at_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
     table[f"{side}_norm"] = length.mean((0, 2))
     if isinstance(norm, LpNorm):
         g = length * norm.scale(x)[..., 0]
-        table |= {f"{side}_g_mean": g.mean((0, 2)), f"{side}_g_std": g.std((0, 2))}
+        table |= {f"{side}_g_mean": g.mean((0, 2)), f"{side}_g_std": g.std((0, 2), correction=0)}
 
 
 def future_leak(model: nn.Module, idx: Tensor) -> float:
@@ -92,7 +91,7 @@ def future_leak(model: nn.Module, idx: Tensor) -> float:
 
     def logits(idx: Tensor) -> Tensor:
         torch.manual_seed(0)
-        return model(idx, idx)[0].detach()  # (B, T, V)
+        return model(idx, idx.clone())[0].detach()  # (B, T, V); two tensors, as compiled code for one is no use later
 
     before, leak = logits(idx), 0.0
     for t in {T // 2, T - 1}:

@@ -9,7 +9,7 @@ V vocabulary; in MLA kr = kv_rank, and a head's query and key are dn = nope_dim 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -374,47 +374,62 @@ class KVCache:
 class Observed(nn.Module):
     """What QK-Clip and the diagnostics see of an attention module: its finished queries and keys.
 
-    `track_max_logits` keeps the exact maximum a head of the training forwards since the last pop_max_logits();
-    `probe(q, k, scale)` is called by every forward that forms keys.
+    `max_logits`, where track_max_logits() was called, is the exact maximum a head of the training forwards since the
+    last pop_max_logits(); `probe(q, k, scale)` is called by every forward that forms keys.
     """
+
+    n_head: int
 
     def __init__(self) -> None:
         super().__init__()
-        self.track_max_logits = False
         self.max_logits: Tensor | None = None
         self.probe: Callable[[Tensor, Tensor, float], None] | None = None
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
         """q (B, nh, T, dk), k (B, nkv, T, dk), both as they are multiplied."""
-        if self.track_max_logits and self.training:
-            new = max_logits(q.detach(), k.detach(), scale)
-            self.max_logits = new if self.max_logits is None else torch.maximum(self.max_logits, new)
+        if self.max_logits is not None and self.training:
+            self.max_logits = torch.maximum(self.max_logits, max_logits(q.detach(), k.detach(), scale))
         if self.probe is not None:
             self.probe(q, k, scale)
 
+    def track_max_logits(self) -> None:
+        # a tensor from the start, never None again: what is compiled for the first forward serves all others
+        self.max_logits = torch.full((self.n_head,), -math.inf, device=next(self.parameters()).device)
+
     def pop_max_logits(self) -> Tensor:
         """The largest logit a head, (nh,), over the visible pairs of all training forwards since the last call."""
-        assert self.max_logits is not None, "no training forward since the last call, or track_max_logits is off"
-        result, self.max_logits = self.max_logits, None
+        assert self.max_logits is not None, "track_max_logits() was not called"
+        result, self.max_logits = self.max_logits, torch.full_like(self.max_logits, -math.inf)
         return result
 
 
 def max_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """max over batch and visible (i, j) of scale q_i . k_j, signed, in fp32: (nh,)."""
+    return torch.stack([logits.amax((0, 2, 3)) for logits in visible_logits(q, k, scale)]).amax(0)
+
+
+def visible_logits(q: Tensor, k: Tensor, scale: float) -> Iterator[Tensor]:
+    """scale q_i . k_j in fp32, -inf where j > i, a few queries at a time so that T x T is never held.
+
+    q (B, nh, T, dk), k (B, nkv, T, dk) -> (B, nh, rows, keys up to the last of these queries). Autocast, which would
+    round the products to bf16, is off.
+    """
     B, nh, T, _ = q.shape
-    k = k.repeat_interleave(nh // k.size(1), 1)
-    result = torch.full((nh,), -math.inf, device=q.device)
-    rows = max(1, 2**22 // (B * nh * T))  # of queries at a time, so that T x T is never held
+    q, k = q.float(), k.float().repeat_interleave(nh // k.size(1), 1)
+    rows = max(1, 2**22 // (B * nh * T))
     for i in range(0, T, rows):
         end = min(i + rows, T)
-        logits = (q[:, :, i:end] @ k[:, :, :end].transpose(-2, -1)).float() * scale  # (B, nh, rows, end)
+        with torch.autocast(q.device.type, enabled=False):
+            logits = q[:, :, i:end] @ k[:, :, :end].transpose(-2, -1) * scale
         hidden = torch.ones(end - i, end, dtype=torch.bool, device=q.device).triu(i + 1)
-        result = torch.maximum(result, logits.masked_fill(hidden, -math.inf).amax((0, 2, 3)))
-    return result
+        yield logits.masked_fill(hidden, -math.inf)
 
 
 class GroupedQueryAttention(Observed):
-    """Causal self-attention with n_kv_head keys and values: multi-head (all), grouped-query, multi-query (1)."""
+    """Causal self-attention with n_kv_head keys and values: multi-head (all), grouped-query, multi-query (1).
+
+    The QK norm acts on the queries and keys of each head, then RoPE turns them.
+    """
 
     def __init__(self, config: TrainConfig):
         super().__init__()

@@ -1,5 +1,6 @@
 """The state of a sweep's runs: python sweeps/status.py sweep=NAME [sweep_dir=PATH] [watch=true]"""
 
+import os
 import sys
 import time
 from collections import Counter
@@ -115,6 +116,9 @@ def main(argv: list[str]) -> int:
             runs = read_plan(sweep_dir)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
 
 
 if __name__ == "__main__":

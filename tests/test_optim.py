@@ -29,7 +29,9 @@ from training.optim import (
     load_optimizer_tensors,
     optimizer_bytes,
     optimizer_tensors,
+    over_updates,
     parameter_groups,
+    update_ratios,
 )
 
 V = 11
@@ -318,3 +320,63 @@ def test_weights_that_were_moved_after_the_optimizer_was_built_are_noticed() -> 
     optimizer = build_optimizer(model, config)
     with pytest.raises(AssertionError, match="moved"):
         train(model.double(), optimizer, range(1))
+
+
+# -----------------------------------------------------------------------------
+# What is logged of an update
+
+
+KINDS = {
+    "embedding": ["wte.weight", "wpe.weight", "lm_head.weight"],
+    "attention": [
+        "c_attn.weight",
+        "attn.c_proj.weight",
+        "c_q.weight",
+        "c_q_a.weight",
+        "c_kv_a.weight",
+        "c_kv_b.weight",
+    ],
+    "mlp": ["c_fc.weight", "mlp.c_proj.weight"],
+    "norm": [".bias", "ln_1.weight", "ln_2.weight", "ln_f.weight", "a_norm.weight", ".gain"],
+    "alpha": ["alpha.raw", "raw_p"],
+}
+
+
+@pytest.mark.parametrize("variant", [AdamWConfig, MuonConfig])
+def test_update_ratios_are_norms_of_what_moved_over_norms_of_what_was_there(
+    variant: type[OptimConfig], stack: tuple[TrainConfig, dict[str, list[int]]]
+) -> None:
+    config, _ = stack
+    config = dataclasses.replace(config, optim=variant(), model=dataclasses.replace(config.model, tied=False))
+    model = new_model(config)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, build_optimizer(model, config), range(1))
+    ratios, left = update_ratios(model, before), set(before)
+    for kind, endings in KINDS.items():
+        names = [name for name in before if name.endswith(tuple(endings))]
+        left -= set(names)
+        moved = sum(float(x) ** 2 for n in names for x in (model.get_parameter(n) - before[n]).flatten().tolist())
+        there = sum(float(x) ** 2 for n in names for x in before[n].flatten().tolist())
+        assert (f"update/{kind}" in ratios) == (there > 0)
+        if there > 0:
+            assert ratios.pop(f"update/{kind}") == pytest.approx((moved / there) ** 0.5, rel=1e-5) and moved > 0
+    assert not ratios and not left
+
+
+def test_the_ratio_to_weights_that_are_all_zero_is_missing() -> None:
+    model = new_model(tiny_config(LpQKNormConfig(alpha_init=1.0)))  # log(1) = 0
+    ratios = update_ratios(model, {name: p.detach().clone() for name, p in model.named_parameters()})
+    assert "update/alpha" not in ratios and ratios["update/mlp"] == 0
+
+
+def test_several_updates_join_to_the_largest_maxima_the_smallest_gamma_and_all_clips() -> None:
+    lines = [
+        {"qk_clip/max_logit": m, "qk_clip/max_logit/layer_0": -m, "qk_clip/clipped": c, "qk_clip/gamma_min": g}
+        for m, c, g in ((3.0, 2, 0.5), (7.0, 0, 1.0), (-1.0, 4, 0.25))
+    ]
+    joined: dict[str, float] = {}
+    for line in lines:
+        joined = over_updates(joined, line)
+    assert joined == {
+        "qk_clip/max_logit": 7, "qk_clip/max_logit/layer_0": 1, "qk_clip/clipped": 6, "qk_clip/gamma_min": 0.25,
+    }  # fmt: skip

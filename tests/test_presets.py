@@ -16,7 +16,10 @@ from model.gpt import GPT
 from training.config import (
     ATTENTIONS,
     CONFIG_DIR,
+    OPTIMS,
+    QK_CLIPS,
     QK_NORMS,
+    SCHEDULES,
     ConfigError,
     GQAConfig,
     MHAConfig,
@@ -129,8 +132,10 @@ def test_every_option_of_every_group_composes(group: str) -> None:
 
 def test_the_yaml_files_are_the_defaults_of_the_dataclasses_and_leave_no_setting_out() -> None:
     assert load() == TrainConfig()
-    for name in options("qk_norm"):
-        assert load(f"qk_norm={name}").qk_norm == QK_NORMS[name]()
+    for group, variants in (("qk_norm", QK_NORMS), ("qk_clip", QK_CLIPS), ("optim", OPTIMS), ("schedule", SCHEDULES)):
+        assert options(group) == sorted(variants)
+        for name, variant in variants.items():
+            assert getattr(load(f"{group}={name}"), group) == variant()
     assert load("attention=mla", "model.position=rope", "model.rope_theta=1e4").attention == MLAConfig()
     for model in options("model"):
         for attention in options("attention"):

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor
-from variants import NORMS, PAIRS, attended, build, config_of
+from variants import NORMS, PAIRS, attended, build, config_of, raw_queries_and_keys
 
 from model.gpt import GPT, QK_NORMS, LayerNorm, MultiHeadLatentAttention, QKNorm, RMSNorm
 from training.config import LayerNormQKNormConfig, LpQKNormConfig, QKNormConfig, RMSQKNormConfig
@@ -114,25 +114,6 @@ def queries_and_keys(gpt: GPT, x: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def raw_queries_and_keys(gpt: GPT, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same before any QK norm, head by head from rows of the weights."""
-    attn = gpt.attentions[0]
-    if not isinstance(attn, MultiHeadLatentAttention):
-        rows = attn.c_attn.weight.split(attn.head_dim)  # one head's each
-        heads = [x @ w.T for w in rows]
-        return torch.stack(heads[: attn.n_head], 1), torch.stack(heads[attn.n_head :][: attn.n_kv_head], 1)
-
-    def latent_norm(c: Tensor, norm: Any) -> Tensor:
-        return c / (c.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
-
-    low = latent_norm(x @ attn.c_q_a.weight.T, attn.q_a_norm) if isinstance(attn.c_q_a, torch.nn.Linear) else x
-    q = torch.stack([low @ w.T for w in attn.c_q.weight.split(attn.nope_dim + attn.rope_dim)], 1)
-    latent = latent_norm(x @ attn.c_kv_a.weight[: attn.kv_rank].T, attn.kv_a_norm)
-    shared = x @ attn.c_kv_a.weight[attn.kv_rank :].T
-    content = attn.c_kv_b.weight[: attn.n_head * attn.nope_dim].split(attn.nope_dim)
-    return q, torch.stack([torch.cat([latent @ w.T, shared], -1) for w in content], 1)
-
-
 def blocks(gpt: GPT, *tensors: Tensor) -> Iterator[list[Tensor]]:
     """The channel ranges that are normalised on their own: the head, or MLA's content and RoPE blocks."""
     attn = gpt.attentions[0]
@@ -153,7 +134,7 @@ def norms_of(gpt: GPT) -> Iterator[list[Any]]:
 
 def normalised_blocks(gpt: GPT, x: Tensor) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """(norm, raw, normalised) of the queries' and the keys' blocks, raw and normalised (B, nh or nkv, 1, hs)."""
-    pairs = zip(raw_queries_and_keys(gpt, x), queries_and_keys(gpt, x), strict=True)
+    pairs = zip(raw_queries_and_keys(gpt.attentions[0], x), queries_and_keys(gpt, x), strict=True)
     for i, (raw, y) in enumerate(pairs):
         for norms, (raw_block, block) in zip(norms_of(gpt), blocks(gpt, raw, y), strict=True):
             yield norms[i], raw_block, block

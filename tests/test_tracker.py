@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.font_manager  # noqa: F401  (here: its cache lies in the real HOME)
+import numpy as np
 import pytest
 from matplotlib.image import imread
 
 from training import tracker
 from training.config import LpQKNormConfig, TrainConfig, WandbConfig
 from training.rundir import open_run, read_json
-from training.tracker import Metrics, Tracker, plot, wandb_mode
+from training.tracker import Metrics, Tracker, plot, spike_score, wandb_mode
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = "0123456789" * 4
@@ -88,6 +89,43 @@ def test_cut_keeps_the_bytes_of_lines_that_others_wrote(metrics: Metrics) -> Non
 def test_reader_of_a_growing_file_does_not_see_half_a_line(metrics: Metrics) -> None:
     metrics.path.write_bytes(b'{"iter": 1}\n{"iter": 2')
     assert Metrics.read(metrics.path) == [{"iter": 1}]
+
+
+# -----------------------------------------------------------------------------
+# Loss spikes
+
+
+def a_noisy_loss(n: int) -> list[float]:
+    generator = np.random.default_rng(0)
+    return (3 * np.exp(-np.arange(n) / 200) + 1 + 0.05 * generator.standard_normal(n)).tolist()
+
+
+def scored(losses: list[float], window: int, sigmas: float, least: int) -> float:
+    """The share of losses that far from the mean of those before, by the definition, in per cent."""
+    spikes = []
+    for i, loss in enumerate(losses):
+        past = np.array(losses[:i][-window:])
+        if i >= least:
+            spikes.append(abs(loss - past.mean()) >= sigmas * np.sqrt(((past - past.mean()) ** 2).mean()))
+    return 100 * float(np.mean(spikes))
+
+
+def test_spike_score_is_its_definition() -> None:
+    losses = a_noisy_loss(400)
+    assert spike_score(losses) == 0.0
+    for at, height in ((100, 40.0), (250, -30.0), (399, 9.0)):
+        losses[at] += height
+    assert spike_score(losses) == pytest.approx(100 * 2 / 370)  # the third is within 7 sigmas of what the first left
+    for window, sigmas, least in ((1000, 7.0, 30), (50, 7.0, 30), (50, 2.5, 100), (20, 3.0, 5)):
+        score = spike_score(losses, window, sigmas, least)
+        assert score == pytest.approx(scored(losses, window, sigmas, least)) and score
+    assert spike_score(losses, window=50) == pytest.approx(100 * 3 / 370)  # which no longer remembers it
+
+
+def test_spike_score_needs_a_past_and_a_spread() -> None:
+    assert spike_score([]) is None and spike_score([1.0] * 29 + [50.0]) is None
+    assert spike_score([1.0, 1.1] * 15 + [50.0]) == 100
+    assert spike_score([1.0] * 30 + [50.0]) == 0  # of a constant loss any change would be one
 
 
 # -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, TINY
 from torch import Tensor
+from variants import LAYOUTS, PAIRS
 
 import model.gpt
 import train
@@ -80,10 +81,7 @@ def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path
     evaluated = [line for line in logged if "val/loss" in line]
     assert [line["iter"] for line in evaluated] == [0, 50, 100, 150]
     assert evaluated[0]["val/loss"] == pytest.approx(math.log(20), abs=0.3)
-    text = corpus.read_text()
-    counts = np.array([text.count(c) for c in set(text)]) / len(text)
-    unigram = -(counts * np.log(counts)).sum()
-    assert evaluated[-1]["val/loss"] < unigram - 0.5
+    assert evaluated[-1]["val/loss"] < unigram_entropy(corpus) - 0.5
     assert evaluated[-1]["val/bpc"] == pytest.approx(evaluated[-1]["val/loss"] / math.log(2))
     for line in logged[:-1]:
         assert {"train/loss", "lr", "grad_norm", "tok_per_sec", "mfu"} <= line.keys() and 0 < line["mfu"] < 2
@@ -97,31 +95,41 @@ def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path
     assert json.loads((run / "status.json").read_text())["state"] == "done"
 
 
-@pytest.mark.parametrize("name", QK_NORM_VARIANTS)
-def test_every_norm_trains_below_the_entropy_of_single_characters(name: str, corpus: Path, tmp_path: Path) -> None:
-    settings = train.asdict(QK_NORM_VARIANTS[name])
-    schedule, optim = {"name": "cosine", "warmup_iters": 5, "min_lr": 1e-3}, {"name": "adamw", "learning_rate": 2e-2}
-    run = tmp_path / "run"
-    changes = {"qk_norm": settings, "max_iters": 50, "eval_interval": 50, "schedule": schedule, "optim": optim}
-    assert train.run(configured(corpus, run, batch_size=16, **changes)) == 0
+def unigram_entropy(corpus: Path) -> float:
+    """Nats a character: the loss of the best guess that looks at no context."""
     text = corpus.read_text()
     counts = np.array([text.count(c) for c in set(text)]) / len(text)
-    assert lines(run)[-1]["val/loss"] < -(counts * np.log(counts)).sum()
-    if "alpha_init" in settings:
-        raw = weights(run)["model/transformer.h.0.attn.logit_scale.alpha.raw"]
-        start = model.gpt.Alpha(QK_NORM_VARIANTS[name], 2, (8,), 16)  # type: ignore[arg-type]
-        start.init_weights()
-        assert not torch.equal(raw, start.raw)  # alpha is trained
+    return -(counts * np.log(counts)).sum()
+
+
+FAST: dict[str, Any] = {
+    "max_iters": 50, "batch_size": 16, "eval_interval": 50, "log_interval": 50, "checkpoint_interval": 50,
+    "model": {**SETTINGS["model"], "n_layer": 1, "n_head": 4, "n_embd": 32, "dropout": 0.1},
+    "optim": {"name": "adamw", "learning_rate": 2e-2},
+    "schedule": {"name": "cosine", "warmup_iters": 5, "min_lr": 1e-3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout, name", PAIRS)
+def test_every_layout_trains_with_every_norm_below_the_entropy_of_single_characters(
+    layout: str, name: str, corpus: Path, tmp_path: Path
+) -> None:
+    norm, run = QK_NORM_VARIANTS[name], tmp_path / "run"
+    model = FAST["model"] | ({} if layout == "mha" else {"position": "rope", "rope_theta": 100.0})
+    groups = {"attention": train.asdict(LAYOUTS[layout]), "qk_norm": train.asdict(norm), "model": model}
+    assert train.run(configured(corpus, run, **{**FAST, **groups})) == 0
+    assert lines(run)[-1]["val/loss"] < unigram_entropy(corpus)
+    squares = {key: t for key, t in weights(run).items() if key.startswith("optimizer/exp_avg_sq/")}
+    assert len(squares) == sum(key.startswith("model/") for key in weights(run))
+    for key, of_gradients in squares.items():  # each row, each gain, alpha and learned p had one
+        assert of_gradients.view(len(of_gradients), -1).any(1).all(), key
 
 
 @pytest.mark.parametrize("schedule", ["wsd", "linear", "constant"])
 def test_muon_trains_below_the_entropy_of_single_characters(schedule: str, corpus: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
     recipe = {"optim": {"name": "muon", "learning_rate": 2e-2}, "schedule": {"name": schedule, "warmup_iters": 5}}
-    assert train.run(configured(corpus, run, max_iters=50, eval_interval=50, batch_size=16, **recipe)) == 0
-    text = corpus.read_text()
-    counts = np.array([text.count(c) for c in set(text)]) / len(text)
-    assert lines(run)[-1]["val/loss"] < -(counts * np.log(counts)).sum()
+    assert train.run(configured(corpus, tmp_path / "run", **{**FAST, **recipe})) == 0
+    assert lines(tmp_path / "run")[-1]["val/loss"] < unigram_entropy(corpus)
 
 
 def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus: Path, tmp_path: Path) -> None:
@@ -147,8 +155,12 @@ def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus
         assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         assert line["lr"] == train.learning_rate(step, config)
+        before = {name: p.detach().clone() for name, p in gpt.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
+        updates = {key: value for key, value in line.items() if key.startswith("update/")}
+        evaluated = step % config.eval_interval == 0
+        assert updates == (pytest.approx(train.update_ratios(gpt, before), rel=1e-3) if evaluated else {})
 
 
 def test_grad_clip_bounds_the_update_but_not_the_logged_norm(
@@ -185,6 +197,27 @@ def test_sampled_evaluation_is_logged_beside_the_exact_one_and_changes_nothing(c
     rest = [{k: v for k, v in line.items() if not k.endswith("_sampled")} for line in lines(tmp_path / "b")]
     assert rest == lines(tmp_path / "a")
     assert sampled[0]["val/loss_sampled"] == pytest.approx(rest[0]["val/loss"], abs=0.1)
+
+
+def test_each_evaluation_has_diagnostics_of_the_same_held_out_sequences(corpus: Path, tmp_path: Path) -> None:
+    config = configured(corpus, tmp_path / "run", qk_norm={"name": "lp", "p": 3.0}, max_iters=40, eval_interval=20)
+    assert train.run(config) == 0
+    logged = lines(tmp_path / "run")
+    evaluated = [line for line in logged if "val/loss" in line]
+    tables = Metrics.read(tmp_path / "run" / "diagnostics.jsonl")
+    assert [line["iter"] for line in evaluated] == [line["iter"] for line in tables] == [0, 20, 40]
+    for line, table in zip(evaluated, tables, strict=True):
+        summary = {key: value for key, value in table.items() if key.startswith("attn/") and "/layer_" not in key}
+        assert summary == {key: value for key, value in line.items() if key.startswith("attn/")} and len(table) > 30
+    tokenizer = train.build_tokenizer("char", corpus.read_text())
+    held_out = torch.from_numpy(tokenizer.encode(corpus.read_text())[5400:].astype(np.int64))  # the last tenth
+    gpt = train.GPT(config, tokenizer.vocab_size)
+    gpt.load_state_dict(checkpoint.load(tmp_path / "run" / "ckpt" / "latest").tensors["model"])
+    values = train.diagnose(gpt, held_out[: 4 * 16].view(4, 16))
+    assert tables[-1] == {"iter": 40, **values}
+    assert "train/spike_score" not in evaluated[0]  # of no past
+    losses = [line["train/loss"] for line in logged[:40]]
+    assert evaluated[-1]["train/spike_score"] == train.spike_score(losses)
 
 
 # -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import model.gpt
-from model.gpt import GPT
+from model.gpt import GPT, MultiHeadLatentAttention
 from training.config import (
     AttentionConfig,
     GQAConfig,
@@ -95,3 +95,22 @@ def attended(gpt: GPT, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
         gpt.attentions[0](x, rope_of(gpt))
     (only,) = got
     return only
+
+
+def raw_queries_and_keys(attn: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """q (B, nh, T, dk) and k (B, nkv, T, dk) of x (B, T, C) before any QK norm, head by head from rows of the weights;
+    of layouts without biases."""
+    if not isinstance(attn, MultiHeadLatentAttention):
+        rows = attn.c_attn.weight.split(attn.head_dim)  # one head's each
+        heads = [x @ w.T for w in rows]
+        return torch.stack(heads[: attn.n_head], 1), torch.stack(heads[attn.n_head :][: attn.n_kv_head], 1)
+
+    def latent_norm(c: Tensor, norm: Any) -> Tensor:
+        return c / (c.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+    low = latent_norm(x @ attn.c_q_a.weight.T, attn.q_a_norm) if isinstance(attn.c_q_a, torch.nn.Linear) else x
+    q = torch.stack([low @ w.T for w in attn.c_q.weight.split(attn.nope_dim + attn.rope_dim)], 1)
+    latent = latent_norm(x @ attn.c_kv_a.weight[: attn.kv_rank].T, attn.kv_a_norm)
+    shared = x @ attn.c_kv_a.weight[attn.kv_rank :].T
+    content = attn.c_kv_b.weight[: attn.n_head * attn.nope_dim].split(attn.nope_dim)
+    return q, torch.stack([torch.cat([latent @ w.T, shared], -1) for w in content], 1)

@@ -1,7 +1,9 @@
 """Parameter groups, the optimizers and their state as named tensors, QK-Clip, update sizes."""
 
+import math
+import operator
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -177,6 +179,7 @@ def qk_clip(attentions: list[Any], config: NoQKClipConfig) -> dict[str, float]:
     maxima = torch.stack([attention.pop_max_logits() for attention in attentions])  # (n_layer, n_head)
     maxima = dist.all_reduce(maxima, maximum=True)
     line = {"qk_clip/max_logit": maxima.max().item()}
+    assert line["qk_clip/max_logit"] != -math.inf, "no training forward since the last update"
     line |= {f"qk_clip/max_logit/layer_{i}": m for i, m in enumerate(maxima.amax(1).tolist())}
     if isinstance(config, QKClipConfig):
         gamma = torch.where(maxima > config.threshold, config.threshold / maxima, 1.0)
@@ -187,6 +190,13 @@ def qk_clip(attentions: list[Any], config: NoQKClipConfig) -> dict[str, float]:
     return line
 
 
+def over_updates(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    """What qk_clip returned for several updates, `a`, joined with the next one's: the sum of the clipped heads, the
+    smallest gamma, the largest maxima."""
+    join: dict[str, Callable[[float, float], float]] = {"qk_clip/clipped": operator.add, "qk_clip/gamma_min": min}
+    return {key: join.get(key, max)(a[key], b[key]) for key in b} if a else b
+
+
 # -----------------------------------------------------------------------------
 
 
@@ -194,7 +204,7 @@ def parameter_kind(name: str, p: Tensor) -> str:
     if name.endswith(("alpha.raw", "raw_p")):
         return "alpha"
     if p.dim() < 2:
-        return "norm"
+        return "norm"  # gains, and biases
     return "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
 
 

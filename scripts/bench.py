@@ -1,0 +1,155 @@
+"""What the benchmarks share: sides that are timed by turns, each in a process of its own, and the words they take.
+
+Timings of one machine drift; what holds is the ratio of two sides that took turns in one run, as a median over rounds.
+"""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from training.config import ConfigError, convert, refuse, require
+
+Work = Callable[[int], dict[str, Any]]  # does n units of work; returns what it wants reported of them
+
+
+@dataclass
+class Side:
+    """A process that builds its work once, and does some of it when told to."""
+
+    name: str
+    process: Any
+    pipe: Connection
+    info: dict[str, Any]
+
+    def take_turn(self, n: int) -> dict[str, Any]:
+        self.pipe.send(n)
+        return self.receive()
+
+    def receive(self) -> dict[str, Any]:
+        try:
+            kind, content = self.pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.name} died (exit status {self.process.exitcode})") from None
+        if kind == "refused":
+            raise ConfigError(content)
+        if kind == "failed":
+            raise RuntimeError(f"{self.name}: {content}")
+        result: dict[str, Any] = content
+        return result
+
+
+def start(name: str, build: Callable[..., tuple[Work, dict[str, Any]]], *arguments: Any) -> Side:
+    """Start a side: `build(*arguments)`, called in the new process, returns its work and what is known of it."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there, build, arguments), daemon=True)
+    process.start()
+    there.close()
+    side = Side(name, process, here, {})
+    side.info = side.receive()
+    return side
+
+
+def serve(pipe: Connection, build: Callable[..., tuple[Work, dict[str, Any]]], arguments: tuple[Any, ...]) -> None:
+    try:
+        work, info = build(*arguments)
+        pipe.send(("ready", info))
+        while True:
+            n = pipe.recv()
+            began = time.perf_counter()
+            reported = work(n)
+            seconds = time.perf_counter() - began
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            pipe.send(("done", {"seconds": seconds, "peak_memory_mib": memory, **reported}))
+    except ConfigError as error:
+        pipe.send(("refused", str(error)))
+    except EOFError:
+        pass
+    except Exception as error:
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        raise
+
+
+def alternate(sides: list[Side], rounds: int, n: int) -> dict[str, list[dict[str, Any]]]:
+    """`rounds` turns of n units for each side, in an order that turns round with every round."""
+    turns: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
+    for i in range(rounds):
+        for side in sides if i % 2 == 0 else sides[::-1]:
+            turns[side.name].append(side.take_turn(n))
+        print(
+            f"round {i + 1}: " + ", ".join(f"{s.name} {turns[s.name][-1]['seconds']:.2f} s" for s in sides), flush=True
+        )
+    return turns
+
+
+def median(turns: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(turn[key] for turn in turns)
+
+
+def ratio(turns: dict[str, list[dict[str, Any]]], a: str, b: str) -> dict[str, float]:
+    """Seconds of a over seconds of b, round by round: median, lowest, highest."""
+    ratios = sorted(x["seconds"] / y["seconds"] for x, y in zip(turns[a], turns[b], strict=True))
+    return {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
+
+
+def peer_model(peer: Path) -> Any:
+    """The module model.py of a checkout of nanoGPT. Raises: ConfigError where there is none."""
+    spec = importlib.util.spec_from_file_location("peer_model", peer / "model.py")
+    require((peer / "model.py").exists(), f"peer={peer} must be a checkout of nanoGPT: it has no model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["peer_model"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on."""
+    import torch
+
+    from training.device import device_name, resolve_device
+
+    return {
+        "device": device_name(resolve_device("auto")),
+        "cpus": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def run_benchmark(doc: str | None, known: dict[str, Any], program: Callable[[dict[str, Any], list[str]], Any]) -> int:
+    """Call program(values, other words) with the command line's words; print its JSON as the last line.
+
+    known: word -> (type, default). Exit status 2 for a word that cannot be used.
+    """
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(doc)
+        return 0
+    values = {key: default for key, (_, default) in known.items()}
+    others = []
+    try:
+        for word in sys.argv[1:]:
+            key, _, text = word.partition("=")
+            if key not in known:
+                others.append(word)
+                continue
+            kind = known[key][0]
+            try:
+                values[key] = text if kind is str else convert(json.loads(text), kind, key)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{word} must be a number, true or false") from error
+        print(json.dumps(program(values, others)))
+    except ConfigError as error:
+        return refuse(str(error))
+    return 0

@@ -1,0 +1,150 @@
+"""Sampling speed: python scripts/bench_sample.py peer=PATH [run=RUN] [rounds=5] [tokens=500] [start=TEXT]
+
+From a checkpoint on disk to text, each time in a new process: our generate(), and that of nanoGPT's model.py (a
+checkout at PATH) with the same weights, for one sequence and ten. Without run= a baby_gpt with fresh weights is saved
+and sampled from. Tokens a second count what is generated in all sequences after the checkpoint is loaded;
+first_token_s is the time from the start of the program to its first token, imports and loading included; seconds that
+to its end. The last line is JSON.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench import machine, peer_model, run_benchmark
+from training.config import require
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def fresh_run(folder: Path) -> Path:
+    """A run directory of the default model, with the weights that it starts from."""
+    words = ["max_iters=1", "schedule.warmup_iters=0", "batch_size=1", "wandb.mode=disabled", f"out_dir={folder}"]
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return folder
+
+
+def convert(run: Path, peer: Path, folder: Path, start: str) -> list[int]:
+    """Save the weights of `run` as nanoGPT's ckpt.pt in `folder`. Returns the tokens of `start`."""
+    import torch
+
+    from sample import load_run
+    from training import checkpoint
+
+    model, tokenizer, _ = load_run(checkpoint.resolve(run, "best"), torch.device("cpu"))
+    m = model.config.model
+    plain = model.config.qk_norm.name == "none" and model.config.attention.name == "mha"
+    plain = plain and (m.norm, m.mlp, m.position, m.tied) == ("layernorm", "gelu", "learned", True)
+    require(plain, f"run={run} must be a model that nanoGPT has: MHA without a QK norm")
+    module = peer_model(peer)
+    sizes = {key: getattr(m, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")}
+    args = {**sizes, "vocab_size": tokenizer.vocab_size}
+    theirs = module.GPT(module.GPTConfig(**args)).state_dict()
+    weights = dict(model.state_dict())  # the names are nanoGPT's
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied
+    missing = {key for key in theirs if key not in weights and not key.endswith("attn.bias")}  # a mask, not a weight
+    assert not missing, missing
+    torch.save({"model": {k: weights[k] for k in theirs if k in weights}, "model_args": args}, folder / "ckpt.pt")
+    return tokenizer.encode(start).tolist()
+
+
+# Each program prints when its weights are loaded, when its first token is there and when all are: seconds since the
+# epoch. nanoGPT's sequences stand in one batch, which is faster than one after the other, as its sample.py has them.
+OURS = """
+import sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import torch
+from model.generate import generate
+from sample import load_run
+from training import checkpoint
+from training.device import resolve_device, resolve_dtype
+device = resolve_device("auto")
+model, tokenizer, _ = load_run(checkpoint.resolve(Path({run!r}), "best"), device)
+loaded = time.time()
+idx = torch.tensor(tokenizer.encode({start!r}).tolist(), device=device).expand({n}, -1)
+tokens = generate(model, idx, {tokens}, 0.8, 200, None, 1337, resolve_dtype("auto", device))
+first = None
+out = []
+for token in tokens:
+    out.append(token)
+    first = first or (token.tolist() and time.time())
+texts = [tokenizer.decode(row) for row in torch.stack(out, 1).tolist()]
+print(loaded, first, time.time())
+"""
+PEERS = """
+import sys, time
+sys.path.insert(0, {peer!r})
+import torch
+from torch.nn import functional as F
+from model import GPT, GPTConfig
+saved = torch.load({ckpt!r}, map_location="cpu")
+model = GPT(GPTConfig(**saved["model_args"]))
+model.load_state_dict(saved["model"], strict=False)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model.eval().to(device)
+torch.manual_seed(1337)
+loaded = time.time()
+idx = torch.tensor({prompt!r}, device=device)[None].repeat({n}, 1)
+ctx = torch.autocast("cuda", torch.bfloat16) if device == "cuda" else torch.no_grad()
+with torch.no_grad(), ctx:
+    y = model.generate(idx, 1, temperature=0.8, top_k=200)
+    y.tolist()
+    first = time.time()
+    y = model.generate(y, {tokens} - 1, temperature=0.8, top_k=200)
+    rows = y.tolist()
+print(loaded, first, time.time())
+"""
+
+
+def sample(script: str, n: int, tokens: int) -> dict[str, float]:
+    began = time.time()
+    command = [sys.executable, "-c", script]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout
+    loaded, first, end = map(float, printed.split()[-3:])
+    return {"tok_per_sec": n * tokens / (end - loaded), "first_token_s": first - began, "seconds": end - began}
+
+
+def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    require(not words, f"{words[:1]} is unknown")
+    require(values["peer"] != "", "peer= must name a checkout of nanoGPT")
+    peer = Path(values["peer"]).resolve()
+    peer_model(peer)
+    result: dict[str, Any] = {"rounds": values["rounds"], "tokens": values["tokens"], **machine()}
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(values["run"]) if values["run"] else fresh_run(Path(folder) / "run")
+        prompt = convert(run, peer, Path(folder), values["start"])
+        about = {
+            "root": str(ROOT), "run": str(run.resolve()), "peer": str(peer), "ckpt": str(Path(folder) / "ckpt.pt"),
+            "start": values["start"], "prompt": prompt, "tokens": values["tokens"],
+        }  # fmt: skip
+        for n in (1, 10):
+            scripts = {"ours": OURS.format(n=n, **about), "peer": PEERS.format(n=n, **about)}
+            turns: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
+            for i in range(values["rounds"]):
+                for name in ("ours", "peer") if i % 2 == 0 else ("peer", "ours"):
+                    turns[name].append(sample(scripts[name], n, values["tokens"]))
+                both = ", ".join(f"{name} {turns[name][-1]['tok_per_sec']:.0f} tokens/s" for name in turns)
+                print(f"{n} sequences, round {i + 1}: {both}", flush=True)
+            rows: dict[str, Any] = {
+                name: {key: round(statistics.median(t[key] for t in side), 2) for key in side[0]}
+                for name, side in turns.items()
+            }
+            ratios = [a["tok_per_sec"] / b["tok_per_sec"] for a, b in zip(turns["ours"], turns["peer"], strict=True)]
+            rows["ratio"] = {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+            result[f"{n}_sequences"] = rows
+    return result
+
+
+if __name__ == "__main__":
+    known = {"peer": (str, ""), "run": (str, ""), "start": (str, "\n"), "rounds": (int, 5), "tokens": (int, 500)}
+    sys.exit(run_benchmark(__doc__, known, bench))

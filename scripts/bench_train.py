@@ -1,0 +1,188 @@
+"""Training speed: python scripts/bench_train.py peer=PATH [rounds=5] [iters=N] [words of train.py]
+
+peer=PATH     a checkout of nanoGPT: its model.py and the update of its train.py take turns with ours, at our settings
+variants=A;B  or: our own settings against one another, each a list of train.py's words: "qk_norm=none;qk_norm=rms"
+
+An update is: batch, forward, backward, clip, optimizer. Times are medians over rounds in which the sides take turns; a
+ratio is that of one round, median over rounds. peak_memory_mib is the process's resident memory. The last line is JSON.
+"""
+
+import math
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench import Side, Work, alternate, machine, median, peer_model, ratio, run_benchmark, start
+from sweeps.plan import compose
+from training.config import AdamWConfig, NoQKNormConfig, TrainConfig, load_config, require
+
+SECONDS = 5.0  # of a turn, where iters= does not say
+
+
+def ours(words: list[str]) -> tuple[Work, dict[str, Any]]:
+    """Our update, as train.py makes it."""
+    import torch
+
+    import train
+    from data.batches import Batches
+    from model.gpt import GPT
+    from training.device import peak_flops, resolve_device, resolve_dtype, synchronize
+    from training.optim import build_optimizer, qk_clip
+    from training.schedule import learning_rate
+
+    config = load_config(compose(words))
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    _, tokenizer, tokens, folds = train.read_corpus(config)
+    batches = Batches(tokens, folds, config.model.block_size, config.batch_size, config.seed)
+    model = GPT(config, tokenizer.vocab_size)
+    model.init_weights(config.seed)
+    model.to(device).train()
+    compiled = device.type == "cuda" if config.compile == "auto" else bool(config.compile)
+    forward: Any = torch.compile(model) if compiled else model
+    optimizer = build_optimizer(model, config)
+    for attention in model.attentions if config.qk_clip.name != "none" else []:
+        attention.track_max_logits()
+    step = 0
+
+    def update(n: int) -> dict[str, Any]:
+        nonlocal step
+        for _ in range(n):
+            torch.manual_seed(train.seed_of_update(config.seed, step, 0))
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step % config.max_iters, config)
+            for micro_step in range(config.gradient_accumulation_steps):
+                x, y = batches.get_batch(step, micro_step)  # (B, T)
+                with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
+                    _, loss = forward(x.to(device), y.to(device))
+                (loss / config.gradient_accumulation_steps).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if config.qk_clip.name != "none":
+                qk_clip(model.attentions, config.qk_clip)
+            step += 1
+        synchronize(device)
+        return {"loss": loss.item()}
+
+    update(2)  # warm-up
+    info = {
+        "parameters": model.num_params(), "tokens_per_iter": config.tokens_per_iter, "dtype": str(dtype),
+        "flops_per_iter": model.flops_per_token() * config.tokens_per_iter, "peak_flops": peak_flops(device, dtype),
+    }  # fmt: skip
+    return update, info
+
+
+def peers(path: str, words: list[str]) -> tuple[Work, dict[str, Any]]:
+    """nanoGPT's model.py at `path` and the update of its train.py: fp32 on a CPU; compiled, bf16 autocast on CUDA."""
+    import numpy as np
+    import torch
+
+    import train
+    from training.device import resolve_device, synchronize
+
+    config = load_config(compose(words))
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    device = resolve_device(config.device)
+    module = peer_model(Path(path))
+    _, tokenizer, tokens, folds = train.read_corpus(config)
+    ((start_at, end),) = folds.train[:1]
+    data = np.asarray(tokens[start_at:end], dtype=np.uint16)
+    m, optim, T = config.model, config.optim, config.model.block_size
+    sizes = {key: getattr(m, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")}
+    torch.manual_seed(config.seed)
+    model = module.GPT(module.GPTConfig(**sizes, vocab_size=tokenizer.vocab_size)).to(device).train()
+    optimizer = model.configure_optimizers(optim.weight_decay, optim.learning_rate, optim.betas, device.type)
+    forward = torch.compile(model) if device.type == "cuda" else model
+    cuda = device.type == "cuda"
+    ctx = torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
+
+    def get_batch() -> tuple[Any, Any]:
+        ix = torch.randint(len(data) - T, (config.batch_size,))
+        x = torch.stack([torch.from_numpy(data[i : i + T].astype(np.int64)) for i in ix])
+        y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + T].astype(np.int64)) for i in ix])
+        if cuda:
+            return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
+        return x, y
+
+    batch = get_batch()
+
+    def update(n: int) -> dict[str, Any]:
+        nonlocal batch
+        for _ in range(n):
+            for _ in range(config.gradient_accumulation_steps):
+                with ctx:
+                    _, loss = forward(*batch)
+                    loss = loss / config.gradient_accumulation_steps
+                batch = get_batch()
+                loss.backward()
+            if config.grad_clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+        return {"loss": loss.item() * config.gradient_accumulation_steps}
+
+    update(2)
+    return update, {"parameters": sum(p.numel() for p in model.parameters())}
+
+
+def check_comparable(config: TrainConfig) -> None:
+    """Raise ConfigError for a setting that nanoGPT does not have."""
+    m = config.model
+    plain = isinstance(config.qk_norm, NoQKNormConfig) and config.attention.name == "mha"
+    plain = plain and (m.norm, m.mlp, m.position, m.tied) == ("layernorm", "gelu", "learned", True)
+    require(plain and type(config.optim) is AdamWConfig, "peer= needs nanoGPT's own settings: MHA without a QK norm")
+
+
+def summary(side: Side, turns: list[dict[str, Any]], n: int, about: dict[str, Any]) -> dict[str, Any]:
+    ms = 1000 * median(turns, "seconds") / n
+    return {
+        "tok_per_sec": round(about["tokens_per_iter"] / ms * 1000),
+        "ms_per_iter": round(ms, 2),
+        "peak_memory_mib": round(median(turns, "peak_memory_mib")),
+        "mfu": round(about["flops_per_iter"] / ms * 1000 / about["peak_flops"], 4),
+    }
+
+
+def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    require((values["peer"] != "") != (values["variants"] != ""), "peer= or variants= must be given, and not both")
+    named = {part.strip(): [*words, *part.split()] for part in values["variants"].split(";") if part.strip()}
+    if values["peer"]:
+        check_comparable(load_config(compose(words)))
+        named = {"ours": words}
+    else:
+        for variant in named.values():
+            load_config(compose(variant))
+    sides = [start(name, ours, variant) for name, variant in named.items()]
+    if values["peer"]:
+        sides.append(start("peer", peers, values["peer"], words))
+    about = sides[0].info
+    n = values["iters"]
+    if n == 0:
+        slowest = max(side.take_turn(1)["seconds"] for side in sides)
+        n = max(1, round(SECONDS / slowest))
+    print(f"{n} iterations a turn, {about['tokens_per_iter']:,} tokens each; parameters: "
+          + ", ".join(f"{side.name} {side.info['parameters']:,}" for side in sides))  # fmt: skip
+    began = time.time()
+    turns = alternate(sides, values["rounds"], n)
+    rows = {s.name: summary(s, turns[s.name], n, {**about, **s.info}) for s in sides}
+    common = {
+        "rounds": values["rounds"], "iters": n, "words": words, "seconds": round(time.time() - began),
+        "dtype": about["dtype"], "peak_tflops": round(about["peak_flops"] / 1e12, 3), **machine(),
+    }  # fmt: skip
+    if values["peer"]:
+        return {**rows, "ratio": ratio(turns, "peer", "ours"), **common}
+    first = sides[0].name
+    return {"variants": rows, "time_over_first": {s.name: ratio(turns, s.name, first) for s in sides[1:]}, **common}
+
+
+if __name__ == "__main__":
+    known = {"peer": (str, ""), "variants": (str, ""), "rounds": (int, 5), "iters": (int, 0)}
+    sys.exit(run_benchmark(__doc__, known, bench))

@@ -1,0 +1,125 @@
+"""Means, intervals and paired comparisons: the statistics of a report, over plain numbers."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from scipy import stats
+
+Replicate = tuple[int, int | None]  # seed, fold: what pairs two runs
+
+
+@dataclass(frozen=True)
+class Point:
+    """A mean and the ends of its 95 % t interval, None for a single value."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+def interval(values: Sequence[float]) -> Point:
+    mean, n = fmean(values), len(values)
+    if n < 2:
+        return Point(mean, None, None, n)
+    half = float(stats.t.isf(0.025, n - 1)) * stdev(values) / math.sqrt(n)
+    return Point(mean, mean - half, mean + half, n)
+
+
+def mean_curve(curves: Iterable[Mapping[int, float]]) -> dict[int, Point]:
+    """Iteration -> mean over the curves, at the iterations that all of them have."""
+    curves = list(curves)
+    common = set.intersection(*map(set, curves)) if curves else set[int]()
+    return {i: interval([curve[i] for curve in curves]) for i in sorted(common)}
+
+
+def lowest(curve: Mapping[int, Point]) -> tuple[float | None, int | None]:
+    """The minimum of a mean curve and its first iteration."""
+    return min(((point.mean, i) for i, point in curve.items()), default=(None, None))
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's step-down adjustment. The family is all of them: a test that could not be made counts as p = 1."""
+    adjusted: list[float | None] = [None] * len(p_values)
+    known = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    highest = 0.0
+    for rank, (p, i) in enumerate(known):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p))
+        adjusted[i] = highest
+    return adjusted
+
+
+def n_needed(effect: float, power: float = 0.8, alpha: float = 0.05, limit: int = 1_000_000) -> float:
+    """The least number of pairs with which a two-sided paired t test at `alpha` finds a mean difference of `effect`
+    standard deviations with probability `power`: exact, from the noncentral t distribution. Infinity past `limit`."""
+    effect = min(abs(effect), 30.0)  # two pairs do by then, and past it scipy's tails are lost
+
+    def reached(n: int) -> bool:
+        t, shift = stats.t.isf(alpha / 2, n - 1), effect * math.sqrt(n)
+        other_side = stats.nct.cdf(-t, n - 1, shift)  # nan where it is nothing
+        return (
+            float(stats.nct.sf(t, n - 1, shift)) + float(max(other_side, 0.0) if other_side == other_side else 0.0)
+            >= power
+        )
+
+    low, high = 1, 2
+    while not reached(high):
+        if high >= limit:
+            return math.inf
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
+
+
+@dataclass
+class Comparison:
+    """A - B over the replicates that both have. planned: replicates that both will have.
+
+    p: of the paired t test and of Wilcoxon's signed-rank test; adjusted: by Holm over the family. None: no test.
+    n_needed: see above, for a difference of this size and spread.
+    """
+
+    a: str
+    b: str
+    planned: int
+    values: dict[Replicate, tuple[float, float]]
+    point: Point | None = None
+    p: tuple[float | None, float | None] = (None, None)
+    adjusted: tuple[float | None, float | None] = (None, None)
+    n_needed: float | None = None
+
+    def __post_init__(self) -> None:
+        differences = list(self.differences.values())
+        if differences:
+            self.point = interval(differences)
+        if len(differences) > 1 and (sd := stdev(differences)) > 1e-12 * max(map(abs, differences)):
+            t, wilcoxon = stats.ttest_1samp(differences, 0), stats.wilcoxon(differences)
+            self.p = float(t.pvalue), float(wilcoxon.pvalue)
+            self.n_needed = n_needed(fmean(differences) / sd)
+
+    @property
+    def differences(self) -> dict[Replicate, float]:
+        return {replicate: a - b for replicate, (a, b) in self.values.items()}
+
+    def verdict(self, less: str, more: str) -> str:
+        """`less` or `more` where the paired t test's Holm p is at most 0.05."""
+        if self.planned == 0:
+            return "no such pair in the plan"
+        if self.point is None or self.point.n < 2:
+            return "fewer than 2 complete pairs: no test"
+        if not any(self.differences.values()):
+            return "identical"
+        if self.adjusted[0] is None:
+            return "the differences do not vary: no test"
+        return "not resolved" if self.adjusted[0] > 0.05 else less if self.point.mean < 0 else more
+
+
+def adjust(family: Sequence[Comparison]) -> None:
+    """Put Holm's adjustment over the family into each of its comparisons."""
+    t, wilcoxon = (holm([comparison.p[test] for comparison in family]) for test in (0, 1))
+    for comparison, *adjusted in zip(family, t, wilcoxon, strict=True):
+        comparison.adjusted = adjusted[0], adjusted[1]

@@ -1,0 +1,202 @@
+"""diagnose() against its definitions: float64, a head, a query and a key at a time.
+
+Shapes: B batch, nh and nkv heads, T positions, hs channels a head.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from variants import PAIRS, build, config_of, random_tokens, raw_queries_and_keys
+
+import model.gpt
+from model.diagnostics import diagnose
+from model.gpt import GPT, MultiHeadLatentAttention
+from training.config import LpQKNormConfig
+
+each_pair = pytest.mark.parametrize("layout, name", PAIRS)
+B, T = 2, 9
+
+
+@torch.no_grad()
+def passed(gpt: GPT, idx: Tensor) -> list[dict[str, Any]]:
+    """What each layer multiplies in a forward of idx, q (B, nh, T, hs), k (B, nkv, T, hs) and the scale, and what its
+    raw queries and keys are: {side: (B, heads, T, hs)}, a side for each block of channels that is normalised."""
+    layers: list[dict[str, Any]] = []
+    causal_attention = model.gpt.causal_attention
+
+    def look_at_input(attn: Any, inputs: Any) -> None:
+        q, k = raw_queries_and_keys(attn, inputs[0])
+        raw = {"q": q, "k": k}
+        if isinstance(attn, MultiHeadLatentAttention) and not attn.unified:
+            raw = {side: x[..., : attn.nope_dim] for side, x in (("q", q), ("k", k))}
+            raw |= {"q_rope": q[..., attn.nope_dim :], "k_rope": k[:, :1, :, attn.nope_dim :]}
+        layers.append({"raw": {side: x.double().numpy() for side, x in raw.items()}})
+
+    def look_at_product(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+        layers[-1] |= {"q": q.double().numpy(), "k": k.double().numpy(), "scale": scale}
+        return causal_attention(q, k, v, scale, p_dropout)
+
+    hooks = [attn.register_forward_pre_hook(look_at_input) for attn in gpt.attentions]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.gpt, "causal_attention", look_at_product)
+        gpt(idx)
+    for hook in hooks:
+        hook.remove()
+    return layers
+
+
+def p_of(gpt: GPT, layer: int, side: str, head: int) -> float:
+    config = gpt.config.qk_norm
+    assert isinstance(config, LpQKNormConfig)
+    if isinstance(config.p, float):
+        return config.p
+    raw = gpt.state_dict()[f"transformer.h.{layer}.attn.{side}_norm.raw_p"].tolist()
+    return 1 + math.log(1 + math.exp(raw[head]))
+
+
+def of_logits(q: np.ndarray, k: np.ndarray, scale: float) -> list[dict[str, float]]:
+    """max_logit, entropy and effective_keys of each head."""
+    values = []
+    for h in range(q.shape[1]):
+        largest, entropies = -math.inf, []
+        for b in range(B):
+            for i in range(T):
+                keys = k[b, h // (q.shape[1] // k.shape[1])]
+                logits = [scale * float(np.dot(q[b, h, i], keys[j])) for j in range(i + 1)]
+                largest = max([largest, *logits])
+                weights = [math.exp(logit) for logit in logits]
+                att = [w / sum(weights) for w in weights]
+                entropies.append(-sum(a * math.log(a) for a in att))
+        keys_seen = [math.exp(entropy) for entropy in entropies]
+        mean = sum(entropies) / len(entropies)
+        values.append({"max_logit": largest, "entropy": mean, "effective_keys": sum(keys_seen) / len(keys_seen)})
+    return values
+
+
+def of_vectors(gpt: GPT, layer: int, side: str, raw: np.ndarray) -> list[dict[str, float]]:
+    """The mean 2-norm, and for Lp norms p, mean and standard deviation of g, of each head."""
+    values = []
+    for h in range(raw.shape[1]):
+        vectors = [raw[b, h, t] for b in range(B) for t in range(T)]
+        lengths = [math.sqrt(sum(c * c for c in x)) for x in vectors]
+        values.append({f"{side}_norm": sum(lengths) / len(lengths)})
+        if isinstance(gpt.config.qk_norm, LpQKNormConfig):
+            p = p_of(gpt, layer, side, h)
+            p_norms = [max(abs(x)) if p == math.inf else sum(abs(c) ** p for c in x) ** (1 / p) for x in vectors]
+            g = [length / p_norm for length, p_norm in zip(lengths, p_norms, strict=True)]
+            mean = sum(g) / len(g)
+            spread = math.sqrt(sum((y - mean) ** 2 for y in g) / len(g))
+            values[-1] |= {f"{side}_g_mean": mean, f"{side}_g_std": spread}
+    return values
+
+
+def expected(gpt: GPT, idx: Tensor) -> dict[str, float]:
+    config, values = gpt.config.qk_norm, dict[str, float]()
+
+    def put(layer: int, heads: list[dict[str, float]]) -> None:
+        for h, head in enumerate(heads):
+            values.update({f"attn/{name}/layer_{layer}/head_{h}": value for name, value in head.items()})
+
+    for layer, got in enumerate(passed(gpt, idx)):
+        put(layer, of_logits(got["q"], got["k"], got["scale"]))
+        for side, raw in got["raw"].items():
+            put(layer, of_vectors(gpt, layer, side, raw))
+            if isinstance(config, LpQKNormConfig):  # one for all heads unless it is learned
+                n = raw.shape[1] if config.p == "learned" else 1
+                put(layer, [{f"{side}_p": p_of(gpt, layer, side, h)} for h in range(n)])
+        if isinstance(config, LpQKNormConfig):
+            raw_alpha = gpt.state_dict()[f"transformer.h.{layer}.attn.logit_scale.alpha.raw"].tolist()
+            put(layer, [{"alpha": math.exp(a)} for a in raw_alpha])
+    for name in {key.split("/")[1] for key in values}:
+        every = [value for key, value in values.items() if key.split("/")[1] == name]
+        values[f"attn/{name}"] = max(every) if name == "max_logit" else sum(every) / len(every)
+    return values
+
+
+@each_pair
+def test_every_value_is_its_definition(layout: str, name: str) -> None:
+    gpt, idx = build(config_of(layout, name)), random_tokens(B, T)
+    actual, reference = diagnose(gpt, idx), expected(gpt, idx)
+    assert actual.keys() == reference.keys()
+    for key, value in reference.items():
+        assert actual[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+
+
+def test_no_two_heads_layers_or_sides_have_a_value_in_common() -> None:
+    """Or one in another's place would go unseen."""
+    values = diagnose(build(config_of("mla", "lp_learned")), random_tokens(B, T))
+    heads = [value for key, value in values.items() if "/head_" in key]
+    assert len(set(heads)) == len(heads) > 0
+
+
+@each_pair
+def test_the_tracked_maxima_of_training_are_the_diagnosed_ones(layout: str, name: str) -> None:
+    gpt, idx = build(config_of(layout, name)).train(), random_tokens(B, T)
+    for attn in gpt.attentions:
+        attn.track_max_logits()
+    gpt(idx)
+    values = diagnose(gpt, idx)
+    for layer, attn in enumerate(gpt.attentions):
+        heads = [values[f"attn/max_logit/layer_{layer}/head_{h}"] for h in range(4)]
+        assert attn.pop_max_logits().tolist() == pytest.approx(heads, rel=1e-6)
+
+
+def state_of(gpt: GPT) -> dict[str, Any]:
+    return {
+        "weights": {name: p.detach().clone() for name, p in gpt.named_parameters()},
+        "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in gpt.named_parameters()},
+        "trainable": [p.requires_grad for p in gpt.parameters()],
+        "modes": {name: module.training for name, module in gpt.named_modules()},
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in gpt.modules()],
+        "maxima": [None if attn.max_logits is None else attn.max_logits.clone() for attn in gpt.attentions],
+        "probes": [attn.probe for attn in gpt.attentions],
+        "generator": torch.get_rng_state(),
+    }
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("layout", ["mha", "gqa", "mla"])
+def test_the_model_the_generator_and_what_qk_clip_tracks_stay_as_they_are(
+    layout: str, fails: bool, training: bool
+) -> None:
+    """Also where the pass breaks off half-way."""
+    gpt = build(config_of(layout, "lp_learned", dropout=0.3)).train()
+    for attn in gpt.attentions:
+        attn.track_max_logits()
+    loss = gpt(random_tokens(B, T), random_tokens(B, T, seed=3))[1]
+    assert loss is not None
+    loss.backward()
+    gpt.train(training)
+    before = state_of(gpt)
+    idx = random_tokens(B, T, seed=4)
+    if fails:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(type(gpt.transformer.h[1].mlp), "forward", lambda self, x: 1 / 0)
+            diagnose(gpt, idx)
+    else:
+        first = diagnose(gpt, idx)
+        assert first == diagnose(gpt, idx) and all(type(value) is float for value in first.values())
+    torch.testing.assert_close(state_of(gpt), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["gqa", "mla"])
+def test_under_autocast_the_logits_are_exact_products_of_what_attention_multiplies(layout: str) -> None:
+    """bf16 queries and keys, but no rounding of their products to bf16."""
+    gpt, idx = build(config_of(layout, "none"), dtype=torch.float32).train(), random_tokens(B, T)
+    for attn in gpt.attentions:
+        attn.track_max_logits()
+    with torch.autocast("cpu", torch.bfloat16):
+        gpt(idx)
+        values, layers = diagnose(gpt, idx), passed(gpt, idx)
+    for layer, (attn, got) in enumerate(zip(gpt.attentions, layers, strict=True)):
+        reference = of_logits(got["q"], got["k"], got["scale"])
+        tracked = attn.pop_max_logits().tolist()
+        for h, head in enumerate(reference):
+            for name, value in head.items():
+                assert values[f"attn/{name}/layer_{layer}/head_{h}"] == pytest.approx(value, rel=1e-5), name
+            assert tracked[h] == pytest.approx(head["max_logit"], rel=1e-6)

@@ -1,0 +1,600 @@
+"""scripts/report.py: statistics against published numbers and scipy, sweeps of every state, the page in a browser."""
+
+import csv
+import fcntl
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, Page
+from conftest import ROOT, TINY, tiny_config
+from scipy import integrate, stats
+
+from scripts import report
+from scripts.paired import Comparison, Replicate, adjust, holm, interval, mean_curve, n_needed
+from scripts.report_figures import styles
+from training.config import LpQKNormConfig
+
+# Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
+DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+DRUG_2 = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+
+
+def paired(a: Sequence[float], b: Sequence[float], name: str = "a") -> Comparison:
+    values: dict[Replicate, tuple[float, float]] = {(1, fold): pair for fold, pair in enumerate(zip(a, b, strict=True))}
+    return Comparison(name, "b", len(values), values)
+
+
+# -----------------------------------------------------------------------------
+# Statistics
+
+
+def test_the_paired_t_test_is_students() -> None:
+    c = paired(DRUG_1, DRUG_2)
+    assert c.point is not None and c.point.low is not None and c.point.high is not None and c.p[0] is not None
+    assert (c.point.mean, c.point.n) == (pytest.approx(-1.58), 10)
+    assert c.p[0] == pytest.approx(0.002833, abs=5e-7)
+    assert (c.point.low, c.point.high) == (pytest.approx(-2.4598858), pytest.approx(-0.7001142))
+
+
+def test_p_values_and_intervals_are_scipys() -> None:
+    rng = np.random.default_rng(0)
+    for n in (2, 3, 10, 40):
+        a, b = rng.normal(0, 1, n).tolist(), rng.normal(0.3, 1, n).tolist()
+        c, t = paired(a, b), stats.ttest_rel(a, b)
+        assert c.p == (pytest.approx(t.pvalue), pytest.approx(stats.wilcoxon(a, b).pvalue))
+        assert c.point is not None
+        assert [c.point.low, c.point.high] == pytest.approx(list(t.confidence_interval()))
+
+
+def test_wilcoxon_is_exact_for_few_folds() -> None:
+    assert paired([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 0]).p[1] == pytest.approx(2 / 2**6)  # all of one sign
+
+
+def test_holm_is_the_one_done_by_hand() -> None:
+    # 0.01 x 4, 0.02 x 3, 0.03 x 2 is less than the one before and takes its value, 0.9 x 1
+    assert holm([0.03, 0.9, 0.01, 0.02]) == [pytest.approx(x) for x in (0.06, 0.9, 0.04, 0.06)]
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_a_comparison_without_a_test_counts_in_the_family() -> None:
+    assert holm([0.01, None, 0.04]) == [pytest.approx(0.03), None, pytest.approx(0.08)]
+
+
+def test_verdicts_follow_the_adjusted_p() -> None:
+    lower, noise = [x - 1 - 0.01 * i for i, x in enumerate(DRUG_1)], [x + 0.1 * (-1) ** i for i, x in enumerate(DRUG_1)]
+    higher = [x + 1 + 0.01 * i for i, x in enumerate(DRUG_1)]
+    family = [paired(other, DRUG_1) for other in (lower, noise, higher, DRUG_1, DRUG_2)]
+    family += [paired([x + 0.5 for x in DRUG_2], DRUG_2), paired([1.0], [2.0])]
+    adjust(family)
+    verdicts = [c.verdict("lower", "higher") for c in family]
+    assert verdicts[:5] == ["lower", "not resolved", "higher", "identical", "higher"]
+    assert verdicts[5:] == ["the differences do not vary: no test", "fewer than 2 complete pairs: no test"]
+    alone = paired(DRUG_2, DRUG_1)
+    adjust([alone])
+    assert alone.adjusted[0] == alone.p[0] and family[4].adjusted[0] == pytest.approx(5 * (alone.p[0] or 0))
+    many = [paired(DRUG_2, DRUG_1), *(paired([1.0], [2.0]) for _ in range(20))]
+    adjust(many)
+    assert many[0].verdict("lower", "higher") == "not resolved"  # 21 x 0.0028
+
+
+@pytest.mark.parametrize(("effect", "n"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)])
+def test_pairs_needed_are_those_of_power_tables(effect: float, n: int) -> None:
+    assert n_needed(effect) == n_needed(-effect) == n  # G*Power 3, "difference between two dependent means"
+
+
+@pytest.mark.parametrize("effect", [0.11, 0.37, 0.63, 1.4, 2.5, 6.0, 20.0])
+def test_pairs_needed_have_the_power_and_one_pair_fewer_has_not(effect: float) -> None:
+    def power(n: int) -> float:
+        """Of a two-sided t test, by the definition: normal mean, chi-squared variance, no noncentral t."""
+        t, df = stats.t.isf(0.025, n - 1), n - 1
+
+        def rejects(u: float) -> float:  # u = chi-squared variable
+            edge = t * math.sqrt(u / df)
+            sides = stats.norm.sf(edge - effect * math.sqrt(n)) + stats.norm.cdf(-edge - effect * math.sqrt(n))
+            return float(sides * stats.chi2.pdf(u, df))
+
+        low, high = stats.chi2.ppf(1e-12, df), stats.chi2.isf(1e-12, df)
+        return float(integrate.quad(rejects, low, high, limit=500)[0])
+
+    n = int(n_needed(effect))
+    assert power(n) >= 0.8 - 1e-6
+    assert n == 2 or power(n - 1) < 0.8 + 1e-6
+
+
+def test_no_difference_needs_more_pairs_than_there_are() -> None:
+    assert n_needed(0.0) == math.inf and n_needed(1000.0) == 2
+
+
+def test_a_mean_curve_has_the_iterations_that_all_runs_have() -> None:
+    curve = mean_curve([{0: 4.0, 100: 2.0, 200: 1.0}, {0: 4.0, 50: 3.0, 200: 2.0}])
+    assert {i: point.mean for i, point in curve.items()} == {0: 4.0, 200: 1.5}
+    assert curve[200] == interval([1.0, 2.0]) and mean_curve([]) == {}
+
+
+# -----------------------------------------------------------------------------
+# Sweeps made by hand
+
+STEPS = [0, 10, 20, 30, 40]
+Curve = dict[int, float]
+Planned = tuple[str, int, int | None]  # setting, seed, fold
+
+
+class Made:
+    """A sweep's directory with the files that the report reads. Settings are "part/p=3" or "p=3"."""
+
+    def __init__(self, path: Path, **definition: Any) -> None:
+        self.path = path
+        path.mkdir()
+        self.definition = {"title": "A sweep", "overrides": ["max_iters=40"], "parts": {}, **definition}
+        self.lines: list[dict[str, Any]] = []
+
+    def plan(self, setting: str, seed: int, fold: int | None) -> Path:
+        """Plan a run. Returns its directory, which is not there."""
+        config = tiny_config(LpQKNormConfig(p=float(setting.partition("p=")[2])))
+        data = replace(config.data, fold=fold)
+        config = replace(config, seed=seed, max_iters=40, data=data, threads=1)
+        run_id = f"{setting.replace('/', '-')}-fold{fold}-s{seed}"
+        line = {"id": run_id, "settings": [setting], "seed": seed, "fold": fold, "overrides": []}
+        self.lines.append({**line, "config": asdict(config)})
+        about = {"name": "made", "title": "A sweep", "commit": "c0ffee", "overrides": [], "sweep": self.definition}
+        (self.path / "sweep.json").write_text(json.dumps(about))
+        (self.path / "plan.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        return self.path / run_id
+
+    def run(self, setting: str, fold: int | None, curve: Curve, seconds: float = 10.0, seed: int = 1) -> Path:
+        """A run that is done."""
+        path = self.plan(setting, seed, fold)
+        finish(path, curve, seconds)
+        return path
+
+
+def finish(path: Path, curve: Curve, seconds: float = 10.0, status: str = "done", **extra: Any) -> None:
+    path.mkdir()
+    loss, step = min((loss, step) for step, loss in curve.items())
+    lines = [{"iter": i, "val/loss": x, "train/loss": x - 0.1} for i, x in curve.items()]
+    lines.insert(1, {"iter": 5, "train/loss": 3.0})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    last = max(curve)
+    summary = {
+        "status": status, "iter": last, "val/loss": curve[last], "val/loss_min": loss, "iter_of_min": step,
+        "train/loss": 0.5, "seconds": seconds, "tok_per_sec": 1000.0, "dtype": "torch.float32", "parameters": 4242,
+        "device": "cpu (test)", "commit": "abc", "corpus_sha256": "5eed",
+    }  # fmt: skip
+    (path / "summary.json").write_text(json.dumps(summary))
+    (path / "status.json").write_text(json.dumps({"state": status, "iter": last, **extra}))
+
+
+def state(path: Path, **status: Any) -> None:
+    path.mkdir()
+    (path / "status.json").write_text(json.dumps(status))
+
+
+def falling(to: float, at: int = 40) -> Curve:
+    """A curve with its minimum `to` at iteration `at`."""
+    return {i: to + 0.05 * abs(i - at) for i in STEPS}
+
+
+def sweep_of(path: Path) -> report.Sweep:
+    return report.read_sweep(path, "made")
+
+
+def rows_of(table: report.Table) -> list[dict[str, str]]:
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def csv_of(sweep: report.Sweep) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(report.runs_csv(sweep))))
+
+
+LOSSES = {2: [1.50, 1.62, 1.41, 1.55, 1.47], 3: [1.44, 1.57, 1.36, 1.53, 1.40], 4: [1.51, 1.60, 1.42, 1.54, 1.50]}
+COMPARE = {"p": {"title": "each p against p = 2", "baseline": "a/p=2", "settings": ["a/*"]}}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    """p = 2, 3, 4 over five folds, all done, with a paper to compare with."""
+    paper = {"name": "the paper", "val_loss": {"*/p=2": 1.40506, "a/p=3": 1.364543}}
+    sweep = Made(tmp_path / "sweep", parts={"a": {"title": "part a"}}, compare=COMPARE, paper=paper)
+    for fold in range(5):
+        for p, losses in LOSSES.items():
+            sweep.run(f"a/p={p}", fold, falling(losses[fold], 40 if fold else 30), 100 + p + fold)
+    return sweep
+
+
+def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
+    sweep = sweep_of(made.path)
+    (family,) = report.families(sweep)
+    loss = family.metrics[0]
+    assert [(c.a, c.b) for c in loss] == [("a/p=3", "a/p=2"), ("a/p=4", "a/p=2")]
+    expected = [stats.ttest_rel(LOSSES[p], LOSSES[2]) for p in (3, 4)]
+    assert [c.p[0] for c in loss] == pytest.approx([t.pvalue for t in expected])
+    assert loss[0].adjusted[0] == pytest.approx(2 * expected[0].pvalue)
+    three, four = rows_of(report.comparison_table(sweep, loss, report.METRICS[0]))
+    assert (three["verdict on A"], four["verdict on A"]) == ("lower", "not resolved")
+    assert (three["pairs"], three["mean of A − B"]) == ("5 of 5", "−0.0500")
+    assert (three["paper's A − B"], four["paper's A − B"]) == ("−0.0405", "–")
+    low, high = expected[0].confidence_interval()
+    assert three["95 % interval"] == f"{low:+.4f} to {high:+.4f}".replace("-", "−")
+
+
+def test_times_and_iterations_are_compared_too(made: Made) -> None:
+    sweep = sweep_of(made.path)
+    (family,) = report.families(sweep)
+    iterations = rows_of(report.comparison_table(sweep, family.metrics[1], report.METRICS[1]))
+    assert [row["verdict on A"] for row in iterations] == ["identical", "identical"]
+    seconds = rows_of(report.comparison_table(sweep, family.metrics[2], report.METRICS[2]))
+    assert seconds[1]["mean of A − B"] == "+2.00" and seconds[1]["% of B"] == "+1.92"  # of 104 s
+
+
+def test_both_readings_of_an_averaged_minimum_are_given(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    made.run("p=2", 0, {0: 4.0, 10: 1.0, 20: 2.0, 40: 3.0})
+    made.run("p=2", 1, {0: 4.0, 10: 2.6, 20: 1.2, 40: 1.1})
+    (row,) = rows_of(report.part_table(sweep_of(made.path), ["p=2"]))
+    assert (row["minimum of the mean curve"], row["at iteration"]) == ("1.6000", "20")
+    assert (row["mean of the runs' minima"], row["SD"]) == ("1.0500", f"{0.1 / math.sqrt(2):.4f}")
+    assert (row["mean iteration of the minimum"], row["final loss"]) == ("25", "2.0500")
+
+
+def test_the_papers_numbers_stand_beside_ours(made: Made) -> None:
+    sweep = sweep_of(made.path)
+    rows = rows_of(report.part_table(sweep, sweep.parts["a"]))
+    assert [row["paper"] for row in rows] == ["1.40506", "1.36454", "–"]
+    assert [row["median seconds"] for row in rows] == ["104.0", "105.0", "106.0"]
+
+
+def test_runs_csv_has_a_line_a_run_and_the_varied_settings(made: Made) -> None:
+    rows = csv_of(sweep_of(made.path))
+    assert len(rows) == 15
+    assert [row["qk_norm.p"] for row in rows[:3]] == ["2.0", "3.0", "4.0"]
+    first = rows[0]
+    assert (first["settings"], first["seed"], first["fold"], first["status"]) == ("a/p=2", "1", "0", "done")
+    assert (float(first["val_loss_min"]), first["iter_of_min"], first["seconds"]) == (1.5, "30", "102")
+    assert (first["device"], first["commit"], first["torch"]) == ("cpu (test)", "abc", "")
+    assert "qk_norm.alpha_init" not in first and "max_iters" not in first
+
+
+def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
+    state(made.plan("a/p=2", 1, 5), state="failed", iter=10, reason="OSError: disk | full")
+    finish(made.plan("a/p=3", 1, 5), {0: 4.0, 10: 3.0}, status="diverged", reason="val/loss nan at iteration 20")
+    state(made.plan("a/p=4", 1, 5), state="stopped", iter=30, reason="SIGTERM")
+    made.plan("a/p=2", 1, 6)
+    running = made.plan("a/p=3", 1, 6)
+    state(running, state="running", iter=20)
+    with open(running / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep = sweep_of(made.path)
+    reasons = {row["run"]: (row["state"], row["reason"]) for row in rows_of(report.missing_table(sweep))}
+    assert reasons == {
+        "a-p=2-fold5-s1": ("failed", "OSError: disk | full; iteration 10 of 40 is saved"),
+        "a-p=3-fold5-s1": ("diverged", "val/loss nan at iteration 20"),
+        "a-p=4-fold5-s1": ("stopped", "SIGTERM; iteration 30 of 40 is saved"),
+        "a-p=2-fold6-s1": ("pending", "not started"),
+        "a-p=3-fold6-s1": ("running", "iteration 20 of 40 is saved"),
+    }
+    text = report.table_md(sweep, report.families(sweep), [])
+    assert all(run in text for run in reasons) and "disk \\| full" in text
+    assert "| 5 of 7, 1 failed, 1 pending |" in text and "| 5 of 7, 1 diverged, 1 running |" in text
+    statuses = {row["id"]: (row["status"], row["reason"]) for row in csv_of(sweep)}
+    assert {run: statuses[run] for run in reasons} == reasons
+    diverged = next(row for row in csv_of(sweep) if row["status"] == "diverged")
+    assert (diverged["val_loss_min"], diverged["iter"]) == ("3.0", "10")
+    loss = report.families(sweep)[0].metrics[0]
+    assert [f"{len(c.differences)} of {c.planned}" for c in loss] == ["5 of 7", "5 of 6"]
+
+
+def test_a_diverged_run_without_a_reason_says_at_which_iteration(made: Made) -> None:
+    state(made.plan("a/p=2", 1, 5), state="diverged", iter=17)
+    (row,) = rows_of(report.missing_table(sweep_of(made.path)))
+    assert row["reason"] == "diverged at iteration 17"
+
+
+@pytest.mark.parametrize("damage", ["no summary", "no curve", "torn curve", "another curve", "no minimum"])
+def test_a_done_run_with_damaged_files_counts_as_failed(made: Made, damage: str) -> None:
+    path = made.run("a/p=2", 5, falling(1.0))
+    if damage == "no summary":
+        (path / "summary.json").unlink()
+    elif damage == "no curve":
+        (path / "metrics.jsonl").unlink()
+    elif damage == "torn curve":
+        (path / "metrics.jsonl").write_text('{"iter": 0, "val/loss": 4.0}\n{"iter": 40, "val/loss": 1')
+    elif damage == "another curve":
+        shutil.copy(made.path / "a-p=2-fold0-s1" / "metrics.jsonl", path)
+    else:
+        (path / "summary.json").write_text(json.dumps({"status": "done", "iter": 40, "val/loss": 1.0}))
+    sweep = sweep_of(made.path)
+    (row,) = rows_of(report.missing_table(sweep))
+    assert (row["run"], row["state"]) == (path.name, "failed") and row["reason"].startswith("done, but ")
+    assert rows_of(report.part_table(sweep, ["a/p=2"]))[0]["mean of the runs' minima"] == "1.5100"
+
+
+def test_a_run_that_ended_before_the_plans_last_iteration_is_not_done(made: Made) -> None:
+    made.run("a/p=2", 5, {0: 4.0, 20: 1.0})
+    (row,) = rows_of(report.missing_table(sweep_of(made.path)))
+    assert (row["state"], row["reason"]) == ("stopped", "done at iteration 20 of 40")
+
+
+def test_pairs_are_matched_by_seed_and_fold(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep", compare={"x": {"pairs": [["p=3", "p=2"]]}})
+    for fold in (4, 1, 0, 2):  # in another order
+        made.run("p=3", fold, falling(1.0 + fold))
+    for fold in (0, 1, 3, 4):
+        made.run("p=2", fold, falling(1.1 + fold + 0.01 * fold))
+    made.run("p=2", 2, falling(9.0), seed=2)  # fold 2 of another seed is no partner
+    ((comparison,), *_) = report.families(sweep_of(made.path))[0].metrics
+    assert {fold: round(x, 6) for (_, fold), x in comparison.differences.items()} == {4: -0.14, 1: -0.11, 0: -0.1}
+    assert comparison.planned == 3
+
+
+def test_a_sweep_with_fewer_than_two_pairs_says_so(tmp_path: Path) -> None:
+    pairs = [["p=3", "p=2"], ["p=3", "p=9"], ["p=4", "p=2"]]
+    made = Made(tmp_path / "sweep", compare={"x": {"pairs": pairs}})
+    made.run("p=2", None, falling(1.5))
+    made.run("p=3", None, falling(1.4))
+    made.plan("p=4", 1, None)
+    sweep = sweep_of(made.path)
+    rows = rows_of(report.comparison_table(sweep, report.families(sweep)[0].metrics[0], report.METRICS[0]))
+    assert [row["verdict on A"] for row in rows] == [
+        "fewer than 2 complete pairs: no test", "no such pair in the plan", "fewer than 2 complete pairs: no test",
+    ]  # fmt: skip
+    assert rows[0]["mean of A − B"] == "−0.1000" and rows[0]["t: p"] == "–"
+    (row,) = rows_of(report.part_table(sweep, ["p=2"]))
+    assert (row["minimum of the mean curve"], row["SD"]) == ("1.5000", "–")
+
+
+def test_seeds_pair_where_there_are_no_folds(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep", compare={"x": {"baseline": "p=2"}})
+    for seed, noise in enumerate([0.0, 0.2, 0.1]):
+        made.run("p=2", None, falling(1.5 + noise), seed=seed)
+        made.run("p=3", None, falling(1.4 + noise + 0.01 * seed), seed=seed)
+    ((comparison,), *_) = report.families(sweep_of(made.path))[0].metrics
+    assert sorted(comparison.differences.values()) == pytest.approx([-0.1, -0.09, -0.08])
+
+
+def test_a_run_may_belong_to_several_settings(made: Made) -> None:
+    for line in made.lines:
+        if line["settings"] == ["a/p=2"]:
+            line["settings"] = ["a/p=2", "b/p=2"]
+    made.run("b/p=3", 0, falling(1.2))
+    sweep = sweep_of(made.path)
+    assert list(sweep.parts) == ["a", "b"] and len(sweep.done("b/p=2")) == 5
+    assert csv_of(sweep)[0]["settings"] == "a/p=2;b/p=2"
+
+
+def test_a_number_has_one_colour_in_every_part_and_a_second_sign() -> None:
+    parts = {"a": {f"a/p={p}": f"p={p}" for p in (1, 1.5, 2, 4)}, "b": {"b/p=2": "p=2", "b/p=4": "p=4"}}
+    look = styles(parts)
+    assert look["a/p=2"] == look["b/p=2"] and look["a/p=4"] == look["b/p=4"]
+    names = {"": {name: name for name in ("rms", "none", "lp", *"abcdefgh")}}
+    for styled in (look, styles(names)):
+        used = list({id(style): style for style in styled.values()}.values())
+        assert len({(s.colour, tuple(s.dashes)) for s in used}) == len({s.colour + str(s.dashes) for s in used})
+    assert len({(s.colour, tuple(s.dashes)) for s in styles(names).values()}) == 11
+
+
+# -----------------------------------------------------------------------------
+# The program
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs/made, two parts with runs of every state, and its report in results/made."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "runs").mkdir()
+    compare = {
+        **COMPARE,
+        "parts": {"title": "<b>parts</b>", "pairs": [[f"b/</script>p={p}", f"a/p={p}"] for p in (2, 3)]},
+    }
+    parts = {"a": {"title": "part a"}, "b": {"title": "part b"}, "c": {"title": "nothing done"}}
+    made = Made(folder / "runs" / "made", title="A </script><script>throw 1</script> & title", parts=parts,
+                compare=compare)  # fmt: skip
+    for fold in range(5):
+        for p, losses in LOSSES.items():
+            made.run(f"a/p={p}", fold, falling(losses[fold], 40 if fold else 30), 100 + p + fold)
+            if p != 4:
+                made.run(f"b/</script>p={p}", fold, falling(losses[fold] + 0.01 * fold, 30), 90 + p * fold)
+    state(made.plan("c/p=2", 1, 0), state="failed", reason="<img src=https://example.com/x.png onerror=alert(1)>")
+    call(folder)
+    return folder
+
+
+def call(folder: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "report.py"), *(words or ["sweep=made"])]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, **options)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_report_has_all_its_files(whole: Path) -> None:
+    out = whole / "results" / "made"
+    figures = {f"{kind}_{part}.{end}" for kind in ("loss", "time", "folds") for part in "ab" for end in ("svg", "png")}
+    files = figures | {"runs.csv", "table.md", "report.html", "provenance.json"}
+    assert {path.name for path in out.iterdir()} == files
+    text = (out / "table.md").read_text()
+    assert all(f"({name})" in text for name in figures if name.endswith("svg"))
+    assert "c-p=2-fold0-s1" in text
+    known = json.loads((out / "provenance.json").read_text())
+    assert known["sha256"]["runs.csv"] == sha256((out / "runs.csv").read_bytes()).hexdigest()
+    assert known["runs"] == {"done": 25, "failed": 1} and known["commit"] == ["abc"]
+    assert known["planned at commit"] == "c0ffee" and known["definition"]["compare"]["p"]["baseline"] == "a/p=2"
+    assert known["corpus_sha256"] == ["5eed"] and known["command"] == "python scripts/report.py sweep=made"
+
+
+def test_the_same_runs_give_the_same_bytes_without_torch(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('the report imports torch')")
+    (tmp_path / "runs").symlink_to(whole / "runs")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": "7", "MATPLOTLIBRC": str(tmp_path)}
+    (tmp_path / "matplotlibrc").write_text("axes.facecolor: red\nfont.size: 20\n")  # a user's own taste
+    call(tmp_path, env=environment)
+    first, second = whole / "results" / "made", tmp_path / "results" / "made"
+    assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
+    assert [path.name for path in first.iterdir() if path.read_bytes() != (second / path.name).read_bytes()] == []
+
+
+def test_figures_of_parts_that_are_gone_go_and_other_files_stay(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole / "results" / "made", out)
+    (out / "notes.md").write_text("mine")
+    shutil.copytree(whole / "runs" / "made", tmp_path / "sweep")
+    plan = tmp_path / "sweep" / "plan.jsonl"
+    plan.write_text("".join(line for line in plan.read_text().splitlines(True) if "b/<" not in line))
+    call(tmp_path, "sweep_dir=sweep", f"out={out}")
+    assert not (out / "loss_b.svg").exists() and (out / "loss_a.svg").exists() and (out / "notes.md").exists()
+
+
+BAD = {
+    "": "sweep= must be given",
+    "sweep=nowhere": "sweep_dir=runs/nowhere holds no sweep",
+    "sweep=made swep=x": "swep=x",
+    "sweep=made outt=x": "did you mean out?",
+    "made": "made",
+    "sweep=made out=file": "out=file is not a directory",
+    "sweep_dir=torn": "sweep_dir=torn has a plan.jsonl that cannot be read",
+    "sweep_dir=empty": "without a run",
+    "sweep_dir=unnamed": "sweep_dir=unnamed has no sweep.json",
+    "sweep_dir=twice": "2 runs of a/p=2 with seed 1 and fold 0",
+}
+BAD_COMPARE: dict[str, dict[str, Any]] = {
+    "compare.x.baselin is unknown; did you mean baseline?": {"baselin": "p=2"},
+    "compare.x must have either baseline and settings, or pairs": {"settings": ["*"]},
+    "compare.x.pairs=[['p=2']] must be a list of pairs": {"pairs": [["p=2"]]},
+    "compare.x.settings=p=2 must be a list of patterns": {"baseline": "p=2", "settings": "p=2"},
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_line_and_status_2(
+    words: str, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("runs/made", "torn", "empty", "unnamed", "twice"):
+        shutil.copytree(made.path, name)
+    Path("file").write_text("")
+    Path("torn/plan.jsonl").write_text('{"id": "a-')
+    Path("empty/plan.jsonl").write_text("")
+    Path("unnamed/sweep.json").unlink()
+    Path("twice/plan.jsonl").write_text("".join(json.dumps(made.lines[0] | {"id": name}) + "\n" for name in "xy"))
+    assert report.main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and BAD[words] in error
+    assert not Path("results").exists()
+
+
+@pytest.mark.parametrize("message", BAD_COMPARE)
+def test_a_bad_comparison_is_one_line(message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = Made(tmp_path / "sweep", compare={"x": BAD_COMPARE[message]})
+    made.run("p=2", 0, falling(1.0))
+    assert report.main([f"sweep_dir={made.path}", f"out={tmp_path / 'out'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and not (tmp_path / "out").exists()
+
+
+def test_real_runs_are_reported(
+    program: Callable[..., subprocess.CompletedProcess[str]], tiny_run: list[str], tmp_path: Path
+) -> None:
+    definition = {
+        "title": "a real one", "folds": [0, 1], "overrides": ["data=text", *TINY, "qk_norm=lp", "max_iters=4"],
+        "grid": {"qk_norm.p": [2, 3]}, "compare": {"p": {"baseline": "p=2", "settings": ["*"]}},
+    }  # fmt: skip
+    (tmp_path / "tiny.yaml").write_text(json.dumps(definition))
+    path = next(word for word in tiny_run if word.startswith("data.path="))
+    done = program("sweeps/launch.py", "sweep=tiny.yaml", path, "launcher.workers=1", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = program("scripts/report.py", "sweep=tiny.yaml")
+    assert done.returncode == 0 and "4 runs, 4 done" in done.stdout, done.stderr
+    rows = list(csv.DictReader((tmp_path / "results" / "tiny" / "runs.csv").read_text().splitlines()))
+    assert len(rows) == 4 and all(0 < float(row["val_loss_min"]) < 5 for row in rows)
+    summary = json.loads((tmp_path / "runs" / "tiny" / rows[0]["id"] / "summary.json").read_text())
+    assert float(rows[0]["val_loss_min"]) == summary["val/loss_min"]
+
+
+# -----------------------------------------------------------------------------
+# The page
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Page]:
+    if CHROMIUM is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("CI=true, but there is no Chromium to test the page in")
+        pytest.skip("no Chromium")
+    with Page(tmp_path / "profile") as page:
+        yield page
+
+
+MARKS = "document.querySelectorAll('#loss-0 .mark-line.role-mark path').length"
+TOOLTIP = "document.querySelector('#vg-tooltip-element.visible')?.innerText ?? ''"
+
+
+def centre(page: Page, expression: str) -> tuple[float, float]:
+    """Where an element of the page is, in the viewport."""
+    script = f"(() => {{ const e = {expression}; e.scrollIntoView({{block: 'center'}}); const r ="
+    x, y = page.evaluate(f"{script} e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2] }})()")
+    return float(x), float(y)
+
+
+def legend(name: str) -> str:
+    return f"[...document.querySelectorAll('#loss-0 .role-legend-label text')].find(e => e.textContent === '{name}')"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_draws_its_charts_without_an_error_or_a_request(whole: Path, browser: Page, dark: bool) -> None:
+    browser.dark(dark)
+    file = whole / "results" / "made" / "report.html"
+    browser.open(file)
+    assert browser.problems == []
+    assert browser.requests == [file.resolve().as_uri()]
+    charts = browser.evaluate("[...document.querySelectorAll('.chart')].map(e => e.id)")
+    assert charts == ["loss-0", "time-0", "loss-1", "time-1", "difference-0", "difference-1"]
+    for chart in charts:
+        assert browser.evaluate(f"document.querySelectorAll('#{chart} svg .role-mark path').length") >= 3, chart
+    assert browser.evaluate(MARKS) == 3
+    assert browser.evaluate("document.title") == "A </script><script>throw 1</script> & title"
+    assert browser.evaluate("document.images.length") == 0  # what a run says is text
+    ink = browser.evaluate("getComputedStyle(document.body).color")
+    assert ink == ("rgb(230, 232, 235)" if dark else "rgb(26, 28, 32)")
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_click_in_the_legend_switches_a_setting_off_and_on(whole: Path, browser: Page) -> None:
+    browser.open(whole / "results" / "made" / "report.html")
+    shown = []
+    for name in ("p=3", "p=2", "p=3"):
+        browser.click(*centre(browser, legend(name)))
+        shown.append(browser.evaluate(f"{MARKS} + ' ' + views['loss-0'].data('shown_store').length"))
+    assert shown == ["2 2", "1 1", "2 2"]
+    assert browser.problems == []
+
+
+def test_hovering_shows_the_values_of_a_point(whole: Path, browser: Page) -> None:
+    browser.open(whole / "results" / "made" / "report.html")
+    points = "document.querySelectorAll('#loss-0 .mark-symbol.role-mark path')"
+    browser.hover(*centre(browser, f"[...{points}].at(-1)"))
+    browser.wait(f"({TOOLTIP}) !== ''")
+    text = browser.evaluate(TOOLTIP)
+    assert "p=4" in text and "mean" in text and "1.6" in text and "runs" in text
+
+
+def test_single_folds_and_zoom(whole: Path, browser: Page) -> None:
+    browser.open(whole / "results" / "made" / "report.html")
+    browser.evaluate("views['loss-0'].signal('which', 'every run').runAsync().then(() => 0)")
+    assert browser.evaluate(MARKS) == 15
+    before = browser.evaluate("views['loss-0'].scale('x').domain()")
+    x, y = centre(browser, "document.querySelector('#loss-0 .mark-line.role-mark path')")
+    browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300)
+    browser.wait(f"views['loss-0'].scale('x').domain()[1] < {before[1]}")
+    assert browser.problems == []
