@@ -62,11 +62,17 @@ def main(argv: list[str]) -> int:
             list_runs(request)
             return 0
         left = [run for run in request.runs if read_status(request.sweep_dir / run.id).get("state") not in FINAL]
-        ask_worker("check", distinct(left, ("data", "device", "dtype", "model")))
+        configs = distinct(left, ("data", "device", "dtype", "model"))
+        if request.launcher.name == "slurm":  # its devices are not this machine's
+            configs = [{**config, "device": "cpu", "dtype": "float32"} for config in configs]
+        ask_worker("check", configs)
         freeze_plan()
     except (ConfigError, OSError) as error:
         return refuse(str(error))
-    return launch(request)
+    try:
+        return launch(request)
+    except ConfigError as error:  # SLURM refuses such tasks
+        return refuse(str(error))
 
 
 def read_request(argv: list[str]) -> tuple[Request, Callable[[], None]]:

@@ -3,7 +3,12 @@
 A launcher has start(n), which brings the number of live workers up to n, alive() and stop().
 """
 
+import contextlib
+import io
+import math
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -11,12 +16,16 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
-from training.config import at_least, require
+from training.config import ConfigError, at_least, require, show
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 PATIENCE = 600  # seconds that a worker has to reach the end of its iteration and save
+SQUEUE_EVERY = 5.0  # seconds between two questions to SLURM's controller
+SBATCH_AGAIN = 60.0  # seconds after which tasks that SLURM refused are submitted again
+USR2_AFTER_TERM = 60  # seconds; SLURM preempts with SIGTERM, then the signal that was asked for, then SIGKILL
 
 
 @dataclass(frozen=True)
@@ -38,17 +47,29 @@ class SlurmConfig:
     workers: int = 1
     threads: int = 1
     gpus: int = 0
-    partition: str | None = None
     mem_gb: int | None = None
+    partition: str | None = None
     timeout_min: int = 60
+    save_s: int = 90
     max_requeues: int = 100
-    setup: list[str] = field(default_factory=list)
+    options: dict = field(default_factory=dict)
+    setup: list = field(default_factory=list)
 
     def check(self) -> None:
-        for key in ("workers", "threads", "timeout_min"):
+        for key in ("workers", "threads", "save_s"):
             at_least(f"launcher.{key}", getattr(self, key), 1)
-        at_least("launcher.gpus", self.gpus, 0)
+        require(self.gpus in (0, 1), f"launcher.gpus={self.gpus} must be 0 or 1: a run uses one")
         at_least("launcher.max_requeues", self.max_requeues, 0)
+        require(
+            60 * self.timeout_min > self.save_s + 60,  # SLURM is up to a minute early
+            f"launcher.timeout_min={self.timeout_min} must be more than launcher.save_s={self.save_s} and a minute",
+        )
+        require(self.mem_gb is None or self.mem_gb > 0, f"launcher.mem_gb={self.mem_gb} must be > 0")
+        for key, value in self.options.items():
+            good = isinstance(key, str) and isinstance(value, str | int)
+            require(good, f"launcher.options={show(self.options)} must be names and values, as {{account: lab}}")
+        good = all(isinstance(line, str) for line in self.setup)
+        require(good, f"launcher.setup={show(self.setup)} must be a list of shell lines")
         require(shutil.which("sbatch") is not None, "launcher=slurm needs sbatch, which is not here")
 
 
@@ -127,4 +148,174 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
 
 
-LAUNCHERS: dict[str, tuple[type, Any]] = {"local": (LocalConfig, Local)}
+# -----------------------------------------------------------------------------
+# SLURM
+
+
+class Slurm:
+    """Tasks of SLURM job arrays, submitted by submitit, each a worker. They outlive a launcher that is killed.
+
+    squeue alone tells which of them live: what it does not list is gone, however it ended; no accounting is needed.
+    """
+
+    def __init__(self, config: SlurmConfig, sweep_dir: Path, launch: str) -> None:
+        self.config, self.sweep_dir, self.launch = config, sweep_dir, launch
+        self.workers, self.threads = config.workers, config.threads
+        self.name = "nanoqk-" + re.sub(r"[^\w.-]", "_", sweep_dir.name)
+        self.tasks: dict[str, Any] = {}  # those queued or running: job id -> submitit's job
+        self.ran_from: dict[str, float] = {}  # job id -> when it was first seen to run
+        self.deaths, self.log = 0, sweep_dir  # as in Local; the last one's log
+        self.asked = self.submitted = -math.inf
+        self.refusals, self.refusal = 0, ""
+
+    def start(self, n: int) -> None:
+        """Raises: ConfigError where SLURM refuses the first tasks; later it is asked again."""
+        import submitit
+
+        missing = n - self.alive()
+        if missing <= 0 or self.failure() or (self.refusals and time.monotonic() - self.submitted < SBATCH_AGAIN):
+            return
+        first, self.submitted = self.submitted == -math.inf, time.monotonic()
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what sbatch says, then raises it
+                jobs = self.executor().map_array(Task(), [self.sweep_dir] * missing, [self.launch] * missing)
+        except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
+            lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in str(error).splitlines()]
+            self.refusal = f"launcher=slurm: sbatch refuses: {'; '.join(lines) or 'it does not say why'}"
+            if first:
+                raise ConfigError(self.refusal) from error
+            self.refusals += 1
+        else:
+            self.refusals = 0
+            self.tasks |= {job.job_id: job for job in jobs}
+
+    def executor(self) -> Any:
+        """submitit's, with the settings of the tasks."""
+        import submitit
+
+        c = self.config
+        executor = submitit.SlurmExecutor(self.sweep_dir / "slurm", max_num_timeout=c.max_requeues)
+        executor.update_parameters(
+            job_name=self.name,
+            partition=c.partition,
+            time=c.timeout_min,
+            signal_delay_s=c.save_s,
+            cpus_per_task=c.threads,
+            gpus_per_node=c.gpus or None,
+            mem=None if c.mem_gb is None else f"{c.mem_gb}GB",
+            array_parallelism=c.workers,
+            stderr_to_stdout=True,
+            srun_args=[f"--cpus-per-task={c.threads}"],  # which srun does not take over from sbatch
+            setup=[
+                *c.setup,
+                f"export PYTHONPATH={shlex.quote(str(WORKER.parent.parent))}${{PYTHONPATH:+:$PYTHONPATH}}",
+                f"export OMP_NUM_THREADS={c.threads}",
+            ],
+            additional_parameters={"requeue": True, **c.options},
+        )
+        return executor
+
+    def alive(self) -> int:
+        """The number of tasks queued or running, by a look at the queue that is at most SQUEUE_EVERY old."""
+        if not self.tasks or time.monotonic() - self.asked < SQUEUE_EVERY:
+            return len(self.tasks)
+        queue, self.asked = self.queue(), time.monotonic()
+        if queue is None:
+            return len(self.tasks)
+        for job_id, task in list(self.tasks.items()):
+            state = queue.get(job_id)
+            if state == "RUNNING":
+                self.ran_from.setdefault(job_id, self.asked)
+            elif state is None:
+                del self.tasks[job_id]
+                died = not task.paths.result_pickle.exists() or task.exception() is not None
+                died_young = died and self.asked - self.ran_from.get(job_id, self.asked) < 60
+                self.deaths = self.deaths + 1 if died_young else 0
+                self.log = task.paths.stdout
+        return len(self.tasks)
+
+    def queue(self) -> dict[str, str] | None:
+        """Job id -> state, of what is queued or running under this sweep's name; None when SLURM does not answer."""
+        command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", f"--name={self.name}", "--format=%i %T"]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
+        try:
+            asked = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
+        except subprocess.TimeoutExpired:
+            return None
+        return dict(line.split() for line in asked.stdout.splitlines()) if asked.returncode == 0 else None
+
+    def failure(self) -> str | None:
+        """Why it makes no sense to submit another task, or None."""
+        if self.refusals >= 3 and not self.tasks:
+            return self.refusal
+        if self.deaths >= 3 * self.workers:
+            shared = "" if self.log.exists() else ", which is not there: is it on a file system that all nodes share?"
+            return f"SLURM tasks die as soon as they start: see {self.log}{shared}"
+        return None
+
+    def stop(self) -> None:
+        """Have each task save its run and end; KeyboardInterrupt during that ends them at once."""
+        (self.sweep_dir / "launches" / f"{self.launch}.stop").touch()  # for those that are about to start
+        deadline = time.monotonic() + PATIENCE
+        try:
+            while self.tasks and time.monotonic() < deadline:
+                self.scancel("--state=PENDING")
+                self.scancel("--state=RUNNING", "--signal=TERM")  # to the worker, not to the shell around it
+                time.sleep(SQUEUE_EVERY)
+                self.alive()
+        except KeyboardInterrupt:
+            pass
+        if self.tasks:
+            self.scancel()
+
+    def scancel(self, *options: str) -> None:
+        subprocess.run(["scancel", *options, *self.tasks], capture_output=True)
+
+
+class Task:
+    """What a SLURM task runs: a worker that saves and is requeued when its time is nearly up, or when it is preempted.
+
+    SLURM then sends USR2 (after SIGTERM, when it preempts). submitit's handler of USR2 has the task requeued and ends
+    the process; here the run that is on stops at a checkpoint first.
+    """
+
+    def __call__(self, sweep_dir: Path, launch: str) -> int:
+        from sweeps.worker import work
+
+        requeue: Any = signal.getsignal(signal.SIGUSR2)
+        received = set()
+
+        def receive(number: int, frame: FrameType | None) -> None:
+            received.add(number)
+            signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0)
+
+        def tell_the_run(number: int, frame: FrameType | None) -> None:
+            """A run listens to SIGTERM once its loop has begun: until then, every second, look whether it has."""
+            if signal.getsignal(signal.SIGTERM) is not receive:
+                signal.raise_signal(signal.SIGTERM)
+
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, receive)
+        signal.signal(signal.SIGALRM, tell_the_run)
+        stopped = sweep_dir / "launches" / f"{launch}.stop"
+        status = 0 if stopped.exists() else work(sweep_dir, launch)
+        for number in (signal.SIGALRM, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # from here on it ends by itself
+        if status == 1:
+            sys.exit(status)  # the job has failed, for SLURM too
+        if status > 128 and not stopped.exists():
+            deadline = time.monotonic() + USR2_AFTER_TERM
+            while signal.SIGUSR2 not in received and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if signal.SIGUSR2 in received:
+                requeue(signal.SIGUSR2, None)
+        return status
+
+    def checkpoint(self, sweep_dir: Path, launch: str) -> Any:
+        """What submitit requeues: the same again, as the runs' directories hold all else."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, sweep_dir, launch)
+
+
+LAUNCHERS: dict[str, tuple[type, Any]] = {"local": (LocalConfig, Local), "slurm": (SlurmConfig, Slurm)}

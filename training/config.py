@@ -633,7 +633,15 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
 
 type_hints = functools.cache(typing.get_type_hints)  # of a dataclass: name -> type
 
-TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+TYPE_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a group",
+    type(None): "null",
+}
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:

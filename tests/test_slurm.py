@@ -1,0 +1,332 @@
+"""launcher=slurm, on a SLURM of this machine: where sinfo answers, or where NANOQK_SLURM names a folder whose up.sh
+starts one. The tests of what a task does with signals need no SLURM."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY
+from test_faults import exit_status, fork
+from test_sweeps import eventually, launched, times_finished, tiny_sweep
+from test_train import assert_same_run
+
+import train
+from sweeps.launchers import Slurm, SlurmConfig, Task
+from sweeps.plan import freeze, load_sweep, plan_runs, read_plan
+from sweeps.worker import is_claimed, read_claim
+from training.config import ConfigError
+from training.rundir import read_status, write_json
+
+SLURM = os.environ.get("NANOQK_SLURM")
+TWO_RUNS = "sweep.folds=[0]"
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import sweeps.launchers
+sweeps.launchers.SQUEUE_EVERY = 0.5
+from sweeps.launch import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def shell(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def answers() -> bool:
+    """Whether there is a SLURM with a node that takes jobs."""
+    try:
+        return any(state in shell("sinfo", "--noheader", "--format=%T") for state in ("idle", "mixed", "allocated"))
+    except (OSError, subprocess.SubprocessError):
+        return False
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[None]:
+    """A SLURM that runs. The last of pytest's processes that use it stops what one of them has started."""
+    with open("/tmp/nanoqk_test_slurm.lock", "w") as lock:
+        started = Path(lock.name).with_suffix(".started")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not answers():
+            if SLURM is None:
+                pytest.skip("no SLURM here, and NANOQK_SLURM is not set")
+            subprocess.run(["bash", f"{SLURM}/up.sh"], stdin=subprocess.DEVNULL, timeout=120)
+            eventually(answers)
+            started.touch()
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        if started.exists():
+            for daemon in ("slurmd", "slurmctld", "munge/munged"):
+                os.kill(int(Path(f"/run/{daemon}.pid").read_text()), signal.SIGTERM)
+            started.unlink()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sweep file of four runs that the local launcher has made; their directory is beside it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    corpus = folder / "corpus.txt"
+    corpus.write_text("to be or not to be that is the question whether 'tis nobler " * 100)
+    overrides = ["data=text", f"data.path={corpus}", *TINY, "max_iters=150", "wandb.mode=disabled"]
+    sweep = tiny_sweep(folder, corpus, overrides=overrides, grid={"qk_norm": ["none", "rms"]})
+    launched(sweep, "launcher.threads=1")
+    return sweep
+
+
+class OnSlurm:
+    """The same sweep with launcher=slurm, in a directory of its own."""
+
+    def __init__(self, sweep: Path, sweep_dir: Path) -> None:
+        self.sweep, self.path = sweep, sweep_dir
+        self.launchers: list[subprocess.Popen[str]] = []
+
+    def launch(self, *words: str) -> subprocess.Popen[str]:
+        where = [f"sweep={self.sweep}", f"sweep_dir={self.path}", "launcher=slurm", "launcher.timeout_min=10"]
+        command = [sys.executable, "-c", PROGRAM, str(ROOT), *where, *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.launchers.append(subprocess.Popen(command, cwd=self.path.parent, **pipes))  # type: ignore[call-overload]
+        return self.launchers[-1]
+
+    def tasks(self) -> dict[str, str]:
+        """Job id -> state of what is queued or running."""
+        listed = shell("squeue", "--noheader", "--array", f"--name=nanoqk-{self.path.name}", "--format=%i %T")
+        return dict(line.split() for line in listed.splitlines())
+
+    def submissions(self) -> int:
+        return len(list((self.path / "slurm").glob("*_submission.sh")))
+
+    def reached(self, step: int) -> bool:
+        """Whether a run has come that far, and is not at its end."""
+        runs = read_plan(self.path) if (self.path / "plan.jsonl").exists() else []
+        states = [read_status(self.path / run.id) for run in runs]
+        return any(state.get("state") == "running" and (state.get("iter") or 0) >= step for state in states)
+
+    def assert_same_as(self, undisturbed: Path) -> None:
+        """Every run equals the local launcher's bit for bit, and was finished exactly once."""
+        for run in read_plan(self.path):
+            assert_same_run(undisturbed.parent / "sweep" / run.id, self.path / run.id)
+            assert times_finished(self.path / run.id) == 1
+
+    def log(self) -> str:
+        """What the runs have logged."""
+        return "".join((self.path / run.id / "train.log").read_text() for run in read_plan(self.path))
+
+
+@pytest.fixture
+def sweep(slurm: None, undisturbed: Path, tmp_path: Path) -> Iterator[OnSlurm]:
+    sweep = OnSlurm(undisturbed, tmp_path / f"sweep-{os.getpid()}-{time.time_ns()}")
+    yield sweep
+    for launcher in sweep.launchers:
+        launcher.kill()
+        launcher.communicate()
+    if tasks := sweep.tasks():
+        shell("scancel", "--signal=KILL", *tasks)
+
+
+def ended(launcher: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
+    output, errors = launcher.communicate(timeout=300)
+    assert launcher.returncode == status, output + errors
+    return output, errors
+
+
+# -----------------------------------------------------------------------------
+# On SLURM
+
+
+def test_a_sweep_on_slurm_equals_one_of_this_machine(sweep: OnSlurm, undisturbed: Path) -> None:
+    output, errors = ended(sweep.launch("launcher.workers=2"))
+    assert "4 done" in output and errors == ""
+    sweep.assert_same_as(undisturbed)
+    assert sweep.submissions() == 1 and sweep.tasks() == {}
+
+
+def test_a_task_that_is_told_to_go_saves_and_is_requeued(sweep: OnSlurm, undisturbed: Path) -> None:
+    launcher = sweep.launch(TWO_RUNS)
+    eventually(lambda: sweep.reached(10), 120)
+    [task] = sweep.tasks()
+    shell("scancel", "--signal=USR2", task)
+    eventually(lambda: sweep.tasks().get(task) == "PENDING")
+    [reason] = [read_status(sweep.path / run.id) for run in read_plan(sweep.path)[:1]]
+    assert (reason["state"], reason["reason"]) == ("stopped", "SIGTERM") and 10 <= reason["iter"] < 150
+    assert not is_claimed(sweep.path, read_plan(sweep.path)[0].id)
+    time.sleep(2)  # enough for a launcher that would take it for dead
+    assert sweep.tasks() == {task: "PENDING"}
+    shell("scontrol", "update", f"JobId={task}", "StartTime=now")  # by itself it waits two minutes
+    ended(launcher)
+    assert sweep.submissions() == 1
+    assert f"resumed at iteration {reason['iter']}" in sweep.log()
+    sweep.assert_same_as(undisturbed)
+
+
+def test_a_task_that_is_killed_is_replaced(sweep: OnSlurm, undisturbed: Path) -> None:
+    launcher = sweep.launch(TWO_RUNS)
+    eventually(lambda: sweep.reached(10), 120)
+    shell("scancel", "--signal=KILL", *sweep.tasks())
+    output, errors = ended(launcher)
+    assert "2 done" in output and errors == ""
+    assert sweep.submissions() == 2
+    sweep.assert_same_as(undisturbed)
+
+
+def test_ctrl_c_stops_the_tasks_at_a_checkpoint_and_the_same_command_goes_on(sweep: OnSlurm, undisturbed: Path) -> None:
+    launcher = sweep.launch(TWO_RUNS, "launcher.workers=3")  # more than there is room for: one stays in the queue
+    eventually(lambda: sweep.reached(10), 120)
+    launcher.send_signal(signal.SIGINT)
+    output, _ = ended(launcher, 128 + signal.SIGINT)
+    assert sweep.tasks() == {}
+    assert "stopped by SIGINT" in output and "the same command goes on" in output
+    begun = [state for run in read_plan(sweep.path) if (state := read_status(sweep.path / run.id))]
+    assert all(state["state"] in ("stopped", "done") for state in begun) and max(state["iter"] for state in begun) >= 10
+    ended(sweep.launch(TWO_RUNS))
+    steps = [state["iter"] for state in begun if state["state"] == "stopped" and state["iter"]]
+    assert steps and all(f"resumed at iteration {step}" in sweep.log() for step in steps)
+    sweep.assert_same_as(undisturbed)
+
+
+def test_a_launcher_killed_leaves_its_tasks_going_and_the_next_goes_on_beside_them(
+    sweep: OnSlurm, undisturbed: Path
+) -> None:
+    launcher = sweep.launch(TWO_RUNS)
+    eventually(lambda: sweep.reached(4), 120)
+    launcher.kill()
+    [task] = sweep.tasks()
+    second = sweep.launch(TWO_RUNS)
+    eventually(lambda: len(sweep.tasks()) == 2)
+    assert sweep.tasks()[task] == "RUNNING"
+    ended(second)
+    assert "resumed" not in sweep.log()  # the first task has ended what it had begun
+    sweep.assert_same_as(undisturbed)
+
+
+def test_a_refused_submission_is_one_line_and_blocks_nothing(sweep: OnSlurm) -> None:
+    one = [TWO_RUNS, "sweep.grid.qk_norm=[none]", "max_iters=5"]
+    output, errors = ended(sweep.launch("launcher.partition=nowhere", *one), 2)
+    assert errors.count("\n") == 1 and errors.startswith("error: launcher=slurm: sbatch refuses: "), errors
+    assert "partition" in errors and "Traceback" not in output
+    assert "1 done" in ended(sweep.launch(*one))[0]
+
+
+def test_tasks_that_die_at_once_are_one_line_with_their_log(sweep: OnSlurm) -> None:
+    _, errors = ended(sweep.launch("launcher.setup=[echo this node is broken, exit 3]"), 1)
+    assert errors.count("\n") == 1 and "SLURM tasks die as soon as they start" in errors, errors
+    assert "this node is broken" in Path(errors.split(" see ")[1].strip()).read_text()
+    assert sweep.submissions() == 3
+
+
+# -----------------------------------------------------------------------------
+# A task and signals, without SLURM
+
+
+@pytest.fixture
+def endless(tmp_path: Path, corpus: Path) -> Path:
+    """The directory of a sweep of one long run, and of the launch "here" of it."""
+    overrides = ["data=text", f"data.path={corpus}", *TINY, "max_iters=5000", "wandb.mode=disabled"]
+    file = tiny_sweep(tmp_path, corpus, overrides=overrides, grid={}, folds=[0])
+    definition = load_sweep(str(file), {})
+    runs = plan_runs(definition, [])
+    path = tmp_path / "sweep"
+    freeze(path, "tiny", definition, [], runs)
+    for folder in ("claims", "launches", "logs"):
+        (path / folder).mkdir()
+    launch = {"runs": [run.id for run in runs], "tries": 1, "threads": 1, "fail_fast": False}
+    write_json(path / "launches" / "here.json", launch)
+    return path
+
+
+REQUEUED = 77
+
+
+def task(sweep_dir: Path) -> int:
+    """A task with something in the place of submitit's handler, which has it requeued and ends the process."""
+    signal.signal(signal.SIGUSR2, lambda number, frame: os._exit(REQUEUED))
+    return Task()(sweep_dir, "here")
+
+
+def assert_saved(sweep_dir: Path) -> None:
+    [run] = read_plan(sweep_dir)
+    status = read_status(sweep_dir / run.id)
+    assert status["state"] == "stopped"
+    assert (sweep_dir / run.id / "ckpt" / f"step_{status['iter']:06d}" / "MANIFEST.json").exists()
+    assert read_claim(sweep_dir, run.id)["tries"] == {"here": 0}  # a stop is nobody's failure
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGUSR2], [signal.SIGTERM, signal.SIGUSR2]])
+def test_a_task_that_is_preempted_saves_before_it_is_requeued(signals: list[signal.Signals], endless: Path) -> None:
+    [run] = read_plan(endless)
+    pid = fork(lambda: task(endless))
+    for number in signals:
+        eventually(lambda: (read_status(endless / run.id).get("iter") or 0) >= 4)
+        os.kill(pid, number)
+        time.sleep(0.5)
+    assert exit_status(pid) == REQUEUED
+    assert_saved(endless)
+
+
+def test_a_signal_before_the_loop_begins_is_not_lost(endless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_optimizer = train.build_optimizer
+
+    def interrupted(*args: object) -> object:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        time.sleep(0.2)  # until the first look whether the loop has begun is over
+        return build_optimizer(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(train, "build_optimizer", interrupted)
+    assert exit_status(fork(lambda: task(endless))) == REQUEUED
+    assert_saved(endless)
+
+
+def test_a_task_stopped_by_its_launcher_is_not_requeued(endless: Path) -> None:
+    [run] = read_plan(endless)
+    pid = fork(lambda: task(endless))
+    eventually(lambda: (read_status(endless / run.id).get("iter") or 0) >= 4)
+    (endless / "launches" / "here.stop").touch()
+    os.kill(pid, signal.SIGUSR2)
+    assert exit_status(pid) == 128 + signal.SIGTERM
+    assert_saved(endless)
+    assert exit_status(fork(lambda: task(endless))) == 0  # one that starts later begins nothing
+    assert_saved(endless)
+
+
+# -----------------------------------------------------------------------------
+# The queue, without SLURM
+
+
+def test_tasks_stay_alive_while_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
+    monkeypatch.setattr("sweeps.launchers.SQUEUE_EVERY", 0.0)
+    (bin_dir / "squeue").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
+    (bin_dir / "squeue").chmod(0o755)
+    launcher = Slurm(SlurmConfig(workers=2), tmp_path / "sweep", "here")
+    launcher.tasks = {"7_0": None, "7_1": None}
+    assert launcher.alive() == 2
+    (bin_dir / "squeue").write_text("#!/bin/sh\necho 7_0 PENDING\necho 7_1 COMPLETING\necho 9 RUNNING\n")
+    assert launcher.alive() == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"workers": 0}, ["launcher.workers=0", ">= 1"]),
+        ({"gpus": 2}, ["launcher.gpus=2", "0 or 1"]),
+        ({"timeout_min": 2, "save_s": 60}, ["launcher.timeout_min=2", "launcher.save_s=60"]),
+        ({"mem_gb": 0}, ["launcher.mem_gb=0", "> 0"]),
+        ({"options": {"account": ["a"]}}, ["launcher.options=", "account: lab"]),
+        ({"setup": [1]}, ["launcher.setup=[1]", "shell lines"]),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(settings: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        SlurmConfig(**settings).check()  # type: ignore[arg-type]
+    assert all(word in str(error.value) for word in words), error.value
