@@ -199,11 +199,15 @@ def test_a_launcher_killed_leaves_its_tasks_going_and_the_next_goes_on_beside_th
     launcher = sweep.launch(TWO_RUNS)
     eventually(lambda: sweep.reached(4), 120)
     launcher.kill()
+    first = read_status(sweep.path / read_plan(sweep.path)[0].id)["pid"]
+    os.kill(first, signal.SIGSTOP)  # its run lasts until the second launcher is there
     [task] = sweep.tasks()
     second = sweep.launch(TWO_RUNS)
     eventually(lambda: len(sweep.tasks()) == 2)
+    os.kill(first, signal.SIGCONT)
     assert sweep.tasks()[task] == "RUNNING"
-    ended(second)
+    output, _ = ended(second)
+    assert "1 running" in output and "2 done" in output
     assert "resumed" not in sweep.log()  # the first task has ended what it had begun
     sweep.assert_same_as(undisturbed)
 
