@@ -168,13 +168,13 @@ def test_a_task_that_is_told_to_go_saves_and_is_requeued(sweep: OnSlurm, undistu
     sweep.assert_same_as(undisturbed)
 
 
-def test_a_task_that_is_killed_is_replaced(sweep: OnSlurm, undisturbed: Path) -> None:
+def test_a_task_that_dies_is_replaced(sweep: OnSlurm, undisturbed: Path) -> None:
     launcher = sweep.launch(TWO_RUNS)
     eventually(lambda: sweep.reached(10), 120)
-    shell("scancel", "--signal=KILL", *sweep.tasks())
+    os.kill(read_status(sweep.path / read_plan(sweep.path)[0].id)["pid"], signal.SIGKILL)
     output, errors = ended(launcher)
     assert "2 done" in output and errors == ""
-    assert sweep.submissions() == 2
+    assert sweep.submissions() == 2 and "resumed at iteration" in sweep.log()
     sweep.assert_same_as(undisturbed)
 
 
@@ -199,11 +199,15 @@ def test_a_launcher_killed_leaves_its_tasks_going_and_the_next_goes_on_beside_th
     launcher = sweep.launch(TWO_RUNS)
     eventually(lambda: sweep.reached(4), 120)
     launcher.kill()
+    first = read_status(sweep.path / read_plan(sweep.path)[0].id)["pid"]
+    os.kill(first, signal.SIGSTOP)  # its run lasts until the second launcher is there
     [task] = sweep.tasks()
     second = sweep.launch(TWO_RUNS)
     eventually(lambda: len(sweep.tasks()) == 2)
+    os.kill(first, signal.SIGCONT)
     assert sweep.tasks()[task] == "RUNNING"
-    ended(second)
+    output, _ = ended(second)
+    assert "1 running" in output and "2 done" in output
     assert "resumed" not in sweep.log()  # the first task has ended what it had begun
     sweep.assert_same_as(undisturbed)
 
@@ -230,7 +234,7 @@ def test_tasks_that_die_at_once_are_one_line_with_their_log(sweep: OnSlurm) -> N
 @pytest.fixture
 def endless(tmp_path: Path, corpus: Path) -> Path:
     """The directory of a sweep of one long run, and of the launch "here" of it."""
-    overrides = ["data=text", f"data.path={corpus}", *TINY, "max_iters=5000", "wandb.mode=disabled"]
+    overrides = ["data=text", f"data.path={corpus}", *TINY, "max_iters=1000", "wandb.mode=disabled"]
     file = tiny_sweep(tmp_path, corpus, overrides=overrides, grid={}, folds=[0])
     definition = load_sweep(str(file), {})
     runs = plan_runs(definition, [])
@@ -264,10 +268,12 @@ def assert_saved(sweep_dir: Path) -> None:
 def test_a_task_that_is_preempted_saves_before_it_is_requeued(signals: list[signal.Signals], endless: Path) -> None:
     [run] = read_plan(endless)
     pid = fork(lambda: task(endless))
-    for number in signals:
-        eventually(lambda: (read_status(endless / run.id).get("iter") or 0) >= 4)
+    eventually(lambda: (read_status(endless / run.id).get("iter") or 0) >= 4)
+    os.kill(pid, signals[0])
+    eventually(lambda: read_status(endless / run.id)["state"] == "stopped")
+    for number in signals[1:]:
+        time.sleep(1)  # long enough to end, had it not to wait
         os.kill(pid, number)
-        time.sleep(0.5)
     assert exit_status(pid) == REQUEUED
     assert_saved(endless)
 
