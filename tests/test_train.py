@@ -14,6 +14,8 @@ from torch import Tensor
 
 import model.gpt
 import train
+from data.folds import split
+from data.tokenizers import build_tokenizer
 from training import checkpoint
 from training.config import ConfigError, TrainConfig, load_config
 from training.tracker import Metrics
@@ -130,9 +132,9 @@ def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus
     config = configured(corpus, tmp_path / "run", gradient_accumulation_steps=4, model=no_dropout, grad_clip=0.0)
     assert train.run(config) == 0
     text = corpus.read_text()
-    tokenizer = train.build_tokenizer("char", text)
+    tokenizer = build_tokenizer("char", text)
     tokens = tokenizer.encode(text)
-    batches = train.Batches(tokens, train.split(len(tokens), 10, None), 16, 4, config.seed)
+    batches = train.Batches(tokens, split(len(tokens), 10, None), 16, 4, config.seed)
     gpt = train.GPT(config, tokenizer.vocab_size)
     gpt.init_weights(config.seed)
     optimizer = train.build_optimizer(gpt, config)
@@ -416,7 +418,15 @@ def test_imports_are_lazy(program: Program, tiny_run: list[str]) -> None:
     done = program("train.py", *tiny_run, "max_iters=2", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "torch" in imported and not imported & {"wandb", "datasets", "matplotlib", "pandas", "transformers"}
+    assert "torch" in imported and not imported & {
+        "wandb",
+        "datasets",
+        "matplotlib",
+        "pandas",
+        "transformers",
+        "tokenizers",
+        "tiktoken",
+    }
 
 
 def test_bf16_trains_with_fp32_weights(corpus: Path, tmp_path: Path) -> None:

@@ -324,16 +324,28 @@ class WSDConfig(DecayConfig):
         )
 
 
+BPE_VOCAB_SIZE = 4096
+
+
 @dataclass(frozen=True)
 class DataConfig:
+    """A corpus that is one text, cut into folds."""
+
     name: str
     tokenizer: str = "char"
     folds: int = 10
     fold: int | None = None
     split: str = "contiguous"
+    vocab_size: int | None = None
+
+    @property
+    def bpe_vocab_size(self) -> int:
+        """The number of tokens of data.tokenizer=bpe."""
+        return BPE_VOCAB_SIZE if self.vocab_size is None else self.vocab_size
 
     def check(self) -> None:
-        one_of("data.tokenizer", self.tokenizer, ("char", "byte"))
+        one_of("data.tokenizer", self.tokenizer, ("char", "byte", "bpe", "gpt2"))
+        check_vocab_size("data.", self.tokenizer, self.vocab_size)
         one_of("data.split", self.split, ("contiguous", "shuffled"))
         require(
             self.split == "contiguous" or self.fold is not None,
@@ -361,6 +373,12 @@ class TinyShakespeareConfig(DataConfig):
 @dataclass(frozen=True)
 class PythonDocsConfig(DataConfig):
     name: str = "python_docs"
+
+
+@dataclass(frozen=True)
+class PythonSourceConfig(DataConfig):
+    name: str = "python_source"
+    tokenizer: str = "bpe"
 
 
 @dataclass(frozen=True)
@@ -393,7 +411,12 @@ QK_NORMS = {"none": NoQKNormConfig, "lp": LpQKNormConfig, "rms": RMSQKNormConfig
 QK_CLIPS = {"none": NoQKClipConfig, "log": LogQKClipConfig, "clip": QKClipConfig}
 OPTIMS = {"adamw": AdamWConfig, "muon": MuonConfig}
 SCHEDULES = {"cosine": CosineConfig, "wsd": WSDConfig, "linear": LinearConfig, "constant": ConstantConfig}
-CORPORA = {"tiny_shakespeare": TinyShakespeareConfig, "python_docs": PythonDocsConfig, "text": TextConfig}
+CORPORA = {
+    "tiny_shakespeare": TinyShakespeareConfig,
+    "python_docs": PythonDocsConfig,
+    "python_source": PythonSourceConfig,
+    "text": TextConfig,
+}
 
 AttentionConfig = MHAConfig | MLAConfig
 QKNormConfig = NoQKNormConfig | LpQKNormConfig | RMSQKNormConfig
@@ -407,6 +430,9 @@ OptimConfig = AdamWConfig
 # round-off; the dtype that `dtype` comes to may not, which train.py sees to.
 FREE_KEYS = {"out_dir", "max_iters", "eval_interval", "eval_iters", "log_interval", "checkpoint_interval", "plot"}
 FREE_KEYS |= {"dry_run", "eval_only", "fresh", "wandb", "device", "dtype", "compile", "threads"}
+
+# Settings that came after runs had been named: null is what those runs had, and leaves their names and hashes alone.
+LATER_KEYS = {"data.vocab_size"}
 
 
 @dataclass(frozen=True)
@@ -454,7 +480,9 @@ class TrainConfig:
         if self.lr_decay_iters is not None:
             config["schedule"]["lr_decay_iters"] = self.lr_decay_iters
         config["data"].pop("path", None)  # a corpus may move: its SHA-256 is compared
-        return flatten(config)
+        if self.data.tokenizer == "bpe":
+            config["data"]["vocab_size"] = self.data.bpe_vocab_size
+        return {key: value for key, value in flatten(config).items() if value is not None or key not in LATER_KEYS}
 
     @property
     def label(self) -> str:
@@ -563,6 +591,15 @@ def at_least(key: str, value: int, least: int) -> None:
 
 def one_of(key: str, value: str, allowed: tuple[str, ...], otherwise: str = "") -> None:
     require(value in allowed, f"{key}={value} must be one of {', '.join(allowed)} {otherwise}".rstrip())
+
+
+def check_vocab_size(prefix: str, tokenizer: str, vocab_size: int | None) -> None:
+    if vocab_size is not None:
+        require(
+            tokenizer == "bpe",
+            f"{prefix}vocab_size={vocab_size} needs {prefix}tokenizer=bpe: {prefix}tokenizer={tokenizer} has its own",
+        )
+        at_least(f"{prefix}vocab_size", vocab_size, 257)
 
 
 def check_common(seed: int, device: str, dtype: str) -> None:
