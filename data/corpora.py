@@ -181,7 +181,7 @@ def join_rows(path: str, name: str) -> bytes:
         raise ConfigError(f"{name} cannot be loaded: {one_line(error)}") from error
 
 
-def probe_hub() -> str | None:
+def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION) -> str | None:
     """Why the Hub cannot be used, or None: one request of the Hub's own client, which knows HF_ENDPOINT,
     HF_HUB_OFFLINE, proxies and certificates. load_dataset would retry for minutes where a server accepts and never
     answers; resolving a name can outlast every timeout, so the request is given a thread, and abandoned."""
@@ -193,7 +193,7 @@ def probe_hub() -> str | None:
 
     def ask() -> None:
         try:
-            HfApi().dataset_info(HUB_REPO, revision=HUB_REVISION, timeout=PROBE_SECONDS)
+            HfApi().dataset_info(repo, revision=revision, timeout=PROBE_SECONDS)
             answer.put(None)
         except Exception as error:
             answer.put(one_line(error))

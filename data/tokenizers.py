@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 class CharTokenizer:
     """One token a character; the vocabulary is the sorted set of the characters of the whole corpus."""
 
-    separator = None
+    separator: int | None = None
 
     def __init__(self, chars: str) -> None:
         self.chars = chars
@@ -82,7 +82,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     pieces = [bytes([byte]) for byte in range(256)]
-    separator = None
+    separator: int | None = None
 
     @classmethod
     def build(cls, text: str, vocab_size: int | None = None) -> "ByteTokenizer":

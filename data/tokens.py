@@ -14,26 +14,29 @@ import numpy as np
 
 from data.corpora import cache_folder, corpus_sha256, load_text, write_atomically
 from data.folds import Ranges, Split, split
+from data.shards import Tokens, open_shards
 from data.tokenizers import Tokenizer, build_tokenizer, from_dict, text_size, token_dtype, tokenizer_sha256
-from training.config import DataConfig
+from training.config import DataConfig, FineWebConfig, require
 
 CHUNK = 2**20  # tokens that are counted at a time
 
 
 class Corpus(NamedTuple):
-    sha256: str  # of the text: recorded with a run, so that two runs on different texts are told apart
+    sha256: str  # of the text or the shards' index: recorded with a run, so that runs on different texts are told apart
     tokenizer: Tokenizer
-    tokens: np.ndarray
+    tokens: Tokens
     split: Split
 
 
-def load_corpus(config: DataConfig, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
+def load_corpus(config: DataConfig | FineWebConfig, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
     """The tokens that `config` names, and which of them are held out.
 
     saved: the state of a checkpoint. Merges that a run was begun with on the same text are taken from there, whatever
     the library would learn today.
     Raises: ConfigError of one line.
     """
+    if isinstance(config, FineWebConfig):
+        return load_fineweb(config)
     text = load_text(config)
     sha256 = corpus_sha256(text)
     known = (saved or {}).get("tokenizer", {})
@@ -48,7 +51,17 @@ def load_corpus(config: DataConfig, block_size: int, saved: dict[str, Any] | Non
     return Corpus(sha256, tokenizer, tokens, split(len(tokens), config.folds, config.fold, window))
 
 
-def size_of_text(tokenizer: Tokenizer, tokens: np.ndarray, ranges: Ranges) -> tuple[int, int]:
+def load_fineweb(config: FineWebConfig) -> Corpus:
+    sha256, tokenizer, tokens, n_train = open_shards(config)
+    end = len(tokens) if config.val_tokens is None else n_train + config.val_tokens
+    require(
+        end <= len(tokens),
+        f"data.val_tokens={config.val_tokens} must be <= {len(tokens) - n_train}, the tokens that are held out",
+    )
+    return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, end),)))
+
+
+def size_of_text(tokenizer: Tokenizer, tokens: Tokens, ranges: Ranges) -> tuple[int, int]:
     """Bytes and characters of the text that the tokens of `ranges` stand for."""
     totals = np.zeros(2, dtype=np.int64)
     sizes = np.stack(text_size(tokenizer))  # (2, V)
@@ -98,7 +111,7 @@ def read_cached(path: Path) -> np.ndarray | None:
         raw = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError):  # absent, or empty
         return None
-    return raw[32:] if hashlib.sha256(raw[32:]).digest() == raw[:32].tobytes() else None
+    return raw[32:] if hashlib.sha256(memoryview(raw[32:])).digest() == raw[:32].tobytes() else None
 
 
 @contextlib.contextmanager
