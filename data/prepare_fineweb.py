@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -282,7 +282,7 @@ def learn(config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
 
 def tokenised(
     documents: Documents, state: dict[str, Any], tokenizer: Tokenizer, config: PrepareFineWebConfig
-) -> Iterator[tuple[Batch, dict[str, Any]]]:
+) -> Generator[tuple[Batch, dict[str, Any]], None, None]:
     if state["finished"]:
         return
     workers = config.workers or os.cpu_count() or 1
@@ -378,8 +378,8 @@ class ShardWriter:
     def close(self) -> None:
         """Complete the open shard."""
         self.flushed_state()
-        for file in self.files or ():
-            file.close()
+        for stream in self.files or ():
+            stream.close()
         file = self.path(len(self.shards), "bin")
         self.shards.append({"file": file.name, **self.open, "sha256": file_sha256(file)})
         self.open, self.files = dict.fromkeys(self.open, 0), None

@@ -10,6 +10,7 @@ tokenizer.json        the tokenizer, whose SHA-256 is in the index too
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ SPLITS = ("train", "val")
 class Shards:
     """Memory-mapped arrays, one after the other, as one sequence: `shards[a:b]` is a copy of its tokens a to b."""
 
-    def __init__(self, arrays: list[np.ndarray]) -> None:
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self.arrays = [np.asarray(array) for array in arrays]  # a view without np.memmap's overhead a slice
         self.ends = np.cumsum([len(array) for array in arrays])
 

@@ -111,7 +111,7 @@ def read_cached(path: Path) -> np.ndarray | None:
         raw = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError):  # absent, or empty
         return None
-    return raw[32:] if hashlib.sha256(memoryview(raw[32:])).digest() == raw[:32].tobytes() else None
+    return raw[32:] if hashlib.sha256(raw[32:].data).digest() == raw[:32].tobytes() else None
 
 
 @contextlib.contextmanager

@@ -410,8 +410,8 @@ def test_batches_of_shards_are_those_of_the_joined_array(dtype: type, tmp_path: 
     for at in ((0, 0), (0, 1), (7, 3)):
         for a, b in zip(one.get_batch(*at), other.get_batch(*at), strict=True):
             assert torch.equal(a, b)
-    for a, b in zip(one.eval_batches(3), other.eval_batches(3), strict=True):
-        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    for (x, y), (also_x, also_y) in zip(one.eval_batches(3), other.eval_batches(3), strict=True):
+        assert torch.equal(x, also_x) and torch.equal(y, also_y)
 
 
 def test_a_large_vocabulary_makes_shards_of_four_bytes_a_token(
@@ -487,3 +487,16 @@ def test_batches_from_shards_in_the_page_cache_come_at_several_million_tokens_a_
         batches.get_batch(step)
         seconds.append(time.perf_counter() - start)
     assert 32 * 1024 / float(np.median(seconds)) > 3e6
+
+
+def test_the_benchmark_of_the_loader_ends_with_one_json_line(
+    shards: Path, program: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = program("scripts/bench_data.py", "shard_tokens=100000", "steps=5")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["tokens"] == 400_000 and found["cold"].keys() == found["warm"].keys() >= {"tok_per_sec", "stall"}
+    done = program("scripts/bench_data.py", f"path={shards}", "block_size=64", "steps=5")
+    assert json.loads(done.stdout)["as_found"]["tok_per_sec"] > 0, done.stderr
+    done = program("scripts/bench_data.py", "step=5")
+    assert done.returncode == 2 and done.stderr == "error: step=5 is unknown; did you mean steps?\n"

@@ -89,7 +89,7 @@ def test_prompt_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_streaming_prints_a_character_when_its_last_byte_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     text = "naïve €5 — 😀!"
     tokens = [torch.tensor([b, 0]) for b in text.encode()]
-    seen = []
+    seen: list[str] = []
     for token in print_first("> ", iter(tokens), ByteTokenizer()):
         assert token is tokens[len(seen)]
         seen.append(capsys.readouterr().out)

@@ -17,7 +17,7 @@ import train
 from data import tokens
 from data.corpora import cache_folder, load_text
 from data.tokenizers import build_tokenizer
-from data.tokens import load_corpus, size_of_text
+from data.tokens import Corpus, load_corpus, size_of_text
 from training import checkpoint
 from training.config import CONFIG_DIR, ConfigError, PythonSourceConfig, TextConfig, TrainConfig, load_config
 
@@ -42,6 +42,11 @@ def composed(*overrides: str) -> TrainConfig:
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         settings: Any = OmegaConf.to_container(compose("train", overrides=list(overrides)), resolve=True)
     return load_config(settings)
+
+
+def array_of(found: Corpus) -> np.ndarray:
+    assert isinstance(found.tokens, np.ndarray)
+    return found.tokens
 
 
 # -----------------------------------------------------------------------------
@@ -79,11 +84,11 @@ def test_merges_and_tokens_are_computed_once(greek: Path, monkeypatch: pytest.Mo
     config = TextConfig(path=str(greek), tokenizer="bpe", vocab_size=300)
     first = load_corpus(config, 16)
     assert first.tokenizer.vocab_size == 300
-    assert first.tokenizer.decode(first.tokens) == greek.read_text(encoding="utf-8")
+    assert first.tokenizer.decode(array_of(first)) == greek.read_text(encoding="utf-8")
     monkeypatch.setattr(tokens, "build_tokenizer", None)
     monkeypatch.setattr("data.tokenizers.BPETokenizer.encode", None)
     again = load_corpus(config, 16)
-    assert isinstance(again.tokens, np.memmap) and again.tokens.dtype == first.tokens.dtype == np.uint16
+    assert isinstance(again.tokens, np.memmap) and again.tokens.dtype == array_of(first).dtype == np.uint16
     np.testing.assert_array_equal(again.tokens, first.tokens)
     assert again.tokenizer.to_dict() == first.tokenizer.to_dict() and again.split == first.split
 
@@ -108,7 +113,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
     with pytest.warns(UserWarning, match="cannot be written, the next run computes it again"):
         found = load_corpus(TextConfig(path=str(greek), tokenizer="bpe", vocab_size=300), 16)
-    assert found.tokenizer.decode(found.tokens) == greek.read_text(encoding="utf-8")
+    assert found.tokenizer.decode(array_of(found)) == greek.read_text(encoding="utf-8")
 
 
 # -----------------------------------------------------------------------------
