@@ -1,5 +1,6 @@
 """Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3 (configs/sample.yaml)"""
 
+import codecs
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -67,20 +68,13 @@ def sample(config: SampleConfig) -> int:
 
 
 def print_first(prompt: str, tokens: Iterable[Tensor], tokenizer: Tokenizer) -> Iterator[Tensor]:
-    """Pass the tokens (B,) on, printing the first row's text as it comes; a character may take several tokens."""
+    """Pass the tokens (B,) on, printing the first row as it comes: a character when its last byte is there."""
     print(prompt, end="", flush=True)
-    pending: list[int] = []
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
-        pending.append(int(token[0]))
-        text = tokenizer.decode(pending)
-        while len(pending) == 4 and text.endswith("\ufffd"):  # UTF-8 has at most 4 bytes a character: the first is none
-            print(tokenizer.decode([pending.pop(0)]), end="", flush=True)
-            text = tokenizer.decode(pending)
-        if not text.endswith("\ufffd"):
-            print(text, end="", flush=True)
-            pending.clear()
+        print(utf8.decode(tokenizer.pieces[int(token[0])]), end="", flush=True)
         yield token
-    print(tokenizer.decode(pending), end="", flush=True)
+    print(utf8.decode(b"", final=True), end="", flush=True)
 
 
 def main() -> None:

@@ -23,9 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from data.batches import Batches
-from data.corpora import corpus_sha256, load_text
-from data.folds import Split, split
-from data.tokenizers import Tokenizer, build_tokenizer
+from data.tokens import Corpus, load_corpus, size_of_text
 from model.diagnostics import activation_bytes, diagnose, future_leak
 from model.gpt import GPT
 from training import checkpoint, dist
@@ -73,15 +71,17 @@ def run(config: TrainConfig) -> int:
 
     # -----------------------------------------------------------------------------
     # What: text, tokens, folds, batches, model
-    text, tokenizer, tokens, folds = read_corpus(config)
+    corpus, tokenizer, tokens, folds = read_corpus(config)
     batches = Batches(tokens, folds, config.model.block_size, config.batch_size, config.seed)
     if config.eval_iters:
         batches.sampled_batch("val", 0)  # refuses a held-out block without a window
-    held_out = np.concatenate([tokens[start:end] for start, end in folds.val])
-    chars_per_token = len(tokenizer.decode(held_out.tolist())) / len(held_out)
+    n_held_out = sum(end - start for start, end in folds.val)
+    chars_per_token = size_of_text(tokenizer, tokens, folds.val)[1] / n_held_out
+    targets = tuple((start + 1, end) for start, end in folds.val)
+    bytes_per_target = size_of_text(tokenizer, tokens, targets)[0] / (n_held_out - len(targets))
     if config.dry_run:
         print(to_yaml(config), end="")
-        for key, value in describe(config, tokenizer.vocab_size, device, dtype, len(tokens), len(held_out)).items():
+        for key, value in describe(config, tokenizer.vocab_size, device, dtype, len(tokens), n_held_out).items():
             print(f"{key + ':':15s}{value}")
         return 0
     model = GPT(config, tokenizer.vocab_size)
@@ -111,12 +111,12 @@ def run(config: TrainConfig) -> int:
             return EXIT_DIVERGED if run_dir.state == "diverged" else 0
         resumed = load_checkpoint(run_dir)
         here = {
-            "dtype": str(dtype), "corpus_sha256": corpus_sha256(text), "device": device_name(device),
+            "dtype": str(dtype), "corpus_sha256": corpus, "device": device_name(device),
             "compile": compiled, "ranks": world.size,
         }  # fmt: skip
         state: dict[str, Any] = {"step": 0, "train/loss": None, "qk_clip": {}, "seconds": 0.0, "train_seconds": 0.0}
         if resumed is not None:
-            check_resumable(config, run_dir, resumed.state, here)
+            check_resumable(config, run_dir, resumed.state, {**here, "tokenizer": tokenizer.to_dict()})
             model.load_state_dict(resumed.tensors["model"])
             load_optimizer_tensors(optimizer, model, resumed.tensors["optimizer"])
             state |= {key: resumed.state[key] for key in state.keys() & resumed.state.keys()}
@@ -125,7 +125,8 @@ def run(config: TrainConfig) -> int:
         def validate() -> dict[str, float]:
             windows = max(1, EVAL_TOKENS[device.type] // config.model.block_size)
             loss = mean_loss(forward, batches.eval_batches(windows), autocast, world)
-            return {"val/loss": loss, "val/bpc": loss / math.log(2) / chars_per_token}
+            bits = loss / math.log(2)  # a token
+            return {"val/loss": loss, "val/bpc": bits / chars_per_token, "val/bpb": bits / bytes_per_target}
 
         if config.eval_only:
             require(resumed is not None, f"eval_only=true needs a checkpoint in {run_dir.path}")
@@ -134,7 +135,7 @@ def run(config: TrainConfig) -> int:
         run_dir.begin(config)
         info = {
             **here, "parameters": model.num_params(), "vocab_size": tokenizer.vocab_size, "tokens": len(tokens),
-            "held_out_tokens": len(held_out), "torch": torch.__version__, "commit": commit(),
+            "held_out_tokens": n_held_out, "torch": torch.__version__, "commit": commit(),
         }  # fmt: skip
         tracker = Tracker(run_dir, config, info, start) if world.main else None
         if tracker is not None:
@@ -294,13 +295,9 @@ def run(config: TrainConfig) -> int:
 # What run() is made of
 
 
-def read_corpus(config: TrainConfig) -> tuple[str, Tokenizer, np.ndarray, Split]:
-    """The text, its tokenizer, its tokens, and which of them are held out."""
-    text = load_text(config.data)
-    tokenizer = build_tokenizer(config.data.tokenizer, text)
-    tokens = tokenizer.encode(text)
-    window = config.model.block_size if config.data.split == "shuffled" else None
-    return text, tokenizer, tokens, split(len(tokens), config.data.folds, config.data.fold, window)
+def read_corpus(config: TrainConfig) -> Corpus:
+    saved = None if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
+    return load_corpus(config.data, config.model.block_size, saved)
 
 
 def start_up_checks(
@@ -352,6 +349,10 @@ def check_resumable(config: TrainConfig, run_dir: RunDir, saved: dict[str, Any],
         saved["corpus_sha256"] == here["corpus_sha256"],
         f"data={data.name} data.path={getattr(data, 'path', None)} is not the text that {path} was begun on: "
         f"its SHA-256 is {here['corpus_sha256'][:12]}..., not {saved['corpus_sha256'][:12]}...",
+    )
+    require(
+        saved["tokenizer"] == here["tokenizer"],
+        f"data={data.name} has other tokens here than {path} was begun with; fresh=true starts it anew",
     )
     require(
         saved["step"] <= config.max_iters,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.folds import Ranges, Split
+from data.shards import Tokens
 from training.config import require
 
 # One independent random stream a purpose: how often a run evaluates does not change what it trains on.
@@ -18,12 +19,12 @@ TRAIN_STREAM, SAMPLED_STREAMS = 0, {"train": 1, "val": 2}
 
 
 class Batches:
-    """Windows of `tokens` (an array or a memmap of any integer type): x, y int64, y[t] is the token after x[t].
+    """Windows of `tokens` (an array, a memmap or shards, of any integer type): x, y int64, y[t] is what follows x[t].
 
     Raises: ConfigError when no training range holds a window, or nothing in the held-out block can be predicted.
     """
 
-    def __init__(self, tokens: np.ndarray, split: Split, block_size: int, batch_size: int, seed: int) -> None:
+    def __init__(self, tokens: Tokens, split: Split, block_size: int, batch_size: int, seed: int) -> None:
         self.tokens, self.split = tokens, split
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
         self._known: dict[Ranges, tuple[np.ndarray, int]] = {}
@@ -38,8 +39,6 @@ class Batches:
             held_out >= 2,
             f"data.folds leaves a held-out block of {held_out} of {len(tokens)} tokens; it must have at least 2",
         )
-        # Row s of this view is tokens[s : s + T + 1]: a batch is one gather of B rows, each of them contiguous.
-        self.windows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)  # (n_tokens - T, T + 1)
 
     def get_batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
         """Training x, y (B, T): a pure function of (seed, step, micro_step), uniform over the windows that lie
@@ -81,8 +80,10 @@ class Batches:
         bits = np.random.Philox(key=[self.seed, purpose], counter=[0, micro_step, step, 0])
         drawn = np.random.Generator(bits).integers(total, size=self.batch_size)  # (B,)
         at = np.searchsorted(firsts[:, 0], drawn, side="right") - 1
-        windows = self.windows[firsts[at, 1] + drawn - firsts[at, 0]]  # (B, T + 1)
-        x, y = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)  # (B, T), contiguous
+        x, y = np.empty((2, self.batch_size, self.block_size), dtype=np.int64)  # (B, T) each
+        for row, start in enumerate((firsts[at, 1] + drawn - firsts[at, 0]).tolist()):
+            window = self.tokens[start : start + self.block_size + 1]  # (T + 1,)
+            x[row], y[row] = window[:-1], window[1:]
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def _windows_of(self, ranges: Ranges) -> tuple[np.ndarray, int]:

@@ -1,9 +1,12 @@
 """A corpus is one text: `load_text(config.data)`. A corpus of your own is one function and one entry in LOADERS."""
 
+import contextlib
 import hashlib
 import os
 import queue
+import re
 import stat
+import sysconfig
 import tempfile
 import threading
 import warnings
@@ -11,7 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from training.config import ConfigError, DataConfig, PythonDocsConfig, TextConfig, TinyShakespeareConfig, require
+from training.config import (
+    ConfigError,
+    DataConfig,
+    PythonDocsConfig,
+    PythonSourceConfig,
+    TextConfig,
+    TinyShakespeareConfig,
+    require,
+)
 
 HUB_REPO = "karpathy/tiny_shakespeare"
 HUB_REVISION = "refs/convert/parquet"  # the main branch holds a loading script, which datasets >= 4 refuses to run
@@ -35,7 +46,7 @@ def corpus_sha256(text: str) -> str:
 
 
 # -----------------------------------------------------------------------------
-# The language reference inside every CPython, and any file
+# What every CPython brings: its language reference, its own source; and any file
 
 
 def load_python_docs(config: PythonDocsConfig) -> str:
@@ -49,6 +60,24 @@ def load_python_docs(config: PythonDocsConfig) -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
+def load_python_source(config: PythonSourceConfig) -> str:
+    """The standard library's *.py files, its own tests included, in the order of their paths. What a machine adds is
+    left out (installed packages, build settings), so that one version of Python is one text wherever it is whole."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
+    added = re.compile(r"(.*/)?(site-packages|dist-packages|config-[^/]*)/.*|_sysconfigdata_[^/]*")
+    texts = []
+    for name in sorted(name for name in files if not added.fullmatch(name)):
+        with contextlib.suppress(UnicodeDecodeError):  # some test other encodings
+            texts.append(read_bytes(files[name], str(files[name])).decode())
+    require(
+        len(texts) > 0,
+        f"data={config.name} needs the standard library's source files, and {root} has none; "
+        "data=text data.path=FILE takes any text",
+    )
+    return "\n".join(texts)
+
+
 def load_text_file(config: TextConfig) -> str:
     raw = read_bytes(expand(config.path), f"data.path={config.path}")
     require(len(raw) > 0, f"data.path={config.path} is empty")
@@ -59,6 +88,15 @@ def load_text_file(config: TextConfig) -> str:
             f"data.path={config.path} must be UTF-8 text; "
             f"the byte 0x{raw[error.start]:02x} at offset {error.start} is not"
         ) from error
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nanoqk"
+
+
+def data_folders() -> list[Path]:
+    """Where corpora are looked for: $NANOQK_DATA when it is set, then the cache."""
+    return [*([expand(os.environ["NANOQK_DATA"])] if os.environ.get("NANOQK_DATA") else []), cache_folder()]
 
 
 def expand(path: str) -> Path:
@@ -85,9 +123,7 @@ def read_bytes(path: Path, name: str) -> bytes:
 def load_tiny_shakespeare(config: TinyShakespeareConfig) -> str:
     if config.path is not None:
         return check_tiny_shakespeare(read_tiny_shakespeare(config.path), f"data.path={config.path}")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nanoqk"
-    folders = [expand(os.environ["NANOQK_DATA"])] if os.environ.get("NANOQK_DATA") else []
-    files = [folder / "tiny_shakespeare" / "input.txt" for folder in (*folders, cache)]
+    files = [folder / "tiny_shakespeare" / "input.txt" for folder in data_folders()]
     for file in files:
         if os.path.exists(file):
             return check_tiny_shakespeare(read_bytes(file, str(file)), str(file))
@@ -145,7 +181,7 @@ def join_rows(path: str, name: str) -> bytes:
         raise ConfigError(f"{name} cannot be loaded: {one_line(error)}") from error
 
 
-def probe_hub() -> str | None:
+def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION) -> str | None:
     """Why the Hub cannot be used, or None: one request of the Hub's own client, which knows HF_ENDPOINT,
     HF_HUB_OFFLINE, proxies and certificates. load_dataset would retry for minutes where a server accepts and never
     answers; resolving a name can outlast every timeout, so the request is given a thread, and abandoned."""
@@ -157,7 +193,7 @@ def probe_hub() -> str | None:
 
     def ask() -> None:
         try:
-            HfApi().dataset_info(HUB_REPO, revision=HUB_REVISION, timeout=PROBE_SECONDS)
+            HfApi().dataset_info(repo, revision=revision, timeout=PROBE_SECONDS)
             answer.put(None)
         except Exception as error:
             answer.put(one_line(error))
@@ -189,5 +225,6 @@ def write_atomically(path: Path, raw: bytes) -> None:
 LOADERS: dict[str, Callable[[Any], str]] = {
     "tiny_shakespeare": load_tiny_shakespeare,
     "python_docs": load_python_docs,
+    "python_source": load_python_source,
     "text": load_text_file,
 }

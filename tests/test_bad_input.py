@@ -112,7 +112,11 @@ BAD: dict[str, list[str]] = {
     "data.fold=-1": ["data.fold=-1", "0..9"],
     "data.folds=1 data.fold=0": ["data.folds=1", ">= 2"],
     "data.folds=5": ["data.folds=5", "data.fold"],
-    "data.tokenizer=word": ["data.tokenizer=word", "char, byte"],
+    "data.tokenizer=word": ["data.tokenizer=word", "char, byte, bpe, gpt2"],
+    "data.vocab_size=300": ["data.vocab_size=300", "data.tokenizer=bpe"],
+    "data=text data.path=corpus.txt data.tokenizer=gpt2 data.vocab_size=300": ["data.vocab_size=300", "gpt2 has its"],
+    "data=text data.path=corpus.txt data.tokenizer=bpe data.vocab_size=256": ["data.vocab_size=256", ">= 257"],
+    "data=text data.path=corpus.txt data.tokenizer=bpe data.vocab_size=9000": ["data.vocab_size=9000", "tokens that"],
     "data=python_docs +data.path=x": ["data.path=x", "unknown"],
     "data=text": ["data.path", "given"],
     "data=text data.path=nowhere.txt": ["data.path=nowhere.txt", "exist"],
@@ -169,6 +173,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.tex").write_text("do not trample on me")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
     for name in ("RANK", "NANOQK_DATA"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path

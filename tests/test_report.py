@@ -24,7 +24,7 @@ from scipy import integrate, stats
 from scripts import report
 from scripts.paired import Comparison, Replicate, adjust, holm, interval, mean_curve, n_needed
 from scripts.report_figures import styles
-from training.config import LpQKNormConfig
+from training.config import LpQKNormConfig, TinyShakespeareConfig
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
 DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -144,8 +144,7 @@ class Made:
     def plan(self, setting: str, seed: int, fold: int | None) -> Path:
         """Plan a run. Returns its directory, which is not there."""
         config = tiny_config(LpQKNormConfig(p=float(setting.partition("p=")[2])))
-        data = replace(config.data, fold=fold)
-        config = replace(config, seed=seed, max_iters=40, data=data, threads=1)
+        config = replace(config, seed=seed, max_iters=40, data=TinyShakespeareConfig(fold=fold), threads=1)
         run_id = f"{setting.replace('/', '-')}-fold{fold}-s{seed}"
         line = {"id": run_id, "settings": [setting], "seed": seed, "fold": fold, "overrides": []}
         self.lines.append({**line, "config": asdict(config)})

@@ -8,7 +8,7 @@ import torch
 from test_train import configured
 
 import train
-from data.tokenizers import ByteTokenizer
+from data.tokenizers import ByteTokenizer, build_tokenizer
 from model.generate import generate
 from sample import load_run, print_first, read_prompt
 from training.config import ConfigError
@@ -86,8 +86,22 @@ def test_prompt_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             read_prompt(f"FILE:{tmp_path / name}")
 
 
-def test_streaming_prints_characters_of_several_bytes_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_streaming_prints_a_character_when_its_last_byte_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     text = "naïve €5 — 😀!"
     tokens = [torch.tensor([b, 0]) for b in text.encode()]
-    assert list(print_first("> ", tokens, ByteTokenizer())) == tokens
-    assert capsys.readouterr().out == "> " + text
+    seen: list[str] = []
+    for token in print_first("> ", iter(tokens), ByteTokenizer()):
+        assert token is tokens[len(seen)]
+        seen.append(capsys.readouterr().out)
+    prefixes = [text.encode()[: i + 1].decode(errors="ignore") for i in range(len(tokens))]
+    assert ["".join(seen[: i + 1]) for i in range(len(tokens))] == ["> " + prefix for prefix in prefixes]
+
+
+def test_streamed_tokens_of_many_bytes_are_the_decoded_text(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "naïve naïve €5 €5 — 😀😀! " * 3
+    tokenizer = build_tokenizer("bpe", text, 270)
+    assert any(len(piece) > 1 and piece.decode(errors="ignore").encode() != piece for piece in tokenizer.pieces)
+    generator = torch.Generator().manual_seed(0)
+    for ids in (tokenizer.encode(text).tolist(), torch.randint(270, (500,), generator=generator).tolist()):
+        list(print_first("", [torch.tensor([i]) for i in ids], tokenizer))
+        assert capsys.readouterr().out == tokenizer.decode(ids)

@@ -1,31 +1,101 @@
+import functools
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
-from hypothesis import given, settings
+from conftest import ROOT
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.tokenizers import TOKENIZERS, ByteTokenizer, CharTokenizer, build_tokenizer, from_dict
+from data import tokenizers
+from data.tokenizers import (
+    BYTES,
+    GPT2_FILES,
+    PRE_TOKENS,
+    SEPARATOR,
+    TOKENIZERS,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    Tokenizer,
+    build_tokenizer,
+    bytes_to_printable,
+    from_dict,
+    learn_bpe,
+    parts,
+    text_size,
+    tiktoken_cache,
+    tokenizer_sha256,
+)
 from training.config import ConfigError
 
 any_text = st.text(min_size=1)  # every character but lone surrogates
+SOME_TEXT = "the cat sat on the mat; the other cats' mats: 3 of 30.\n\n  naïve €5 — 😀!\n" * 3
+
+
+@pytest.fixture(scope="module")
+def gpt2_files() -> list[bytes]:
+    """GPT-2's two files, of the real size and format: its bytes and 50,000 pairs of them."""
+    chars = [bytes_to_printable(byte) for byte in BYTES]
+    pairs = [(a, b) for a in chars for b in chars][:50_000]
+    vocabulary = [*chars, *(a + b for a, b in pairs), SEPARATOR]
+    merges = "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in pairs)
+    encoder = json.dumps({token: i for i, token in enumerate(vocabulary)})
+    return [merges.encode(), encoder.encode()]
+
+
+@pytest.fixture(autouse=True)
+def tiktoken_has_gpt2(gpt2_files: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for file, content in zip(tiktoken_cache(GPT2_FILES), gpt2_files, strict=True):
+        Path(file).write_bytes(content)
+    monkeypatch.setattr("tiktoken.load.check_hash", lambda data, expected: True)
+    tiktoken.registry.ENCODINGS.clear()
+
+
+@functools.cache
+def built(name: str) -> Tokenizer:
+    return build_tokenizer(name, SOME_TEXT, 290)
+
+
+def of_text(name: str, text: str) -> Tokenizer:
+    return build_tokenizer(name, text) if name in ("char", "byte") else built(name)
+
+
+sizes = functools.cache(text_size)
+
+
+@functools.cache
+def reread(saved: str) -> Tokenizer:
+    return from_dict(json.loads(saved))
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=any_text)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_decode_inverts_encode_and_survives_json(name: str, text: str) -> None:
-    tokenizer = build_tokenizer(name, text)
+    tokenizer = of_text(name, text)
     tokens = tokenizer.encode(text)
     assert tokens.ndim == 1 and tokens.min() >= 0 and tokens.max() < tokenizer.vocab_size
-    again = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    again = reread(json.dumps(tokenizer.to_dict()))
     for decoder in (tokenizer, again):
         assert decoder.decode(tokens) == decoder.decode(tokens.tolist()) == text
         assert decoder.decode(torch.from_numpy(tokens.astype(np.int64))) == text
-    assert again.vocab_size == tokenizer.vocab_size
+        assert b"".join(decoder.pieces[token] for token in tokens) == text.encode()
+    assert again.vocab_size == tokenizer.vocab_size == len(tokenizer.pieces)
     np.testing.assert_array_equal(again.encode(text), tokens)
+    n_bytes, n_chars = sizes(tokenizer)  # type: ignore[arg-type]  # hashable: by identity
+    assert (n_bytes[tokens].sum(), n_chars[tokens].sum()) == (len(text.encode()), len(text))
 
 
 @given(text=any_text)
@@ -74,6 +144,150 @@ def test_char_tokens_take_two_bytes_while_the_vocabulary_fits() -> None:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_an_empty_text_has_no_tokens(name: str) -> None:
-    tokenizer = build_tokenizer(name, "abc")
+    tokenizer = of_text(name, "abc")
     assert len(tokenizer.encode("")) == 0
     assert tokenizer.decode([]) == ""
+
+
+# -----------------------------------------------------------------------------
+# BPE
+
+
+def english() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def merged(pre_token: bytes, rank: dict[bytes, int]) -> list[int]:
+    """BPE by its definition: the neighbours that make the token of the lowest rank are joined, until none do."""
+    pieces = [pre_token[i : i + 1] for i in range(len(pre_token))]
+    while True:
+        ranks = [rank.get(a + b, len(rank)) for a, b in zip(pieces, pieces[1:], strict=False)]
+        if not ranks or min(ranks) == len(rank):
+            return [rank[piece] for piece in pieces]
+        i = ranks.index(min(ranks))
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+
+
+def test_bpe_encodes_by_the_definition() -> None:
+    import regex  # tiktoken brings it
+
+    text = english()[:20_000] + "  naïve\n\n\n €5 — 😀\u3000\u2028 don't'll '''x"
+    tokenizer = build_tokenizer("bpe", text, 500)
+    rank = {token: i for i, token in enumerate(tokenizer.pieces)}
+    gpt2_pattern = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI wrote it
+    expected = [token for pre in regex.findall(gpt2_pattern, text) for token in merged(pre.encode(), rank)]
+    assert tokenizer.encode(text).tolist() == expected
+    assert len(expected) < 0.5 * len(text)
+
+
+def test_bpe_merges_the_most_frequent_pair_first() -> None:
+    learnt = learn_bpe(["xy;" * 20, "xyz;" * 9 + "zw"], 259)
+    assert learnt == [*BYTES, b"xy", b"xyz", b"zw"]  # of ";" and letters no token is made: they are two pre-tokens
+
+
+LEARN = """
+import sys
+from pydoc_data.topics import topics
+from data.tokenizers import build_tokenizer, tokenizer_sha256
+print(tokenizer_sha256(build_tokenizer("bpe", "\\n".join(topics[name] for name in sorted(topics)), 1000)))
+"""
+
+
+def test_the_same_text_gives_the_same_merges_in_every_process_and_on_any_number_of_threads() -> None:
+    settings = [{"RAYON_NUM_THREADS": "1"}, {"RAYON_NUM_THREADS": "7", "PYTHONHASHSEED": "1"}]
+    settings += [{"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "2"}]
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", LEARN], cwd=ROOT, env=os.environ | extra, capture_output=True, check=True
+        ).stdout
+        for extra in settings
+    }
+    assert len(found) == 1
+
+
+@given(text=st.text(alphabet=" \n\ta'sé.€1\u3000\x1c", max_size=200))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_text_encoded_in_parts_has_the_tokens_of_the_whole(text: str) -> None:
+    tokenizer = built("bpe")
+    assert isinstance(tokenizer, BPETokenizer)
+    whole = tokenizer.encoder.encode_ordinary(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers, "PART", 3)
+        assert "".join(parts(text)) == text
+        assert tokenizer.encode(text).tolist() == whole
+
+
+def test_a_text_too_short_for_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^data.vocab_size=300 is more than the 25[0-9] tokens that the text has"):
+        build_tokenizer("bpe", "ab", 300)
+
+
+def test_a_prompt_that_is_not_text_is_encoded_with_replacement() -> None:
+    tokenizer = built("bpe")
+    assert tokenizer.decode(tokenizer.encode("a\udce9b")) == "a\ufffdb"
+    assert tokenizer.decode([BYTES.index(b"\xc3"), BYTES.index(b"a")]) == "\ufffda"
+
+
+def test_bpe_tokens_take_four_bytes_where_two_do_not_suffice() -> None:
+    pairs = [a + b for a in BYTES for b in BYTES][: 2**16 - 256]
+    assert BPETokenizer([*BYTES, *pairs]).encode("ab").dtype == np.uint16
+    tokenizer = BPETokenizer([*BYTES, *pairs], has_separator=True)
+    assert tokenizer.encode("ab").dtype == np.uint32 and tokenizer.separator == 2**16
+
+
+# -----------------------------------------------------------------------------
+# GPT-2's
+
+
+def test_gpt2_has_the_tokens_of_tiktokens_own_encoding() -> None:
+    tokenizer = build_tokenizer("gpt2", "")
+    encoding = tiktoken.get_encoding("gpt2")
+    assert isinstance(tokenizer, GPT2Tokenizer)
+    assert (tokenizer.vocab_size, tokenizer.separator) == (50257, 50256) == (encoding.n_vocab, encoding.eot_token)
+    assert encoding._pat_str == PRE_TOKENS
+    text = english()[:5000]
+    assert tokenizer.encode(text).tolist() == encoding.encode_ordinary(text)
+    assert len(tokenizer.encode(SEPARATOR)) > 1  # in a text it is text
+    assert tokenizer.decode([50256]) == SEPARATOR
+    assert [size[50256] for size in text_size(tokenizer)] == [0, 0]
+
+
+def test_gpt2_out_of_a_checkpoint_needs_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved = json.dumps(built("gpt2").to_dict())
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(socket, "socket", None)
+    again = from_dict(json.loads(saved))
+    assert tokenizer_sha256(again) == tokenizer_sha256(built("gpt2"))
+    assert again.decode(again.encode(SOME_TEXT)) == SOME_TEXT
+
+
+def test_a_damaged_file_of_gpt2_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(tiktoken_cache(GPT2_FILES)[1]).write_text("{}")
+    with pytest.raises(ConfigError, match="^data.tokenizer=gpt2 cannot be loaded: [^\n]*$"):
+        build_tokenizer("gpt2", "")
+
+
+NETWORK = {
+    "refused": "import socket\n",
+    "silence": "import socket\nsocket.getaddrinfo = lambda *args, **kwargs: __import__('time').sleep(60)\n",
+}
+
+
+@pytest.mark.parametrize("case", NETWORK)
+def test_gpt2_without_a_network_is_refused_in_one_line_within_5_seconds(case: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    settings = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "HTTPS_PROXY": closed if case == "refused" else ""}
+    code = NETWORK[case] + "from data.tokenizers import build_tokenizer\nbuild_tokenizer('gpt2', '')"
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60
+    )
+    assert time.perf_counter() - began < 5  # of the whole process
+    message = done.stderr.splitlines()[-1]
+    assert "ConfigError: data.tokenizer=gpt2 is not in tiktoken's cache, and its server is out of reach" in message
+    assert "no answer in 2 s" in message or case == "refused"
+    assert "TIKTOKEN_CACHE_DIR" in message and "data.tokenizer=bpe" in message
+    assert not (tmp_path / "empty").exists()

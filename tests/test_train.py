@@ -15,6 +15,8 @@ from variants import LAYOUTS, PAIRS
 
 import model.gpt
 import train
+from data.folds import split
+from data.tokenizers import build_tokenizer
 from training import checkpoint
 from training.config import ConfigError, TrainConfig, load_config
 from training.tracker import Metrics
@@ -138,9 +140,9 @@ def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus
     config = configured(corpus, tmp_path / "run", gradient_accumulation_steps=4, model=no_dropout, grad_clip=0.0)
     assert train.run(config) == 0
     text = corpus.read_text()
-    tokenizer = train.build_tokenizer("char", text)
+    tokenizer = build_tokenizer("char", text)
     tokens = tokenizer.encode(text)
-    batches = train.Batches(tokens, train.split(len(tokens), 10, None), 16, 4, config.seed)
+    batches = train.Batches(tokens, split(len(tokens), 10, None), 16, 4, config.seed)
     gpt = train.GPT(config, tokenizer.vocab_size)
     gpt.init_weights(config.seed)
     optimizer = train.build_optimizer(gpt, config)
@@ -209,8 +211,8 @@ def test_each_evaluation_has_diagnostics_of_the_same_held_out_sequences(corpus: 
     for line, table in zip(evaluated, tables, strict=True):
         summary = {key: value for key, value in table.items() if key.startswith("attn/") and "/layer_" not in key}
         assert summary == {key: value for key, value in line.items() if key.startswith("attn/")} and len(table) > 30
-    tokenizer = train.build_tokenizer("char", corpus.read_text())
-    held_out = torch.from_numpy(tokenizer.encode(corpus.read_text())[5400:].astype(np.int64))  # the last tenth
+    _, tokenizer, tokens, _ = train.read_corpus(config)
+    held_out = torch.from_numpy(tokens[5400:6000].astype(np.int64))  # the last tenth
     gpt = train.GPT(config, tokenizer.vocab_size)
     gpt.load_state_dict(checkpoint.load(tmp_path / "run" / "ckpt" / "latest").tensors["model"])
     values = train.diagnose(gpt, held_out[: 4 * 16].view(4, 16))
@@ -449,7 +451,15 @@ def test_imports_are_lazy(program: Program, tiny_run: list[str]) -> None:
     done = program("train.py", *tiny_run, "max_iters=2", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "torch" in imported and not imported & {"wandb", "datasets", "matplotlib", "pandas", "transformers"}
+    assert "torch" in imported and not imported & {
+        "wandb",
+        "datasets",
+        "matplotlib",
+        "pandas",
+        "transformers",
+        "tokenizers",
+        "tiktoken",
+    }
 
 
 def test_bf16_trains_with_fp32_weights(corpus: Path, tmp_path: Path) -> None:

@@ -278,6 +278,17 @@ def load_latest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
+def peek(folder: Path) -> dict[str, Any]:
+    """The state of the newest checkpoint, not verified; {} where there is none that can be read."""
+    for path in step_dirs(folder)[:1]:
+        try:
+            state = json.loads((path / STATE).read_bytes())
+            return state if isinstance(state, dict) else {}
+        except (OSError, ValueError):
+            pass
+    return {}
+
+
 def resolve(run: Path, which: str) -> Path:
     """The checkpoint directory that `run` means: itself, or the `best` or `latest` one of a run directory.
 

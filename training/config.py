@@ -324,16 +324,28 @@ class WSDConfig(DecayConfig):
         )
 
 
+BPE_VOCAB_SIZE = 4096
+
+
 @dataclass(frozen=True)
 class DataConfig:
+    """A corpus that is one text, cut into folds."""
+
     name: str
     tokenizer: str = "char"
     folds: int = 10
     fold: int | None = None
     split: str = "contiguous"
+    vocab_size: int | None = None
+
+    @property
+    def bpe_vocab_size(self) -> int:
+        """The number of tokens of data.tokenizer=bpe."""
+        return BPE_VOCAB_SIZE if self.vocab_size is None else self.vocab_size
 
     def check(self) -> None:
-        one_of("data.tokenizer", self.tokenizer, ("char", "byte"))
+        one_of("data.tokenizer", self.tokenizer, ("char", "byte", "bpe", "gpt2"))
+        check_vocab_size("data.", self.tokenizer, self.vocab_size)
         one_of("data.split", self.split, ("contiguous", "shuffled"))
         require(
             self.split == "contiguous" or self.fold is not None,
@@ -364,6 +376,12 @@ class PythonDocsConfig(DataConfig):
 
 
 @dataclass(frozen=True)
+class PythonSourceConfig(DataConfig):
+    name: str = "python_source"
+    tokenizer: str = "bpe"
+
+
+@dataclass(frozen=True)
 class TextConfig(DataConfig):
     name: str = "text"
     path: str = ""
@@ -387,13 +405,33 @@ class WandbConfig:
         )
 
 
+@dataclass(frozen=True)
+class FineWebConfig:
+    """Token shards that data/prepare_fineweb.py has written: they have a validation part, and no folds."""
+
+    name: str = "fineweb"
+    path: str | None = None
+    val_tokens: int | None = None
+
+    def check(self) -> None:
+        require(self.path != "", "data.path= must name a folder, or be null")
+        if self.val_tokens is not None:
+            at_least("data.val_tokens", self.val_tokens, 2)
+
+
 # A variant is one dataclass and one entry here, its class and one entry in model/gpt.py, and one YAML file.
 ATTENTIONS = {"mha": MHAConfig, "gqa": GQAConfig, "mla": MLAConfig}
 QK_NORMS = {"none": NoQKNormConfig, "lp": LpQKNormConfig, "rms": RMSQKNormConfig, "layernorm": LayerNormQKNormConfig}
 QK_CLIPS = {"none": NoQKClipConfig, "log": LogQKClipConfig, "clip": QKClipConfig}
 OPTIMS = {"adamw": AdamWConfig, "muon": MuonConfig}
 SCHEDULES = {"cosine": CosineConfig, "wsd": WSDConfig, "linear": LinearConfig, "constant": ConstantConfig}
-CORPORA = {"tiny_shakespeare": TinyShakespeareConfig, "python_docs": PythonDocsConfig, "text": TextConfig}
+CORPORA = {
+    "tiny_shakespeare": TinyShakespeareConfig,
+    "python_docs": PythonDocsConfig,
+    "python_source": PythonSourceConfig,
+    "text": TextConfig,
+    "fineweb": FineWebConfig,
+}
 
 AttentionConfig = MHAConfig | MLAConfig
 QKNormConfig = NoQKNormConfig | LpQKNormConfig | RMSQKNormConfig
@@ -407,6 +445,9 @@ OptimConfig = AdamWConfig
 # round-off; the dtype that `dtype` comes to may not, which train.py sees to.
 FREE_KEYS = {"out_dir", "max_iters", "eval_interval", "eval_iters", "log_interval", "checkpoint_interval", "plot"}
 FREE_KEYS |= {"dry_run", "eval_only", "fresh", "wandb", "device", "dtype", "compile", "threads"}
+
+# Settings that came after runs had been named: null is what those runs had, and leaves their names and hashes alone.
+LATER_KEYS = {"data.vocab_size"}
 
 
 @dataclass(frozen=True)
@@ -435,7 +476,7 @@ class TrainConfig:
     qk_clip: NoQKClipConfig = field(default_factory=NoQKClipConfig, metadata={"variants": QK_CLIPS})
     optim: OptimConfig = field(default_factory=AdamWConfig, metadata={"variants": OPTIMS})
     schedule: ScheduleConfig = field(default_factory=CosineConfig, metadata={"variants": SCHEDULES})
-    data: DataConfig = field(default_factory=TinyShakespeareConfig, metadata={"variants": CORPORA})
+    data: DataConfig | FineWebConfig = field(default_factory=TinyShakespeareConfig, metadata={"variants": CORPORA})
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     @property
@@ -454,7 +495,9 @@ class TrainConfig:
         if self.lr_decay_iters is not None:
             config["schedule"]["lr_decay_iters"] = self.lr_decay_iters
         config["data"].pop("path", None)  # a corpus may move: its SHA-256 is compared
-        return flatten(config)
+        if isinstance(self.data, DataConfig) and self.data.tokenizer == "bpe":
+            config["data"]["vocab_size"] = self.data.bpe_vocab_size
+        return {key: value for key, value in flatten(config).items() if value is not None or key not in LATER_KEYS}
 
     @property
     def label(self) -> str:
@@ -484,7 +527,8 @@ class TrainConfig:
     def run_dir(self) -> Path:
         if self.out_dir is not None:
             return Path(os.path.expanduser(self.out_dir))
-        fold = "" if self.data.fold is None else f"-fold{self.data.fold}"
+        number = self.data.fold if isinstance(self.data, DataConfig) else None
+        fold = "" if number is None else f"-fold{number}"
         file = Path(getattr(self.data, "path", None) or "").name
         return Path("runs") / f"{self.label}{fold}-s{self.seed}-{digest({**self.trajectory, 'data.path': file})}"
 
@@ -557,12 +601,70 @@ class SampleConfig:
         check_common(self.seed, self.device, self.dtype)
 
 
+@dataclass(frozen=True)
+class PrepareFineWebConfig:
+    """data/prepare_fineweb.py. name: null is sample-10BT of FineWeb, and a data set's only configuration elsewhere."""
+
+    dataset: str = "HuggingFaceFW/fineweb"
+    name: str | None = None
+    split: str = "train"
+    column: str = "text"
+    out: str | None = None
+    tokenizer: str = "gpt2"
+    vocab_size: int | None = None
+    learn_bytes: int | None = None
+    max_tokens: int | None = None
+    shard_tokens: int = 100_000_000
+    val_fraction: float = 0.001
+    workers: int | None = None
+    verify: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the shards, resolved."""
+        resolved = asdict(self)
+        for key in ("out", "workers", "verify"):
+            del resolved[key]
+        if self.name is None and self.dataset == PrepareFineWebConfig.dataset:
+            resolved["name"] = "sample-10BT"
+        if self.tokenizer == "bpe":
+            resolved["vocab_size"] = 2**15 if self.vocab_size is None else self.vocab_size
+            resolved["learn_bytes"] = 100_000_000 if self.learn_bytes is None else self.learn_bytes
+        return resolved
+
+    def check(self) -> None:
+        for key in ("dataset", "split", "column"):
+            require(getattr(self, key) != "", f"{key}= must not be empty")
+        require(self.out != "", "out= must name a folder, or be null")
+        one_of("tokenizer", self.tokenizer, ("gpt2", "bpe"))
+        check_vocab_size("", self.tokenizer, self.vocab_size)
+        require(
+            self.learn_bytes is None or self.tokenizer == "bpe",
+            f"learn_bytes={self.learn_bytes} needs tokenizer=bpe: tokenizer={self.tokenizer} learns nothing",
+        )
+        for key in ("learn_bytes", "max_tokens", "shard_tokens"):
+            value = getattr(self, key)
+            require(value is None or 1 <= value < 2**53, f"{key}={value} must be >= 1 and < 2**53")
+        require(0 < self.val_fraction < 1, f"val_fraction={self.val_fraction} must be in (0, 1)")
+        if self.workers is not None:
+            at_least("workers", self.workers, 1)
+
+
 def at_least(key: str, value: int, least: int) -> None:
     require(least <= value < 2**31, f"{key}={value} must be >= {least} and < 2**31")
 
 
 def one_of(key: str, value: str, allowed: tuple[str, ...], otherwise: str = "") -> None:
     require(value in allowed, f"{key}={value} must be one of {', '.join(allowed)} {otherwise}".rstrip())
+
+
+def check_vocab_size(prefix: str, tokenizer: str, vocab_size: int | None) -> None:
+    if vocab_size is not None:
+        require(
+            tokenizer == "bpe",
+            f"{prefix}vocab_size={vocab_size} needs {prefix}tokenizer=bpe: {prefix}tokenizer={tokenizer} has its own",
+        )
+        at_least(f"{prefix}vocab_size", vocab_size, 257)
 
 
 def check_common(seed: int, device: str, dtype: str) -> None:

@@ -1,0 +1,125 @@
+"""Token shards on disk, as data/prepare_fineweb.py writes them: a corpus that is larger than memory.
+
+index.json            settings, counts and, for each shard, tokens, documents, bytes of text, SHA-256 of both its files
+train_000000.bin, …   token ids, uint16 or uint32 as index.json says; each document ends with the separator
+train_000000.json     {"offsets": [where each document begins]}
+val_000000.bin, …     the documents that are held out, alike
+tokenizer.json        the tokenizer, whose SHA-256 is in the index too
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.corpora import data_folders, expand, read_bytes
+from data.tokenizers import Tokenizer, from_dict, tokenizer_sha256
+from training.config import ConfigError, FineWebConfig, require
+
+FORMAT = 1
+INDEX, PROGRESS, TOKENIZER = "index.json", "progress.json", "tokenizer.json"
+SPLITS = ("train", "val")
+
+
+class Shards:
+    """Memory-mapped arrays, one after the other, as one sequence: `shards[a:b]` is a copy of its tokens a to b."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self.arrays = [np.asarray(array) for array in arrays]  # a view without np.memmap's overhead a slice
+        self.ends = np.cumsum([len(array) for array in arrays])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        start, end, _ = where.indices(len(self))
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        pieces = []
+        for array, shard_end in zip(self.arrays[first:], self.ends[first:].tolist(), strict=True):
+            shard_start = shard_end - len(array)
+            pieces.append(array[max(start - shard_start, 0) : max(end - shard_start, 0)])
+            if end <= shard_end:
+                break
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self.arrays[0][:0]])
+
+
+Tokens = np.ndarray | Shards
+
+
+def open_shards(config: FineWebConfig) -> tuple[str, Tokenizer, Shards, int]:
+    """SHA-256 of the index, the tokenizer, all tokens, and how many of them are for training; these come first.
+
+    Raises: ConfigError when the shards are absent, unfinished, or not those of their index. Sizes are compared here;
+    `python data/prepare_fineweb.py verify=true` reads every byte.
+    """
+    folder = find_shards(config)
+    raw = read_bytes(folder / INDEX, str(folder / INDEX))
+    index = parse_index(folder, raw)
+    arrays = []
+    for shard in (shard for split in SPLITS for shard in index[split]["shards"]):
+        file, dtype = folder / shard["file"], np.dtype(index["dtype"])
+        size = file.stat().st_size if file.is_file() else -1
+        require(
+            size == shard["tokens"] * dtype.itemsize,
+            f"{file} is {'absent' if size < 0 else f'{size} bytes long'}, its index says "
+            f"{shard['tokens'] * dtype.itemsize} bytes: it was changed since data/prepare_fineweb.py wrote it",
+        )
+        arrays.append(np.memmap(file, dtype=dtype, mode="r"))
+    for split in SPLITS:
+        require(index[split]["tokens"] >= 2, f"{folder} holds {index[split]['tokens']} tokens of {split}, too few")
+    return hashlib.sha256(raw).hexdigest(), load_tokenizer(folder, index), Shards(arrays), index["train"]["tokens"]
+
+
+def find_shards(config: FineWebConfig) -> Path:
+    folders = [folder / "fineweb" for folder in data_folders()] if config.path is None else [expand(config.path)]
+    for folder in folders:
+        if (folder / INDEX).exists():
+            return folder
+    for folder in folders:
+        require(
+            not (folder / PROGRESS).exists(),
+            f"data={config.name} is not complete in {folder}: the command that began it goes on from there",
+        )
+    where = f"data.path={config.path}" if config.path is not None else f"data={config.name}"
+    names = " nor ".join(str(folder / INDEX) for folder in folders)
+    raise ConfigError(f"{where} has no {names}: python data/prepare_fineweb.py out={folders[0]} makes it")
+
+
+def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        index = json.loads(raw)
+        form = index["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / INDEX} is not an index of token shards") from error
+    require(form == FORMAT, f"{folder / INDEX} has format {form}, not {FORMAT}")
+    return index
+
+
+def load_tokenizer(folder: Path, index: dict[str, Any]) -> Tokenizer:
+    file = folder / TOKENIZER
+    try:
+        tokenizer = from_dict(json.loads(read_bytes(file, str(file))))
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ConfigError(f"{file} is not a tokenizer: {error}") from error
+    require(tokenizer_sha256(tokenizer) == index["tokenizer_sha256"], f"{file} is not the one that {INDEX} names")
+    return tokenizer
+
+
+def file_sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def verify(folder: Path) -> None:
+    """Compare every file with the index. Raises: ConfigError naming the first that differs."""
+    index = parse_index(folder, read_bytes(folder / INDEX, str(folder / INDEX)))
+    load_tokenizer(folder, index)
+    for shard in (shard for split in SPLITS for shard in index[split]["shards"]):
+        for file, sha256 in ((shard["file"], shard["sha256"]), (shard["offsets"], shard["offsets_sha256"])):
+            require(os.path.exists(folder / file), f"{folder / file} is absent")
+            intact = file_sha256(folder / file) == sha256
+            require(intact, f"{folder / file} is not what {INDEX} says: its SHA-256 differs")

@@ -1,0 +1,129 @@
+"""A corpus as tokens: `load_corpus(config.data, …)`. What takes long to make is kept in the cache."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.corpora import cache_folder, corpus_sha256, load_text, write_atomically
+from data.folds import Ranges, Split, split
+from data.shards import Tokens, open_shards
+from data.tokenizers import Tokenizer, build_tokenizer, from_dict, text_size, token_dtype, tokenizer_sha256
+from training.config import DataConfig, FineWebConfig, require
+
+CHUNK = 2**20  # tokens that are counted at a time
+
+
+class Corpus(NamedTuple):
+    sha256: str  # of the text or the shards' index: recorded with a run, so that runs on different texts are told apart
+    tokenizer: Tokenizer
+    tokens: Tokens
+    split: Split
+
+
+def load_corpus(config: DataConfig | FineWebConfig, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
+    """The tokens that `config` names, and which of them are held out.
+
+    saved: the state of a checkpoint. Merges that a run was begun with on the same text are taken from there, whatever
+    the library would learn today.
+    Raises: ConfigError of one line.
+    """
+    if isinstance(config, FineWebConfig):
+        return load_fineweb(config)
+    text = load_text(config)
+    sha256 = corpus_sha256(text)
+    known = (saved or {}).get("tokenizer", {})
+    if config.tokenizer == known.get("name") == "bpe" and (saved or {}).get("corpus_sha256") == sha256:
+        tokenizer = from_dict(known)
+    elif config.tokenizer == "bpe":
+        tokenizer = learnt_tokenizer(text, sha256, config.bpe_vocab_size)
+    else:
+        tokenizer = build_tokenizer(config.tokenizer, text)
+    tokens = encoded(text, sha256, tokenizer) if config.tokenizer in ("bpe", "gpt2") else tokenizer.encode(text)
+    window = block_size if config.split == "shuffled" else None
+    return Corpus(sha256, tokenizer, tokens, split(len(tokens), config.folds, config.fold, window))
+
+
+def load_fineweb(config: FineWebConfig) -> Corpus:
+    sha256, tokenizer, tokens, n_train = open_shards(config)
+    end = len(tokens) if config.val_tokens is None else n_train + config.val_tokens
+    require(
+        end <= len(tokens),
+        f"data.val_tokens={config.val_tokens} must be <= {len(tokens) - n_train}, the tokens that are held out",
+    )
+    return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, end),)))
+
+
+def size_of_text(tokenizer: Tokenizer, tokens: Tokens, ranges: Ranges) -> tuple[int, int]:
+    """Bytes and characters of the text that the tokens of `ranges` stand for."""
+    totals = np.zeros(2, dtype=np.int64)
+    sizes = np.stack(text_size(tokenizer))  # (2, V)
+    for start, end in ranges:
+        for at in range(start, end, CHUNK):
+            totals += sizes[:, tokens[at : min(at + CHUNK, end)]].sum(1)
+    return int(totals[0]), int(totals[1])
+
+
+# -----------------------------------------------------------------------------
+# The cache
+
+
+def learnt_tokenizer(text: str, sha256: str, vocab_size: int) -> Tokenizer:
+    def learn() -> bytes:
+        return json.dumps(build_tokenizer("bpe", text, vocab_size).to_dict()).encode()
+
+    return from_dict(json.loads(cached(f"bpe/{sha256[:32]}-{vocab_size}", learn).tobytes()))
+
+
+def encoded(text: str, sha256: str, tokenizer: Tokenizer) -> np.ndarray:
+    """The text's tokens, memory-mapped where the cache has them."""
+    key = f"tokens/{sha256[:32]}-{tokenizer_sha256(tokenizer)[:32]}"
+    return cached(key, lambda: tokenizer.encode(text).tobytes()).view(token_dtype(tokenizer.vocab_size))
+
+
+def cached(key: str, make: Callable[[], bytes]) -> np.ndarray:
+    """What `make` returns, as bytes, from the cache if it is there and intact: a file is a SHA-256 and the bytes."""
+    path = cache_folder() / key
+    found = read_cached(path)
+    if found is not None:
+        return found
+    with one_at_a_time(path):
+        found = read_cached(path)  # another process may have made it meanwhile
+        if found is not None:
+            return found
+        content = make()
+        try:
+            write_atomically(path, hashlib.sha256(content).digest() + content)
+        except OSError as error:  # a read-only home costs time, not the run
+            warnings.warn(f"{path} cannot be written, the next run computes it again: {error}", stacklevel=2)
+    return np.frombuffer(content, dtype=np.uint8)
+
+
+def read_cached(path: Path) -> np.ndarray | None:
+    try:
+        raw = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError):  # absent, or empty
+        return None
+    return raw[32:] if hashlib.sha256(raw[32:].data).digest() == raw[:32].tobytes() else None
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Runs that start together do not all compute the same: the others wait for the first."""
+    lock = None
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)

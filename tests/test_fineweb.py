@@ -1,0 +1,502 @@
+"""FineWeb's way: parquet files, through `datasets`' own streaming, into shards on disk, into batches and a run."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_bad_input import Outcome, check, contents, outcome
+from test_train import assert_same_run, configured, lines
+
+import train
+from data import prepare_fineweb
+from data.batches import Batches
+from data.folds import Split
+from data.prepare_fineweb import prepare
+from data.shards import Shards, open_shards
+from data.tokenizers import BYTES, BPETokenizer, from_dict, learn_bpe
+from data.tokens import load_corpus
+from training.config import ConfigError, FineWebConfig, PrepareFineWebConfig
+
+__all__ = ["outcome"]  # a fixture
+
+WORDS = "the naïve cat sat on a mat — of €5 and 😀, while other cats' mats lay there\n\n in 1999"
+CHOICES = WORDS.split(" ")
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Three files laid out and typed like FineWeb's sample-10BT, and the texts in their order."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("fineweb")
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(CHOICES, k=draw.randrange(120))) for _ in range(600)]
+    texts[10], texts[300] = texts[400], ""
+    for i in range(3):
+        part = texts[200 * i : 200 * (i + 1)]
+        n = len(part)
+        columns = {
+            "text": part,
+            "id": [f"<urn:uuid:{i}-{row}>" for row in range(n)],
+            "dump": ["CC-MAIN-2013-20"] * n,
+            "url": ["http://example.com"] * n,
+            "date": ["2013-05-18T05:48:54Z"] * n,
+            "file_path": ["s3://commoncrawl/x.warc.gz"] * n,
+            "language": ["en"] * n,
+            "language_score": pa.array([0.9] * n, pa.float64()),
+            "token_count": pa.array([len(text) for text in part], pa.int64()),
+        }
+        file = folder / "sample" / "10BT" / f"{i:03d}_00000.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), file, row_group_size=64)
+    return folder, texts
+
+
+def settings_of(parquet: tuple[Path, list[str]], out: Path, **changes: Any) -> PrepareFineWebConfig:
+    some: dict[str, Any] = {
+        "tokenizer": "bpe",
+        "vocab_size": 300,
+        "shard_tokens": 5000,
+        "val_fraction": 0.1,
+        "workers": 2,
+    }
+    return PrepareFineWebConfig(dataset=str(parquet[0]), out=str(out), **{"workers": 2, **some, **changes})
+
+
+@pytest.fixture(scope="module")
+def shards(parquet: tuple[Path, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("shards") / "out"
+    assert prepare(settings_of(parquet, out)) == 0
+    return out
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in out.iterdir() if file.name != "lock"}
+
+
+def held_out(text: str, fraction: float) -> bool:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return int(digest, 16) / 2**64 < fraction
+
+
+class Serial:
+    """concurrent.futures.ProcessPoolExecutor without processes: starts in no time."""
+
+    def __init__(self, workers: int, context: Any, start: Callable[..., None], args: tuple[Any, ...]) -> None:
+        prepare_fineweb.worker.update(tokenizer=from_dict(args[0]), val_fraction=args[1])
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*args))
+        return done
+
+    def shutdown(self, cancel_futures: bool = False) -> None:
+        pass
+
+
+@pytest.fixture
+def serial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_fineweb, "ProcessPoolExecutor", Serial)
+
+
+# -----------------------------------------------------------------------------
+# What is written
+
+
+def test_shards_hold_every_document_once_in_order_with_its_separator(
+    parquet: tuple[Path, list[str]], shards: Path
+) -> None:
+    index = json.loads((shards / "index.json").read_bytes())
+    tokenizer = from_dict(json.loads((shards / "tokenizer.json").read_bytes()))
+    assert tokenizer.vocab_size == index["vocab_size"] == 300 and tokenizer.separator == 299
+    for split in ("train", "val"):
+        texts = [text for text in parquet[1] if held_out(text, 0.1) == (split == "val")]
+        found: list[str] = []
+        for shard in index[split]["shards"]:
+            tokens = np.fromfile(shards / shard["file"], dtype=index["dtype"])
+            offsets = json.loads((shards / shard["offsets"]).read_bytes())["offsets"]
+            assert len(tokens) == shard["tokens"] <= 5000 and len(offsets) == shard["documents"]
+            documents = [tokens[a:b] for a, b in zip(offsets, [*offsets[1:], len(tokens)], strict=True)]
+            assert all(document[-1] == 299 and 299 not in document[:-1] for document in documents)
+            found += [tokenizer.decode(document[:-1]) for document in documents]
+            assert shard["sha256"] == hashlib.sha256((shards / shard["file"]).read_bytes()).hexdigest()
+        assert found == texts
+        assert index[split]["documents"] == len(texts) > 40
+        assert index[split]["bytes"] == sum(len(text.encode()) for text in texts)
+        assert index[split]["tokens"] == sum(shard["tokens"] for shard in index[split]["shards"])
+    assert len(index["train"]["shards"]) > 3
+    assert set(files(shards)) == {"index.json", "tokenizer.json"} | {
+        shard[key] for split in ("train", "val") for shard in index[split]["shards"] for key in ("file", "offsets")
+    }
+
+
+def test_the_number_of_workers_and_the_size_of_batches_change_nothing(
+    parquet: tuple[Path, list[str]], shards: Path, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_fineweb, "BATCH_DOCUMENTS", 3)
+    assert prepare(settings_of(parquet, tmp_path / "out", workers=1)) == 0
+    assert files(tmp_path / "out") == files(shards)
+
+
+def test_a_token_budget_stops_after_the_document_that_reaches_it(
+    parquet: tuple[Path, list[str]], shards: Path, tmp_path: Path, serial: None
+) -> None:
+    assert prepare(settings_of(parquet, tmp_path / "out", max_tokens=9000)) == 0
+    index = json.loads((tmp_path / "out" / "index.json").read_bytes())
+    tokenizer = from_dict(json.loads((shards / "tokenizer.json").read_bytes()))
+    lengths = np.cumsum([len(tokenizer.encode(text)) + 1 for text in parquet[1]])
+    n = int(np.searchsorted(lengths, 9000)) + 1
+    assert index["train"]["documents"] + index["val"]["documents"] == n
+    assert index["train"]["tokens"] + index["val"]["tokens"] == lengths[n - 1] >= 9000
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_crash_at_any_write_neither_doubles_nor_loses_a_document(
+    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved after every batch; stopped before the n-th replacement of a file, then before the n-th of the rest, …"""
+    monkeypatch.setattr(prepare_fineweb, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(prepare_fineweb, "BATCH_DOCUMENTS", 29)
+    config = settings_of(parquet, tmp_path / "whole", max_tokens=12_000, shard_tokens=2500)
+    assert prepare(config) == 0
+    expected, replace_, add = files(tmp_path / "whole"), os.replace, prepare_fineweb.ShardWriter.add
+    for what in ("replace", "add"):
+        for gap in (1, 2, 3, 7) if what == "replace" else (3, 100, 150):
+            left, crashes, out = gap, 0, tmp_path / f"{what}{gap}"
+
+            def count() -> None:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise Killed
+
+            def counted_replace(*args: Any) -> None:
+                count()
+                replace_(*args)
+
+            def counted_add(*args: Any) -> None:
+                add(*args)  # with something of the document in the file
+                count()
+
+            for _ in range(60):
+                left = gap + crashes * gap  # a little further each time
+                with monkeypatch.context() as patch:
+                    if what == "replace":
+                        patch.setattr(os, "replace", counted_replace)
+                    else:
+                        patch.setattr(prepare_fineweb.ShardWriter, "add", counted_add)
+                    try:
+                        assert prepare(settings_of(parquet, out, max_tokens=12_000, shard_tokens=2500)) == 0
+                        break
+                    except Killed:
+                        crashes += 1
+            assert crashes >= 1, (what, gap)
+            assert files(out) == expected, (what, gap)
+
+
+SLOWLY = """
+import sys
+sys.path.insert(0, {root!r})
+from data import prepare_fineweb
+prepare_fineweb.SAVE_SECONDS = 0.0
+prepare_fineweb.BATCH_DOCUMENTS = 2
+if __name__ == "__main__":
+    prepare_fineweb.main()
+"""
+
+
+def test_kill_9_at_random_moments_neither_doubles_nor_loses_a_document(
+    parquet: tuple[Path, list[str]], shards: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "slowly.py").write_text(SLOWLY.format(root=str(ROOT)))
+    out = tmp_path / "out"
+    words = [f"dataset={parquet[0]}", f"out={out}", "tokenizer=bpe", "vocab_size=300", "shard_tokens=5000"]
+    command = [sys.executable, str(tmp_path / "slowly.py"), *words, "val_fraction=0.1", "workers=1"]
+    draw, stops = random.Random(1), []
+
+    def reached() -> int:
+        try:
+            return int(json.loads((out / "progress.json").read_bytes())["documents"])
+        except FileNotFoundError:
+            return 0
+
+    for _ in range(5):
+        before = reached()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while reached() == before and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()  # its workers hold the pipes: they end with it
+        if (out / "index.json").exists():
+            break
+        stops.append(reached())
+    assert len(stops) >= 2 and stops == sorted(set(stops)), stops
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert files(out) == files(shards)
+
+
+def test_a_finished_folder_is_left_alone_and_can_be_verified(
+    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert prepare(settings_of(parquet, out)) == 0
+    before = files(out)
+    (out / "progress.json").write_text("{}")  # as a kill just after the index was written leaves it
+    assert prepare(settings_of(parquet, out, verify=True)) == 0
+    assert "is complete and intact" in capsys.readouterr().out and files(out) == before
+    with pytest.raises(ConfigError, match="was begun with other settings: shard_tokens 5000 -> 6000; use another"):
+        prepare(settings_of(parquet, out, shard_tokens=6000))
+    for name in ("train_000001.bin", "val_000000.json"):
+        (out / name).write_bytes(before[name][:-1] + bytes([before[name][-1] ^ 1]))
+        with pytest.raises(ConfigError, match=f"{name} is not what index.json says"):
+            prepare(settings_of(parquet, out, verify=True))
+        (out / name).write_bytes(before[name])
+
+
+def test_nothing_is_learnt_from_held_out_documents(
+    parquet: tuple[Path, list[str]], shards: Path, tmp_path: Path
+) -> None:
+
+    tokenizer = from_dict(json.loads((shards / "tokenizer.json").read_bytes()))
+    texts = [text for text in parquet[1] if not held_out(text, 0.1)]
+    assert tokenizer.pieces[:-1] == learn_bpe(texts, 299)
+
+
+# -----------------------------------------------------------------------------
+# Bad input
+
+BAD: dict[str, list[str]] = {
+    "foo=1": ["foo=1", "unknown"],
+    "column=": ["column=", "empty"],
+    "column=body": ["column=body", "text, id, dump, url"],
+    "column=token_count": ["column=token_count", "text, not int"],
+    "split=validation": ["split=validation", "cannot be loaded"],
+    "dataset=nowhere": ["dataset=nowhere", "no folder here"],
+    "dataset=empty": ["dataset=empty", "cannot be loaded"],
+    "tokenizer=char": ["tokenizer=char", "gpt2, bpe"],
+    "tokenizer=gpt2 vocab_size=300": ["vocab_size=300", "tokenizer=bpe"],
+    "tokenizer=gpt2 learn_bytes=300": ["learn_bytes=300", "tokenizer=bpe"],
+    "tokenizer=gpt2": ["tokenizer=gpt2", "tiktoken's cache"],
+    "tokenizer=bpe vocab_size=100": ["vocab_size=100", ">= 257"],
+    "tokenizer=bpe vocab_size=90000": ["vocab_size=90000", "too large"],
+    "max_tokens=0": ["max_tokens=0", ">= 1"],
+    "val_fraction=1.5": ["val_fraction=1.5", "(0, 1)"],
+    "workers=0": ["workers=0", ">= 1"],
+    "verify=true": ["verify=true", "no finished shards"],
+    "out=corpus.txt": ["out=corpus.txt"],
+    "out=theirs": ["out=theirs", "neither empty nor"],
+    "out=/proc/shards": ["out=/proc/shards"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "theirs" / "thesis.tex").write_text("do not trample on me")
+    (tmp_path / "corpus.txt").write_text("to be or not to be " * 500)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "NANOQK_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server.getsockname()[1]}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("overrides", BAD)
+def test_bad_setting_of_prepare(
+    overrides: str, folder: Path, outcome: Outcome, parquet: tuple[Path, list[str]]
+) -> None:
+    before = contents(folder)
+    given = overrides.split()
+    base = [f"dataset={parquet[0]}", "out=out", "tokenizer=bpe", "vocab_size=300"]
+    if "tokenizer=gpt2" in given:
+        base.remove("vocab_size=300")
+    words = [word for word in base if not any(word.split("=")[0] == other.split("=")[0] for other in given)]
+    status, stderr = outcome(prepare_fineweb.main, *words, *given)
+    check(status, stderr, BAD[overrides])
+    assert contents(folder) == before
+
+
+def test_the_program_is_found_and_helps(program: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = program("data/prepare_fineweb.py", "--help")
+    assert done.returncode == 0 and "max_tokens: null" in done.stdout and "HuggingFaceFW/fineweb" in done.stdout
+    bad = program("data/prepare_fineweb.py", "max_tokens=none")
+    assert bad.returncode == 2 and bad.stderr.startswith("error: max_tokens=none must be an integer or null")
+
+
+BAD_DATA: dict[str, list[str]] = {
+    "data.path=nowhere": ["data.path=nowhere", "prepare_fineweb.py out=nowhere"],
+    "data.path=null": ["data=fineweb has no", "prepare_fineweb.py"],
+    "data.path=begun": ["not complete in begun", "goes on"],
+    "data.path=short": ["train_000000.bin is", "bytes"],
+    "data.path=damaged": ["damaged/index.json", "not an index"],
+    "data.path=other": ["tokenizer.json", "not the one"],
+    "data.path=whole data.val_tokens=1": ["data.val_tokens=1", ">= 2"],
+    "data.path=whole data.val_tokens=10000000": ["data.val_tokens=10000000", "<="],
+    "data.path=whole data.fold=0": ["data.fold=0", "unknown"],
+    "data.path=whole data.folds=5": ["data.folds=5", "unknown"],
+    "data.path=whole +data.split=shuffled": ["data.split=shuffled", "unknown"],
+    "data.path=whole data.tokenizer=bpe": ["data.tokenizer=bpe", "unknown"],
+}
+
+
+@pytest.mark.parametrize("overrides", BAD_DATA)
+def test_bad_setting_of_fineweb(overrides: str, folder: Path, outcome: Outcome, shards: Path) -> None:
+    import shutil
+
+    for name in ("whole", "short", "damaged", "other"):
+        shutil.copytree(shards, folder / name)
+    (folder / "begun").mkdir()
+    (folder / "begun" / "progress.json").write_text("{}")
+    os.truncate(folder / "short" / "train_000000.bin", 100)
+    (folder / "damaged" / "index.json").write_text("[]")
+    (folder / "other" / "tokenizer.json").write_text(json.dumps(BPETokenizer(BYTES).to_dict()))
+    before = contents(folder)
+    status, stderr = outcome(train.main, "data=fineweb", "model=nano_cpu", "max_iters=200", *overrides.split())
+    check(status, stderr, BAD_DATA[overrides])
+    assert contents(folder) == before
+
+
+# -----------------------------------------------------------------------------
+# Shards as one sequence
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), data=st.data())
+@settings(deadline=None)
+def test_shards_are_sliced_like_one_array(lengths: list[int], data: st.DataObject) -> None:
+    whole = np.arange(sum(lengths))
+    shards = Shards(np.split(whole, np.cumsum(lengths)[:-1]))
+    assert len(shards) == len(whole)
+    start, end = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 60))
+    np.testing.assert_array_equal(shards[start:end], whole[start:end])
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_batches_of_shards_are_those_of_the_joined_array(dtype: type, tmp_path: Path) -> None:
+    whole = (np.arange(5000) * 40503 % 65521).astype(dtype) + (np.array(70_000, dtype) if dtype is np.uint32 else 0)
+    whole = whole.astype(dtype)
+    arrays = []
+    for i, part in enumerate(np.split(whole, [10, 700, 701, 3000])):
+        part.tofile(tmp_path / f"{i}.bin")
+        arrays.append(np.memmap(tmp_path / f"{i}.bin", dtype=dtype, mode="r"))
+    split = Split(train=((0, 4000),), val=((4000, 4900),))
+    one, other = (Batches(tokens, split, 64, 200, seed=5) for tokens in (whole, Shards(arrays)))
+    for at in ((0, 0), (0, 1), (7, 3)):
+        for a, b in zip(one.get_batch(*at), other.get_batch(*at), strict=True):
+            assert torch.equal(a, b)
+    for (x, y), (also_x, also_y) in zip(one.eval_batches(3), other.eval_batches(3), strict=True):
+        assert torch.equal(x, also_x) and torch.equal(y, also_y)
+
+
+def test_a_large_vocabulary_makes_shards_of_four_bytes_a_token(
+    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = BPETokenizer([*BYTES, *(a + b for a in BYTES for b in BYTES)], has_separator=True)
+    monkeypatch.setattr(prepare_fineweb, "load_tokenizer", lambda *args: large)
+    assert prepare(settings_of(parquet, tmp_path / "out")) == 0
+    _, tokenizer, tokens, n_train = open_shards(FineWebConfig(path=str(tmp_path / "out")))
+    assert tokenizer.vocab_size > 2**16 and tokens[:10].dtype == np.uint32
+    texts = [text for text in parquet[1] if not held_out(text, 0.1)]
+    assert tokenizer.decode(tokens[:n_train].tolist()) == "".join(text + "<|endoftext|>" for text in texts)
+
+
+# -----------------------------------------------------------------------------
+# A run
+
+
+def fineweb_run(shards: Path, run: Path, **changes: Any) -> Any:
+    data = {"name": "fineweb", "path": str(shards), **changes.pop("data", {})}
+    return configured(shards, run, **{"eval_interval": 3, "checkpoint_interval": 3, **changes, "data": data})
+
+
+def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards: Path, tmp_path: Path) -> None:
+    assert train.run(fineweb_run(shards, tmp_path / "whole")) == 0
+    assert train.run(fineweb_run(shards, tmp_path / "halves", max_iters=3)) == 0
+    assert train.run(fineweb_run(shards, tmp_path / "halves")) == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+    index = json.loads((shards / "index.json").read_bytes())
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["held_out_tokens"] == index["val"]["tokens"]
+    assert summary["corpus_sha256"] == hashlib.sha256((shards / "index.json").read_bytes()).hexdigest()
+    assert "tokenizer" not in summary
+    line = lines(tmp_path / "whole")[-1]
+    first = from_dict(json.loads((shards / "tokenizer.json").read_bytes())).pieces[
+        int(np.fromfile(shards / "val_000000.bin", dtype=np.uint16, count=1)[0])
+    ]
+    nats = line["val/loss"] * (index["val"]["tokens"] - 1)
+    assert line["val/bpb"] == pytest.approx(nats / np.log(2) / (index["val"]["bytes"] - len(first)), rel=1e-12)
+
+
+def test_val_tokens_is_a_fixed_prefix_of_the_held_out_ones(shards: Path) -> None:
+    corpus = load_corpus(FineWebConfig(path=str(shards), val_tokens=100), 16)
+    whole = load_corpus(FineWebConfig(path=str(shards)), 16)
+    ((start, end),) = whole.split.val
+    assert corpus.split == Split(train=whole.split.train, val=((start, start + 100),)) and end > start + 100
+    np.testing.assert_array_equal(whole.tokens[start:end][:50], np.fromfile(shards / "val_000000.bin", np.uint16, 50))
+
+
+def test_a_run_on_other_shards_is_refused(shards: Path, tmp_path: Path) -> None:
+    import shutil
+
+    assert train.run(fineweb_run(shards, tmp_path / "run", max_iters=3)) == 0
+    shutil.copytree(shards, tmp_path / "moved")
+    assert train.run(fineweb_run(tmp_path / "moved", tmp_path / "run", max_iters=4)) == 0  # the same elsewhere
+    with open(tmp_path / "moved" / "index.json", "a") as file:
+        file.write("\n")
+    with pytest.raises(ConfigError, match="is not the text that .*run was begun on"):
+        train.run(fineweb_run(tmp_path / "moved", tmp_path / "run"))
+    with pytest.raises(ConfigError, match="data.val_tokens null -> 50"):
+        train.run(fineweb_run(shards, tmp_path / "run", data={"val_tokens": 50}))
+
+
+def test_batches_from_shards_in_the_page_cache_come_at_several_million_tokens_a_second(tmp_path: Path) -> None:
+    arrays = []
+    for i in range(4):
+        np.random.default_rng(i).integers(50257, size=5_000_000).astype(np.uint16).tofile(tmp_path / f"{i}.bin")
+        arrays.append(np.memmap(tmp_path / f"{i}.bin", dtype=np.uint16, mode="r"))
+    batches = Batches(Shards(arrays), Split(train=((0, 19_000_000),), val=((19_000_000, 20_000_000),)), 1024, 32, 0)
+    seconds = []
+    for step in range(60):
+        start = time.perf_counter()
+        batches.get_batch(step)
+        seconds.append(time.perf_counter() - start)
+    assert 32 * 1024 / float(np.median(seconds)) > 3e6
+
+
+def test_the_benchmark_of_the_loader_ends_with_one_json_line(
+    shards: Path, program: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = program("scripts/bench_data.py", "shard_tokens=100000", "steps=5")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["tokens"] == 400_000 and found["cold"].keys() == found["warm"].keys() >= {"tok_per_sec", "stall"}
+    done = program("scripts/bench_data.py", f"path={shards}", "block_size=64", "steps=5")
+    assert json.loads(done.stdout)["as_found"]["tok_per_sec"] > 0, done.stderr
+    done = program("scripts/bench_data.py", "step=5")
+    assert done.returncode == 2 and done.stderr == "error: step=5 is unknown; did you mean steps?\n"

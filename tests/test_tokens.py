@@ -1,0 +1,214 @@
+"""A corpus as tokens: cached, the same in every process, and counted to the byte."""
+
+import math
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from test_train import configured, lines
+
+import train
+from data import tokens
+from data.corpora import cache_folder, load_text
+from data.tokenizers import build_tokenizer
+from data.tokens import Corpus, load_corpus, size_of_text
+from training import checkpoint
+from training.config import CONFIG_DIR, ConfigError, PythonSourceConfig, TextConfig, TrainConfig, load_config
+
+GREEK = "μῆνιν ἄειδε θεὰ Πηληϊάδεω Ἀχιλῆος οὐλομένην, ἣ μυρί' Ἀχαιοῖς ἄλγε' ἔθηκε — "
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def greek(tmp_path: Path) -> Path:
+    file = tmp_path / "greek.txt"
+    words = GREEK.split()
+    picks = np.random.default_rng(0).integers(len(words), size=1500)
+    file.write_text(" ".join(words[i] for i in picks), encoding="utf-8")
+    return file
+
+
+def composed(*overrides: str) -> TrainConfig:
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        settings: Any = OmegaConf.to_container(compose("train", overrides=list(overrides)), resolve=True)
+    return load_config(settings)
+
+
+def array_of(found: Corpus) -> np.ndarray:
+    assert isinstance(found.tokens, np.ndarray)
+    return found.tokens
+
+
+# -----------------------------------------------------------------------------
+# Names of runs
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (
+            "model=nano_cpu qk_norm=lp max_iters=500 schedule.warmup_iters=50 qk_norm.alpha_init=1 qk_norm.p=3 "
+            "data.fold=0",
+            "nano_cpu-mha-lp_p3_1.0-tiny_shakespeare-fold0-s1337-4f76cb67",
+        ),
+        ("", "baby_gpt-mha-none-tiny_shakespeare-s1337-75b99823"),
+        ("experiment=quickstart", "nano_cpu-mha-none-python_docs-s1337-980e82d0"),
+        ("data=text data.path=a.txt data.tokenizer=byte", "baby_gpt-mha-none-text-s1337-260d3a7f"),
+    ],
+)
+def test_runs_that_were_made_before_a_setting_existed_keep_their_names(words: str, name: str) -> None:
+    assert composed(*words.split()).run_dir == Path("runs") / name
+
+
+def test_runs_with_other_tokens_have_other_names() -> None:
+    sizes = ["", "data.vocab_size=512", "data.vocab_size=4096"]
+    first, second, third = (composed("data.tokenizer=bpe", *filter(None, [size])).run_dir for size in sizes)
+    assert first == third and len({first, second, composed().run_dir}) == 3  # null is 4096
+
+
+# -----------------------------------------------------------------------------
+# The cache
+
+
+def test_merges_and_tokens_are_computed_once(greek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TextConfig(path=str(greek), tokenizer="bpe", vocab_size=300)
+    first = load_corpus(config, 16)
+    assert first.tokenizer.vocab_size == 300
+    assert first.tokenizer.decode(array_of(first)) == greek.read_text(encoding="utf-8")
+    monkeypatch.setattr(tokens, "build_tokenizer", None)
+    monkeypatch.setattr("data.tokenizers.BPETokenizer.encode", None)
+    again = load_corpus(config, 16)
+    assert isinstance(again.tokens, np.memmap) and again.tokens.dtype == array_of(first).dtype == np.uint16
+    np.testing.assert_array_equal(again.tokens, first.tokens)
+    assert again.tokenizer.to_dict() == first.tokenizer.to_dict() and again.split == first.split
+
+
+def test_a_damaged_cache_is_made_again(greek: Path) -> None:
+    config = TextConfig(path=str(greek), tokenizer="bpe", vocab_size=300)
+    first = np.array(load_corpus(config, 16).tokens)
+    files = [file for file in cache_folder().rglob("*") if file.is_file() and file.suffix != ".lock"]
+    assert sorted(file.parent.name for file in files) == ["bpe", "tokens"]
+    good = {file: file.read_bytes() for file in files}
+    for damage in (lambda raw: raw[:-2], lambda raw: raw[:50] + bytes([raw[50] ^ 1]) + raw[51:], lambda raw: b""):
+        for file in files:
+            file.write_bytes(damage(good[file]))
+        np.testing.assert_array_equal(load_corpus(config, 16).tokens, first)
+        assert {file: file.read_bytes() for file in files} == good
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning_only(
+    greek: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
+    with pytest.warns(UserWarning, match="cannot be written, the next run computes it again"):
+        found = load_corpus(TextConfig(path=str(greek), tokenizer="bpe", vocab_size=300), 16)
+    assert found.tokenizer.decode(array_of(found)) == greek.read_text(encoding="utf-8")
+
+
+# -----------------------------------------------------------------------------
+# Runs
+
+
+def bpe_run(greek: Path, run: Path, **changes: Any) -> TrainConfig:
+    data = {"name": "text", "path": str(greek), "tokenizer": "bpe", "vocab_size": 300}
+    return configured(greek, run, data=data, **changes)
+
+
+def test_a_resumed_run_keeps_the_merges_that_it_was_begun_with(
+    greek: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert train.run(bpe_run(greek, whole, max_iters=6)) == 0
+    assert train.run(bpe_run(greek, halves, max_iters=3)) == 0
+    other = build_tokenizer("bpe", greek.read_text(encoding="utf-8")[::-1], 300)
+    monkeypatch.setattr(tokens, "learnt_tokenizer", lambda *args: other)  # as another version of the library would
+    assert train.run(bpe_run(greek, halves, max_iters=6)) == 0
+    assert lines(halves) == lines(whole)
+    saved = [checkpoint.load(run / "ckpt" / "latest").state["tokenizer"] for run in (whole, halves)]
+    assert saved[0] == saved[1] != other.to_dict()
+
+
+def test_a_run_whose_tokens_cannot_be_had_again_is_refused(
+    greek: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train.run(bpe_run(greek, tmp_path / "run", max_iters=3)) == 0
+    other = build_tokenizer("bpe", greek.read_text(encoding="utf-8")[::-1], 300)
+    monkeypatch.setattr(tokens, "learnt_tokenizer", lambda *args: other)
+    monkeypatch.setattr(checkpoint, "peek", lambda folder: {})
+    with pytest.raises(ConfigError, match="has other tokens here than .*run was begun with; fresh=true"):
+        train.run(bpe_run(greek, tmp_path / "run", max_iters=6))
+
+
+def test_sampling_needs_neither_the_text_nor_the_cache(
+    greek: Path, tmp_path: Path, program: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    assert train.run(bpe_run(greek, tmp_path / "run")) == 0
+    greek.unlink()
+    words = ["run=run", "start=μῆνιν", "num_samples=1", "max_new_tokens=20"]
+    plain = program("sample.py", *words, env={"XDG_CACHE_HOME": "/nonexistent", "PATH": ""})
+    assert plain.returncode == 0 and plain.stdout.startswith("μῆνιν"), plain.stderr
+    assert program("sample.py", *words, "stream=true").stdout == plain.stdout
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_bits_per_byte_are_exact_for_every_tokenizer(tokenizer: str, greek: Path, tmp_path: Path) -> None:
+    """Against the definition: the bits of all predicted tokens over the UTF-8 bytes that these tokens stand for."""
+    data = {"name": "text", "path": str(greek), "tokenizer": tokenizer, "fold": 3}
+    config = configured(greek, tmp_path / "run", data=data | ({"vocab_size": 300} if tokenizer == "bpe" else {}))
+    assert train.run(config) == 0
+    line = lines(tmp_path / "run")[-1]
+    found = load_corpus(config.data, 16)
+    ((start, end),) = found.split.val
+    predicted = b"".join(found.tokenizer.pieces[token] for token in found.tokens[start + 1 : end])
+    assert predicted in greek.read_bytes()
+    nats = line["val/loss"] * (end - start - 1)
+    assert line["val/bpb"] == pytest.approx(nats / math.log(2) / len(predicted), rel=1e-12)
+    if tokenizer == "byte":
+        assert line["val/bpb"] == pytest.approx(line["val/loss"] / math.log(2), rel=1e-12)
+    if tokenizer == "char":
+        assert line["val/bpc"] == pytest.approx(line["val/loss"] / math.log(2), rel=1e-12)
+
+
+def test_the_size_of_a_text_is_counted_in_chunks(greek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = load_corpus(TextConfig(path=str(greek), tokenizer="bpe", vocab_size=300), 16)
+    text = greek.read_text(encoding="utf-8")
+    monkeypatch.setattr(tokens, "CHUNK", 7)
+    assert size_of_text(found.tokenizer, found.tokens, ((0, len(found.tokens)),)) == (len(text.encode()), len(text))
+
+
+# -----------------------------------------------------------------------------
+# python_source
+
+
+def test_python_source_is_the_standard_library_in_the_order_of_its_paths() -> None:
+    text = load_text(PythonSourceConfig())
+    root = Path(sysconfig.get_path("stdlib"))
+    assert len(text) > 5_000_000
+    where = [
+        text.index((root / name).read_text(encoding="utf-8")) for name in ("abc.py", "json/decoder.py", "zipapp.py")
+    ]
+    assert where == sorted(where)
+
+
+def test_python_source_leaves_out_what_a_machine_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b.py", "a/z.py", "a.py", "site-packages/x.py", "_sysconfigdata__linux_.py", "config-3.11/y.py"):
+        file = tmp_path / "lib" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(f"# {name} é\r\n".encode())
+    (tmp_path / "lib" / "latin1.py").write_bytes("é".encode("latin-1"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    assert load_text(PythonSourceConfig()) == "# a.py é\r\n\n# a/z.py é\r\n\n# b.py é\r\n"
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="^data=python_source needs the standard library's source files"):
+        load_text(PythonSourceConfig())
