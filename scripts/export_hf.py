@@ -63,11 +63,13 @@ def misfits(config: TrainConfig, architecture: str) -> list[str]:
 def architecture_of(config: TrainConfig) -> str:
     """The architecture that computes what the run's model does. Raises: ConfigError naming what does not fit."""
     found = {name: misfits(config, name) for name in ARCHITECTURES}
-    closest = min(found, key=lambda name: (len(found[name]), "qk_norm" in str(found[name])))
-    reasons = ", ".join(found[closest])
+    reasons = {name: ", ".join(found[name]) for name in found}
+    closest = min(
+        found, key=lambda name: (len(found[name]), "attention=" in reasons[name], "qk_norm=" in reasons[name])
+    )
     require(
-        not reasons,
-        f"no Hugging Face architecture fits this run; the closest, {closest}, does not have {reasons}",
+        not found[closest],
+        f"no Hugging Face architecture fits this run; the closest, {closest}, does not have {reasons[closest]}",
     )
     return closest
 
