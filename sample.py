@@ -31,6 +31,14 @@ def load_run(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict[str
     return model.to(device).eval(), tokenizer, saved.state
 
 
+def open_run(run: str, which: str, device: torch.device) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """load_run() for the words run= and checkpoint=. Raises: ConfigError where there is nothing that can be loaded."""
+    try:
+        return load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which), device)
+    except checkpoint.CorruptCheckpoint as error:
+        raise ConfigError(f"run={run} cannot be loaded: {error}") from error
+
+
 def read_prompt(start: str) -> str:
     """`start` itself, the text of FILE:path, or standard input for -."""
     if start == "-":
@@ -48,12 +56,7 @@ def read_prompt(start: str) -> str:
 def sample(config: SampleConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    try:
-        model, tokenizer, _ = load_run(
-            checkpoint.resolve(Path(os.path.expanduser(config.run)), config.checkpoint), device
-        )
-    except checkpoint.CorruptCheckpoint as error:
-        raise ConfigError(f"run={config.run} cannot be loaded: {error}") from error
+    model, tokenizer, _ = open_run(config.run, config.checkpoint, device)
     prompt = read_prompt(config.start)
     idx = torch.tensor(tokenizer.encode(prompt).tolist(), device=device).expand(config.num_samples, -1)  # (B, T)
     tokens = generate(

@@ -1,0 +1,240 @@
+"""A run as a Hugging Face folder: python scripts/export_hf.py run=RUN out=FOLDER [checkpoint=best|latest]
+
+FOLDER gets config.json, model.safetensors and the tokenizer's files; transformers loads it with
+AutoModelForCausalLM.from_pretrained(FOLDER) and computes the same logits. The architecture is the one that the run's
+settings fit: GPT-2, Llama, Qwen3 or DeepSeek-V3. Settings that fit none, an Lp QK norm for one, are refused by name.
+"""
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from data.tokenizers import Tokenizer
+from model.gpt import GPT
+from sample import open_run
+from scripts.hf_tokenizer import tokenizer_json
+from sweeps.status import read_words
+from training import checkpoint
+from training.config import ConfigError, TrainConfig, did_you_mean, flatten, one_of, refuse, require, show
+
+Config = dict[str, Any]
+State = dict[str, Tensor]
+
+LLAMA = {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu",), "model.position": ("rope",)}
+ARCHITECTURES: dict[str, dict[str, tuple[Any, ...]]] = {  # what each can be: setting -> values
+    "GPT2": {
+        "attention.name": ("mha",), "qk_norm.name": ("none",), "model.norm": ("layernorm",), "model.mlp": ("gelu",),
+        "model.position": ("learned",),
+    },
+    "DeepseekV3": {"attention.name": ("mla",), "qk_norm.name": ("none",), **LLAMA},
+    "Qwen3": {"attention.name": ("mha", "gqa"), "qk_norm.name": ("rms",), **LLAMA, "model.bias": (False,)},
+    "Llama": {"attention.name": ("mha", "gqa"), "qk_norm.name": ("none",), **LLAMA},
+}  # fmt: skip
+LATENT_EPS = 1e-6  # DeepSeek-V3's two latent norms have this eps, whatever rms_norm_eps
+
+
+def misfits(config: TrainConfig, architecture: str) -> list[str]:
+    """What keeps an architecture from being the run's."""
+    settings = flatten(asdict(config))
+    found = [
+        f"{key.removesuffix('.name')}={show(settings[key])} (only {' or '.join(map(show, values))})"
+        for key, values in ARCHITECTURES[architecture].items()
+        if settings[key] not in values
+    ]
+    m, head_dim = config.model, settings.get("attention.head_dim")
+    if architecture in ("GPT2", "Llama") and m.n_embd % m.n_head:
+        found.append(f"model.n_embd={m.n_embd} (only multiples of model.n_head={m.n_head})")
+    elif architecture == "GPT2" and head_dim not in (None, m.n_embd // m.n_head):
+        found.append(f"attention.head_dim={head_dim} (only model.n_embd / model.n_head)")
+    return found
+
+
+def architecture_of(config: TrainConfig) -> str:
+    """The architecture that computes what the run's model does. Raises: ConfigError naming what does not fit."""
+    found = {name: misfits(config, name) for name in ARCHITECTURES}
+    reasons = {name: ", ".join(found[name]) for name in found}
+    closest = min(
+        found, key=lambda name: (len(found[name]), "attention=" in reasons[name], "qk_norm=" in reasons[name])
+    )
+    require(
+        not found[closest],
+        f"no Hugging Face architecture fits this run; the closest, {closest}, does not have {reasons[closest]}",
+    )
+    return closest
+
+
+# -----------------------------------------------------------------------------
+# config.json and the weights under Hugging Face's names; tests/test_references.py maps the other way
+
+
+def hugging_face(model: GPT) -> tuple[Config, State]:
+    """Raises: ConfigError where no architecture fits."""
+    architecture = architecture_of(model.config)
+    config, state = gpt2(model) if architecture == "GPT2" else llama(model, architecture)
+    m = model.config.model
+    config |= {
+        "architectures": [f"{architecture}{'LMHeadModel' if architecture == 'GPT2' else 'ForCausalLM'}"],
+        "model_type": {"DeepseekV3": "deepseek_v3"}.get(architecture, architecture.lower()),
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": m.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": str(model.transformer.wte.weight.dtype).removeprefix("torch."),
+    }
+    return config, state
+
+
+def gpt2(model: GPT) -> tuple[Config, State]:
+    m = model.config.model
+    config = {
+        "n_embd": m.n_embd, "n_layer": m.n_layer, "n_head": m.n_head, "n_positions": m.block_size,
+        "n_inner": m.mlp_hidden, "layer_norm_epsilon": m.norm_eps, "activation_function": "gelu",
+        "resid_pdrop": m.dropout, "embd_pdrop": m.dropout, "attn_pdrop": m.dropout,
+    }  # fmt: skip
+    state = {}
+    for name, w in model.state_dict().items():
+        linear = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        state[name] = w.T if linear else w  # Conv1D keeps (in, out)
+        if not m.bias and name.startswith(("transformer.h.", "transformer.ln_f.")):
+            state[name.removesuffix("weight") + "bias"] = w.new_zeros(w.size(0))
+    return config, state
+
+
+def llama(model: Any, architecture: str) -> tuple[Config, State]:
+    """What Llama, Qwen3 and DeepSeek-V3 share."""
+    m = model.config.model
+    config: Config = {
+        "hidden_size": m.n_embd, "intermediate_size": m.mlp_hidden or 4 * m.n_embd, "num_hidden_layers": m.n_layer,
+        "num_attention_heads": m.n_head, "max_position_embeddings": m.block_size, "rms_norm_eps": m.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta}, "hidden_act": "silu",
+        "attention_bias": m.bias,
+    }  # fmt: skip
+    attention = model.attentions[0]
+    if architecture == "DeepseekV3":
+        config |= {
+            "num_key_value_heads": m.n_head, "q_lora_rank": model.config.attention.q_rank,
+            "kv_lora_rank": attention.kv_rank, "qk_nope_head_dim": attention.nope_dim,
+            "qk_rope_head_dim": attention.rope_dim, "v_head_dim": attention.v_dim, "rope_interleave": False,
+            "first_k_dense_replace": m.n_layer, "num_nextn_predict_layers": 0,  # no experts, no prediction of more
+        }  # fmt: skip
+    else:
+        config |= {"head_dim": attention.head_dim, "num_key_value_heads": attention.n_kv_head}
+        config |= {"mlp_bias": m.bias} if architecture == "Llama" else {}
+    outer = model.transformer
+    state = {"model.embed_tokens.weight": outer.wte.weight, "model.norm.weight": outer.ln_f.weight}
+    if model.lm_head is not None:
+        state["lm_head.weight"] = model.lm_head.weight
+    for i, block in enumerate(outer.h):
+        layer = {"input_layernorm.weight": block.ln_1.weight, "post_attention_layernorm.weight": block.ln_2.weight}
+        attn = mla(block.attn, m.norm_eps) if architecture == "DeepseekV3" else gqa(block.attn, m.norm_eps)
+        layer |= {f"self_attn.{key}": w for key, w in attn.items()}
+        for kind, w in block.mlp.c_fc.named_parameters():
+            layer |= dict(zip([f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"], w.chunk(2), strict=True))
+        layer |= {f"mlp.down_proj.{kind}": w for kind, w in block.mlp.c_proj.named_parameters()}
+        state |= {f"model.layers.{i}.{key}": w for key, w in layer.items()}
+    return config, state
+
+
+# Theirs have one eps where ours have several. c x normalised with eps is x normalised with eps / c^2, so the rows that
+# make x take c = sqrt(their eps / ours).
+
+
+def gqa(attn: Any, norm_eps: float) -> State:
+    state = {f"o_proj.{kind}": w for kind, w in attn.c_proj.named_parameters()}
+    c = 1.0
+    if attn.q_norm.gain is not None:  # normalised with qk_norm.eps; Qwen3 has rms_norm_eps there
+        c = math.sqrt(norm_eps / attn.q_norm.eps)
+        state |= {"q_norm.weight": attn.q_norm.gain, "k_norm.weight": attn.k_norm.gain}
+    for kind, w in attn.c_attn.named_parameters():
+        q, k, v = w.split(attn.c_attn.projections)
+        state |= {f"q_proj.{kind}": q * c, f"k_proj.{kind}": k * c, f"v_proj.{kind}": v}
+    return state
+
+
+def mla(attn: Any, norm_eps: float) -> State:
+    c = math.sqrt(LATENT_EPS / norm_eps)
+    latent, k_rope = attn.c_kv_a.weight.split(attn.c_kv_a.projections)
+    keys, values = attn.up()  # (nh, dn, kr), (nh, dv, kr)
+    state = {
+        "kv_a_proj_with_mqa.weight": torch.cat([latent * c, k_rope]), "kv_a_layernorm.weight": attn.kv_a_norm.weight,
+        "kv_b_proj.weight": torch.cat([keys, values], 1).flatten(0, 1), "o_proj.weight": attn.c_proj.weight,
+    }  # fmt: skip
+    if not isinstance(attn.c_q_a, torch.nn.Linear):
+        return {**state, "q_proj.weight": attn.c_q.weight}
+    q_a = {"q_a_proj.weight": attn.c_q_a.weight * c, "q_a_layernorm.weight": attn.q_a_norm.weight}
+    return {**state, **q_a, "q_b_proj.weight": attn.c_q.weight}
+
+
+# -----------------------------------------------------------------------------
+
+
+def export(model: GPT, tokenizer: Tokenizer, out: Path) -> list[str]:
+    """Write the folder, whole or not at all. Returns the names of its files.
+
+    Raises: ConfigError before anything is written, where no architecture fits or `out` is taken; OSError.
+    """
+    config, state = hugging_face(model)
+    out = out.expanduser().resolve()
+    require(not out.exists() or out.is_dir(), f"out={out} is not a folder")
+    require(not out.exists() or not any(out.iterdir()), f"out={out} is not empty")
+    documents = {"config.json": config}
+    if (tokens := tokenizer_json(tokenizer.to_dict())) is not None:
+        documents |= {"tokenizer.json": tokens, "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.block_size,
+            "clean_up_tokenization_spaces": False,
+        }}  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = checkpoint.temporary_name(out)
+    try:
+        temporary.mkdir()
+        for name, content in documents.items():
+            (temporary / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        tensors = {key: w.detach().cpu().clone(memory_format=torch.contiguous_format) for key, w in state.items()}
+        (temporary / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+        for file in (*temporary.iterdir(), temporary):
+            checkpoint.sync(file)
+        os.rename(temporary, out)
+        checkpoint.sync(out.parent)
+    finally:
+        checkpoint.remove(temporary)
+    return sorted(file.name for file in out.iterdir())
+
+
+def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    try:
+        known = {"run": str, "checkpoint": str, "out": str}
+        values, others = read_words(argv, known)
+        require(not others, f"{others[:1]} is unknown{did_you_mean(''.join(others[:1]), known)}")
+        require(bool(values.get("run") and values.get("out")), "run= and out= must be given")
+        which = values.get("checkpoint", "best")
+        one_of("checkpoint", which, ("best", "latest"))
+        model, tokenizer, _ = open_run(values["run"], which, torch.device("cpu"))
+        out = Path(values["out"])
+        files = export(model, tokenizer, out)
+    except ConfigError as error:
+        return refuse(str(error))
+    except OSError as error:  # a full disk, say
+        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")
+    if "tokenizer.json" not in files:
+        print(f"without a tokenizer: the format has none like data.tokenizer={model.config.data.tokenizer}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,281 @@
+"""A run exported as a Hugging Face folder is the same model there, or is refused."""
+
+import json
+import random
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_config
+from test_presets import load
+from test_references import Float64Torch, difference
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+from variants import NORMS, config_of
+
+from data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer
+from model.generate import generate
+from model.gpt import GPT
+from sample import load_run
+from scripts.export_hf import architecture_of, export, main
+from training import checkpoint
+from training.config import ConfigError, GQAConfig, MHAConfig, MLAConfig, RMSQKNormConfig, TrainConfig
+
+CHARS = CharTokenizer("\n !,.abcdefgé€😀")
+LLAMA: dict[str, Any] = {"mlp": "swiglu", "mlp_hidden": 56, "norm_eps": 1e-3}
+ROPE: dict[str, Any] = {**LLAMA, "norm": "rmsnorm", "position": "rope", "rope_theta": 100.0}
+RMS = RMSQKNormConfig(eps=3e-2)  # not norm_eps
+MLA = MLAConfig(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6)
+
+VARIANTS: dict[str, tuple[str, TrainConfig]] = {
+    "gpt2": ("GPT2", config_of("mha", "none")),
+    "gpt2-bias-untied": ("GPT2", config_of("mha", "none", bias=True, tied=False, mlp_hidden=40, norm_eps=1e-2)),
+    "llama-mha": ("Llama", config_of(MHAConfig(head_dim=12), "none", **ROPE)),
+    "llama-gqa-bias": ("Llama", config_of(GQAConfig(n_kv_head=2), "none", **LLAMA, bias=True, tied=False)),
+    "qwen3-mha": ("Qwen3", config_of("mha", RMS, **ROPE)),
+    "qwen3-gqa": ("Qwen3", config_of(GQAConfig(n_kv_head=2, head_dim=12), RMS, **LLAMA)),
+    "qwen3-mqa-untied": ("Qwen3", config_of("mqa", "rms", **LLAMA, tied=False)),
+    "deepseek_v3": ("DeepseekV3", config_of(MLA, "none", **LLAMA)),
+    "deepseek_v3-q_rank-untied": ("DeepseekV3", config_of(replace(MLA, q_rank=10), "none", **LLAMA, tied=False)),
+}
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+    """In float64, Hugging Face's RMSNorm and softmax, which cast to float32 by name, get float64 instead."""
+    if request.param == torch.float64:
+        for module in (modeling_llama, modeling_qwen3, modeling_deepseek_v3):
+            monkeypatch.setattr(module, "torch", Float64Torch())
+    yield request.param
+
+
+def random_model(config: TrainConfig, tokenizer: Tokenizer = CHARS, dtype: torch.dtype = torch.float32) -> GPT:
+    """Gains, biases and projections all away from what initialisation gives them."""
+    model = GPT(config, tokenizer.vocab_size)
+    model.init_weights(0)
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=g))
+    return model.to(dtype).eval()
+
+
+def save_run(model: GPT, tokenizer: Tokenizer, folder: Path) -> Path:
+    state = {"config": asdict(model.config), "tokenizer": tokenizer.to_dict(), "step": 1}
+    checkpoint.save(folder / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
+    return folder
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model, with its eager attention, which shares no kernel with ours."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", output_loading_info=True, local_files_only=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    return model.eval()
+
+
+def random_tokens(tokenizer: Tokenizer, *shape: int) -> torch.Tensor:
+    return torch.randint(tokenizer.vocab_size, shape, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_transformers_computes_the_same_logits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    architecture, config = VARIANTS[name]
+    ours = random_model(config, dtype=dtype)
+    export(ours, CHARS, tmp_path / "hf")
+    theirs = loaded(tmp_path / "hf", dtype)
+    assert type(theirs).__name__.startswith(architecture)
+    idx = random_tokens(CHARS, 3, config.model.block_size)
+    if dtype == torch.float64 and config.model.position == "rope":
+        # both tables come from float32 angles, by formulas that differ in the last bit: here ours takes theirs
+        tables = theirs.model.rotary_emb(torch.zeros(1, dtype=dtype), torch.arange(ours.block_size)[None])
+        for mine, table in zip(ours.buffers(), tables, strict=True):
+            torch.testing.assert_close(mine, table[0, :, : mine.size(1)], rtol=0, atol=4e-6)
+            mine.copy_(table[0, :, : mine.size(1)])
+    logits = ours(idx)[0]
+    assert logits.std() > 0.1
+    assert difference(logits, theirs(idx).logits) < {torch.float64: 1e-13, torch.float32: 5e-6}[dtype]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-mha", "qwen3-gqa", "deepseek_v3-q_rank-untied"])
+def test_a_run_becomes_a_folder_that_generates_the_same_greedy_text(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = VARIANTS[name][1]
+    config = replace(config, model=replace(config.model, tied=False))  # tied random weights repeat the last token
+    run = save_run(random_model(config), CHARS, tmp_path / "run")
+    assert main([f"run={run}", f"out={tmp_path / 'new' / 'hf'}"]) == 0
+    assert VARIANTS[name][0] in capsys.readouterr().out
+    files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in (tmp_path / "new" / "hf").iterdir()} == files
+    ours, tokenizer, _ = load_run(run / "ckpt" / "best", torch.device("cpu"))
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new" / "hf", local_files_only=True)
+    prompt = hf_tokenizer("a bad €", return_tensors="pt")
+    assert prompt["input_ids"][0].tolist() == tokenizer.encode("a bad €").tolist()
+    theirs = loaded(tmp_path / "new" / "hf").generate(
+        prompt["input_ids"], attention_mask=prompt["attention_mask"], max_new_tokens=9, do_sample=False
+    )
+    mine = torch.stack(list(generate(ours, prompt["input_ids"], 9, temperature=0)), 1)[0].tolist()
+    assert hf_tokenizer.decode(theirs[0]) == "a bad €" + tokenizer.decode(mine)
+    assert len(set(mine)) >= 3  # it says more than one thing
+
+
+TEXTS = [
+    "",
+    " ",
+    "  two  spaces ,  and 'tis n't !",
+    "tab\t\r\n\n\x00end ",
+    "é e\u0301 € 😀 \u2028 ﬁ Ⅳ",
+    "<|endoftext|> [UNK]",
+]
+
+
+@pytest.mark.parametrize("tokenizer", [CharTokenizer.build("".join(TEXTS)), ByteTokenizer()], ids=["char", "byte"])
+def test_the_tokenizer_is_ours(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    export(random_model(tiny_config(), tokenizer), tokenizer, tmp_path / "hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    assert len(theirs) == tokenizer.vocab_size
+    for text in TEXTS:
+        assert theirs.encode(text) == tokenizer.encode(text).tolist()
+        assert theirs.decode(theirs.encode(text)) == text
+    picks = random.Random(0)
+    for _ in range(300):  # most are not UTF-8
+        tokens = picks.choices(range(tokenizer.vocab_size), k=20)
+        assert theirs.decode(tokens) == tokenizer.decode(tokens)
+
+
+def test_a_character_that_the_vocabulary_lacks_is_refused_there_too(tmp_path: Path) -> None:
+    export(random_model(tiny_config()), CHARS, tmp_path / "hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    with pytest.raises(ConfigError):
+        CHARS.encode("x")
+    with pytest.raises(Exception, match="UNK"):
+        theirs.encode("x")
+
+
+MISFITS: dict[str, tuple[TrainConfig, list[str]]] = {
+    "lp": (config_of("mha", "lp3"), ["qk_norm=lp"]),
+    "lp-qwen3": (config_of("gqa", "lp2", **LLAMA), ["qk_norm=lp"]),
+    "layernorm": (config_of("gqa", "layernorm", **LLAMA), ["qk_norm=layernorm"]),
+    "baby_gpt-rms": (config_of("mha", "rms"), ["GPT2", "qk_norm=rms"]),
+    "qwen3-bias": (config_of("mha", "rms", **ROPE, bias=True), ["Qwen3", "model.bias=true"]),
+    "mla-rms": (config_of("mla", "rms", **LLAMA), ["DeepseekV3", "qk_norm=rms"]),
+    "mla-gelu": (config_of("mla", "none"), ["DeepseekV3", "model.mlp=gelu"]),
+    "gqa-learned": (config_of("gqa", "none", norm="layernorm", position="learned", rope_theta=None), ["attention=gqa"]),
+    "gpt2-head_dim": (config_of(MHAConfig(head_dim=12), "none"), ["attention.head_dim=12"]),
+    "llama-width": (config_of(MHAConfig(head_dim=8), "none", **ROPE, n_head=3), ["model.n_embd=32", "model.n_head=3"]),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_variant_that_no_architecture_has_is_refused_by_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, words = MISFITS[name]
+    run = save_run(random_model(config), CHARS, tmp_path / "run")
+    assert main([f"run={run}", f"out={tmp_path / 'hf'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in words), error
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_of_the_qk_norms_none_and_rms_have_an_architecture(name: str) -> None:
+    config = config_of("gqa", name, **LLAMA)
+    if name in ("none", "rms"):
+        assert architecture_of(config) == {"none": "Llama", "rms": "Qwen3"}[name]
+    else:
+        with pytest.raises(ConfigError, match="qk_norm="):
+            architecture_of(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "architecture"),
+    [
+        (["model=baby_gpt"], "GPT2"),
+        (["model=gpt2_124m"], "GPT2"),
+        (["model=qwen_134m", "qk_norm=rms"], "Qwen3"),
+        (["model=gqa_nano", "qk_norm=none"], "Llama"),
+        (["model=mla_400m", "qk_clip=clip"], "DeepseekV3"),
+    ],
+    ids=str,
+)
+def test_presets_have_the_architectures_that_they_are_named_for(words: list[str], architecture: str) -> None:
+    assert architecture_of(load(*words)) == architecture
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = save_run(random_model(tiny_config()), CHARS, tmp_path / "run")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("full", "file"):
+        assert main([f"run={run}", f"out={tmp_path / name}"]) == 2
+        assert f"{name} is not" in capsys.readouterr().err
+    assert [(tmp_path / name).read_text() for name in ("full/mine", "file")] == ["mine", "mine"]
+    assert len(list((tmp_path / "full").iterdir())) == 1
+    (tmp_path / "empty").mkdir()
+    assert main([f"run={run}", f"out={tmp_path / 'empty'}"]) == 0
+
+
+def test_a_failed_export_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = save_run(random_model(tiny_config()), CHARS, tmp_path / "run")
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main([f"run={run}", f"out={tmp_path / 'hf'}"]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["out=hf"], "run= and out="),
+        (["run=nowhere", "out=hf"], "run=nowhere"),
+        (["run=nowhere", "out=hf", "checkpoint=last"], "checkpoint=last must be one of best, latest"),
+        (["run=nowhere", "out=hf", "chekpoint=best"], "did you mean checkpoint"),
+    ],
+)
+def test_bad_words_are_refused(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_program_refuses_in_one_line(program: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = program("scripts/export_hf.py", "run=nowhere", "out=hf")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "run=nowhere" in done.stderr
+
+
+def test_the_weights_are_those_of_the_checkpoint_that_was_named(tmp_path: Path) -> None:
+    first, second = random_model(tiny_config()), random_model(tiny_config())
+    with torch.no_grad():
+        second.transformer.wte.weight.add_(1)
+    run = save_run(first, CHARS, tmp_path / "run")
+    state = {"config": asdict(second.config), "tokenizer": CHARS.to_dict(), "step": 2}
+    checkpoint.save(run / "ckpt", 2, {"model": second.state_dict()}, state, best=False)
+    for which, model in (("best", first), ("latest", second)):
+        assert main([f"run={run}", f"out={tmp_path / which}", f"checkpoint={which}"]) == 0
+        assert torch.equal(loaded(tmp_path / which).transformer.wte.weight, model.transformer.wte.weight)
+    assert json.loads((tmp_path / "best" / "config.json").read_text())["dtype"] == "float32"
