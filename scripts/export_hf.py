@@ -232,7 +232,7 @@ def main(argv: list[str]) -> int:
         return 1
     print(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")
     if "tokenizer.json" not in files:
-        print(f"without a tokenizer: the format has none like data.tokenizer={model.config.data.tokenizer}")
+        print(f"without a tokenizer: the format has none like data.tokenizer={tokenizer.to_dict()['name']}")
     return 0
 
 
