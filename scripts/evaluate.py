@@ -44,8 +44,11 @@ LOCAL = ("json", "csv", "text", "parquet", "arrow", "pandas")  # what `datasets`
 # Tasks
 
 
-def load_tasks(names: Sequence[str], include_path: str | None) -> dict[str, Any]:
-    """lm_eval's task objects, each with its data, by name. Raises: ConfigError naming every task that has none."""
+def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any], Any]:
+    """lm_eval's task objects, each with its data, and their TaskManager (its own would read every file of lm_eval's).
+
+    Raises: ConfigError naming every task whose data is missing.
+    """
     import lm_eval.tasks
 
     own = [] if include_path is None else [Path(include_path).expanduser()]
@@ -75,7 +78,7 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> dict[str, Any]
             "(include_path=DIR, dataset_path: json)"
         )
     require(not failed, "; ".join(f"tasks={name} cannot be loaded: {reason}" for name, reason in failed.items()))
-    return tasks
+    return list(tasks.values()), manager
 
 
 def go_offline() -> None:
@@ -159,13 +162,13 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     device = resolve_device(words.get("device", "auto"))
     dtype = resolve_dtype(words.get("dtype", "float32"), device)
     model, tokenizer, state = open_run(words["run"], which, device)
-    tasks = load_tasks(names, words.get("include_path"))
+    tasks, manager = load_tasks(names, words.get("include_path"))
     from scripts.lm_eval_model import NanoQK
 
     began = time.perf_counter()
     lm = NanoQK(model, tokenizer, batch_size, dtype)
     results = lm_eval.simple_evaluate(
-        lm, tasks=list(tasks.values()), num_fewshot=shots, limit=words.get("limit"), batch_size=batch_size,
+        lm, tasks=tasks, task_manager=manager, num_fewshot=shots, limit=words.get("limit"), batch_size=batch_size,
         bootstrap_iters=1000,
     )  # fmt: skip
     about = {

@@ -121,7 +121,7 @@ def test_a_long_text_is_scored_once_a_token() -> None:
 
 @torch.no_grad()
 def test_generation_is_greedy_decoding_without_a_cache_up_to_the_stop() -> None:
-    model = build(config_of("gqa", "lp2", tied=False))
+    model = build(config_of("gqa", "rms", tied=False))
     prompts = ["abc", "jj", "abd", "abcdefghijabcdefghij"]
     asked = {"max_gen_toks": 6, "do_sample": False}
 
