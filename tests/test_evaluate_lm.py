@@ -20,6 +20,7 @@ import yaml
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from test_train import configured
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from variants import V, build, config_of
 
@@ -37,9 +38,10 @@ assert CHARS.vocab_size == V
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm_eval otherwise lists the machine and its packages after every evaluation."""
+def quick_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm_eval otherwise lists the machine and its packages after every evaluation, and `datasets` keeps a copy."""
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
 # -----------------------------------------------------------------------------
@@ -89,10 +91,14 @@ def test_log_likelihoods_are_those_of_full_forward_passes(attention: str, qk_nor
 
 
 def test_a_shared_context_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, counted = build(config_of("mha", "none")), []
-    monkeypatch.setattr(
-        model, "forward", lambda idx, **kw: counted.append(idx.numel()) or GPT.forward(model, idx, **kw)
-    )
+    model = build(config_of("mha", "none"))
+    counted: list[int] = []
+
+    def forward(idx: Tensor, **options: Any) -> Any:
+        counted.append(idx.numel())
+        return GPT.forward(model, idx, **options)
+
+    monkeypatch.setattr(model, "forward", forward)
     choices: list[Any] = [(None, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [i]) for i in range(4)]
     NanoQK(model, CHARS, 4, torch.float64)._loglikelihood_tokens(choices)
     assert counted == [9, 4]  # all but the context's last token; that one, a row a choice
@@ -122,7 +128,7 @@ def test_a_long_text_is_scored_once_a_token() -> None:
 @torch.no_grad()
 def test_generation_is_greedy_decoding_without_a_cache_up_to_the_stop() -> None:
     model = build(config_of("gqa", "rms", tied=False))
-    prompts = ["abc", "jj", "abd", "abcdefghijabcdefghij"]
+    prompts = ["abc", "jj", "abd", "abcdefghijjihgfedcba"]
     asked = {"max_gen_toks": 6, "do_sample": False}
 
     def naive(prompt: str, n: int) -> str:
@@ -224,6 +230,17 @@ def test_known_answers_are_right_and_shuffled_ones_are_right_by_chance(
     assert re.search(r"^\| who_says \| acc \| 100\.00 ± 0\.00 \|$", out, re.MULTILINE), out
     saved = json.loads((tmp_path / "all.json").read_text())
     assert saved["about"] == about and len(saved["samples"]["who_says"]) == 6
+
+
+def test_the_program_does_the_same(
+    run: Path, tasks: Path, program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    env = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
+    words = [f"run={run}", "tasks=writing,who_says", f"include_path={tasks}", "device=cpu", "limit=3"]
+    done = program("scripts/evaluate.py", *words, env=env)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout.splitlines()[-1])["metrics"]
+    assert metrics["writing"]["exact_match"] == metrics["who_says"]["acc"] == 1.0
 
 
 def results_of(lm: Any, tasks: Path, num_fewshot: int) -> Any:
