@@ -1,0 +1,175 @@
+"""Our model in lm-evaluation-harness (lm_eval 0.4.13): NanoQK(model, tokenizer) is one of its LMs.
+
+Shapes: B requests of a batch, G contexts of it that differ, T positions, V vocabulary.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from torch import Tensor
+from torch.nn import functional as F
+
+from data.tokenizers import Tokenizer
+from model.generate import generate
+from model.gpt import GPT, Cache, at_least_fp32
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (context, continuation) as text, and their tokens
+Score = tuple[float, bool]  # the continuation's log-likelihood in nats, and whether it is the greedy one
+
+
+class NanoQK(TemplateLM):
+    """`dtype` is the autocast and cache type. Nothing random is drawn but by tasks that sample, from a fixed seed."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, batch_size: int = 16, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.model, self.ours, self.batch_size, self.dtype = model, tokenizer, batch_size, dtype
+        self._device = model.transformer.wte.weight.device
+        self.max_length = model.block_size
+
+    @property
+    def separator(self) -> int | None:
+        """The token between documents, where the tokenizer has one."""
+        return getattr(self.ours, "separator", None)
+
+    @property
+    def eot_token_id(self) -> int:
+        """What an empty context stands for: the separator, else a new line, else the vocabulary's first token."""
+        if self.separator is not None:
+            return self.separator
+        vocabulary = self.ours.to_dict().get("chars", "\n")
+        return int(self.ours.encode("\n")[0]) if "\n" in vocabulary else 0
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self.ours.encode(string).tolist()
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, self.dtype, enabled=self.dtype == torch.bfloat16)
+
+    # Log-likelihoods
+
+    def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[Score]:
+        """In the requests' order. Too long ones lose their first tokens, as with lm_eval's own adapter."""
+        cut = []
+        for i, (_, context, continuation) in enumerate(requests):
+            assert context and 0 < len(continuation) <= self.max_length, "a continuation must fit into block_size"
+            tokens = (context + continuation)[-(self.max_length + 1) :]
+            n = len(continuation)
+            cut.append((tokens[:-n], tokens[-n:], i))
+        # neighbours share their context, or have one of about its length
+        cut.sort(key=lambda request: (-len(request[0]), request[0], -len(request[1])))
+        scores: list[Score] = [(0.0, False)] * len(cut)
+        for start in range(0, len(cut), self.batch_size):
+            batch = cut[start : start + self.batch_size]
+            results = self.score([context for context, _, _ in batch], [continuation for _, continuation, _ in batch])
+            for (_, _, i), score in zip(batch, results, strict=True):
+                scores[i] = score
+                text = requests[i][0]
+                if text is not None:
+                    self.cache_hook.add_partial("loglikelihood", text, score)
+        return scores
+
+    @torch.inference_mode()
+    def score(self, contexts: list[list[int]], continuations: list[list[int]]) -> list[Score]:
+        """Each context goes through the model once. What all contexts are long enough for, but a last token, fills a
+        cache; the rest of a context and its continuation follow it, a row a request, padded on the right, which no
+        token before sees."""
+        distinct = [context for context, _ in groupby(contexts)]  # neighbours
+        shared = min(map(len, distinct)) - 1
+        tails = [(x + y)[shared:-1] for x, y in zip(contexts, continuations, strict=True)]
+        idx = torch.tensor(padded(tails), device=self._device)  # (B, T)
+        with self.autocast():
+            caches = None
+            if shared > 0:
+                heads = torch.tensor([context[:shared] for context in distinct], device=self._device)  # (G, shared)
+                caches = self.model.new_caches(len(distinct), shared + idx.size(1), self.dtype)
+                self.model(heads, caches=caches, last_only=True)
+                rows = [i for i, (_, same) in enumerate(groupby(contexts)) for _ in same]
+                caches = [take_rows(cache, torch.tensor(rows, device=self._device)) for cache in caches]
+            logits = self.model(idx, caches=caches, pos=max(shared, 0))[0]  # (B, T, V)
+        results = []
+        for row, tail, continuation in zip(logits, tails, continuations, strict=True):
+            n = len(continuation)
+            target = torch.tensor(continuation, device=self._device)  # (n,)
+            last = at_least_fp32(row[len(tail) - n : len(tail)])  # (n, V)
+            nats = F.log_softmax(last, -1).gather(1, target[:, None]).sum()
+            results.append((nats.item(), bool((last.argmax(-1) == target).all())))
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows of block_size that each predict their own part of the text."""
+        windows: list[tuple[int, Request]] = []
+        for i, request in enumerate(requests):
+            rolling = utils.get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.eot_token_id, self.max_length, context_len=1
+            )
+            windows += [(i, (None, *utils.make_disjoint_window(window))) for window in rolling]
+        totals = [0.0] * len(requests)
+        for (i, _), (nats, _) in zip(windows, self._loglikelihood_tokens([w for _, w in windows]), strict=True):
+            totals[i] += nats
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    # Generation
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Prompts of one length and the same options go together; too long ones lose their first tokens."""
+        prepared = []
+        for i, request in enumerate(requests):
+            context, options = request.args
+            options = normalize_gen_kwargs(options, default_max_gen_toks=256)
+            room = self.max_length - options["max_gen_toks"]
+            room = room if room > 0 else max(1, self.max_length // 2)  # generate() moves its window on
+            tokens = (self.tok_encode(context) or [self.eot_token_id])[-room:]
+            prepared.append((repr(sorted(options.items())), len(tokens), tokens, i, options))
+        prepared.sort(key=lambda p: (p[0], -p[1], p[2], p[3]))
+        texts = [""] * len(requests)
+        for _, same in groupby(prepared, key=lambda p: (p[0], p[1])):
+            group = list(same)
+            for start in range(0, len(group), self.batch_size):
+                batch = group[start : start + self.batch_size]
+                results = self.continue_prompts([tokens for _, _, tokens, _, _ in batch], batch[0][4])
+                for (_, _, _, i, _), text in zip(batch, results, strict=True):
+                    texts[i] = text
+                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return texts
+
+    def continue_prompts(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
+        """Texts up to the first stop sequence, which is left out."""
+        until = handle_stop_sequences(list(options["until"]), eos=None)
+        idx = torch.tensor(prompts, device=self._device)  # (B, T)
+        temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
+        sampling: dict[str, Any] = {"top_k": options.get("top_k") or None, "top_p": options.get("top_p")}
+        rows: list[list[int]] = [[] for _ in prompts]
+        texts = [""] * len(prompts)
+        open_rows = set(range(len(prompts)))
+        for tokens in generate(self.model, idx, options["max_gen_toks"], temperature, **sampling, dtype=self.dtype):
+            for i, token in enumerate(tokens.tolist()):
+                if i not in open_rows:
+                    continue
+                if token != self.separator:
+                    rows[i].append(token)
+                    texts[i] = self.ours.decode(rows[i])
+                if token == self.separator or any(stop and stop in texts[i] for stop in until):
+                    open_rows.remove(i)
+            if not open_rows:
+                break
+        return [postprocess_generated_text(text, until, None) for text in texts]
+
+
+def padded(rows: Iterable[list[int]]) -> list[list[int]]:
+    """Rows made as long as the longest, with token 0 on the right."""
+    rows = list(rows)
+    longest = max(map(len, rows))
+    return [row + [0] * (longest - len(row)) for row in rows]
+
+
+def take_rows(cache: Cache, rows: Tensor) -> Cache:
+    """A cache whose row i is the old one's rows[i]."""
+    return replace(cache, **{name: x[rows] for name, x in vars(cache).items() if x is not None})

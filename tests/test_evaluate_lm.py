@@ -1,0 +1,354 @@
+"""Downstream evaluation: against log-likelihoods by hand, lm_eval's own Hugging Face adapter, and known answers.
+
+The trained model has seen "the cow says moo." and its like; tasks are files made here, so that nothing is downloaded.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lm_eval
+import pytest
+import torch
+import yaml
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from test_train import configured
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from variants import V, build, config_of
+
+import train
+from data.tokenizers import CharTokenizer
+from model.gpt import GPT
+from sample import load_run
+from scripts import evaluate
+from scripts.export_hf import export
+from scripts.lm_eval_model import NanoQK
+
+SAYS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "bee": "buzz"}
+CHARS = CharTokenizer("\nabcdefghij")
+assert CHARS.vocab_size == V
+
+
+@pytest.fixture(autouse=True)
+def quick_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm_eval otherwise lists the machine and its packages after every evaluation, and `datasets` keeps a copy."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+# -----------------------------------------------------------------------------
+# Against full forward passes, in float64
+
+VARIANTS = [("mha", "none"), ("gqa", "rms"), ("mla", "none"), ("mla", "lp3"), ("mla_unified", "layernorm")]
+
+
+def by_hand(model: GPT, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """One request alone, from the logits of one full forward pass a token."""
+    nats, greedy = 0.0, True
+    tokens = (context + continuation)[-(model.block_size + 1) :]
+    for i in range(len(tokens) - len(continuation), len(tokens)):
+        logits = model(torch.tensor([tokens[:i]]))[0][0, -1]
+        nats += float(logits[tokens[i]] - logits.logsumexp(0))
+        greedy = greedy and int(logits.argmax()) == tokens[i]
+    return nats, greedy
+
+
+def requests_of_all_kinds() -> list[tuple[None, list[int], list[int]]]:
+    """Contexts with several continuations of different lengths, contexts alone, and some that are too long."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(V, (n,), generator=g).tolist()
+
+    found: list[tuple[None, list[int], list[int]]] = []
+    for n in (9, 1, 5, 12, 16, 40, 5):  # block_size is 16
+        context = draw(n)
+        found += [(None, context, draw(m)) for m in (1, 4, 2, 7)]
+    return [*found, (None, draw(3), draw(16)), (None, draw(30), draw(16)), found[0]]
+
+
+@pytest.mark.parametrize(("attention", "qk_norm"), VARIANTS)
+@torch.no_grad()
+def test_log_likelihoods_are_those_of_full_forward_passes(attention: str, qk_norm: str) -> None:
+    model = build(config_of(attention, qk_norm))
+    requests = requests_of_all_kinds()
+    greedy = max(range(V), key=lambda token: by_hand(model, requests[0][1], [token])[0])
+    requests.append((None, requests[0][1], [greedy]))
+    expected = [by_hand(model, context, continuation) for _, context, continuation in requests]
+    assert {greedy for _, greedy in expected} == {False, True}
+    for batch_size in (1, 3, 5, 100):
+        scores = NanoQK(model, CHARS, batch_size, torch.float64)._loglikelihood_tokens(requests)
+        assert [score[0] for score in scores] == pytest.approx([e[0] for e in expected], rel=1e-12, abs=1e-11)
+        assert [score[1] for score in scores] == [e[1] for e in expected]
+
+
+def test_a_shared_context_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(config_of("mha", "none"))
+    counted: list[int] = []
+
+    def forward(idx: Tensor, **options: Any) -> Any:
+        counted.append(idx.numel())
+        return GPT.forward(model, idx, **options)
+
+    monkeypatch.setattr(model, "forward", forward)
+    choices: list[Any] = [(None, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [i]) for i in range(4)]
+    NanoQK(model, CHARS, 4, torch.float64)._loglikelihood_tokens(choices)
+    assert counted == [9, 4]  # all but the context's last token; that one, a row a choice
+    counted.clear()
+    NanoQK(model, CHARS, 4, torch.float64)._loglikelihood_tokens([choices[0], (None, [3, 3], [1, 2])])
+    assert counted == [2 * 1, 2 * 9]
+
+
+@torch.no_grad()
+def test_a_long_text_is_scored_once_a_token() -> None:
+    model = build(config_of("mla", "rms"))
+    lm = NanoQK(model, CHARS, 2, torch.float64)
+    texts = ["abcjihgfeda" * 5, "a", "abcabcabcabcabcj"]
+    expected = []
+    for text in texts:
+        tokens = CHARS.encode(text).tolist()
+        total = 0.0
+        for start in range(0, len(tokens), 16):  # windows of block_size; the last one is filled up from before
+            window = tokens[start : start + 16]
+            before = [0, *tokens][max(0, start + len(window) - 16) : start + 1]
+            total += by_hand(model, before, window)[0]
+        expected.append(total)
+    totals = lm.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts])
+    assert totals == pytest.approx(expected, rel=1e-12)
+
+
+@torch.no_grad()
+def test_generation_is_greedy_decoding_without_a_cache_up_to_the_stop() -> None:
+    model = build(config_of("gqa", "rms", tied=False))
+    prompts = ["abc", "jj", "abd", "abcdefghijjihgfedcba"]
+    asked = {"max_gen_toks": 6, "do_sample": False}
+
+    def naive(prompt: str, n: int) -> str:
+        tokens = CHARS.encode(prompt).tolist()[-(16 - n) :]
+        for _ in range(n):
+            tokens.append(int(model(torch.tensor([tokens]))[0][0, -1].argmax()))
+        return CHARS.decode(tokens[-n:])
+
+    expected = [naive(prompt, 6) for prompt in prompts]
+    assert any(len(set(text)) > 2 for text in expected), expected
+    lm = NanoQK(model, CHARS, 3, torch.float64)
+    got = lm.generate_until([SimpleNamespace(args=(prompt, {**asked, "until": []})) for prompt in prompts])
+    assert got == expected
+    stop = expected[0][3:5]
+    got = lm.generate_until([SimpleNamespace(args=(prompt, {**asked, "until": [stop]})) for prompt in prompts])
+    assert got == [text.split(stop)[0] for text in expected] and got != expected
+
+
+# -----------------------------------------------------------------------------
+# A trained model whose right answers are known
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3's blocks, trained until it knows who says what."""
+    folder = tmp_path_factory.mktemp("animals")
+    picks = torch.randint(len(SAYS), (1500,), generator=torch.Generator().manual_seed(0)).tolist()
+    animals = list(SAYS)
+    (folder / "corpus.txt").write_text("".join(f"the {animals[i]} says {SAYS[animals[i]]}.\n" for i in picks))
+    model = {
+        "n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 64, "dropout": 0.0, "norm": "rmsnorm", "mlp": "swiglu",
+        "mlp_hidden": 64, "position": "rope", "rope_theta": 1000.0,
+    }  # fmt: skip
+    config = configured(
+        folder / "corpus.txt", folder / "run", max_iters=250, batch_size=8, eval_interval=250, checkpoint_interval=250,
+        log_interval=50, model=model, attention={"name": "gqa", "n_kv_head": 2}, qk_norm={"name": "rms"},
+        optim={"name": "adamw", "learning_rate": 1e-2}, schedule={"name": "cosine", "warmup_iters": 10, "min_lr": 1e-3},
+    )  # fmt: skip
+    assert train.run(config) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Task files: who_says what (multiple choice), the same with every answer called right once, last word, writing,
+    and whole texts."""
+    folder = tmp_path_factory.mktemp("tasks")
+    sounds = [f" {sound}." for sound in SAYS.values()]
+    right = [{"q": f"the {animal} says", "choices": sounds, "gold": i} for i, animal in enumerate(SAYS)]
+    shuffled = [{**doc, "gold": gold} for doc in right for gold in range(len(SAYS))]
+    choice: dict[str, Any] = {
+        "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{choices}}",
+        "doc_to_target": "gold", "target_delimiter": "", "fewshot_delimiter": "\n", "fewshot_split": "test",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }  # fmt: skip
+    word = {"doc_to_text": "{{q}}", "doc_to_target": "{{choices[gold]}}", "target_delimiter": ""}
+    writes = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
+    texts = {"doc_to_text": "", "doc_to_target": "{{q}}{{choices[gold]}}", "output_type": "loglikelihood_rolling"}
+    metrics = [{"metric": "perplexity"}, {"metric": "acc"}]
+    written = {**word, "output_type": "generate_until", "generation_kwargs": writes}
+    named: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+        "who_says": (right, choice),
+        "who_says_shuffled": (shuffled, choice),
+        "last_word": (right, {**word, "output_type": "loglikelihood", "metric_list": metrics}),
+        "writing": (right, {**written, "metric_list": [{"metric": "exact_match"}]}),
+        "texts": (right, {**texts, "metric_list": [{"metric": "bits_per_byte"}]}),
+    }
+    for name, (docs, config) in named.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}}}
+        (folder / f"{name}.yaml").write_text(yaml.dump({"task": name, "test_split": "test", **data, **config}))
+    return folder
+
+
+ALL = ["who_says", "who_says_shuffled", "last_word", "writing", "texts"]
+
+
+def test_known_answers_are_right_and_shuffled_ones_are_right_by_chance(
+    run: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        f"run={run}",
+        f"tasks={','.join(ALL)}",
+        f"include_path={tasks}",
+        "device=cpu",
+        f"out={tmp_path / 'all.json'}",
+    ]
+    assert evaluate.main(words) == 0
+    out = capsys.readouterr().out
+    about = json.loads(out.splitlines()[-1])
+    metrics = about["metrics"]
+    assert metrics["who_says"]["acc"] == metrics["who_says"]["acc_norm"] == 1.0
+    assert metrics["who_says_shuffled"]["acc"] == pytest.approx(1 / 6)  # each answer is called right once
+    assert metrics["last_word"]["acc"] == metrics["writing"]["exact_match"] == 1.0
+    assert 1 <= metrics["last_word"]["perplexity"] < 1.1
+    assert 0 < metrics["texts"]["bits_per_byte"] < 1
+    assert about["average"] == pytest.approx((1 + 1 / 6 + 1) / 3)
+    assert about["questions"] == {"who_says": 6, "who_says_shuffled": 36, "last_word": 6, "writing": 6, "texts": 6}
+    assert re.search(r"^\| who_says \| acc \| 100\.00 ± 0\.00 \|$", out, re.MULTILINE), out
+    saved = json.loads((tmp_path / "all.json").read_text())
+    assert saved["about"] == about and len(saved["samples"]["who_says"]) == 6
+
+
+def test_the_program_does_the_same(
+    run: Path, tasks: Path, program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    env = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
+    words = [f"run={run}", "tasks=writing,who_says", f"include_path={tasks}", "device=cpu", "limit=3"]
+    done = program("scripts/evaluate.py", *words, env=env)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout.splitlines()[-1])["metrics"]
+    assert metrics["writing"]["exact_match"] == metrics["who_says"]["acc"] == 1.0
+
+
+def results_of(lm: Any, tasks: Path, num_fewshot: int) -> Any:
+    manager = TaskManager(include_path=[tasks], include_defaults=False)
+    return lm_eval.simple_evaluate(
+        lm, tasks=ALL, num_fewshot=num_fewshot, task_manager=manager, bootstrap_iters=0, batch_size=4
+    )
+
+
+@pytest.mark.parametrize("num_fewshot", [0, 5])
+def test_every_sample_is_scored_as_by_lm_evals_own_hugging_face_adapter(
+    num_fewshot: int, run: Path, tasks: Path, tmp_path: Path
+) -> None:
+    """With 5 examples the prompts are longer than block_size."""
+    model, tokenizer, _ = load_run(run / "ckpt" / "best", torch.device("cpu"))
+    export(model, tokenizer, tmp_path / "hf")
+    theirs_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    theirs_tokenizer.add_special_tokens({"eos_token": "<|end|>", "pad_token": "d"})  # it wants them; no sound has a d
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    theirs = HFLM(hf, tokenizer=theirs_tokenizer, batch_size=4, device="cpu")
+    theirs.custom_prefix_token_id = 0
+    ours = NanoQK(model, tokenizer, 4)
+    assert ours.eot_token_id == theirs.prefix_token_id == 0 and theirs.max_length == ours.max_length == 64
+    mine, expected = (results_of(lm, tasks, num_fewshot) for lm in (ours, theirs))
+    compared = 0
+    for task in ALL:
+        for a, b in zip(mine["samples"][task], expected["samples"][task], strict=True):
+            assert a["arguments"] == b["arguments"]
+            for x, y in zip(flat(a["resps"]), flat(b["resps"]), strict=True):
+                assert x == (pytest.approx(y, abs=2e-4, rel=1e-5) if isinstance(y, float) else y)
+                compared += isinstance(y, float)
+        for metric, value in expected["results"][task].items():
+            got = mine["results"][task][metric]
+            assert got == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (task, metric)
+    assert compared == 6 * 6 + 36 * 6 + 6 + 6
+
+
+def flat(x: Any) -> list[Any]:
+    return [z for y in x for z in flat(y)] if isinstance(x, list | tuple) else [x]
+
+
+def test_examples_limits_and_batches_are_what_was_asked_for(
+    run: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"run={run}", "tasks=who_says", f"include_path={tasks}", "device=cpu", "limit=4"]
+    found = []
+    for more in (["num_fewshot=2", "batch_size=1"], ["num_fewshot=2", "batch_size=7"], []):
+        assert evaluate.main([*words, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert [about["num_fewshot"]["who_says"] for about in found] == [2, 2, 0]
+    assert all(about["questions"] == {"who_says": 4} for about in found)
+    assert found[0]["metrics"] == found[1]["metrics"]
+
+
+def test_the_papers_numbers_stand_beside_ours() -> None:
+    metrics: dict[str, dict[str, float]] = {task: {"acc": 0.25, "acc_stderr": 0.01} for task in evaluate.PAPER}
+    metrics["lambada_openai"]["perplexity"] = 20.0
+    lines = evaluate.table(metrics, paper=True).splitlines()
+    assert "| arc_challenge | acc | 25.00 ± 1.00 | 22.61 | 24.66 |" in lines
+    assert "| lambada_openai | perplexity | 20.00 | 16.28 | 14.18 |" in lines
+    assert lines[-1] == "| average | acc | 25.00 | 44.75 | 46.33 |"  # the averages that the paper states
+    del metrics["piqa"]
+    assert evaluate.table(metrics, paper=True).splitlines()[-1] == "| average | acc | 25.00 |  |  |"
+
+
+# -----------------------------------------------------------------------------
+# What cannot be done is said
+
+
+def test_without_network_the_tasks_are_named_at_once(
+    run: Path, program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
+    done = program("scripts/evaluate.py", f"run={run}", "tasks=paper", "device=cpu", env=env)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert all(task in line for task in evaluate.PAPER) and "out of reach" in line and "include_path" in line
+
+
+def test_without_lm_eval_the_pip_command_is_said(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert evaluate.main([f"run={run}", "tasks=piqa"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pip install -c constraints.txt -e '.[eval]'" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tasks=paper"], "run= and tasks="),
+        (["run=nowhere", "tasks=paper"], "run=nowhere"),
+        (["run=nowhere", "tasks=paper", "limit=0"], "limit=0"),
+        (["run=nowhere", "tasks=paper", "num_fewshot=many"], "num_fewshot=many"),
+        (["run=nowhere", "task=paper"], "did you mean tasks"),
+    ],
+)
+def test_bad_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error
+
+
+def test_text_that_the_vocabulary_lacks_is_named(
+    run: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (tasks / "who_says.yaml").read_text().replace("{{q}}", "{{q}} €").replace("who_says\n", "euro\n")
+    (tmp_path / "euro.yaml").write_text(text)
+    assert evaluate.main([f"run={run}", "tasks=euro", f"include_path={tmp_path}", "device=cpu"]) == 2
+    assert "U+20AC" in capsys.readouterr().err
