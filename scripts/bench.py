@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from training.config import ConfigError, convert, refuse, require
+from training.config import ConfigError, read_words, refuse, require
 
 Work = Callable[[int], dict[str, Any]]  # does n units of work; returns what it wants reported of them
 
@@ -136,20 +136,9 @@ def run_benchmark(doc: str | None, known: dict[str, Any], program: Callable[[dic
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(doc)
         return 0
-    values = {key: default for key, (_, default) in known.items()}
-    others = []
     try:
-        for word in sys.argv[1:]:
-            key, _, text = word.partition("=")
-            if key not in known:
-                others.append(word)
-                continue
-            kind = known[key][0]
-            try:
-                values[key] = text if kind is str else convert(json.loads(text), kind, key)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{word} must be a number, true or false") from error
-        print(json.dumps(program(values, others)))
+        values, others = read_words(sys.argv[1:], {key: kind for key, (kind, _) in known.items()})
+        print(json.dumps(program({key: default for key, (_, default) in known.items()} | values, others)))
     except ConfigError as error:
         return refuse(str(error))
     return 0

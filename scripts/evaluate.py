@@ -21,8 +21,7 @@ if __name__ == "__main__":  # in this folder's place: lm_eval imports a package 
 
 from data.corpora import one_line, probe_hub
 from sample import open_run
-from sweeps.status import read_words
-from training.config import ConfigError, at_least, did_you_mean, one_of, refuse, require
+from training.config import ConfigError, at_least, did_you_mean, one_of, require, run_script
 from training.device import resolve_device, resolve_dtype
 from training.rundir import write_atomic
 
@@ -181,28 +180,21 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     return {**results, "about": {**about, "metrics": metrics, "average": average(metrics)}, "paper": paper}
 
 
-def main(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    try:
-        texts = ("run", "tasks", "checkpoint", "include_path", "device", "dtype", "out")
-        known = {**dict.fromkeys(texts, str), **dict.fromkeys(("num_fewshot", "limit", "batch_size"), int)}
-        words, others = read_words(argv, known)
-        require(not others, f"{others[:1]} is unknown{did_you_mean(''.join(others[:1]), known)}")
-        require(bool(words.get("run") and words.get("tasks")), "run= and tasks= must be given")
-        results = evaluate(words)
-        print(table(results["about"]["metrics"], results.pop("paper")))
-        if "out" in words:
-            text = json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n"
-            write_atomic(Path(words["out"]).expanduser(), text.encode())
-    except ConfigError as error:
-        return refuse(str(error))
-    except OSError as error:  # a full disk, say
-        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+def evaluate_run(words: dict[str, Any]) -> int:
+    require(bool(words.get("run") and words.get("tasks")), "run= and tasks= must be given")
+    results = evaluate(words)
+    print(table(results["about"]["metrics"], results.pop("paper")))
+    if "out" in words:
+        text = json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n"
+        write_atomic(Path(words["out"]).expanduser(), text.encode())
     print(json.dumps(results["about"]))
     return 0
+
+
+def main(argv: list[str]) -> int:
+    texts = ("run", "tasks", "checkpoint", "include_path", "device", "dtype", "out")
+    known = {**dict.fromkeys(texts, str), **dict.fromkeys(("num_fewshot", "limit", "batch_size"), int)}
+    return run_script(argv, __doc__, known, evaluate_run)
 
 
 if __name__ == "__main__":

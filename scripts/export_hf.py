@@ -24,9 +24,8 @@ from data.tokenizers import Tokenizer
 from model.gpt import GPT
 from sample import open_run
 from scripts.hf_tokenizer import tokenizer_json
-from sweeps.status import read_words
 from training import checkpoint
-from training.config import ConfigError, TrainConfig, did_you_mean, flatten, one_of, refuse, require, show
+from training.config import TrainConfig, flatten, one_of, require, run_script, show
 
 Config = dict[str, Any]
 State = dict[str, Tensor]
@@ -211,29 +210,21 @@ def export(model: GPT, tokenizer: Tokenizer, out: Path) -> list[str]:
     return sorted(file.name for file in out.iterdir())
 
 
-def main(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    try:
-        known = {"run": str, "checkpoint": str, "out": str}
-        values, others = read_words(argv, known)
-        require(not others, f"{others[:1]} is unknown{did_you_mean(''.join(others[:1]), known)}")
-        require(bool(values.get("run") and values.get("out")), "run= and out= must be given")
-        which = values.get("checkpoint", "best")
-        one_of("checkpoint", which, ("best", "latest"))
-        model, tokenizer, _ = open_run(values["run"], which, torch.device("cpu"))
-        out = Path(values["out"])
-        files = export(model, tokenizer, out)
-    except ConfigError as error:
-        return refuse(str(error))
-    except OSError as error:  # a full disk, say
-        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+def export_run(values: dict[str, Any]) -> int:
+    require(bool(values.get("run") and values.get("out")), "run= and out= must be given")
+    which = values.get("checkpoint", "best")
+    one_of("checkpoint", which, ("best", "latest"))
+    model, tokenizer, _ = open_run(values["run"], which, torch.device("cpu"))
+    out = Path(values["out"])
+    files = export(model, tokenizer, out)
     print(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")
     if "tokenizer.json" not in files:
         print(f"without a tokenizer: the format has none like data.tokenizer={tokenizer.to_dict()['name']}")
     return 0
+
+
+def main(argv: list[str]) -> int:
+    return run_script(argv, __doc__, {"run": str, "checkpoint": str, "out": str}, export_run)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import shlex
 import string
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -42,9 +42,9 @@ from scripts.report_figures import (
     styles,
     time_chart,
 )
-from sweeps.plan import PlannedRun, read_plan
-from sweeps.status import STATES, State, read_words, state_of, sweep_directory, tally
-from training.config import ConfigError, did_you_mean, flatten, refuse, require, show
+from sweeps.plan import REDUCTIONS, PlannedRun, check_evaluation, read_plan
+from sweeps.status import STATES, State, state_of, sweep_directory, tally
+from training.config import ConfigError, flatten, require, run_script, show
 from training.rundir import read_json, write_atomic
 
 Definition = Mapping[str, Any]
@@ -154,9 +154,7 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     require(len(plan) > 0, f"sweep_dir={sweep_dir} has a plan.jsonl without a run")
     sweep = Sweep(name or str(about.get("name") or sweep_dir.name), about, about["sweep"], [])
     also = sweep.definition.get("also") or {}
-    require(isinstance(also, dict), f"also={also} must be a group of metrics")
-    for key, how in also.items():
-        require(how in REDUCTIONS, f"also.{key}={show(how)} must be one of {', '.join(REDUCTIONS)}")
+    check_evaluation(sweep.definition.get("compare") or {}, also, sweep.definition.get("paper") or {})
     sweep.runs.extend(read_run(sweep_dir, run, list(also)) for run in plan)
     places = Counter((setting, run.replicate) for run in sweep.runs for setting in run.plan.settings)
     (setting, (seed, fold)), n = places.most_common(1)[0]
@@ -228,9 +226,6 @@ class Metric:
     of: str | None = None
 
 
-REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-    "last": lambda values: values[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
-}  # fmt: skip
 METRICS = [
     Metric("val/loss_min", "lowest validation loss", "lower", "higher", "+.4f"),
     Metric("iter_of_min", "iteration of the lowest validation loss", "earlier", "later", "+,.1f"),
@@ -262,18 +257,10 @@ def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> l
 
 
 def families(sweep: Sweep) -> list[Family]:
-    """What the definition's `compare` asks for. Raises: ConfigError naming key, value and rule."""
+    """What the definition's `compare` asks for."""
     found = []
     for name, family in (sweep.definition.get("compare") or {}).items():
-        key, known = f"compare.{name}", ["title", "baseline", "settings", "pairs"]
-        require(isinstance(family, dict), f"{key}={family} must be a group of settings")
-        for leaf in family:
-            require(leaf in known, f"{key}.{leaf} is unknown{did_you_mean(leaf, known)}")
         pairs, patterns = family.get("pairs") or [], family.get("settings") or ["*"]
-        require(("baseline" in family) != bool(pairs), f"{key} must have either baseline and settings, or pairs")
-        good = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
-        require(good, f"{key}.pairs={pairs} must be a list of pairs [A, B]")
-        require(isinstance(patterns, list), f"{key}.settings={patterns} must be a list of patterns")
         if "baseline" in family:
             chosen = [s for s in sweep.settings if any(fnmatchcase(s, str(pattern)) for pattern in patterns)]
             pairs = [[setting, family["baseline"]] for setting in chosen if setting != family["baseline"]]
@@ -613,25 +600,18 @@ def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
     return sweep
 
 
-def main(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    try:
-        known = {"sweep": str, "sweep_dir": str, "out": str}
-        values, others = read_words(argv, known)
-        require(not others, f"{others[:1]} is unknown{did_you_mean(''.join(others[:1]), known)}")
-        sweep_dir = sweep_directory(values)
-        name = Path(values.get("sweep") or sweep_dir.resolve().name).stem
-        out = Path(values.get("out") or Path("results") / name).expanduser()
-        sweep = report(sweep_dir, out, name, argv)
-    except ConfigError as error:
-        return refuse(str(error))
-    except OSError as error:  # a full disk, say
-        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+def write_report(values: dict[str, Any], argv: list[str]) -> int:
+    sweep_dir = sweep_directory(values)
+    name = Path(values.get("sweep") or sweep_dir.resolve().name).stem
+    out = Path(values.get("out") or Path("results") / name).expanduser()
+    sweep = report(sweep_dir, out, name, argv)
     print(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
     return 0
+
+
+def main(argv: list[str]) -> int:
+    known = {"sweep": str, "sweep_dir": str, "out": str}
+    return run_script(argv, __doc__, known, lambda values: write_report(values, argv))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ from tqdm import tqdm
 
 from sweeps.launchers import LAUNCHERS, WORKER, Launcher
 from sweeps.plan import PlannedRun, freeze, load_sweep, plan_runs
-from sweeps.status import State, read_words, state_of, sweep_directory, tally
+from sweeps.status import State, state_of, sweep_directory, tally
 from sweeps.worker import FINAL
-from training.config import CONFIG_DIR, ConfigError, at_least, build, refuse, require
+from training.config import CONFIG_DIR, ConfigError, at_least, build, read_words, refuse, require
 from training.rundir import read_json, read_status, write_json
 
 POLL = 0.5  # seconds between two looks at the runs

@@ -9,10 +9,11 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -83,6 +84,9 @@ class PlannedRun:
     config: TrainConfig
 
 
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of Sweep.also
+    "last": lambda values: values[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
+}  # fmt: skip
 SWEEP_KEYS = [f.name for f in fields(Sweep)]
 
 # -----------------------------------------------------------------------------
@@ -176,6 +180,7 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
         require(len(set(values)) == len(values), f"sweep.{key}={values} names a value twice")
         return list(values)
 
+    check_evaluation(source["compare"], source["also"], source["paper"])
     folds = source.get("folds")
     parts = {
         name: Part(
@@ -196,6 +201,27 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
         also=source["also"],
         paper=source["paper"],
     )
+
+
+def check_evaluation(compare: Mapping[str, Any], also: Mapping[str, Any], paper: Mapping[str, Any]) -> None:
+    """Raise ConfigError, naming key, value and rule, for what scripts/report.py could not make of the runs."""
+    for key, group in {"compare": compare, "also": also, "paper": paper}.items():
+        require(isinstance(group, Mapping), f"{key}={show(group)} must be a group of settings")
+    for name, family in compare.items():
+        key, known = f"compare.{name}", ["title", "baseline", "settings", "pairs"]
+        require(isinstance(family, dict), f"{key}={show(family)} must be a group of settings")
+        for leaf in family:
+            require(leaf in known, f"{key}.{leaf} is unknown{did_you_mean(leaf, known)}")
+        pairs, patterns = family.get("pairs") or [], family.get("settings") or ["*"]
+        require(("baseline" in family) != bool(pairs), f"{key} must have either baseline and settings, or pairs")
+        good = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+        require(good, f"{key}.pairs={pairs} must be a list of pairs [A, B]")
+        require(isinstance(patterns, list), f"{key}.settings={patterns} must be a list of patterns")
+    for key, how in also.items():
+        require(how in REDUCTIONS, f"also.{key}={show(how)} must be one of {', '.join(REDUCTIONS)}")
+    numbers = paper.get("val_loss") or {}
+    good = isinstance(numbers, Mapping) and all(isinstance(number, int | float) for number in numbers.values())
+    require(good, f"paper.val_loss={show(numbers)} must be a group of numbers")
 
 
 # -----------------------------------------------------------------------------

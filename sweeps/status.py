@@ -11,11 +11,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import yaml
-
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.worker import FINAL, is_claimed, read_claim
-from training.config import ConfigError, convert, did_you_mean, refuse, require
+from training.config import require, run_script
 from training.rundir import is_locked, read_status
 
 STATES = ("done", "diverged", "running", "stopped", "failed", "pending")
@@ -72,48 +70,21 @@ def show_status(sweep_dir: Path, runs: list[PlannedRun]) -> bool:
     return all(state.state in FINAL for state in states.values())
 
 
-def read_words(argv: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """key=value words: those of `known` (key -> type) with the types it asks for, and the others as they are."""
-    values: dict[str, Any] = {}
-    others = []
-    for word in argv:
-        key, equals, text = word.partition("=")
-        if key in known and equals:
-            try:
-                value = text if known[key] is str else yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ConfigError(f"{word} is not key=value: {error}") from error
-            values[key] = convert(value, known[key], key)
-        else:
-            others.append(word)
-    return values, others
-
-
 def sweep_directory(values: dict[str, Any]) -> Path:
     require("sweep" in values or "sweep_dir" in values, "sweep= must be given")
     return Path(values.get("sweep_dir") or Path("runs") / Path(values["sweep"]).stem).expanduser()
 
 
-def main(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    try:
-        known = {"sweep": str, "sweep_dir": str, "watch": bool}
-        values, others = read_words(argv, known)
-        require(not others, f"{others[:1]} is unknown{did_you_mean(''.join(others[:1]), known)}")
-        sweep_dir = sweep_directory(values)
-        runs = read_plan(sweep_dir)
-    except ConfigError as error:
-        return refuse(str(error))
+def show(values: dict[str, Any]) -> int:
+    sweep_dir = sweep_directory(values)
     try:
         while True:
+            runs = read_plan(sweep_dir)
             if values.get("watch") and sys.stdout.isatty():
                 print("\033[H\033[2J", end="")
             if show_status(sweep_dir, runs) or not values.get("watch"):
                 return 0
             time.sleep(2)
-            runs = read_plan(sweep_dir)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has left
@@ -122,4 +93,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(sys.argv[1:], __doc__, {"sweep": str, "sweep_dir": str, "watch": bool}, show))

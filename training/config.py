@@ -831,6 +831,46 @@ def run_app(config_name: str, schema: type, program: Callable[[Any], int]) -> No
     sys.exit(max(statuses))
 
 
+def run_script(
+    argv: list[str], doc: str | None, known: dict[str, Any], program: Callable[[dict[str, Any]], int]
+) -> int:
+    """Call program(values) with the values of key=value words, `known` as in read_words; --help prints `doc`.
+
+    Returns the exit status: the program's, 2 for a word that cannot be used, 1 where a file cannot be written.
+    """
+    if {"-h", "--help"} & set(argv):
+        print(doc)
+        return 0
+    try:
+        values, others = read_words(argv, known)
+        require(not others, f"{others[:1]} is unknown{did_you_mean(''.join(others[:1]), known)}")
+        return program(values)
+    except ConfigError as error:
+        return refuse(str(error))
+    except OSError as error:  # a full disk, say
+        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+def read_words(argv: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """key=value words: those of `known` (key -> type) with the types it asks for, and the others as they are."""
+    import yaml
+
+    values: dict[str, Any] = {}
+    others = []
+    for word in argv:
+        key, equals, text = word.partition("=")
+        if key in known and equals:
+            try:
+                value = text if known[key] is str else yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{word} is not key=value: {error}") from error
+            values[key] = convert(value, known[key], key)
+        else:
+            others.append(word)
+    return values, others
+
+
 def refuse(message: str) -> int:
     """Say in one line what is wrong with the settings. Returns the exit status for that."""
     if os.environ.get("RANK", "0") == "0":  # under torchrun one rank speaks for all
