@@ -117,8 +117,8 @@ def sample(script: str, n: int, tokens: int) -> dict[str, float]:
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     require(not words, f"{words[:1]} is unknown")
     require(values["peer"] != "", "peer= must name a checkout of nanoGPT")
+    peer_model(Path(values["peer"]))
     peer = Path(values["peer"]).resolve()
-    peer_model(peer)
     result: dict[str, Any] = {"rounds": values["rounds"], "tokens": values["tokens"], **machine()}
     with tempfile.TemporaryDirectory() as folder:
         run = Path(values["run"]) if values["run"] else fresh_run(Path(folder) / "run")

@@ -2,6 +2,8 @@
 
 peer=PATH     a checkout of nanoGPT: its model.py and the update of its train.py take turns with ours, at our settings
 variants=A;B  or: our own settings against one another, each a list of train.py's words: "qk_norm=none;qk_norm=rms"
+eval_iters=N  with peer=: an evaluation instead of updates: ours, exact, against nanoGPT's of N batches of each split,
+              of which it makes `iters` a turn (by default 2): the rest is reckoned
 
 An update is: batch, forward, backward, clip, optimizer. Times are medians over rounds in which the sides take turns; a
 ratio is that of one round, median over rounds. peak_memory_mib is the process's resident memory. The last line is JSON.
@@ -10,7 +12,7 @@ ratio is that of one round, median over rounds. peak_memory_mib is the process's
 import math
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,16 @@ from training.config import AdamWConfig, NoQKNormConfig, TrainConfig, load_confi
 SECONDS = 5.0  # of a turn, where iters= does not say
 
 
-def ours(words: list[str]) -> tuple[Work, dict[str, Any]]:
-    """Our update, as train.py makes it."""
+def ours(words: list[str], evaluation: bool = False) -> tuple[Work, dict[str, Any]]:
+    """Our update, as train.py makes it, or its exact evaluation."""
     import torch
 
     import train
     from data.batches import Batches
     from model.gpt import GPT
     from training.device import peak_flops, resolve_device, resolve_dtype, synchronize
+    from training.dist import World
+    from training.evaluate import mean_loss
     from training.optim import build_optimizer, qk_clip
     from training.schedule import learning_rate
 
@@ -51,6 +55,13 @@ def ours(words: list[str]) -> tuple[Work, dict[str, Any]]:
         attention.track_max_logits()
     step = 0
 
+    def autocast() -> AbstractContextManager[None]:
+        return torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+
+    def evaluate(n: int) -> dict[str, Any]:
+        windows = max(1, train.EVAL_TOKENS[device.type] // config.model.block_size)
+        return {"loss": mean_loss(forward, batches.eval_batches(windows), autocast, World())}
+
     def update(n: int) -> dict[str, Any]:
         nonlocal step
         for _ in range(n):
@@ -59,7 +70,7 @@ def ours(words: list[str]) -> tuple[Work, dict[str, Any]]:
                 group["lr"] = learning_rate(step % config.max_iters, config)
             for micro_step in range(config.gradient_accumulation_steps):
                 x, y = batches.get_batch(step, micro_step)  # (B, T)
-                with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
+                with autocast():
                     _, loss = forward(x.to(device), y.to(device))
                 (loss / config.gradient_accumulation_steps).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
@@ -73,14 +84,16 @@ def ours(words: list[str]) -> tuple[Work, dict[str, Any]]:
 
     update(2)  # warm-up
     info = {
+        "held_out_tokens": sum(end - first for first, end in folds.val),
         "parameters": model.num_params(), "tokens_per_iter": config.tokens_per_iter, "dtype": str(dtype),
         "flops_per_iter": model.flops_per_token() * config.tokens_per_iter, "peak_flops": peak_flops(device, dtype),
     }  # fmt: skip
-    return update, info
+    return evaluate if evaluation else update, info
 
 
-def peers(path: str, words: list[str]) -> tuple[Work, dict[str, Any]]:
-    """nanoGPT's model.py at `path` and the update of its train.py: fp32 on a CPU; compiled, bf16 autocast on CUDA."""
+def peers(path: str, words: list[str], evaluation: bool = False) -> tuple[Work, dict[str, Any]]:
+    """nanoGPT's model.py at `path` and the update of its train.py, or n batches of its evaluation: fp32 on a CPU;
+    compiled, bf16 autocast on CUDA."""
     import numpy as np
     import torch
 
@@ -129,8 +142,19 @@ def peers(path: str, words: list[str]) -> tuple[Work, dict[str, Any]]:
         synchronize(device)
         return {"loss": loss.item() * config.gradient_accumulation_steps}
 
+    @torch.no_grad()
+    def evaluate(n: int) -> dict[str, Any]:
+        model.eval()
+        for _ in range(n):
+            with ctx:
+                _, loss = forward(*get_batch())
+            value = loss.item()
+        return {"loss": value}
+
     update(2)
-    return update, {"parameters": sum(p.numel() for p in model.parameters())}
+    return evaluate if evaluation else update, {
+        "parameters": sum(p.numel() for p in model.parameters()), "tokens_per_batch": config.batch_size * T,
+    }  # fmt: skip
 
 
 def check_comparable(config: TrainConfig) -> None:
@@ -151,11 +175,34 @@ def summary(side: Side, turns: list[dict[str, Any]], n: int, about: dict[str, An
     }
 
 
+def bench_evaluation(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """Seconds of an evaluation: every held-out token once, against nanoGPT's 2 eval_iters sampled batches."""
+    sides = [start("ours", ours, words, True), start("peer", peers, values["peer"], words, True)]
+    n = values["iters"] or 2
+    about = sides[0].info
+    turns = alternate(sides, values["rounds"], n)
+    batches = 2 * values["eval_iters"]
+    for turn in turns["peer"]:
+        turn["seconds"] *= batches / n
+    return {
+        "ours": {"seconds": median(turns["ours"], "seconds"), "tokens": about["held_out_tokens"]},
+        "peer": {
+            "seconds": median(turns["peer"], "seconds"), "tokens": batches * sides[1].info["tokens_per_batch"],
+            "batches_run": n,
+        },
+        "ratio": ratio(turns, "peer", "ours"), "rounds": values["rounds"], "words": words, "dtype": about["dtype"],
+        **machine(),
+    }  # fmt: skip
+
+
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     require((values["peer"] != "") != (values["variants"] != ""), "peer= or variants= must be given, and not both")
     named = {part.strip(): [*words, *part.split()] for part in values["variants"].split(";") if part.strip()}
     if values["peer"]:
         check_comparable(load_config(compose(words)))
+        peer_model(Path(values["peer"]))
+        if values["eval_iters"]:
+            return bench_evaluation(values, words)
         named = {"ours": words}
     else:
         for variant in named.values():
@@ -184,5 +231,5 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    known = {"peer": (str, ""), "variants": (str, ""), "rounds": (int, 5), "iters": (int, 0)}
+    known = {"peer": (str, ""), "variants": (str, ""), "rounds": (int, 5), "iters": (int, 0), "eval_iters": (int, 0)}
     sys.exit(run_benchmark(__doc__, known, bench))

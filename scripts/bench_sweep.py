@@ -1,0 +1,78 @@
+"""Sweep speed: python scripts/bench_sweep.py [sweep=p_sweep_cpu] [runs=8] [rounds=3] [workers=2] [words of train.py]
+
+`runs` runs of a sweep (seeds of its first setting), each with one thread, by one worker and by `workers`, by turns.
+speed_up: a turn's time with one worker over that with `workers`, median over rounds. overhead: the share of the
+workers' time, from the launcher's start to its end, in which no run was under way (seconds of summary.json). Runs are
+meant to take 20 s or more: max_iters= decides. The last line is JSON.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench import machine, run_benchmark
+from sweeps.plan import load_sweep, read_plan
+from training.config import at_least, require
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def turn(sweep: str, seeds: int, workers: int, words: list[str]) -> dict[str, Any]:
+    """One launch in a new directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        sweep_dir = Path(folder) / "sweep"
+        command = [
+            sys.executable, str(ROOT / "sweeps" / "launch.py"), f"sweep={sweep}", f"sweep_dir={sweep_dir}", "threads=1",
+            f"launcher.workers={workers}", f"sweep.seeds={[*range(seeds)]}".replace(" ", ""), "wandb.mode=disabled",
+            *words,
+        ]  # fmt: skip
+        began = time.perf_counter()
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        seconds = time.perf_counter() - began
+        require(ended.returncode == 0, f"the sweep ended with {ended.returncode}: {ended.stdout[-500:]}")
+        summaries = [json.loads((sweep_dir / run.id / "summary.json").read_text()) for run in read_plan(sweep_dir)]
+        runs = [summary["seconds"] for summary in summaries]
+    return {"seconds": seconds, "run_seconds": statistics.median(runs), "overhead": 1 - sum(runs) / workers / seconds}
+
+
+def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    for key, least in {"runs": 1, "rounds": 1, "workers": 2}.items():
+        at_least(key, values[key], least)
+    require(values["runs"] % values["workers"] == 0, "runs= must be divisible by workers=, or a worker would wait")
+    sweep = load_sweep(values["sweep"], {})
+    part = next(iter(sweep.parts.values()), sweep)
+    first = [f"sweep.grid.{key}={[next(iter(grid.values()))]}" for key, grid in {**sweep.grid, **part.grid}.items()]
+    words = [*first, *([] if sweep.folds is None else ["sweep.folds=[0]"]), *words]
+    turns: dict[int, list[dict[str, Any]]] = {1: [], values["workers"]: []}
+    for i in range(values["rounds"]):
+        for workers in sorted(turns, reverse=i % 2 == 1):
+            turns[workers].append(turn(values["sweep"], values["runs"], workers, words))
+        both = ", ".join(f"{n} workers {t[-1]['seconds']:.1f} s" for n, t in turns.items())
+        print(f"round {i + 1}: {both}", flush=True)
+    rows = {
+        f"{n}_workers": {key: round(statistics.median(t[key] for t in of), 4) for key in of[0]}
+        for n, of in turns.items()
+    }
+    ratios = sorted(a["seconds"] / b["seconds"] for a, b in zip(turns[1], turns[values["workers"]], strict=True))
+    speed_up = {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
+    return {
+        **rows,
+        "speed_up": speed_up,
+        "runs": values["runs"],
+        "rounds": values["rounds"],
+        "words": words,
+        **machine(),
+    }
+
+
+if __name__ == "__main__":
+    known = {"sweep": (str, "p_sweep_cpu"), "runs": (int, 8), "rounds": (int, 3), "workers": (int, 2)}
+    sys.exit(run_benchmark(__doc__, known, bench))

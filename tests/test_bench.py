@@ -1,0 +1,91 @@
+"""The benchmarks run, and say what they promise; what they measure is results/benchmarks."""
+
+import json
+import os
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+Program = Callable[..., CompletedProcess[str]]
+
+
+def last_line(ended: CompletedProcess[str]) -> dict[str, Any]:
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.fixture
+def peer() -> str:
+    path = os.environ.get("NANOQK_NANOGPT")
+    if not path:
+        pytest.skip("NANOQK_NANOGPT names no checkout of nanoGPT")
+    return f"peer={path}"
+
+
+def test_training_beside_nanogpt(program: Program, tiny_run: list[str], peer: str) -> None:
+    result = last_line(program("scripts/bench_train.py", peer, "rounds=3", "iters=2", *tiny_run))
+    for side in ("ours", "peer"):
+        assert set(result[side]) == {"tok_per_sec", "ms_per_iter", "peak_memory_mib", "mfu"}
+        assert result[side]["tok_per_sec"] == pytest.approx(4 * 16 / result[side]["ms_per_iter"] * 1000, rel=0.01)
+        assert result[side]["peak_memory_mib"] > 50 and 0 < result[side]["mfu"] < 1
+    assert result["ratio"]["lowest"] <= result["ratio"]["median"] <= result["ratio"]["highest"]
+    assert result["rounds"] == 3 and result["device"].startswith("cpu")
+
+
+def test_evaluation_beside_nanogpts_sampled_one(program: Program, tiny_run: list[str], peer: str) -> None:
+    words = [peer, "eval_iters=50", "rounds=1", "iters=1", *tiny_run]
+    result = last_line(program("scripts/bench_train.py", *words))
+    assert result["ours"]["tokens"] == 600  # the last 10 % of 6,000 characters
+    assert result["peer"]["tokens"] == 2 * 50 * 4 * 16 and result["peer"]["batches_run"] == 1
+    assert result["ratio"]["median"] == pytest.approx(result["peer"]["seconds"] / result["ours"]["seconds"])
+
+
+def test_variants_against_one_another(program: Program, tiny_run: list[str]) -> None:
+    variants = "variants=qk_norm=none;qk_norm=lp qk_norm.p=3"
+    result = last_line(program("scripts/bench_train.py", variants, "rounds=1", "iters=1", *tiny_run))
+    assert [*result["variants"]] == ["qk_norm=none", "qk_norm=lp qk_norm.p=3"]
+    assert [*result["time_over_first"]] == ["qk_norm=lp qk_norm.p=3"]
+
+
+def test_sampling_beside_nanogpt(program: Program, tiny_run: list[str], peer: str) -> None:
+    assert program("train.py", *tiny_run, "max_iters=2", "out_dir=run").returncode == 0
+    words = [peer, "run=run", "start=to be", "tokens=20", "rounds=1"]
+    result = last_line(program("scripts/bench_sample.py", *words))
+    for n in (1, 10):
+        rows = result[f"{n}_sequences"]
+        for side in ("ours", "peer"):
+            assert rows[side]["tok_per_sec"] > 0 and rows[side]["first_token_s"] < rows[side]["seconds"]
+        assert rows["ratio"]["median"] == pytest.approx(
+            rows["ours"]["tok_per_sec"] / rows["peer"]["tok_per_sec"], rel=0.01
+        )
+
+
+def test_a_sweep_by_one_worker_and_by_two(program: Program, tiny_run: list[str]) -> None:
+    words = [*tiny_run, "max_iters=4", "sweep.overrides=[qk_norm=lp]", "runs=2", "rounds=1"]
+    result = last_line(program("scripts/bench_sweep.py", *words))
+    for row in (result["1_workers"], result["2_workers"]):
+        assert 0 < row["run_seconds"] < row["seconds"] and 0 < row["overhead"] < 1
+    assert result["speed_up"]["median"] == pytest.approx(
+        result["1_workers"]["seconds"] / result["2_workers"]["seconds"], rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("bench_train.py", [], "peer= or variants= must be given"),
+        ("bench_train.py", ["peer=nosuch"], "peer=nosuch must be a checkout of nanoGPT"),
+        ("bench_train.py", ["peer=.", "qk_norm=rms"], "nanoGPT's own settings"),
+        ("bench_train.py", ["variants=qk_norm=none", "rounds=x"], "rounds=x must be an integer"),
+        ("bench_sample.py", ["peer=nosuch"], "peer=nosuch must be a checkout of nanoGPT"),
+        ("bench_sweep.py", ["runs=3"], "runs= must be divisible by workers="),
+        ("bench_sweep.py", ["sweep=nosuch"], "sweep=nosuch must be one of"),
+    ],
+)
+def test_bad_input_gets_one_line_and_status_2(program: Program, script: str, words: list[str], message: str) -> None:
+    ended = program(f"scripts/{script}", *words)
+    assert ended.returncode == 2 and message in ended.stderr
+    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
