@@ -188,7 +188,7 @@ def export(model: GPT, tokenizer: Tokenizer, out: Path) -> list[str]:
     require(not out.exists() or out.is_dir(), f"out={out} is not a folder")
     require(not out.exists() or not any(out.iterdir()), f"out={out} is not empty")
     documents = {"config.json": config}
-    if (tokens := tokenizer_json(tokenizer.to_dict())) is not None:
+    if (tokens := tokenizer_json(tokenizer)) is not None:
         documents |= {"tokenizer.json": tokens, "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.block_size,
             "clean_up_tokenization_spaces": False,

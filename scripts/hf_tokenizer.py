@@ -2,27 +2,48 @@
 
 from typing import Any
 
+from data.tokenizers import (
+    PRINTABLE,
+    SEPARATOR,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    bytes_to_printable,
+)
 
-def tokenizer_json(saved: dict[str, Any]) -> dict[str, Any] | None:
-    """tokenizer.json for a tokenizer's `to_dict()`, or None for one that the format cannot hold."""
+
+def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """tokenizer.json of a tokenizer, or None for one that the format cannot hold."""
     absent = ("truncation", "padding", "normalizer", "post_processor")
     common: dict[str, Any] = {"version": "1.0", "added_tokens": [], **dict.fromkeys(absent)}
-    if saved["name"] == "char":
-        vocab: dict[str, int] = {char: i for i, char in enumerate(saved["chars"])}
+    model: dict[str, Any]
+    if isinstance(tokenizer, CharTokenizer):
         # without an unknown token the library refuses what the vocabulary lacks, as ours does
         split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-        words = {"type": "WordLevel", "vocab": vocab, "unk_token": ""}
-        return {**common, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": words}
-    if saved["name"] == "byte":
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        vocab = {char: byte for byte, char in enumerate(printable_bytes())}
-        bpe = {"type": "BPE", "vocab": vocab, "merges": []}
-        return {**common, "pre_tokenizer": level, "decoder": level, "model": bpe}
+        model = {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(tokenizer.chars)}, "unk_token": ""}
+        return {**common, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    if isinstance(tokenizer, ByteTokenizer):
+        model = {"type": "BPE", "vocab": {PRINTABLE[byte]: byte for byte in range(256)}, "merges": []}
+        return {**common, "pre_tokenizer": level, "decoder": level, "model": model}
+    if isinstance(tokenizer, BPETokenizer):
+        vocab = {bytes_to_printable(token): i for i, token in enumerate(tokenizer.learnt)}
+        model = {"type": "BPE", "vocab": vocab, "merges": merges(tokenizer.learnt)}
+        if tokenizer.separator is not None:
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            common["added_tokens"] = [{"id": tokenizer.separator, "content": SEPARATOR, "special": True, **flags}]
+        # the regular expression is GPT-2's pre-tokens
+        return {**common, "pre_tokenizer": {**level, "use_regex": True}, "decoder": level, "model": model}
     return None
 
 
-def printable_bytes() -> list[str]:
-    """GPT-2's character for each byte: itself where it is printable, else one from U+0100 on."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
+def merges(tokens: list[bytes]) -> list[list[str]]:
+    """The pairs that BPE joins, those of the smallest token first: every way to make a token of two others, as our
+    encoder joins whatever two make it."""
+    known = set(tokens)
+    pairs = []
+    for token in tokens:
+        cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
+        pairs += [[bytes_to_printable(a), bytes_to_printable(b)] for a, b in cuts if a in known and b in known]
+    return pairs

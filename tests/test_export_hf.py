@@ -19,13 +19,22 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 from variants import NORMS, config_of
 
-from data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer
+from data.corpora import load_python_docs
+from data.tokenizers import (
+    SEPARATOR,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    Tokenizer,
+    learn_bpe,
+)
 from model.generate import generate
 from model.gpt import GPT
 from sample import load_run
 from scripts.export_hf import architecture_of, export, main
 from training import checkpoint
-from training.config import ConfigError, GQAConfig, MHAConfig, MLAConfig, RMSQKNormConfig, TrainConfig
+from training.config import ConfigError, GQAConfig, MHAConfig, MLAConfig, PythonDocsConfig, RMSQKNormConfig, TrainConfig
 
 CHARS = CharTokenizer("\n !,.abcdefgé€😀")
 LLAMA: dict[str, Any] = {"mlp": "swiglu", "mlp_hidden": 56, "norm_eps": 1e-3}
@@ -138,13 +147,27 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("tokenizer", [CharTokenizer.build("".join(TEXTS)), ByteTokenizer()], ids=["char", "byte"])
-def test_the_tokenizer_is_ours(tokenizer: Tokenizer, tmp_path: Path) -> None:
+DOCS = load_python_docs(PythonDocsConfig())
+LEARNT = learn_bpe([DOCS[:200_000]], 1000)
+TOKENIZERS: dict[str, Tokenizer] = {
+    "char": CharTokenizer.build(DOCS + "".join(TEXTS)),
+    "byte": ByteTokenizer(),
+    "bpe": BPETokenizer(LEARNT),
+    "gpt2": GPT2Tokenizer(LEARNT, has_separator=True),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_tokenizer_is_ours(name: str, tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS[name]
     export(random_model(tiny_config(), tokenizer), tokenizer, tmp_path / "hf")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
     assert len(theirs) == tokenizer.vocab_size
-    for text in TEXTS:
-        assert theirs.encode(text) == tokenizer.encode(text).tolist()
+    for text in [*TEXTS, DOCS[-50_000:]]:
+        if tokenizer.separator is not None and SEPARATOR in text:  # a token there, text to ours
+            assert theirs.encode(SEPARATOR) == [tokenizer.separator]
+        else:
+            assert theirs.encode(text) == tokenizer.encode(text).tolist()
         assert theirs.decode(theirs.encode(text)) == text
     picks = random.Random(0)
     for _ in range(300):  # most are not UTF-8
