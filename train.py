@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -45,7 +45,10 @@ from training.schedule import learning_rate
 from training.tracker import Metrics, Tracker, plot, spike_score
 
 DEFAULT_THREADS = torch.get_num_threads()
-EVAL_TOKENS = {"cpu": 2**12, "cuda": 2**14, "mps": 2**14}  # predicted at a time in the exact evaluation
+# Tokens that go through the model at a time. On a CPU few, in training as well: activations then stay in cache, and
+# the allocator does not give their memory back and take it again, a page fault for every 4 KiB.
+CPU_TOKENS = 2**12
+EVAL_TOKENS = {"cpu": CPU_TOKENS, "cuda": 2**14, "mps": 2**14}
 EXIT_DIVERGED = 3  # done, stopped and failed are the shell's own: 0, 128 + signal, 1 (2 is a bad setting)
 
 
@@ -211,18 +214,9 @@ def run(config: TrainConfig) -> int:
             lr = learning_rate(step, config)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            totals = torch.zeros(2, device=device)  # over all micro-batches and ranks: mean loss, requests to stop
+            totals = torch.zeros(2, device=device)  # over all ranks: mean loss, requests to stop
+            totals[0] = accumulate_gradients(forward, batches, step, micro_steps, autocast, device) / world.size
             totals[1] = stop.signal
-            for micro_step in micro_steps:
-                x, y = batches.get_batch(step, micro_step)  # (B, T)
-                if isinstance(
-                    forward, DistributedDataParallel
-                ):  # one exchange of gradients, after the last micro-batch
-                    forward.require_backward_grad_sync = micro_step == micro_steps[-1]
-                with autocast():
-                    _, loss = forward(x.to(device), y.to(device))
-                (loss / len(micro_steps)).backward()
-                totals[0] += loss.detach() / config.gradient_accumulation_steps
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
             train_loss, stop.agreed = dist.all_reduce(totals).tolist()
             line |= {"train/loss": train_loss, "lr": lr, "grad_norm": grad_norm}
@@ -308,8 +302,9 @@ def start_up_checks(
     `forward`, the model as it will be trained, is checked in training mode as well.
     """
     x, y = batches.get_batch(0)  # (B, T)
-    first = x if forward is not model else x[:1]  # a compiled model for the shape that it will train on
     device = next(model.parameters()).device
+    rows = rows_at_once(len(x), x.size(1), device)
+    first = x[:rows] if forward is not model else x[:1]  # a compiled model for the shape that it will train on
     with autocast():
         leak = max(future_leak(model.eval(), x[:1].to(device)), future_leak(forward.train(), first.to(device)))
     attention = model.config.attention.name
@@ -428,6 +423,39 @@ class StopSignal:
             signal.signal(number, handler)
 
 
+def accumulate_gradients(
+    forward: nn.Module,
+    batches: Batches,
+    step: int,
+    micro_steps: Sequence[int],
+    autocast: Callable[[], AbstractContextManager[None]],
+    device: torch.device,
+) -> Tensor:
+    """Add the gradients of the mean loss over micro-batches. Returns that loss, ()."""
+    total = torch.zeros((), device=device)
+    for micro_step in micro_steps:
+        x, y = batches.get_batch(step, micro_step)  # (B, T)
+        rows = rows_at_once(len(x), batches.block_size, device)
+        for first in range(0, len(x), rows):
+            if isinstance(forward, DistributedDataParallel):  # one exchange of gradients, after the last backward pass
+                forward.require_backward_grad_sync = micro_step == micro_steps[-1] and first + rows >= len(x)
+            part = slice(first, first + rows)
+            with autocast():
+                _, loss = forward(x[part].to(device), y[part].to(device))
+            loss = loss / (len(micro_steps) * len(x) / len(x[part]))
+            loss.backward()
+            total += loss.detach()
+    return total
+
+
+def rows_at_once(batch_size: int, block_size: int, device: torch.device) -> int:
+    """Windows of a micro-batch that go through the model together."""
+    if device.type != "cpu":
+        return batch_size
+    parts = -(-batch_size * block_size // CPU_TOKENS)
+    return -(-batch_size // parts)
+
+
 def seed_of_update(seed: int, step: int, rank: int) -> int:
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
@@ -447,7 +475,8 @@ def describe(
         model = GPT(config, vocab_size)
     n, flops = model.num_params(), model.flops_per_token()
     peak = peak_flops(device, dtype)
-    activations = activation_bytes(model, config.batch_size) * dtype.itemsize // 4
+    rows = rows_at_once(config.batch_size, config.model.block_size, device)
+    activations = activation_bytes(model, rows) * dtype.itemsize // 4
     seconds, rate, how, n_bytes = cost(config, vocab_size, device, dtype, n_held_out)
     return {
         "run directory": f"{config.run_dir}",
@@ -456,7 +485,7 @@ def describe(
         "FLOPs": f"{flops:,} a token, {flops * config.tokens_per_iter:.3g} an iteration",
         "iteration": f"{config.tokens_per_iter:,} tokens",
         "memory": f"{(n_bytes + 4 * n) / 2**20:,.0f} MiB for weights, gradients and optimizer, "
-        f"{activations / 2**20:,.0f} MiB for activations of {config.batch_size} sequences",
+        f"{activations / 2**20:,.0f} MiB for activations of {rows} sequences",
         "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token",
         "checkpoint": f"{n_bytes / 2**20:,.0f} MiB",
         "device": f"{device_name(device)}, {dtype}, peak {peak / 1e12:.2f} TFLOP/s",
@@ -506,7 +535,7 @@ def training_rate(
     T = config.model.block_size
     with torch.device("meta"):
         flops = GPT(config, vocab_size).flops_per_token() * T  # a sequence
-    rows = min(config.batch_size, int(peak / flops))
+    rows = min(rows_at_once(config.batch_size, T, device), int(peak / flops))
     if rows < 1 or device.type != "cpu":
         return 0.4 * peak / flops * T, "40 % of the peak"
     model = GPT(config, vocab_size)

@@ -68,11 +68,8 @@ def ours(words: list[str], evaluation: bool = False) -> tuple[Work, dict[str, An
             torch.manual_seed(train.seed_of_update(config.seed, step, 0))
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step % config.max_iters, config)
-            for micro_step in range(config.gradient_accumulation_steps):
-                x, y = batches.get_batch(step, micro_step)  # (B, T)
-                with autocast():
-                    _, loss = forward(x.to(device), y.to(device))
-                (loss / config.gradient_accumulation_steps).backward()
+            micro_steps = range(config.gradient_accumulation_steps)
+            loss = train.accumulate_gradients(forward, batches, step, micro_steps, autocast, device)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -3,20 +3,23 @@ import math
 import os
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, TINY
+from conftest import QK_NORM_VARIANTS, TINY, tiny_config
 from torch import Tensor
 from variants import LAYOUTS, PAIRS
 
 import model.gpt
 import train
+from data.batches import Batches
 from data.folds import split
 from data.tokenizers import build_tokenizer
+from model.gpt import GPT
 from training import checkpoint
 from training.config import ConfigError, TrainConfig, load_config
 from training.tracker import Metrics
@@ -132,6 +135,33 @@ def test_muon_trains_below_the_entropy_of_single_characters(schedule: str, corpu
     recipe = {"optim": {"name": "muon", "learning_rate": 2e-2}, "schedule": {"name": schedule, "warmup_iters": 5}}
     assert train.run(configured(corpus, tmp_path / "run", **{**FAST, **recipe})) == 0
     assert lines(tmp_path / "run")[-1]["val/loss"] < unigram_entropy(corpus)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(10**9, [7, 7]), (48, [3, 3, 1] * 2), (1, [1] * 14)])
+def test_on_a_cpu_few_windows_go_through_the_model_at_a_time(
+    tokens: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches of seven windows of 16 tokens: the loss and the gradient are those of all 14 together."""
+    network = GPT(tiny_config(), vocab_size=11).double()
+    network.init_weights(0)
+    text = np.random.default_rng(0).integers(11, size=500)
+    batches = Batches(text, split(len(text), 10, 0, 16), 16, batch_size=7, seed=1)
+    x, y = (torch.cat(parts) for parts in zip(*(batches.get_batch(3, i) for i in range(2)), strict=True))
+    loss = network(x, y)[1]
+    expected = torch.autograd.grad(loss, [*network.parameters()])
+    seen: list[int] = []
+
+    class Forward(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            seen.append(len(x))
+            return network(x, y)
+
+    monkeypatch.setattr(train, "CPU_TOKENS", tokens)
+    total = train.accumulate_gradients(Forward(), batches, 3, range(2), nullcontext, torch.device("cpu"))
+    assert seen == rows
+    torch.testing.assert_close(total.double(), loss.detach(), rtol=1e-6, atol=0)
+    for parameter, gradient in zip(network.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
 
 
 def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus: Path, tmp_path: Path) -> None:
