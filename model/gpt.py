@@ -309,26 +309,34 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """
     if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
+    return ApplyMask.apply(x, *dropout_mask(x.shape, p))
+
+
+def dropout_mask(shape: torch.Size, p: float) -> tuple[Tensor, float]:
+    """What to keep, and the scale of what is kept."""
     dropped = min(max(round(256 * p), 1), 255)
-    words = torch.empty((x.numel() + 7) // 8, dtype=torch.int64)
+    n = math.prod(shape)
+    words = torch.empty((n + 7) // 8, dtype=torch.int64)
     words.random_(torch.iinfo(torch.int64).min, None)  # all 64 bits
-    keep = words.view(torch.uint8)[: x.numel()].view(x.shape) >= dropped
-    return ApplyMask.apply(x, keep, 256 / (256 - dropped))
+    return words.view(torch.uint8)[:n].view(shape) >= dropped, 256 / (256 - dropped)
+
+
+apply_mask = torch.ops.aten.native_dropout_backward  # (x, keep, scale) -> x * keep * scale in one pass
 
 
 class ApplyMask(torch.autograd.Function):
-    """x * keep * scale in one pass, forwards and backwards."""
+    """x * keep * scale, forwards and backwards."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = scale
-        return torch.ops.aten.native_dropout_backward(x, keep, scale)
+        return apply_mask(x, keep, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (keep,) = ctx.saved_tensors
-        return torch.ops.aten.native_dropout_backward(grad, keep, ctx.scale), None, None
+        return apply_mask(grad, keep, ctx.scale), None, None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
@@ -338,12 +346,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     h // (nh / nkv).
     """
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
-    if p_dropout > 0 and q.device.type == "cpu" and not torch.compiler.is_compiling():
-        # SDPA would materialise T x T too, and draw its mask serially
+    if p_dropout > 0 and T == S and q.device.type == "cpu" and not torch.compiler.is_compiling():
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-        att = (q * scale) @ k.transpose(-2, -1)  # (B, nh, T, S)
-        att = F.softmax(att + causal_bias(T, S, att.dtype), dim=-1)
-        return dropout(att, p_dropout) @ v
+        return DropoutAttention.apply(q, k, v, scale, p_dropout)
     attend = functools.partial(
         F.scaled_dot_product_attention, q, k, v, dropout_p=p_dropout, scale=scale, enable_gqa=group > 1
     )
@@ -354,9 +359,51 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     return attend(attn_mask=torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T))
 
 
-@functools.lru_cache(maxsize=4)
+class DropoutAttention(torch.autograd.Function):
+    """Causal attention with dropout on a CPU, where SDPA would draw T x T masks serially.
+
+    q (B, nh, T, dk), k (B, nh, T, dk), v (B, nh, T, dv) -> (B, nh, T, dv). Some queries at a time meet the keys up to
+    the last of them, so that little more than half of T x T is made.
+    """
+
+    QUERIES = 64
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, p: float) -> Tensor:
+        ctx.shape, ctx.scale = q.shape[:3], scale
+        q, k, v = (x.to(v.dtype).flatten(0, 1).contiguous() for x in (q, k, v))  # (B nh, T, dk or dv)
+        y = torch.empty_like(v)
+        parts = []
+        with torch.autocast("cpu", enabled=False):
+            for i in range(0, q.size(1), DropoutAttention.QUERIES):
+                end = min(i + DropoutAttention.QUERIES, q.size(1))
+                bias = causal_bias(end - i, end, q.dtype)
+                att = torch.baddbmm(bias, q[:, i:end], k[:, :end].transpose(1, 2), alpha=scale).softmax(-1)
+                keep, ctx.kept = dropout_mask(att.shape, p)
+                torch.bmm(apply_mask(att, keep, ctx.kept), v[:, :end], out=y[:, i:end])
+                parts += [att, keep]
+        ctx.save_for_backward(q, k, v, *parts)
+        return y.view(*ctx.shape, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *parts = ctx.saved_tensors
+        grad = grad.flatten(0, 1).contiguous()  # (B nh, T, dv)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for i, att, keep in zip(range(0, q.size(1), DropoutAttention.QUERIES), parts[::2], parts[1::2], strict=True):
+            end = i + att.size(1)
+            dv[:, :end].baddbmm_(apply_mask(att, keep, ctx.kept).transpose(1, 2), grad[:, i:end])
+            datt = apply_mask(grad[:, i:end] @ v[:, :end].transpose(1, 2), keep, ctx.kept)
+            dlogits = torch.ops.aten._softmax_backward_data(datt, att, -1, att.dtype)
+            torch.baddbmm(q[:, i:end], dlogits, k[:, :end], beta=0, alpha=ctx.scale, out=dq[:, i:end])
+            dk[:, :end].baddbmm_(dlogits.transpose(1, 2), q[:, i:end], alpha=ctx.scale)
+        return *(x.view(*ctx.shape, -1) for x in (dq, dk, dv)), None, None
+
+
+@functools.lru_cache(maxsize=64)
 def causal_bias(T: int, S: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((T, S), -math.inf, dtype=dtype).triu(S - T + 1)  # 0 where visible
+    """0 where the T last of S positions see a key, else -inf: (T, S)."""
+    return torch.full((T, S), -math.inf, dtype=dtype).triu(S - T + 1)
 
 
 # -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from model.gpt import (
     RMSNorm,
     causal_attention,
     dropout,
+    dropout_mask,
     initial_alpha,
     mean_norm_ratio,
     power,
@@ -394,6 +395,36 @@ def test_dropout_follows_the_global_generator_and_zero_draws_nothing() -> None:
     assert torch.equal(dropout(x, 0.0), x) and torch.equal(state, torch.get_rng_state())
     torch.manual_seed(3)
     assert torch.equal(dropout(x, 0.2), first)
+
+
+@pytest.mark.parametrize(("T", "n_kv_head", "dv"), [(16, 4, 8), (64, 2, 8), (150, 4, 5), (65, 1, 8)])
+def test_attention_with_dropout_and_its_gradient_against_the_definition(
+    T: int, n_kv_head: int, dv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    masks = []
+
+    def drawn(shape: torch.Size, p: float) -> tuple[Tensor, float]:
+        masks.append(dropout_mask(shape, p))
+        return masks[-1]
+
+    monkeypatch.setattr("model.gpt.dropout_mask", drawn)
+    sizes = [(3, T, 4, 8), (3, T, n_kv_head, 8), (3, T, n_kv_head, dv)]
+    q, k, v = (torch.randn(*size, dtype=torch.float64).transpose(1, 2) for size in sizes)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    y = causal_attention(q, k, v, 0.3, p_dropout=0.25)
+    keep, i = torch.zeros(12, T, T), 0
+    for mask, _ in masks:  # some queries, the keys up to the last of them
+        keep[:, i : i + mask.size(1), : mask.size(2)] = mask.float()
+        i += mask.size(1)
+    assert i == T and masks[0][1] == pytest.approx(4 / 3)
+    keys, values = (x.repeat_interleave(4 // n_kv_head, 1) for x in (k, v))
+    logits = (q @ keys.transpose(-2, -1) * 0.3).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    expected = (logits.softmax(-1) * keep.view(3, 4, T, T) * (4 / 3)) @ values
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-13)
+    grad = torch.randn_like(y)
+    for ours, theirs in zip(*(torch.autograd.grad(out, inputs, grad) for out in (y, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
 def test_attention_with_dropout_has_the_mean_of_attention_without() -> None:
