@@ -1,6 +1,7 @@
 """Decoding with a KV cache, as plain functions: prefill, decode_one_token, generate."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def decode_one_token(model: GPT, token: Tensor, caches: list[Cache], pos: int) -
     return model(token[:, None], caches=caches, pos=pos)[0][:, -1]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: GPT,
     idx: Tensor,
@@ -67,18 +68,31 @@ def generate(
     max_len = min(model.block_size, idx.size(1) + max_new_tokens)
     caches = model.new_caches(idx.size(0), max_len, dtype)
     window = idx[:, -model.block_size :]  # what the cache holds
-    with autocast:
-        logits = prefill(model, window, caches)
-    for i in range(max_new_tokens):
-        token = sample_token(logits, temperature, top_k, top_p, generator)
-        yield token
-        if i + 1 == max_new_tokens:
-            return
-        pos = window.size(1)
-        window = torch.cat([window, token[:, None]], 1)
+    with kept_casts():
         with autocast:
-            if pos < model.block_size:
-                logits = decode_one_token(model, token, caches, pos)
-            else:
-                window = window[:, -max(1, model.block_size // 2) :]
-                logits = prefill(model, window, caches)
+            logits = prefill(model, window, caches)
+        for i in range(max_new_tokens):
+            token = sample_token(logits, temperature, top_k, top_p, generator)
+            yield token
+            if i + 1 == max_new_tokens:
+                return
+            pos = window.size(1)
+            window = torch.cat([window, token[:, None]], 1)
+            with autocast:
+                if pos < model.block_size:
+                    logits = decode_one_token(model, token, caches, pos)
+                else:
+                    window = window[:, -max(1, model.block_size // 2) :]
+                    logits = prefill(model, window, caches)
+
+
+@contextmanager
+def kept_casts() -> Iterator[None]:
+    """Have autocast keep the weights that it has cast: at the end of each use it would forget them, and cast all of
+    them for every token. (In inference mode it keeps none.)"""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()

@@ -82,3 +82,24 @@ def test_top_k_1_is_greedy_and_ties_keep_one_token_at_least() -> None:
     even = torch.zeros(100, V)
     assert sample_token(even, top_p=0.01).shape == (100,)
     assert sample_token(torch.full((3, V), -1e30), top_p=0.5, temperature=1e-3).shape == (3,)
+
+
+def test_autocast_casts_the_weights_once_and_forgets_them_at_the_end() -> None:
+    network = build(tiny_config(), dtype=torch.float32)
+    prompt = random_tokens(1, 4)
+
+    def decoded(n: int) -> tuple[list[int], int]:
+        with torch.profiler.profile() as profile:
+            tokens = [int(token) for token in generate(network, prompt, n, temperature=0, dtype=torch.bfloat16)]
+        return tokens, sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
+
+    tokens, few = decoded(2)
+    _, many = decoded(8)
+    n_weights = sum(isinstance(module, torch.nn.Linear) for module in network.modules())
+    activations = sum(isinstance(module, torch.nn.LayerNorm) for module in network.modules()) + 2 * n_weights
+    assert few >= n_weights
+    assert (many - few) / 6 <= activations - n_weights  # a token: none of a weight
+    with torch.no_grad():  # stale weights would not notice
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+    assert decoded(2)[0] != tokens
