@@ -4,13 +4,18 @@ peer=PATH     a checkout of nanoGPT: its model.py and the update of its train.py
 variants=A;B  or: our own settings against one another, each a list of train.py's words: "qk_norm=none;qk_norm=rms"
 eval_iters=N  with peer=: an evaluation instead of updates: ours, exact, against nanoGPT's of N batches of each split,
               of which it makes `iters` a turn (by default 2): the rest is reckoned
+start_up=true or: python train.py, from its start until the loop begins, and until the first update is logged (between
+              the two lies the first evaluation)
 
 An update is: batch, forward, backward, clip, optimizer. Times are medians over rounds in which the sides take turns; a
 ratio is that of one round, median over rounds. peak_memory_mib is the process's resident memory. The last line is JSON.
 """
 
 import math
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -23,6 +28,7 @@ from scripts.bench import Side, Work, alternate, machine, median, peer_model, ra
 from sweeps.plan import compose
 from training.config import AdamWConfig, NoQKNormConfig, TrainConfig, load_config, require
 
+ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 5.0  # of a turn, where iters= does not say
 
 
@@ -192,8 +198,34 @@ def bench_evaluation(values: dict[str, Any], words: list[str]) -> dict[str, Any]
     }  # fmt: skip
 
 
+def bench_start_up(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    rounds: list[dict[str, float]] = []
+    for _ in range(values["rounds"]):
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            command = [sys.executable, str(ROOT / "train.py"), *words, f"out_dir={run}", "wandb.mode=disabled"]
+            began = time.perf_counter()
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            turn = {}
+            for key, file in {"loop_begins_s": "train.log", "first_update_s": "metrics.jsonl"}.items():
+                while not ((run / file).exists() and (run / file).stat().st_size):
+                    require(process.poll() is None, f"python train.py {' '.join(words)} ended by itself")
+                    time.sleep(0.01)
+                turn[key] = time.perf_counter() - began
+            process.terminate()
+            process.wait()
+        rounds.append(turn)
+        print(", ".join(f"{key} {value:.2f}" for key, value in turn.items()), flush=True)
+    medians = {key: statistics.median(turn[key] for turn in rounds) for key in rounds[0]}
+    return {**medians, "rounds": values["rounds"], "words": words, **machine()}
+
+
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    require((values["peer"] != "") != (values["variants"] != ""), "peer= or variants= must be given, and not both")
+    asked = sum(map(bool, (values["peer"], values["variants"], values["start_up"])))
+    require(asked == 1, "one of peer=, variants= and start_up=true must be given")
+    if values["start_up"]:
+        load_config(compose(words))
+        return bench_start_up(values, words)
     named = {part.strip(): [*words, *part.split()] for part in values["variants"].split(";") if part.strip()}
     if values["peer"]:
         check_comparable(load_config(compose(words)))
@@ -229,4 +261,5 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     known = {"peer": (str, ""), "variants": (str, ""), "rounds": (int, 5), "iters": (int, 0), "eval_iters": (int, 0)}
+    known |= {"start_up": (bool, False)}
     sys.exit(run_benchmark(__doc__, known, bench))

@@ -50,6 +50,11 @@ def test_variants_against_one_another(program: Program, tiny_run: list[str]) -> 
     assert [*result["time_over_first"]] == ["qk_norm=lp qk_norm.p=3"]
 
 
+def test_start_up(program: Program, tiny_run: list[str]) -> None:
+    result = last_line(program("scripts/bench_train.py", "start_up=true", "rounds=1", *tiny_run))
+    assert 0 < result["loop_begins_s"] <= result["first_update_s"]
+
+
 def test_sampling_beside_nanogpt(program: Program, tiny_run: list[str], peer: str) -> None:
     assert program("train.py", *tiny_run, "max_iters=2", "out_dir=run").returncode == 0
     words = [peer, "run=run", "start=to be", "tokens=20", "rounds=1"]
@@ -76,7 +81,7 @@ def test_a_sweep_by_one_worker_and_by_two(program: Program, tiny_run: list[str])
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        ("bench_train.py", [], "peer= or variants= must be given"),
+        ("bench_train.py", [], "one of peer=, variants= and start_up=true"),
         ("bench_train.py", ["peer=nosuch"], "peer=nosuch must be a checkout of nanoGPT"),
         ("bench_train.py", ["peer=.", "qk_norm=rms"], "nanoGPT's own settings"),
         ("bench_train.py", ["variants=qk_norm=none", "rounds=x"], "rounds=x must be an integer"),
