@@ -25,6 +25,7 @@ from training.config import (
     convert,
     did_you_mean,
     explain,
+    flatten,
     load_config,
     require,
     show,
@@ -333,11 +334,9 @@ def read_plan(sweep_dir: Path) -> list[PlannedRun]:
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
-    before, after = asdict(old), asdict(new)
-    flat = {**old.trajectory, **{k: v for k, v in before.items() if not isinstance(v, dict)}}
-    other = {**new.trajectory, **{k: v for k, v in after.items() if not isinstance(v, dict)}}
+    flat, other = ({**flatten(asdict(config)), **config.trajectory} for config in (old, new))
     keys = [key for key in {**flat, **other} if flat.get(key) != other.get(key)]
-    return [f"{key} {show(flat.get(key))} -> {show(other.get(key))}" for key in keys] or ["wandb"]
+    return [f"{key} {show(flat.get(key))} -> {show(other.get(key))}" for key in keys]
 
 
 @contextmanager
