@@ -57,7 +57,7 @@ class Sweep:
     of `words`: {name: list of train.py's words}. parts: name -> Part; without any, the grid alone. folds: values of
     data.fold; null holds out the last 10 %. seeds: values of seed. compare, also, paper: what scripts/report.py makes
     of the runs; also: other metrics than the loss, key or pattern -> how a run's lines become one number (last, max,
-    min, mean, sum).
+    min, mean, sum), or summary: summary.json has it.
     """
 
     title: str = ""
