@@ -91,6 +91,9 @@ def run(config: TrainConfig) -> int:
     model.init_weights(config.seed)
     model.to(device)
     compiled = device.type == "cuda" if config.compile == "auto" else bool(config.compile)
+    if compiled and config.model.activation_checkpointing:
+        # QK-Clip's maxima are tracked by the forward pass alone, not again where the backward pass repeats it
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     forward: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
     tracked = model.attentions if config.qk_clip.name != "none" else []
     for attention in tracked:
@@ -138,7 +141,8 @@ def run(config: TrainConfig) -> int:
         run_dir.begin(config)
         info = {
             **here, "parameters": model.num_params(), "vocab_size": tokenizer.vocab_size, "tokens": len(tokens),
-            "held_out_tokens": n_held_out, "torch": torch.__version__, "commit": commit(),
+            "held_out_tokens": n_held_out, "cache_bytes_per_token": model.cache_bytes_per_token(dtype),
+            "torch": torch.__version__, "commit": commit(),
         }  # fmt: skip
         tracker = Tracker(run_dir, config, info, start) if world.main else None
         if tracker is not None:
@@ -476,7 +480,7 @@ def describe(
     n, flops = model.num_params(), model.flops_per_token()
     peak = peak_flops(device, dtype)
     rows = rows_at_once(config.batch_size, config.model.block_size, device)
-    activations = activation_bytes(model, rows) * dtype.itemsize // 4
+    activations = activation_bytes(model, rows, device, dtype)
     seconds, rate, how, n_bytes = cost(config, vocab_size, device, dtype, n_held_out)
     return {
         "run directory": f"{config.run_dir}",

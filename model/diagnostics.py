@@ -2,12 +2,13 @@
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from model.gpt import GPT, LpNorm, QKNorm, visible_logits
+from model.gpt import GPT, LpNorm, QKNorm, causal_bias, visible_logits
 
 
 @torch.no_grad()
@@ -29,7 +30,7 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     was_training = model.training
     model.eval()
     try:
-        model(idx)
+        model(idx, last_only=True)  # what is looked at comes before the logits
     finally:
         model.train(was_training)
         for hook in hooks:
@@ -80,42 +81,68 @@ def look_at_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
 
 
 def future_leak(model: nn.Module, idx: Tensor) -> float:
-    """How much of a token's influence reaches earlier positions: 0 for a causal model, inf where logits are not finite.
+    """How much of later tokens' influence reaches earlier positions: 0 for a causal model, inf where it is not finite.
 
-    Changes one token of idx (B, T), in the middle and at the end, and returns the largest change of a logit before it,
-    relative to the largest change from it on. In the mode that the model is in; dropout draws the same masks each time.
+    Changes the tokens of idx (B, T) from some t on, and returns the largest change of a logit before t, relative to the
+    largest from it on; of the loss where the logits are never held whole. In the mode that the model is in; dropout
+    draws the same masks each time.
     """
     T = idx.size(1)
     if T == 1 or model.vocab_size == 1:
         return 0.0
 
-    def logits(idx: Tensor) -> Tensor:
+    def outcome(idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:
+        """Logits (B, T, V) and the loss of the positions `part`."""
         torch.manual_seed(0)
-        return model(idx, idx.clone())[0].detach()  # (B, T, V); two tensors, as compiled code for one is no use later
+        targets = torch.full_like(idx, -1)
+        targets[:, part] = idx[:, part]
+        logits, loss = model(idx, targets)
+        return None if logits is None else logits.detach(), loss.detach()
 
-    before, leak = logits(idx), 0.0
-    for t in {T // 2, T - 1}:
+    def predictions(idx: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        """Of the positions before t, and of those from t on."""
+        logits, loss = outcome(idx, slice(t))
+        return (loss, outcome(idx, slice(t, T))[1]) if logits is None else (logits[:, :t], logits[:, t:])
+
+    leak = 0.0
+    for t in {1, T // 2, T - 1}:
         changed = idx.clone()
-        changed[:, t] = torch.where(idx[:, t] > 0, 0, 1)
-        change = (logits(changed) - before).abs().amax((0, 2))  # (T,)
-        leak = max(leak, (change[:t].max() / change[t:].max()).nan_to_num(nan=math.inf).item())
+        changed[:, t:] = torch.where(idx[:, t:] > 0, 0, 1)
+        pairs = zip(predictions(changed, t), predictions(idx, t), strict=True)
+        before, after = ((new - old).abs().max() for new, old in pairs)
+        leak = max(leak, (before / after).nan_to_num(nan=math.inf).item())
     return leak
 
 
-def activation_bytes(model: GPT, batch_size: int) -> int:
-    """Bytes a forward pass of (batch_size, block_size) keeps for the backward one. `model` is on the meta device."""
-    idx = torch.empty(batch_size, model.block_size, dtype=torch.int64, device="meta")
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept: dict[int, int] = {}
+def activation_bytes(model: GPT, batch_size: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes that a forward pass of (batch_size, block_size) on `device` in `dtype` keeps for the backward one; with
+    activation checkpointing also those of a block that the backward pass makes again. Nothing of it is allocated."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
+    kept: dict[int, int] = {}
+    alive: list[torch.UntypedStorage] = []
+
+    def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
             kept[storage._cdata] = storage.nbytes()
         alive.append(storage)  # so that no address is used twice
         return tensor
 
-    alive: list[torch.UntypedStorage] = []
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
-        model.train()(idx, idx)
-    return sum(kept.values())
+    where = "cuda" if device.type == "cuda" else "cpu"
+    causal_bias.cache_clear()  # a real tensor is none for this mode, and what it makes is none outside
+    with FakeTensorMode(), torch.device(where):  # which takes the branches and kernels of that device
+        idx = torch.empty(batch_size, model.block_size, dtype=torch.int64)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        state = {name: torch.empty(t.shape, requires_grad=t.requires_grad) for name, t in tensors}
+        own = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        low = torch.autocast(where, dtype, enabled=dtype != torch.float32)
+        with low, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            torch.func.functional_call(model.train(), state, (idx, idx))
+    causal_bias.cache_clear()
+    total, m = sum(kept.values()), model.config.model
+    if m.activation_checkpointing:
+        with torch.device("meta"):
+            plain = GPT(replace(model.config, model=replace(m, activation_checkpointing=False)), model.vocab_size)
+        total += (activation_bytes(plain, batch_size, device, dtype) - total) // m.n_layer
+    return total

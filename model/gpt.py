@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from training.config import (
     GQAConfig,
@@ -30,6 +31,7 @@ from training.config import (
 )
 
 INIT_STD = 0.02
+LOGITS_AT_ONCE = 2**26  # elements; a loss of more is made some positions at a time
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -799,6 +801,42 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class LinearCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy in nats of logits x W^T, made `rows` positions at a time and never held whole.
+
+    x (N, C), weight (V, C), targets (N,), -1 is ignored -> (). With `gradients` the forward also makes those of the
+    sum, which backward scales: no logits are kept or made twice (as in Liger Kernel's fused linear cross-entropy).
+    Products are in autocast's type, as F.linear's are; the weight's gradient is summed in its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, gradients: bool) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        kept = targets >= 0
+        total = at_least_fp32(x.new_zeros(()))
+        x, w = x.to(dtype), weight.to(dtype)
+        dx, dw = torch.empty_like(x if gradients else total), torch.zeros_like(weight if gradients else total)
+        with torch.autocast(device, enabled=False):
+            for part in (slice(i, i + rows) for i in range(0, len(x), rows)):
+                y = at_least_fp32(x[part] @ w.T).log_softmax(-1)  # (rows, V)
+                total = total + F.nll_loss(y, targets[part], ignore_index=-1, reduction="sum")
+                if gradients:
+                    y.exp_().scatter_add_(1, targets[part, None].clamp(min=0), y.new_full((len(y), 1), -1.0))
+                    y = y.mul_(kept[part, None]).to(dtype)  # of the logits: softmax, less 1 at the target
+                    dx[part] = y @ w
+                    dw += y.T @ x[part]
+                del y  # before the next ones
+        n = kept.sum()
+        ctx.save_for_backward(dx, dw, n)
+        return total / n
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        dx, dw, n = ctx.saved_tensors
+        return at_least_fp32(dx) * (grad / n), dw * (grad / n), None, None, None
+
+
 class Transformer(nn.Module):
     """The modules of a GPT, under the names that they have in GPT-2's and nanoGPT's checkpoints."""
 
@@ -838,8 +876,8 @@ class GPT(nn.Module):
         caches: list[Cache] | None = None,
         pos: int = 0,
         last_only: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits, and with targets the mean cross-entropy in nats.
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits, and with targets the mean cross-entropy in nats; of more than LOGITS_AT_ONCE logits the loss alone.
 
         idx (B, T) tokens at positions pos .. pos+T-1; targets (B, T), -1 is ignored; caches hold the positions before
         pos and take up the new ones; last_only gives the last position's logits alone. -> (B, T or 1, V), ()
@@ -855,9 +893,16 @@ class GPT(nn.Module):
         if self.training:
             x = dropout(x, self.config.model.dropout)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, rope, None if caches is None else caches[i], pos)
+            if self.training and self.config.model.activation_checkpointing:
+                x = checkpoint(block, x, rope, use_reentrant=False)
+            else:
+                x = block(x, rope, None if caches is None else caches[i], pos)
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
         output = self.transformer.wte if self.lm_head is None else self.lm_head
+        if targets is not None and targets.numel() * self.vocab_size > LOGITS_AT_ONCE:
+            rows = max(1, LOGITS_AT_ONCE // self.vocab_size)
+            x, gradients = x.flatten(0, 1), torch.is_grad_enabled()
+            return None, LinearCrossEntropy.apply(x, output.weight, targets.flatten(), rows, gradients)
         logits = F.linear(x, output.weight)  # (B, T, V)
         if targets is None:
             return logits, None

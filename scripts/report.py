@@ -132,7 +132,12 @@ class Sweep:
         more = {key: how for key, how in (self.definition.get("also") or {}).items() if "*" not in key}
         return [
             *METRICS,
-            *(Metric(key, f"{how} of {key}", "lower", "higher", "+.4g", how) for key, how in more.items()),
+            *(
+                Metric(key, key, "lower", "higher", "+,.6g")
+                if how == "summary"
+                else Metric(key, f"{how} of {key}", "lower", "higher", "+.4g", how)
+                for key, how in more.items()
+            ),
         ]
 
     def paper(self, setting: str) -> float | None:
@@ -155,7 +160,8 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     sweep = Sweep(name or str(about.get("name") or sweep_dir.name), about, about["sweep"], [])
     also = sweep.definition.get("also") or {}
     check_evaluation(sweep.definition.get("compare") or {}, also, sweep.definition.get("paper") or {})
-    sweep.runs.extend(read_run(sweep_dir, run, list(also)) for run in plan)
+    logged = [key for key, how in also.items() if how != "summary"]
+    sweep.runs.extend(read_run(sweep_dir, run, logged) for run in plan)
     places = Counter((setting, run.replicate) for run in sweep.runs for setting in run.plan.settings)
     (setting, (seed, fold)), n = places.most_common(1)[0]
     require(n == 1, f"sweep_dir={sweep_dir} has {n} runs of {setting} with seed {seed} and fold {show(fold)}")
@@ -340,7 +346,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
             number(iteration, ",d"), number(mean_of(done, "val/loss_min")),
             number(stdev(minima) if len(minima) > 1 else None), number(mean_of(done, "iter_of_min"), ",.0f"),
             number(mean_of(done, "val/loss")), number(median(times) if (times := seconds(done)) else None, ",.1f"),
-            *(number(mean_value(done, metric), ".4g") for metric in more),
+            *(number(mean_value(done, metric), metric.spec.lstrip("+")) for metric in more),
         ])  # fmt: skip
     return Table(columns, rows, words=2)
 
@@ -402,6 +408,9 @@ probability 0.8: exact, from the noncentral t distribution.
 
 **Folds share training text**, and seeds share all of it, so that differences are not quite independent, as these \
 tests take them to be: near the threshold a verdict is worth less than its p says (Nadeau and Bengio, 2003).
+
+**Seconds and tokens a second** measure training only where nothing else ran on the device: runs side by side slow one \
+another.
 """
 
 
@@ -455,7 +464,7 @@ def runs_csv(sweep: Sweep) -> str:
     keys = dict.fromkeys(key for config in configs for key in config if key not in ("seed", "data.fold"))
     varied = [key for key in keys if len({json.dumps(config.get(key)) for config in configs}) > 1]
     numbers = ["val/loss_min", "iter_of_min", "val/loss", "train/loss", "seconds", "tok_per_sec", "parameters"]
-    measured = [*numbers, "device", "dtype", "torch", "commit"]
+    measured = [*numbers, "cache_bytes_per_token", "device", "dtype", "torch", "commit"]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [key.replace("/", "_") for key in measured]

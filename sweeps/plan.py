@@ -26,6 +26,7 @@ from training.config import (
     convert,
     did_you_mean,
     explain,
+    flatten,
     load_config,
     require,
     show,
@@ -57,7 +58,7 @@ class Sweep:
     of `words`: {name: list of train.py's words}. parts: name -> Part; without any, the grid alone. folds: values of
     data.fold; null holds out the last 10 %. seeds: values of seed. compare, also, paper: what scripts/report.py makes
     of the runs; also: other metrics than the loss, key or pattern -> how a run's lines become one number (last, max,
-    min, mean, sum).
+    min, mean, sum), or summary: summary.json has it.
     """
 
     title: str = ""
@@ -218,7 +219,8 @@ def check_evaluation(compare: Mapping[str, Any], also: Mapping[str, Any], paper:
         require(good, f"{key}.pairs={pairs} must be a list of pairs [A, B]")
         require(isinstance(patterns, list), f"{key}.settings={patterns} must be a list of patterns")
     for key, how in also.items():
-        require(how in REDUCTIONS, f"also.{key}={show(how)} must be one of {', '.join(REDUCTIONS)}")
+        known = [*REDUCTIONS, "summary"]
+        require(how in known, f"also.{key}={show(how)} must be one of {', '.join(known)}")
     numbers = paper.get("val_loss") or {}
     good = isinstance(numbers, Mapping) and all(isinstance(number, int | float) for number in numbers.values())
     require(good, f"paper.val_loss={show(numbers)} must be a group of numbers")
@@ -359,11 +361,9 @@ def read_plan(sweep_dir: Path) -> list[PlannedRun]:
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
-    before, after = asdict(old), asdict(new)
-    flat = {**old.trajectory, **{k: v for k, v in before.items() if not isinstance(v, dict)}}
-    other = {**new.trajectory, **{k: v for k, v in after.items() if not isinstance(v, dict)}}
+    flat, other = ({**flatten(asdict(config)), **config.trajectory} for config in (old, new))
     keys = [key for key in {**flat, **other} if flat.get(key) != other.get(key)]
-    return [f"{key} {show(flat.get(key))} -> {show(other.get(key))}" for key in keys] or ["wandb"]
+    return [f"{key} {show(flat.get(key))} -> {show(other.get(key))}" for key in keys]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from scipy import integrate, stats
 from scripts import report
 from scripts.paired import Comparison, Replicate, adjust, holm, interval, mean_curve, n_needed
 from scripts.report_figures import styles
-from training.config import LpQKNormConfig, TinyShakespeareConfig
+from training.config import ConfigError, LpQKNormConfig, TinyShakespeareConfig
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
 DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -236,6 +236,22 @@ def test_times_and_iterations_are_compared_too(made: Made) -> None:
     assert [row["verdict on A"] for row in iterations] == ["identical", "identical"]
     seconds = rows_of(report.comparison_table(sweep, family.metrics[2], report.METRICS[2]))
     assert seconds[1]["mean of A − B"] == "+2.00" and seconds[1]["% of B"] == "+1.92"  # of 104 s
+
+
+def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
+    made.definition["also"] = {"train/loss": "last", "parameters": "summary"}
+    made.run("a/p=2", 5, falling(1.4))
+    sweep = sweep_of(made.path)
+    row = rows_of(report.part_table(sweep, ["a/p=2"]))[0]
+    assert row["parameters"] == "4,242" and float(row["mean of last of train/loss"]) > 1
+    (family,) = report.families(sweep)
+    assert [metric.key for metric in sweep.metrics][3:] == ["train/loss", "parameters"]
+    assert family.metrics[4][0].values[1, 0] == (4242, 4242)
+    assert "parameters" not in sweep.runs[0].curves
+    made.definition["also"] = {"train/loss": "first"}
+    made.run("a/p=2", 6, falling(1.4))
+    with pytest.raises(ConfigError, match="also.train/loss=first must be one of last, max, min, mean, sum, summary"):
+        sweep_of(made.path)
 
 
 def test_both_readings_of_an_averaged_minimum_are_given(tmp_path: Path) -> None:

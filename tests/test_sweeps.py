@@ -20,7 +20,7 @@ from conftest import ROOT, TINY
 from test_train import assert_same_run
 
 from model.gpt import mean_norm_ratio
-from sweeps.plan import Sweep, compose, freeze, load_sweep, plan_runs, read_plan
+from sweeps.plan import PlannedRun, Sweep, compose, freeze, load_sweep, plan_runs, read_plan
 from sweeps.status import state_of
 from sweeps.worker import claimed, is_claimed, read_claim
 from training.config import CONFIG_DIR, ConfigError, load_config, to_yaml
@@ -152,6 +152,39 @@ def test_a_sweep_that_extends_another_changes_what_it_names() -> None:
     assert small.overrides[: len(base.overrides)] == base.overrides
     assert small.parts["control"].overrides == base.parts["control"].overrides
     assert small.parts["control"].grid != base.parts["control"].grid
+
+
+def test_the_gqa_sweep_reads_the_papers_32768_tokens_both_ways_and_shares_keys_in_every_way() -> None:
+    planned = plan_runs(load_sweep("gqa", {"parts": "all"}), [])
+
+    def points(part: str) -> dict[tuple[int, str], list[PlannedRun]]:
+        found: dict[tuple[int, str], list[PlannedRun]] = {}
+        for run in planned:
+            if any(setting.startswith(f"{part}/") for setting in run.settings):
+                n_kv_head = run.config.attention.n_kv_head  # type: ignore[union-attr]
+                found.setdefault((n_kv_head, run.settings[0].partition("/")[2]), []).append(run)
+        return found
+
+    step, sequence, heads = (points(part) for part in ("per_step", "per_sequence", "kv_heads"))
+    norms = {(3, name) for name in ("none", "rms", "layernorm", "l2", "lp3")}
+    assert step.keys() == sequence.keys() == norms and len(heads) == 6
+    assert all(len(runs) == 3 for part in (step, sequence, heads) for runs in part.values())
+    assert {run.config.tokens_per_iter for runs in step.values() for run in runs} == {32_768}
+    long = [run.config for runs in sequence.values() for run in runs]
+    assert {(c.model.block_size, c.tokens_per_iter) for c in long} == {(32_768, 32 * 32_768)}
+    assert all(c.model.activation_checkpointing and c.dtype == "bfloat16" and c.max_iters == 640 for c in long)
+    for name in ("none", "rms"):
+        assert heads[3, name] == step[3, name]  # run once
+        assert {k for k, setting in heads if setting.split(",")[0] == name} == {k for k in range(1, 10) if 9 % k == 0}
+
+
+def test_gqa_nano_is_every_norm_at_every_number_of_key_heads_over_three_seeds() -> None:
+    runs = plan_runs(load_sweep("gqa_nano", {}), [])
+    assert len(runs) == 5 * 3 * 3 and {run.seed for run in runs} == {1, 2, 3}
+    assert {run.config.attention.n_kv_head for run in runs} == {1, 2, 4}  # type: ignore[union-attr]
+    names = {setting for run in runs for setting in run.settings}
+    compare = load_sweep("gqa_nano", {}).compare.values()
+    assert len(names) == 15 and all(family["baseline"] in names for family in compare)
 
 
 def test_ten_thousand_runs_are_planned_and_frozen_in_under_a_minute(tmp_path: Path) -> None:

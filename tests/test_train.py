@@ -287,7 +287,7 @@ def test_a_mask_missing_in_training_alone_is_refused_too(
 
 
 def test_a_model_of_nans_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = train.GPT.forward
+    forward: Any = train.GPT.forward
 
     def broken(self: Any, *args: Any, **options: Any) -> Any:
         logits, loss = forward(self, *args, **options)

@@ -54,6 +54,7 @@ class ModelConfig:
     position: str = "learned"
     rope_theta: float | None = None
     tied: bool = True
+    activation_checkpointing: bool = False
 
     def check(self) -> None:
         require(re.fullmatch(r"[\w.-]{1,64}", self.name) is not None, f"model.name={self.name} must be a plain word")
@@ -445,6 +446,7 @@ OptimConfig = AdamWConfig
 # round-off; the dtype that `dtype` comes to may not, which train.py sees to.
 FREE_KEYS = {"out_dir", "max_iters", "eval_interval", "eval_iters", "log_interval", "checkpoint_interval", "plot"}
 FREE_KEYS |= {"dry_run", "eval_only", "fresh", "wandb", "device", "dtype", "compile", "threads"}
+FREE_KEYS |= {"model.activation_checkpointing"}
 
 # Settings that came after runs had been named: null is what those runs had, and leaves their names and hashes alone.
 LATER_KEYS = {"data.vocab_size"}
@@ -497,7 +499,8 @@ class TrainConfig:
         config["data"].pop("path", None)  # a corpus may move: its SHA-256 is compared
         if isinstance(self.data, DataConfig) and self.data.tokenizer == "bpe":
             config["data"]["vocab_size"] = self.data.bpe_vocab_size
-        return {key: value for key, value in flatten(config).items() if value is not None or key not in LATER_KEYS}
+        flat = {key: value for key, value in flatten(config).items() if key not in FREE_KEYS}
+        return {key: value for key, value in flat.items() if value is not None or key not in LATER_KEYS}
 
     @property
     def label(self) -> str:

@@ -1,0 +1,337 @@
+"""Long sequences: the loss without the logits, activation checkpointing, and what they leave of a step's memory."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from test_ddp import torchrun
+from test_train import assert_same_run, configured, lines, weights
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+from torch.nn import functional as F
+from variants import LAYOUTS, V, build, config_of, random_tokens
+
+import model.gpt
+import train
+from model.diagnostics import activation_bytes, future_leak
+from model.gpt import GPT, LinearCrossEntropy, at_least_fp32
+from sweeps.plan import compose
+from training.config import load_config
+
+CHECKPOINTED = {"activation_checkpointing": True}
+
+
+def targets_of(*shape: int) -> Tensor:
+    """Some of them ignored, a whole row of 16 among them."""
+    targets = random_tokens(*shape, seed=3)
+    targets[0, 5:] = targets[1, :16] = -1
+    return targets
+
+
+def step(gpt: GPT, idx: Tensor, targets: Tensor, autocast: bool = False) -> dict[str, Tensor]:
+    """The loss and the gradients of a third of it."""
+    gpt.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = gpt(idx, targets)[1]
+    assert loss is not None
+    (loss / 3).backward()
+    gradients = {name: p.grad for name, p in gpt.named_parameters()}
+    return {"loss": loss.detach(), **{name: g.clone() for name, g in gradients.items() if g is not None}}
+
+
+def relative(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest relative difference of any tensor."""
+    assert a.keys() == b.keys()
+    return max(((a[name].double() - b[name].double()).norm() / b[name].double().norm()).item() for name in b)
+
+
+# -----------------------------------------------------------------------------
+# The loss without the logits
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rows", [1, 7, 16, 47])
+def test_loss_and_gradients_are_those_of_whole_logits(rows: int, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt, idx, targets = build(config_of("gqa", "rms", tied=tied)).train(), random_tokens(3, 16), targets_of(3, 16)
+    whole, expected = gpt(idx, targets)[0], step(gpt, idx, targets)
+    monkeypatch.setattr(model.gpt, "LOGITS_AT_ONCE", rows * V)
+    assert whole is not None and gpt(idx, targets)[0] is None
+    assert relative(step(gpt, idx, targets), expected) <= 1e-14
+    with torch.no_grad():
+        assert relative({"loss": gpt.eval()(idx, targets)[1]}, {"loss": expected["loss"]}) <= 1e-14
+
+
+def test_under_autocast_they_are_as_exact() -> None:
+    """In bf16 the products of many positions round at random; the weight's gradient, summed in fp32, a little less."""
+    g = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(n, 64, generator=g, dtype=torch.float64) for n in (400, 100)]
+    targets = torch.randint(-1, 100, (400,), generator=g)
+
+    def whole(x: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(at_least_fp32(F.linear(x, weight)), targets, ignore_index=-1)
+
+    def chunked(x: Tensor, weight: Tensor) -> Tensor:
+        return LinearCrossEntropy.apply(x, weight, targets, 30, True)
+
+    found = []
+    for function, dtype in ((whole, torch.float64), (whole, torch.float32), (chunked, torch.float32)):
+        x, weight = (t.detach().to(dtype).requires_grad_() for t in inputs)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            loss = function(x, weight)
+        loss.backward()
+        assert x.grad is not None and weight.grad is not None and weight.grad.dtype == dtype
+        found.append([loss.detach(), x.grad, weight.grad])
+    exact, *low = found
+    for of_whole, of_chunked, reference in zip(*low, exact, strict=True):
+        errors = [((t - reference).norm() / reference.norm()).item() for t in (of_whole, of_chunked)]
+        assert errors[1] <= 1.05 * errors[0] + 1e-6 and errors[0] < 0.02
+
+
+def test_only_more_logits_than_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt, idx = build(config_of("gqa", "rms")), random_tokens(3, 16)
+    monkeypatch.setattr(model.gpt, "LOGITS_AT_ONCE", 3 * 16 * V)
+    assert gpt(idx, idx)[0] is not None
+    monkeypatch.setattr(model.gpt, "LOGITS_AT_ONCE", 3 * 16 * V - 1)
+    assert gpt(idx, idx)[0] is None and gpt(idx)[0] is not None
+
+
+def test_presets_on_characters_keep_their_logits() -> None:
+    """Their runs are older than LinearCrossEntropy, and stay the same bit by bit."""
+    for name in ("baby_gpt", "nano_cpu", "gqa_nano", "mla_nano"):
+        config = load_config(compose([f"model={name}"]))
+        sequences = max(config.batch_size, train.EVAL_TOKENS["cuda"] // config.model.block_size)
+        assert sequences * config.model.block_size * 65 <= model.gpt.LOGITS_AT_ONCE
+        assert config.tokens_per_iter * 4096 <= model.gpt.LOGITS_AT_ONCE  # nor with data.tokenizer=bpe
+
+
+def test_without_a_target_the_loss_is_that_of_whole_logits_too() -> None:
+    x, weight, none = torch.randn(4, 8), torch.randn(V, 8), torch.full((4,), -1)
+    assert LinearCrossEntropy.apply(x, weight, none, 2, False).isnan()
+    assert F.cross_entropy(x @ weight.T, none, ignore_index=-1).isnan()
+
+
+# -----------------------------------------------------------------------------
+# The start-up check
+
+
+def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    return torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
+
+
+def one_ahead(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    hidden = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).triu(2)
+    return torch.softmax((scale * q @ k.transpose(-2, -1)).masked_fill(hidden, -torch.inf), -1) @ v
+
+
+@pytest.mark.parametrize("T", [2, 3, 600])
+@pytest.mark.parametrize("limit", [2**26, 5 * V])
+def test_a_model_that_sees_the_future_is_found_at_any_length(
+    T: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it starts, in bf16, where one of 600 tokens hardly moves the others, and from the loss alone."""
+    gpt = GPT(config_of("gqa", "rms", block_size=T, n_layer=1), V).train()
+    gpt.init_weights(0)
+    monkeypatch.setattr(model.gpt, "LOGITS_AT_ONCE", limit)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert future_leak(gpt, random_tokens(1, T)) == 0
+        for wrong in (unmasked, one_ahead):
+            with monkeypatch.context() as patch:
+                patch.setattr(model.gpt, "causal_attention", wrong)
+                assert future_leak(gpt, random_tokens(1, T)) > 1e-3
+
+
+# -----------------------------------------------------------------------------
+# Activation checkpointing
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpointing_changes_no_bit(layout: str, dropout: float) -> None:
+    """Loss, gradients, the maxima that QK-Clip tracks, and the generator; over two micro-batches."""
+    found: list[list[Tensor]] = []
+    for checkpointing in (False, True):
+        config = config_of(layout, "lp_learned", dropout=dropout, activation_checkpointing=checkpointing)
+        gpt = build(config, dtype=torch.float32).train()
+        for attention in gpt.attentions:
+            attention.track_max_logits()
+        torch.manual_seed(0)
+        losses = []
+        for seed in (4, 5):
+            with torch.autocast("cpu", torch.bfloat16):
+                losses.append(gpt(random_tokens(3, 16, seed=seed), targets_of(3, 16))[1])
+            losses[-1].backward()
+        gradients = [p.grad for p in gpt.parameters() if p.grad is not None]
+        assert len(gradients) == len(list(gpt.parameters()))
+        found.append([*losses, *gradients, *(a.pop_max_logits() for a in gpt.attentions), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_it_neither_names_a_run_nor_stops_its_resume(corpus: Path, tmp_path: Path) -> None:
+    changes = {"model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.2}}
+    checkpointed = {"model": {**changes["model"], **CHECKPOINTED}}
+    config = configured(corpus, tmp_path / "straight", **changes)
+    assert train.run(config) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **checkpointed)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    other = replace(config, model=replace(config.model, activation_checkpointing=True))
+    assert other.trajectory == config.trajectory
+    assert replace(other, out_dir=None).run_dir == replace(config, out_dir=None).run_dir
+
+
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
+def test_compiled_it_is_the_plain_run_in_one_graph(
+    attention: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without logits, checkpointed, with clipped heads, over two micro-batches; but for the code generator."""
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, fullgraph=True, backend=backend))
+    shape = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, "position": "rope"}
+    layout = {"name": "gqa", "n_kv_head": 2} if attention == "gqa" else {"name": "mla", "kv_rank": 12, "nope_dim": 8}
+    changes = {
+        "attention": layout, "qk_clip": {"name": "clip", "threshold": 0.02}, "gradient_accumulation_steps": 2,
+        "optim": {"name": "adamw", "learning_rate": 1e-2}, "dtype": "float32", "max_iters": 3,
+    }  # fmt: skip
+    plain, long = ({**shape, "rope_theta": 1e4, "activation_checkpointing": on} for on in (False, True))
+    assert train.run(configured(corpus, tmp_path / "plain", model=plain, **changes)) == 0
+    monkeypatch.setattr(model.gpt, "LOGITS_AT_ONCE", 300)
+    assert train.run(configured(corpus, tmp_path / "long", model=long, compile=True, **changes)) == 0
+    expected = lines(tmp_path / "plain")
+    assert sum(line["qk_clip/clipped"] for line in expected[:-1]) > 0
+    for a, b in zip(expected, lines(tmp_path / "long"), strict=True):
+        assert b == pytest.approx(a, rel=1e-5)
+    assert graphs == 2  # training and evaluation
+
+
+def test_generated_code_has_the_loss_and_gradients_of_eager_code() -> None:
+    """torch.compile's own backend, under autocast."""
+    if shutil.which("g++") is None and not os.environ.get("CI"):
+        pytest.skip("torch.compile needs g++")
+    torch._dynamo.reset()
+    found = []
+    for function in (LinearCrossEntropy.apply, torch.compile(LinearCrossEntropy.apply, fullgraph=True)):
+        g = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(n, 8, generator=g).requires_grad_() for n in (10, V))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = function(x, weight, random_tokens(10), 4, True)
+        loss.backward()
+        found.append({"loss": loss.detach(), "x": x.grad, "weight": weight.grad})
+    assert relative(*found) <= 5e-3
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+import model.gpt, train
+model.gpt.LOGITS_AT_ONCE = 100
+train.main()
+"""
+
+
+def test_two_ranks_equal_one(tiny_run: list[str], tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(SCRIPT.format(root=str(ROOT)))
+    words = [*tiny_run, "model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=4"]
+    checkpointing = "model.activation_checkpointing=true"
+    done = torchrun(tmp_path, *words, checkpointing, "out_dir=two", script=tmp_path / "long.py")
+    assert done.returncode == 0, done.stderr
+    settings = json.loads((tmp_path / "two" / "ckpt" / "latest" / "state.json").read_text())["config"]
+    settings["model"]["activation_checkpointing"] = False
+    assert train.run(load_config({**settings, "out_dir": str(tmp_path / "alone")})) == 0
+    for a, b in zip(lines(tmp_path / "two"), lines(tmp_path / "alone"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "alone")
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
+
+
+# -----------------------------------------------------------------------------
+# Memory
+
+
+def kept_bytes(gpt: GPT, idx: Tensor, dtype: torch.dtype) -> int:
+    """Of the tensors that autograd saves in a forward pass, the weights' own left out."""
+    storages = {}
+    own = {t.untyped_storage().data_ptr() for t in [*gpt.parameters(), *gpt.buffers()]}
+
+    def count(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()  # alive: no address is used twice
+        return tensor
+
+    low = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+    with low, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        gpt(idx, idx)
+    return sum(storage.nbytes() for address, storage in storages.items() if address not in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [2**26, 20 * V])
+@pytest.mark.parametrize("layout, dropout", [("mha", 0.2), ("gqa", 0.0), ("mla", 0.0)])
+def test_the_estimate_of_the_activations_is_what_autograd_keeps(
+    layout: str, dropout: float, limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.gpt, "LOGITS_AT_ONCE", limit)
+    config = config_of(layout, "lp3", dropout=dropout, n_layer=3, block_size=64)
+    plain = kept_bytes(build(config, dtype=torch.float32).train(), random_tokens(2, 64), dtype)
+    estimates = []
+    for checkpointing in (False, True):
+        changed = replace(config, model=replace(config.model, activation_checkpointing=checkpointing))
+        with torch.device("meta"):
+            estimates.append(activation_bytes(GPT(changed, V), 2, torch.device("cpu"), dtype))
+    kept = kept_bytes(build(changed, dtype=torch.float32).train(), random_tokens(2, 64), dtype)
+    assert estimates[0] == plain
+    assert estimates[1] == kept + (plain - kept) // 3 < plain  # a block more, that is made again
+
+
+STEP = """
+import resource, sys
+sys.path.insert(0, {root!r})
+import torch
+import model.gpt
+from sweeps.plan import compose
+from training.config import load_config
+torch.set_num_threads(1)
+plain = sys.argv[1] == "plain"
+if plain:
+    model.gpt.LOGITS_AT_ONCE = 2**60
+shape = dict(n_layer=4, n_head=1, n_embd=32, block_size=8192, dropout=0.0, mlp="swiglu", position="rope")
+shape |= dict(rope_theta=1e4, activation_checkpointing=not plain)
+config = load_config(dict(model=shape, attention=dict(name="gqa", n_kv_head=1), qk_norm=dict(name="rms")))
+gpt = model.gpt.GPT(config, 16384)
+gpt.init_weights(0)
+idx = torch.randint(16384, (1, 8192), generator=torch.Generator().manual_seed(0))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loss = gpt.train()(idx, idx)[1]
+loss.backward()
+mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+print(mib, loss.item(), gpt.transformer.wte.weight.grad.norm().item())
+"""
+
+
+def test_a_step_of_8192_tokens_takes_half_the_memory() -> None:
+    """Plain: 0.5 GiB for the logits, two or three times over, and all activations."""
+    found = []
+    for which in ("plain", "long"):
+        command = [sys.executable, "-c", STEP.format(root=str(ROOT)), which]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found.append([float(word) for word in done.stdout.split()])
+    (plain, *expected), (long, *actual) = found
+    assert actual == pytest.approx(expected, rel=1e-4)
+    assert long < 800 < 1400 < plain, (long, plain)
