@@ -419,6 +419,47 @@ class FineWebConfig:
             at_least("data.val_tokens", self.val_tokens, 2)
 
 
+@dataclass(frozen=True)
+class RandomConfig:
+    """n_tokens uniformly random tokens, of which the last val_tokens are held out: no text, and no folds."""
+
+    name: str = "random"
+    n_tokens: int = 10_000_000
+    vocab_size: int = 256
+    val_tokens: int = 100_000
+    seed: int = 0
+
+    def check(self) -> None:
+        at_least("data.n_tokens", self.n_tokens, 4)
+        at_least("data.vocab_size", self.vocab_size, 2)
+        at_least("data.val_tokens", self.val_tokens, 2)
+        require(
+            self.val_tokens < self.n_tokens,
+            f"data.val_tokens={self.val_tokens} must be < data.n_tokens={self.n_tokens}",
+        )
+        require(0 <= self.seed < 2**63, f"data.seed={self.seed} must be >= 0 and < 2**63")
+
+
+FAULTS = (
+    "none",
+    "no_mask",
+    "unshifted_labels",
+    "loss_over_accumulation",
+    "repeated_batches",
+    "padding_in_mean",
+)
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    """A fault that makes the loss too good to be true, on purpose: training/faults.py."""
+
+    name: str = "none"
+
+    def check(self) -> None:
+        one_of("fault.name", self.name, FAULTS)
+
+
 # A variant is one dataclass and one entry here, its class and one entry in model/gpt.py, and one YAML file.
 ATTENTIONS = {"mha": MHAConfig, "gqa": GQAConfig, "mla": MLAConfig}
 QK_NORMS = {"none": NoQKNormConfig, "lp": LpQKNormConfig, "rms": RMSQKNormConfig, "layernorm": LayerNormQKNormConfig}
@@ -431,6 +472,7 @@ CORPORA = {
     "python_source": PythonSourceConfig,
     "text": TextConfig,
     "fineweb": FineWebConfig,
+    "random": RandomConfig,
 }
 
 AttentionConfig = MHAConfig | MLAConfig
@@ -446,8 +488,8 @@ OptimConfig = AdamWConfig
 FREE_KEYS = {"out_dir", "max_iters", "eval_interval", "eval_iters", "log_interval", "checkpoint_interval", "plot"}
 FREE_KEYS |= {"dry_run", "eval_only", "fresh", "wandb", "device", "dtype", "compile", "threads"}
 
-# Settings that came after runs had been named: null is what those runs had, and leaves their names and hashes alone.
-LATER_KEYS = {"data.vocab_size"}
+# Settings that came after runs had been named, with what those runs had: it leaves their names and hashes alone.
+LATER_KEYS = {"data.vocab_size": None, "fault.name": "none"}
 
 
 @dataclass(frozen=True)
@@ -476,7 +518,10 @@ class TrainConfig:
     qk_clip: NoQKClipConfig = field(default_factory=NoQKClipConfig, metadata={"variants": QK_CLIPS})
     optim: OptimConfig = field(default_factory=AdamWConfig, metadata={"variants": OPTIMS})
     schedule: ScheduleConfig = field(default_factory=CosineConfig, metadata={"variants": SCHEDULES})
-    data: DataConfig | FineWebConfig = field(default_factory=TinyShakespeareConfig, metadata={"variants": CORPORA})
+    data: DataConfig | FineWebConfig | RandomConfig = field(
+        default_factory=TinyShakespeareConfig, metadata={"variants": CORPORA}
+    )
+    fault: FaultConfig = field(default_factory=FaultConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     @property
@@ -497,7 +542,7 @@ class TrainConfig:
         config["data"].pop("path", None)  # a corpus may move: its SHA-256 is compared
         if isinstance(self.data, DataConfig) and self.data.tokenizer == "bpe":
             config["data"]["vocab_size"] = self.data.bpe_vocab_size
-        return {key: value for key, value in flatten(config).items() if value is not None or key not in LATER_KEYS}
+        return {key: v for key, v in flatten(config).items() if key not in LATER_KEYS or v != LATER_KEYS[key]}
 
     @property
     def label(self) -> str:
@@ -513,6 +558,7 @@ class TrainConfig:
         else:
             parts.append(self.qk_norm.name)
         recipe = [
+            f"FAULT_{self.fault.name}" if self.fault.name != FaultConfig.name else "",
             self.optim.name if self.optim.name != AdamWConfig.name else "",
             self.schedule.name if self.schedule.name != CosineConfig.name else "",
         ]
@@ -549,8 +595,9 @@ class TrainConfig:
         require(self.out_dir != "", "out_dir= must not be empty")
         require(not (self.eval_only and self.fresh), "fresh=true leaves eval_only=true nothing to evaluate")
         require(not (self.eval_only and self.dry_run), "dry_run=true and eval_only=true exclude each other")
-        for group in (self.model, self.qk_norm, self.qk_clip, self.optim, self.schedule, self.data, self.wandb):
+        for group in (self.model, self.qk_norm, self.qk_clip, self.optim, self.schedule, self.data, self.fault):
             group.check()
+        self.wandb.check()
         self.attention.check(self.model)
         require(
             not (isinstance(self.attention, MLAConfig) and self.attention.qk_norm_layout == "unified")
@@ -561,6 +608,10 @@ class TrainConfig:
             not isinstance(self.qk_clip, QKClipConfig) or isinstance(self.qk_norm, NoQKNormConfig),
             f"qk_clip=clip needs qk_norm=none: with qk_norm={self.qk_norm.name} the weights' scale does not reach the"
             " logits",
+        )
+        require(
+            self.fault.name != "loss_over_accumulation" or self.gradient_accumulation_steps > 1,
+            "fault=loss_over_accumulation needs gradient_accumulation_steps > 1",
         )
         if isinstance(self.schedule, DecayConfig):
             self.schedule.check_decay(self.max_iters, self.optim.learning_rate)
