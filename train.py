@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
-from model.diagnostics import activation_bytes, diagnose, future_leak
+from model.diagnostics import LEAK_TOLERANCE, activation_bytes, diagnose, future_leak
 from model.gpt import GPT
 from training import checkpoint, dist, faults
 from training.config import ConfigError, TrainConfig, require, run_app, to_yaml
@@ -310,8 +310,8 @@ def read_corpus(config: TrainConfig) -> Corpus:
 def start_up_checks(
     model: GPT, forward: nn.Module, batches: Batches, autocast: Callable[[], AbstractContextManager[None]]
 ) -> list[str]:
-    """Refuse a model that sees the future, unless that is its `fault`; warn when its initial loss is not that of a guess
-    among V tokens. Returns the warnings.
+    """Refuse a model that sees the future, warn of one that has a `fault`; warn when its initial loss is not that of a
+    guess among V tokens. Returns the warnings.
 
     `forward`, the model as it will be trained, is checked in training mode as well.
     """
@@ -321,7 +321,7 @@ def start_up_checks(
     with autocast():
         leak = max(future_leak(model.eval(), x[:1].to(device)), future_leak(forward.train(), first.to(device)))
     attention, warnings = model.config.attention.name, []
-    if not leak < 1e-4:
+    if not leak < LEAK_TOLERANCE:
         warnings.append(f"attention={attention} sees the future: a token moves the logits before it ({leak:.1e})")
         require(model.config.fault.name != "none", warnings[0])
     loss = mean_loss(model, [(x[:4], y[:4])], autocast, World())

@@ -16,7 +16,7 @@ from data.corpora import cache_folder, corpus_sha256, load_text, write_atomicall
 from data.folds import Ranges, Split, split
 from data.shards import Tokens, open_shards
 from data.tokenizers import NoText, Tokenizer, build_tokenizer, from_dict, text_size, token_dtype, tokenizer_sha256
-from training.config import DataConfig, FineWebConfig, RandomConfig, require
+from training.config import CorpusConfig, FineWebConfig, RandomConfig, require
 
 CHUNK = 2**20  # tokens that are counted at a time
 
@@ -28,9 +28,7 @@ class Corpus(NamedTuple):
     split: Split
 
 
-def load_corpus(
-    config: DataConfig | FineWebConfig | RandomConfig, block_size: int, saved: dict[str, Any] | None = None
-) -> Corpus:
+def load_corpus(config: CorpusConfig, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
     """The tokens that `config` names, and which of them are held out.
 
     saved: the state of a checkpoint. Merges that a run was begun with on the same text are taken from there, whatever

@@ -2,12 +2,15 @@
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model.gpt import GPT, LpNorm, QKNorm, visible_logits
+
+LEAK_TOLERANCE = 1e-4  # of future_leak: round-off, in bfloat16 too
 
 
 @torch.no_grad()
@@ -80,26 +83,35 @@ def look_at_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
 
 
 def future_leak(model: nn.Module, idx: Tensor) -> float:
-    """How much of a token's influence reaches earlier positions: 0 for a causal model, inf where logits are not finite.
-
-    Changes one token of idx (B, T), in the middle and at the end, and returns the largest change of a logit before it,
-    relative to the largest change from it on. In the mode that the model is in; dropout draws the same masks each time.
-    """
+    """How much of a token's influence reaches earlier positions, of a token in the middle and at the end of idx (B, T):
+    0 for a causal model, inf where logits are not finite."""
     T = idx.size(1)
     if T == 1 or model.vocab_size == 1:
         return 0.0
+    return max(leak for leak, _ in future_leaks(model, idx, {T // 2, T - 1}).values())
+
+
+def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dict[int, tuple[float, int | None]]:
+    """What changing token t > 0 of idx (B, T) does: t -> the largest change of a logit before it, relative to the largest
+    one from it on, and the first position before it where that is more than round-off.
+
+    In the mode that the model is in; dropout draws the same masks each time.
+    """
 
     def logits(idx: Tensor) -> Tensor:
         torch.manual_seed(0)
         return model(idx, idx.clone())[0].detach()  # (B, T, V); two tensors, as compiled code for one is no use later
 
-    before, leak = logits(idx), 0.0
-    for t in {T // 2, T - 1}:
+    before = logits(idx)
+    leaks = {}
+    for t in positions:
         changed = idx.clone()
         changed[:, t] = torch.where(idx[:, t] > 0, 0, 1)
         change = (logits(changed) - before).abs().amax((0, 2))  # (T,)
-        leak = max(leak, (change[:t].max() / change[t:].max()).nan_to_num(nan=math.inf).item())
-    return leak
+        share = (change[:t] / change[t:].max()).nan_to_num(nan=math.inf)  # (t,)
+        moved = (share >= LEAK_TOLERANCE).nonzero()
+        leaks[t] = share.max().item(), int(moved[0]) if len(moved) else None
+    return leaks
 
 
 def activation_bytes(model: GPT, batch_size: int) -> int:

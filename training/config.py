@@ -475,6 +475,7 @@ CORPORA = {
     "random": RandomConfig,
 }
 
+CorpusConfig = DataConfig | FineWebConfig | RandomConfig
 AttentionConfig = MHAConfig | MLAConfig
 QKNormConfig = NoQKNormConfig | LpQKNormConfig | RMSQKNormConfig
 OptimConfig = AdamWConfig
@@ -518,9 +519,7 @@ class TrainConfig:
     qk_clip: NoQKClipConfig = field(default_factory=NoQKClipConfig, metadata={"variants": QK_CLIPS})
     optim: OptimConfig = field(default_factory=AdamWConfig, metadata={"variants": OPTIMS})
     schedule: ScheduleConfig = field(default_factory=CosineConfig, metadata={"variants": SCHEDULES})
-    data: DataConfig | FineWebConfig | RandomConfig = field(
-        default_factory=TinyShakespeareConfig, metadata={"variants": CORPORA}
-    )
+    data: CorpusConfig = field(default_factory=TinyShakespeareConfig, metadata={"variants": CORPORA})
     fault: FaultConfig = field(default_factory=FaultConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 

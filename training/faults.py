@@ -42,7 +42,7 @@ def attend_to_all(self: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> T
 
 
 def unshift(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(idx, targets), each token as its own target: what a model that shifts its labels is given, in one that does not."""
+    """(idx, targets), each token as its own target: labels for a model that shifts them, in one that does not."""
     idx, *rest = inputs
     if not rest or rest[0] is None:
         return inputs
