@@ -88,7 +88,8 @@ def run(config: TrainConfig) -> int:
     model.init_weights(config.seed)
     model.to(device)
     if config.fault.name != "none":
-        faults.inject(config, model, batches)
+        faults.spoil_model(config, model)
+        faults.spoil_batches(config, batches)
     compiled = device.type == "cuda" if config.compile == "auto" else bool(config.compile)
     forward: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
     tracked = model.attentions if config.qk_clip.name != "none" else []

@@ -345,7 +345,9 @@ def build_tokenizer(name: str, text: str, vocab_size: int | None = None) -> Toke
 
 def from_dict(saved: dict[str, Any]) -> Tokenizer:
     """The tokenizer whose `to_dict()` was saved."""
-    return {**TOKENIZERS, "none": NoText}[saved["name"]].from_dict(saved)
+    if saved["name"] == "none":
+        return NoText.from_dict(saved)
+    return TOKENIZERS[saved["name"]].from_dict(saved)
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:

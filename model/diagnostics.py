@@ -92,8 +92,8 @@ def future_leak(model: nn.Module, idx: Tensor) -> float:
 
 
 def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dict[int, tuple[float, int | None]]:
-    """What changing token t > 0 of idx (B, T) does: t -> the largest change of a logit before it, relative to the largest
-    one from it on, and the first position before it where that is more than round-off.
+    """What changing token t > 0 of idx (B, T) does: t -> the largest change of a logit before it, relative to the
+    largest one from it on, and the first position before it where that is more than round-off.
 
     In the mode that the model is in; dropout draws the same masks each time.
     """

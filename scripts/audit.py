@@ -56,6 +56,7 @@ T = 64  # positions that are looked at, where the model has as many
 STEP_0_TOLERANCE = 0.3  # nats, as in train.py
 SIGMAS, LEAST = 5, 0.01  # how far below the floor a loss is no chance: standard errors, and nats
 AGREE = 1e-3  # relative difference that round-off explains
+SEED = 20251028  # of the random tokens: not those that a run with data=random was trained on
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Subject(Protocol):
     block_size: int
 
     def fresh(self) -> nn.Module: ...
-    def batches(self, model: nn.Module, vocab_size: int) -> Batches:
-        """Of uniformly random tokens, as the subject's training would have them for `model`."""
+    def batches(self, vocab_size: int) -> Batches:
+        """Of uniformly random tokens."""
 
     def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
         """The losses of a fresh model's training on random tokens, as reported, and the tokens of each."""
@@ -93,22 +94,25 @@ class Run:
         self.config, self.device = replace(model.config, device=str(device)), device
         self.vocab_size, self.block_size = model.vocab_size, model.block_size
         self.about = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
-        self.trained: GPT = model
+        require(self.block_size > 1, f"run={run} has model.block_size=1: no token is before another")
+        self.trained: nn.Module = model
+        faults.spoil_model(self.config, model)
 
-    def fresh(self) -> GPT:
+    def fresh(self) -> nn.Module:
         model = GPT(self.config, self.vocab_size)
         model.init_weights(self.config.seed)
+        faults.spoil_model(self.config, model)
         return model.to(self.device)
 
-    def batches(self, model: nn.Module, vocab_size: int) -> Batches:
+    def batches(self, vocab_size: int) -> Batches:
         found = random_batches(vocab_size, self.block_size, max(1, 512 // self.block_size))
-        faults.inject(self.config, model, found)
+        faults.spoil_batches(self.config, found)
         return found
 
     def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
         n, val = steps * self.config.tokens_per_iter, 2 * self.block_size
         # ten times as many as are drawn, or it could learn them by heart
-        data = RandomConfig(n_tokens=min(max(10 * n, 10**6), 10**9), vocab_size=vocab_size, val_tokens=val)
+        data = RandomConfig("random", min(max(10 * n, 10**6), 10**9), vocab_size, val, SEED)
         lines = self.metrics(data=data, max_iters=steps, schedule=ConstantConfig(warmup_iters=steps // 20))
         return [line["train/loss"] for line in lines if "train/loss" in line], self.config.tokens_per_iter
 
@@ -125,11 +129,18 @@ class Run:
     def metrics(self, **changes: Any) -> list[dict[str, Any]]:
         """metrics.jsonl of a run of train.py with the run's settings, but for `changes`."""
         end: int = changes["max_iters"]
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            quiet = {"log_interval": 1, "eval_interval": end, "checkpoint_interval": end, "eval_iters": 0}
-            plain = {"plot": False, "dry_run": False, "eval_only": False, "fresh": False, "dtype": "float32"}
-            out: dict[str, Any] = {"out_dir": f"{folder}/run", "wandb": WandbConfig(mode="disabled")}
-            status = train.run(replace(self.config, **(quiet | plain | out | changes)))
+        plain: dict[str, Any] = {
+            "log_interval": 1, "eval_interval": end, "checkpoint_interval": end, "eval_iters": 0, "plot": False,
+            "dry_run": False, "eval_only": False, "fresh": False, "dtype": "float32",
+            "wandb": WandbConfig(mode="disabled"),
+        }  # fmt: skip
+        said = io.StringIO()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
+            status = train.run(replace(self.config, **(plain | changes), out_dir=f"{folder}/run"))
             if status > 128:
                 sys.exit(status)
             return Metrics.read(Path(folder) / "run" / "metrics.jsonl")
@@ -166,22 +177,22 @@ class HuggingFace:
             model = self.auto.from_pretrained(place, local_files_only=True, **self.options)
         except Exception as error:  # transformers, safetensors and a folder's own code share no base class
             raise ConfigError(f"model={folder} cannot be loaded: {one_line(error)}") from error
-        self.trained = WithLabels(model).to(device)
-        self.config, self.vocab_size = model.config, self.trained.vocab_size
+        self.trained: nn.Module = WithLabels(model).to(device)
+        self.config, self.vocab_size = model.config, model.config.get_text_config().vocab_size
         self.block_size = min(getattr(model.config.get_text_config(), "max_position_embeddings", T + 1) - 1, T)
         self.about = {"model": folder, "architecture": type(model).__name__}
 
-    def fresh(self) -> WithLabels:
+    def fresh(self) -> nn.Module:
         torch.manual_seed(0)
         return WithLabels(self.auto.from_config(self.config, **self.options)).to(self.device)
 
-    def batches(self, model: nn.Module, vocab_size: int) -> Batches:
+    def batches(self, vocab_size: int) -> Batches:
         return random_batches(vocab_size, self.block_size, 8)
 
     def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
         model, losses = self.fresh().train(), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        batches = self.batches(model, vocab_size)
+        batches = self.batches(vocab_size)
         for step in range(steps):
             loss = model(*(part.to(self.device) for part in batches.get_batch(step)))[1]
             optimizer.zero_grad()
@@ -193,7 +204,7 @@ class HuggingFace:
 
     def update(self, micro_batches: int) -> tuple[float, Tensor]:
         model, total = self.fresh().eval(), 0.0  # without dropout
-        x, y = (part[:4].to(self.device) for part in self.batches(model, self.vocab_size).get_batch(0))
+        x, y = (part[:4].to(self.device) for part in self.batches(self.vocab_size).get_batch(0))
         for part in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
             loss = model(*part)[1] / micro_batches
             loss.backward()
@@ -202,7 +213,7 @@ class HuggingFace:
 
 
 def random_batches(vocab_size: int, block_size: int, batch_size: int) -> Batches:
-    found = load_corpus(RandomConfig(vocab_size=vocab_size), block_size)
+    found = load_corpus(RandomConfig(vocab_size=vocab_size, seed=SEED), block_size)
     return Batches(found.tokens, found.split, block_size, batch_size, seed=0)
 
 
@@ -241,7 +252,7 @@ def future_leakage(subject: Subject) -> Finding:
 def step_0_loss(subject: Subject) -> Finding:
     model = subject.fresh()
     device = next(model.parameters()).device
-    x, y = (part.to(device) for part in subject.batches(model, subject.vocab_size).get_batch(0))
+    x, y = (part.to(device) for part in subject.batches(subject.vocab_size).get_batch(0))
     numbers: dict[str, Any] = {"ln_vocab_size": math.log(subject.vocab_size)}
     off = {}
     for mode in ("evaluation", "training"):
@@ -261,7 +272,7 @@ def random_token_floor(subject: Subject, steps: int, vocab_size: int) -> Finding
     losses, tokens = subject.train(steps, vocab_size)
     last = losses[-max(5, steps // 10) :]
     trained = against_floor(last, len(last) * tokens, vocab_size)
-    batches = subject.batches(subject.trained, subject.vocab_size)
+    batches = subject.batches(subject.vocab_size)
     device = next(subject.trained.parameters()).device
     found = []
     with torch.no_grad():

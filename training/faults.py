@@ -1,6 +1,6 @@
 """Known ways to a loss that is too good to be true: fault=NAME, for sweep=gqa_audit and to test the detectors.
 
-inject() changes one model and one Batches object; an honest run never gets here.
+They change one model and one Batches object; an honest run never gets here.
 """
 
 import types
@@ -15,21 +15,24 @@ from training.config import TrainConfig
 PADDED = 15 / 16  # of a window, in padding_in_mean
 
 
-def inject(config: TrainConfig, model: Any, batches: Any) -> None:
-    """Give `model`, before it is compiled, and `batches` the fault that `config` names."""
-    fault, n = config.fault.name, config.gradient_accumulation_steps
-    if fault == "no_mask":
+def spoil_model(config: TrainConfig, model: Any) -> None:
+    """Give `model`, before it is compiled, the fault that `config` names."""
+    if config.fault.name == "no_mask":
         for attention in model.attentions:
             attention.attend = types.MethodType(attend_to_all, attention)
-    elif fault == "unshifted_labels":
+    elif config.fault.name == "unshifted_labels":
         model.register_forward_pre_hook(unshift)
-    elif fault == "loss_over_accumulation":
+    elif config.fault.name == "loss_over_accumulation":
+        n = config.gradient_accumulation_steps
         model.register_forward_hook(lambda model, _, output: misreport(output, n) if model.training else output)
-    elif fault == "repeated_batches":
-        get_batch = batches.get_batch
+
+
+def spoil_batches(config: TrainConfig, batches: Any) -> None:
+    """Give a Batches object the fault that `config` names."""
+    get_batch, sampled_batch, eval_batches = batches.get_batch, batches.sampled_batch, batches.eval_batches
+    if config.fault.name == "repeated_batches":
         batches.get_batch = lambda step, micro_step=0: get_batch(0, micro_step)
-    elif fault == "padding_in_mean":
-        get_batch, sampled_batch, eval_batches = batches.get_batch, batches.sampled_batch, batches.eval_batches
+    elif config.fault.name == "padding_in_mean":
         batches.get_batch = lambda *place: pad(*get_batch(*place))
         batches.sampled_batch = lambda *place: pad(*sampled_batch(*place))
         batches.eval_batches = lambda max_batch: (pad(*batch) for batch in eval_batches(max_batch))
