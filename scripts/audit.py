@@ -44,6 +44,7 @@ from training.config import (
     RandomConfig,
     WandbConfig,
     at_least,
+    check_common,
     did_you_mean,
     one_of,
     refuse,
@@ -354,6 +355,7 @@ def main(argv: list[str]) -> int:
         which, steps = words.get("checkpoint", "best"), words.get("steps", 200)
         one_of("checkpoint", which, ("best", "latest"))
         at_least("steps", steps, 20)
+        check_common(0, words.get("device", "auto"), "float32")
         device = resolve_device(words.get("device", "auto"))
         subject: Subject = (
             Run(words["run"], which, device)

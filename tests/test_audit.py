@@ -148,15 +148,16 @@ def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("fault", FAULTS[1:])
 def test_a_run_with_a_fault_says_so_everywhere(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, config = tmp_path / "run", faulty(fault, tmp_path / "run", max_iters=2)
+    model = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 16, "dropout": 0.2}
+    run, config = tmp_path / "run", faulty(fault, tmp_path / "run", max_iters=2, model=model)
     assert train.run(config) == 0
     out, err = capsys.readouterr()
     assert f"fault={fault}" in out
     summary = json.loads((run / "summary.json").read_text())
     start_up = {"no_mask": "attention=mha sees the future", "unshifted_labels": "the initial loss is"}
-    start_up |= {"padding_in_mean": "the initial loss is"}
+    start_up |= {"padding_in_mean": "the initial loss is"}  # the others begin as honest runs do
     assert summary["fault"] == fault
-    assert [w[: len(start_up[fault])] for w in summary["start_up_warnings"]] == [start_up[fault]] * (fault in start_up)
+    assert [w.startswith(start_up[fault]) for w in summary["start_up_warnings"]] == [True] * (fault in start_up)
     assert all(f"warning: {w}" in err for w in summary["start_up_warnings"])
     assert f"warning: fault={fault}" in (run / "train.log").read_text()
     assert f"FAULT_{fault}" in replace(config, out_dir=None).run_dir.name and f"FAULT_{fault}" in config.group
@@ -327,7 +328,7 @@ def test_a_loss_that_does_not_shift_its_labels_or_sums_them_is_caught(tmp_path: 
             return model
 
         subject.fresh = broken  # type: ignore[method-assign]
-        findings = audit.audit(subject, 30, 16)
+        findings = audit.audit(subject, 60, 16)
         assert [f.check for f in findings if f.caught] == caught
 
 
