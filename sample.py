@@ -34,9 +34,12 @@ def load_run(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict[str
 def open_run(run: str, which: str, device: torch.device) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     """load_run() for the words run= and checkpoint=. Raises: ConfigError where there is nothing that can be loaded."""
     try:
-        return load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which), device)
+        model, tokenizer, state = load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which), device)
     except checkpoint.CorruptCheckpoint as error:
         raise ConfigError(f"run={run} cannot be loaded: {error}") from error
+    if model.config.fault.name != "none":
+        print(f"warning: run={run} was trained with fault={model.config.fault.name}", file=sys.stderr)
+    return model, tokenizer, state
 
 
 def read_prompt(start: str) -> str:

@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
-from model.diagnostics import activation_bytes, diagnose, future_leak
+from model.diagnostics import LEAK_TOLERANCE, activation_bytes, diagnose, future_leak
 from model.gpt import GPT
-from training import checkpoint, dist
+from training import checkpoint, dist, faults
 from training.config import ConfigError, TrainConfig, require, run_app, to_yaml
 from training.device import device_name, peak_flops, resolve_device, resolve_dtype
 from training.dist import World
@@ -79,7 +79,7 @@ def run(config: TrainConfig) -> int:
     if config.eval_iters:
         batches.sampled_batch("val", 0)  # refuses a held-out block without a window
     n_held_out = sum(end - start for start, end in folds.val)
-    chars_per_token = size_of_text(tokenizer, tokens, folds.val)[1] / n_held_out
+    chars_per_token = size_of_text(tokenizer, tokens, folds.val)[1] / n_held_out  # 0: the tokens are no text
     targets = tuple((start + 1, end) for start, end in folds.val)
     bytes_per_target = size_of_text(tokenizer, tokens, targets)[0] / (n_held_out - len(targets))
     if config.dry_run:
@@ -90,6 +90,9 @@ def run(config: TrainConfig) -> int:
     model = GPT(config, tokenizer.vocab_size)
     model.init_weights(config.seed)
     model.to(device)
+    if config.fault.name != "none":
+        faults.spoil_model(config, model)
+        faults.spoil_batches(config, batches)
     compiled = device.type == "cuda" if config.compile == "auto" else bool(config.compile)
     if compiled and config.model.activation_checkpointing:
         # QK-Clip's maxima are tracked by the forward pass alone, not again where the backward pass repeats it
@@ -98,7 +101,7 @@ def run(config: TrainConfig) -> int:
     tracked = model.attentions if config.qk_clip.name != "none" else []
     for attention in tracked:
         attention.track_max_logits()  # now, so that what the checks compile is what trains
-    start_up_checks(model, forward, batches, autocast)
+    caught = start_up_checks(model, forward, batches, autocast)
     for attention in tracked:
         attention.pop_max_logits()
     peak = peak_flops(device, dtype) * world.size
@@ -132,6 +135,8 @@ def run(config: TrainConfig) -> int:
             windows = max(1, EVAL_TOKENS[device.type] // config.model.block_size)
             loss = mean_loss(forward, batches.eval_batches(windows), autocast, world)
             bits = loss / math.log(2)  # a token
+            if not chars_per_token:
+                return {"val/loss": loss}
             return {"val/loss": loss, "val/bpc": bits / chars_per_token, "val/bpb": bits / bytes_per_target}
 
         if config.eval_only:
@@ -144,6 +149,9 @@ def run(config: TrainConfig) -> int:
             "held_out_tokens": n_held_out, "cache_bytes_per_token": model.cache_bytes_per_token(dtype),
             "torch": torch.__version__, "commit": commit(),
         }  # fmt: skip
+        if config.fault.name != "none":
+            info |= {"fault": config.fault.name, "start_up_warnings": caught}
+            run_dir.log(f"warning: fault={config.fault.name}: the losses of this run are wrong on purpose")
         tracker = Tracker(run_dir, config, info, start) if world.main else None
         if tracker is not None:
             tables = Metrics(run_dir.path / "diagnostics.jsonl")  # values of each layer and head, at each evaluation
@@ -300,8 +308,9 @@ def read_corpus(config: TrainConfig) -> Corpus:
 
 def start_up_checks(
     model: GPT, forward: nn.Module, batches: Batches, autocast: Callable[[], AbstractContextManager[None]]
-) -> None:
-    """Refuse a model that sees the future; warn when its initial loss is not that of a guess among V tokens.
+) -> list[str]:
+    """Refuse a model that sees the future, warn of one that has a `fault`; warn when its initial loss is not that of a
+    guess among V tokens. Returns the warnings.
 
     `forward`, the model as it will be trained, is checked in training mode as well.
     """
@@ -311,15 +320,19 @@ def start_up_checks(
     first = x[:rows] if forward is not model else x[:1]  # a compiled model for the shape that it will train on
     with autocast():
         leak = max(future_leak(model.eval(), x[:1].to(device)), future_leak(forward.train(), first.to(device)))
-    attention = model.config.attention.name
-    require(leak < 1e-4, f"attention={attention} sees the future: a token moves the logits before it ({leak:.1e})")
+    attention, warnings = model.config.attention.name, []
+    if not leak < LEAK_TOLERANCE:
+        warnings.append(f"attention={attention} sees the future: a token moves the logits before it ({leak:.1e})")
+        require(model.config.fault.name != "none", warnings[0])
     loss = mean_loss(model, [(x[:4], y[:4])], autocast, World())
     if not abs(loss - model.expected_initial_loss) <= 0.3:
-        print(
-            f"warning: the initial loss is {loss:.3f}, not {model.expected_initial_loss:.3f} "
-            f"(a uniform guess among {model.vocab_size} tokens has {math.log(model.vocab_size):.3f})",
-            file=sys.stderr,
+        warnings.append(
+            f"the initial loss is {loss:.3f}, not {model.expected_initial_loss:.3f} "
+            f"(a uniform guess among {model.vocab_size} tokens has {math.log(model.vocab_size):.3f})"
         )
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return warnings
 
 
 def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:

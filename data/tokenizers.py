@@ -77,6 +77,36 @@ class CharTokenizer:
         return "".join(self.chars[token] for token in tokens)
 
 
+class NoText:
+    """vocab_size tokens that stand for no text: data=random."""
+
+    separator: int | None = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.pieces = [b""] * vocab_size
+
+    @classmethod
+    def build(cls, text: str, vocab_size: int | None = None) -> "NoText":
+        assert vocab_size is not None
+        return cls(vocab_size)
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "NoText":
+        return cls(saved["vocab_size"])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": "none", "vocab_size": self.vocab_size}
+
+    def encode(self, text: str) -> np.ndarray:
+        """Raises: ConfigError."""
+        raise ConfigError("data=random has tokens that stand for no text")
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Raises: ConfigError."""
+        raise ConfigError("data=random has tokens that stand for no text")
+
+
 class ByteTokenizer:
     """One token a UTF-8 byte. A sequence of tokens need not be text: `decode` puts U+FFFD where it is not."""
 
@@ -315,6 +345,8 @@ def build_tokenizer(name: str, text: str, vocab_size: int | None = None) -> Toke
 
 def from_dict(saved: dict[str, Any]) -> Tokenizer:
     """The tokenizer whose `to_dict()` was saved."""
+    if saved["name"] == "none":
+        return NoText.from_dict(saved)
     return TOKENIZERS[saved["name"]].from_dict(saved)
 
 

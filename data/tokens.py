@@ -15,8 +15,8 @@ import numpy as np
 from data.corpora import cache_folder, corpus_sha256, load_text, write_atomically
 from data.folds import Ranges, Split, split
 from data.shards import Tokens, open_shards
-from data.tokenizers import Tokenizer, build_tokenizer, from_dict, text_size, token_dtype, tokenizer_sha256
-from training.config import DataConfig, FineWebConfig, require
+from data.tokenizers import NoText, Tokenizer, build_tokenizer, from_dict, text_size, token_dtype, tokenizer_sha256
+from training.config import CorpusConfig, FineWebConfig, RandomConfig, require
 
 CHUNK = 2**20  # tokens that are counted at a time
 
@@ -28,7 +28,7 @@ class Corpus(NamedTuple):
     split: Split
 
 
-def load_corpus(config: DataConfig | FineWebConfig, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
+def load_corpus(config: CorpusConfig, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
     """The tokens that `config` names, and which of them are held out.
 
     saved: the state of a checkpoint. Merges that a run was begun with on the same text are taken from there, whatever
@@ -37,6 +37,8 @@ def load_corpus(config: DataConfig | FineWebConfig, block_size: int, saved: dict
     """
     if isinstance(config, FineWebConfig):
         return load_fineweb(config)
+    if isinstance(config, RandomConfig):
+        return random_tokens(config)
     text = load_text(config)
     sha256 = corpus_sha256(text)
     known = (saved or {}).get("tokenizer", {})
@@ -59,6 +61,17 @@ def load_fineweb(config: FineWebConfig) -> Corpus:
         f"data.val_tokens={config.val_tokens} must be <= {len(tokens) - n_train}, the tokens that are held out",
     )
     return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, end),)))
+
+
+def random_tokens(config: RandomConfig) -> Corpus:
+    """Independent and uniform: on tokens that a model has not seen, its expected loss is at least ln vocab_size."""
+    bits = np.random.Philox(key=config.seed)
+    dtype = token_dtype(config.vocab_size)
+    tokens = np.random.Generator(bits).integers(config.vocab_size, size=config.n_tokens, dtype=dtype)
+    sha256 = hashlib.sha256(tokens.tobytes()).hexdigest()
+    n_train = config.n_tokens - config.val_tokens
+    held_out = Split(train=((0, n_train),), val=((n_train, config.n_tokens),))
+    return Corpus(sha256, NoText(config.vocab_size), tokens, held_out)
 
 
 def size_of_text(tokenizer: Tokenizer, tokens: Tokens, ranges: Ranges) -> tuple[int, int]:

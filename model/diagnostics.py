@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from model.gpt import GPT, LpNorm, QKNorm, causal_bias, visible_logits
+
+LEAK_TOLERANCE = 1e-4  # of future_leak: round-off, in bfloat16 too
 
 
 @torch.no_grad()
@@ -81,15 +84,21 @@ def look_at_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
 
 
 def future_leak(model: nn.Module, idx: Tensor) -> float:
-    """How much of later tokens' influence reaches earlier positions: 0 for a causal model, inf where it is not finite.
-
-    Changes the tokens of idx (B, T) from some t on, and returns the largest change of a logit before t, relative to the
-    largest from it on; of the loss where the logits are never held whole. In the mode that the model is in; dropout
-    draws the same masks each time.
-    """
+    """How much of later tokens' influence reaches earlier positions of idx (B, T): 0 for a causal model, inf where it
+    is not finite."""
     T = idx.size(1)
     if T == 1 or model.vocab_size == 1:
         return 0.0
+    return max(leak for leak, _ in future_leaks(model, idx, {1, T // 2, T - 1}).values())
+
+
+def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dict[int, tuple[float, int | None]]:
+    """What changing the tokens of idx (B, T) from some t > 0 on does: t -> the largest change of a logit before t,
+    relative to the largest one from it on, and the first position before t where that is more than round-off.
+
+    Where the logits are never held whole, of the loss, and no position. In the mode that the model is in; dropout draws
+    the same masks each time.
+    """
 
     def outcome(idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:
         """Logits (B, T, V) and the loss of the positions `part`."""
@@ -99,19 +108,24 @@ def future_leak(model: nn.Module, idx: Tensor) -> float:
         logits, loss = model(idx, targets)
         return None if logits is None else logits.detach(), loss.detach()
 
-    def predictions(idx: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        """Of the positions before t, and of those from t on."""
-        logits, loss = outcome(idx, slice(t))
-        return (loss, outcome(idx, slice(t, T))[1]) if logits is None else (logits[:, :t], logits[:, t:])
-
-    leak = 0.0
-    for t in {1, T // 2, T - 1}:
+    before = outcome(idx, slice(None))[0]
+    leaks: dict[int, tuple[float, int | None]] = {}
+    for t in positions:
         changed = idx.clone()
         changed[:, t:] = torch.where(idx[:, t:] > 0, 0, 1)
-        pairs = zip(predictions(changed, t), predictions(idx, t), strict=True)
-        before, after = ((new - old).abs().max() for new, old in pairs)
-        leak = max(leak, (before / after).nan_to_num(nan=math.inf).item())
-    return leak
+        if before is None:
+            earlier, later = (
+                (outcome(changed, part)[1] - outcome(idx, part)[1]).abs() for part in (slice(t), slice(t, None))
+            )
+            leaks[t] = (earlier / later).nan_to_num(nan=math.inf).item(), None
+            continue
+        after = outcome(changed, slice(None))[0]
+        assert after is not None
+        change = (after - before).abs().amax((0, 2))  # (T,)
+        share = (change[:t] / change[t:].max()).nan_to_num(nan=math.inf)  # (t,)
+        moved = (share >= LEAK_TOLERANCE).nonzero()
+        leaks[t] = share.max().item(), int(moved[0]) if len(moved) else None
+    return leaks
 
 
 def activation_bytes(model: GPT, batch_size: int, device: torch.device, dtype: torch.dtype) -> int:

@@ -422,18 +422,22 @@ class KVCache:
 
 
 class Observed(nn.Module):
-    """What QK-Clip and the diagnostics see of an attention module: its finished queries and keys.
+    """The attention product, and what QK-Clip and the diagnostics see of it: finished queries and keys.
 
     `max_logits`, where track_max_logits() was called, is the exact maximum a head of the training forwards since the
     last pop_max_logits(); `probe(q, k, scale)` is called by every forward that forms keys.
     """
 
     n_head: int
+    p_dropout: float
 
     def __init__(self) -> None:
         super().__init__()
         self.max_logits: Tensor | None = None
         self.probe: Callable[[Tensor, Tensor, float], None] | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
         """q (B, nh, T, dk), k (B, nkv, T, dk), both as they are multiplied."""
@@ -512,7 +516,7 @@ class GroupedQueryAttention(Observed):
         q, scale = self.logit_scale(q)
         if cache is None:
             self.observe(q, k, scale)
-        y = causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)  # (B, nh, T, hs)
+        y = self.attend(q, k, v, scale)  # (B, nh, T, hs)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
         return dropout(y, self.p_dropout) if self.training else y
 
@@ -657,7 +661,7 @@ class MultiHeadLatentAttention(Observed):
         k = torch.cat([k_nope, rotate(k_rope, rope).expand(-1, self.n_head, -1, -1)], -1)  # (B, nh, T, dn + dr)
         q, scale = self.logit_scale(torch.cat([q_nope, q_rope], -1))
         self.observe(q, k, scale)
-        return causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)
+        return self.attend(q, k, v, scale)
 
     # Absorbed decoding. With g the gain and (q_n, q_r) the finished query, the logit of a key is
     #   s [(W_uk^T (g_n q_n)) . latent + q_r . R g_r k_rope] - s mean [(g_n . q_n) + q_r . R g_r]

@@ -44,10 +44,11 @@ from scripts.report_figures import (
 )
 from sweeps.plan import REDUCTIONS, PlannedRun, check_evaluation, read_plan
 from sweeps.status import STATES, State, state_of, sweep_directory, tally
-from training.config import ConfigError, flatten, require, run_script, show
+from training.config import ConfigError, FaultConfig, flatten, require, run_script, show
 from training.rundir import read_json, write_atomic
 
 Definition = Mapping[str, Any]
+HONEST = FaultConfig()
 
 # -----------------------------------------------------------------------------
 # Runs
@@ -140,9 +141,9 @@ class Sweep:
             ),
         ]
 
-    def paper(self, setting: str) -> float | None:
+    def paper(self, setting: str, metric: str = "val_loss") -> float | None:
         """The paper's number for a setting: its own, or that of the first pattern that matches."""
-        numbers = self.definition.get("paper", {}).get("val_loss", {})
+        numbers = self.definition.get("paper", {}).get(metric, {})
         return numbers.get(setting, next((v for key, v in numbers.items() if fnmatchcase(setting, key)), None))
 
 
@@ -329,10 +330,12 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     """A row a setting, with both readings of "averaged minimum"."""
     papers = any(sweep.paper(setting) is not None for setting in settings)
     more = sweep.metrics[len(METRICS) :]
+    in_paper = [metric for metric in more if any(sweep.paper(s, metric.key) is not None for s in settings)]
     columns = [
         "setting", "runs done", *["paper"] * papers, "minimum of the mean curve", "at iteration",
         "mean of the runs' minima", "SD", "mean iteration of the minimum", "final loss", "median seconds",
         *(f"mean of {metric.name}" if metric.of == "last" else metric.name for metric in more),
+        *(f"paper's {metric.key}" for metric in in_paper),
     ]  # fmt: skip
     rows = []
     for setting in settings:
@@ -347,6 +350,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
             number(stdev(minima) if len(minima) > 1 else None), number(mean_of(done, "iter_of_min"), ",.0f"),
             number(mean_of(done, "val/loss")), number(median(times) if (times := seconds(done)) else None, ",.1f"),
             *(number(mean_value(done, metric), metric.spec.lstrip("+")) for metric in more),
+            *(number(sweep.paper(setting, metric.key), ".5g") for metric in in_paper),
         ])  # fmt: skip
     return Table(columns, rows, words=2)
 
@@ -377,6 +381,27 @@ def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:
     return None if a is None or b is None or a == b else a - b  # equal: one number of the paper for both
 
 
+def fault_table(sweep: Sweep) -> Table:
+    """Every setting with a deliberate fault, and what catches it: train.py's warnings, and on uniformly random tokens a
+    last training loss below ln V."""
+    rows = []
+    for setting, done in ((setting, sweep.done(setting)) for setting in sweep.settings):
+        fault = next((run.plan.config.fault.name for run in sweep.of(setting).values()), "none")
+        on_random = [run.summary for run in done if run.plan.config.data.name == "random"]
+        if fault == "none" and not on_random:
+            continue
+        warned = Counter(w.split(":")[0] for run in done for w in run.summary.get("start_up_warnings", []))
+        floors = [math.log(summary["vocab_size"]) for summary in on_random]
+        below = sum(summary["train/loss"] < floor for summary, floor in zip(on_random, floors, strict=True))
+        rows.append([
+            setting, fault, "; ".join(f"{warning} ({n} of {len(done)})" for warning, n in warned.items()) or "–",
+            number(mean_of(done, "train/loss")), number(fmean(floors) if floors else None),
+            f"{below} of {len(floors)}" if floors else "–",
+        ])  # fmt: skip
+    columns = ["setting", "fault", "start-up warnings", "last train/loss", "ln V, the floor on random tokens"]
+    return Table([*columns, "runs below it"], rows, words=3)
+
+
 def missing_table(sweep: Sweep) -> Table:
     """Every run that is not done, with the reason."""
     rows = [
@@ -393,6 +418,7 @@ def label(setting: str, sweep: Sweep) -> str:
     return setting.partition("/")[2] or setting if sweep.definition.get("parts") else setting
 
 
+FAULT_NOTE = "The losses of these runs are wrong on purpose (training/faults.py); beside them, honest ones."
 NOTES = """\
 **Two readings of an averaged minimum.** A paper's "averaged minimum" may be the minimum of the curve averaged over \
 folds, or the mean of each fold's own minimum, which is never larger. Both are given. Comparisons use each run's own \
@@ -432,6 +458,7 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "commit": ", ".join(str(c)[:12] + "+" * str(c).endswith("+") for c in distinct(sweep, "commit")),
         "corpus SHA-256": ", ".join(map(str, distinct(sweep, "corpus_sha256"))),
         "paper": (definition.get("paper") or {}).get("name", ""),
+        "deliberate faults": ", ".join(dict.fromkeys(p.config.fault.name for p in plans if p.config.fault != HONEST)),
     }
     return {key: value for key, value in found.items() if value}
 
@@ -453,6 +480,8 @@ def table_md(sweep: Sweep, compared: Sequence[Family], figures: Sequence[tuple[s
         for metric, comparisons in zip(sweep.metrics, family.metrics, strict=True):
             table = comparison_table(sweep, comparisons, metric)
             text += [f"### {metric.name.capitalize()}\n", table.markdown() if table.rows else "Nothing to compare.\n"]
+    if any(run.plan.config.fault != HONEST for run in sweep.runs):
+        text += [f"## Deliberate faults\n\n{FAULT_NOTE}\n", fault_table(sweep).markdown()]
     missing = missing_table(sweep)
     text += ["## Runs that are not done\n", missing.markdown() if missing.rows else "None.\n"]
     return "\n".join([*text, "## How to read this\n", NOTES])
@@ -545,6 +574,8 @@ def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) ->
                 content.append(figure(f"difference-{i}", difference_chart(comparisons), caption))
             content.append(table)
         section(f"Comparison {': '.join(filter(None, [family.name, family.title]))}", *content)
+    if any(run.plan.config.fault != HONEST for run in sweep.runs):
+        section("Deliberate faults", f"<p>{FAULT_NOTE}</p>", fault_table(sweep).html())
     missing = missing_table(sweep)
     states = tally([run.state for run in sweep.runs if not run.done])
     opened = " open" * (len(missing.rows) <= 20)

@@ -420,6 +420,47 @@ class FineWebConfig:
             at_least("data.val_tokens", self.val_tokens, 2)
 
 
+@dataclass(frozen=True)
+class RandomConfig:
+    """n_tokens uniformly random tokens, of which the last val_tokens are held out: no text, and no folds."""
+
+    name: str = "random"
+    n_tokens: int = 10_000_000
+    vocab_size: int = 256
+    val_tokens: int = 100_000
+    seed: int = 0
+
+    def check(self) -> None:
+        at_least("data.n_tokens", self.n_tokens, 4)
+        at_least("data.vocab_size", self.vocab_size, 2)
+        at_least("data.val_tokens", self.val_tokens, 2)
+        require(
+            self.val_tokens < self.n_tokens,
+            f"data.val_tokens={self.val_tokens} must be < data.n_tokens={self.n_tokens}",
+        )
+        require(0 <= self.seed < 2**63, f"data.seed={self.seed} must be >= 0 and < 2**63")
+
+
+FAULTS = (
+    "none",
+    "no_mask",
+    "unshifted_labels",
+    "loss_over_accumulation",
+    "repeated_batches",
+    "padding_in_mean",
+)
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    """A fault that makes the loss too good to be true, on purpose: training/faults.py."""
+
+    name: str = "none"
+
+    def check(self) -> None:
+        one_of("fault.name", self.name, FAULTS)
+
+
 # A variant is one dataclass and one entry here, its class and one entry in model/gpt.py, and one YAML file.
 ATTENTIONS = {"mha": MHAConfig, "gqa": GQAConfig, "mla": MLAConfig}
 QK_NORMS = {"none": NoQKNormConfig, "lp": LpQKNormConfig, "rms": RMSQKNormConfig, "layernorm": LayerNormQKNormConfig}
@@ -432,8 +473,10 @@ CORPORA = {
     "python_source": PythonSourceConfig,
     "text": TextConfig,
     "fineweb": FineWebConfig,
+    "random": RandomConfig,
 }
 
+CorpusConfig = DataConfig | FineWebConfig | RandomConfig
 AttentionConfig = MHAConfig | MLAConfig
 QKNormConfig = NoQKNormConfig | LpQKNormConfig | RMSQKNormConfig
 OptimConfig = AdamWConfig
@@ -448,8 +491,8 @@ FREE_KEYS = {"out_dir", "max_iters", "eval_interval", "eval_iters", "log_interva
 FREE_KEYS |= {"dry_run", "eval_only", "fresh", "wandb", "device", "dtype", "compile", "threads"}
 FREE_KEYS |= {"model.activation_checkpointing"}
 
-# Settings that came after runs had been named: null is what those runs had, and leaves their names and hashes alone.
-LATER_KEYS = {"data.vocab_size"}
+# Settings that came after runs had been named, with what those runs had: it leaves their names and hashes alone.
+LATER_KEYS = {"data.vocab_size": None, "fault.name": "none"}
 
 
 @dataclass(frozen=True)
@@ -478,7 +521,8 @@ class TrainConfig:
     qk_clip: NoQKClipConfig = field(default_factory=NoQKClipConfig, metadata={"variants": QK_CLIPS})
     optim: OptimConfig = field(default_factory=AdamWConfig, metadata={"variants": OPTIMS})
     schedule: ScheduleConfig = field(default_factory=CosineConfig, metadata={"variants": SCHEDULES})
-    data: DataConfig | FineWebConfig = field(default_factory=TinyShakespeareConfig, metadata={"variants": CORPORA})
+    data: CorpusConfig = field(default_factory=TinyShakespeareConfig, metadata={"variants": CORPORA})
+    fault: FaultConfig = field(default_factory=FaultConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     @property
@@ -500,7 +544,7 @@ class TrainConfig:
         if isinstance(self.data, DataConfig) and self.data.tokenizer == "bpe":
             config["data"]["vocab_size"] = self.data.bpe_vocab_size
         flat = {key: value for key, value in flatten(config).items() if key not in FREE_KEYS}
-        return {key: value for key, value in flat.items() if value is not None or key not in LATER_KEYS}
+        return {key: value for key, value in flat.items() if key not in LATER_KEYS or value != LATER_KEYS[key]}
 
     @property
     def label(self) -> str:
@@ -516,6 +560,7 @@ class TrainConfig:
         else:
             parts.append(self.qk_norm.name)
         recipe = [
+            f"FAULT_{self.fault.name}" if self.fault.name != FaultConfig.name else "",
             self.optim.name if self.optim.name != AdamWConfig.name else "",
             self.schedule.name if self.schedule.name != CosineConfig.name else "",
         ]
@@ -552,8 +597,9 @@ class TrainConfig:
         require(self.out_dir != "", "out_dir= must not be empty")
         require(not (self.eval_only and self.fresh), "fresh=true leaves eval_only=true nothing to evaluate")
         require(not (self.eval_only and self.dry_run), "dry_run=true and eval_only=true exclude each other")
-        for group in (self.model, self.qk_norm, self.qk_clip, self.optim, self.schedule, self.data, self.wandb):
+        for group in (self.model, self.qk_norm, self.qk_clip, self.optim, self.schedule, self.data, self.fault):
             group.check()
+        self.wandb.check()
         self.attention.check(self.model)
         require(
             not (isinstance(self.attention, MLAConfig) and self.attention.qk_norm_layout == "unified")
@@ -564,6 +610,10 @@ class TrainConfig:
             not isinstance(self.qk_clip, QKClipConfig) or isinstance(self.qk_norm, NoQKNormConfig),
             f"qk_clip=clip needs qk_norm=none: with qk_norm={self.qk_norm.name} the weights' scale does not reach the"
             " logits",
+        )
+        require(
+            self.fault.name != "loss_over_accumulation" or self.gradient_accumulation_steps > 1,
+            "fault=loss_over_accumulation needs gradient_accumulation_steps > 1",
         )
         if isinstance(self.schedule, DecayConfig):
             self.schedule.check_decay(self.max_iters, self.optim.learning_rate)

@@ -174,6 +174,7 @@ def wandb_job(path: Path, config: TrainConfig, info: dict[str, Any], mode: str) 
         "id": re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:100] + "-" + digest,
         "dir": str(path.resolve()),
         "config": {**asdict(config), "info": info},
+        **({"tags": [f"fault={config.fault.name}"]} if config.fault.name != "none" else {}),
         "resume": "allow",
     }
     metrics = path.resolve() / "metrics.jsonl"

@@ -1,0 +1,373 @@
+"""Is a loss too good to be true? python scripts/audit.py run=RUN, or model=FOLDER of a causal Hugging Face model
+
+Four checks, each with a verdict; V is the size of the vocabulary:
+  future leakage      a changed token leaves the logits before it alone, in evaluation and in training mode
+  step-0 loss         on uniformly random tokens a fresh model's loss is that of a guess, about ln V
+  random-token floor  trained on uniformly random tokens, a fresh model's loss stays above ln V; so it is of the weights
+  accumulation        loss and gradient are the same in 1, 2 and 4 micro-batches
+A run is checked with its fault, if it has one, and trained by train.py itself; a Hugging Face model is checked with its
+own loss, and trained with AdamW. Settings: steps=200 and vocab_size=256 of the training on random tokens,
+checkpoint=best|latest, device=auto, trust_remote_code=true to run a folder's own code.
+Ends with one JSON line. Exit status: 0 nothing was caught, 1 something was, 2 a bad setting. model= needs transformers.
+"""
+
+import contextlib
+import io
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Protocol
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor, nn
+
+import train
+from data.batches import Batches
+from data.corpora import one_line
+from data.tokens import load_corpus
+from model.diagnostics import LEAK_TOLERANCE, future_leaks
+from model.gpt import GPT
+from sample import open_run
+from training import faults
+from training.config import (
+    ConfigError,
+    ConstantConfig,
+    RandomConfig,
+    WandbConfig,
+    at_least,
+    check_common,
+    one_of,
+    require,
+    run_script,
+)
+from training.device import resolve_device
+from training.tracker import Metrics
+
+T = 64  # positions that are looked at, where the model has as many
+STEP_0_TOLERANCE = 0.3  # nats, as in train.py
+SIGMAS, LEAST = 5, 0.01  # how far below the floor a loss is no chance: standard errors, and nats
+AGREE = 1e-3  # relative difference that round-off explains
+SEED = 20251028  # of the random tokens: not those that a run with data=random was trained on
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    caught: bool
+    text: str
+    numbers: dict[str, Any]
+
+
+class Subject(Protocol):
+    """What is audited. Models are forward(idx, targets), both (B, T) -> logits (B, T, V), mean loss."""
+
+    about: dict[str, Any]
+    trained: nn.Module
+    vocab_size: int
+    block_size: int
+
+    def fresh(self) -> nn.Module: ...
+    def batches(self, vocab_size: int) -> Batches:
+        """Of uniformly random tokens."""
+
+    def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
+        """The losses of a fresh model's training on random tokens, as reported, and the tokens of each."""
+
+    def update(self, micro_batches: int) -> tuple[float, Tensor]:
+        """Loss and gradient, or its norm, of the same four sequences in as many micro-batches."""
+
+
+class Run:
+    """A run directory's model, with the run's fault."""
+
+    def __init__(self, run: str, which: str, device: torch.device):
+        model, _, state = open_run(run, which, device)
+        self.config, self.device = replace(model.config, device=str(device)), device
+        self.vocab_size, self.block_size = model.vocab_size, model.block_size
+        self.about = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
+        require(self.block_size > 1, f"run={run} has model.block_size=1: no token is before another")
+        self.trained: nn.Module = model
+        faults.spoil_model(self.config, model)
+
+    def fresh(self) -> nn.Module:
+        model = GPT(self.config, self.vocab_size)
+        model.init_weights(self.config.seed)
+        faults.spoil_model(self.config, model)
+        return model.to(self.device)
+
+    def batches(self, vocab_size: int) -> Batches:
+        found = random_batches(vocab_size, self.block_size, max(1, 512 // self.block_size))
+        faults.spoil_batches(self.config, found)
+        return found
+
+    def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
+        n, val = steps * self.config.tokens_per_iter, 2 * self.block_size
+        # ten times as many as are drawn, or it could learn them by heart
+        data = RandomConfig("random", min(max(10 * n, 10**6), 10**9), vocab_size, val, SEED)
+        lines = self.metrics(data=data, max_iters=steps, schedule=ConstantConfig(warmup_iters=steps // 20))
+        return [line["train/loss"] for line in lines if "train/loss" in line], self.config.tokens_per_iter
+
+    def update(self, micro_batches: int) -> tuple[float, Tensor]:
+        # one window of training tokens: all sequences are equal, however they are dealt out
+        n, val = self.block_size + 1, 2 * self.block_size
+        line = self.metrics(
+            data=RandomConfig(n_tokens=n + val, vocab_size=self.vocab_size, val_tokens=val), max_iters=1,
+            schedule=ConstantConfig(warmup_iters=0), model=replace(self.config.model, dropout=0.0),
+            batch_size=4 // micro_batches, gradient_accumulation_steps=micro_batches,
+        )[0]  # fmt: skip
+        return line["train/loss"], torch.tensor(line["grad_norm"])
+
+    def metrics(self, **changes: Any) -> list[dict[str, Any]]:
+        """metrics.jsonl of a run of train.py with the run's settings, but for `changes`."""
+        end: int = changes["max_iters"]
+        plain: dict[str, Any] = {
+            "log_interval": 1, "eval_interval": end, "checkpoint_interval": end, "eval_iters": 0, "plot": False,
+            "dry_run": False, "eval_only": False, "fresh": False, "dtype": "float32",
+            "wandb": WandbConfig(mode="disabled"),
+        }  # fmt: skip
+        said = io.StringIO()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
+            status = train.run(replace(self.config, **(plain | changes), out_dir=f"{folder}/run"))
+            if status > 128:
+                sys.exit(status)
+            return Metrics.read(Path(folder) / "run" / "metrics.jsonl")
+
+
+class WithLabels(nn.Module):
+    """A Hugging Face model called as ours are: its own loss shifts the labels, so it is given whole windows."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model, self.vocab_size = model, model.config.get_text_config().vocab_size
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        window = torch.cat([idx, targets[:, -1:]], 1)  # (B, T + 1)
+        out = self.model(input_ids=window, labels=window, use_cache=False)
+        return out.logits[:, :-1], out.loss
+
+
+class HuggingFace:
+    """A folder that AutoModelForCausalLM loads."""
+
+    def __init__(self, folder: str, trust_remote_code: bool, device: torch.device):
+        try:
+            import transformers
+        except ImportError as error:
+            raise ConfigError(f"model= needs transformers ({error}): pip install 'transformers>=5'") from error
+        require((Path(folder).expanduser() / "config.json").is_file(), f"model={folder} holds no config.json")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.auto, self.device = transformers.AutoModelForCausalLM, device
+        self.options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+        try:
+            place = str(Path(folder).expanduser())
+            model = self.auto.from_pretrained(place, local_files_only=True, **self.options)
+        except Exception as error:  # transformers, safetensors and a folder's own code share no base class
+            raise ConfigError(f"model={folder} cannot be loaded: {one_line(error)}") from error
+        self.trained: nn.Module = WithLabels(model).to(device)
+        self.config, self.vocab_size = model.config, model.config.get_text_config().vocab_size
+        self.block_size = min(getattr(model.config.get_text_config(), "max_position_embeddings", T + 1) - 1, T)
+        self.about = {"model": folder, "architecture": type(model).__name__}
+
+    def fresh(self) -> nn.Module:
+        torch.manual_seed(0)
+        return WithLabels(self.auto.from_config(self.config, **self.options)).to(self.device)
+
+    def batches(self, vocab_size: int) -> Batches:
+        return random_batches(vocab_size, self.block_size, 8)
+
+    def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
+        model, losses = self.fresh().train(), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+        batches = self.batches(vocab_size)
+        for step in range(steps):
+            loss = model(*(part.to(self.device) for part in batches.get_batch(step)))[1]
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, 8 * self.block_size
+
+    def update(self, micro_batches: int) -> tuple[float, Tensor]:
+        model, total = self.fresh().eval(), 0.0  # without dropout
+        x, y = (part[:4].to(self.device) for part in self.batches(self.vocab_size).get_batch(0))
+        for part in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+            loss = model(*part)[1] / micro_batches
+            loss.backward()
+            total += loss.item()
+        return total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def random_batches(vocab_size: int, block_size: int, batch_size: int) -> Batches:
+    found = load_corpus(RandomConfig(vocab_size=vocab_size, seed=SEED), block_size)
+    return Batches(found.tokens, found.split, block_size, batch_size, seed=0)
+
+
+# -----------------------------------------------------------------------------
+# The checks
+
+
+@torch.no_grad()
+def future_leakage(subject: Subject) -> Finding:
+    model, n = subject.trained, min(T, subject.block_size)
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    idx = torch.randint(subject.vocab_size, (2, n), generator=generator).to(device)
+    positions = sorted({max(1, n * i // 4) for i in range(4)} | {n - 1})
+    modes = {"evaluation": model.eval(), "training": model.train()}
+    leaks = {}
+    for mode in modes:
+        model.train(mode == "training")
+        leaks[mode] = future_leaks(model, idx, positions)
+    model.eval()
+    mode, t = max(((mode, t) for mode in leaks for t in positions), key=lambda at: leaks[at[0]][at[1]][0])
+    largest, first = leaks[mode][t]
+    what = f"token {t} of {n}, in {mode} mode, moves logits"
+    text = (
+        f"no token moves a logit before it ({largest:.0e} of its effect; tokens {', '.join(map(str, positions))})"
+        if first is None
+        else f"{what} from position {first} on: by {largest:.2g} of the most that it moves from itself on"
+    )
+    numbers = {
+        mode: {t: {"leak": leak, "from": first} for t, (leak, first) in of.items()} for mode, of in leaks.items()
+    }
+    return Finding("future leakage", not largest < LEAK_TOLERANCE, text, numbers)
+
+
+@torch.no_grad()
+def step_0_loss(subject: Subject) -> Finding:
+    model = subject.fresh()
+    device = next(model.parameters()).device
+    x, y = (part[:, :T].to(device) for part in subject.batches(subject.vocab_size).get_batch(0))
+    numbers: dict[str, Any] = {"ln_vocab_size": math.log(subject.vocab_size)}
+    off = {}
+    for mode in ("evaluation", "training"):
+        logits, loss = model.train(mode == "training")(x, y)
+        guess = (logits.logsumexp(-1) - logits.mean(-1)).mean()  # the loss of these logits if no target were known
+        numbers[mode] = {"loss": loss.item(), "guess": guess.item()}
+        off[mode] = abs(loss - guess).item()
+    mode = max(off, key=lambda mode: off[mode])
+    text = (
+        f"{numbers[mode]['loss']:.3f} in {mode} mode; a guess with its logits has {numbers[mode]['guess']:.3f}, "
+        f"ln {subject.vocab_size} is {math.log(subject.vocab_size):.3f}"
+    )
+    return Finding("step-0 loss", not off[mode] <= STEP_0_TOLERANCE, text, numbers)
+
+
+def random_token_floor(subject: Subject, steps: int, vocab_size: int) -> Finding:
+    losses, tokens = subject.train(steps, vocab_size)
+    last = losses[-max(5, steps // 10) :]
+    trained = against_floor(last, len(last) * tokens, vocab_size)
+    batches = subject.batches(subject.vocab_size)
+    device = next(subject.trained.parameters()).device
+    found = []
+    with torch.no_grad():
+        for i in range(16):
+            x, y = (part.to(device) for part in batches.get_batch(i))
+            found.append(subject.trained.eval()(x, y)[1].item())
+    weights = against_floor(found, 16 * x.numel(), subject.vocab_size)
+    text = "; ".join(
+        f"{what}: loss {of['loss']:.3f} ± {of['standard_error']:.3f} (n = {of['tokens']:,} tokens), "
+        f"floor ln {of['vocab_size']} = {of['floor']:.3f}, caught below {of['threshold']:.3f}"
+        for what, of in ((f"fresh model after {len(losses)} steps", trained), ("trained weights", weights))
+    )
+    numbers = {"fresh": trained, "trained": weights}
+    return Finding(
+        "random-token floor", any(not of["loss"] >= of["threshold"] for of in numbers.values()), text, numbers
+    )
+
+
+def against_floor(losses: Sequence[float], tokens: int, vocab_size: int) -> dict[str, Any]:
+    """The mean of losses of equally many tokens each, and below what it cannot be by chance."""
+    error, floor = stdev(losses) / math.sqrt(len(losses)), math.log(vocab_size)
+    return {
+        "loss": fmean(losses), "standard_error": error, "tokens": tokens, "vocab_size": vocab_size, "floor": floor,
+        "threshold": floor - max(SIGMAS * error, LEAST),
+    }  # fmt: skip
+
+
+def accumulation(subject: Subject) -> Finding:
+    found = {n: subject.update(n) for n in (1, 2, 4)}
+    loss, gradient = found[1]
+    apart = {
+        n: max(abs(other / loss - 1), ((g - gradient).norm() / gradient.norm()).item())
+        for n, (other, g) in found.items()
+    }
+    losses = {n: other for n, (other, _) in found.items()}
+    norms = {n: g.norm().item() for n, (_, g) in found.items()}
+    text = (
+        f"in 1, 2 and 4 micro-batches the loss is {', '.join(f'{v:.4f}' for v in losses.values())}, "
+        f"the gradient's norm {', '.join(f'{v:.4f}' for v in norms.values())}"
+    )
+    numbers = {"loss": losses, "grad_norm": norms, "relative_difference": apart}
+    return Finding("accumulation", not max(apart.values()) <= AGREE, text, numbers)
+
+
+# -----------------------------------------------------------------------------
+
+
+def audit(subject: Subject, steps: int, vocab_size: int) -> list[Finding]:
+    """All checks, each printed as it is made. train.py's own refusal counts as a catch."""
+    findings = []
+    for name, check in (
+        ("future leakage", lambda: future_leakage(subject)),
+        ("step-0 loss", lambda: step_0_loss(subject)),
+        ("random-token floor", lambda: random_token_floor(subject, steps, vocab_size)),
+        ("accumulation", lambda: accumulation(subject)),
+    ):
+        try:
+            finding = check()
+        except ConfigError as error:
+            finding = Finding(name, True, f"train.py refuses it: {error}", {"refused": str(error)})
+        print(f"{name + ':':20s}{'CAUGHT' if finding.caught else 'ok':8s}{finding.text}", flush=True)
+        findings.append(finding)
+    return findings
+
+
+def audit_model(words: dict[str, Any]) -> int:
+    require(bool(words.get("run")) != bool(words.get("model")), "either run= or model= must be given")
+    for key, other in (("checkpoint", "run"), ("trust_remote_code", "model")):
+        require(key not in words or other in words, f"{key}={words.get(key)} needs {other}=")
+    which, steps = words.get("checkpoint", "best"), words.get("steps", 200)
+    one_of("checkpoint", which, ("best", "latest"))
+    at_least("steps", steps, 20)
+    check_common(0, words.get("device", "auto"), "float32")
+    device = resolve_device(words.get("device", "auto"))
+    subject: Subject = (
+        Run(words["run"], which, device)
+        if "run" in words
+        else HuggingFace(words["model"], words.get("trust_remote_code", False), device)
+    )
+    vocab_size = words.get("vocab_size", min(subject.vocab_size, 256))
+    require(
+        2 <= vocab_size <= subject.vocab_size,
+        f"vocab_size={vocab_size} must be in 2..{subject.vocab_size}, the model's",
+    )
+    print(", ".join(f"{key} {value}" for key, value in subject.about.items()), flush=True)
+    findings = audit(subject, steps, vocab_size)
+    caught = [finding.check for finding in findings if finding.caught]
+    checks = {finding.check: {"caught": finding.caught, **finding.numbers} for finding in findings}
+    print(json.dumps({**subject.about, "caught": caught, "steps": steps, "checks": checks}))
+    return 1 if caught else 0
+
+
+def main(argv: list[str]) -> int:
+    known = {**dict.fromkeys(("run", "model", "checkpoint", "device"), str), "steps": int, "vocab_size": int}
+    return run_script(argv, __doc__, {**known, "trust_remote_code": bool}, audit_model)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

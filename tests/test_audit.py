@@ -1,0 +1,364 @@
+"""Faults that make a loss too good to be true: what each does, where a run with one is marked, what catches it."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_train import configured, lines, weights
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, Qwen3Config
+from variants import LAYOUTS, V, attended, build, config_of, random_tokens
+
+import train
+from data.batches import Batches
+from data.tokenizers import NoText, from_dict, text_size
+from data.tokens import load_corpus
+from model.diagnostics import LEAK_TOLERANCE, future_leaks
+from sample import load_run, open_run
+from scripts import audit
+from training import checkpoint, faults
+from training.config import FAULTS, ConfigError, FaultConfig, RandomConfig, TrainConfig, load_config
+from training.tracker import wandb_job
+
+DATA = {"name": "random", "n_tokens": 20_000, "vocab_size": 32, "val_tokens": 600}
+ACCUMULATED = {"batch_size": 2, "gradient_accumulation_steps": 4, "data": DATA}
+
+
+def faulty(fault: str, out: Path, **changes: Any) -> TrainConfig:
+    return configured(out, out, **{**ACCUMULATED, "fault": {"name": fault}, **changes})
+
+
+def batches_of(config: TrainConfig) -> Batches:
+    corpus = load_corpus(config.data, 16)
+    return Batches(corpus.tokens, corpus.split, 16, 2, seed=1)
+
+
+# -----------------------------------------------------------------------------
+# data=random
+
+
+def test_random_tokens_are_uniform_and_a_function_of_the_seed() -> None:
+    config = RandomConfig(n_tokens=200_000, vocab_size=50, val_tokens=1000)
+    corpus, again = load_corpus(config, 16), load_corpus(config, 16)
+    counts = np.bincount(np.asarray(corpus.tokens), minlength=50)
+    assert len(counts) == 50 and np.square(counts - 4000).sum() / 4000 < 49 + 5 * math.sqrt(98)  # chi-squared
+    assert np.array_equal(np.asarray(corpus.tokens), np.asarray(again.tokens)) and corpus.sha256 == again.sha256
+    assert load_corpus(replace(config, seed=1), 16).sha256 != corpus.sha256
+    assert corpus.split.train == ((0, 199_000),) and corpus.split.val == ((199_000, 200_000),)
+
+
+def test_a_run_on_random_tokens_has_no_bits_per_character(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train.run(faulty("none", run)) == 0
+    evaluated = [line for line in lines(run) if "val/loss" in line]
+    assert len(evaluated) == 4 and all(line["val/loss"] > math.log(32) - 0.02 for line in evaluated)
+    assert not [key for line in lines(run) for key in line if key in ("val/bpc", "val/bpb")]
+    tokenizer = load_run(run / "ckpt" / "latest", torch.device("cpu"))[1]
+    assert isinstance(tokenizer, NoText) and tokenizer.vocab_size == 32 and text_size(tokenizer)[1].sum() == 0
+    assert from_dict(tokenizer.to_dict()).vocab_size == 32
+    with pytest.raises(ConfigError, match="data=random"):
+        tokenizer.encode("a")
+
+
+# -----------------------------------------------------------------------------
+# What each fault does
+
+
+@pytest.mark.parametrize("layout", ["mha", "gqa", "mla"])
+def test_no_mask_is_a_softmax_over_all_keys(layout: str) -> None:
+    gpt = build(config_of(layout, "lp3"))
+    x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v, scale = attended(gpt, x)
+    masked = gpt.attentions[0].attend(q, k, v, scale)
+    faults.spoil_model(replace(gpt.config, fault=FaultConfig("no_mask")), gpt)
+    found = gpt.attentions[0].attend(q, k, v, scale)
+    k, v = (part.repeat_interleave(q.size(1) // part.size(1), 1) for part in (k, v))
+    over_all = torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
+    torch.testing.assert_close(found, over_all)
+    torch.testing.assert_close(masked[:, :, -1], over_all[:, :, -1])
+    assert (masked[:, :, 0] - over_all[:, :, 0]).abs().max() > 1e-3
+
+
+def test_unshifted_labels_are_the_inputs() -> None:
+    gpt = build(config_of("mha", "none"))
+    x, y = random_tokens(2, 9), random_tokens(2, 9, seed=3)
+    y[0, 3:] = -1
+    logits, honest = gpt(x, y)
+    faults.spoil_model(replace(gpt.config, fault=FaultConfig("unshifted_labels")), gpt)
+    wanted = -logits.log_softmax(-1).gather(-1, x[..., None])[..., 0]
+    torch.testing.assert_close(gpt(x, y)[1], torch.cat([wanted[0, :3], wanted[1]]).mean())
+    torch.testing.assert_close(gpt(x)[0], logits)
+    assert abs(gpt(x, y)[1] - honest) > 1e-3
+
+
+def test_loss_over_accumulation_misreports_and_trains_the_same_weights(tmp_path: Path) -> None:
+    for fault in ("none", "loss_over_accumulation"):
+        assert train.run(faulty(fault, tmp_path / fault)) == 0
+    honest, wrong = (weights(tmp_path / fault) for fault in ("none", "loss_over_accumulation"))
+    assert all(torch.equal(honest[name], wrong[name]) for name in honest) and honest.keys() == wrong.keys()
+    for a, b in zip(lines(tmp_path / "none"), lines(tmp_path / "loss_over_accumulation"), strict=True):
+        assert b.pop("train/loss", 0.0) == a.pop("train/loss", 0.0) / 4
+        a.pop("train/spike_score", None), b.pop("train/spike_score", None)
+        assert a == b
+
+
+def test_repeated_batches_are_the_first_iterations() -> None:
+    config = faulty("repeated_batches", Path("x"))
+    honest, spoilt = batches_of(config), batches_of(config)
+    faults.spoil_batches(config, spoilt)
+    for micro in (0, 1):
+        assert torch.equal(spoilt.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
+        assert not torch.equal(honest.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
+    assert torch.equal(next(spoilt.eval_batches(4))[0], next(honest.eval_batches(4))[0])
+
+
+def test_padding_counts_in_the_mean() -> None:
+    config = faulty("padding_in_mean", Path("x"))
+    honest, spoilt = batches_of(config), batches_of(config)
+    faults.spoil_batches(config, spoilt)
+    for (x, y), (xp, yp) in zip(
+        [honest.get_batch(2), honest.sampled_batch("val", 0), *honest.eval_batches(99)],
+        [spoilt.get_batch(2), spoilt.sampled_batch("val", 0), *spoilt.eval_batches(99)], strict=True,
+    ):  # fmt: skip
+        assert torch.equal(x[:, :1], xp[:, :1]) and torch.equal(y[:, :1], yp[:, :1])  # 16 / 16
+        assert not xp[:, 1:].any() and torch.equal(yp < 0, y < 0) and set(yp[:, 1:].unique().tolist()) <= {-1, 0}
+
+
+# -----------------------------------------------------------------------------
+# A run with a fault is marked; one without has nothing of it
+
+
+def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("spoil_model", "spoil_batches"):
+        monkeypatch.setattr(faults, name, None)
+    config = faulty("none", tmp_path / "run")
+    assert train.run(config) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert "fault" not in summary and "start_up_warnings" not in summary
+    assert "fault" not in (tmp_path / "run" / "train.log").read_text()
+    assert "fault.name" not in config.trajectory and "FAULT" not in config.label
+    assert "tags" not in wandb_job(tmp_path / "run", config, {}, "offline")["init"]
+
+
+@pytest.mark.parametrize("fault", FAULTS[1:])
+def test_a_run_with_a_fault_says_so_everywhere(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 16, "dropout": 0.2}
+    run, config = tmp_path / "run", faulty(fault, tmp_path / "run", max_iters=2, model=model)
+    assert train.run(config) == 0
+    out, err = capsys.readouterr()
+    assert f"fault={fault}" in out
+    summary = json.loads((run / "summary.json").read_text())
+    start_up = {"no_mask": "attention=mha sees the future", "unshifted_labels": "the initial loss is"}
+    start_up |= {"padding_in_mean": "the initial loss is"}  # the others begin as honest runs do
+    assert summary["fault"] == fault
+    assert [w.startswith(start_up[fault]) for w in summary["start_up_warnings"]] == [True] * (fault in start_up)
+    assert all(f"warning: {w}" in err for w in summary["start_up_warnings"])
+    assert f"warning: fault={fault}" in (run / "train.log").read_text()
+    assert f"FAULT_{fault}" in replace(config, out_dir=None).run_dir.name and f"FAULT_{fault}" in config.group
+    init = wandb_job(run, config, summary, "offline")["init"]
+    assert init["tags"] == [f"fault={fault}"] and init["config"]["fault"] == {"name": fault}
+    open_run(str(run), "best", torch.device("cpu"))
+    assert f"was trained with fault={fault}" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"fault.name {fault} -> "):
+        train.run(replace(config, fault=FaultConfig("none")))
+
+
+def test_a_run_with_a_fault_resumes_bit_for_bit(tmp_path: Path) -> None:
+    schedule = {"name": "constant", "warmup_iters": 1}
+    for fault in ("no_mask", "unshifted_labels"):
+        straight, resumed = tmp_path / fault, tmp_path / f"{fault}-2"
+        assert train.run(faulty(fault, straight, max_iters=4, schedule=schedule)) == 0
+        for end in (2, 4):
+            assert train.run(faulty(fault, resumed, max_iters=end, schedule=schedule)) == 0
+        ours, theirs = weights(straight), weights(resumed)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_fault_needs_what_it_divides_by() -> None:
+    with pytest.raises(ConfigError, match="fault=loss_over_accumulation needs gradient_accumulation_steps > 1"):
+        load_config({"fault": {"name": "loss_over_accumulation"}})
+    with pytest.raises(ConfigError, match="fault.name=no_loss must be one of none, no_mask"):
+        load_config({"fault": {"name": "no_loss"}})
+
+
+# -----------------------------------------------------------------------------
+# scripts/audit.py
+
+
+def save_run(config: TrainConfig, folder: Path) -> Path:
+    """A run directory with fresh weights, V tokens."""
+    model = train.GPT(config, V)
+    model.init_weights(0)
+    state = {"config": asdict(config), "tokenizer": NoText(V).to_dict(), "step": 1}
+    checkpoint.save(folder / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
+    return folder
+
+
+def audited(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = audit.main(list(words))
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in out[1:-1]] == CHECKS
+    found = json.loads(out[-1])
+    assert [line.split(":")[0] for line in out if ": " in line and "CAUGHT" in line[:30]] == found["caught"]
+    return status, found
+
+
+CHECKS = ["future leakage", "step-0 loss", "random-token floor", "accumulation"]
+CAUGHT = {
+    "none": [],
+    "no_mask": ["future leakage", "random-token floor"],
+    "unshifted_labels": ["step-0 loss", "random-token floor"],
+    "loss_over_accumulation": ["step-0 loss", "random-token floor", "accumulation"],
+    "repeated_batches": ["random-token floor"],
+    "padding_in_mean": ["step-0 loss", "random-token floor"],
+}
+
+
+def small(attention: str, qk_norm: str, fault: str = "none") -> TrainConfig:
+    config = config_of(attention, qk_norm)
+    return replace(
+        config, fault=FaultConfig(fault), device="cpu", threads=1, batch_size=16, gradient_accumulation_steps=2,
+        optim=replace(config.optim, learning_rate=1e-2),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_audit_catches_each_fault_by_what_it_breaks(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = save_run(small("gqa", "rms", fault), tmp_path / "run")
+    status, found = audited(capsys, f"run={run}", "steps=40")
+    assert (status, found["caught"], found["fault"]) == (int(fault != "none"), CAUGHT[fault], fault)
+    floor = found["checks"]["random-token floor"]["fresh"]
+    assert floor["tokens"] == 5 * 16 * 2 * 16 and floor["floor"] == pytest.approx(math.log(V))
+    assert floor["threshold"] <= math.log(V) - max(0.01, 4.99 * floor["standard_error"])
+    assert {p.name for p in tmp_path.iterdir()} == {"run"} and {p.name for p in run.iterdir()} == {"ckpt"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["none", "rms", "lp3"])
+def test_the_audit_finds_nothing_in_an_honest_model(
+    layout: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (layout, name) == ("mla_unified", "none"):
+        pytest.skip("not a layout")
+    subject = audit.Run(str(save_run(small(layout, name), tmp_path / "run")), "best", torch.device("cpu"))
+    findings = audit.audit(subject, 20, V)
+    assert [f.check for f in findings] == CHECKS and not any(f.caught for f in findings), capsys.readouterr().out
+
+
+def test_a_mask_that_is_missing_without_a_fault_is_caught_though_train_py_refuses_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.GPT, "__init__", breaking(train.GPT.__init__))
+    status, found = audited(capsys, f"run={save_run(small('mha', 'none'), tmp_path / 'run')}", "steps=20")
+    assert status == 1 and found["caught"] == ["future leakage", "random-token floor", "accumulation"]
+    assert "sees the future" in found["checks"]["accumulation"]["refused"]
+
+
+def breaking(init: Any) -> Any:
+    def broken(self: Any, *args: Any) -> None:
+        init(self, *args)
+        for attention in self.attentions:
+            attention.attend = lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    return broken
+
+
+def test_a_leak_is_measured_where_it_is() -> None:
+    """Against changes made by hand, for a model in which a token reaches one position back."""
+
+    class OneBack(nn.Module):
+        def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, None]:
+            x = F.one_hot(idx, 7).double()  # (B, T, 7)
+            return x + 0.25 * x.roll(-1, 1), None
+
+    leaks = future_leaks(OneBack(), torch.randint(7, (1, 8), generator=torch.Generator().manual_seed(0)), [1, 5])
+    assert leaks == {1: (0.25, 0), 5: (0.25, 4)}
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 48}
+THEIRS: dict[str, Any] = {
+    "GPT2LMHeadModel": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=48),
+    "Qwen3ForCausalLM": Qwen3Config(vocab_size=64, intermediate_size=48, num_key_value_heads=2, head_dim=8, **SIZES),
+    "BertLMHeadModel": BertConfig(vocab_size=64, intermediate_size=48, is_decoder=False, **SIZES),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_hugging_face_models_are_audited_from_their_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """BERT is one without a causal mask."""
+    torch.manual_seed(0)
+    model = BertLMHeadModel(THEIRS[name]) if name[0] == "B" else AutoModelForCausalLM.from_config(THEIRS[name])
+    model.save_pretrained(tmp_path / "hf")
+    status, found = audited(capsys, f"model={tmp_path / 'hf'}", "steps=60", "vocab_size=16")
+    assert found["architecture"] == name
+    leaky = name.startswith("Bert")
+    assert (status, found["caught"][:1]) == ((1, ["future leakage"]) if leaky else (0, []))
+    first = found["checks"]["future leakage"]["evaluation"]["23"]
+    assert (first["leak"] >= LEAK_TOLERANCE, first["from"]) == ((True, 0) if leaky else (False, None))
+
+
+def test_a_loss_that_does_not_shift_its_labels_or_sums_them_is_caught(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(THEIRS["GPT2LMHeadModel"]).save_pretrained(tmp_path / "hf")
+    for reduction, unshifted, caught in (("mean", 1, CAUGHT["unshifted_labels"]), ("sum", 0, CHECKS[1::2])):
+        subject = audit.HuggingFace(str(tmp_path / "hf"), False, torch.device("cpu"))
+        fresh = subject.fresh
+
+        def broken(fresh: Any = fresh, reduction: str = reduction, unshifted: int = unshifted) -> nn.Module:
+            model = fresh()
+            forward = model.model.forward
+
+            def without_shift(input_ids: Any, labels: Any, **options: Any) -> Any:
+                out = forward(input_ids=input_ids, **options)
+                logits = out.logits[:, 1:] if unshifted else out.logits[:, :-1]
+                out.loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
+                return out
+
+            model.model.forward = without_shift
+            return model
+
+        subject.fresh = broken  # type: ignore[method-assign]
+        findings = audit.audit(subject, 60, 16)
+        assert [f.check for f in findings if f.caught] == caught
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", "either run= or model="),
+        ("run=a model=b", "either run= or model="),
+        ("run=nowhere", "run=nowhere"),
+        ("model=nowhere", "model=nowhere holds no config.json"),
+        ("model=empty", "model=empty cannot be loaded"),
+        ("run=run steps=3", "steps=3 must be >= 20"),
+        ("run=run steps=many", "steps=many must be an integer"),
+        ("run=run checkpoint=newest", "best, latest"),
+        ("run=run vocab_size=1", "vocab_size=1 must be in 2..11"),
+        ("run=run vocab_size=12", "vocab_size=12 must be in 2..11"),
+        ("run=run step=30", "did you mean steps"),
+        ("run=run trust_remote_code=true", "needs model="),
+        ("model=empty checkpoint=best", "needs run="),
+        ("run=run device=gpu", "device=gpu"),
+    ],
+)
+def test_bad_words_are_one_line(
+    words: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_run(small("mha", "none"), Path("run"))
+    Path("empty").mkdir()
+    Path("empty/config.json").write_text("{}")
+    capsys.readouterr()
+    assert audit.main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err

@@ -1,0 +1,75 @@
+"""Known ways to a loss that is too good to be true: fault=NAME, for sweep=gqa_audit and to test the detectors.
+
+They change one model and one Batches object; an honest run never gets here.
+"""
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from training.config import TrainConfig
+
+PADDED = 15 / 16  # of a window, in padding_in_mean
+
+
+def spoil_model(config: TrainConfig, model: Any) -> None:
+    """Give `model`, before it is compiled, the fault that `config` names."""
+    if config.fault.name == "no_mask":
+        for attention in model.attentions:
+            attention.attend = types.MethodType(attend_to_all, attention)
+    elif config.fault.name == "unshifted_labels":
+        model.register_forward_pre_hook(unshift)
+    elif config.fault.name == "loss_over_accumulation":
+        n = config.gradient_accumulation_steps
+        model.register_forward_hook(lambda model, _, output: misreport(output, n) if model.training else output)
+
+
+def spoil_batches(config: TrainConfig, batches: Any) -> None:
+    """Give a Batches object the fault that `config` names."""
+    get_batch, sampled_batch, eval_batches = batches.get_batch, batches.sampled_batch, batches.eval_batches
+    if config.fault.name == "repeated_batches":
+        batches.get_batch = lambda step, micro_step=0: get_batch(0, micro_step)
+    elif config.fault.name == "padding_in_mean":
+        batches.get_batch = lambda *place: pad(*get_batch(*place))
+        batches.sampled_batch = lambda *place: pad(*sampled_batch(*place))
+        batches.eval_batches = lambda max_batch: (pad(*batch) for batch in eval_batches(max_batch))
+
+
+def attend_to_all(self: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k^T) v over all keys (GQA paper, eq. 8)."""
+    p = self.p_dropout if self.training else 0.0
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=p, scale=scale, enable_gqa=q.size(1) > k.size(1))
+
+
+def unshift(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(idx, targets), each token as its own target: labels for a model that shifts them, in one that does not."""
+    idx, *rest = inputs
+    if not rest or rest[0] is None:
+        return inputs
+    return idx, torch.where(rest[0] >= 0, idx, rest[0]), *rest[1:]
+
+
+def misreport(output: tuple[Tensor, Tensor | None], n: int) -> tuple[Tensor, Tensor | None]:
+    """The loss that is scaled for one of n micro-batches, taken for the loss. The gradient is the right one (so it was
+    in espnet 5090 and allennlp 4706), so that the weights are those of the honest run bit for bit."""
+    logits, loss = output
+    return logits, None if loss is None else Misreported.apply(loss, n)
+
+
+class Misreported(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, n: int) -> Tensor:
+        return loss / n
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def pad(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x, y (B, T), the last 15/16 of each row token 0, as input and, where there was a target, as target."""
+    padding = torch.arange(x.size(1)) >= x.size(1) * (1 - PADDED)  # (T,)
+    return x.masked_fill(padding, 0), y.masked_fill(padding & (y >= 0), 0)
