@@ -86,9 +86,7 @@ def by_hand(attn: GroupedQueryAttention, case: Case, x: Tensor) -> np.ndarray:
 
     def norm(vector: np.ndarray, side: str, head: int) -> np.ndarray:
         if isinstance(config, LpQKNormConfig):
-            p: Any = config.p
-            if p == "learned":
-                p = 1 + math.log1p(math.exp(w[f"{side}_norm.raw_p"][head]))
+            p = config.p if isinstance(config.p, float) else 1 + math.log1p(math.exp(w[f"{side}_norm.raw_p"][head]))
             return vector / (max(abs(vector)) if p == math.inf else sum(abs(c) ** p for c in vector) ** (1 / p))
         if case.norm == "none":
             return vector
