@@ -6,8 +6,6 @@ and the weighted sum of latents. A second kernel weighs the slices together. The
 Shapes: B batch, nh heads, S cached positions, kr = kv_rank, dr = rope_dim.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -81,7 +79,6 @@ def combine(partial, lse, y, slices, NH: tl.constexpr, KR: tl.constexpr, P: tl.c
     tl.store(y + row * KR + r, total.to(y.dtype.element_ty))
 
 
-@functools.lru_cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 

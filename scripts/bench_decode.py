@@ -16,7 +16,7 @@ out= writes table.md, decode.svg, decode.png and bench.json. The last line is JS
 
 import json
 import math
-import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -126,12 +126,14 @@ def layer(name: str, words: list[str], batch: int, context: int) -> tuple[Work, 
         return attn.c_proj(attend(q_nope, q_rope).transpose(1, 2).reshape(batch, 1, -1))
 
     y = step()
-    whole, between = repeated(step), repeated(lambda: attend(q_nope, q_rope))
-    steps = GRAPH if device.type == "cuda" else 1
+    parts: dict[str, Callable[[], Any]] = {"ms": step, "attend_ms": lambda: attend(q_nope, q_rope)}
+    steps = 1
+    if device.type == "cuda":
+        parts, steps = {key: graph_of(part) for key, part in parts.items()}, GRAPH
 
     def work(n: int) -> dict[str, Any]:
         ms = {}
-        for key, run in (("ms", whole), ("attend_ms", between)):
+        for key, run in parts.items():
             began = time.perf_counter()
             for _ in range(n):
                 run()
@@ -146,12 +148,10 @@ def layer(name: str, words: list[str], batch: int, context: int) -> tuple[Work, 
     return work, info
 
 
-def repeated(step: Callable[[], Any]) -> Callable[[], Any]:
-    """On CUDA a graph of GRAPH compiled steps; else the step."""
+def graph_of(step: Callable[[], Any]) -> Callable[[], Any]:
+    """GRAPH compiled steps as one CUDA graph."""
     import torch
 
-    if not torch.cuda.is_available():
-        return step
     compiled = torch.compile(step)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # compilation and the kernels' first calls cannot be captured
@@ -205,7 +205,9 @@ def free_bytes(device_word: str) -> int:
     device = resolve_device(device_word)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert available is not None
+    return 1024 * int(available[1])
 
 
 def bench_point(words: list[str], batch: int, context: int, rounds: int, seconds: float) -> dict[str, Any]:

@@ -15,7 +15,16 @@ TINY = [
 
 
 def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(program: Program, tmp_path: Path) -> None:
-    done = program("scripts/bench_decode.py", "contexts=[48]", "batch=[2]", "rounds=2", "seconds=0.01", "out=it", *TINY)
+    done = program(
+        "scripts/bench_decode.py",
+        "contexts=[48]",
+        "batch=[2]",
+        "rounds=2",
+        "seconds=0.01",
+        "out=it",
+        *TINY,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     (point,) = result["points"]

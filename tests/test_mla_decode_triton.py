@@ -18,9 +18,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 INTERPRETED = """
 import sys
 sys.path[:0] = ["tests", "."]
-from test_mla_decode_triton import CASES, check
+from test_mla_decode_triton import CASES, check, check_absorbed
 for case in CASES:
     check(case, "cpu")
+check_absorbed()
 print("checked", len(CASES))
 """
 COMPILED = """
@@ -84,6 +85,29 @@ def check(case: tuple[torch.dtype, int, int, int, int, int, int, int, int], devi
     error = ((y.double() - exact).norm() / exact.norm()).item()
     bound = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     assert y.dtype == dtype and y.shape == (B, nh, kr) and error <= bound, (case, error)
+
+
+@torch.no_grad()
+def check_absorbed() -> None:
+    """A model decodes the same logits with the kernel as without."""
+    from variants import build, config_of, random_tokens
+
+    from model import gpt, mla_decode_triton
+    from training.config import MLAConfig
+
+    mla_decode_triton.processors = lambda device: 2  # a GPU's
+    idx = random_tokens(2, 8)
+    for layout, norm in (("blockwise", "none"), ("blockwise", "rms"), ("blockwise", "lp3"), ("unified", "rms")):
+        attention = MLAConfig(kv_rank=64, nope_dim=8, rope_dim=16, v_dim=6, qk_norm_layout=layout)
+        model = build(config_of(attention, norm), dtype=torch.float32)
+        logits = []
+        for fits in (lambda q, cache: True, lambda q, cache: False):
+            gpt.fits_kernel = fits
+            caches = model.new_caches(2, 16, torch.float32)
+            model(idx[:, :7], caches=caches)
+            logits.append(model(idx[:, 7:], caches=caches, pos=7)[0])
+        torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+        assert not torch.equal(*logits)  # two ways, not one
 
 
 def run_python(code: str, **env: str) -> str:
