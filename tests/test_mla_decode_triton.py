@@ -95,19 +95,21 @@ def check_absorbed() -> None:
     from model import gpt, mla_decode_triton
     from training.config import MLAConfig
 
-    mla_decode_triton.processors = lambda device: 2  # a GPU's
+    patch = pytest.MonkeyPatch()
+    patch.setattr(mla_decode_triton, "processors", lambda device: 2)  # a GPU's
     idx = random_tokens(2, 8)
     for layout, norm in (("blockwise", "none"), ("blockwise", "rms"), ("blockwise", "lp3"), ("unified", "rms")):
         attention = MLAConfig(kv_rank=64, nope_dim=8, rope_dim=16, v_dim=6, qk_norm_layout=layout)
         model = build(config_of(attention, norm), dtype=torch.float32)
         logits = []
-        for fits in (lambda q, cache: True, lambda q, cache: False):
-            gpt.fits_kernel = fits
+        for fits in (True, False):
+            patch.setattr(gpt, "fits_kernel", lambda *_, fits=fits: fits)
             caches = model.new_caches(2, 16, torch.float32)
             model(idx[:, :7], caches=caches)
             logits.append(model(idx[:, 7:], caches=caches, pos=7)[0])
         torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
         assert not torch.equal(*logits)  # two ways, not one
+    patch.undo()
 
 
 def run_python(code: str, **env: str) -> str:
