@@ -18,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def attend_slice(
+def attend_slice(  # type: ignore[no-untyped-def]
     q_latent, q_rope, latent, k_rope, s, partial, lse,
     S, per_slice, scale, stride_latent, stride_rope, stride_s, stride_s_head,
     NH: tl.constexpr, KR: tl.constexpr, DR: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
@@ -67,7 +67,9 @@ def attend_slice(
 
 
 @triton.jit
-def combine(partial, lse, y, slices, NH: tl.constexpr, KR: tl.constexpr, P: tl.constexpr, C: tl.constexpr):
+def combine(  # type: ignore[no-untyped-def]
+    partial, lse, y, slices, NH: tl.constexpr, KR: tl.constexpr, P: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
     """y (B, nh, kr): the slices' latents, each by its share of the softmax. P >= slices is a power of two."""
     row, r, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C), tl.arange(0, P)
     here = i < slices

@@ -59,7 +59,7 @@ def layer(name: str, words: list[str], batch: int, context: int) -> tuple[Work, 
     import torch
     from torch import Tensor
 
-    from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, causal_attention
+    from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope, causal_attention
     from training.device import resolve_device, resolve_dtype, synchronize
 
     torch.set_grad_enabled(False)
@@ -70,7 +70,7 @@ def layer(name: str, words: list[str], batch: int, context: int) -> tuple[Work, 
     gpt = GPT(config, vocab_size=1)
     gpt.init_weights(config.seed)
     attn: MultiHeadLatentAttention = gpt.attentions[0].to(device, dtype).eval()
-    rope = (gpt.cos.to(device), gpt.sin.to(device))  # type: ignore[operator]
+    rope: Rope = (gpt.cos.to(device), gpt.sin.to(device))  # type: ignore[assignment]
     kr, dr, nh = attn.kv_rank, attn.rope_dim, attn.n_head
     g = torch.Generator(device).manual_seed(config.seed)
 
@@ -293,13 +293,15 @@ def table(result: dict[str, Any]) -> str:
         best = point["sides"].get("rms")
         published = PAPER.get(point["context"])
         rate = f"{best['attend_gb_per_s']:.1f} ({100 * best['attend_of_copy']:.0f} %)" if best else "–"
-        paper = [f"{published[0]:.3f}", f"{published[1]:.3f}", f"{100 * (published[1] / published[0] - 1):.2f} %"]
+        paper = ["–"] * 3
+        if published:
+            paper = [*(f"{ms:.3f}" for ms in published), f"{100 * (published[1] / published[0] - 1):.2f} %"]
         return [
             str(point["batch"]), f"{point['context'] / 1024:g}k",
             time_of(point, "absorbed"), time_of(point, "rms"), overhead(point, "rms"),
             time_of(point, "lp"), overhead(point, "lp"), time_of(point, "full_keys"), time_of(point, "reexpanded"),
             "/".join(f"{point['sides'][n]['cache_bytes'] / 2**20:.1f}" if n in point["sides"] else "–" for n in cached),
-            rate, *(paper if published else ["–"] * 3),
+            rate, *paper,
         ]  # fmt: skip
 
     heads = ["batch", "context", names["absorbed"], names["rms"], "overhead", names["lp"], "overhead",
