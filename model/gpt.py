@@ -8,6 +8,7 @@ V vocabulary; in MLA kr = kv_rank, and a head's query and key are dn = nope_dim 
 """
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from training.config import (
 
 INIT_STD = 0.02
 LOGITS_AT_ONCE = 2**26  # elements; a loss of more is made some positions at a time
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -582,6 +584,13 @@ class LatentCache:
 Cache = KVCache | LatentCache
 
 
+def fits_kernel(q_latent: Tensor, cache: LatentCache) -> bool:
+    """Whether model/mla_decode_triton.py can attend with q_latent (B, nh, 1, kr): CUDA, 16 bits, powers of two."""
+    kr, dr = cache.latent.size(-1), cache.k_rope.size(-1)
+    sizes = kr in (64, 128, 256, 512) and dr in (16, 32, 64, 128)
+    return HAS_TRITON and cache.latent.is_cuda and cache.latent.itemsize == 2 and sizes and not q_latent.requires_grad
+
+
 class LatentNorm(nn.RMSNorm):
     """RMSNorm of a latent, in fp32 at least."""
 
@@ -624,21 +633,23 @@ class MultiHeadLatentAttention(Observed):
 
     def forward(self, x: Tensor, rope: Rope | None, cache: LatentCache | None = None, pos: int = 0) -> Tensor:
         assert rope is not None
-        B, T, _ = x.shape
-        q = self.c_q(self.q_a_norm(self.c_q_a(x))).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
-        q_nope, q_rope = self.normalised(self.q_norm, getattr(self, "q_rope_norm", None), *self.parts(q))
-        q_rope = rotate(q_rope, rope, pos)
-        latent, k_rope = self.c_kv_a(x).split((self.kv_rank, self.rope_dim), -1)
-        latent = self.kv_a_norm(latent)  # (B, T, kr)
-        k_rope = k_rope[:, None]  # (B, 1, T, dr)
+        q_nope, q_rope, latent, k_rope = self.inputs(x, rope, pos)
         if cache is not None:
             self.extend(cache, latent, k_rope, rope, pos)
         if cache is None or pos == 0:
             y = self.explicit(q_nope, q_rope, latent, k_rope, rope)
         else:
             y = self.absorbed(q_nope, q_rope, cache, pos, rope)
-        y = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
+        y = self.c_proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
         return dropout(y, self.p_dropout) if self.training else y
+
+    def inputs(self, x: Tensor, rope: Rope, pos: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Finished queries (B, nh, T, dn) and (B, nh, T, dr), latents (B, T, kr) and raw RoPE keys (B, 1, T, dr)."""
+        B, T, _ = x.shape
+        q = self.c_q(self.q_a_norm(self.c_q_a(x))).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
+        q_nope, q_rope = self.normalised(self.q_norm, getattr(self, "q_rope_norm", None), *self.parts(q))
+        latent, k_rope = self.c_kv_a(x).split((self.kv_rank, self.rope_dim), -1)
+        return q_nope, rotate(q_rope, rope, pos), self.kv_a_norm(latent), k_rope[:, None]
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(..., dn + dr) -> (..., dn), (..., dr)"""
@@ -650,15 +661,19 @@ class MultiHeadLatentAttention(Observed):
             return norm(nope), rope_norm(rope)
         return self.parts(norm(torch.cat([nope, rope.expand(-1, self.n_head, -1, -1)], -1)))
 
-    def explicit(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope) -> Tensor:
-        """Attention over keys and values formed from the latents of the same T positions -> (B, nh, T, dv)."""
+    def keys_and_values(self, latent: Tensor, k_rope: Tensor, rope: Rope, pos: int = 0) -> tuple[Tensor, Tensor]:
+        """What T positions from `pos` on are expanded to: (B, nh, T, dn + dr) and (B, nh, T, dv)."""
         B, T, _ = latent.shape
         k_nope, v = (
             part.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn) and (B, nh, T, dv)
             for part in self.c_kv_b(latent).split(self.c_kv_b.projections, -1)
         )
         k_nope, k_rope = self.normalised(self.k_norm, getattr(self, "k_rope_norm", None), k_nope, k_rope)
-        k = torch.cat([k_nope, rotate(k_rope, rope).expand(-1, self.n_head, -1, -1)], -1)  # (B, nh, T, dn + dr)
+        return torch.cat([k_nope, rotate(k_rope, rope, pos).expand(-1, self.n_head, -1, -1)], -1), v
+
+    def explicit(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope) -> Tensor:
+        """Attention over keys and values formed from the latents of the same T positions -> (B, nh, T, dv)."""
+        k, v = self.keys_and_values(latent, k_rope, rope)
         q, scale = self.logit_scale(torch.cat([q_nope, q_rope], -1))
         self.observe(q, k, scale)
         return self.attend(q, k, v, scale)
@@ -699,34 +714,56 @@ class MultiHeadLatentAttention(Observed):
     def absorbed(self, q_nope: Tensor, q_rope: Tensor, cache: LatentCache, pos: int, rope: Rope) -> Tensor:
         """Attention of the T newest positions over the cache's pos + T -> (B, nh, T, dv)."""
         T = q_nope.size(2)
-        S = pos + T
         gain, rope_gain = self.gains()
+        q_nope, scale = self.logit_scale(q_nope)
+        q_rope, _ = self.logit_scale(q_rope)
         q_content = q_nope * gain
         if self.k_norm.centred and not self.unified:
             q_content = q_content - q_content.mean(-1, keepdim=True)
         w_uk, w_uv = (w.to(q_nope.dtype) for w in self.up())
-        latent, k_rope = cache.latent[:, :S], cache.k_rope[:, :S]
         q_latent = torch.einsum("bhtd,hdr->bhtr", q_content.to(q_nope.dtype), w_uk)
-        logits = torch.einsum("bhtr,bsr->bhts", q_latent, latent)  # (B, nh, T, S)
-        rope_logits = torch.einsum("bhtd,bsd->bhts", q_rope, k_rope)
-        if cache.s is None:
-            logits = logits + rope_logits
-        elif not self.unified:
-            logits = logits * cache.s[:, :, None, :S] + rope_logits
-        else:
-            logits = (logits + rope_logits) * cache.s[:, :, None, :S]
+        shift = None
         if cache.shift is not None:
-            ones = rotate(torch.as_tensor(rope_gain).expand(S, self.rope_dim), rope)  # (S, dr): R g_r
+            ones = rotate(torch.as_tensor(rope_gain).expand(pos + T, self.rope_dim), rope)  # (S, dr): R g_r
             along = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, ones.to(q_rope.dtype))
-            logits = logits - along * cache.shift[:, :, None, :S]
-        logits, scale = self.logit_scale(at_least_fp32(logits))
-        if T > 1:
-            logits = logits.masked_fill(
-                torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1), -math.inf
-            )
-        att = F.softmax(logits * scale, -1).to(latent.dtype)
-        y = torch.einsum("bhts,bsr->bhtr", att, latent)  # (B, nh, T, kr)
+            shift = along * cache.shift[:, :, None, : pos + T]  # (B, nh, T, S)
+        if T == 1 and shift is None and fits_kernel(q_latent, cache):
+            from model.mla_decode_triton import attend_latents
+
+            s = None if cache.s is None else cache.s[..., : pos + 1]
+            latent, k_rope = cache.latent[:, : pos + 1], cache.k_rope[:, : pos + 1]
+            y = attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, self.unified)[:, :, None]
+        else:
+            y = self.attend_latents(q_latent, q_rope, cache, pos, scale, shift)
         return torch.einsum("bhtr,hvr->bhtv", y, w_uv)
+
+    def attend_latents(
+        self, q_latent: Tensor, q_rope: Tensor, cache: LatentCache, pos: int, scale: float, shift: Tensor | None
+    ) -> Tensor:
+        """Attention with queries (B, nh, T, kr) and (B, nh, T, dr) whose values are the latents -> (B, nh, T, kr).
+
+        The products are plain GEMMs of all heads over the cache as it lies; what comes between works in place.
+        """
+        B, nh, T, _ = q_latent.shape
+        S = pos + T
+        latent = cache.latent[:, :S]
+        s = None if cache.s is None else cache.s[:, :, None, :S]
+        logits = (q_latent.flatten(1, 2) @ latent.transpose(1, 2)).view(B, nh, T, S)
+        if s is not None and not self.unified:
+            logits *= s
+        rope_keys = cache.k_rope[:, :S].transpose(1, 2)  # (B, dr, S)
+        logits = logits.flatten(1, 2).baddbmm_(q_rope.flatten(1, 2), rope_keys, beta=scale, alpha=scale)
+        logits = logits.view(B, nh, T, S)
+        if s is not None and self.unified:
+            logits *= s
+        if shift is not None:
+            logits = logits - scale * shift
+        logits = at_least_fp32(logits)
+        if T > 1:
+            hidden = torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1)
+            logits = logits.masked_fill(hidden, -math.inf)
+        att = F.softmax(logits, -1).to(latent.dtype)
+        return (att.flatten(1, 2) @ latent).view(B, nh, T, -1)
 
     @torch.no_grad()
     def scale_logits(self, gamma: Tensor, balance: float) -> None:

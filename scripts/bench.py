@@ -36,6 +36,10 @@ class Side:
         self.pipe.send(n)
         return self.receive()
 
+    def stop(self) -> None:
+        self.pipe.close()
+        self.process.join()
+
     def receive(self) -> dict[str, Any]:
         try:
             kind, content = self.pipe.recv()
@@ -81,12 +85,13 @@ def serve(pipe: Connection, build: Callable[..., tuple[Work, dict[str, Any]]], a
         raise
 
 
-def alternate(sides: list[Side], rounds: int, n: int) -> dict[str, list[dict[str, Any]]]:
-    """`rounds` turns of n units for each side, in an order that turns round with every round."""
+def alternate(sides: list[Side], rounds: int, n: int | dict[str, int]) -> dict[str, list[dict[str, Any]]]:
+    """`rounds` turns of n units for each side (or of its own n), in an order that turns round with every round."""
+    units = n if isinstance(n, dict) else {side.name: n for side in sides}
     turns: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
     for i in range(rounds):
         for side in sides if i % 2 == 0 else sides[::-1]:
-            turns[side.name].append(side.take_turn(n))
+            turns[side.name].append(side.take_turn(units[side.name]))
         print(
             f"round {i + 1}: " + ", ".join(f"{s.name} {turns[s.name][-1]['seconds']:.2f} s" for s in sides), flush=True
         )
@@ -97,9 +102,9 @@ def median(turns: list[dict[str, Any]], key: str) -> float:
     return statistics.median(turn[key] for turn in turns)
 
 
-def ratio(turns: dict[str, list[dict[str, Any]]], a: str, b: str) -> dict[str, float]:
+def ratio(turns: dict[str, list[dict[str, Any]]], a: str, b: str, key: str = "seconds") -> dict[str, float]:
     """Seconds of a over seconds of b, round by round: median, lowest, highest."""
-    ratios = sorted(x["seconds"] / y["seconds"] for x, y in zip(turns[a], turns[b], strict=True))
+    ratios = sorted(x[key] / y[key] for x, y in zip(turns[a], turns[b], strict=True))
     return {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
 
 

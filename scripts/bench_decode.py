@@ -1,0 +1,391 @@
+"""MLA decode speed: python scripts/bench_decode.py [contexts=[4096,65536]] [batch=[1]] [rounds=5] [out=FOLDER]
+
+One step of one DeepSeek-V3-width MLA layer as one of 8 tensor-parallel shards has it (QK-Normed MLA, 5.3 and Table 2):
+absorbed     the latent cache alone
+rms, lp      absorbed with QK norm: RMS, and Lp with p = 3; one scalar a token and head beside the latents
+full_keys    RMS; normalised keys and values of every token cached
+reexpanded   RMS; latents cached, keys and values formed anew at every step
+
+seconds=1 is the length of a turn. Other words are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
+Weights and cache are in dtype, by default bfloat16 where the machine multiplies in it. Sides take turns, each in a
+process of its own; a time is the median over rounds, with the lowest and highest; an overhead is that of one round over
+`absorbed`. `attend` is the step between the projections of the hidden state. Bandwidth is the bytes that a step must
+read over its time, beside what copying reaches by turns with it. On CUDA steps are compiled, and ten make a graph.
+out= writes table.md, decode.svg, decode.png and bench.json. The last line is JSON.
+"""
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.bench import Side, Work, alternate, machine, median, ratio, run_benchmark, start
+from sweeps.plan import compose
+from training.config import ConfigError, MLAConfig, TrainConfig, load_config, require
+
+LAYER = [
+    "model=mla_400m", "model.n_layer=1", "model.n_head=16", "model.n_embd=7168", "model.mlp_hidden=1",
+    "attention.q_rank=1536", "attention.kv_rank=512", "attention.nope_dim=128", "attention.rope_dim=64",
+    "attention.v_dim=128",
+]  # fmt: skip
+NORMS = {"absorbed": "none", "rms": "rms", "lp": "lp", "full_keys": "rms", "reexpanded": "rms"}
+PAPER = {  # context: ms of MLA, ms with QK norm, on an H800 in bf16
+    4096: (1.715, 1.740), 8192: (1.891, 1.909), 16384: (2.082, 2.121), 32768: (2.486, 2.511), 65536: (3.217, 3.253),
+    131072: (5.427, 5.517), 196608: (7.271, 7.392), 262144: (13.082, 13.274),
+}  # fmt: skip
+KNOWN: dict[str, Any] = {
+    "contexts": (str, json.dumps(list(PAPER)).replace(" ", "")), "batch": (str, "[1]"), "rounds": (int, 5),
+    "seconds": (float, 1.0), "out": (str, ""),
+}  # fmt: skip
+GRAPH = 10  # steps
+CHUNK = 4096  # positions written at once
+
+
+def settings(name: str, words: list[str], context: int) -> TrainConfig:
+    norm = NORMS[name]
+    own = [f"qk_norm={norm}", f"model.block_size={context}", *(["qk_norm.p=3"] if norm == "lp" else [])]
+    return load_config(compose([*LAYER, *words, *own]))
+
+
+def layer(name: str, words: list[str], batch: int, context: int) -> tuple[Work, dict[str, Any]]:
+    """Steps of the token at position context - 1, again and again: all that they write stays the same."""
+    import torch
+    from torch import Tensor
+
+    from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope, causal_attention
+    from training.device import resolve_device, resolve_dtype, synchronize
+
+    torch.set_grad_enabled(False)
+    config = settings(name, words, context)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    gpt = GPT(config, vocab_size=1)
+    gpt.init_weights(config.seed)
+    attn: MultiHeadLatentAttention = gpt.attentions[0].to(device, dtype).eval()
+    rope: Rope = (gpt.cos.to(device), gpt.sin.to(device))  # type: ignore[assignment]
+    kr, dr, nh = attn.kv_rank, attn.rope_dim, attn.n_head
+    g = torch.Generator(device).manual_seed(config.seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=device).to(dtype)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(batch, *shape, dtype=dtype, device=device)
+
+    held: list[Tensor | None]
+    if name == "full_keys":
+        k, v = empty(nh, context, attn.nope_dim + dr), empty(nh, context, attn.v_dim)
+        held = [k, v]
+
+        def write(latent: Tensor, k_rope: Tensor, pos: int) -> None:
+            new = slice(pos, pos + latent.size(1))
+            k[:, :, new], v[:, :, new] = attn.keys_and_values(latent, k_rope, rope, pos)
+
+        def attend(q_nope: Tensor, q_rope: Tensor) -> Tensor:
+            q, scale = attn.logit_scale(torch.cat([q_nope, q_rope], -1))
+            return causal_attention(q, k, v, scale)
+
+    elif name == "reexpanded":
+        latents, k_ropes = empty(context, kr), empty(1, context, dr)
+        held = [latents, k_ropes]
+
+        def write(latent: Tensor, k_rope: Tensor, pos: int) -> None:
+            latents[:, pos : pos + latent.size(1)] = latent
+            k_ropes[:, :, pos : pos + latent.size(1)] = k_rope
+
+        def attend(q_nope: Tensor, q_rope: Tensor) -> Tensor:
+            return attn.explicit(q_nope, q_rope, latents, k_ropes, rope)
+
+    else:
+        cache: LatentCache = attn.new_cache(batch, context, dtype)
+        held = [cache.latent, cache.k_rope, cache.s, cache.shift]
+
+        def write(latent: Tensor, k_rope: Tensor, pos: int) -> None:
+            attn.extend(cache, latent, k_rope, rope, pos)
+
+        def attend(q_nope: Tensor, q_rope: Tensor) -> Tensor:
+            return attn.absorbed(q_nope, q_rope, cache, context - 1, rope)
+
+    x = random(batch, 1, config.model.n_embd)
+    for pos in range(0, context, CHUNK):
+        n = min(CHUNK, context - pos)
+        write(attn.kv_a_norm(random(batch, n, kr)), random(batch, 1, n, dr), pos)
+    q_nope, q_rope, *_ = attn.inputs(x, rope, context - 1)
+
+    def step() -> Tensor:  # MultiHeadLatentAttention.forward, with this side's cache
+        q_nope, q_rope, latent, k_rope = attn.inputs(x, rope, context - 1)
+        write(latent, k_rope, context - 1)
+        return attn.c_proj(attend(q_nope, q_rope).transpose(1, 2).reshape(batch, 1, -1))
+
+    y = step()
+    parts: dict[str, Callable[[], Any]] = {"ms": step, "attend_ms": lambda: attend(q_nope, q_rope)}
+    steps = 1
+    if device.type == "cuda":
+        parts, steps = {key: graph_of(part) for key, part in parts.items()}, GRAPH
+
+    def work(n: int) -> dict[str, Any]:
+        ms = {}
+        for key, run in parts.items():
+            began = time.perf_counter()
+            for _ in range(n):
+                run()
+            synchronize(device)
+            ms[key] = 1000 * (time.perf_counter() - began) / (n * steps)
+        return ms
+
+    work(1)  # warm-up
+    cache_bytes = sum(t.nbytes for t in held if t is not None)
+    weights = sum(p.nbytes for p in attn.parameters())
+    info = {"cache_bytes": cache_bytes, "weight_bytes": weights, "dtype": str(dtype), "y": y.flatten().tolist()}
+    return work, info
+
+
+def graph_of(step: Callable[[], Any]) -> Callable[[], Any]:
+    """GRAPH compiled steps as one CUDA graph."""
+    import torch
+
+    compiled = torch.compile(step)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # compilation and the kernels' first calls cannot be captured
+        for _ in range(3):
+            compiled()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH):
+            compiled()
+    return graph.replay
+
+
+def copying(device_word: str) -> tuple[Work, dict[str, Any]]:
+    """The bandwidth of a copy that no cache holds: bytes read and written."""
+    import torch
+
+    from training.device import resolve_device, synchronize
+
+    device = resolve_device(device_word)
+    source = torch.ones(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def work(n: int) -> dict[str, Any]:
+        began = time.perf_counter()
+        for _ in range(n):
+            target.copy_(source)
+        synchronize(device)
+        return {"gb_per_s": 2 * n * source.nbytes / (time.perf_counter() - began) / 1e9}
+
+    work(1)
+    return work, {}
+
+
+def needed_bytes(name: str, config: TrainConfig, batch: int, itemsize: int) -> int:
+    """About what a side holds at its largest: cache, logits, and what is formed from the latents."""
+    m, a = config.model, config.attention
+    assert isinstance(a, MLAConfig)
+    latents = (a.kv_rank + a.rope_dim + m.n_head) * itemsize + 12 * m.n_head
+    keys = m.n_head * (a.nope_dim + a.rope_dim + a.v_dim) * itemsize
+    formed = keys + 2 * m.n_head * a.nope_dim * (itemsize + 4)
+    each = {"full_keys": keys, "reexpanded": latents + formed}.get(name, latents)
+    return batch * (config.model.block_size * each + CHUNK * formed) + 2**29
+
+
+def free_bytes(device_word: str) -> int:
+    import torch
+
+    from training.device import resolve_device
+
+    device = resolve_device(device_word)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert available is not None
+    return 1024 * int(available[1])
+
+
+def bench_point(words: list[str], batch: int, context: int, rounds: int, seconds: float) -> dict[str, Any]:
+    from training.device import resolve_device, resolve_dtype
+
+    configs = {name: settings(name, words, context) for name in NORMS}
+    word = configs["absorbed"].device
+    dtype = resolve_dtype(configs["absorbed"].dtype, resolve_device(word))
+    sides: list[Side] = []
+    skipped: dict[str, str] = {}
+    left = 0.9 * free_bytes(word)
+    print(f"batch {batch}, context {context}", flush=True)
+    for name, config in configs.items():
+        need = needed_bytes(name, config, batch, dtype.itemsize)
+        if need > left:
+            skipped[name] = f"needs about {need / 2**30:.1f} GiB, {max(left, 0) / 2**30:.1f} are free"
+            print(f"{name} is skipped: {skipped[name]}", flush=True)
+            continue
+        left -= need
+        sides.append(start(name, layer, name, words, batch, context))
+    if not sides:
+        return {"batch": batch, "context": context, "sides": {}, "skipped": skipped}
+    sides.append(start("copy", copying, word))
+    units = {side.name: max(1, round(seconds / side.take_turn(1)["seconds"])) for side in sides}
+    turns = alternate(sides, rounds, units)
+    for side in sides:
+        side.stop()
+    copy = median(turns["copy"], "gb_per_s")
+    rows = {side.name: row(side.info, turns[side.name], copy) for side in sides[:-1]}
+    expected = next((side.info["y"] for side in sides if side.name == "full_keys"), None)
+    for side in sides[:-1]:
+        if expected is not None and NORMS[side.name] == "rms":
+            error = math.dist(side.info["y"], expected) / math.hypot(*expected)
+            assert error < (1e-4 if dtype.itemsize == 4 else 5e-2), f"{side.name} differs from full_keys by {error}"
+            rows[side.name]["difference_from_full_keys"] = error
+    point: dict[str, Any] = {"batch": batch, "context": context, "copy_gb_per_s": copy, "sides": rows}
+    if "absorbed" in rows:
+        against = {name: ratio(turns, name, "absorbed", "ms") for name in rows if name != "absorbed"}
+        point["time_over_absorbed"] = against
+        point["overhead_percent"] = {
+            name: {key: 100 * (value - 1) for key, value in against[name].items()}
+            for name in ("rms", "lp")
+            if name in rows
+        }
+    return {**point, "skipped": skipped}
+
+
+def row(info: dict[str, Any], turns: list[dict[str, Any]], copy: float) -> dict[str, Any]:
+    ms, attend_ms = median(turns, "ms"), median(turns, "attend_ms")
+    step_rate = (info["cache_bytes"] + info["weight_bytes"]) / ms / 1e6
+    attend_rate = info["cache_bytes"] / attend_ms / 1e6
+    return {
+        "ms": ms, "ms_lowest": min(t["ms"] for t in turns), "ms_highest": max(t["ms"] for t in turns),
+        "attend_ms": attend_ms, "cache_bytes": info["cache_bytes"], "weight_bytes": info["weight_bytes"],
+        "gb_per_s": step_rate, "of_copy": step_rate / copy,
+        "attend_gb_per_s": attend_rate, "attend_of_copy": attend_rate / copy,
+    }  # fmt: skip
+
+
+def table(result: dict[str, Any]) -> str:
+    """The points as Markdown, beside the paper's Table 2."""
+    names = {
+        "absorbed": "MLA",
+        "rms": "+ RMS",
+        "lp": "+ Lp, p = 3",
+        "full_keys": "full keys",
+        "reexpanded": "re-expanded",
+    }
+
+    cached = [name for name in NORMS if name != "lp"]  # as much as RMS
+
+    def time_of(point: dict[str, Any], name: str) -> str:
+        if name not in point["sides"]:
+            return "–"
+        r = point["sides"][name]
+        return f"{r['ms']:.3f} ({r['ms_lowest']:.3f}–{r['ms_highest']:.3f})"
+
+    def overhead(point: dict[str, Any], name: str) -> str:
+        o = point.get("overhead_percent", {}).get(name)
+        return "–" if o is None else f"{o['median']:+.2f} % ({o['lowest']:+.2f} to {o['highest']:+.2f})"
+
+    def cells(point: dict[str, Any]) -> list[str]:
+        best = point["sides"].get("rms")
+        published = PAPER.get(point["context"])
+        rate = f"{best['attend_gb_per_s']:.1f} ({100 * best['attend_of_copy']:.0f} %)" if best else "–"
+        paper = ["–"] * 3
+        if published:
+            paper = [*(f"{ms:.3f}" for ms in published), f"{100 * (published[1] / published[0] - 1):.2f} %"]
+        return [
+            str(point["batch"]), f"{point['context'] / 1024:g}k",
+            time_of(point, "absorbed"), time_of(point, "rms"), overhead(point, "rms"),
+            time_of(point, "lp"), overhead(point, "lp"), time_of(point, "full_keys"), time_of(point, "reexpanded"),
+            "/".join(f"{point['sides'][n]['cache_bytes'] / 2**20:.1f}" if n in point["sides"] else "–" for n in cached),
+            rate, *paper,
+        ]  # fmt: skip
+
+    heads = ["batch", "context", names["absorbed"], names["rms"], "overhead", names["lp"], "overhead",
+             names["full_keys"], names["reexpanded"], "cache MiB", "attend with RMS, GB/s (of copying)",
+             "paper: MLA", "paper: + QK norm", "overhead"]  # fmt: skip
+    rows = [heads, ["---:"] * len(heads), *map(cells, result["points"])]
+    skipped = [f"- batch {p['batch']}, context {p['context']}: {name} {why}"
+               for p in result["points"] for name, why in p["skipped"].items()]  # fmt: skip
+    lines = [
+        "# Decode speed of MLA with a QK norm", "",
+        f"`{result['command']}`: {result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token;",
+        f"ms a step, median (lowest–highest) of {result['rounds']} rounds by turns; the paper's on an H800 in bf16.",
+        "",
+        *("| " + " | ".join(r) + " |" for r in rows), "",
+        f"Cache: {' / '.join(names[n] for n in cached)}; Lp's is that of RMS. – stands where a side did not fit.",
+        *(["", "Skipped for memory:", "", *skipped] if skipped else []),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def write_results(result: dict[str, Any], folder: Path) -> None:
+    from scripts.report_figures import DASHES, OKABE_ITO, SYMBOLS, image, new_figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    batches = sorted({p["batch"] for p in result["points"]})
+    figure = new_figure(1 + 4 * len(batches), 4)
+    for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+        for i, name in enumerate(NORMS):
+            points = [p for p in result["points"] if p["batch"] == batch and name in p["sides"]]
+            rows = [p["sides"][name] for p in points]
+            spread = [[r["ms"] - r["ms_lowest"] for r in rows], [r["ms_highest"] - r["ms"] for r in rows]]
+            axes.errorbar([p["context"] for p in points], [r["ms"] for r in rows], spread, color=OKABE_ITO[i],
+                          marker=SYMBOLS[i][0], dashes=DASHES[i] or (None, None), label=name)  # fmt: skip
+        axes.set(title=f"batch {batch}", xlabel="context (tokens)", ylabel="ms a step", yscale="log")
+        axes.set_xscale("log", base=2)
+    axes.legend(frameon=False)
+    for kind in ("svg", "png"):
+        (folder / f"decode.{kind}").write_bytes(image(figure, kind))
+    (folder / "table.md").write_text(table(result))
+    (folder / "bench.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def whole_numbers(key: str, text: str, least: int) -> list[int]:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        values = None
+    good = isinstance(values, list) and values and all(type(v) is int and v >= least for v in values)
+    require(bool(good), f"{key}={text} must be a list of integers >= {least}, as in {key}=[{least},{2 * least}]")
+    assert isinstance(values, list)
+    return values
+
+
+def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    contexts = whole_numbers("contexts", values["contexts"], 2)
+    batches = whole_numbers("batch", values["batch"], 1)
+    require(values["rounds"] >= 1, f"rounds={values['rounds']} must be at least 1")
+    require(values["seconds"] > 0, f"seconds={values['seconds']} must be positive")
+    folder = Path(values["out"]) if values["out"] else None
+    require(folder is None or folder.is_dir() or not folder.exists(), f"out={folder} must be a folder")
+    for name in NORMS:
+        for context in contexts:
+            config = settings(name, words, context)
+            require(config.attention.name == "mla", f"attention={config.attention.name} must be mla")
+
+    from training.device import resolve_device, resolve_dtype
+
+    dtype = resolve_dtype(config.dtype, resolve_device(config.device))
+    points = [
+        bench_point(words, batch, context, values["rounds"], values["seconds"])
+        for batch in batches
+        for context in contexts
+    ]
+    if not any(p["sides"] for p in points):
+        raise ConfigError(f"contexts={values['contexts']} batch={values['batch']}: none fits the memory")
+    result = {
+        "points": points, "dtype": str(dtype).removeprefix("torch."), "rounds": values["rounds"], "words": words,
+        "command": " ".join(["python scripts/bench_decode.py", *sys.argv[1:]]), **machine(),
+    }  # fmt: skip
+    if folder:
+        write_results(result, folder)
+    print(table(result))
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(__doc__, KNOWN, bench))

@@ -1,0 +1,85 @@
+"""scripts/bench_decode.py as a user runs it, on a layer of a few channels."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Program = Callable[..., subprocess.CompletedProcess[str]]
+TINY = [
+    "model.n_embd=64", "attention.q_rank=32", "attention.kv_rank=32", "attention.nope_dim=16", "attention.rope_dim=8",
+    "attention.v_dim=16", "device=cpu", "dtype=float32", "threads=1",
+]  # fmt: skip
+
+
+def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(program: Program, tmp_path: Path) -> None:
+    done = program(
+        "scripts/bench_decode.py",
+        "contexts=[48]",
+        "batch=[2]",
+        "rounds=2",
+        "seconds=0.01",
+        "out=it",
+        *TINY,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    (point,) = result["points"]
+    sides, heads, itemsize, tokens = point["sides"], 16, 4, 2 * 48
+    latent = (32 + 8) * itemsize * tokens
+    scalars = heads * itemsize * tokens
+    assert {name: side["cache_bytes"] for name, side in sides.items()} == {
+        "absorbed": latent, "rms": latent + scalars, "lp": latent + scalars,
+        "full_keys": heads * (16 + 8 + 16) * itemsize * tokens, "reexpanded": latent,
+    }  # fmt: skip
+    for side in sides.values():
+        assert 0 < side["ms_lowest"] <= side["ms"] <= side["ms_highest"] and side["attend_ms"] > 0
+        assert side["attend_gb_per_s"] == pytest.approx(side["cache_bytes"] / side["attend_ms"] / 1e6)
+        assert side["attend_of_copy"] == pytest.approx(side["attend_gb_per_s"] / point["copy_gb_per_s"])
+    # the absorbed step is the explicit one: nothing less was timed
+    assert sides["rms"]["difference_from_full_keys"] < 1e-5 > sides["reexpanded"]["difference_from_full_keys"]
+    overhead, times = point["overhead_percent"], point["time_over_absorbed"]
+    assert set(overhead) == {"rms", "lp"} and point["skipped"] == {}
+    assert overhead["rms"]["median"] == pytest.approx(100 * (times["rms"]["median"] - 1))
+    assert {f.name for f in (tmp_path / "it").iterdir()} == {"table.md", "bench.json", "decode.svg", "decode.png"}
+    assert json.loads((tmp_path / "it" / "bench.json").read_text()) == result
+    table = (tmp_path / "it" / "table.md").read_text()
+    assert table in done.stdout and f"{sides['rms']['ms']:.3f} (" in table
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("contexts=[1]", "contexts=[1] must be a list of integers >= 2"),
+        ("batch=2", "batch=2 must be a list of integers >= 1"),
+        ("rounds=0", "rounds=0 must be at least 1"),
+        ("seconds=0", "seconds=0.0 must be positive"),
+        ("attention=gqa", "attention"),
+        ("no_such=1", "no_such"),
+    ],
+)
+def test_a_bad_word_is_one_line_and_status_2_and_nothing_is_written(
+    word: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from scripts.bench import run_benchmark
+    from scripts.bench_decode import KNOWN, bench
+
+    monkeypatch.setattr("sys.argv", ["bench_decode.py", f"out={tmp_path / 'it'}", word])
+    assert run_benchmark(None, KNOWN, bench) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not (tmp_path / "it").exists()
+
+
+def test_sides_and_points_that_do_not_fit_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scripts import bench_decode
+
+    monkeypatch.setattr(bench_decode, "free_bytes", lambda device: 2**20)
+    point = bench_decode.bench_point(TINY, 1, 64, 1, 0.01)
+    assert set(point["skipped"]) == set(bench_decode.NORMS) and point["sides"] == {}
+    assert "full_keys is skipped: needs about" in capsys.readouterr().out

@@ -1,0 +1,136 @@
+"""The fused MLA decode kernel against a float64 formula, in Triton's interpreter, and compiled for GPUs without one.
+
+The interpreter multiplies bf16 as integers (Triton 3.7): here fp32 and fp16 stand for it, bf16 runs where CUDA is.
+"""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+INTERPRETED = """
+import sys
+sys.path[:0] = ["tests", "."]
+from test_mla_decode_triton import CASES, check, check_absorbed
+for case in CASES:
+    check(case, "cpu")
+check_absorbed()
+print("checked", len(CASES))
+"""
+COMPILED = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from model import mla_decode_triton as m
+def build(kernel, signature, constants, target, **options):
+    types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
+    return triton.compile(ASTSource(kernel, types, constants), target=target, options=options)
+for capability, memory, norm in ((80, 163 * 1024, 1), (90, 227 * 1024, 2)):
+    target = GPUTarget("cuda", capability, 32)
+    signature = dict.fromkeys(("q_latent", "q_rope", "latent", "k_rope", "s"), "*bf16")
+    signature |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32", "S": "i32", "per_slice": "i32"}
+    signature |= dict.fromkeys(("stride_latent", "stride_rope", "stride_s", "stride_s_head"), "i32")
+    constants = {"NH": 16, "KR": 512, "DR": 64, "H": m.HEADS, "N": m.POSITIONS, "NORM": norm, "PRECISION": "tf32"}
+    got = build(m.attend_slice, signature, constants, target, num_warps=4, num_stages=2)
+    assert got.metadata.shared <= memory, got.metadata.shared
+    assert "mma" in got.asm["ptx"]
+    build(m.combine, {"partial": "*fp32", "lse": "*fp32", "y": "*bf16", "slices": "i32"},
+          {"NH": 16, "KR": 512, "P": 256, "C": m.COLUMNS}, target, num_warps=4)
+print("compiled")
+"""
+
+# dtype, B, nh, S, positions allocated, kr, dr, slices, norm: 0 none, 1 blockwise, 2 unified
+CASES = [
+    (torch.float32, 1, 16, 96, 96, 64, 16, 1, 1),
+    (torch.float32, 2, 16, 77, 90, 64, 32, 3, 1),
+    (torch.float32, 2, 16, 77, 90, 64, 32, 3, 2),
+    (torch.float32, 3, 16, 33, 64, 128, 16, 2, 0),
+    (torch.float32, 1, 16, 1, 8, 64, 16, 4, 1),  # more slices than tiles
+    (torch.float32, 2, 5, 45, 45, 64, 16, 2, 2),  # fewer heads than a program's
+    (torch.float32, 1, 20, 70, 70, 64, 16, 2, 1),  # and more
+    (torch.float16, 2, 16, 130, 140, 512, 64, 5, 1),
+    (torch.float16, 1, 16, 130, 140, 512, 64, 2, 2),
+]  # fmt: skip
+
+
+def random(*shape: int, seed: int, device: str) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def check(case: tuple[torch.dtype, int, int, int, int, int, int, int, int], device: str) -> None:
+    from model.mla_decode_triton import attend_latents
+
+    dtype, B, nh, S, room, kr, dr, slices, norm = case
+    q, qr, cache, ropes = (
+        random(*shape, seed=i, device=device).to(dtype)
+        for i, shape in enumerate(((B, nh, kr), (B, nh, dr), (B, room, kr), (B, room, dr)))
+    )
+    s = (0.5 + random(B, nh, room, seed=5, device=device).abs()).to(dtype)
+    cache[:, S:], ropes[:, S:], s[..., S:] = math.nan, math.nan, math.nan  # what stands past S is never read
+    latent, k_rope, s = cache[:, :S], ropes[:, :S], s[..., :S]
+    scale = 2 / math.sqrt(kr + dr)
+    y = attend_latents(q, qr, latent, k_rope, s if norm else None, scale, norm == 2, slices)
+    content, rope = q.double() @ latent.double().mT, qr.double() @ k_rope.double().mT  # (B, nh, S)
+    factor = s.double()
+    logits = {0: content + rope, 1: content * factor + rope, 2: (content + rope) * factor}[norm]
+    exact = torch.softmax(scale * logits, -1) @ latent.double()
+    error = ((y.double() - exact).norm() / exact.norm()).item()
+    bound = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    assert y.dtype == dtype and y.shape == (B, nh, kr) and error <= bound, (case, error)
+
+
+@torch.no_grad()
+def check_absorbed() -> None:
+    """A model decodes the same logits with the kernel as without."""
+    from variants import build, config_of, random_tokens
+
+    from model import gpt, mla_decode_triton
+    from training.config import MLAConfig
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(mla_decode_triton, "processors", lambda device: 2)  # a GPU's
+    idx = random_tokens(2, 8)
+    for layout, norm in (("blockwise", "none"), ("blockwise", "rms"), ("blockwise", "lp3"), ("unified", "rms")):
+        attention = MLAConfig(kv_rank=64, nope_dim=8, rope_dim=16, v_dim=6, qk_norm_layout=layout)
+        model = build(config_of(attention, norm), dtype=torch.float32)
+        logits = []
+        for fits in (True, False):
+            patch.setattr(gpt, "fits_kernel", lambda *_, fits=fits: fits)
+            caches = model.new_caches(2, 16, torch.float32)
+            model(idx[:, :7], caches=caches)
+            logits.append(model(idx[:, 7:], caches=caches, pos=7)[0])
+        torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+        assert not torch.equal(*logits)  # two ways, not one
+    patch.undo()
+
+
+def run_python(code: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_interpreted_kernel_equals_the_float64_formula() -> None:
+    assert run_python(INTERPRETED, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT)) == f"checked {len(CASES)}\n"
+
+
+def test_the_kernel_compiles_for_ampere_and_hopper_within_their_shared_memory() -> None:
+    """At DeepSeek-V3's width; ptxas comes with Triton, so no GPU is needed."""
+    assert run_python(COMPILED, PYTHONPATH=str(ROOT)) == "compiled\n"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("norm", [0, 1, 2])
+@pytest.mark.parametrize("B, S, slices", [(1, 65536, 132), (3, 4097, 7), (128, 1000, 1)])
+def test_the_kernel_on_cuda_equals_the_float64_formula_in_bf16(B: int, S: int, slices: int, norm: int) -> None:
+    check((torch.bfloat16, B, 16, S, S + 9, 512, 64, slices, norm), "cuda")
