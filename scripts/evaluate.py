@@ -21,7 +21,7 @@ if __name__ == "__main__":  # in this folder's place: lm_eval imports a package 
 
 from data.corpora import one_line, probe_hub
 from sample import open_run
-from training.config import ConfigError, at_least, did_you_mean, one_of, require, run_script
+from training.config import ConfigError, at_least, check_common, did_you_mean, one_of, require, run_script
 from training.device import resolve_device, resolve_dtype
 from training.rundir import write_atomic
 
@@ -145,7 +145,7 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     shots = words.get("num_fewshot", PAPER_SHOTS if paper else None)
     which, batch_size = words.get("checkpoint", "best"), words.get("batch_size", 16)
     one_of("checkpoint", which, ("best", "latest"))
-    one_of("dtype", words.get("dtype", "float32"), ("auto", "float32", "bfloat16"))
+    check_common(0, words.get("device", "auto"), words.get("dtype", "float32"))
     for key, value, least in (
         ("num_fewshot", shots, 0),
         ("limit", words.get("limit"), 1),

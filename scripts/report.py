@@ -443,7 +443,8 @@ another.
 def facts(sweep: Sweep) -> dict[str, str]:
     """What was compared, for a reader."""
     definition, plans = sweep.definition, [run.plan for run in sweep.runs]
-    folds = sorted({plan.fold for plan in plans if plan.fold is not None})
+    found_folds = {getattr(plan.config.data, "fold", None) for plan in plans}
+    folds = sorted(fold for fold in found_folds if fold is not None)
     seeds = sorted({plan.seed for plan in plans})
     words = [*definition.get("overrides", []), *sweep.about.get("overrides", [])]
     found = {

@@ -336,6 +336,7 @@ def test_without_lm_eval_the_pip_command_is_said(
         (["run=nowhere", "tasks=paper"], "run=nowhere"),
         (["run=nowhere", "tasks=paper", "limit=0"], "limit=0"),
         (["run=nowhere", "tasks=paper", "num_fewshot=many"], "num_fewshot=many"),
+        (["run=nowhere", "tasks=paper", "device=gpu"], "device=gpu"),
         (["run=nowhere", "task=paper"], "did you mean tasks"),
     ],
 )
