@@ -291,13 +291,14 @@ def table(result: dict[str, Any]) -> str:
 
     def cells(point: dict[str, Any]) -> list[str]:
         best = point["sides"].get("rms")
-        published = PAPER.get(point["context"])
+        context = point["context"]
+        published = PAPER.get(context)
         rate = f"{best['attend_gb_per_s']:.1f} ({100 * best['attend_of_copy']:.0f} %)" if best else "–"
         paper = ["–"] * 3
         if published:
             paper = [*(f"{ms:.3f}" for ms in published), f"{100 * (published[1] / published[0] - 1):.2f} %"]
         return [
-            str(point["batch"]), f"{point['context'] // 1024}k" if point["context"] % 1024 == 0 else str(point["context"]),
+            str(point["batch"]), f"{context // 1024}k" if context % 1024 == 0 else str(context),
             time_of(point, "absorbed"), time_of(point, "rms"), overhead(point, "rms"),
             time_of(point, "lp"), overhead(point, "lp"), time_of(point, "full_keys"), time_of(point, "reexpanded"),
             "/".join(f"{point['sides'][n]['cache_bytes'] / 2**20:.1f}" if n in point["sides"] else "–" for n in cached),
