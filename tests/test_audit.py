@@ -276,9 +276,10 @@ def test_a_leak_is_measured_where_it_is() -> None:
     """Against changes made by hand, for a model in which a token reaches one position back."""
 
     class OneBack(nn.Module):
-        def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, None]:
+        def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             x = F.one_hot(idx, 7).double()  # (B, T, 7)
-            return x + 0.25 * x.roll(-1, 1), None
+            logits = x + 0.25 * x.roll(-1, 1)
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     leaks = future_leaks(OneBack(), torch.randint(7, (1, 8), generator=torch.Generator().manual_seed(0)), [1, 5])
     assert leaks == {1: (0.25, 0), 5: (0.25, 4)}

@@ -122,7 +122,11 @@ OF_SWEEPS = {"sweep", "launcher"}  # read by sweeps/launch.py
 
 @pytest.mark.parametrize("group", sorted({p.name for p in CONFIG_DIR.iterdir() if p.is_dir()} - OF_SWEEPS))
 def test_every_option_of_every_group_composes(group: str) -> None:
-    needs = {"attention=mla": ["model.position=rope", "model.rope_theta=1e4"], "data=text": ["data.path=a.txt"]}
+    needs = {
+        "attention=mla": ["model.position=rope", "model.rope_theta=1e4"],
+        "data=text": ["data.path=a.txt"],
+        "fault=loss_over_accumulation": ["gradient_accumulation_steps=2"],
+    }
     assert options(group)
     for option in options(group):
         choice = f"{group}={option}"
