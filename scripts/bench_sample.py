@@ -1,14 +1,15 @@
-"""Sampling speed: python scripts/bench_sample.py peer=PATH [run=RUN] [rounds=5] [tokens=500] [start=TEXT]
+"""Sampling speed: python scripts/bench_sample.py peer=PATH [rounds=5] [tokens=500] [start=TEXT] [words of train.py]
 
-From a checkpoint on disk to text, each time in a new process: our generate(), and that of nanoGPT's model.py (a
-checkout at PATH) with the same weights, for one sequence and ten. Without run= a baby_gpt with fresh weights is saved
-and sampled from. Tokens a second count what is generated in all sequences after the checkpoint is loaded;
-first_token_s is the time from the start of the program to its first token, imports and loading included; seconds that
-to its end. The last line is JSON.
+peer=PATH     a checkout of nanoGPT: the generate() of its model.py takes turns with ours, with the same weights
+variants=A;B  or: our own models against one another, each a list of train.py's words: "qk_norm=none;qk_norm=rms"
+run=RUN       with peer=: the run to sample from; else fresh weights of the model that the words set are saved first
+
+From a checkpoint on disk to text, each time in a new process, for one sequence and ten. Tokens a second count what is
+generated in all sequences after the checkpoint is loaded; first_token_s is the time from the start of the program to
+its first token, imports and loading included; seconds that to its end. The last line is JSON.
 """
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,17 +20,19 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench import machine, peer_model, run_benchmark
-from training.config import require
+from scripts.bench import machine, median, peer_model, ratio, run_benchmark
+from sweeps.plan import compose
+from training.config import load_config, require
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def fresh_run(folder: Path) -> Path:
-    """A run directory of the default model, with the weights that it starts from."""
-    words = ["max_iters=1", "schedule.warmup_iters=0", "batch_size=1", "wandb.mode=disabled", f"out_dir={folder}"]
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def fresh_run(folder: Path, words: list[str]) -> Path:
+    """A run directory of the model that `words` set, after one update."""
+    short = ["max_iters=1", "schedule.warmup_iters=0", "batch_size=1", "wandb.mode=disabled", f"out_dir={folder}"]
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *words, *short], capture_output=True, text=True)
+    require(done.returncode != 2, done.stderr.strip())
+    done.check_returncode()
     return folder
 
 
@@ -115,36 +118,59 @@ def sample(script: str, n: int, tokens: int) -> dict[str, float]:
 
 
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    require(not words, f"{words[:1]} is unknown")
-    require(values["peer"] != "", "peer= must name a checkout of nanoGPT")
-    peer_model(Path(values["peer"]))
-    peer = Path(values["peer"]).resolve()
-    result: dict[str, Any] = {"rounds": values["rounds"], "tokens": values["tokens"], **machine()}
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(values["run"]) if values["run"] else fresh_run(Path(folder) / "run")
-        prompt = convert(run, peer, Path(folder), values["start"])
-        about = {
-            "root": str(ROOT), "run": str(run.resolve()), "peer": str(peer), "ckpt": str(Path(folder) / "ckpt.pt"),
-            "start": values["start"], "prompt": prompt, "tokens": values["tokens"],
-        }  # fmt: skip
-        for n in (1, 10):
-            scripts = {"ours": OURS.format(n=n, **about), "peer": PEERS.format(n=n, **about)}
-            turns: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
-            for i in range(values["rounds"]):
-                for name in ("ours", "peer") if i % 2 == 0 else ("peer", "ours"):
-                    turns[name].append(sample(scripts[name], n, values["tokens"]))
-                both = ", ".join(f"{name} {turns[name][-1]['tok_per_sec']:.0f} tokens/s" for name in turns)
-                print(f"{n} sequences, round {i + 1}: {both}", flush=True)
-            rows: dict[str, Any] = {
-                name: {key: round(statistics.median(t[key] for t in side), 2) for key in side[0]}
-                for name, side in turns.items()
+    require(bool(values["peer"]) != bool(values["variants"]), "one of peer= and variants= must be given")
+    require(values["peer"] or not values["run"], "run= goes with peer=")
+    require(not (values["run"] and words), f"{words[:1]} cannot be set for a run that is there")
+    named = {part.strip(): [*words, *part.split()] for part in values["variants"].split(";") if part.strip()}
+    for variant in named.values():
+        load_config(compose(variant))
+    about = {"root": str(ROOT), "start": values["start"], "tokens": values["tokens"]}
+    result: dict[str, Any] = {"rounds": values["rounds"], "tokens": values["tokens"], "words": words, **machine()}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if values["peer"]:
+            peer_model(Path(values["peer"]))
+            run = Path(values["run"] or fresh_run(folder / "run", words)).resolve()
+            peer = Path(values["peer"]).resolve()
+            prompt = convert(run, peer, folder, values["start"])
+            theirs = {"peer": str(peer), "ckpt": str(folder / "ckpt.pt"), "prompt": prompt}
+            sides: dict[str, Any] = {"ours": (OURS, {"run": str(run)}), "peer": (PEERS, theirs)}
+        else:
+            sides = {
+                name: (OURS, {"run": str(fresh_run(folder / f"run{i}", variant))})
+                for i, (name, variant) in enumerate(named.items())
             }
-            ratios = [a["tok_per_sec"] / b["tok_per_sec"] for a, b in zip(turns["ours"], turns["peer"], strict=True)]
-            rows["ratio"] = {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
-            result[f"{n}_sequences"] = rows
+        for n in (1, 10):
+            scripts = {name: script.format(n=n, **about, **own) for name, (script, own) in sides.items()}
+            turns = take_turns(scripts, n, values["tokens"], values["rounds"])
+            rows = {name: {key: round(median(side, key), 2) for key in side[0]} for name, side in turns.items()}
+            first, *others = turns
+            speeds = {name: ratio(turns, name, first, "tok_per_sec") for name in others}
+            result[f"{n}_sequences"] = (
+                {**rows, "ratio": ratio(turns, "ours", "peer", "tok_per_sec")}
+                if values["peer"]
+                else {"variants": rows, "speed_over_first": speeds}
+            )
     return result
 
 
+def take_turns(scripts: dict[str, str], n: int, tokens: int, rounds: int) -> dict[str, list[dict[str, float]]]:
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in scripts}
+    for i in range(rounds):
+        for name in list(scripts)[:: 1 if i % 2 == 0 else -1]:
+            turns[name].append(sample(scripts[name], n, tokens))
+        speeds = ", ".join(f"{name} {side[-1]['tok_per_sec']:.0f} tokens/s" for name, side in turns.items())
+        print(f"{n} sequences, round {i + 1}: {speeds}", flush=True)
+    return turns
+
+
 if __name__ == "__main__":
-    known = {"peer": (str, ""), "run": (str, ""), "start": (str, "\n"), "rounds": (int, 5), "tokens": (int, 500)}
+    known = {
+        "peer": (str, ""),
+        "variants": (str, ""),
+        "run": (str, ""),
+        "start": (str, "\n"),
+        "rounds": (int, 5),
+        "tokens": (int, 500),
+    }
     sys.exit(run_benchmark(__doc__, known, bench))

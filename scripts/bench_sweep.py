@@ -2,8 +2,9 @@
 
 `runs` runs of a sweep (seeds of its first setting), each with one thread, by one worker and by `workers`, by turns.
 speed_up: a turn's time with one worker over that with `workers`, median over rounds. overhead: the share of the
-workers' time, from the launcher's start to its end, in which no run was under way (seconds of summary.json). Runs are
-meant to take 20 s or more: max_iters= decides. The last line is JSON.
+workers' time, from the launcher's start to its end, in which no run was under way (seconds of summary.json);
+start_and_end_s the part of it before the first run and after the last, which is paid once, however many runs there are,
+and between_runs the share of the rest. Runs are meant to take 20 s or more: max_iters= decides. The last line is JSON.
 """
 
 import json
@@ -34,13 +35,22 @@ def turn(sweep: str, seeds: int, workers: int, words: list[str]) -> dict[str, An
             f"launcher.workers={workers}", f"sweep.seeds={[*range(seeds)]}".replace(" ", ""), "wandb.mode=disabled",
             *words,
         ]  # fmt: skip
-        began = time.perf_counter()
+        began = time.time()
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        seconds = time.perf_counter() - began
+        seconds = time.time() - began
         require(ended.returncode == 0, f"the sweep ended with {ended.returncode}: {ended.stdout[-500:]}")
-        summaries = [json.loads((sweep_dir / run.id / "summary.json").read_text()) for run in read_plan(sweep_dir)]
-        runs = [summary["seconds"] for summary in summaries]
-    return {"seconds": seconds, "run_seconds": statistics.median(runs), "overhead": 1 - sum(runs) / workers / seconds}
+        folders = [sweep_dir / run.id for run in read_plan(sweep_dir)]
+        runs = [json.loads((run / "summary.json").read_text())["seconds"] for run in folders]
+        first = min((run / "config.yaml").stat().st_mtime for run in folders)  # written as a run starts
+        last = max((run / "summary.json").stat().st_mtime for run in folders)
+    busy = sum(runs) / workers
+    return {
+        "seconds": seconds,
+        "run_seconds": statistics.median(runs),
+        "overhead": 1 - busy / seconds,
+        "start_and_end_s": seconds - (last - first),
+        "between_runs": 1 - busy / (last - first),
+    }
 
 
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
