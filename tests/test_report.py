@@ -24,7 +24,7 @@ from scipy import integrate, stats
 from scripts import report
 from scripts.paired import Comparison, Replicate, adjust, holm, interval, mean_curve, n_needed
 from scripts.report_figures import styles
-from training.config import ConfigError, LpQKNormConfig, TinyShakespeareConfig
+from training.config import ConfigError, FaultConfig, LpQKNormConfig, RandomConfig, TinyShakespeareConfig
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
 DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -141,10 +141,11 @@ class Made:
         self.definition = {"title": "A sweep", "overrides": ["max_iters=40"], "parts": {}, **definition}
         self.lines: list[dict[str, Any]] = []
 
-    def plan(self, setting: str, seed: int, fold: int | None) -> Path:
-        """Plan a run. Returns its directory, which is not there."""
+    def plan(self, setting: str, seed: int, fold: int | None, **changes: Any) -> Path:
+        """Plan a run, with `changes` to its config. Returns its directory, which is not there."""
         config = tiny_config(LpQKNormConfig(p=float(setting.partition("p=")[2])))
         config = replace(config, seed=seed, max_iters=40, data=TinyShakespeareConfig(fold=fold), threads=1)
+        config = replace(config, **changes)
         run_id = f"{setting.replace('/', '-')}-fold{fold}-s{seed}"
         line = {"id": run_id, "settings": [setting], "seed": seed, "fold": fold, "overrides": []}
         self.lines.append({**line, "config": asdict(config)})
@@ -252,6 +253,35 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
     made.run("a/p=2", 6, falling(1.4))
     with pytest.raises(ConfigError, match="also.train/loss=first must be one of last, max, min, mean, sum, summary"):
         sweep_of(made.path)
+
+
+def test_deliberate_faults_stand_in_a_table_of_their_own(made: Made, tmp_path: Path) -> None:
+    assert "Deliberate faults" not in report.table_md(sweep_of(made.path), [], [])
+    sweep = Made(tmp_path / "faults")
+    for setting, fault, random, last in (
+        ("p=1", "none", False, [2.0, 2.2]),
+        ("p=2", "none", True, [4.16, 4.20]),  # ln 64 = 4.1589
+        ("p=3", "no_mask", False, [0.5, 0.7]),
+        ("p=4", "no_mask", True, [4.15, 4.17]),
+    ):
+        changes: dict[str, Any] = {"fault": FaultConfig(fault), **({"data": RandomConfig()} if random else {})}
+        for seed, loss in enumerate(last):
+            path = sweep.plan(setting, seed, None, **changes)
+            finish(path, falling(1.4))
+            summary = json.loads((path / "summary.json").read_text()) | {"train/loss": loss, "vocab_size": 64}
+            if fault == "no_mask":
+                summary["start_up_warnings"] = [f"the model sees the future: by {seed}"]
+            (path / "summary.json").write_text(json.dumps(summary))
+    read = sweep_of(sweep.path)
+    caught = "the model sees the future (2 of 2)"
+    assert [list(row.values()) for row in rows_of(report.fault_table(read))] == [
+        ["p=2", "none", "–", "4.1800", "4.1589", "0 of 2"],
+        ["p=3", "no_mask", caught, "0.6000", "–", "–"],
+        ["p=4", "no_mask", caught, "4.1600", "4.1589", "1 of 2"],
+    ]
+    assert (
+        "## Deliberate faults" in report.table_md(read, [], []) and report.facts(read)["deliberate faults"] == "no_mask"
+    )
 
 
 def test_both_readings_of_an_averaged_minimum_are_given(tmp_path: Path) -> None:
