@@ -297,7 +297,22 @@ def mean_norm_ratio(p: float, head_dim: int) -> float:
 # Fused projections, dropout, the attention product
 
 
-class FusedLinear(nn.Linear):
+class Linear(nn.Linear):
+    """Without values until init_weights() or a checkpoint sets them: drawing PyTorch's own ones on the meta device, as
+    sampling and dry runs would, loads its compiler first, 2 seconds."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """As Linear."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class FusedLinear(Linear):
     """Several projections of one input in one matrix: `projections` are their row counts, for who treats them apart."""
 
     def __init__(self, n_in: int, projections: list[int], bias: bool):
@@ -497,7 +512,7 @@ class GroupedQueryAttention(Observed):
         self.p_dropout = m.dropout
         rows = [n * self.head_dim for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
         self.c_attn = FusedLinear(m.n_embd, rows, bias=m.bias)  # queries, keys, values
-        self.c_proj = nn.Linear(self.n_head * self.head_dim, m.n_embd, bias=m.bias)
+        self.c_proj = Linear(self.n_head * self.head_dim, m.n_embd, bias=m.bias)
         norm = QK_NORMS[config.qk_norm.name]
         self.q_norm = norm(config.qk_norm, self.head_dim, self.n_head)
         self.k_norm = norm(config.qk_norm, self.head_dim, self.n_kv_head)
@@ -615,13 +630,13 @@ class MultiHeadLatentAttention(Observed):
         self.kv_rank, self.nope_dim, self.rope_dim, self.v_dim = a.kv_rank, a.nope_dim, a.rope_dim, a.v_dim
         self.unified = a.qk_norm_layout == "unified"
         d = a.nope_dim + a.rope_dim
-        self.c_q_a = nn.Linear(m.n_embd, a.q_rank, bias=False) if a.q_rank is not None else nn.Identity()
+        self.c_q_a = Linear(m.n_embd, a.q_rank, bias=False) if a.q_rank is not None else nn.Identity()
         self.q_a_norm = LatentNorm(a.q_rank, m.norm_eps) if a.q_rank is not None else nn.Identity()
-        self.c_q = nn.Linear(a.q_rank or m.n_embd, m.n_head * d, bias=False)
+        self.c_q = Linear(a.q_rank or m.n_embd, m.n_head * d, bias=False)
         self.c_kv_a = FusedLinear(m.n_embd, [a.kv_rank, a.rope_dim], bias=False)  # latent, RoPE key
         self.kv_a_norm = LatentNorm(a.kv_rank, m.norm_eps)
         self.c_kv_b = FusedLinear(a.kv_rank, [m.n_head * a.nope_dim, m.n_head * a.v_dim], bias=False)  # keys, values
-        self.c_proj = nn.Linear(m.n_head * a.v_dim, m.n_embd, bias=False)
+        self.c_proj = Linear(m.n_head * a.v_dim, m.n_embd, bias=False)
         norm = functools.partial(QK_NORMS[config.qk_norm.name], config.qk_norm)
         if self.unified:
             self.q_norm, self.k_norm = norm(d, m.n_head), norm(d, m.n_head)
@@ -816,7 +831,7 @@ class MLP(nn.Module):
         hidden = config.mlp_hidden or 4 * config.n_embd
         self.p_dropout, self.swiglu = config.dropout, config.mlp == "swiglu"
         self.c_fc = FusedLinear(config.n_embd, [hidden] * (2 if self.swiglu else 1), bias=config.bias)  # gate, up
-        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_fc(x)  # (B, T, 4C), or gate and up side by side
@@ -884,8 +899,8 @@ class Transformer(nn.Module):
     def __init__(self, config: TrainConfig, vocab_size: int):
         super().__init__()
         m = config.model
-        self.wte = nn.Embedding(vocab_size, m.n_embd)
-        self.wpe = nn.Embedding(m.block_size, m.n_embd) if m.position == "learned" else None
+        self.wte = Embedding(vocab_size, m.n_embd)
+        self.wpe = Embedding(m.block_size, m.n_embd) if m.position == "learned" else None
         self.h = nn.ModuleList(Block(config) for _ in range(m.n_layer))
         self.ln_f = new_norm(m.n_embd, m)
 
@@ -898,7 +913,7 @@ class GPT(nn.Module):
         m = config.model
         self.config, self.vocab_size, self.block_size = config, vocab_size, m.block_size
         self.transformer = Transformer(config, vocab_size)
-        self.lm_head = None if m.tied else nn.Linear(m.n_embd, vocab_size, bias=False)
+        self.lm_head = None if m.tied else Linear(m.n_embd, vocab_size, bias=False)
         self.init_rope()
 
     def init_rope(self) -> None:

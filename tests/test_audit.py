@@ -282,7 +282,8 @@ def test_a_leak_is_measured_where_it_is() -> None:
             return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     leaks = future_leaks(OneBack(), torch.randint(7, (1, 8), generator=torch.Generator().manual_seed(0)), [1, 5])
-    assert leaks == {1: (0.25, 0), 5: (0.25, 4)}
+    # tokens become 0: the logit of 0 moves by 0.25 just before t and by 1 + 0.25 from t on
+    assert leaks == {1: (0.25 / 1.25, 0), 5: (0.25 / 1.25, 4)}
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 48}
