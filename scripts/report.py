@@ -49,6 +49,7 @@ from training.rundir import read_json, write_atomic
 
 Definition = Mapping[str, Any]
 HONEST = FaultConfig()
+FLOOR_TOLERANCE = 0.01  # nats; as in scripts/audit.py
 
 # -----------------------------------------------------------------------------
 # Runs
@@ -383,7 +384,7 @@ def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:
 
 def fault_table(sweep: Sweep) -> Table:
     """Every setting with a deliberate fault, and what catches it: train.py's warnings, and on uniformly random tokens a
-    last training loss below ln V."""
+    last training loss below ln V, by more than chance explains."""
     rows = []
     for setting, done in ((setting, sweep.done(setting)) for setting in sweep.settings):
         fault = next((run.plan.config.fault.name for run in sweep.of(setting).values()), "none")
@@ -392,14 +393,16 @@ def fault_table(sweep: Sweep) -> Table:
             continue
         warned = Counter(w.split(":")[0] for run in done for w in run.summary.get("start_up_warnings", []))
         floors = [math.log(summary["vocab_size"]) for summary in on_random]
-        below = sum(summary["train/loss"] < floor for summary, floor in zip(on_random, floors, strict=True))
+        below = sum(
+            summary["train/loss"] < floor - FLOOR_TOLERANCE for summary, floor in zip(on_random, floors, strict=True)
+        )
         rows.append([
             setting, fault, "; ".join(f"{warning} ({n} of {len(done)})" for warning, n in warned.items()) or "–",
             number(mean_of(done, "train/loss")), number(fmean(floors) if floors else None),
             f"{below} of {len(floors)}" if floors else "–",
         ])  # fmt: skip
     columns = ["setting", "fault", "start-up warnings", "last train/loss", "ln V, the floor on random tokens"]
-    return Table([*columns, "runs below it"], rows, words=3)
+    return Table([*columns, f"runs more than {FLOOR_TOLERANCE} below it"], rows, words=3)
 
 
 def missing_table(sweep: Sweep) -> Table:
