@@ -133,7 +133,7 @@ class LpNorm(QKNorm):
     """x / ||x||_p over each head's channels (papers: Lp QK-norm, eq. 12-14). p >= 1, inf included.
 
     p=learned makes p = 1 + softplus(raw_p) a parameter, one a head, that starts at 2; queries and keys have their own.
-    Computed in fp32 at least, on x / max|x|: no power overflows or underflows. A vector with max|x| below 1e-30 maps to
+    Computed in fp32 at least, on x / max|x|: no power overflows or underflows. A vector with max|x| <= 1e-30 maps to
     zero with zero gradient. For p != 2 the norm is not invariant under rotations, RoPE's among them.
     """
 
@@ -158,7 +158,7 @@ class LpNorm(QKNorm):
         """x / max|x| (0 for a zero vector) and 1 / max|x|, a constant to autograd: y does not depend on it."""
         x = at_least_fp32(x)
         largest = x.detach().abs().amax(-1, keepdim=True)  # (..., 1)
-        inverse = torch.where(largest >= self.TINY, 1 / largest, 0.0)
+        inverse = F.threshold(largest, self.TINY, math.inf).reciprocal()
         return x * inverse, inverse
 
     def unit_scale(self, u: Tensor) -> Tensor:
@@ -189,12 +189,11 @@ class LpScale(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, p: float) -> Tensor:
-        magnitude = u.abs()
         if math.isinf(p):
-            norm = magnitude.amax(-1, keepdim=True)
+            norm = u.abs().amax(-1, keepdim=True)
         else:
-            norm = power(power(magnitude, p).sum(-1, keepdim=True), 1 / p)
-        s = torch.where(norm > 0, 1 / norm, 1.0)
+            norm = power(power(u if p % 2 == 0 else u.abs(), p).sum(-1, keepdim=True), 1 / p)
+        s = F.threshold(norm, 0.0, 1.0).reciprocal()
         ctx.save_for_backward(u, s)
         ctx.p = p
         return s
@@ -211,7 +210,7 @@ class LpScale(torch.autograd.Function):
 
 
 def power(u: Tensor, p: float) -> Tensor:
-    """u**p for u >= 0. Small multiples of 1/2 take products and a square root, several times cheaper than pow."""
+    """u**p for u >= 0, for even p for all u. Small multiples of 1/2 take products and a square root, several times cheaper than pow."""
     whole, half = divmod(p, 1)
     if p > 8 or half not in (0, 0.5) or p < 0.5:
         return u**p

@@ -447,7 +447,7 @@ def scalar_lp_norm(x: np.ndarray, p: Any) -> np.ndarray:
     """x / ||x||_p one number at a time, every operation rounded to fp32."""
     f32 = np.float32
     largest = max(abs(a) for a in x)
-    if largest < f32(1e-30):
+    if largest <= f32(1e-30):
         return np.zeros_like(x)
     inverse = f32(1) / largest
     u = [a * inverse for a in x]
