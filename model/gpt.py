@@ -210,7 +210,8 @@ class LpScale(torch.autograd.Function):
 
 
 def power(u: Tensor, p: float) -> Tensor:
-    """u**p for u >= 0, for even p for all u. Small multiples of 1/2 take products and a square root, several times cheaper than pow."""
+    """u**p for u >= 0, for even p for all u. Small multiples of 1/2 take products and a square root, several times
+    cheaper than pow."""
     whole, half = divmod(p, 1)
     if p > 8 or half not in (0, 0.5) or p < 0.5:
         return u**p

@@ -68,11 +68,21 @@ def test_sampling_beside_nanogpt(program: Program, tiny_run: list[str], peer: st
         )
 
 
+def test_sampling_of_variants(program: Program, tiny_run: list[str]) -> None:
+    words = ["variants=qk_norm=none;qk_norm=lp", "start=to be", "tokens=20", "rounds=1", *tiny_run]
+    result = last_line(program("scripts/bench_sample.py", *words))
+    for n in (1, 10):
+        rows = result[f"{n}_sequences"]
+        none, lp = (rows["variants"][name]["tok_per_sec"] for name in ("qk_norm=none", "qk_norm=lp"))
+        assert rows["speed_over_first"]["qk_norm=lp"]["median"] == pytest.approx(lp / none, rel=0.01)
+
+
 def test_a_sweep_by_one_worker_and_by_two(program: Program, tiny_run: list[str]) -> None:
     words = [*tiny_run, "max_iters=4", "sweep.overrides=[qk_norm=lp]", "runs=2", "rounds=1"]
     result = last_line(program("scripts/bench_sweep.py", *words))
     for row in (result["1_workers"], result["2_workers"]):
-        assert 0 < row["run_seconds"] < row["seconds"] and 0 < row["overhead"] < 1
+        assert 0 < row["run_seconds"] < row["seconds"] and 0 < row["between_runs"] < row["overhead"] < 1
+        assert 0 < row["start_and_end_s"] < row["seconds"]
     assert result["speed_up"]["median"] == pytest.approx(
         result["1_workers"]["seconds"] / result["2_workers"]["seconds"], rel=0.01
     )
@@ -85,6 +95,9 @@ def test_a_sweep_by_one_worker_and_by_two(program: Program, tiny_run: list[str])
         ("bench_train.py", ["peer=nosuch"], "peer=nosuch must be a checkout of nanoGPT"),
         ("bench_train.py", ["peer=.", "qk_norm=rms"], "nanoGPT's own settings"),
         ("bench_train.py", ["variants=qk_norm=none", "rounds=x"], "rounds=x must be an integer"),
+        ("bench_sample.py", [], "one of peer= and variants="),
+        ("bench_sample.py", ["variants=qk_norm=none", "run=x"], "run= goes with peer="),
+        ("bench_sample.py", ["variants=qk_norm=non"], "qk_norm=non"),
         ("bench_sample.py", ["peer=nosuch"], "peer=nosuch must be a checkout of nanoGPT"),
         ("bench_sweep.py", ["runs=3"], "runs= must be divisible by workers="),
         ("bench_sweep.py", ["sweep=nosuch"], "sweep=nosuch must be one of"),
