@@ -327,7 +327,7 @@ def start_up_checks(
     loss = mean_loss(model, [(x[:4], y[:4])], autocast, World())
     if not abs(loss - model.expected_initial_loss) <= 0.3:
         warnings.append(
-            f"the initial loss is {loss:.3f}, not {model.expected_initial_loss:.3f} "
+            f"the initial loss is not a guess's: {loss:.3f} instead of {model.expected_initial_loss:.3f} "
             f"(a uniform guess among {model.vocab_size} tokens has {math.log(model.vocab_size):.3f})"
         )
     for warning in warnings:

@@ -370,7 +370,7 @@ def test_an_initial_loss_far_from_a_guess_is_warned_of(
     assert "warning" not in capsys.readouterr().err
     monkeypatch.setattr(model.gpt, "INIT_STD", 1.0)
     assert train.run(configured(corpus, tmp_path / "b", max_iters=1)) == 0
-    assert "warning: the initial loss is" in capsys.readouterr().err
+    assert "warning: the initial loss is not a guess's: " in capsys.readouterr().err
 
 
 def test_a_diverged_run_stops_before_the_update_and_keeps_its_checkpoint(
