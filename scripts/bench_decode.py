@@ -1,4 +1,4 @@
-"""MLA decode speed: python scripts/bench_decode.py [contexts=[4096,65536]] [batch=[1]] [rounds=5] [out=FOLDER]
+"""MLA decode speed: python scripts/bench_decode.py [contexts=[4096,65536]] [batch=[1]] [rounds=25] [out=FOLDER]
 
 One step of one DeepSeek-V3-width MLA layer as one of 8 tensor-parallel shards has it (QK-Normed MLA, 5.3 and Table 2):
 absorbed     the latent cache alone
@@ -6,7 +6,7 @@ rms, lp      absorbed with QK norm: RMS, and Lp with p = 3; one scalar a token a
 full_keys    RMS; normalised keys and values of every token cached
 reexpanded   RMS; latents cached, keys and values formed anew at every step
 
-seconds=1 is the length of a turn. Other words are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
+seconds=0.2 is the length of a turn. Other words are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
 Weights and cache are in dtype, by default bfloat16 where the machine multiplies in it. Sides take turns, each in a
 process of its own; a time is the median over rounds, with the lowest and highest; an overhead is that of one round over
 `absorbed`. `attend` is the step between the projections of the hidden state. Bandwidth is the bytes that a step must
@@ -41,8 +41,8 @@ PAPER = {  # context: ms of MLA, ms with QK norm, on an H800 in bf16
     131072: (5.427, 5.517), 196608: (7.271, 7.392), 262144: (13.082, 13.274),
 }  # fmt: skip
 KNOWN: dict[str, Any] = {
-    "contexts": (str, json.dumps(list(PAPER)).replace(" ", "")), "batch": (str, "[1]"), "rounds": (int, 5),
-    "seconds": (float, 1.0), "out": (str, ""),
+    "contexts": (str, json.dumps(list(PAPER)).replace(" ", "")), "batch": (str, "[1]"), "rounds": (int, 25),
+    "seconds": (float, 0.2), "out": (str, ""),
 }  # fmt: skip
 GRAPH = 10  # steps
 CHUNK = 4096  # positions written at once
