@@ -155,8 +155,10 @@ def muon_for(model: nn.Module, config: TrainConfig) -> MuonAndAdamW:
 
 
 def test_muon_equals_torchs_own_on_a_copy_with_separate_projections(
-    stack: tuple[TrainConfig, dict[str, list[int]]],
+    stack: tuple[TrainConfig, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In bfloat16, as torch's is on any hardware."""
+    monkeypatch.setattr(optim, "resolve_dtype", lambda name, device: torch.bfloat16)
     config, matrices = stack
     assert isinstance(config.optim, MuonConfig)
     o = dataclasses.replace(config.optim, momentum=0.8, nesterov=False, ns_steps=4)
@@ -191,6 +193,20 @@ def test_muon_equals_torchs_own_on_a_copy_with_separate_projections(
                 torch.testing.assert_close(p, rest[name], rtol=1e-4, atol=1e-6)
             else:  # bfloat16 products of an update of about 0.2 lr
                 torch.testing.assert_close(p.detach(), torch.cat([*apart[name]]).detach(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (8, 30), (30, 8), (1, 16)])
+def test_orthogonalise_in_fp32_is_the_polynomial_of_the_singular_values(shape: tuple[int, int]) -> None:
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1.0, 1e-3, 1e4])[:, None, None]
+    found = optim.orthogonalise(x, (a, b, c), 5, 1e-7)
+    for one, of in zip(x.double(), found, strict=True):
+        u, s, v = torch.linalg.svd(one, full_matrices=False)
+        s = s / s.square().sum().sqrt()
+        for _ in range(5):
+            s = a * s + b * s**3 + c * s**5
+        torch.testing.assert_close(of.double(), u * s @ v, rtol=0, atol=2e-5)
 
 
 def gradient(rows: int, columns: int, g: torch.Generator) -> Tensor:

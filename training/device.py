@@ -63,6 +63,7 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(lines[0].split()) if lines else frozenset()
 
 
+@functools.lru_cache
 def bfloat16_works(device: torch.device) -> bool:
     """Whether a bf16 product agrees with its fp32 value: virtual machines advertise what they do not have."""
     try:
