@@ -1,13 +1,13 @@
 """Sweep speed: python scripts/bench_sweep.py [sweep=p_sweep_cpu] [runs=8] [rounds=3] [workers=2] [words of train.py]
 
 `runs` runs of a sweep (seeds of its first setting), each with one thread, by one worker and by `workers`, by turns.
-speed_up: a turn's time with one worker over that with `workers`, median over rounds. overhead: the share of the
-workers' time, from the launcher's start to its end, in which no run was under way (seconds of summary.json);
-start_and_end_s the part of it before the first run and after the last, which is paid once, however many runs there are,
-and between_runs the share of the rest. Runs are meant to take 20 s or more: max_iters= decides. The last line is JSON.
+speed_up: a turn's time with one worker over that with `workers`, median over rounds. Of a turn: start_and_end_s are the
+seconds before the first run and after the last, paid once, however many runs there are; gap_s those between a run's end
+and the next one's start; idle_end is the share of the workers' time in which one has no run left and another one has;
+overhead that in which no run is under way, without idle_end. Runs are meant to take 20 s or more: max_iters= decides.
+The last line is JSON.
 """
 
-import json
 import statistics
 import subprocess
 import sys
@@ -40,23 +40,26 @@ def turn(sweep: str, seeds: int, workers: int, words: list[str]) -> dict[str, An
         seconds = time.time() - began
         require(ended.returncode == 0, f"the sweep ended with {ended.returncode}: {ended.stdout[-500:]}")
         folders = [sweep_dir / run.id for run in read_plan(sweep_dir)]
-        runs = [json.loads((run / "summary.json").read_text())["seconds"] for run in folders]
-        first = min((run / "config.yaml").stat().st_mtime for run in folders)  # written as a run starts
-        last = max((run / "summary.json").stat().st_mtime for run in folders)
-    busy = sum(runs) / workers
+        starts = sorted((run / "config.yaml").stat().st_mtime for run in folders)  # written as a run starts
+        ends = sorted((run / "summary.json").stat().st_mtime for run in folders)
+    # the run that starts as number k + workers takes the place of the k-th that has ended
+    gaps = [start - end for start, end in zip(starts[workers:], ends, strict=False)]
+    busy, idle_end = sum(ends) - sum(starts), sum(ends[-1] - end for end in ends[-workers:])
     return {
         "seconds": seconds,
-        "run_seconds": statistics.median(runs),
-        "overhead": 1 - busy / seconds,
-        "start_and_end_s": seconds - (last - first),
-        "between_runs": 1 - busy / (last - first),
+        "run_seconds": busy / len(folders),
+        "start_and_end_s": seconds - (ends[-1] - starts[0]),
+        "gap_s": statistics.fmean(gaps),
+        "overhead": 1 - (busy + idle_end) / (seconds * workers),
+        "idle_end": idle_end / (seconds * workers),
     }
 
 
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    for key, least in {"runs": 1, "rounds": 1, "workers": 2}.items():
+    for key, least in {"rounds": 1, "workers": 2}.items():
         at_least(key, values[key], least)
-    require(values["runs"] % values["workers"] == 0, "runs= must be divisible by workers=, or a worker would wait")
+    good = values["runs"] > values["workers"] and values["runs"] % values["workers"] == 0
+    require(good, f"runs={values['runs']} must be a multiple of workers={values['workers']}, and more")
     sweep = load_sweep(values["sweep"], {})
     part = next(iter(sweep.parts.values()), sweep)
     first = [f"sweep.grid.{key}={[next(iter(grid.values()))]}" for key, grid in {**sweep.grid, **part.grid}.items()]

@@ -50,6 +50,7 @@ from training.rundir import read_json, write_atomic
 Definition = Mapping[str, Any]
 HONEST = FaultConfig()
 FLOOR_TOLERANCE = 0.01  # nats; as in scripts/audit.py
+POINTS = 100  # of a curve that figures and the page show of a metric other than the loss
 
 # -----------------------------------------------------------------------------
 # Runs
@@ -530,16 +531,30 @@ def other_series(
 ) -> dict[str, dict[str, list[Series]]]:
     """Of the definition's `also`: pattern -> {key that matches it: series}; without what no run has."""
     found: dict[str, dict[str, list[Series]]] = {}
-    for pattern in sweep.definition.get("also") or {}:
+    logged = {key: how for key, how in (sweep.definition.get("also") or {}).items() if how != "summary"}
+    for pattern, how in logged.items():
         runs = {setting: sweep.done(setting) for setting in settings}
         keys = sorted(
             {key for done in runs.values() for run in done for key in run.curves if fnmatchcase(key, pattern)}
         )
         for key in keys:
-            curves = {s: {r.replicate: r.curves[key] for r in done if key in r.curves} for s, done in runs.items()}
+            curves = {
+                s: {r.replicate: thinned(r.curves[key], how) for r in done if key in r.curves}
+                for s, done in runs.items()
+            }
             series = [Series(label(s, sweep), look[s], of, []) for s, of in curves.items() if of]
             found.setdefault(pattern, {})[key] = series
     return found
+
+
+def thinned(curve: Mapping[int, float], how: str) -> dict[int, float]:
+    """A curve of at most POINTS values: of each of so many equal spans one, by the metric's own reduction (REDUCTIONS),
+    so that no peak is lost of a maximum. The value stands at the span's last iteration."""
+    width = math.ceil((max(curve) + 1) / POINTS)
+    spans: dict[int, dict[int, float]] = {}
+    for i, value in curve.items():
+        spans.setdefault(i // width, {})[i] = value
+    return {max(of): REDUCTIONS[how](list(of.values())) for of in spans.values()}
 
 
 def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) -> str:

@@ -78,11 +78,16 @@ def test_sampling_of_variants(program: Program, tiny_run: list[str]) -> None:
 
 
 def test_a_sweep_by_one_worker_and_by_two(program: Program, tiny_run: list[str]) -> None:
-    words = [*tiny_run, "max_iters=4", "sweep.overrides=[qk_norm=lp]", "runs=2", "rounds=1"]
+    words = [*tiny_run, "max_iters=4", "sweep.overrides=[qk_norm=lp]", "runs=4", "rounds=1"]
     result = last_line(program("scripts/bench_sweep.py", *words))
     for row in (result["1_workers"], result["2_workers"]):
-        assert 0 < row["run_seconds"] < row["seconds"] and 0 < row["between_runs"] < row["overhead"] < 1
-        assert 0 < row["start_and_end_s"] < row["seconds"]
+        assert 0 < row["run_seconds"] < row["seconds"] and 0 < row["overhead"] < 1
+        assert 0 < row["start_and_end_s"] < row["seconds"] and 0 < row["gap_s"] < row["seconds"]
+    assert result["1_workers"]["idle_end"] == 0 <= result["2_workers"]["idle_end"] < 1
+    one = result["1_workers"]
+    in_a_row = one["start_and_end_s"] + 4 * one["run_seconds"] + 3 * one["gap_s"]
+    assert in_a_row == pytest.approx(one["seconds"], abs=0.01)
+    assert one["overhead"] == pytest.approx(1 - 4 * one["run_seconds"] / one["seconds"], abs=1e-3)
     assert result["speed_up"]["median"] == pytest.approx(
         result["1_workers"]["seconds"] / result["2_workers"]["seconds"], rel=0.01
     )
@@ -99,7 +104,7 @@ def test_a_sweep_by_one_worker_and_by_two(program: Program, tiny_run: list[str])
         ("bench_sample.py", ["variants=qk_norm=none", "run=x"], "run= goes with peer="),
         ("bench_sample.py", ["variants=qk_norm=non"], "qk_norm=non"),
         ("bench_sample.py", ["peer=nosuch"], "peer=nosuch must be a checkout of nanoGPT"),
-        ("bench_sweep.py", ["runs=3"], "runs= must be divisible by workers="),
+        ("bench_sweep.py", ["runs=3"], "runs=3 must be a multiple of workers=2"),
         ("bench_sweep.py", ["sweep=nosuch"], "sweep=nosuch must be one of"),
     ],
 )

@@ -255,6 +255,16 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
         sweep_of(made.path)
 
 
+def test_long_curves_of_other_metrics_are_drawn_with_few_points_and_their_peak() -> None:
+    curve = {i: float(i % 7) for i in range(1001)} | {503: 50.0}
+    drawn = report.thinned(curve, "max")
+    assert len(drawn) == 91 and max(drawn) == 1000 and max(drawn.values()) == 50  # spans of 11 iterations
+    assert drawn[10] == 6 and drawn[21] == max(i % 7 for i in range(11, 22))
+    assert list(report.thinned(curve, "last").items())[1] == (21, 0.0)
+    assert sum(report.thinned(curve, "sum").values()) == sum(curve.values())
+    assert report.thinned({0: 1.0, 99: 2.0}, "mean") == {0: 1.0, 99: 2.0}
+
+
 def test_deliberate_faults_stand_in_a_table_of_their_own(made: Made, tmp_path: Path) -> None:
     assert "Deliberate faults" not in report.table_md(sweep_of(made.path), [], [])
     sweep = Made(tmp_path / "faults")
