@@ -32,6 +32,7 @@ from data.prepare_fineweb import prepare
 from data.shards import Shards, open_shards
 from data.tokenizers import BYTES, BPETokenizer, from_dict, learn_bpe
 from data.tokens import load_corpus
+from sweeps.launch import read_request
 from training.config import CONFIG_DIR, CORPORA, ConfigError, FineWebConfig, PrepareFineWebConfig, build
 
 __all__ = ["outcome"]  # a fixture
@@ -452,6 +453,26 @@ def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards
     ]
     nats = line["val/loss"] * (index["val"]["tokens"] - 1)
     assert line["val/bpb"] == pytest.approx(nats / np.log(2) / (index["val"]["bytes"] - len(first)), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "runs", "tokens_a_step"),
+    [
+        ("sweep=mla_comparison", 30, 2**20),
+        ("sweep=gqa", 27, 2**15),
+        ("sweep=gqa sweep.parts=[per_sequence]", 15, 2**20),
+    ],
+)
+def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shards: Path, tmp_path: Path) -> None:
+    size = "null" if "per_sequence" in words else "4096"  # a window of 32,768 needs all that is held out
+    asked = [*words.split(), f"data.path={shards}", f"data.val_tokens={size}", f"sweep_dir={tmp_path / 'sweep'}"]
+    request, _ = read_request(asked)
+    assert [run.config.tokens_per_iter for run in request.runs] == [step] * runs
+    command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), *asked, "dry_run=true", "launcher.workers=8"]
+    listed = subprocess.run(command, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stderr
+    assert f"{runs} runs ({runs} pending)" in listed.stdout and "GiB of disk" in listed.stdout
+    assert not (tmp_path / "sweep").exists()
 
 
 def test_val_tokens_is_a_fixed_prefix_of_the_held_out_ones(shards: Path) -> None:
