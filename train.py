@@ -5,6 +5,7 @@ the same numbers. `run(config)` is the whole program; it reads top to bottom.
 """
 
 import math
+import platform
 import signal
 import sys
 import threading
@@ -79,9 +80,9 @@ def run(config: TrainConfig) -> int:
     if config.eval_iters:
         batches.sampled_batch("val", 0)  # refuses a held-out block without a window
     n_held_out = sum(end - start for start, end in folds.val)
-    chars_per_token = size_of_text(tokenizer, tokens, folds.val)[1] / n_held_out  # 0: the tokens are no text
     targets = tuple((start + 1, end) for start, end in folds.val)
-    bytes_per_target = size_of_text(tokenizer, tokens, targets)[0] / (n_held_out - len(targets))
+    n_targets = n_held_out - len(targets)
+    bytes_per_token, chars_per_token = (size / n_targets for size in size_of_text(tokenizer, tokens, targets))
     if config.dry_run:
         print(to_yaml(config), end="")
         for key, value in describe(config, tokenizer.vocab_size, device, dtype, len(tokens), n_held_out).items():
@@ -135,9 +136,9 @@ def run(config: TrainConfig) -> int:
             windows = max(1, EVAL_TOKENS[device.type] // config.model.block_size)
             loss = mean_loss(forward, batches.eval_batches(windows), autocast, world)
             bits = loss / math.log(2)  # a token
-            if not chars_per_token:
+            if not chars_per_token:  # the tokens are no text
                 return {"val/loss": loss}
-            return {"val/loss": loss, "val/bpc": bits / chars_per_token, "val/bpb": bits / bytes_per_target}
+            return {"val/loss": loss, "val/bpc": bits / chars_per_token, "val/bpb": bits / bytes_per_token}
 
         if config.eval_only:
             require(resumed is not None, f"eval_only=true needs a checkpoint in {run_dir.path}")
@@ -147,7 +148,7 @@ def run(config: TrainConfig) -> int:
         info = {
             **here, "parameters": model.num_params(), "vocab_size": tokenizer.vocab_size, "tokens": len(tokens),
             "held_out_tokens": n_held_out, "cache_bytes_per_token": model.cache_bytes_per_token(dtype),
-            "torch": torch.__version__, "commit": commit(),
+            "torch": torch.__version__, "python": platform.python_version(), "commit": commit(),
         }  # fmt: skip
         if config.fault.name != "none":
             info |= {"fault": config.fault.name, "start_up_warnings": caught}

@@ -42,7 +42,7 @@ from training.config import ConfigError, PrepareFineWebConfig, require, run_app,
 
 SAVE_SECONDS = 5.0
 PRINT_SECONDS = 30.0
-BATCH_BYTES, BATCH_DOCUMENTS = 2**20, 1024  # of text, that a worker gets at a time
+BATCH_CHARS, BATCH_DOCUMENTS = 2**20, 1024  # of text, that a worker gets at a time
 
 Batch = tuple[np.ndarray, list[int], list[int], list[bool]]  # tokens, and of each document: tokens, bytes, held out?
 
@@ -153,6 +153,9 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents"
     save_json(out / INDEX, index)
     clean_up(out)
     print(f"{out}: {summary(index)}")
+    for split in SPLITS:
+        if index[split]["tokens"] < 2:
+            print(f"warning: {split} is empty: data=fineweb refuses these shards; change val_fraction= or max_tokens=")
     return 0
 
 
@@ -219,11 +222,11 @@ class Documents:
         assert first is not None
         require(config.column in first, f"column={config.column} must be one of {', '.join(first)}")
         kind = type(first[config.column]).__name__
-        require(kind == "str", f"column={config.column} must hold text, not {kind}")
+        require(kind in ("str", "NoneType"), f"column={config.column} must hold text, not {kind}")
         self.rows = self.rows.select_columns([config.column])
 
     def batches(self, stream: dict[str, Any] | None) -> Iterator[tuple[list[str], dict[str, Any]]]:
-        """Texts after `stream`, and where they end."""
+        """Texts after `stream`, and where they end; a row without a text is left out."""
         if stream is not None:
             self.rows.load_state_dict(stream)
         texts: list[str] = []
@@ -234,10 +237,10 @@ class Documents:
                 row = next(rows, None)
             except Exception as error:
                 raise OSError(f"dataset={self.config.dataset}: {one_line(error)}; the same command goes on") from error
-            if row is not None:
+            if row is not None and row[self.config.column] is not None:
                 texts.append(row[self.config.column])
                 size += len(texts[-1])
-            if texts and (row is None or size >= BATCH_BYTES or len(texts) >= BATCH_DOCUMENTS):
+            if texts and (row is None or size >= BATCH_CHARS or len(texts) >= BATCH_DOCUMENTS):
                 yield texts, self.rows.state_dict()
                 texts, size = [], 0
             if row is None:

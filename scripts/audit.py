@@ -1,10 +1,10 @@
 """Is a loss too good to be true? python scripts/audit.py run=RUN, or model=FOLDER of a causal Hugging Face model
 
 Four checks, each with a verdict; V is the size of the vocabulary:
-  future leakage      a changed token leaves the logits before it alone, in evaluation and in training mode
+  future leakage      other tokens from some position on leave the logits before it alone, in evaluation and in training
   step-0 loss         on uniformly random tokens a fresh model's loss is that of a guess, about ln V
   random-token floor  trained on uniformly random tokens, a fresh model's loss stays above ln V; so it is of the weights
-  accumulation        loss and gradient are the same in 1, 2 and 4 micro-batches
+  accumulation        loss and gradient (of a run its norm, on one window) are the same in 1, 2 and 4 micro-batches
 A run is checked with its fault, if it has one, and trained by train.py itself; a Hugging Face model is checked with its
 own loss, and trained with AdamW. Settings: steps=200 and vocab_size=256 of the training on random tokens,
 checkpoint=best|latest, device=auto, trust_remote_code=true to run a folder's own code.
@@ -52,6 +52,7 @@ from training.device import resolve_device
 from training.tracker import Metrics
 
 T = 64  # positions that are looked at, where the model has as many
+CONTEXT = 512  # for future leakage
 STEP_0_TOLERANCE = 0.3  # nats, as in train.py
 SIGMAS, LEAST = 5, 0.01  # how far below the floor a loss is no chance: standard errors, and nats
 AGREE = 1e-3  # relative difference that round-off explains
@@ -73,6 +74,7 @@ class Subject(Protocol):
     trained: nn.Module
     vocab_size: int
     block_size: int
+    context: int  # that the model can have, at least block_size
 
     def fresh(self) -> nn.Module: ...
     def batches(self, vocab_size: int) -> Batches:
@@ -91,7 +93,7 @@ class Run:
     def __init__(self, run: str, which: str, device: torch.device):
         model, _, state = open_run(run, which, device)
         self.config, self.device = replace(model.config, device=str(device)), device
-        self.vocab_size, self.block_size = model.vocab_size, model.block_size
+        self.vocab_size, self.block_size, self.context = model.vocab_size, model.block_size, model.block_size
         self.about = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
         require(self.block_size > 1, f"run={run} has model.block_size=1: no token is before another")
         self.trained: nn.Module = model
@@ -142,6 +144,7 @@ class Run:
             status = train.run(replace(self.config, **(plain | changes), out_dir=f"{folder}/run"))
             if status > 128:
                 sys.exit(status)
+            require(status == 0, "its training diverges")
             return Metrics.read(Path(folder) / "run" / "metrics.jsonl")
 
 
@@ -178,7 +181,8 @@ class HuggingFace:
             raise ConfigError(f"model={folder} cannot be loaded: {one_line(error)}") from error
         self.trained: nn.Module = WithLabels(model).to(device)
         self.config, self.vocab_size = model.config, model.config.get_text_config().vocab_size
-        self.block_size = min(getattr(model.config.get_text_config(), "max_position_embeddings", T + 1) - 1, T)
+        self.context = getattr(model.config.get_text_config(), "max_position_embeddings", T + 1) - 1
+        self.block_size = min(self.context, T)
         self.about = {"model": folder, "architecture": type(model).__name__}
 
     def fresh(self) -> nn.Module:
@@ -222,7 +226,7 @@ def random_batches(vocab_size: int, block_size: int, batch_size: int) -> Batches
 
 @torch.no_grad()
 def future_leakage(subject: Subject) -> Finding:
-    model, n = subject.trained, min(T, subject.block_size)
+    model, n = subject.trained, min(CONTEXT, subject.context)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(subject.vocab_size, (2, n), generator=generator).to(device)
@@ -235,11 +239,11 @@ def future_leakage(subject: Subject) -> Finding:
     model.eval()
     mode, t = max(((mode, t) for mode in leaks for t in positions), key=lambda at: leaks[at[0]][at[1]][0])
     largest, first = leaks[mode][t]
-    what = f"token {t} of {n}, in {mode} mode, moves logits"
     text = (
-        f"no token moves a logit before it ({largest:.0e} of its effect; tokens {', '.join(map(str, positions))})"
+        f"other tokens from {', '.join(map(str, positions))} of {n} on move no logit before ({largest:.0e} of theirs)"
         if first is None
-        else f"{what} from position {first} on: by {largest:.2g} of the most that it moves from itself on"
+        else f"other tokens from {t} of {n} on, in {mode} mode, move logits from position {first} on: by {largest:.2g} "
+        "of the most that they move later"
     )
     numbers = {
         mode: {t: {"leak": leak, "from": first} for t, (leak, first) in of.items()} for mode, of in leaks.items()
@@ -276,7 +280,8 @@ def random_token_floor(subject: Subject, steps: int, vocab_size: int) -> Finding
     found = []
     with torch.no_grad():
         for i in range(16):
-            x, y = (part.to(device) for part in batches.get_batch(i))
+            # not get_batch: where a fault repeats batches, the 16 would be one
+            x, y = (part.to(device) for part in batches.sampled_batch("train", i))
             found.append(subject.trained.eval()(x, y)[1].item())
     weights = against_floor(found, 16 * x.numel(), subject.vocab_size)
     text = "; ".join(
@@ -320,7 +325,7 @@ def accumulation(subject: Subject) -> Finding:
 
 
 def audit(subject: Subject, steps: int, vocab_size: int) -> list[Finding]:
-    """All checks, each printed as it is made. train.py's own refusal counts as a catch."""
+    """All checks, each printed as it is made. Where train.py refuses the model, or it diverges, it counts as caught."""
     findings = []
     for name, check in (
         ("future leakage", lambda: future_leakage(subject)),
@@ -331,7 +336,7 @@ def audit(subject: Subject, steps: int, vocab_size: int) -> list[Finding]:
         try:
             finding = check()
         except ConfigError as error:
-            finding = Finding(name, True, f"train.py refuses it: {error}", {"refused": str(error)})
+            finding = Finding(name, True, f"it cannot be trained: {error}", {"refused": str(error)})
         print(f"{name + ':':20s}{'CAUGHT' if finding.caught else 'ok':8s}{finding.text}", flush=True)
         findings.append(finding)
     return findings

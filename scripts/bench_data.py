@@ -2,15 +2,14 @@
 
 Draws batches as train.py does, first as fast as they come, then at the pace of a model that takes so many tokens a
 second, and counts how long that model would wait. Without a path it writes shards of random tokens to a temporary
-folder, and measures them once dropped from the page cache and once in it. The last line is one JSON object.
+folder, and measures them once dropped from the page cache and once in it. Other words: block_size=1024 batch_size=32
+steps=100 shard_tokens=100000000, of each of the four random shards. The last line is JSON.
 """
 
-import json
 import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,8 @@ import numpy as np
 from data.batches import Batches
 from data.folds import Split
 from data.shards import Shards, open_shards
-from training.config import ConfigError, FineWebConfig, at_least, build, refuse
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    path: str | None = None
-    block_size: int = 1024
-    batch_size: int = 32
-    steps: int = 100
-    tokens_per_second: int = 1_000_000
-    shard_tokens: int = 100_000_000  # of the random shards, four of them
-
-    def check(self) -> None:
-        for key in ("block_size", "batch_size", "steps", "tokens_per_second", "shard_tokens"):
-            at_least(key, getattr(self, key), 1)
+from scripts.bench import machine, run_benchmark
+from training.config import ConfigError, FineWebConfig, at_least, did_you_mean
 
 
 def random_shards(folder: Path, n_tokens: int) -> list[Path]:
@@ -53,18 +39,18 @@ def drop_from_page_cache(files: list[Path]) -> None:
         os.close(descriptor)
 
 
-def measure(batches: Batches, config: BenchConfig, first: int) -> dict[str, float]:
+def measure(batches: Batches, values: dict[str, Any], first: int) -> dict[str, float]:
     """tok_per_sec: as fast as they come, by the median step, and slowest_ms the slowest. Between the steps of a model
     of the asked pace: wait_ms, the median time for a batch, and stall, the part of the time that goes into batches."""
-    n_tokens = config.batch_size * config.block_size
+    n_tokens, steps = batches.batch_size * batches.block_size, values["steps"]
     seconds = []
-    for step in range(first, first + config.steps):
+    for step in range(first, first + steps):
         start = time.perf_counter()
         batches.get_batch(step)
         seconds.append(time.perf_counter() - start)
-    compute = n_tokens / config.tokens_per_second
+    compute = n_tokens / values["tokens_per_second"]
     waits = []
-    for step in range(first + config.steps, first + 2 * config.steps):
+    for step in range(first + steps, first + 2 * steps):
         time.sleep(compute)
         start = time.perf_counter()
         batches.get_batch(step)
@@ -77,17 +63,25 @@ def measure(batches: Batches, config: BenchConfig, first: int) -> dict[str, floa
     }
 
 
-def bench(config: BenchConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {"block_size": config.block_size, "batch_size": config.batch_size}
-    found |= {"asked_tok_per_sec": config.tokens_per_second}
-    if config.path is not None:
-        _, _, tokens, n_train = open_shards(FineWebConfig(path=config.path))
+def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    for word in words:
+        raise ConfigError(f"{word} is unknown{did_you_mean(word.partition('=')[0], values)}")
+    for key, value in values.items():
+        if key != "path":
+            at_least(key, value, 1)
+    T, batch_size = values["block_size"], values["batch_size"]
+    found: dict[str, Any] = {
+        "block_size": T,
+        "batch_size": batch_size,
+        "asked_tok_per_sec": values["tokens_per_second"],
+    }
+    if values["path"]:
+        _, _, tokens, n_train = open_shards(FineWebConfig(path=values["path"]))
         split = Split(train=((0, n_train),), val=((n_train, len(tokens)),))
-        batches = Batches(tokens, split, config.block_size, config.batch_size, seed=0)
-        found |= {"tokens": len(tokens), "as_found": measure(batches, config, 0)}
-        return found
+        batches = Batches(tokens, split, T, batch_size, seed=0)
+        return {**found, "tokens": len(tokens), "as_found": measure(batches, values, 0), **machine()}
     with tempfile.TemporaryDirectory() as folder:
-        files = random_shards(Path(folder), config.shard_tokens)
+        files = random_shards(Path(folder), values["shard_tokens"])
         for name in ("cold", "warm"):
             if name == "cold":
                 drop_from_page_cache(files)
@@ -95,24 +89,15 @@ def bench(config: BenchConfig) -> dict[str, Any]:
                 for file in files:
                     file.read_bytes()
             shards = Shards([np.memmap(file, dtype=np.uint16, mode="r") for file in files])
-            n_train = len(shards) - config.block_size
+            n_train = len(shards) - T
             split = Split(train=((0, n_train),), val=((n_train, len(shards)),))
-            batches = Batches(shards, split, config.block_size, config.batch_size, seed=0)
-            found |= {"tokens": len(shards), name: measure(batches, config, 0 if name == "cold" else 10**6)}
+            batches = Batches(shards, split, T, batch_size, seed=0)
+            found |= {"tokens": len(shards), name: measure(batches, values, 0 if name == "cold" else 10**6)}
             print(f"{name}: {found[name]}")
-    return found
-
-
-def main() -> None:
-    try:
-        words = [word.partition("=") for word in sys.argv[1:]]
-        given = {key: int(value) if value.isdigit() else value for key, _, value in words}
-        config = build(BenchConfig, given)
-        config.check()
-        print(json.dumps(bench(config)))
-    except ConfigError as error:
-        sys.exit(refuse(str(error)))
+    return {**found, **machine()}
 
 
 if __name__ == "__main__":
-    main()
+    known = {"path": (str, ""), "block_size": (int, 1024), "batch_size": (int, 32), "steps": (int, 100)}
+    known |= {"tokens_per_second": (int, 1_000_000), "shard_tokens": (int, 100_000_000)}
+    sys.exit(run_benchmark(__doc__, known, bench))

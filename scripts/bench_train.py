@@ -4,6 +4,7 @@ peer=PATH     a checkout of nanoGPT: its model.py and the update of its train.py
 variants=A;B  or: our own settings against one another, each a list of train.py's words: "qk_norm=none;qk_norm=rms"
 eval_iters=N  with peer=: an evaluation instead of updates: ours, exact, against nanoGPT's of N batches of each split,
               of which it makes `iters` a turn (by default 2): the rest is reckoned
+curves=N      with peer=: N updates of both from the same weights on the same batches, of `rounds` seeds: losses
 start_up=true or: python train.py, from its start until the loop begins, and until the first update is logged (between
               the two lies the first evaluation)
 
@@ -11,12 +12,14 @@ An update is: batch, forward, backward, clip, optimizer. Times are medians over 
 ratio is that of one round, median over rounds. peak_memory_mib is the process's resident memory. The last line is JSON.
 """
 
+import itertools
 import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,12 +30,13 @@ if __name__ == "__main__":
 from scripts.bench import Side, Work, alternate, machine, median, peer_model, ratio, run_benchmark, start
 from sweeps.plan import compose
 from training.config import AdamWConfig, NoQKNormConfig, TrainConfig, load_config, require
+from training.schedule import learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 5.0  # of a turn, where iters= does not say
 
 
-def ours(words: list[str], evaluation: bool = False) -> tuple[Work, dict[str, Any]]:
+def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[Work, dict[str, Any]]:
     """Our update, as train.py makes it, or its exact evaluation."""
     import torch
 
@@ -43,7 +47,6 @@ def ours(words: list[str], evaluation: bool = False) -> tuple[Work, dict[str, An
     from training.dist import World
     from training.evaluate import mean_loss
     from training.optim import build_optimizer, qk_clip
-    from training.schedule import learning_rate
 
     config = load_config(compose(words))
     torch.set_num_threads(config.threads or torch.get_num_threads())
@@ -70,6 +73,7 @@ def ours(words: list[str], evaluation: bool = False) -> tuple[Work, dict[str, An
 
     def update(n: int) -> dict[str, Any]:
         nonlocal step
+        losses = []
         for _ in range(n):
             torch.manual_seed(train.seed_of_update(config.seed, step, 0))
             for group in optimizer.param_groups:
@@ -81,11 +85,12 @@ def ours(words: list[str], evaluation: bool = False) -> tuple[Work, dict[str, An
             optimizer.zero_grad(set_to_none=True)
             if config.qk_clip.name != "none":
                 qk_clip(model.attentions, config.qk_clip)
+            losses.append(loss)
             step += 1
         synchronize(device)
-        return {"loss": loss.item()}
+        return {"losses": [loss.item() for loss in losses]}
 
-    update(2)  # warm-up
+    update(warm_up)
     info = {
         "held_out_tokens": sum(end - first for first, end in folds.val),
         "parameters": model.num_params(), "tokens_per_iter": config.tokens_per_iter, "dtype": str(dtype),
@@ -94,13 +99,15 @@ def ours(words: list[str], evaluation: bool = False) -> tuple[Work, dict[str, An
     return evaluate if evaluation else update, info
 
 
-def peers(path: str, words: list[str], evaluation: bool = False) -> tuple[Work, dict[str, Any]]:
+def peers(path: str, words: list[str], evaluation: bool = False, alike: bool = False) -> tuple[Work, dict[str, Any]]:
     """nanoGPT's model.py at `path` and the update of its train.py, or n batches of its evaluation: fp32 on a CPU;
-    compiled, bf16 autocast on CUDA."""
+    compiled, bf16 autocast on CUDA. alike: from our first weights, on our batches, with our learning rates."""
     import numpy as np
     import torch
 
     import train
+    from data.batches import Batches
+    from model.gpt import GPT
     from training.device import resolve_device, synchronize
 
     config = load_config(compose(words))
@@ -115,11 +122,23 @@ def peers(path: str, words: list[str], evaluation: bool = False) -> tuple[Work, 
     torch.manual_seed(config.seed)
     model = module.GPT(module.GPTConfig(**sizes, vocab_size=tokenizer.vocab_size)).to(device).train()
     optimizer = model.configure_optimizers(optim.weight_decay, optim.learning_rate, optim.betas, device.type)
+    batches = Batches(tokens, folds, T, config.batch_size, config.seed)
+    if alike:
+        same = GPT(config, tokenizer.vocab_size)
+        same.init_weights(config.seed)
+        left_out, unknown = model.load_state_dict(same.state_dict(), strict=False)
+        require(not unknown and set(left_out) <= {"lm_head.weight"}, f"peer={path} has other weights: {left_out}")
     forward = torch.compile(model) if device.type == "cuda" else model
     cuda = device.type == "cuda"
     ctx = torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
 
+    made = 0
+
     def get_batch() -> tuple[Any, Any]:
+        nonlocal made
+        if alike:
+            made += 1
+            return batches.get_batch(*divmod(made - 1, config.gradient_accumulation_steps))
         ix = torch.randint(len(data) - T, (config.batch_size,))
         x = torch.stack([torch.from_numpy(data[i : i + T].astype(np.int64)) for i in ix])
         y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + T].astype(np.int64)) for i in ix])
@@ -131,19 +150,25 @@ def peers(path: str, words: list[str], evaluation: bool = False) -> tuple[Work, 
 
     def update(n: int) -> dict[str, Any]:
         nonlocal batch
-        for _ in range(n):
+        losses = []
+        for step in range(n):
+            total = 0.0
+            for group in optimizer.param_groups if alike else ():
+                group["lr"] = learning_rate(step, config)
             for _ in range(config.gradient_accumulation_steps):
                 with ctx:
-                    _, loss = forward(*batch)
+                    _, loss = forward(*(part.to(device) for part in batch))
                     loss = loss / config.gradient_accumulation_steps
                 batch = get_batch()
                 loss.backward()
+                total = total + loss.detach()
+            losses.append(total)
             if config.grad_clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         synchronize(device)
-        return {"loss": loss.item() * config.gradient_accumulation_steps}
+        return {"losses": [float(total) for total in losses]}
 
     @torch.no_grad()
     def evaluate(n: int) -> dict[str, Any]:
@@ -154,7 +179,7 @@ def peers(path: str, words: list[str], evaluation: bool = False) -> tuple[Work, 
             value = loss.item()
         return {"loss": value}
 
-    update(2)
+    update(0 if alike else 2)
     return evaluate if evaluation else update, {
         "parameters": sum(p.numel() for p in model.parameters()), "tokens_per_batch": config.batch_size * T,
     }  # fmt: skip
@@ -198,6 +223,42 @@ def bench_evaluation(values: dict[str, Any], words: list[str]) -> dict[str, Any]
     }  # fmt: skip
 
 
+def bench_curves(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """Training losses of both, averaged over tenths of the updates, with the differences and the spread of seeds."""
+    n, seeds = values["curves"], range(1, values["rounds"] + 1)
+    curves: dict[str, list[list[float]]] = {"ours": [], "peer": []}  # of each seed: the loss of every update
+    for seed in seeds:
+        of_seed = [*words, f"seed={seed}"]
+        for name in curves:
+            side = (
+                start(name, ours, of_seed, False, 0)
+                if name == "ours"
+                else start(name, peers, values["peer"], of_seed, False, True)
+            )
+            curves[name].append(side.take_turn(n)["losses"])
+            side.stop()
+        a, b = (curves[name][-1] for name in ("ours", "peer"))
+        print(f"seed {seed}: first loss {a[0]:.6f} and {b[0]:.6f}, last {a[-1]:.4f} and {b[-1]:.4f}", flush=True)
+    ends = [n * i // 10 for i in range(11)]
+
+    def tenths(curve: list[float]) -> list[float]:
+        return [statistics.fmean(curve[first:last]) for first, last in itertools.pairwise(ends)]
+
+    def over_seeds(what: Callable[[list[float]], float], of: list[list[float]]) -> list[float]:
+        return [round(what(column), 5) for column in map(list, zip(*of, strict=True))]
+
+    means = {name: [tenths(curve) for curve in of] for name, of in curves.items()}
+    pairs = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(means["ours"], means["peer"], strict=True)]
+    first = max(abs(a[0] - b[0]) for a, b in zip(curves["ours"], curves["peer"], strict=True))
+    return {
+        "updates": n, "seeds": [*seeds], "tenths_end_at": ends[1:],
+        **{name: over_seeds(statistics.fmean, of) for name, of in means.items()},
+        "difference": over_seeds(statistics.fmean, pairs), "sd_of_difference": over_seeds(statistics.stdev, pairs),
+        "sd_over_seeds": over_seeds(statistics.stdev, means["ours"]), "first_loss_difference": first,
+        "words": words, **machine(),
+    }  # fmt: skip
+
+
 def bench_start_up(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     rounds: list[dict[str, float]] = []
     for _ in range(values["rounds"]):
@@ -232,6 +293,9 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         peer_model(Path(values["peer"]))
         if values["eval_iters"]:
             return bench_evaluation(values, words)
+        if values["curves"]:
+            require(values["curves"] >= 10 and values["rounds"] >= 2, "curves= needs 10 updates, and rounds= 2 seeds")
+            return bench_curves(values, words)
         named = {"ours": words}
     else:
         for variant in named.values():
@@ -261,5 +325,5 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     known = {"peer": (str, ""), "variants": (str, ""), "rounds": (int, 5), "iters": (int, 0), "eval_iters": (int, 0)}
-    known |= {"start_up": (bool, False)}
+    known |= {"start_up": (bool, False), "curves": (int, 0)}
     sys.exit(run_benchmark(__doc__, known, bench))

@@ -643,7 +643,7 @@ def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
         "command": shlex.join(["python", "scripts/report.py", *argv]),
         "runs": dict(Counter(run.state.state for run in sweep.runs)),
         "planned at commit": sweep.about.get("commit"),
-        **{key: distinct(sweep, key) for key in ("commit", "device", "torch", "dtype", "corpus_sha256")},
+        **{key: distinct(sweep, key) for key in ("commit", "device", "torch", "python", "dtype", "corpus_sha256")},
         "overrides": sweep.about.get("overrides", []),
         "definition": sweep.definition,
         "sha256": {name: sha256(content).hexdigest() for name, content in files.items()},

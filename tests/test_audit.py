@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -284,6 +285,33 @@ def test_a_leak_is_measured_where_it_is() -> None:
     leaks = future_leaks(OneBack(), torch.randint(7, (1, 8), generator=torch.Generator().manual_seed(0)), [1, 5])
     # tokens become 0: the logit of 0 moves by 0.25 just before t and by 1 + 0.25 from t on
     assert leaks == {1: (0.25 / 1.25, 0), 5: (0.25 / 1.25, 4)}
+
+
+def test_a_leak_between_distant_positions_is_found_in_the_whole_context() -> None:
+    class LeakFrom90(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.zeros(1))  # says on which device the model is
+
+        def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x = F.one_hot(idx, 7).double()
+            late = (torch.arange(idx.size(1)) >= 90)[:, None]
+            logits = x + 0.25 * x.roll(-1, 1) * late
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def finding(context: int) -> audit.Finding:
+        subject = SimpleNamespace(trained=LeakFrom90(), vocab_size=7, context=context)
+        return audit.future_leakage(subject)
+
+    assert finding(200).caught and not finding(80).caught
+
+
+def test_a_model_that_diverges_counts_as_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small("mha", "none")
+    config = replace(config, optim=replace(config.optim, learning_rate=1e30), grad_clip=0.0)
+    status, found = audited(capsys, f"run={save_run(config, tmp_path / 'run')}", "steps=20")
+    assert status == 1 and found["caught"] == ["random-token floor"]
+    assert found["checks"]["random-token floor"]["refused"] == "its training diverges"
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 48}

@@ -43,6 +43,16 @@ def test_evaluation_beside_nanogpts_sampled_one(program: Program, tiny_run: list
     assert result["ratio"]["median"] == pytest.approx(result["peer"]["seconds"] / result["ours"]["seconds"])
 
 
+def test_curves_beside_nanogpts_from_the_same_weights_on_the_same_batches(
+    program: Program, tiny_run: list[str], peer: str
+) -> None:
+    words = [peer, "curves=30", "rounds=2", *tiny_run, "gradient_accumulation_steps=2", "optim.learning_rate=0.01"]
+    result = last_line(program("scripts/bench_train.py", *words))
+    assert result["first_loss_difference"] < 1e-5 and result["tenths_end_at"] == [*range(3, 31, 3)]
+    assert result["ours"][-1] < result["ours"][0] - 0.2  # it learns
+    assert max(map(abs, result["difference"])) < 1e-3 < max(result["sd_over_seeds"])
+
+
 def test_variants_against_one_another(program: Program, tiny_run: list[str]) -> None:
     variants = "variants=qk_norm=none;qk_norm=lp qk_norm.p=3"
     result = last_line(program("scripts/bench_train.py", variants, "rounds=1", "iters=1", *tiny_run))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
@@ -167,6 +168,24 @@ def test_a_token_budget_stops_after_the_document_that_reaches_it(
     n = int(np.searchsorted(lengths, 9000)) + 1
     assert index["train"]["documents"] + index["val"]["documents"] == n
     assert index["train"]["tokens"] + index["val"]["tokens"] == lengths[n - 1] >= 9000
+
+
+def test_rows_without_a_text_are_left_out(
+    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "in").mkdir()
+    texts = [None, *parquet[1][:40], None, *parquet[1][40:80], None]
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / "in" / "0.parquet")
+    config = settings_of((tmp_path / "in", []), tmp_path / "out")
+    assert prepare(config) == 0
+    index = json.loads((tmp_path / "out" / "index.json").read_bytes())
+    assert index["train"]["documents"] + index["val"]["documents"] == 80
+    assert "warning" not in capsys.readouterr().out
+    assert prepare(settings_of((tmp_path / "in", []), tmp_path / "all", val_fraction=1e-9)) == 0
+    assert "warning: val is empty: data=fineweb refuses these shards" in capsys.readouterr().out
 
 
 class Killed(BaseException):
@@ -458,7 +477,7 @@ def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards
 @pytest.mark.parametrize(
     ("words", "runs", "tokens_a_step"),
     [
-        ("sweep=mla_comparison", 30, 2**20),
+        ("sweep=mla_comparison", 35, 2**20),
         ("sweep=gqa", 27, 2**15),
         ("sweep=gqa sweep.parts=[per_sequence]", 15, 2**20),
     ],
@@ -468,6 +487,10 @@ def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shar
     asked = [*words.split(), f"data.path={shards}", f"data.val_tokens={size}", f"sweep_dir={tmp_path / 'sweep'}"]
     request, _ = read_request(asked)
     assert [run.config.tokens_per_iter for run in request.runs] == [step] * runs
+    committed = yaml.safe_load((CONFIG_DIR / "sweep" / f"{request.name}.yaml").read_text())["overrides"]
+    (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))
+    held_out_of = {"gqa": 10**9, "mla_comparison": 10**11}[request.name]  # the tokens that the file says to prepare
+    assert asked_for < 0.7 * held_out_of * PrepareFineWebConfig.val_fraction
     command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), *asked, "dry_run=true", "launcher.workers=8"]
     listed = subprocess.run(command, capture_output=True, text=True)
     assert listed.returncode == 0, listed.stderr
