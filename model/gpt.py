@@ -47,8 +47,9 @@ Rope = tuple[Tensor, Tensor]  # cos and sin of every position's angles, each (bl
 
 
 def rope_table(n_positions: int, dim: int, theta: float) -> Rope:
-    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # (d / 2,)
-    angle = torch.arange(n_positions, dtype=torch.float32)[:, None] * frequency  # (n_positions, d / 2)
+    """On the CPU, whatever the default device is: as in Linear, the meta device would load the compiler."""
+    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)  # (d / 2,)
+    angle = torch.arange(n_positions, dtype=torch.float32, device="cpu")[:, None] * frequency  # (n_positions, d / 2)
     return angle.cos(), angle.sin()
 
 
@@ -922,8 +923,9 @@ class GPT(nn.Module):
         if m.position == "rope":
             assert m.rope_theta is not None
             cos, sin = rope_table(m.block_size, self.attentions[0].rope_dim, m.rope_theta)
-            self.register_buffer("cos", cos, persistent=False)
-            self.register_buffer("sin", sin, persistent=False)
+            device = self.transformer.wte.weight.device
+            self.register_buffer("cos", cos.to(device), persistent=False)
+            self.register_buffer("sin", sin.to(device), persistent=False)
 
     def forward(
         self,

@@ -475,7 +475,7 @@ def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards
 
 
 @pytest.mark.parametrize(
-    ("words", "runs", "tokens_a_step"),
+    ("words", "runs", "step"),
     [
         ("sweep=mla_comparison", 35, 2**20),
         ("sweep=gqa", 27, 2**15),

@@ -1,16 +1,20 @@
 import json
+import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from test_train import configured
+from variants import build, config_of
 
 import train
-from data.tokenizers import ByteTokenizer, build_tokenizer
+from data.tokenizers import ByteTokenizer, CharTokenizer, build_tokenizer
 from model.generate import generate
 from sample import load_run, print_first, read_prompt
+from training import checkpoint
 from training.config import ConfigError
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
@@ -54,6 +58,23 @@ def test_greedy_samples_are_alike_and_go_past_block_size(run: Path, program: Pro
     done = program("sample.py", "run=run", "start=to", "num_samples=2", "max_new_tokens=100", "temperature=0")
     first, second = samples(done.stdout)
     assert first == second and len(first) == 102  # block_size is 16
+
+
+@pytest.mark.parametrize(("attention", "qk_norm"), [("mha", "lp3"), ("gqa", "rms"), ("mla_unified", "layernorm")])
+def test_sampling_does_not_load_pytorchs_compiler(
+    attention: str, qk_norm: str, program: Program, tmp_path: Path
+) -> None:
+    """It takes 2 s, and comes with the first operation on the meta device that PyTorch has in Python."""
+    config = config_of(attention, qk_norm)
+    config = replace(config, model=replace(config.model, norm="rmsnorm", mlp="swiglu", mlp_hidden=48))
+    model, characters = build(config, dtype=torch.float32), CharTokenizer("\nabcdefghij")
+    state = {"config": asdict(config), "tokenizer": characters.to_dict(), "step": 1}
+    checkpoint.save(tmp_path / "run" / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
+    words = ["run=run", "max_new_tokens=3", "num_samples=1"]
+    done = program("sample.py", *words, env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
+    assert done.returncode == 0, done.stderr[-500:]
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "torch" in imported and not imported & {"torch._dynamo", "sympy", "transformers", "tokenizers"}
 
 
 def test_an_unknown_character_is_named(run: Path, program: Program) -> None:
