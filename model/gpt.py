@@ -155,59 +155,68 @@ class LpNorm(QKNorm):
         """A number, or (nh, 1, 1)."""
         return 1 + F.softplus(self.raw_p)[:, None, None] if self.fixed_p is None else self.fixed_p
 
-    def unit(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x / max|x| (0 for a zero vector) and 1 / max|x|, a constant to autograd: y does not depend on it."""
-        x = at_least_fp32(x)
-        largest = x.detach().abs().amax(-1, keepdim=True)  # (..., 1)
-        inverse = F.threshold(largest, self.TINY, math.inf).reciprocal()
-        return x * inverse, inverse
-
-    def unit_scale(self, u: Tensor) -> Tensor:
-        p = self.p
-        return LpScale.apply(u, p) if isinstance(p, float) else lp_scale_of_learned_p(u, p)
-
     def scale(self, x: Tensor) -> Tensor:
-        u, inverse = self.unit(x)
-        return self.unit_scale(u) * inverse
+        u, inverse = unit(at_least_fp32(x))
+        return inverse_norm(u, self.p) * inverse
 
     def forward(self, x: Tensor) -> Tensor:
-        u, _ = self.unit(x)
-        return (u * self.unit_scale(u)).to(x.dtype)  # (..., hs)
+        y, p = at_least_fp32(x), self.p
+        if isinstance(p, float):
+            y = Normalise.apply(y, p)
+        else:
+            u, _ = unit(y)
+            y = u * inverse_norm(u, p)
+        return y.to(x.dtype)  # (..., hs)
 
 
-def lp_scale_of_learned_p(u: Tensor, p: Tensor) -> Tensor:
-    """LpScale for p (nh, 1, 1), u (B, nh, T, hs), differentiable in p too: autograd's pow is safe where p > 1."""
-    total = (u.abs() ** p).sum(-1, keepdim=True)  # (B, nh, T, 1); >= 1, but for zero vectors
-    return torch.exp(-torch.log(torch.where(total > 0, total, 1.0)) / p)
+def unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x / max|x| (0 for a zero vector) and 1 / max|x|, a constant to autograd: x / ||x||_p does not depend on it."""
+    largest = x.detach().abs().amax(-1, keepdim=True)  # (..., 1)
+    inverse = F.threshold(largest, LpNorm.TINY, math.inf).reciprocal()
+    return x * inverse, inverse
 
 
-class LpScale(torch.autograd.Function):
-    """s(u) = 1 / ||u||_p along the last dimension, (..., hs) -> (..., 1), for u with max|u| = 1; 1 for a zero vector.
+def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
+    """1 / ||u||_p along the last dimension, (..., hs) -> (..., 1), for u with max|u| = 1; 1 for a zero vector.
 
-    The derivative is written out, -s^2 sgn(u) |u s|^(p-1): it is finite at zeros of u, where autograd through roots is
-    not, and keeps no intermediate. For p = inf, ties share the derivative evenly.
+    For p (nh, 1, 1) and u (B, nh, T, hs) differentiable in both: autograd's pow is safe where p > 1.
+    """
+    if isinstance(p, Tensor):
+        total = (u.abs() ** p).sum(-1, keepdim=True)  # (B, nh, T, 1); >= 1, but for zero vectors
+        return torch.exp(-torch.log(torch.where(total > 0, total, 1.0)) / p)
+    if math.isinf(p):
+        norm = u.abs().amax(-1, keepdim=True)
+    else:
+        norm = power(power(u if p % 2 == 0 else u.abs(), p).sum(-1, keepdim=True), 1 / p)
+    return F.threshold(norm, 0.0, 1.0).reciprocal()
+
+
+class Normalise(torch.autograd.Function):
+    """y = x / ||x||_p along the last dimension of x (..., hs), for a number p.
+
+    The derivative is written out, dx = (dy - sgn(y) |y|^(p-1) sum(dy y)) / ||x||_p: it is finite at zeros of x, where
+    autograd through roots is not, and keeps y alone. For p = inf, ties share it evenly.
     """
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor, p: float) -> Tensor:
-        if math.isinf(p):
-            norm = u.abs().amax(-1, keepdim=True)
-        else:
-            norm = power(power(u if p % 2 == 0 else u.abs(), p).sum(-1, keepdim=True), 1 / p)
-        s = F.threshold(norm, 0.0, 1.0).reciprocal()
-        ctx.save_for_backward(u, s)
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        u, inverse = unit(x)
+        s = inverse_norm(u, p)
+        y = u.mul_(s)
+        ctx.save_for_backward(y, s * inverse)
         ctx.p = p
-        return s
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        u, s = ctx.saved_tensors
+        y, scale = ctx.saved_tensors
         if math.isinf(ctx.p):
-            peak = u.abs() == u.abs().amax(-1, keepdim=True)
-            direction = torch.sgn(u) * peak / peak.sum(-1, keepdim=True)
+            peak = y.abs() == y.abs().amax(-1, keepdim=True)
+            direction = torch.sgn(y) * peak / peak.sum(-1, keepdim=True)
         else:
-            direction = signed_power(u * s, ctx.p - 1)
-        return direction * (-grad * s * s), None
+            direction = signed_power(y, ctx.p - 1)
+        along = (grad * y).sum(-1, keepdim=True)
+        return torch.addcmul(grad, direction, along, value=-1).mul_(scale), None
 
 
 def power(u: Tensor, p: float) -> Tensor:
