@@ -300,6 +300,17 @@ def test_the_estimate_of_the_activations_is_what_autograd_keeps(
     assert estimates[1] == kept + (plain - kept) // 3 < plain  # a block more, that is made again
 
 
+def test_a_sequence_of_32768_tokens_fits_in_memory_at_the_papers_size() -> None:
+    """sweep=gqa, part per_sequence: 134.5M parameters, bf16. By the estimate that the test above compares."""
+    words = ["model=qwen_134m", "model.block_size=32768", "qk_norm=rms"]
+    sizes = []
+    for checkpointing in ("true", "false"):
+        config = load_config(compose([*words, f"model.activation_checkpointing={checkpointing}"]))
+        with torch.device("meta"):
+            sizes.append(activation_bytes(GPT(config, 49152), 1, torch.device("cpu"), torch.bfloat16))
+    assert sizes[0] < 4 * 2**30 < 30 * 2**30 < sizes[1]
+
+
 STEP = r"""
 import re, sys
 sys.path.insert(0, {root!r})
