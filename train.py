@@ -28,7 +28,7 @@ from data.tokens import Corpus, load_corpus, size_of_text
 from model.diagnostics import LEAK_TOLERANCE, activation_bytes, diagnose, future_leak
 from model.gpt import GPT
 from training import checkpoint, dist, faults
-from training.config import ConfigError, TrainConfig, require, run_app, to_yaml
+from training.config import ConfigError, NoQKClipConfig, TrainConfig, require, run_app, to_yaml
 from training.device import device_name, peak_flops, resolve_device, resolve_dtype
 from training.dist import World
 from training.evaluate import mean_loss
@@ -235,6 +235,8 @@ def run(config: TrainConfig) -> int:
             line |= {"train/loss": train_loss, "lr": lr, "grad_norm": grad_norm}
             if not (math.isfinite(train_loss) and math.isfinite(grad_norm)):
                 status, reason = "diverged", f"train/loss {train_loss}, grad_norm {grad_norm}"
+                if config.qk_clip.name != "none":  # of the forward pass that failed; nothing is clipped
+                    state["qk_clip"] = over_updates(state["qk_clip"], qk_clip(model.attentions, NoQKClipConfig()))
                 break  # before the update
             before = {name: p.detach().clone() for name, p in model.named_parameters()} if "val/loss" in line else {}
             optimizer.step()

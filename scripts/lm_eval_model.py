@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from data.tokenizers import Tokenizer
 from model.generate import generate
 from model.gpt import GPT, Cache, at_least_fp32
+from training.config import require
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (context, continuation) as text, and their tokens
 Score = tuple[float, bool]  # the continuation's log-likelihood in nats, and whether it is the greedy one
@@ -57,7 +58,12 @@ class NanoQK(TemplateLM):
         """In the requests' order. Too long ones lose their first tokens, as with lm_eval's own adapter."""
         cut = []
         for i, (_, context, continuation) in enumerate(requests):
-            assert context and 0 < len(continuation) <= self.max_length, "a continuation must fit into block_size"
+            require(
+                0 < len(continuation) <= self.max_length,
+                f"a question's answer has {len(continuation)} tokens: the model takes 1 to {self.max_length} "
+                "(model.block_size)",
+            )
+            assert context  # lm_eval puts eot_token_id there
             tokens = (context + continuation)[-(self.max_length + 1) :]
             n = len(continuation)
             cut.append((tokens[:-n], tokens[-n:], i))

@@ -58,10 +58,8 @@ POINTS = 100  # of a curve that figures and the page show of a metric other than
 
 @dataclass(frozen=True)
 class Run:
-    """A planned run as it is on the disk. summary: {} unless done or diverged. curve, if done: iteration -> loss.
-
-    curves, if done: of every other metric that the definition names, iteration -> value.
-    """
+    """A planned run as it is on the disk. summary: {} unless done or diverged; so curve, iteration -> loss, and curves,
+    of every other metric that the definition names, iteration -> value."""
 
     plan: PlannedRun
     state: State
@@ -129,6 +127,9 @@ class Sweep:
     def done(self, setting: str) -> list[Run]:
         return [run for run in self.of(setting).values() if run.done]
 
+    def diverged(self, setting: str) -> list[Run]:
+        return [run for run in self.of(setting).values() if run.state.state == "diverged"]
+
     @property
     def metrics(self) -> "list[Metric]":
         """What is compared: METRICS, and each of the definition's `also` that is no pattern."""
@@ -180,14 +181,18 @@ def read_run(sweep_dir: Path, plan: PlannedRun, also: Sequence[str] = ()) -> Run
     max_iters = plan.config.max_iters
     if state.state == "diverged":
         where = "" if "iteration" in state.reason else f" at iteration {show(state.iter)}"
-        return Run(
-            plan, State("diverged", state.iter, (state.reason or "diverged") + where), read_json(path / "summary.json")
-        )
+        try:
+            curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
+        except (OSError, ValueError, KeyError):
+            curves = {}
+        state = State("diverged", state.iter, (state.reason or "diverged") + where)
+        return Run(plan, state, read_json(path / "summary.json"), curves.pop("val/loss", {}), curves)
     if state.state != "done":
         saved = f"iteration {state.iter} of {max_iters} is saved" if state.iter else ""
         reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")
         return Run(plan, State(state.state, state.iter, reason))
-    summary, curves, damage = read_json(path / "summary.json"), {}, ""
+    summary, damage = read_json(path / "summary.json"), ""
+    curves = {}
     missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
     if missing:
         damage = f"summary.json has no {', '.join(missing)}"
@@ -406,6 +411,50 @@ def fault_table(sweep: Sweep) -> Table:
     return Table([*columns, f"runs more than {FLOOR_TOLERANCE} below it"], rows, words=3)
 
 
+STABILITY_NOTE = """\
+A learning rate counts as stable for a variant where every run is done and the final validation loss, averaged over \
+folds and seeds, has come down from the first one by at least half of what it comes down at the variant's best rate. \
+Beside the highest rate up to which all are stable stands how the next one fails."""
+
+
+def stability_table(sweep: Sweep) -> Table | None:
+    """For each variant the highest stable learning rate, where several are swept; None where they are not."""
+    variants: dict[str, dict[float, list[Run]]] = {}
+    for setting in sweep.settings:
+        runs = list(sweep.of(setting).values())
+        variant = re.sub(r"(^|[,/])learning_rate=[^,]*", "", setting).strip(",")
+        variants.setdefault(variant, {})[runs[0].plan.config.optim.learning_rate] = runs
+    if all(len(of) < 2 for of in variants.values()):
+        return None
+    rows = []
+    for variant, unsorted in variants.items():
+        of = dict(sorted(unsorted.items()))
+        finals = {rate: mean_of(runs, "val/loss") for rate, runs in of.items() if all(run.done for run in runs)}
+        known = {rate: final for rate, final in finals.items() if final is not None}
+        best = min(known, key=lambda rate: known[rate], default=None)
+        firsts = [run.curve[min(run.curve)] for runs in of.values() for run in runs if run.curve]
+        highest, failure = None, "–"
+        for rate, runs in of.items():
+            if not all(run.state.state in ("done", "diverged") for run in runs):
+                failure = f"{rate:g}: not all runs are made"
+                break
+            broken = [run.state.reason for run in runs if not run.done]
+            if broken:
+                failure = f"{rate:g}: {len(broken)} of {len(runs)} diverged ({broken[0]})"
+                break
+            assert best is not None
+            if fmean(firsts) - known[rate] < (fmean(firsts) - known[best]) / 2:
+                failure = f"{rate:g}: final loss {known[rate]:.4f}"
+                break
+            highest = rate
+        rows.append([
+            variant or "all", number(best, "g"), number(known.get(best or 0.0)), number(highest, "g"), failure,
+            ", ".join(f"{rate:g}: {number(known.get(rate), '.3f')}" for rate in of),
+        ])  # fmt: skip
+    columns = ["variant", "best rate", "its final loss", "highest stable rate", "how the next one fails"]
+    return Table([*columns, "final loss by rate"], rows)
+
+
 def missing_table(sweep: Sweep) -> Table:
     """Every run that is not done, with the reason."""
     rows = [
@@ -487,6 +536,8 @@ def table_md(sweep: Sweep, compared: Sequence[Family], figures: Sequence[tuple[s
             text += [f"### {metric.name.capitalize()}\n", table.markdown() if table.rows else "Nothing to compare.\n"]
     if any(run.plan.config.fault != HONEST for run in sweep.runs):
         text += [f"## Deliberate faults\n\n{FAULT_NOTE}\n", fault_table(sweep).markdown()]
+    if stability := stability_table(sweep):
+        text += [f"## Highest stable learning rate\n\n{STABILITY_NOTE}\n", stability.markdown()]
     missing = missing_table(sweep)
     text += ["## Runs that are not done\n", missing.markdown() if missing.rows else "None.\n"]
     return "\n".join([*text, "## How to read this\n", NOTES])
@@ -517,13 +568,14 @@ def runs_csv(sweep: Sweep) -> str:
 
 
 def series_of(sweep: Sweep, settings: Sequence[str], look: Mapping[str, Style]) -> list[Series]:
-    """What figures draw of some settings: those with a run that is done."""
+    """What figures draw of some settings: those with a run that is done or diverged."""
     series = []
     for setting in settings:
         done = sweep.done(setting)
         curves = {run.replicate: run.curve for run in done}
-        series.append(Series(label(setting, sweep), look[setting], curves, seconds(done)))
-    return [s for s in series if s.curves]
+        diverged = {run.replicate: run.curve for run in sweep.diverged(setting) if run.curve}
+        series.append(Series(label(setting, sweep), look[setting], curves, seconds(done), diverged))
+    return [s for s in series if s.curves or s.diverged]
 
 
 def other_series(
@@ -533,17 +585,15 @@ def other_series(
     found: dict[str, dict[str, list[Series]]] = {}
     logged = {key: how for key, how in (sweep.definition.get("also") or {}).items() if how != "summary"}
     for pattern, how in logged.items():
-        runs = {setting: sweep.done(setting) for setting in settings}
-        keys = sorted(
-            {key for done in runs.values() for run in done for key in run.curves if fnmatchcase(key, pattern)}
-        )
-        for key in keys:
-            curves = {
-                s: {r.replicate: thinned(r.curves[key], how) for r in done if key in r.curves}
-                for s, done in runs.items()
-            }
-            series = [Series(label(s, sweep), look[s], of, []) for s, of in curves.items() if of]
-            found.setdefault(pattern, {})[key] = series
+        runs = {setting: (sweep.done(setting), sweep.diverged(setting)) for setting in settings}
+        every = [run for both in runs.values() for some in both for run in some]
+        for key in sorted({key for run in every for key in run.curves if fnmatchcase(key, pattern)}):
+
+            def of(some: list[Run], key: str = key, how: str = how) -> dict[Replicate, dict[int, float]]:
+                return {r.replicate: thinned(r.curves[key], how) for r in some if key in r.curves}
+
+            series = [Series(label(s, sweep), look[s], of(a), [], of(b)) for s, (a, b) in runs.items()]
+            found.setdefault(pattern, {})[key] = [s for s in series if s.curves or s.diverged]
     return found
 
 
@@ -595,6 +645,8 @@ def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) ->
         section(f"Comparison {': '.join(filter(None, [family.name, family.title]))}", *content)
     if any(run.plan.config.fault != HONEST for run in sweep.runs):
         section("Deliberate faults", f"<p>{FAULT_NOTE}</p>", fault_table(sweep).html())
+    if stability := stability_table(sweep):
+        section("Highest stable learning rate", f"<p>{STABILITY_NOTE}</p>", stability.html())
     missing = missing_table(sweep)
     states = tally([run.state for run in sweep.runs if not run.done])
     opened = " open" * (len(missing.rows) <= 20)

@@ -4,7 +4,7 @@ import io
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import altair as alt
@@ -68,12 +68,14 @@ def ordered_value(name: str) -> tuple[str, float] | None:
 
 @dataclass(frozen=True)
 class Series:
-    """A setting as a figure shows it. curves: of each run, iteration -> val/loss; seconds: of each run."""
+    """A setting as a figure shows it. curves: of each run that is done, iteration -> val/loss; seconds: of each;
+    diverged: the curves of runs that diverged, which are no part of the mean and set no axis."""
 
     name: str
     style: Style
     curves: Mapping[Replicate, Mapping[int, float]]
     seconds: Sequence[float]
+    diverged: Mapping[Replicate, Mapping[int, float]] = field(default_factory=dict)
 
     @property
     def mean(self) -> dict[int, Point]:
@@ -92,10 +94,12 @@ def replicate_name(replicate: Replicate) -> str:
 def draw_part(series: Sequence[Series], title: str) -> Iterator[tuple[str, Figure, str]]:
     """The paper's three figures of a part: (kind, figure, caption)."""
     counts = sorted({len(s.curves) for s in series})
+    timed = [s for s in series if s.seconds]
     n = f"n = {' to '.join(str(c) for c in dict.fromkeys([counts[0], counts[-1]]))} runs a setting"
     title = textwrap.fill(title, 70)
     yield "loss", *draw_loss(series, title, n)
-    yield "time", *draw_time(series, title, n)
+    if timed:
+        yield "time", *draw_time(timed, title, n)
     yield "folds", *draw_folds(series, title)
 
 
@@ -106,7 +110,7 @@ def draw_metrics(groups: Mapping[str, Sequence[Series]], key: str, title: str) -
     figure = new_figure(max(7, 1 + 2.5 * columns), 2.2 + 2.4 * rows)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     lines: dict[str, Line2D] = {}
-    means = [point.mean for series in groups.values() for s in series for point in s.mean.values()]
+    means = [value for series in groups.values() for s in series for value in values_of(s)]
     for axes, (name, series) in zip(grid.flat, groups.items(), strict=False):
         lines |= {s.name: draw_line(axes, s) for s in series}
         axes.set_title(name if len(groups) > 1 else "", fontsize="small")
@@ -118,7 +122,7 @@ def draw_metrics(groups: Mapping[str, Sequence[Series]], key: str, title: str) -
     figure.suptitle(textwrap.fill(title, 70), x=0.01, ha="left")
     figure.supxlabel("iteration", fontsize="medium")
     figure.supylabel(key, fontsize="medium")
-    return figure, f"{key} by iteration, averaged over folds and seeds."
+    return figure, f"{key} by iteration, averaged over folds and seeds.{ABOUT_DIVERGED * any_diverged(series)}"
 
 
 def draw_loss(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str]:
@@ -127,13 +131,13 @@ def draw_loss(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str
     for s in series:
         draw_line(axes, s)
         ends = [(math.nan, math.nan) if p.low is None or p.high is None else (p.low, p.high) for p in s.mean.values()]
-        low, high = zip(*ends, strict=True)
+        low, high = [low for low, _ in ends], [high for _, high in ends]
         axes.fill_between(list(s.mean), low, high, color=s.style.colour, alpha=0.1, linewidth=0)
     axes.set(xlabel="iteration", ylabel=LOSS, ylim=loss_limits(series))
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, fontsize="small")
     caption = f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean."
-    return figure, f"{caption} The first evaluations lie above the axis."
+    return figure, f"{caption} The first evaluations lie above the axis.{ABOUT_DIVERGED * any_diverged(series)}"
 
 
 def draw_time(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str]:
@@ -159,15 +163,19 @@ def draw_folds(series: Sequence[Series], title: str) -> tuple[Figure, str]:
         seed, fold = replicate
         return ("seed", seed) if fold is None else ("fold", fold)
 
-    panels = sorted({panel_of(replicate) for s in series for replicate in s.curves})
+    panels = sorted({panel_of(replicate) for s in series for replicate in [*s.curves, *s.diverged]})
     columns = min(5, len(panels))
     rows = -(-len(panels) // columns)
     figure = new_figure(max(7, 2 + 2 * columns), 1.4 + 1.9 * rows)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
     lines: dict[str, Line2D] = {}
     for axes, panel in zip(grid.flat, panels, strict=False):
-        here = [replace(s, curves={r: c for r, c in s.curves.items() if panel_of(r) == panel}) for s in series]
-        here = [s for s in here if s.curves]
+
+        def in_panel(curves: Mapping[Replicate, Any], panel: tuple[str, int] = panel) -> dict[Replicate, Any]:
+            return {r: c for r, c in curves.items() if panel_of(r) == panel}
+
+        here = [replace(s, curves=in_panel(s.curves), diverged=in_panel(s.diverged)) for s in series]
+        here = [s for s in here if s.curves or s.diverged]
         lines |= {s.name: draw_line(axes, s) for s in here}
         axes.set_title(f"{panel[0]} {panel[1]}", fontsize="small")
         axes.set_ylim(loss_limits(here))
@@ -187,19 +195,41 @@ def draw_line(axes: Axes, s: Series) -> Line2D:
         list(s.mean), losses, label=s.name, linewidth=1.3, color=s.style.colour, marker=s.style.marker, markersize=4,
         linestyle=(0, s.style.dashes) if s.style.dashes else "-", markevery=max(1, len(losses) // 40),
     )  # fmt: skip
+    for curve in s.diverged.values():
+        axes.plot(list(curve), list(curve.values()), linewidth=0.7, color=s.style.colour, marker="x", markevery=[-1])
     return line[0]
+
+
+ABOUT_DIVERGED = " A thin line that ends in a cross is a run that diverged."
+
+
+def any_diverged(series: Sequence[Series]) -> bool:
+    return any(s.diverged for s in series)
+
+
+def all_curves(series: Sequence[Series]) -> list[Mapping[int, float]]:
+    """Of the runs that are done; where there is none, of those that diverged."""
+    done = [curve for s in series for curve in s.curves.values()]
+    return done or [curve for s in series for curve in s.diverged.values()]
+
+
+def values_of(s: Series) -> list[float]:
+    """All that draw_line draws, where finite."""
+    drawn = [point.mean for point in s.mean.values()] + [v for curve in s.diverged.values() for v in curve.values()]
+    return [value for value in drawn if math.isfinite(value)]
 
 
 def loss_limits(series: Sequence[Series]) -> tuple[float, float]:
     """The range of all curves past a tenth of the run: before it, the loss falls from ln V and would set the scale."""
-    curves = [curve for s in series for curve in s.curves.values()]
+    curves = all_curves(series)
     losses = [loss for curve in curves for i, loss in curve.items() if i > 0.1 * max(curve)] or [0.0, 1.0]
     margin = 0.04 * (max(losses) - min(losses)) or 0.01
     return min(losses) - margin, max(losses) + margin
 
 
 def full_range(series: Sequence[Series]) -> tuple[float, float]:
-    values = [value for s in series for curve in s.curves.values() for value in curve.values()]
+    curves = all_curves(series)
+    values = [value for curve in curves for value in curve.values()]
     margin = 0.04 * (max(values) - min(values)) or 0.01
     return min(values) - margin, max(values) + margin
 
@@ -241,6 +271,9 @@ def curve_chart(series: Sequence[Series], title: str = LOSS) -> alt.LayerChart:
             rows.append({"setting": s.name, "of": "mean", "iteration": i, "loss": point.mean, **asdict(point)})
         for replicate, curve in s.curves.items():
             of = replicate_name(replicate)
+            rows += [{"setting": s.name, "of": of, "iteration": i, "loss": loss} for i, loss in curve.items()]
+        for replicate, curve in s.diverged.items():
+            of = f"{replicate_name(replicate)}, diverged"
             rows += [{"setting": s.name, "of": of, "iteration": i, "loss": loss} for i, loss in curve.items()]
     choices = ["mean", *dict.fromkeys(row["of"] for row in rows if row["of"] != "mean"), "every run"]
     band = alt.param(name="band", value=True, bind=alt.binding_checkbox(name="95 % interval of the mean "))

@@ -154,14 +154,15 @@ def muon_for(model: nn.Module, config: TrainConfig) -> MuonAndAdamW:
     return optimizer
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_equals_torchs_own_on_a_copy_with_separate_projections(
-    stack: tuple[TrainConfig, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
+    nesterov: bool, stack: tuple[TrainConfig, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, as torch's is on any hardware."""
     monkeypatch.setattr(optim, "resolve_dtype", lambda name, device: torch.bfloat16)
     config, matrices = stack
     assert isinstance(config.optim, MuonConfig)
-    o = dataclasses.replace(config.optim, momentum=0.8, nesterov=False, ns_steps=4)
+    o = dataclasses.replace(config.optim, momentum=0.8, nesterov=nesterov, ns_steps=4)
     config = dataclasses.replace(config, optim=o)
     model = new_model(config)
     optimizer = muon_for(model, config)
@@ -170,7 +171,8 @@ def test_muon_equals_torchs_own_on_a_copy_with_separate_projections(
     rest = {name: nn.Parameter(t) for name, t in copy.items()}
     muon = torch.optim.Muon(
         [p for parts in apart.values() for p in parts],
-        lr=o.learning_rate, weight_decay=0.1, momentum=0.8, nesterov=False, ns_steps=4, adjust_lr_fn="match_rms_adamw",
+        lr=o.learning_rate, weight_decay=0.1, momentum=0.8, nesterov=nesterov, ns_steps=4,
+        adjust_lr_fn="match_rms_adamw",
     )  # fmt: skip
     decay = [{"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0} for p in rest.values()]
     adamw = torch.optim.AdamW(decay, lr=o.learning_rate, betas=(0.9, 0.99))

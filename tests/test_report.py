@@ -23,8 +23,8 @@ from scipy import integrate, stats
 
 from scripts import report
 from scripts.paired import Comparison, Replicate, adjust, holm, interval, mean_curve, n_needed
-from scripts.report_figures import styles
-from training.config import ConfigError, FaultConfig, LpQKNormConfig, RandomConfig, TinyShakespeareConfig
+from scripts.report_figures import loss_limits, styles
+from training.config import AdamWConfig, ConfigError, FaultConfig, LpQKNormConfig, RandomConfig, TinyShakespeareConfig
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
 DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -263,6 +263,55 @@ def test_long_curves_of_other_metrics_are_drawn_with_few_points_and_their_peak()
     assert list(report.thinned(curve, "last").items())[1] == (21, 0.0)
     assert sum(report.thinned(curve, "sum").values()) == sum(curve.values())
     assert report.thinned({0: 1.0, 99: 2.0}, "mean") == {0: 1.0, 99: 2.0}
+
+
+def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: Made, tmp_path: Path) -> None:
+    made.definition["also"] = {"train/loss": "last"}
+    for p, fold in ((2, 5), (9, 5)):  # p = 9 has no other run
+        curve = {0: 4.0, 10: 3.5, 20: 3000.0}
+        finish(made.plan(f"a/p={p}", 1, fold), curve, status="diverged", reason="train/loss nan at iteration 25")
+    sweep = sweep_of(made.path)
+    look = styles({"a": {s: report.label(s, sweep) for s in sweep.settings}})
+    series = {s.name: s for s in report.series_of(sweep, sweep.settings, look)}
+    assert series["p=2"].diverged == {(1, 5): curve} and len(series["p=2"].curves) == 5 and not series["p=9"].curves
+    assert max(point.mean for point in series["p=2"].mean.values()) < 10
+    assert loss_limits(list(series.values()))[1] < 10  # the axis is that of the others
+    found = report.other_series(sweep, sweep.settings, look)["train/loss"]["train/loss"]
+    assert [s.diverged[1, 5][20] for s in found if s.diverged] == [2999.9, 2999.9]
+    out = tmp_path / "out"
+    report.report(made.path, out, "made", [])
+    text = (out / "table.md").read_text()
+    assert text.count("ends in a cross is a run that diverged") == 2  # loss and train/loss
+    assert "fold 5, seed 1, diverged" in (out / "report.html").read_text()
+
+
+def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> None:
+    sweep = Made(tmp_path / "sweep")
+
+    def run(p: int, rate: float, final: float | None, seed: int) -> None:
+        path = sweep.plan(f"learning_rate={rate},p={p}", seed, None, optim=AdamWConfig(learning_rate=rate))
+        if final is None:
+            finish(path, {0: 4.0}, status="diverged", reason="train/loss nan at iteration 7")
+        else:
+            finish(path, {0: 4.0, 40: final})
+
+    for seed in (1, 2):
+        for rate, final in {0.1: 2.0, 0.2: 1.8 + seed / 10, 0.4: 2.5, 0.8: 3.1, 1.6: 2.0}.items():
+            run(2, rate, final, seed)
+        for rate, diverging in {0.1: 2.0, 0.2: 2.0, 0.4: None if seed == 2 else 2.0}.items():
+            run(3, rate, diverging, seed)
+    table = report.stability_table(sweep_of(sweep.path))
+    assert table is not None
+    two, three = rows_of(table)
+    assert (two["best rate"], two["its final loss"]) == ("0.2", "1.9500")
+    assert (two["highest stable rate"], two["how the next one fails"]) == ("0.4", "0.8: final loss 3.1000")
+    assert three["highest stable rate"] == "0.2"
+    assert three["how the next one fails"] == "0.4: 1 of 2 diverged (train/loss nan at iteration 7)"
+    assert "Highest stable learning rate" in report.table_md(sweep_of(sweep.path), [], [])
+
+
+def test_a_sweep_of_one_rate_has_no_table_of_rates(made: Made) -> None:
+    assert report.stability_table(sweep_of(made.path)) is None
 
 
 def test_deliberate_faults_stand_in_a_table_of_their_own(made: Made, tmp_path: Path) -> None:

@@ -392,8 +392,16 @@ def test_a_diverged_run_stops_before_the_update_and_keeps_its_checkpoint(
 
     monkeypatch.setattr(train.Batches, "get_batch", spy)
     monkeypatch.setattr(train.GPT, "forward", explode)
-    config = configured(corpus, run)
+    updates, update = [], torch.optim.AdamW.step
+
+    def counted(self: torch.optim.AdamW) -> None:
+        updates.append(asked[-1])
+        update(self)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    config = configured(corpus, run, qk_clip={"name": "log"})
     assert train.run(config) == 3
+    assert updates == [0, 1, 2] and lines(run)[-1]["qk_clip/max_logit"] > 0
     assert [line["iter"] for line in lines(run)] == [0, 1, 2, 3] and lines(run)[-1]["train/loss"] is None
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "diverged" and "inf" in status["reason"] and status["iter"] == 3
