@@ -124,8 +124,10 @@ def machine() -> dict[str, Any]:
     import torch
 
     from training.device import device_name, resolve_device
+    from training.rundir import commit
 
     return {
+        "commit": commit(),
         "device": device_name(resolve_device("auto")),
         "cpus": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,

@@ -165,12 +165,13 @@ def graph_of(step: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def copying(device_word: str) -> tuple[Work, dict[str, Any]]:
+def copying(device_word: str, threads: int | None) -> tuple[Work, dict[str, Any]]:
     """The bandwidth of a copy that no cache holds: bytes read and written."""
     import torch
 
     from training.device import resolve_device, synchronize
 
+    torch.set_num_threads(threads or torch.get_num_threads())
     device = resolve_device(device_word)
     source = torch.ones(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -230,7 +231,7 @@ def bench_point(words: list[str], batch: int, context: int, rounds: int, seconds
         sides.append(start(name, layer, name, words, batch, context))
     if not sides:
         return {"batch": batch, "context": context, "sides": {}, "skipped": skipped}
-    sides.append(start("copy", copying, word))
+    sides.append(start("copy", copying, word, configs["absorbed"].threads))
     units = {side.name: max(1, round(seconds / side.take_turn(1)["seconds"])) for side in sides}
     turns = alternate(sides, rounds, units)
     for side in sides:
@@ -315,6 +316,7 @@ def table(result: dict[str, Any]) -> str:
         "# Decode speed of MLA with a QK norm", "",
         f"`{result['command']}`: {result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token;",
         f"ms a step, median (lowest–highest) of {result['rounds']} rounds by turns; the paper's on an H800 in bf16.",
+        "Overhead: the median, and the range, of the rounds' own ratios; not the ratio of the medians beside it.",
         "",
         *("| " + " | ".join(r) + " |" for r in rows), "",
         f"Cache: {' / '.join(names[n] for n in cached)}; Lp's is that of RMS. – stands where a side did not fit.",

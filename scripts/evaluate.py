@@ -9,6 +9,7 @@ Prints a table and ends with one JSON line. Needs the extra `eval`.
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -182,11 +183,15 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
 
 def evaluate_run(words: dict[str, Any]) -> int:
     require(bool(words.get("run") and words.get("tasks")), "run= and tasks= must be given")
+    out = Path(words["out"]).expanduser() if "out" in words else None
+    if out is not None:
+        good = out.parent.is_dir() and not out.is_dir() and os.access(out.parent, os.W_OK)
+        require(good, f"out={words['out']} must be a file in a folder that can be written")
     results = evaluate(words)
     print(table(results["about"]["metrics"], results.pop("paper")))
-    if "out" in words:
+    if out is not None:
         text = json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n"
-        write_atomic(Path(words["out"]).expanduser(), text.encode())
+        write_atomic(out, text.encode())
     print(json.dumps(results["about"]))
     return 0
 

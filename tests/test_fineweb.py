@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
@@ -34,6 +33,7 @@ from data.shards import Shards, open_shards
 from data.tokenizers import BYTES, BPETokenizer, from_dict, learn_bpe
 from data.tokens import load_corpus
 from sweeps.launch import read_request
+from sweeps.plan import load_sweep
 from training.config import CONFIG_DIR, CORPORA, ConfigError, FineWebConfig, PrepareFineWebConfig, build
 
 __all__ = ["outcome"]  # a fixture
@@ -478,6 +478,7 @@ def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards
     ("words", "runs", "step"),
     [
         ("sweep=mla_comparison", 35, 2**20),
+        ("sweep=mla_stress_400m", 30, 2**20),
         ("sweep=gqa", 27, 2**15),
         ("sweep=gqa sweep.parts=[per_sequence]", 15, 2**20),
     ],
@@ -487,9 +488,9 @@ def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shar
     asked = [*words.split(), f"data.path={shards}", f"data.val_tokens={size}", f"sweep_dir={tmp_path / 'sweep'}"]
     request, _ = read_request(asked)
     assert [run.config.tokens_per_iter for run in request.runs] == [step] * runs
-    committed = yaml.safe_load((CONFIG_DIR / "sweep" / f"{request.name}.yaml").read_text())["overrides"]
+    committed = load_sweep(request.name, {}).overrides
     (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))
-    held_out_of = {"gqa": 10**9, "mla_comparison": 10**11}[request.name]  # the tokens that the file says to prepare
+    held_out_of = 10**9 if request.name == "gqa" else 10**11  # the tokens that its file says to prepare
     assert asked_for < 0.7 * held_out_of * PrepareFineWebConfig.val_fraction
     command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), *asked, "dry_run=true", "launcher.workers=8"]
     listed = subprocess.run(command, capture_output=True, text=True)
