@@ -174,7 +174,7 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     about = {
         "run": words["run"], "iter": state.get("step"), "num_fewshot": results["n-shot"], "limit": words.get("limit"),
         "dtype": str(dtype).removeprefix("torch."), "lm_eval": lm_eval.__version__,
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - began, 1), "truncated": lm.truncated,
         "questions": {task: n["effective"] for task, n in results["n-samples"].items()},
     }  # fmt: skip
     metrics = metrics_of(results)
@@ -189,6 +189,9 @@ def evaluate_run(words: dict[str, Any]) -> int:
         require(good, f"out={words['out']} must be a file in a folder that can be written")
     results = evaluate(words)
     print(table(results["about"]["metrics"], results.pop("paper")))
+    if results["about"]["truncated"]:
+        print(f"warning: {results['about']['truncated']} answers were scored without the first tokens of their prompt, "
+              "which does not fit into model.block_size")  # fmt: skip
     if out is not None:
         text = json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n"
         write_atomic(out, text.encode())

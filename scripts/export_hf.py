@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from data.tokenizers import Tokenizer
+from data.tokenizers import SEPARATOR, Tokenizer
 from model.gpt import GPT
 from sample import open_run
 from scripts.hf_tokenizer import tokenizer_json
@@ -184,6 +184,7 @@ def export(model: GPT, tokenizer: Tokenizer, out: Path) -> list[str]:
     Raises: ConfigError before anything is written, where no architecture fits or `out` is taken; OSError.
     """
     config, state = hugging_face(model)
+    config["eos_token_id"] = separator = tokenizer.separator  # generation stops there
     out = out.expanduser().resolve()
     require(not out.exists() or out.is_dir(), f"out={out} is not a folder")
     require(not out.exists() or not any(out.iterdir()), f"out={out} is not empty")
@@ -191,7 +192,7 @@ def export(model: GPT, tokenizer: Tokenizer, out: Path) -> list[str]:
     if (tokens := tokenizer_json(tokenizer)) is not None:
         documents |= {"tokenizer.json": tokens, "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.block_size,
-            "clean_up_tokenization_spaces": False,
+            "clean_up_tokenization_spaces": False, **({} if separator is None else {"eos_token": SEPARATOR}),
         }}  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = checkpoint.temporary_name(out)

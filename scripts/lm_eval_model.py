@@ -32,6 +32,7 @@ class NanoQK(TemplateLM):
         self.model, self.ours, self.batch_size, self.dtype = model, tokenizer, batch_size, dtype
         self._device = model.transformer.wte.weight.device
         self.max_length = model.block_size
+        self.truncated = 0  # questions that have lost their first tokens, which do not fit into block_size
 
     @property
     def separator(self) -> int | None:
@@ -65,6 +66,7 @@ class NanoQK(TemplateLM):
             )
             assert context  # lm_eval puts eot_token_id there
             tokens = (context + continuation)[-(self.max_length + 1) :]
+            self.truncated += len(context) + len(continuation) > len(tokens)
             n = len(continuation)
             cut.append((tokens[:-n], tokens[-n:], i))
         # neighbours share their context, or have one of about its length

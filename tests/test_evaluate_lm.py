@@ -31,6 +31,7 @@ from sample import load_run
 from scripts import evaluate
 from scripts.export_hf import export
 from scripts.lm_eval_model import NanoQK
+from training.config import ConfigError
 
 SAYS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "bee": "buzz"}
 CHARS = CharTokenizer("\nabcdefghij")
@@ -88,6 +89,14 @@ def test_log_likelihoods_are_those_of_full_forward_passes(attention: str, qk_nor
         scores = NanoQK(model, CHARS, batch_size, torch.float64)._loglikelihood_tokens(requests)
         assert [score[0] for score in scores] == pytest.approx([e[0] for e in expected], rel=1e-12, abs=1e-11)
         assert [score[1] for score in scores] == [e[1] for e in expected]
+
+
+def test_prompts_that_are_cut_are_counted_and_answers_that_do_not_fit_are_refused() -> None:
+    lm = NanoQK(build(config_of("mha", "none")), CHARS, 3, torch.float64)
+    lm._loglikelihood_tokens([(None, [1] * 14, [2, 3]), (None, [1] * 16, [2]), (None, [1] * 16, [2, 3])])
+    assert lm.truncated == 1  # of 16 + 1 tokens the last one is predicted only
+    with pytest.raises(ConfigError, match="answer has 17 tokens: the model takes 1 to 16"):
+        lm._loglikelihood_tokens([(None, [1], [2] * 17)])
 
 
 def test_a_shared_context_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:

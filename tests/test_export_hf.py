@@ -13,7 +13,7 @@ import torch
 from conftest import tiny_config
 from test_presets import load
 from test_references import Float64Torch, difference
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
@@ -163,6 +163,8 @@ def test_the_tokenizer_is_ours(name: str, tmp_path: Path) -> None:
     export(random_model(tiny_config(), tokenizer), tokenizer, tmp_path / "hf")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
     assert len(theirs) == tokenizer.vocab_size
+    config = AutoConfig.from_pretrained(tmp_path / "hf", local_files_only=True)
+    assert config.eos_token_id == theirs.eos_token_id == tokenizer.separator
     for text in [*TEXTS, DOCS[-50_000:]]:
         if tokenizer.separator is not None and SEPARATOR in text:  # a token there, text to ours
             assert theirs.encode(SEPARATOR) == [tokenizer.separator]
