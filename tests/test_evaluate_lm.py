@@ -34,8 +34,9 @@ from scripts.lm_eval_model import NanoQK
 from training.config import ConfigError
 
 SAYS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "bee": "buzz"}
-CHARS = CharTokenizer("\nabcdefghij")
+CHARS = CharTokenizer("abcde\nfghij")
 assert CHARS.vocab_size == V
+NEWLINE = 5  # stands for an empty context
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +100,14 @@ def test_prompts_that_are_cut_are_counted_and_answers_that_do_not_fit_are_refuse
         lm._loglikelihood_tokens([(None, [1], [2] * 17)])
 
 
+@torch.no_grad()
+def test_an_empty_context_is_a_new_line() -> None:
+    model = build(config_of("mha", "none"))
+    lm = NanoQK(model, CHARS, 3, torch.float64)
+    (score,) = lm.loglikelihood([SimpleNamespace(args=("", "abj"))])
+    assert score[0] == pytest.approx(by_hand(model, [NEWLINE], CHARS.encode("abj").tolist())[0], rel=1e-12)
+
+
 def test_a_shared_context_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(config_of("mha", "none"))
     counted: list[int] = []
@@ -127,7 +136,7 @@ def test_a_long_text_is_scored_once_a_token() -> None:
         total = 0.0
         for start in range(0, len(tokens), 16):  # windows of block_size; the last one is filled up from before
             window = tokens[start : start + 16]
-            before = [0, *tokens][max(0, start + len(window) - 16) : start + 1]
+            before = [NEWLINE, *tokens][max(0, start + len(window) - 16) : start + 1]
             total += by_hand(model, before, window)[0]
         expected.append(total)
     totals = lm.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts])
