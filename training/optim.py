@@ -67,7 +67,7 @@ class Muon(torch.optim.Muon):
 
 def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Newton-Schulz iterations of Muon (Jordan et al.) on matrices (n, rows, columns), each on its own: about U V^T of
-    x = U S V^T. Five steps bring singular values from a hundredth of the norm on to 0.7 to 1.2; smaller ones grow."""
+    x = U S V^T. Five steps bring singular values of 0.005 to 1, of a norm of 1, to 0.68 to 1.16; smaller ones grow."""
     a, b, c = coefficients
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
