@@ -409,21 +409,22 @@ def test_fail_fast_stops_the_other_runs(sweep: Path) -> None:
     assert workers_of(folder) == []
 
 
-def test_a_run_whose_worker_always_dies_is_given_up_and_the_others_are_not(undisturbed: Path, sweep: Path) -> None:
-    folder = sweep.parent / "sweep"
+def test_a_run_whose_worker_always_dies_is_given_up_and_the_others_are_not(undisturbed: Path, tmp_path: Path) -> None:
+    grid = {"max_iters": [300, 60]}  # the first lasts long enough to be killed twice on a busy machine
+    sweep = tiny_sweep(tmp_path, undisturbed.parent / "corpus.txt", grid=grid, folds=[0])
+    folder = tmp_path / "sweep"
     process = launcher(sweep, "launcher.workers=1")
-    run = read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))[0]
-    dead: list[int] = []
-    for _ in range(2):  # the first try and the second
-        eventually(lambda: set(workers_of(folder)) - set(dead))  # noqa: B023
-        eventually(lambda: is_locked(folder / run.id))
-        dead += workers_of(folder)
-        os.kill(dead[-1], signal.SIGKILL)
+    run, other = read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))
+    for tries in (1, 2):
+        (worker,) = eventually(lambda: is_locked(folder / run.id) and workers_of(folder))
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: worker not in workers_of(folder))  # noqa: B023
+        assert [*read_claim(folder, run.id)["tries"].values()] == [tries]
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1, output
-    assert "7 done, 1 failed" in output and f"failed: {run.id}: its worker died" in output
-    assert "8 done" in launched(sweep)
-    assert_same_sweep(undisturbed.parent / "sweep", folder)
+    assert "1 done, 1 failed" in output and f"failed: {run.id}: its worker died" in output
+    assert "2 done" in launched(sweep)
+    assert times_finished(folder / run.id) == times_finished(folder / other.id) == 1
 
 
 def test_a_full_disk_fails_the_runs_and_loses_nothing(undisturbed: Path, sweep: Path) -> None:
