@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ from training import checkpoint, dist, faults
 from training.config import ConfigError, NoQKClipConfig, TrainConfig, require, run_app, to_yaml
 from training.device import device_name, peak_flops, resolve_device, resolve_dtype
 from training.dist import World
-from training.evaluate import mean_loss
+from training.evaluate import Batch, mean_loss
 from training.optim import (
     build_optimizer,
     load_optimizer_tensors,
@@ -183,6 +183,7 @@ def run(config: TrainConfig) -> int:
         # -----------------------------------------------------------------------------
         # The loop. Iteration k: evaluate and save what k updates have made, then make update k.
         micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
+        fed = batches.ahead((s, micro_step) for s in range(start, config.max_iters) for micro_step in micro_steps)
         bar = tqdm(
             total=config.max_iters, initial=start, unit="it", disable=None if world.main else True, dynamic_ncols=True
         )
@@ -228,7 +229,7 @@ def run(config: TrainConfig) -> int:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             totals = torch.zeros(2, device=device)  # over all ranks: mean loss, requests to stop
-            totals[0] = accumulate_gradients(forward, batches, step, micro_steps, autocast, device) / world.size
+            totals[0] = accumulate_gradients(forward, fed, len(micro_steps), autocast, device) / world.size
             totals[1] = stop.signal
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
             train_loss, stop.agreed = dist.all_reduce(totals).tolist()
@@ -265,6 +266,7 @@ def run(config: TrainConfig) -> int:
         # -----------------------------------------------------------------------------
         # The end: done, stopped by a signal, or diverged
         bar.close()
+        fed.close()
         stop.restore()
         run_dir.print_line = print
         state["seconds"] = time.perf_counter() - began
@@ -312,8 +314,8 @@ def read_corpus(config: TrainConfig) -> Corpus:
 def start_up_checks(
     model: GPT, forward: nn.Module, batches: Batches, autocast: Callable[[], AbstractContextManager[None]]
 ) -> list[str]:
-    """Refuse a model that sees the future, warn of one that has a `fault`; warn when its initial loss is not that of a
-    guess among V tokens. Returns the warnings.
+    """Refuse a model that sees the future, warn of one that has a `fault`; warn when its initial loss, in evaluation or
+    as training would report it, is not that of a guess among V tokens. Returns the warnings.
 
     `forward`, the model as it will be trained, is checked in training mode as well.
     """
@@ -327,12 +329,16 @@ def start_up_checks(
     if not leak < LEAK_TOLERANCE:
         warnings.append(f"attention={attention} sees the future: a token moves the logits before it ({leak:.1e})")
         require(model.config.fault.name != "none", warnings[0])
-    loss = mean_loss(model, [(x[:4], y[:4])], autocast, World())
-    if not abs(loss - model.expected_initial_loss) <= 0.3:
-        warnings.append(
-            f"the initial loss is not a guess's: {loss:.3f} instead of {model.expected_initial_loss:.3f} "
-            f"(a uniform guess among {model.vocab_size} tokens has {math.log(model.vocab_size):.3f})"
-        )
+    losses = {"loss": mean_loss(model, [(x[:4], y[:4])], autocast, World())}
+    with torch.no_grad(), autocast():
+        losses["training loss"] = model.train()(x[:4].to(device), y[:4].to(device))[1].item()
+    for name, loss in losses.items():
+        if not abs(loss - model.expected_initial_loss) <= 0.3:
+            warnings.append(
+                f"the initial {name} is not a guess's: {loss:.3f} instead of {model.expected_initial_loss:.3f} "
+                f"(a uniform guess among {model.vocab_size} tokens has {math.log(model.vocab_size):.3f})"
+            )
+            break
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return warnings
@@ -445,24 +451,23 @@ class StopSignal:
 
 def accumulate_gradients(
     forward: nn.Module,
-    batches: Batches,
-    step: int,
-    micro_steps: Sequence[int],
+    fed: Iterator[Batch],
+    n_micro_batches: int,
     autocast: Callable[[], AbstractContextManager[None]],
     device: torch.device,
 ) -> Tensor:
-    """Add the gradients of the mean loss over micro-batches. Returns that loss, ()."""
+    """Add the gradients of the mean loss over the next micro-batches that are `fed`. Returns that loss, ()."""
     total = torch.zeros((), device=device)
-    for micro_step in micro_steps:
-        x, y = batches.get_batch(step, micro_step)  # (B, T)
-        rows = rows_at_once(len(x), batches.block_size, device)
+    for i in range(n_micro_batches):
+        x, y = next(fed)  # (B, T)
+        rows = rows_at_once(len(x), x.size(1), device)
         for first in range(0, len(x), rows):
             if isinstance(forward, DistributedDataParallel):  # one exchange of gradients, after the last backward pass
-                forward.require_backward_grad_sync = micro_step == micro_steps[-1] and first + rows >= len(x)
+                forward.require_backward_grad_sync = i == n_micro_batches - 1 and first + rows >= len(x)
             part = slice(first, first + rows)
             with autocast():
                 _, loss = forward(x[part].to(device), y[part].to(device))
-            loss = loss / (len(micro_steps) * len(x) / len(x[part]))
+            loss = loss / (n_micro_batches * len(x) / len(x[part]))
             loss.backward()
             total += loss.detach()
     return total

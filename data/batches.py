@@ -3,7 +3,9 @@
 B: windows in a batch, T: block_size.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
@@ -44,6 +46,17 @@ class Batches:
         """Training x, y (B, T): a pure function of (seed, step, micro_step), uniform over the windows that lie
         within one training range. Ranks that train together pass different micro steps."""
         return self._sample(self.split.train, purpose=TRAIN_STREAM, step=step, micro_step=micro_step)
+
+    def ahead(self, places: Iterable[tuple[int, int]]) -> Generator[tuple[Tensor, Tensor], None, None]:
+        """get_batch(step, micro_step) of one place after the other, each made while the one before is worked on."""
+        with ThreadPoolExecutor(1) as thread:
+            made: deque[Future[tuple[Tensor, Tensor]]] = deque()
+            for place in places:
+                made.append(thread.submit(self.get_batch, *place))
+                if len(made) > 1:
+                    yield made.popleft().result()
+            while made:
+                yield made.popleft().result()
 
     def sampled_batch(self, split: Literal["train", "val"], index: int) -> tuple[Tensor, Tensor]:
         """x, y (B, T) for nanoGPT's sampled evaluation: a pure function of (seed, split, index).

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,11 +50,16 @@ Batch = tuple[np.ndarray, list[int], list[int], list[bool]]  # tokens, and of ea
 
 def prepare(config: PrepareFineWebConfig) -> int:
     out = cache_folder() / "fineweb" if config.out is None else expand(config.out)
+    dataset = expand(config.dataset).resolve()
+    require(dataset not in [out.resolve(), *out.resolve().parents], f"out={out} must not lie in dataset={dataset}")
     check_usable(out, config)
     if (out / INDEX).exists():
         return finished(out, config)
     require(not config.verify, f"verify=true: {out} holds no finished shards")
-    documents = Documents(config)
+    begun: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):
+        begun = json.loads((out / PROGRESS).read_bytes())["source"]
+    documents = Documents(config, begun)
     tokenizer = load_tokenizer(out, config, documents)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -64,6 +70,9 @@ def prepare(config: PrepareFineWebConfig) -> int:
     except OSError as error:
         raise ConfigError(f"out={out} cannot be written: {error.strerror}") from error
     try:
+        check_usable(out, config)  # again, now that no other process writes: one may have come to its end
+        if (out / INDEX).exists():
+            return finished(out, config)
         return write_shards(out, config, documents, tokenizer)
     finally:
         os.close(lock)
@@ -87,6 +96,8 @@ def check_usable(out: Path, config: PrepareFineWebConfig) -> None:
         for key, value in config.settings.items()
         if held and begun.get(key) != value
     ]
+    whole = not held or INDEX in held or isinstance(state.get("source"), dict)
+    require(whole, f"out={out} holds a {PROGRESS} that does not say of which files: remove the folder")
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
 
 
@@ -101,10 +112,15 @@ def finished(out: Path, config: PrepareFineWebConfig) -> int:
 
 
 def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents", tokenizer: Tokenizer) -> int:
-    state: dict[str, Any] = {"settings": config.settings, "documents": 0, "stream": None, "finished": False}
+    state: dict[str, Any] = {"settings": config.settings, "source": documents.source}
+    state |= {"documents": 0, "stream": None, "finished": False}
     state |= {split: {"shards": [], "tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
     if (out / PROGRESS).exists():
         state = json.loads((out / PROGRESS).read_bytes())
+        require(
+            state["source"] == documents.source,
+            f"dataset={config.dataset} is not what {out} was begun on: its files have changed; use another folder",
+        )
     else:
         save_json(out / PROGRESS, state)
     if not (out / TOKENIZER).exists():
@@ -146,8 +162,8 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents"
     state["finished"] = True
     save()
     index: dict[str, Any] = {
-        "format": FORMAT, "settings": config.settings, "dtype": dtype.name, "vocab_size": tokenizer.vocab_size,
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "format": FORMAT, "settings": config.settings, "source": documents.source, "dtype": dtype.name,
+        "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer_sha256(tokenizer),
     }  # fmt: skip
     index |= {split: writer.finish() for split, writer in writers.items()}
     save_json(out / INDEX, index)
@@ -194,10 +210,11 @@ def save_bytes(file: Path, content: bytes) -> None:
 class Documents:
     """The texts of a data set in its own order, streamed; and where in it the last one was.
 
-    Raises: ConfigError when the data set cannot be had, or its first row has no such text.
+    source: which data set that is, {"revision": …} of the Hub's, that of `begun` where there is one, or the files of a
+    folder. Raises: ConfigError when the data set cannot be had, or its first row has no such text.
     """
 
-    def __init__(self, config: PrepareFineWebConfig) -> None:
+    def __init__(self, config: PrepareFineWebConfig, begun: dict[str, Any]) -> None:
         self.config = config
         place, name = expand(config.dataset), config.settings["name"]
         if not place.is_dir():
@@ -209,10 +226,17 @@ class Documents:
             )
         try:
             import datasets
+            from huggingface_hub import HfApi
 
             datasets.disable_progress_bars()
-            path = str(place) if place.is_dir() else config.dataset
-            self.rows = datasets.load_dataset(path, name, split=config.split, streaming=True)
+            self.source: dict[str, Any]
+            if place.is_dir():
+                path, revision, self.source = str(place), None, source_of(place)
+            else:
+                path, revision = config.dataset, begun.get("revision")
+                revision = revision or HfApi().dataset_info(config.dataset).sha
+                self.source = {"revision": revision}
+            self.rows = datasets.load_dataset(path, name, split=config.split, streaming=True, revision=revision)
             first = next(iter(self.rows.take(1)), None)
         except Exception as error:  # datasets, its network stack and pyarrow share no base class
             raise ConfigError(
@@ -245,6 +269,14 @@ class Documents:
                 texts, size = [], 0
             if row is None:
                 return
+
+
+def source_of(folder: Path) -> dict[str, Any]:
+    """The files of a folder by name and size, but for hidden ones: what a position in a stream of them refers to."""
+    found = {file.relative_to(folder): file for file in folder.rglob("*") if file.is_file()}
+    hidden = {name for name in found if any(part.startswith(".") for part in name.parts)}
+    sizes = sorted((str(name), file.stat().st_size) for name, file in found.items() if name not in hidden)
+    return {"files": len(sizes), "names_and_sizes_sha256": hashlib.sha256(json.dumps(sizes).encode()).hexdigest()}
 
 
 def is_held_out(text: bytes, fraction: float) -> bool:
@@ -301,6 +333,10 @@ def tokenised(
         while pending:
             future, stream = pending.popleft()
             yield future.result(), stream
+    except BrokenProcessPool as error:
+        raise OSError(
+            f"a worker died, of too little memory perhaps (workers={workers}); the same command goes on"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 

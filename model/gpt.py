@@ -110,7 +110,35 @@ class RMSNorm(QKNorm):
         self.gain = nn.Parameter(torch.empty(head_dim))
 
     def scale(self, x: Tensor) -> Tensor:
-        return torch.rsqrt(at_least_fp32(x).square().mean(-1, keepdim=True) + self.eps)
+        return inverse_rms(at_least_fp32(x), self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gain is not None
+        return (DivideByRMS.apply(at_least_fp32(x), self.eps) * self.gain).to(x.dtype)  # (..., hs)
+
+
+class DivideByRMS(torch.autograd.Function):
+    """y = x / sqrt(mean(x^2) + eps) along the last dimension of x (..., hs).
+
+    The derivative is written out, dx = (dy - y mean(dy y)) / sqrt(mean(x^2) + eps): about half of autograd's passes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        scale = inverse_rms(x, eps)
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        y, scale = ctx.saved_tensors
+        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale), None
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps), (..., hs) -> (..., 1)."""
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 class LayerNorm(RMSNorm):
@@ -123,11 +151,9 @@ class LayerNorm(RMSNorm):
         return super().scale(x - x.mean(-1, keepdim=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.gain is not None
         y = at_least_fp32(x)
-        y = y - y.mean(-1, keepdim=True)
         # y's own mean square, not centred again: where y is round-off, as of a constant x, that keeps |output| bounded
-        return (y * super().scale(y) * self.gain).to(x.dtype)  # (..., hs)
+        return super().forward(y - y.mean(-1, keepdim=True)).to(x.dtype)  # (..., hs)
 
 
 class LpNorm(QKNorm):

@@ -8,7 +8,8 @@ Four checks, each with a verdict; V is the size of the vocabulary:
 A run is checked with its fault, if it has one, and trained by train.py itself; a Hugging Face model is checked with its
 own loss, and trained with AdamW. Settings: steps=200 and vocab_size=256 of the training on random tokens,
 checkpoint=best|latest, device=auto, trust_remote_code=true to run a folder's own code.
-Ends with one JSON line. Exit status: 0 nothing was caught, 1 something was, 2 a bad setting. model= needs transformers.
+Ends with one JSON line. A check that cannot be made, as the model diverges or its own code fails, is undecided. Exit
+status: 0 nothing was caught, 1 something was, 2 a bad setting. model= needs transformers.
 """
 
 import contextlib
@@ -49,6 +50,7 @@ from training.config import (
     run_script,
 )
 from training.device import resolve_device
+from training.rundir import commit
 from training.tracker import Metrics
 
 T = 64  # positions that are looked at, where the model has as many
@@ -62,9 +64,13 @@ SEED = 20251028  # of the random tokens: not those that a run with data=random w
 @dataclass(frozen=True)
 class Finding:
     check: str
-    caught: bool
+    caught: bool | None  # None: undecided
     text: str
     numbers: dict[str, Any]
+
+
+class Undecided(Exception):
+    """A check cannot be made, and that is no evidence either way."""
 
 
 class Subject(Protocol):
@@ -114,9 +120,12 @@ class Run:
         n, val = steps * self.config.tokens_per_iter, 2 * self.block_size
         # ten times as many as are drawn, or it could learn them by heart
         data = RandomConfig("random", min(max(10 * n, 10**6), 10**9), vocab_size, val, SEED)
-        lines = self.metrics(data=data, max_iters=steps, schedule=ConstantConfig(warmup_iters=steps // 20))
+        # of the run's own warm-up as large a part
+        warmup = max(steps // 20, round(steps * self.config.schedule.warmup_iters / self.config.max_iters))
+        lines = self.metrics(data=data, max_iters=steps, schedule=ConstantConfig(warmup_iters=min(warmup, steps)))
         losses = [line["train/loss"] for line in lines if line.get("train/loss") is not None]  # null: not finite
-        require(len(losses) == steps, "its training diverges")
+        if len(losses) < steps:
+            raise Undecided(f"its training on random tokens diverges at iteration {len(losses)}")
         return losses, self.config.tokens_per_iter
 
     def update(self, micro_batches: int) -> tuple[float, Tensor]:
@@ -127,6 +136,8 @@ class Run:
             schedule=ConstantConfig(warmup_iters=0), model=replace(self.config.model, dropout=0.0),
             batch_size=4 // micro_batches, gradient_accumulation_steps=micro_batches,
         )[0]  # fmt: skip
+        if line.get("train/loss") is None or line.get("grad_norm") is None:  # null: not finite
+            raise Undecided("its first loss or gradient is not finite")
         return line["train/loss"], torch.tensor(line["grad_norm"])
 
     def metrics(self, **changes: Any) -> list[dict[str, Any]]:
@@ -158,8 +169,11 @@ class WithLabels(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         window = torch.cat([idx, targets[:, -1:]], 1)  # (B, T + 1)
-        out = self.model(input_ids=window, labels=window, use_cache=False)
-        return out.logits[:, :-1], out.loss
+        try:
+            out = self.model(input_ids=window, labels=window, use_cache=False)
+            return out.logits[:, :-1], out.loss + 0.0
+        except Exception as error:  # a folder's own code
+            raise Undecided(f"the model's own code fails: {one_line(error)}") from error
 
 
 class HuggingFace:
@@ -182,7 +196,7 @@ class HuggingFace:
             raise ConfigError(f"model={folder} cannot be loaded: {one_line(error)}") from error
         self.trained: nn.Module = WithLabels(model).to(device)
         self.config, self.vocab_size = model.config, model.config.get_text_config().vocab_size
-        self.context = getattr(model.config.get_text_config(), "max_position_embeddings", T + 1) - 1
+        self.context = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or T + 1) - 1
         self.block_size = min(self.context, T)
         self.about = {"model": folder, "architecture": type(model).__name__}
 
@@ -204,6 +218,8 @@ class HuggingFace:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                raise Undecided(f"its training on random tokens diverges at iteration {step}")
         return losses, 8 * self.block_size
 
     def update(self, micro_batches: int) -> tuple[float, Tensor]:
@@ -284,6 +300,8 @@ def random_token_floor(subject: Subject, steps: int, vocab_size: int) -> Finding
             # not get_batch: where a fault repeats batches, the 16 would be one
             x, y = (part.to(device) for part in batches.sampled_batch("train", i))
             found.append(subject.trained.eval()(x, y)[1].item())
+            if not math.isfinite(found[-1]):
+                raise Undecided(f"the loss of the trained weights on random tokens is {found[-1]}")
     weights = against_floor(found, 16 * x.numel(), subject.vocab_size)
     text = "; ".join(
         f"{what}: loss {of['loss']:.3f} ± {of['standard_error']:.3f} (n = {of['tokens']:,} tokens), "
@@ -326,7 +344,7 @@ def accumulation(subject: Subject) -> Finding:
 
 
 def audit(subject: Subject, steps: int, vocab_size: int) -> list[Finding]:
-    """All checks, each printed as it is made. Where train.py refuses the model, or it diverges, it counts as caught."""
+    """All checks, each printed as it is made. Where train.py refuses the model, it counts as caught."""
     findings = []
     for name, check in (
         ("future leakage", lambda: future_leakage(subject)),
@@ -338,7 +356,10 @@ def audit(subject: Subject, steps: int, vocab_size: int) -> list[Finding]:
             finding = check()
         except ConfigError as error:
             finding = Finding(name, True, f"it cannot be trained: {error}", {"refused": str(error)})
-        print(f"{name + ':':20s}{'CAUGHT' if finding.caught else 'ok':8s}{finding.text}", flush=True)
+        except Undecided as error:
+            finding = Finding(name, None, str(error), {"undecided": str(error)})
+        verdict = {True: "CAUGHT", False: "ok", None: "undecided"}[finding.caught]
+        print(f"{name + ':':20s}{verdict:11s}{finding.text}", flush=True)
         findings.append(finding)
     return findings
 
@@ -366,7 +387,8 @@ def audit_model(words: dict[str, Any]) -> int:
     findings = audit(subject, steps, vocab_size)
     caught = [finding.check for finding in findings if finding.caught]
     checks = {finding.check: {"caught": finding.caught, **finding.numbers} for finding in findings}
-    print(json.dumps({**subject.about, "caught": caught, "steps": steps, "checks": checks}))
+    about = {**subject.about, "caught": caught, "steps": steps, "checks": checks, "commit": commit()}
+    print(json.dumps(about))
     return 1 if caught else 0
 
 

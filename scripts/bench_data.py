@@ -10,6 +10,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +41,27 @@ def drop_from_page_cache(files: list[Path]) -> None:
         os.close(descriptor)
 
 
-def measure(batches: Batches, values: dict[str, Any], first: int) -> dict[str, float]:
-    """tok_per_sec: as fast as they come, by the median step, and slowest_ms the slowest. Between the steps of a model
-    of the asked pace: wait_ms, the median time for a batch, and stall, the part of the time that goes into batches."""
+def measure(fresh: Callable[[], Batches], values: dict[str, Any], first: int) -> dict[str, float]:
+    """tok_per_sec: as fast as they come, by the median step, and slowest_ms the slowest. Then, one made while the one
+    before is worked on, as in train.py, by a model of the asked pace: wait_ms, the median time that it waits for a
+    batch, and stall, the part of its time that it waits."""
+    batches = fresh()
     n_tokens, steps = batches.batch_size * batches.block_size, values["steps"]
     seconds = []
     for step in range(first, first + steps):
         start = time.perf_counter()
         batches.get_batch(step)
         seconds.append(time.perf_counter() - start)
-    compute = n_tokens / values["tokens_per_second"]
-    waits = []
-    for step in range(first + steps, first + 2 * steps):
+    del batches  # what is mapped cannot be dropped from the page cache
+    compute, waits = n_tokens / values["tokens_per_second"], []
+    fed = fresh().ahead((step, 0) for step in range(first + steps, first + 2 * steps + 2))
+    next(fed)
+    for _ in range(steps):
         time.sleep(compute)
         start = time.perf_counter()
-        batches.get_batch(step)
+        next(fed)
         waits.append(time.perf_counter() - start)
+    fed.close()
     return {
         "tok_per_sec": round(n_tokens / float(np.median(seconds))),
         "slowest_ms": round(1000 * max(seconds), 3),
@@ -79,11 +86,12 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         _, _, tokens, n_train = open_shards(FineWebConfig(path=values["path"]))
         split = Split(train=((0, n_train),), val=((n_train, len(tokens)),))
         batches = Batches(tokens, split, T, batch_size, seed=0)
-        return {**found, "tokens": len(tokens), "as_found": measure(batches, values, 0), **machine()}
+        return {**found, "tokens": len(tokens), "as_found": measure(lambda: batches, values, 0), **machine()}
     with tempfile.TemporaryDirectory() as folder:
         files = random_shards(Path(folder), values["shard_tokens"])
-        for name in ("cold", "warm"):
-            if name == "cold":
+
+        def fresh(cold: bool) -> Batches:
+            if cold:
                 drop_from_page_cache(files)
             else:
                 for file in files:
@@ -91,10 +99,12 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
             shards = Shards([np.memmap(file, dtype=np.uint16, mode="r") for file in files])
             n_train = len(shards) - T
             split = Split(train=((0, n_train),), val=((n_train, len(shards)),))
-            batches = Batches(shards, split, T, batch_size, seed=0)
-            found |= {"tokens": len(shards), name: measure(batches, values, 0 if name == "cold" else 10**6)}
+            return Batches(shards, split, T, batch_size, seed=0)
+
+        for name, first in (("cold", 0), ("warm", 10**6)):
+            found[name] = measure(partial(fresh, name == "cold"), values, first)
             print(f"{name}: {found[name]}")
-    return {**found, **machine()}
+    return {**found, "tokens": len(files) * values["shard_tokens"], **machine()}
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
     for attention in model.attentions if config.qk_clip.name != "none" else []:
         attention.track_max_logits()
     step = 0
+    fed = batches.ahead(divmod(i, config.gradient_accumulation_steps) for i in itertools.count())
 
     def autocast() -> AbstractContextManager[None]:
         return torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
@@ -78,8 +79,7 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
             torch.manual_seed(train.seed_of_update(config.seed, step, 0))
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step % config.max_iters, config)
-            micro_steps = range(config.gradient_accumulation_steps)
-            loss = train.accumulate_gradients(forward, batches, step, micro_steps, autocast, device)
+            loss = train.accumulate_gradients(forward, fed, config.gradient_accumulation_steps, autocast, device)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -1,9 +1,11 @@
 """Downstream tasks through lm-evaluation-harness: python scripts/evaluate.py run=RUN tasks=arc_easy,piqa
 
-tasks: names of lm_eval's tasks, or `paper`: the eight of the QK-Normed MLA paper, 3-shot, beside its Table 1.
+tasks: names of lm_eval's tasks, or `paper`: the eight of the QK-Normed MLA paper, 3-shot, beside its Table 1. `cloze`
+needs no network: which of four passages goes on with one of the text that the run held out (chance: 25 %)?
 num_fewshot: examples before each question (the task's own number; 3 for paper). limit: questions a task (all).
 include_path: a folder with task files of your own (YAML; `dataset_path: json` needs no network).
-batch_size=16, checkpoint=best|latest, device=auto, dtype=float32|bfloat16|auto. out: a JSON file for all results.
+batch_size=16, checkpoint=best|latest, device=auto, dtype=float32|bfloat16|auto. out: a JSON file for all results; as
+RUN/evaluation.json, the report of the run's sweep can compare them (README, "Reports").
 Prints a table and ends with one JSON line. Needs the extra `eval`.
 """
 
@@ -20,9 +22,14 @@ from typing import Any
 if __name__ == "__main__":  # in this folder's place: lm_eval imports a package named evaluate
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import numpy as np
+
 from data.corpora import one_line, probe_hub
+from data.tokenizers import NoText, Tokenizer
+from data.tokens import load_corpus
+from model.gpt import GPT
 from sample import open_run
-from training.config import ConfigError, at_least, check_common, did_you_mean, one_of, require, run_script
+from training.config import ConfigError, at_least, check_common, did_you_mean, one_of, require, run_script, show
 from training.device import resolve_device, resolve_dtype
 from training.rundir import write_atomic
 
@@ -37,6 +44,7 @@ PAPER = {
 FOLDERS = {"arc_challenge": "arc", "arc_easy": "arc", "boolq": "super_glue/boolq", "lambada_openai": "lambada"}
 PAPER_PERPLEXITY = (16.28, 14.18)  # of LAMBADA
 PAPER_SHOTS = 3
+CLOZE, QUESTIONS, CHOICES = "cloze", 500, 4
 LOCAL = ("json", "csv", "text", "parquet", "arrow", "pandas")  # what `datasets` reads from files, without the Hub
 
 
@@ -56,8 +64,9 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any
     theirs = Path(lm_eval.tasks.__file__).parent
     folders = dict.fromkeys(theirs / FOLDERS.get(name, name) for name in names if name in PAPER)
     manager = lm_eval.tasks.TaskManager(include_path=[*folders, *own], include_defaults=False)
-    if not set(names) <= set(manager.all_tasks):  # all of lm_eval's 14,000 files take many seconds
+    if not set(names) <= {CLOZE, *manager.all_tasks}:  # all of lm_eval's 14,000 files take many seconds
         manager = lm_eval.tasks.TaskManager(include_path=own)
+    names = [name for name in names if name != CLOZE]
     for name in names:
         require(name in manager.task_index, f"tasks={name} is unknown{did_you_mean(name, manager.all_tasks)[:200]}")
     remote = [name for name in names if (manager.task_index[name].cfg or {}).get("dataset_path") not in LOCAL]
@@ -79,6 +88,46 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any
         )
     require(not failed, "; ".join(f"tasks={name} cannot be loaded: {reason}" for name, reason in failed.items()))
     return list(tasks.values()), manager
+
+
+def cloze(model: GPT, tokenizer: Tokenizer, state: dict[str, Any]) -> Any:
+    """lm_eval's task of the run's own held-out text: QUESTIONS places in it, each with the T/2 tokens before it and
+    CHOICES passages of T/4 tokens, one of which comes next and the others from elsewhere (T: block_size).
+
+    The same questions for every run on the same text. Raises: ConfigError where too little text is held out, or it is
+    not the run's (state: of its checkpoint).
+    """
+    import datasets
+    from lm_eval.api.task import ConfigurableTask
+
+    data, T = model.config.data, model.block_size
+    corpus = load_corpus(data, T, state)
+    require(corpus.sha256 == state["corpus_sha256"], f"tasks={CLOZE}: data={data.name} is not the run's text any more")
+    before, after = max(1, T // 2), max(1, T // 4)
+    starts = [at for first, end in corpus.split.val for at in range(first + before, end - after)]
+    require(not isinstance(tokenizer, NoText), f"tasks={CLOZE} needs text: data={data.name} has none")
+    require(len(starts) >= CHOICES, f"tasks={CLOZE} needs {before + after} held-out tokens in a row, and more")
+    draw = np.random.Generator(np.random.Philox(key=0))
+
+    def text(start: int, end: int) -> str:
+        return tokenizer.decode(corpus.tokens[start:end].tolist())
+
+    questions = []
+    for _ in range(QUESTIONS):
+        right, *wrong = (starts[i] for i in draw.choice(len(starts), CHOICES, replace=False))
+        answer = int(draw.integers(CHOICES))
+        places = [*wrong[:answer], right, *wrong[answer:]]
+        choices = [text(at, at + after) for at in places]
+        questions.append({"context": text(right - before, right), "choices": choices, "answer": answer})
+    rows = datasets.Dataset.from_list(questions)
+    return ConfigurableTask(
+        config={
+            "task": CLOZE, "custom_dataset": lambda **_: {"test": rows}, "test_split": "test", "fewshot_split": "test",
+            "target_delimiter": "", "fewshot_delimiter": " ",
+            "output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
+            "doc_to_target": "answer", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        }
+    )  # fmt: skip
 
 
 def go_offline() -> None:
@@ -163,14 +212,20 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     dtype = resolve_dtype(words.get("dtype", "float32"), device)
     model, tokenizer, state = open_run(words["run"], which, device)
     tasks, manager = load_tasks(names, words.get("include_path"))
+    tasks += [cloze(model, tokenizer, state)] if CLOZE in names else []
     from scripts.lm_eval_model import NanoQK
 
     began = time.perf_counter()
     lm = NanoQK(model, tokenizer, batch_size, dtype)
-    results = lm_eval.simple_evaluate(
-        lm, tasks=tasks, task_manager=manager, num_fewshot=shots, limit=words.get("limit"), batch_size=batch_size,
-        bootstrap_iters=1000,
-    )  # fmt: skip
+    try:
+        results = lm_eval.simple_evaluate(
+            lm, tasks=tasks, task_manager=manager, num_fewshot=shots, limit=words.get("limit"), batch_size=batch_size,
+            bootstrap_iters=1000,
+        )  # fmt: skip
+    except ConfigError:
+        raise
+    except ValueError as error:  # more shots than a task has documents, say
+        raise ConfigError(f"tasks={words['tasks']} num_fewshot={show(shots)}: {one_line(error)}") from error
     about = {
         "run": words["run"], "iter": state.get("step"), "num_fewshot": results["n-shot"], "limit": words.get("limit"),
         "dtype": str(dtype).removeprefix("torch."), "lm_eval": lm_eval.__version__,
@@ -190,8 +245,8 @@ def evaluate_run(words: dict[str, Any]) -> int:
     results = evaluate(words)
     print(table(results["about"]["metrics"], results.pop("paper")))
     if results["about"]["truncated"]:
-        print(f"warning: {results['about']['truncated']} answers were scored without the first tokens of their prompt, "
-              "which does not fit into model.block_size")  # fmt: skip
+        print(f"warning: {results['about']['truncated']} prompts lost their first tokens: model.block_size has no room "
+              "for them and their answers")  # fmt: skip
     if out is not None:
         text = json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n"
         write_atomic(out, text.encode())

@@ -32,7 +32,7 @@ class NanoQK(TemplateLM):
         self.model, self.ours, self.batch_size, self.dtype = model, tokenizer, batch_size, dtype
         self._device = model.transformer.wte.weight.device
         self.max_length = model.block_size
-        self.truncated = 0  # questions that have lost their first tokens, which do not fit into block_size
+        self.truncated = 0  # prompts that have lost their first tokens, for which block_size has no room
 
     @property
     def separator(self) -> int | None:
@@ -64,9 +64,9 @@ class NanoQK(TemplateLM):
                 f"a question's answer has {len(continuation)} tokens: the model takes 1 to {self.max_length} "
                 "(model.block_size)",
             )
-            assert context  # lm_eval puts eot_token_id there
-            tokens = (context + continuation)[-(self.max_length + 1) :]
-            self.truncated += len(context) + len(continuation) > len(tokens)
+            whole = (context or [self.eot_token_id]) + continuation  # lm_eval leaves a prompt of blanks empty
+            tokens = whole[-(self.max_length + 1) :]
+            self.truncated += len(whole) > len(tokens)
             n = len(continuation)
             cut.append((tokens[:-n], tokens[-n:], i))
         # neighbours share their context, or have one of about its length
@@ -134,7 +134,9 @@ class NanoQK(TemplateLM):
             options = normalize_gen_kwargs(options, default_max_gen_toks=256)
             room = self.max_length - options["max_gen_toks"]
             room = room if room > 0 else max(1, self.max_length // 2)  # generate() moves its window on
-            tokens = (self.tok_encode(context) or [self.eot_token_id])[-room:]
+            whole = self.tok_encode(context) or [self.eot_token_id]
+            tokens = whole[-room:]
+            self.truncated += len(whole) > len(tokens)
             prepared.append((repr(sorted(options.items())), len(tokens), tokens, i, options))
         prepared.sort(key=lambda p: (p[0], -p[1], p[2], p[3]))
         texts = [""] * len(requests)

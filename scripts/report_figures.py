@@ -5,6 +5,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import altair as alt
@@ -122,7 +123,8 @@ def draw_metrics(groups: Mapping[str, Sequence[Series]], key: str, title: str) -
     figure.suptitle(textwrap.fill(title, 70), x=0.01, ha="left")
     figure.supxlabel("iteration", fontsize="medium")
     figure.supylabel(key, fontsize="medium")
-    return figure, f"{key} by iteration, averaged over folds and seeds.{ABOUT_DIVERGED * any_diverged(series)}"
+    about = ABOUT_DIVERGED * any(any_diverged(series) for series in groups.values())
+    return figure, f"{key} by iteration, averaged over folds and seeds.{about}"
 
 
 def draw_loss(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str]:
@@ -163,6 +165,9 @@ def draw_folds(series: Sequence[Series], title: str) -> tuple[Figure, str]:
         seed, fold = replicate
         return ("seed", seed) if fold is None else ("fold", fold)
 
+    def of(panel: tuple[str, int], curves: Mapping[Replicate, Any]) -> dict[Replicate, Any]:
+        return {replicate: curve for replicate, curve in curves.items() if panel_of(replicate) == panel}
+
     panels = sorted({panel_of(replicate) for s in series for replicate in [*s.curves, *s.diverged]})
     columns = min(5, len(panels))
     rows = -(-len(panels) // columns)
@@ -170,11 +175,7 @@ def draw_folds(series: Sequence[Series], title: str) -> tuple[Figure, str]:
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
     lines: dict[str, Line2D] = {}
     for axes, panel in zip(grid.flat, panels, strict=False):
-
-        def in_panel(curves: Mapping[Replicate, Any], panel: tuple[str, int] = panel) -> dict[Replicate, Any]:
-            return {r: c for r, c in curves.items() if panel_of(r) == panel}
-
-        here = [replace(s, curves=in_panel(s.curves), diverged=in_panel(s.diverged)) for s in series]
+        here = [replace(s, curves=of(panel, s.curves), diverged=of(panel, s.diverged)) for s in series]
         here = [s for s in here if s.curves or s.diverged]
         lines |= {s.name: draw_line(axes, s) for s in here}
         axes.set_title(f"{panel[0]} {panel[1]}", fontsize="small")
@@ -187,6 +188,33 @@ def draw_folds(series: Sequence[Series], title: str) -> tuple[Figure, str]:
     figure.supxlabel("iteration", fontsize="medium")
     figure.supylabel(LOSS, fontsize="medium")
     return figure, f"Validation loss by iteration for each {panels[0][0]}; every panel has its own vertical axis."
+
+
+STABILITY_CAPTION = (
+    "Final validation loss by learning rate: mean of the runs that are done, bars from lowest to highest."
+)
+
+
+def draw_stability(finals: Mapping[str, Mapping[float, Sequence[float]]], title: str) -> Figure:
+    """finals: variant -> learning rate -> final losses."""
+    figure = new_figure(7, 4.6)
+    axes = figure.add_subplot()
+    for i, (variant, of) in enumerate(finals.items()):
+        known = {rate: losses for rate, losses in of.items() if losses}
+        means = [fmean(losses) for losses in known.values()]
+        bars = [[mean - min(losses) for mean, losses in zip(means, known.values(), strict=True)],
+                [max(losses) - mean for mean, losses in zip(means, known.values(), strict=True)]]  # fmt: skip
+        dashes = DASHES[i % len(DASHES)]
+        axes.errorbar(
+            list(known), means, bars, color=OKABE_ITO[i % len(OKABE_ITO)], marker=SYMBOLS[i % len(SYMBOLS)][0],
+            markersize=4, linewidth=1.3, linestyle=(0, dashes) if dashes else "-", capsize=2, label=variant,
+        )  # fmt: skip
+    axes.set(xlabel="learning rate", ylabel="final " + LOSS)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_title(textwrap.fill(title, 70), loc="left")
+    axes.legend(frameon=False, fontsize="small")
+    return figure
 
 
 def draw_line(axes: Axes, s: Series) -> Line2D:
@@ -334,6 +362,33 @@ def time_chart(series: Sequence[Series]) -> alt.LayerChart:
         x="mean(seconds):Q", tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("mean(seconds):Q", format=",.2f")]
     )
     return alt.layer(boxes, means).properties(width="container", height=26 * len(names), usermeta=palette(series))
+
+
+def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]]) -> alt.LayerChart:
+    names = list(finals)
+    rows = [
+        {"variant": variant, "rate": rate, "loss": fmean(of), "low": min(of), "high": max(of), "n": len(of)}
+        for variant, losses in finals.items()
+        for rate, of in losses.items()
+        if of
+    ]  # fmt: skip
+    every = range(len(names))
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("rate:Q", title="learning rate", scale=alt.Scale(type="log", base=2)),
+        color=alt.Color("variant:N", title=None, scale=alt.Scale(domain=names)),
+    )
+    loss = alt.Y("loss:Q", title="final " + LOSS, scale=alt.Scale(zero=False))
+    dashes = alt.Scale(domain=names, range=[DASHES[i % len(DASHES)] or [1, 0] for i in every])
+    shapes = alt.Scale(domain=names, range=[SYMBOLS[i % len(SYMBOLS)][1] for i in every])
+    line = base.mark_line().encode(y=loss, strokeDash=alt.StrokeDash("variant:N", title=None, scale=dashes))
+    bars = base.mark_rule().encode(y=alt.Y("low:Q"), y2="high:Q")
+    points = base.mark_point(size=45, filled=True, opacity=1).encode(
+        y=loss, shape=alt.Shape("variant:N", title=None, scale=shapes),
+        tooltip=["variant:N", "rate:Q", *(alt.Tooltip(f"{k}:Q", format=".4f") for k in ("loss", "low", "high")), "n:Q"],
+    )  # fmt: skip
+    colours = [OKABE_ITO[i % len(OKABE_ITO)] for i in every]
+    shades = {"light": colours, "dark": ["#DDDDDD" if colour == "#000000" else colour for colour in colours]}
+    return alt.layer(bars, line, points).properties(width="container", height=360, usermeta=shades)
 
 
 def difference_chart(family: Sequence[Comparison]) -> alt.LayerChart:

@@ -69,10 +69,15 @@ def main(argv: list[str]) -> int:
         freeze_plan()
     except (ConfigError, OSError) as error:
         return refuse(str(error))
+    except KeyboardInterrupt:
+        return 130
     try:
         return launch(request)
     except ConfigError as error:  # SLURM refuses such tasks
         return refuse(str(error))
+    except OSError as error:  # a full disk, say
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
 
 
 def read_request(argv: list[str]) -> tuple[Request, Callable[[], None]]:
@@ -150,7 +155,9 @@ def ask_worker(question: str, configs: list[dict[str, Any]]) -> list[Any]:
     if not configs:
         return []
     command = [sys.executable, str(WORKER), question]
-    asked = subprocess.run(command, input=json.dumps(configs).encode(), stdout=subprocess.PIPE, check=True)
+    asked = subprocess.run(command, input=json.dumps(configs).encode(), stdout=subprocess.PIPE)
+    if asked.returncode != 0:
+        raise OSError(f"a worker that should {question} the runs ended with exit status {asked.returncode}")
     reply = json.loads(asked.stdout.splitlines()[-1])
     if "error" in reply:
         raise ConfigError(reply["error"])
@@ -181,12 +188,16 @@ def launch(request: Request) -> int:
     began, trouble = time.monotonic(), None
     with tqdm(total=len(runs), initial=first, unit="run", disable=None, dynamic_ncols=True) as bar:
         while True:
+            taken, tried = set(os.listdir(sweep_dir / "claims")), sum(s.launch_tries for s in states.values())
             for run_id, state in states.items():
-                if state.state not in FINAL:
+                # to look at 10,000 runs takes a second; without a claim only others change them
+                if state.state not in FINAL and (run_id in taken or not launcher.alive()):
                     states[run_id] = state_of(sweep_dir, runs[run_id], name)
                     if states[run_id].state in FINAL:
                         bar.update()
                         say(bar, runs[run_id], states, sweep_dir, began, first)
+            if tried != sum(s.launch_tries for s in states.values()):
+                launcher.deaths = 0  # a worker that took a run has not died as soon as it started
             left = [s for s in states.values() if s.state not in FINAL and s.launch_tries < tries]
             failed = any(s.state == "failed" and s.launch_tries >= tries for s in states.values())
             running = any(s.state == "running" for s in states.values())

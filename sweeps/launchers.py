@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from sweeps.worker import RESTART
 from training.config import ConfigError, at_least, require, show
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
@@ -76,6 +77,7 @@ class SlurmConfig:
 class Launcher(Protocol):
     workers: int
     threads: int
+    deaths: int  # workers that died one after the other, none of them having lived for a minute or taken a run
 
     def start(self, n: int) -> None: ...
     def alive(self) -> int: ...
@@ -93,13 +95,13 @@ class Local:
         self.threads = config.threads or max(1, cpus // self.workers)
         self.slots: list[subprocess.Popen[bytes] | None] = [None] * self.workers
         self.gpus = [gpus[i % len(gpus)] if gpus else None for i in range(self.workers)]
-        self.deaths = 0  # workers that died one after the other, none of them having lived for a minute
+        self.deaths = 0
         self.started = [0.0] * self.workers
 
     def start(self, n: int) -> None:
         for i, process in enumerate(self.slots):
             if process is not None and process.poll() is not None:
-                died_young = process.returncode != 0 and time.monotonic() - self.started[i] < 60
+                died_young = process.returncode not in (0, RESTART) and time.monotonic() - self.started[i] < 60
                 self.deaths = self.deaths + 1 if died_young else 0
                 self.slots[i] = None
         for i in range(self.workers):
@@ -301,8 +303,6 @@ class Task:
         status = 0 if stopped.exists() else work(sweep_dir, launch)
         for number in (signal.SIGALRM, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # from here on it ends by itself
-        if status == 1:
-            sys.exit(status)  # the job has failed, for SLURM too
         if status > 128 and not stopped.exists():
             deadline = time.monotonic() + USR2_AFTER_TERM
             while signal.SIGUSR2 not in received and time.monotonic() < deadline:

@@ -1,8 +1,9 @@
 """What a sweep is: parts x grid x folds x seeds -> runs, all composed, checked and frozen before one starts.
 
-A sweep is a file configs/sweep/NAME.yaml; the sweep's directory (by default runs/NAME) holds, frozen, `sweep.json` (the
-definition, the code's commit), `plan.jsonl` (a line a run, with its whole config), `code.diff` where the checkout had
-changes, and each run in a directory of its own.
+A sweep is a file configs/sweep/NAME.yaml; the sweep's directory (by default runs/NAME) holds, frozen, `plan.jsonl` (a
+line a run, with its whole config), `sweep.json` (the definition; each commit of the code at which runs were planned,
+with the words that were given), `code_COMMIT.diff` where the checkout had changes, and each run in a directory of its
+own.
 """
 
 import fcntl
@@ -12,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,7 +33,7 @@ from training.config import (
     require,
     show,
 )
-from training.rundir import commit, uncommitted, write_atomic
+from training.rundir import commit, read_json, uncommitted, write_atomic
 
 GROUPS = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} - {"sweep", "launcher"}
 
@@ -58,7 +60,8 @@ class Sweep:
     of `words`: {name: list of train.py's words}. parts: name -> Part; without any, the grid alone. folds: values of
     data.fold; null holds out the last 10 %. seeds: values of seed. compare, also, paper: what scripts/report.py makes
     of the runs; also: other metrics than the loss, key or pattern -> how a run's lines become one number (last, max,
-    min, mean, sum), or summary: summary.json has it.
+    min, mean, sum, change: the mean absolute one from line to line), or several such numbers as [max, change], or
+    summary: summary.json has it, or, as eval/TASK/METRIC, scripts/evaluate.py's evaluation.json.
     """
 
     title: str = ""
@@ -87,6 +90,7 @@ class PlannedRun:
 
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of Sweep.also
     "last": lambda values: values[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
+    "change": lambda values: fmean(abs(b - a) for a, b in pairwise(values)) if len(values) > 1 else 0.0,
 }  # fmt: skip
 SWEEP_KEYS = [f.name for f in fields(Sweep)]
 
@@ -220,10 +224,11 @@ def check_evaluation(compare: Mapping[str, Any], also: Mapping[str, Any], paper:
         require(isinstance(patterns, list), f"{key}.settings={patterns} must be a list of patterns")
     for key, how in also.items():
         known = [*REDUCTIONS, "summary"]
-        require(how in known, f"also.{key}={show(how)} must be one of {', '.join(known)}")
-    numbers = paper.get("val_loss") or {}
-    good = isinstance(numbers, Mapping) and all(isinstance(number, int | float) for number in numbers.values())
-    require(good, f"paper.val_loss={show(numbers)} must be a group of numbers")
+        several = how if isinstance(how, list) and how else [how]
+        require(all(one in known for one in several), f"also.{key}={show(how)} must be one of {', '.join(known)}")
+    for key, numbers in paper.items():
+        good = isinstance(numbers, Mapping) and all(isinstance(number, int | float) for number in numbers.values())
+        require(key == "name" or good, f"paper.{key}={show(numbers)} must be a group of numbers")
 
 
 # -----------------------------------------------------------------------------
@@ -321,8 +326,9 @@ def compose(words: list[str]) -> dict[str, Any]:
 def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs: list[PlannedRun]) -> None:
     """Write the plan, or find it written: from here on the runs' configs do not change.
 
-    A plan already there may hold more runs than these, or fewer; then it grows. Raises: ConfigError where it holds runs
-    with the settings, fold and seed of these, but other configs.
+    A plan already there may hold more runs than these, or fewer; then it grows. What the report makes of the runs
+    (title, compare, also, paper) is as last asked for. Raises: ConfigError where it holds runs with the settings, fold
+    and seed of these, but other configs.
     """
     sweep_dir.mkdir(parents=True, exist_ok=True)
     with locked(sweep_dir):
@@ -340,14 +346,22 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
         for run in runs:  # a new part may share a run with an old one
             settings = list(dict.fromkeys([*merged[run.id].settings, *run.settings]))
             merged[run.id] = replace(merged[run.id], settings=settings)
-        if merged == frozen:
-            return
-        if changes := uncommitted():
-            write_atomic(sweep_dir / "code.diff", changes)
-        content = "".join(json.dumps({**asdict(run), "config": asdict(run.config)}) + "\n" for run in merged.values())
-        write_atomic(sweep_dir / "plan.jsonl", content.encode())
-        about = {"name": name, "title": sweep.title, "commit": commit(), "overrides": overrides, "sweep": asdict(sweep)}
-        write_atomic(sweep_dir / "sweep.json", (json.dumps(about, indent=2) + "\n").encode())
+        before = read_json(sweep_dir / "sweep.json")
+        definition, old = asdict(sweep), before.get("sweep", {})
+        about: dict[str, Any] = {"name": name, "frozen": before.get("frozen", []), "sweep": definition}
+        if merged == frozen and old:  # what the report makes of the runs may change
+            definition |= {key: value for key, value in old.items() if key not in ("title", "compare", "also", "paper")}
+        else:
+            definition["parts"] = {**old.get("parts", {}), **definition["parts"]}
+            this = {"commit": commit(), "overrides": overrides, "runs": len(merged)}
+            about["frozen"] = [*(one for one in about["frozen"] if one != this), this]
+            if changes := uncommitted():
+                write_atomic(sweep_dir / f"code_{str(this['commit'])[:12]}.diff", changes)
+        if about != before:
+            write_atomic(sweep_dir / "sweep.json", (json.dumps(about, indent=2) + "\n").encode())
+        if merged != frozen:
+            content = "".join(json.dumps({**asdict(r), "config": asdict(r.config)}) + "\n" for r in merged.values())
+            write_atomic(sweep_dir / "plan.jsonl", content.encode())  # last: what has a plan has the rest
 
 
 def read_plan(sweep_dir: Path) -> list[PlannedRun]:

@@ -32,12 +32,15 @@ class State:
 def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> State:
     """What a run is at, from its files and its locks. launch: whose tries to count."""
     status = read_status(sweep_dir / run.id)
+    held = status.get("state") not in FINAL and (is_claimed(sweep_dir, run.id) or is_locked(sweep_dir / run.id))
+    if not held:
+        status = read_status(sweep_dir / run.id)  # again: it may have come to its end since the first look
     state, step, reason = status.get("state"), status.get("iter"), str(status.get("reason", ""))
     if state in FINAL:
         return State(state, step, reason)
     claim = read_claim(sweep_dir, run.id)
     tries = claim["tries"].get(launch, 0)
-    if is_claimed(sweep_dir, run.id) or is_locked(sweep_dir / run.id):
+    if held:
         return State("running", step, "", tries)
     if state == "failed" or claim["error"]:
         return State("failed", step, claim["error"] or reason, tries)

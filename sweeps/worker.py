@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,11 +28,12 @@ from training.config import ConfigError, TrainConfig, build
 from training.rundir import is_locked, read_json, read_status
 
 FINAL = ("done", "diverged")
+RESTART = 4  # exit status of a worker that another one should take the place of; its runs are no worse for it
 
 
 def work(sweep_dir: Path, launch: str) -> int:
-    """Run what the launch asks for and nobody else has. Returns 0 when nothing is left to take, 1 after an error that
-    this process should not outlive, 128 + n when signal n stopped a run."""
+    """Run what the launch asks for and nobody else has. Returns 0 when nothing is left to take, RESTART after an error
+    that this process should not outlive, 128 + n when signal n stopped a run."""
     asked = read_json(sweep_dir / "launches" / f"{launch}.json")
     runs = {run.id: run for run in read_plan(sweep_dir)}
     took_one = True
@@ -51,13 +53,20 @@ def work(sweep_dir: Path, launch: str) -> int:
                     continue
                 took_one = True
                 status = attempt(runs[run_id], sweep_dir, launch, asked, claim)
+                while status == 1 and asked["fail_fast"] and claim["tries"][launch] < asked["tries"] and not spoilt():
+                    status = attempt(runs[run_id], sweep_dir, launch, asked, claim)
             if status > 128:
                 return status
-            if status == 1 and asked["fail_fast"]:
+            if status == 1 and asked["fail_fast"] and claim["tries"][launch] >= asked["tries"]:
                 (sweep_dir / "launches" / f"{launch}.failed").touch()
-            if status == 1 and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-                return 1  # a CUDA error may have left the device unusable to this process
+            if status == 1 and spoilt():
+                return RESTART
     return 0
+
+
+def spoilt() -> bool:
+    """Whether an error may have left a device unusable to this process: a CUDA error does."""
+    return "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_initialized())
 
 
 def attempt(run: PlannedRun, sweep_dir: Path, launch: str, asked: dict[str, Any], claim: dict[str, Any]) -> int:
@@ -79,6 +88,8 @@ def attempt(run: PlannedRun, sweep_dir: Path, launch: str, asked: dict[str, Any]
             print(f"error: {error}", flush=True)
             claim["error"], status = str(error), 1
             claim["tries"][launch] = asked["tries"]
+        except SystemExit as stopped:  # by SIGTERM, outside train.py's loop
+            status = int(stopped.code or 0)
         except Exception as error:
             traceback.print_exc()
             claim["error"], status = " ".join(f"{type(error).__name__}: {error}".split())[:500], 1
@@ -98,14 +109,21 @@ def claimed(sweep_dir: Path, run_id: str) -> Iterator[dict[str, Any] | None]:
     """The content of a run's claim while this process holds it; None when another one does."""
     file = os.open(sweep_dir / "claims" / run_id, os.O_RDWR | os.O_CREAT, 0o666)
     try:
+        yield read_claim(sweep_dir, run_id) if locks(file) else None
+    finally:
+        os.close(file)
+
+
+def locks(file: int) -> bool:
+    """Whether nobody else holds the lock; whoever looks if it is held has it for a moment."""
+    for _ in range(3):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield None
+            time.sleep(0.01)
         else:
-            yield read_claim(sweep_dir, run_id)
-    finally:
-        os.close(file)
+            return True
+    return False
 
 
 def is_claimed(sweep_dir: Path, run_id: str) -> bool:
@@ -127,7 +145,9 @@ def read_claim(sweep_dir: Path, run_id: str) -> dict[str, Any]:
 
 def write_claim(sweep_dir: Path, run_id: str, claim: dict[str, Any]) -> None:
     """In place: the lock is on the file itself. What a crash leaves half written reads as no tries."""
-    (sweep_dir / "claims" / run_id).write_text(json.dumps(claim))
+    with open(sweep_dir / "claims" / run_id, "r+") as file:  # written over, not emptied: a full disk takes that
+        file.write(json.dumps(claim))
+        file.truncate()
 
 
 @contextlib.contextmanager
@@ -177,6 +197,7 @@ def answer(question: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "work":
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         die_with(int(sys.argv[4]))
         sys.exit(work(Path(sys.argv[2]), sys.argv[3]))
     sys.exit(answer(sys.argv[1]))

@@ -54,7 +54,7 @@ def qk_norm(request: pytest.FixtureRequest) -> QKNormConfig:
 def program(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run one of the programs in a scratch directory: program("train.py", "max_iters=3") -> the finished process."""
 
-    def call(script: str, *overrides: str, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    def call(script: str, *overrides: str, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / script), *overrides]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, **options)
 

@@ -13,7 +13,7 @@ import torch
 from test_train import configured, lines, weights
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
 from variants import LAYOUTS, V, attended, build, config_of, random_tokens
 
 import train
@@ -156,7 +156,8 @@ def test_a_run_with_a_fault_says_so_everywhere(fault: str, tmp_path: Path, capsy
     assert f"fault={fault}" in out
     summary = json.loads((run / "summary.json").read_text())
     start_up = {"no_mask": "attention=mha sees the future", "unshifted_labels": "the initial loss is"}
-    start_up |= {"padding_in_mean": "the initial loss is"}  # the others begin as honest runs do
+    start_up |= {"padding_in_mean": "the initial loss is", "loss_over_accumulation": "the initial training loss is"}
+    # with repeated batches a run begins as an honest one does
     assert summary["fault"] == fault
     assert [w.startswith(start_up[fault]) for w in summary["start_up_warnings"]] == [True] * (fault in start_up)
     assert all(f"warning: {w}" in err for w in summary["start_up_warnings"])
@@ -306,12 +307,30 @@ def test_a_leak_between_distant_positions_is_found_in_the_whole_context() -> Non
     assert finding(200).caught and not finding(80).caught
 
 
-def test_a_model_that_diverges_counts_as_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_diverges_is_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small("mha", "none")
     config = replace(config, optim=replace(config.optim, learning_rate=1e30), grad_clip=0.0)
     status, found = audited(capsys, f"run={save_run(config, tmp_path / 'run')}", "steps=20")
-    assert status == 1 and found["caught"] == ["random-token floor"]
-    assert found["checks"]["random-token floor"]["refused"] == "its training diverges"
+    assert status == 0 and found["caught"] == []
+    floor = found["checks"]["random-token floor"]
+    assert floor["caught"] is None and "training on random tokens diverges at iteration" in floor["undecided"]
+
+
+def test_code_of_a_model_that_fails_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AutoModelForCausalLM.from_config(THEIRS["GPT2LMHeadModel"]).save_pretrained(tmp_path / "hf")
+    forward = GPT2LMHeadModel.forward
+
+    def without_a_loss(self: Any, *args: Any, **options: Any) -> Any:
+        out = forward(self, *args, **options)
+        out.loss = None
+        return out
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", without_a_loss)
+    status, found = audited(capsys, f"model={tmp_path / 'hf'}", "steps=20")
+    assert status == 0 and found["caught"] == []
+    assert all("own code fails: TypeError" in check["undecided"] for check in found["checks"].values())
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 48}

@@ -1,5 +1,8 @@
+import itertools
+import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +91,29 @@ def test_a_batch_depends_on_seed_step_and_micro_step_only() -> None:
     other_seed = Batches(batches.tokens, batches.split, 16, 32, seed=1338)
     others = [*later, other_seed.get_batch(0), batches.sampled_batch("train", 0), batches.sampled_batch("train", 1)]
     assert len({tuple(x[:, 0].tolist()) for x, _ in others}) == len(others)
+
+
+def test_batches_made_ahead_are_the_same_ones_and_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, places = positions(), [(step, micro) for step in range(3) for micro in range(2)]
+    expected, get_batch = [batches.get_batch(*place) for place in places], batches.get_batch
+    asked: list[tuple[int, ...]] = []
+
+    def spy(*place: int) -> Any:
+        asked.append(place)
+        return get_batch(*place)
+
+    monkeypatch.setattr(batches, "get_batch", spy)
+    for i, found in enumerate(batches.ahead(iter(places))):
+        assert same(found, expected[i]) and len(asked) <= i + 2
+    assert asked == places
+    before = set(threading.enumerate())
+    fed = batches.ahead((step, 0) for step in itertools.count())
+    assert same(next(fed), expected[0])
+    fed.close()  # ends its thread
+    assert set(threading.enumerate()) <= before
+    monkeypatch.setattr(batches, "get_batch", lambda *place: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(batches.ahead(iter(places)))
 
 
 def test_streams_of_neighbouring_steps_do_not_overlap() -> None:

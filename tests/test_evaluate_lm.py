@@ -328,6 +328,45 @@ def test_the_papers_numbers_stand_beside_ours() -> None:
 # What cannot be done is said
 
 
+def test_cloze_asks_what_follows_in_the_held_out_text(run: Path, tmp_path: Path, quick_and_clean: None) -> None:
+    out = tmp_path / "found.json"
+    assert evaluate.main([f"run={run}", "tasks=cloze", f"out={out}", "device=cpu"]) == 0
+    found = json.loads(out.read_text())
+    model, tokenizer, _ = load_run(run / "ckpt" / "best", torch.device("cpu"))
+    text = (run.parent / "corpus.txt").read_text()
+    held_out = text[-(len(text) // 10 + 10) :]
+    samples = found["samples"]["cloze"]
+    assert len(samples) == 500
+    right = 0
+    for i, sample in enumerate(samples):
+        doc = sample["doc"]
+        assert len(doc["context"]) == 32 and [len(choice) for choice in doc["choices"]] == [16] * 4
+        assert doc["context"] + doc["choices"][doc["answer"]] in held_out
+        assert all(choice in held_out for choice in doc["choices"])
+        if i % 50 == 0:
+            context, *choices = (tokenizer.encode(t).tolist() for t in (doc["context"], *doc["choices"]))
+            nats = [by_hand(model, context, choice)[0] for choice in choices]
+            right += nats.index(max(nats)) == doc["answer"]
+    assert right == sum(int(sample["acc"]) for sample in samples[::50])
+    assert found["about"]["metrics"]["cloze"]["acc"] > 0.6  # of 0.25 by chance
+    assert {sample["doc"]["answer"] for sample in samples} == {0, 1, 2, 3}
+
+
+def test_cloze_is_refused_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured(
+        tmp_path, tmp_path / "run", data={"name": "random", "vocab_size": 8, "n_tokens": 2000, "val_tokens": 100}
+    )
+    assert train.run(config) == 0
+    assert evaluate.main([f"run={tmp_path / 'run'}", "tasks=cloze", "device=cpu"]) == 2
+    assert "tasks=cloze needs text: data=random has none" in capsys.readouterr().err
+
+
+def test_more_shots_than_documents_are_one_line(run: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"run={run}", "tasks=who_says", f"include_path={tasks}", "num_fewshot=6", "device=cpu"]
+    assert evaluate.main(words) == 2
+    assert "error: tasks=who_says num_fewshot=6: ValueError" in capsys.readouterr().err
+
+
 def test_without_network_the_tasks_are_named_at_once(
     run: Path, program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

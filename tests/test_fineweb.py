@@ -1,9 +1,11 @@
 """FineWeb's way: parquet files, through `datasets`' own streaming, into shards on disk, into batches and a run."""
 
+import fcntl
 import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -276,6 +278,82 @@ def test_kill_9_at_random_moments_neither_doubles_nor_loses_a_document(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert files(out) == files(shards)
+
+
+def test_a_data_set_that_changes_between_a_kill_and_the_next_start_is_refused(
+    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A position in the stream counts files: one more that sorts first would make it another document's."""
+    monkeypatch.setattr(prepare_fineweb, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(prepare_fineweb, "BATCH_DOCUMENTS", 29)
+    folder, out = tmp_path / "growing", tmp_path / "out"
+    shutil.copytree(parquet[0], folder)
+    config = settings_of((folder, parquet[1]), out)
+    add, left = prepare_fineweb.ShardWriter.add, 100
+
+    def killed(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
+        add(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_fineweb.ShardWriter, "add", killed)
+        with pytest.raises(Killed):
+            prepare(config)
+    parts = folder / "sample" / "10BT"
+    shutil.copy(parts / "002_00000.parquet", parts / "000_0.parquet")
+    before = files(out)
+    with pytest.raises(ConfigError, match="is not what .* was begun on: its files have changed"):
+        prepare(config)
+    assert files(out) == before
+    (parts / "000_0.parquet").unlink()
+    assert prepare(config) == 0
+    index = json.loads((out / "index.json").read_bytes())
+    assert sum(index[split]["documents"] for split in ("train", "val")) == 600 and index["source"]["files"] == 3
+
+
+def test_a_process_that_comes_late_leaves_finished_shards_alone(
+    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one finishes between its look at the folder and its lock."""
+    config, flock, write, calls = settings_of(parquet, tmp_path / "out"), fcntl.flock, prepare_fineweb.write_shards, 0
+
+    def late(file: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        assert prepare(config) == 0
+        flock(file, how)
+
+    def counted(*args: Any) -> int:
+        nonlocal calls
+        calls += 1
+        return write(*args)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(prepare_fineweb, "write_shards", counted)
+    assert prepare(config) == 0
+    assert calls == 1
+
+
+def test_a_worker_that_dies_is_one_line(parquet: tuple[Path, list[str]], tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(DYING.format(root=str(ROOT)))
+    words = [f"dataset={parquet[0]}", f"out={tmp_path / 'out'}", "tokenizer=bpe", "vocab_size=300", "workers=1"]
+    command = [sys.executable, str(tmp_path / "dying.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "failed: a worker died" in done.stderr and "the same command goes on" in done.stderr
+
+
+DYING = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from data import prepare_fineweb
+if __name__ == "__main__":
+    prepare_fineweb.main()
+else:
+    prepare_fineweb.encode = lambda texts: os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_a_finished_folder_is_left_alone_and_can_be_verified(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from variants import NORMS, config_of
@@ -183,11 +183,14 @@ COMPILED = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_with_and_without_a_cache_too(name: str) -> None:
+@settings(deadline=None, max_examples=8)
+@given(cases())
+@example(COMPILED["gqa"])
+@example(COMPILED["multi_query"])
+@example(COMPILED["multi_head"])
+def test_compiled_with_and_without_a_cache_too(case: Case) -> None:
     """One graph each, but for the code generator, whose turn is next."""
     torch._dynamo.reset()
-    case = COMPILED[name]
     attn, x = case.module(), case.input()
     compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
     assert_is_the_loop(compiled(x, case.tables), case, attn, x)

@@ -723,22 +723,28 @@ def test_per_head_independence_is_proven(d: int) -> None:
         assert all(s.always(a == b) for a, b in zip(together[h], alone[h], strict=True))  # defined: proven above
 
 
-class EpsOutsideTheRoot(RMSNorm):
+class ByScale(RMSNorm):
+    """RMSNorm whose output is that of its scale()."""
+
+    forward = QKNorm.forward
+
+
+class EpsOutsideTheRoot(ByScale):
     def scale(self, x: Tensor) -> Tensor:
         return (x.square().mean(-1, keepdim=True).sqrt() + self.eps).reciprocal()
 
 
-class NoEps(RMSNorm):
+class NoEps(ByScale):
     def scale(self, x: Tensor) -> Tensor:
         return torch.rsqrt(x.square().mean(-1, keepdim=True))
 
 
-class SumForMean(RMSNorm):
+class SumForMean(ByScale):
     def scale(self, x: Tensor) -> Tensor:
         return torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
 
 
-class NoRoot(RMSNorm):
+class NoRoot(ByScale):
     def scale(self, x: Tensor) -> Tensor:
         return (x.square().mean(-1, keepdim=True) + self.eps).reciprocal()
 

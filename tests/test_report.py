@@ -24,6 +24,19 @@ from scipy import integrate, stats
 from scripts import report
 from scripts.paired import Comparison, Replicate, adjust, holm, interval, mean_curve, n_needed
 from scripts.report_figures import loss_limits, styles
+from scripts.report_runs import METRICS, Sweep, families, read_sweep
+from scripts.report_tables import (
+    Table,
+    comparison_table,
+    facts,
+    fault_table,
+    final_losses,
+    missing_table,
+    part_table,
+    runs_csv,
+    stability_table,
+    table_md,
+)
 from training.config import AdamWConfig, ConfigError, FaultConfig, LpQKNormConfig, RandomConfig, TinyShakespeareConfig
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
@@ -149,7 +162,12 @@ class Made:
         run_id = f"{setting.replace('/', '-')}-fold{fold}-s{seed}"
         line = {"id": run_id, "settings": [setting], "seed": seed, "fold": fold, "overrides": []}
         self.lines.append({**line, "config": asdict(config)})
-        about = {"name": "made", "title": "A sweep", "commit": "c0ffee", "overrides": [], "sweep": self.definition}
+        about = {
+            "name": "made",
+            "title": "A sweep",
+            "frozen": [{"commit": "c0ffee", "overrides": [], "runs": 1}],
+            "sweep": self.definition,
+        }
         (self.path / "sweep.json").write_text(json.dumps(about))
         (self.path / "plan.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         return self.path / run_id
@@ -187,16 +205,16 @@ def falling(to: float, at: int = 40) -> Curve:
     return {i: to + 0.05 * abs(i - at) for i in STEPS}
 
 
-def sweep_of(path: Path) -> report.Sweep:
-    return report.read_sweep(path, "made")
+def sweep_of(path: Path) -> Sweep:
+    return read_sweep(path, "made")
 
 
-def rows_of(table: report.Table) -> list[dict[str, str]]:
+def rows_of(table: Table) -> list[dict[str, str]]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
-def csv_of(sweep: report.Sweep) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(report.runs_csv(sweep))))
+def csv_of(sweep: Sweep) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(runs_csv(sweep))))
 
 
 LOSSES = {2: [1.50, 1.62, 1.41, 1.55, 1.47], 3: [1.44, 1.57, 1.36, 1.53, 1.40], 4: [1.51, 1.60, 1.42, 1.54, 1.50]}
@@ -216,13 +234,13 @@ def made(tmp_path: Path) -> Made:
 
 def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
     sweep = sweep_of(made.path)
-    (family,) = report.families(sweep)
+    (family,) = families(sweep)
     loss = family.metrics[0]
     assert [(c.a, c.b) for c in loss] == [("a/p=3", "a/p=2"), ("a/p=4", "a/p=2")]
     expected = [stats.ttest_rel(LOSSES[p], LOSSES[2]) for p in (3, 4)]
     assert [c.p[0] for c in loss] == pytest.approx([t.pvalue for t in expected])
     assert loss[0].adjusted[0] == pytest.approx(2 * expected[0].pvalue)
-    three, four = rows_of(report.comparison_table(sweep, loss, report.METRICS[0]))
+    three, four = rows_of(comparison_table(sweep, loss, METRICS[0]))
     assert (three["verdict on A"], four["verdict on A"]) == ("lower", "not resolved")
     assert (three["pairs"], three["mean of A − B"]) == ("5 of 5", "−0.0500")
     assert (three["paper's A − B"], four["paper's A − B"]) == ("−0.0405", "–")
@@ -232,26 +250,32 @@ def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
 
 def test_times_and_iterations_are_compared_too(made: Made) -> None:
     sweep = sweep_of(made.path)
-    (family,) = report.families(sweep)
-    iterations = rows_of(report.comparison_table(sweep, family.metrics[1], report.METRICS[1]))
+    (family,) = families(sweep)
+    iterations = rows_of(comparison_table(sweep, family.metrics[1], METRICS[1]))
     assert [row["verdict on A"] for row in iterations] == ["identical", "identical"]
-    seconds = rows_of(report.comparison_table(sweep, family.metrics[2], report.METRICS[2]))
+    seconds = rows_of(comparison_table(sweep, family.metrics[2], METRICS[2]))
     assert seconds[1]["mean of A − B"] == "+2.00" and seconds[1]["% of B"] == "+1.92"  # of 104 s
 
 
 def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
-    made.definition["also"] = {"train/loss": "last", "parameters": "summary"}
-    made.run("a/p=2", 5, falling(1.4))
+    made.definition["also"] = {"train/loss": ["last", "change"], "parameters": "summary", "eval/cloze/acc": "summary"}
+    for accuracy, p in ((0.5, 2), (0.75, 3)):
+        run = made.run(f"a/p={p}", 5, {i: 2 - i / 100 for i in STEPS})
+        (run / "evaluation.json").write_text(json.dumps({"about": {"metrics": {"cloze": {"acc": accuracy}}}}))
     sweep = sweep_of(made.path)
-    row = rows_of(report.part_table(sweep, ["a/p=2"]))[0]
+    row = rows_of(part_table(sweep, ["a/p=2"]))[0]
     assert row["parameters"] == "4,242" and float(row["mean of last of train/loss"]) > 1
-    (family,) = report.families(sweep)
-    assert [metric.key for metric in sweep.metrics][3:] == ["train/loss", "parameters"]
-    assert family.metrics[4][0].values[1, 0] == (4242, 4242)
+    (family,) = families(sweep)
+    named = [(metric.key, metric.of) for metric in sweep.metrics][3:]
+    assert named == [("train/loss", "last"), ("train/loss", "change"), ("parameters", None), ("eval/cloze/acc", None)]
+    assert family.metrics[5][0].values[1, 0] == (4242, 4242)
+    assert family.metrics[6][0].values == {(1, 5): (0.75, 0.5)}
+    # train/loss is 1.9, 3.0, 1.8, 1.7, 1.6, 1.5
+    assert family.metrics[4][0].values[1, 5][0] == pytest.approx((1.1 + 1.2 + 3 * 0.1) / 5)
     assert "parameters" not in sweep.runs[0].curves
     made.definition["also"] = {"train/loss": "first"}
     made.run("a/p=2", 6, falling(1.4))
-    with pytest.raises(ConfigError, match="also.train/loss=first must be one of last, max, min, mean, sum, summary"):
+    with pytest.raises(ConfigError, match="also.train/loss=first must be one of last, max, min, mean, sum, change, su"):
         sweep_of(made.path)
 
 
@@ -271,7 +295,7 @@ def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: 
         curve = {0: 4.0, 10: 3.5, 20: 3000.0}
         finish(made.plan(f"a/p={p}", 1, fold), curve, status="diverged", reason="train/loss nan at iteration 25")
     sweep = sweep_of(made.path)
-    look = styles({"a": {s: report.label(s, sweep) for s in sweep.settings}})
+    look = styles({"a": {s: sweep.label(s) for s in sweep.settings}})
     series = {s.name: s for s in report.series_of(sweep, sweep.settings, look)}
     assert series["p=2"].diverged == {(1, 5): curve} and len(series["p=2"].curves) == 5 and not series["p=9"].curves
     assert max(point.mean for point in series["p=2"].mean.values()) < 10
@@ -300,22 +324,25 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
             run(2, rate, final, seed)
         for rate, diverging in {0.1: 2.0, 0.2: 2.0, 0.4: None if seed == 2 else 2.0}.items():
             run(3, rate, diverging, seed)
-    table = report.stability_table(sweep_of(sweep.path))
+    table = stability_table(sweep_of(sweep.path))
+    assert final_losses(sweep_of(sweep.path))["p=3"] == {0.1: [2.0, 2.0], 0.2: [2.0, 2.0], 0.4: [2.0]}
+    report.report(sweep.path, tmp_path / "out", "made", [])
+    assert (tmp_path / "out" / "stability.png").stat().st_size > 1000
     assert table is not None
     two, three = rows_of(table)
     assert (two["best rate"], two["its final loss"]) == ("0.2", "1.9500")
     assert (two["highest stable rate"], two["how the next one fails"]) == ("0.4", "0.8: final loss 3.1000")
     assert three["highest stable rate"] == "0.2"
     assert three["how the next one fails"] == "0.4: 1 of 2 diverged (train/loss nan at iteration 7)"
-    assert "Highest stable learning rate" in report.table_md(sweep_of(sweep.path), [], [])
+    assert "Highest stable learning rate" in table_md(sweep_of(sweep.path), [], [])
 
 
 def test_a_sweep_of_one_rate_has_no_table_of_rates(made: Made) -> None:
-    assert report.stability_table(sweep_of(made.path)) is None
+    assert stability_table(sweep_of(made.path)) is None
 
 
 def test_deliberate_faults_stand_in_a_table_of_their_own(made: Made, tmp_path: Path) -> None:
-    assert "Deliberate faults" not in report.table_md(sweep_of(made.path), [], [])
+    assert "Deliberate faults" not in table_md(sweep_of(made.path), [], [])
     sweep = Made(tmp_path / "faults")
     for setting, fault, random, last in (
         ("p=1", "none", False, [2.0, 2.2]),
@@ -333,21 +360,19 @@ def test_deliberate_faults_stand_in_a_table_of_their_own(made: Made, tmp_path: P
             (path / "summary.json").write_text(json.dumps(summary))
     read = sweep_of(sweep.path)
     caught = "the model sees the future (2 of 2)"
-    assert [list(row.values()) for row in rows_of(report.fault_table(read))] == [
+    assert [list(row.values()) for row in rows_of(fault_table(read))] == [
         ["p=2", "none", "–", "4.1800", "4.1589", "0 of 2"],
         ["p=3", "no_mask", caught, "0.6000", "–", "–"],
         ["p=4", "no_mask", caught, "4.1490", "4.1589", "1 of 2"],
     ]
-    assert (
-        "## Deliberate faults" in report.table_md(read, [], []) and report.facts(read)["deliberate faults"] == "no_mask"
-    )
+    assert "## Deliberate faults" in table_md(read, [], []) and facts(read)["deliberate faults"] == "no_mask"
 
 
 def test_both_readings_of_an_averaged_minimum_are_given(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep")
     made.run("p=2", 0, {0: 4.0, 10: 1.0, 20: 2.0, 40: 3.0})
     made.run("p=2", 1, {0: 4.0, 10: 2.6, 20: 1.2, 40: 1.1})
-    (row,) = rows_of(report.part_table(sweep_of(made.path), ["p=2"]))
+    (row,) = rows_of(part_table(sweep_of(made.path), ["p=2"]))
     assert (row["minimum of the mean curve"], row["at iteration"]) == ("1.6000", "20")
     assert (row["mean of the runs' minima"], row["SD"]) == ("1.0500", f"{0.1 / math.sqrt(2):.4f}")
     assert (row["mean iteration of the minimum"], row["final loss"]) == ("25", "2.0500")
@@ -355,7 +380,7 @@ def test_both_readings_of_an_averaged_minimum_are_given(tmp_path: Path) -> None:
 
 def test_the_papers_numbers_stand_beside_ours(made: Made) -> None:
     sweep = sweep_of(made.path)
-    rows = rows_of(report.part_table(sweep, sweep.parts["a"]))
+    rows = rows_of(part_table(sweep, sweep.parts["a"]))
     assert [row["paper"] for row in rows] == ["1.40506", "1.36454", "–"]
     assert [row["median seconds"] for row in rows] == ["104.0", "105.0", "106.0"]
 
@@ -381,7 +406,7 @@ def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
     with open(running / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sweep = sweep_of(made.path)
-    reasons = {row["run"]: (row["state"], row["reason"]) for row in rows_of(report.missing_table(sweep))}
+    reasons = {row["run"]: (row["state"], row["reason"]) for row in rows_of(missing_table(sweep))}
     assert reasons == {
         "a-p=2-fold5-s1": ("failed", "OSError: disk | full; iteration 10 of 40 is saved"),
         "a-p=3-fold5-s1": ("diverged", "val/loss nan at iteration 20"),
@@ -389,20 +414,20 @@ def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
         "a-p=2-fold6-s1": ("pending", "not started"),
         "a-p=3-fold6-s1": ("running", "iteration 20 of 40 is saved"),
     }
-    text = report.table_md(sweep, report.families(sweep), [])
+    text = table_md(sweep, families(sweep), [])
     assert all(run in text for run in reasons) and "disk \\| full" in text
     assert "| 5 of 7, 1 failed, 1 pending |" in text and "| 5 of 7, 1 diverged, 1 running |" in text
     statuses = {row["id"]: (row["status"], row["reason"]) for row in csv_of(sweep)}
     assert {run: statuses[run] for run in reasons} == reasons
     diverged = next(row for row in csv_of(sweep) if row["status"] == "diverged")
     assert (diverged["val_loss_min"], diverged["iter"]) == ("3.0", "10")
-    loss = report.families(sweep)[0].metrics[0]
+    loss = families(sweep)[0].metrics[0]
     assert [f"{len(c.differences)} of {c.planned}" for c in loss] == ["5 of 7", "5 of 6"]
 
 
 def test_a_diverged_run_without_a_reason_says_at_which_iteration(made: Made) -> None:
     state(made.plan("a/p=2", 1, 5), state="diverged", iter=17)
-    (row,) = rows_of(report.missing_table(sweep_of(made.path)))
+    (row,) = rows_of(missing_table(sweep_of(made.path)))
     assert row["reason"] == "diverged at iteration 17"
 
 
@@ -420,14 +445,14 @@ def test_a_done_run_with_damaged_files_counts_as_failed(made: Made, damage: str)
     else:
         (path / "summary.json").write_text(json.dumps({"status": "done", "iter": 40, "val/loss": 1.0}))
     sweep = sweep_of(made.path)
-    (row,) = rows_of(report.missing_table(sweep))
+    (row,) = rows_of(missing_table(sweep))
     assert (row["run"], row["state"]) == (path.name, "failed") and row["reason"].startswith("done, but ")
-    assert rows_of(report.part_table(sweep, ["a/p=2"]))[0]["mean of the runs' minima"] == "1.5100"
+    assert rows_of(part_table(sweep, ["a/p=2"]))[0]["mean of the runs' minima"] == "1.5100"
 
 
 def test_a_run_that_ended_before_the_plans_last_iteration_is_not_done(made: Made) -> None:
     made.run("a/p=2", 5, {0: 4.0, 20: 1.0})
-    (row,) = rows_of(report.missing_table(sweep_of(made.path)))
+    (row,) = rows_of(missing_table(sweep_of(made.path)))
     assert (row["state"], row["reason"]) == ("stopped", "done at iteration 20 of 40")
 
 
@@ -438,7 +463,7 @@ def test_pairs_are_matched_by_seed_and_fold(tmp_path: Path) -> None:
     for fold in (0, 1, 3, 4):
         made.run("p=2", fold, falling(1.1 + fold + 0.01 * fold))
     made.run("p=2", 2, falling(9.0), seed=2)  # fold 2 of another seed is no partner
-    ((comparison,), *_) = report.families(sweep_of(made.path))[0].metrics
+    ((comparison,), *_) = families(sweep_of(made.path))[0].metrics
     assert {fold: round(x, 6) for (_, fold), x in comparison.differences.items()} == {4: -0.14, 1: -0.11, 0: -0.1}
     assert comparison.planned == 3
 
@@ -450,12 +475,12 @@ def test_a_sweep_with_fewer_than_two_pairs_says_so(tmp_path: Path) -> None:
     made.run("p=3", None, falling(1.4))
     made.plan("p=4", 1, None)
     sweep = sweep_of(made.path)
-    rows = rows_of(report.comparison_table(sweep, report.families(sweep)[0].metrics[0], report.METRICS[0]))
+    rows = rows_of(comparison_table(sweep, families(sweep)[0].metrics[0], METRICS[0]))
     assert [row["verdict on A"] for row in rows] == [
         "fewer than 2 complete pairs: no test", "no such pair in the plan", "fewer than 2 complete pairs: no test",
     ]  # fmt: skip
     assert rows[0]["mean of A − B"] == "−0.1000" and rows[0]["t: p"] == "–"
-    (row,) = rows_of(report.part_table(sweep, ["p=2"]))
+    (row,) = rows_of(part_table(sweep, ["p=2"]))
     assert (row["minimum of the mean curve"], row["SD"]) == ("1.5000", "–")
 
 
@@ -464,7 +489,7 @@ def test_seeds_pair_where_there_are_no_folds(tmp_path: Path) -> None:
     for seed, noise in enumerate([0.0, 0.2, 0.1]):
         made.run("p=2", None, falling(1.5 + noise), seed=seed)
         made.run("p=3", None, falling(1.4 + noise + 0.01 * seed), seed=seed)
-    ((comparison,), *_) = report.families(sweep_of(made.path))[0].metrics
+    ((comparison,), *_) = families(sweep_of(made.path))[0].metrics
     assert sorted(comparison.differences.values()) == pytest.approx([-0.1, -0.09, -0.08])
 
 
@@ -533,7 +558,7 @@ def test_the_report_has_all_its_files(whole: Path) -> None:
     known = json.loads((out / "provenance.json").read_text())
     assert known["sha256"]["runs.csv"] == sha256((out / "runs.csv").read_bytes()).hexdigest()
     assert known["runs"] == {"done": 25, "failed": 1} and known["commit"] == ["abc"]
-    assert known["planned at commit"] == "c0ffee" and known["definition"]["compare"]["p"]["baseline"] == "a/p=2"
+    assert known["planned"][0]["commit"] == "c0ffee" and known["definition"]["compare"]["p"]["baseline"] == "a/p=2"
     assert known["corpus_sha256"] == ["5eed"] and known["command"] == "python scripts/report.py sweep=made"
 
 

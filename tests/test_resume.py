@@ -145,16 +145,16 @@ def test_a_corrupt_checkpoint_is_replaced_by_the_one_before_it_and_the_numbers_s
 def test_a_signal_saves_stops_and_says_how_to_go_on(
     number: signal.Signals, status: int, tiny_run: list[str], tmp_path: Path, program: Callable[..., Any]
 ) -> None:
-    words = [*tiny_run, "max_iters=400", "eval_interval=100", "checkpoint_interval=1000"]
+    words = [*tiny_run, "max_iters=1000", "eval_interval=500", "checkpoint_interval=1000"]
     straight = program("train.py", *words, "out_dir=straight")
     assert straight.returncode == 0, straight.stderr
     command = [sys.executable, str(ROOT / "train.py"), *words, "out_dir=stopped"]
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 20:
+        while process.poll() is None and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 20):
             time.sleep(0.01)
         process.send_signal(number)
-        out = process.communicate(timeout=60)[0]
+        out = process.communicate(timeout=180)[0]
     assert process.returncode == status
     assert f"stopped by {number.name}" in out and "the same command goes on from there" in out
     state = json.loads((tmp_path / "stopped" / "status.json").read_text())

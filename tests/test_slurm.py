@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY
 from test_faults import exit_status, fork
-from test_sweeps import eventually, launched, times_finished, tiny_sweep
+from test_sweeps import eventually, launched, pending_signals, times_finished, tiny_sweep
 from test_train import assert_same_run
 
 import train
@@ -105,11 +105,18 @@ class OnSlurm:
     def submissions(self) -> int:
         return len(list((self.path / "slurm").glob("*_submission.sh")))
 
-    def reached(self, step: int) -> bool:
-        """Whether a run has come that far, and is not at its end."""
+    def at(self, step: int) -> int | None:
+        """The process of a run that has come that far, and is not at its end."""
         runs = read_plan(self.path) if (self.path / "plan.jsonl").exists() else []
         states = [read_status(self.path / run.id) for run in runs]
-        return any(state.get("state") == "running" and (state.get("iter") or 0) >= step for state in states)
+        pids = [s["pid"] for s in states if s.get("state") == "running" and (s.get("iter") or 0) >= step]
+        return pids[0] if pids else None
+
+    def hold(self, step: int) -> int:
+        """Stop that process, so that the run is not over before something is done to it."""
+        pid: int = eventually(lambda: self.at(step))
+        os.kill(pid, signal.SIGSTOP)
+        return pid
 
     def assert_same_as(self, undisturbed: Path) -> None:
         """Every run equals the local launcher's bit for bit, and was finished exactly once."""
@@ -152,9 +159,11 @@ def test_a_sweep_on_slurm_equals_one_of_this_machine(sweep: OnSlurm, undisturbed
 
 def test_a_task_that_is_told_to_go_saves_and_is_requeued(sweep: OnSlurm, undisturbed: Path) -> None:
     launcher = sweep.launch(TWO_RUNS)
-    eventually(lambda: sweep.reached(10), 120)
+    pid = sweep.hold(10)
     [task] = sweep.tasks()
     shell("scancel", "--signal=USR2", task)
+    eventually(lambda: pending_signals(pid))
+    os.kill(pid, signal.SIGCONT)
     eventually(lambda: sweep.tasks().get(task) == "PENDING")
     [reason] = [read_status(sweep.path / run.id) for run in read_plan(sweep.path)[:1]]
     assert (reason["state"], reason["reason"]) == ("stopped", "SIGTERM") and 10 <= reason["iter"] < 150
@@ -170,8 +179,7 @@ def test_a_task_that_is_told_to_go_saves_and_is_requeued(sweep: OnSlurm, undistu
 
 def test_a_task_that_dies_is_replaced(sweep: OnSlurm, undisturbed: Path) -> None:
     launcher = sweep.launch(TWO_RUNS)
-    eventually(lambda: sweep.reached(10), 120)
-    os.kill(read_status(sweep.path / read_plan(sweep.path)[0].id)["pid"], signal.SIGKILL)
+    os.kill(sweep.hold(10), signal.SIGKILL)
     output, errors = ended(launcher)
     assert "2 done" in output and errors == ""
     assert sweep.submissions() == 2 and "resumed at iteration" in sweep.log()
@@ -180,8 +188,10 @@ def test_a_task_that_dies_is_replaced(sweep: OnSlurm, undisturbed: Path) -> None
 
 def test_ctrl_c_stops_the_tasks_at_a_checkpoint_and_the_same_command_goes_on(sweep: OnSlurm, undisturbed: Path) -> None:
     launcher = sweep.launch(TWO_RUNS, "launcher.workers=3")  # more than there is room for: one stays in the queue
-    eventually(lambda: sweep.reached(10), 120)
+    pid = sweep.hold(10)
     launcher.send_signal(signal.SIGINT)
+    eventually(lambda: pending_signals(pid))
+    os.kill(pid, signal.SIGCONT)
     output, _ = ended(launcher, 128 + signal.SIGINT)
     assert sweep.tasks() == {}
     assert "stopped by SIGINT" in output and "the same command goes on" in output
@@ -197,10 +207,8 @@ def test_a_launcher_killed_leaves_its_tasks_going_and_the_next_goes_on_beside_th
     sweep: OnSlurm, undisturbed: Path
 ) -> None:
     launcher = sweep.launch(TWO_RUNS)
-    eventually(lambda: sweep.reached(4), 120)
+    first = sweep.hold(4)  # its run lasts until the second launcher is there
     launcher.kill()
-    first = read_status(sweep.path / read_plan(sweep.path)[0].id)["pid"]
-    os.kill(first, signal.SIGSTOP)  # its run lasts until the second launcher is there
     [task] = sweep.tasks()
     second = sweep.launch(TWO_RUNS)
     eventually(lambda: len(sweep.tasks()) == 2)

@@ -157,7 +157,8 @@ def test_on_a_cpu_few_windows_go_through_the_model_at_a_time(
             return network(x, y)
 
     monkeypatch.setattr(train, "CPU_TOKENS", tokens)
-    total = train.accumulate_gradients(Forward(), batches, 3, range(2), nullcontext, torch.device("cpu"))
+    fed = batches.ahead([(3, 0), (3, 1)])
+    total = train.accumulate_gradients(Forward(), fed, 2, nullcontext, torch.device("cpu"))
     assert seen == rows
     torch.testing.assert_close(total.double(), loss.detach(), rtol=1e-6, atol=0)
     for parameter, gradient in zip(network.parameters(), expected, strict=True):
@@ -377,20 +378,20 @@ def test_a_diverged_run_stops_before_the_update_and_keeps_its_checkpoint(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    get_batch, forward, asked = train.Batches.get_batch, train.GPT.forward, []
+    seed_of_update, forward, asked = train.seed_of_update, train.GPT.forward, []
 
-    def spy(self: Any, step: int, micro_step: int = 0) -> Any:
+    def spy(seed: int, step: int, rank: int) -> int:
         asked.append(step)
-        return get_batch(self, step, micro_step)
+        return seed_of_update(seed, step, rank)
 
     def explode(self: Any, *args: Any, **options: Any) -> Any:
         logits, loss = forward(self, *args, **options)
-        if self.training and asked[-1] == 3:
+        if self.training and asked[-1:] == [3]:
             assert loss is not None
             loss = loss * math.inf
         return logits, loss
 
-    monkeypatch.setattr(train.Batches, "get_batch", spy)
+    monkeypatch.setattr(train, "seed_of_update", spy)
     monkeypatch.setattr(train.GPT, "forward", explode)
     updates, update = [], torch.optim.AdamW.step
 
@@ -409,8 +410,9 @@ def test_a_diverged_run_stops_before_the_update_and_keeps_its_checkpoint(
     saved = weights(run)
     assert checkpoint.load(run / "ckpt" / "latest").step == 2
     assert all(t.isfinite().all() for t in saved.values())
+    asked.clear()
     assert train.run(config) == 3  # says so, and trains no more
-    assert asked[-1] == 0 and "is diverged" in capsys.readouterr().out
+    assert asked == [] and "is diverged" in capsys.readouterr().out
 
 
 def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

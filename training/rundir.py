@@ -69,9 +69,12 @@ class RunDir:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Unlock; a run that an exception ended has failed. A refused setting is not the run's failure."""
-        if error is not None and not isinstance(error, ConfigError) and self.state == "running":
-            self.status("failed", reason=" ".join(f"{type(error).__name__}: {error}".split())[:500])
-        self.close()
+        try:
+            if error is not None and not isinstance(error, ConfigError) and self.state == "running":
+                state = "stopped" if isinstance(error, SystemExit) else "failed"  # by SIGTERM, outside the loop
+                self.status(state, reason=" ".join(f"{type(error).__name__}: {error}".split())[:500])
+        finally:
+            self.close()
 
     def close(self) -> None:
         if self._lock is not None:

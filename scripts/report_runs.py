@@ -1,0 +1,275 @@
+"""A sweep as a report reads it: its runs from their directories, and the comparisons that its definition asks for."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from scripts.paired import Comparison, Replicate, adjust
+from sweeps.plan import REDUCTIONS, PlannedRun, check_evaluation, read_plan
+from sweeps.status import State, state_of
+from training.config import ConfigError, require, show
+from training.rundir import read_json
+
+Definition = Mapping[str, Any]
+
+# -----------------------------------------------------------------------------
+# Runs
+
+
+@dataclass(frozen=True)
+class Run:
+    """A planned run as it is on the disk. summary: {} unless done or diverged; so curve, iteration -> loss, and curves,
+    of every other metric that the definition names, iteration -> value."""
+
+    plan: PlannedRun
+    state: State
+    summary: dict[str, Any] = field(default_factory=dict)
+    curve: dict[int, float] = field(default_factory=dict)
+    curves: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    def value(self, metric: "Metric") -> float | None:
+        """The run's number: of its summary, or made of the metric's lines."""
+        if metric.of is None:
+            return self.summary.get(metric.key)
+        values = list(self.curves.get(metric.key, {}).values())
+        return REDUCTIONS[metric.of](values) if values else None
+
+    @property
+    def done(self) -> bool:
+        return self.state.state == "done"
+
+    @property
+    def replicate(self) -> Replicate:
+        return self.plan.seed, self.plan.fold
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """name: of its results. about: sweep.json. definition: about["sweep"], as in configs/sweep/."""
+
+    name: str
+    about: dict[str, Any]
+    definition: Definition
+    runs: list[Run]
+
+    @cached_property
+    def by_setting(self) -> dict[str, dict[Replicate, Run]]:
+        """Setting -> its runs, in the order of the plan."""
+        found: dict[str, dict[Replicate, Run]] = {}
+        for run in self.runs:
+            for setting in run.plan.settings:
+                found.setdefault(setting, {})[run.replicate] = run
+        return found
+
+    @property
+    def settings(self) -> list[str]:
+        return list(self.by_setting)
+
+    @property
+    def parts(self) -> dict[str, list[str]]:
+        """Part -> its settings; the only part of a sweep without parts is ""."""
+        found: dict[str, list[str]] = {}
+        for setting in self.settings:
+            found.setdefault(setting.split("/")[0] if self.definition.get("parts") else "", []).append(setting)
+        return found
+
+    @property
+    def title(self) -> str:
+        return str(self.definition.get("title") or self.name)
+
+    def title_of(self, part: str) -> str:
+        about = (self.definition.get("parts") or {}).get(part, {}).get("title")
+        return ": ".join(filter(None, [part, about])) or "Settings"
+
+    def label(self, setting: str) -> str:
+        """A setting's name within its part."""
+        return setting.partition("/")[2] or setting if self.definition.get("parts") else setting
+
+    def of(self, setting: str) -> dict[Replicate, Run]:
+        return self.by_setting.get(setting, {})
+
+    def done(self, setting: str) -> list[Run]:
+        return [run for run in self.of(setting).values() if run.done]
+
+    def diverged(self, setting: str) -> list[Run]:
+        return [run for run in self.of(setting).values() if run.state.state == "diverged"]
+
+    def distinct(self, key: str) -> list[Any]:
+        """The values of a key in the runs' summaries."""
+        return list(dict.fromkeys(run.summary[key] for run in self.runs if run.summary.get(key) is not None))
+
+    @property
+    def metrics(self) -> "list[Metric]":
+        """What is compared: METRICS, and each of the definition's `also` that is no pattern."""
+        return [
+            *METRICS,
+            *(
+                Metric(key, key, "lower", "higher", "+,.6g")
+                if how == "summary"
+                else Metric(key, f"{how} of {key}", "lower", "higher", "+.4g", how)
+                for key, several in self.also.items()
+                for how in several
+                if "*" not in key
+            ),
+        ]
+
+    @property
+    def also(self) -> dict[str, list[str]]:
+        """The definition's: key or pattern -> how a run's lines become a number, in one way or several."""
+        also = self.definition.get("also") or {}
+        return {key: how if isinstance(how, list) else [how] for key, how in also.items()}
+
+    @property
+    def logged(self) -> dict[str, list[str]]:
+        """Those of `also` that are in the runs' lines."""
+        found = {key: [one for one in how if one != "summary"] for key, how in self.also.items()}
+        return {key: how for key, how in found.items() if how}
+
+    def paper(self, setting: str, metric: str = "val_loss") -> float | None:
+        """The paper's number for a setting: its own, or that of the first pattern that matches."""
+        numbers = self.definition.get("paper", {}).get(metric, {})
+        return numbers.get(setting, next((v for key, v in numbers.items() if fnmatchcase(setting, key)), None))
+
+
+def read_sweep(sweep_dir: Path, name: str) -> Sweep:
+    """Raises: ConfigError where there is no sweep, or its files cannot be read."""
+    try:
+        plan = read_plan(sweep_dir)
+    except (ValueError, TypeError, KeyError) as error:  # ConfigError has its own message
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"sweep_dir={sweep_dir} has a plan.jsonl that cannot be read: {error}") from error
+    about = read_json(sweep_dir / "sweep.json")
+    require(isinstance(about.get("sweep"), dict), f"sweep_dir={sweep_dir} has no sweep.json that can be read")
+    require(len(plan) > 0, f"sweep_dir={sweep_dir} has a plan.jsonl without a run")
+    sweep = Sweep(name or str(about.get("name") or sweep_dir.name), about, about["sweep"], [])
+    definition = sweep.definition
+    check_evaluation(definition.get("compare") or {}, definition.get("also") or {}, definition.get("paper") or {})
+    sweep.runs.extend(read_run(sweep_dir, run, list(sweep.logged)) for run in plan)
+    places = Counter((setting, run.replicate) for run in sweep.runs for setting in run.plan.settings)
+    (setting, (seed, fold)), n = places.most_common(1)[0]
+    require(n == 1, f"sweep_dir={sweep_dir} has {n} runs of {setting} with seed {seed} and fold {show(fold)}")
+    return sweep
+
+
+def read_run(sweep_dir: Path, plan: PlannedRun, also: Sequence[str] = ()) -> Run:
+    """A run from its files; `also`: other metrics to read, or patterns of their keys.
+
+    One that is said to be done, and lacks what a done run has, has failed.
+    """
+    state, path = state_of(sweep_dir, plan), sweep_dir / plan.id
+    max_iters = plan.config.max_iters
+    if state.state == "diverged":
+        where = "" if "iteration" in state.reason else f" at iteration {show(state.iter)}"
+        try:
+            curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
+        except (OSError, ValueError, KeyError):
+            curves = {}
+        state = State("diverged", state.iter, (state.reason or "diverged") + where)
+        return Run(plan, state, read_json(path / "summary.json"), curves.pop("val/loss", {}), curves)
+    if state.state != "done":
+        saved = f"iteration {state.iter} of {max_iters} is saved" if state.iter else ""
+        reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")
+        return Run(plan, State(state.state, state.iter, reason))
+    summary, damage = {**evaluation(path), **read_json(path / "summary.json")}, ""
+    curves = {}
+    missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
+    if missing:
+        damage = f"summary.json has no {', '.join(missing)}"
+    elif summary["iter"] < max_iters:
+        return Run(plan, State("stopped", summary["iter"], f"done at iteration {summary['iter']} of {max_iters}"))
+    else:
+        try:
+            curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
+        except (OSError, ValueError, KeyError) as error:
+            damage = f"metrics.jsonl cannot be read: {error}"
+        if not damage and curves.get("val/loss", {}).get(summary["iter_of_min"]) != summary["val/loss_min"]:
+            damage = "the minimum of summary.json is not in metrics.jsonl"
+    if damage:
+        return Run(plan, State("failed", state.iter, f"done, but {damage}"))
+    return Run(plan, state, summary, curves.pop("val/loss"), curves)
+
+
+def evaluation(run: Path) -> dict[str, float]:
+    """What scripts/evaluate.py has left in a run directory: eval/TASK/METRIC -> value."""
+    metrics = read_json(run / "evaluation.json").get("about", {}).get("metrics", {})
+    return {f"eval/{task}/{name}": value for task, values in metrics.items() for name, value in values.items()}
+
+
+def read_curves(file: Path, patterns: Sequence[str]) -> dict[str, dict[int, float]]:
+    """Key -> iteration -> value, of the keys of a metrics.jsonl that match one of the patterns."""
+    curves: dict[str, dict[int, float]] = {}
+    wanted: dict[str, bool] = {}
+    for line in file.read_bytes().splitlines():
+        values = json.loads(line)
+        for key, value in values.items():
+            if key not in wanted:
+                wanted[key] = any(fnmatchcase(key, pattern) for pattern in patterns)
+            if wanted[key] and value is not None:
+                curves.setdefault(key, {})[values["iter"]] = value
+    return curves
+
+
+# -----------------------------------------------------------------------------
+# Comparisons
+
+
+@dataclass(frozen=True)
+class Metric:
+    """of: how a run's lines become its number, one of REDUCTIONS; None: summary.json has it, or evaluation.json."""
+
+    key: str
+    name: str
+    less: str
+    more: str
+    spec: str
+    of: str | None = None
+
+
+METRICS = [
+    Metric("val/loss_min", "lowest validation loss", "lower", "higher", "+.4f"),
+    Metric("iter_of_min", "iteration of the lowest validation loss", "earlier", "later", "+,.1f"),
+    Metric("seconds", "training seconds", "shorter", "longer", "+,.2f"),
+]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Comparisons that are read together. metrics: for each of the sweep's, the comparisons in it."""
+
+    name: str
+    title: str
+    metrics: list[list[Comparison]]
+
+
+def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> list[Comparison]:
+    """A family of comparisons of a metric, paired by seed and fold."""
+    family = []
+    for a, b in pairs:
+        runs_a, runs_b = sweep.of(a), sweep.of(b)
+        common = [r for r in runs_a if r in runs_b]
+        done = [r for r in common if runs_a[r].done and runs_b[r].done]
+        both = {r: (runs_a[r].value(metric), runs_b[r].value(metric)) for r in done}
+        known = {r: (x, y) for r, (x, y) in both.items() if x is not None and y is not None}
+        family.append(Comparison(a, b, len(common), known))
+    adjust(family)
+    return family
+
+
+def families(sweep: Sweep) -> list[Family]:
+    """What the definition's `compare` asks for."""
+    found = []
+    for name, family in (sweep.definition.get("compare") or {}).items():
+        pairs, patterns = family.get("pairs") or [], family.get("settings") or ["*"]
+        if "baseline" in family:
+            chosen = [s for s in sweep.settings if any(fnmatchcase(s, str(pattern)) for pattern in patterns)]
+            pairs = [[setting, family["baseline"]] for setting in chosen if setting != family["baseline"]]
+        pairs = [(str(a), str(b)) for a, b in pairs]
+        metrics = [compare(sweep, pairs, metric) for metric in sweep.metrics]
+        found.append(Family(name, family.get("title") or "", metrics))
+    return found
