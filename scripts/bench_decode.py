@@ -135,7 +135,8 @@ def layer(name: str, words: list[str], batch: int, context: int) -> tuple[Work, 
     def work(n: int) -> dict[str, Any]:
         ms = {}
         for key, run in parts.items():
-            run()  # untimed: the side before has filled the processor's cache with its own
+            if n > 1:
+                run()  # untimed: the side before has filled the processor's cache with its own
             began = time.perf_counter()
             for _ in range(n):
                 run()
@@ -241,7 +242,7 @@ def bench_point(words: list[str], batch: int, context: int, rounds: int, seconds
     if not sides:
         return {"batch": batch, "context": context, "sides": {}, "skipped": skipped}
     sides.append(start("copy", copying, word, configs["absorbed"].threads))
-    once = {side.name: side.take_turn(1)["seconds"] / 2 for side in sides}  # of what it does, half is timed
+    once = {side.name: side.take_turn(1)["seconds"] for side in sides}
     units = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}
     turns = alternate(sides, rounds, units)
     for side in sides:
