@@ -6,7 +6,8 @@ rms, lp      absorbed with QK norm: RMS, and Lp with p = 3; one scalar a token a
 full_keys    RMS; normalised keys and values of every token cached
 reexpanded   RMS; latents cached, keys and values formed anew at every step
 
-seconds=0.2 is the length of a turn. Other words are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
+seconds=0.2 is the length of a turn; sides=absorbed,rms,lp leaves the others out. Other words are train.py's: dtype=,
+device=, threads=, attention.kv_rank=512, ...
 Weights and cache are in dtype, by default bfloat16 where the machine multiplies in it. Sides take turns, each in a
 process of its own; a time is the median over rounds, with the lowest and highest; an overhead is that of one round over
 `absorbed`. `attend` is the step between the projections of the hidden state. Bandwidth is the bytes that a step must
@@ -43,7 +44,7 @@ PAPER = {  # context: ms of MLA, ms with QK norm, on an H800 in bf16
 }  # fmt: skip
 KNOWN: dict[str, Any] = {
     "contexts": (str, json.dumps(list(PAPER)).replace(" ", "")), "batch": (str, "[1]"), "rounds": (int, 25),
-    "seconds": (float, 0.2), "out": (str, ""),
+    "seconds": (float, 0.2), "sides": (str, ",".join(NORMS)), "out": (str, ""),
 }  # fmt: skip
 GRAPH = 10  # steps
 CHUNK = 4096  # positions written at once
@@ -214,12 +215,15 @@ def free_bytes(device_word: str) -> int:
     return 1024 * int(available[1])
 
 
-def bench_point(words: list[str], batch: int, context: int, rounds: int, seconds: float) -> dict[str, Any]:
+def bench_point(
+    names: list[str], words: list[str], batch: int, context: int, rounds: int, seconds: float
+) -> dict[str, Any]:
     from training.device import resolve_device, resolve_dtype
 
-    configs = {name: settings(name, words, context) for name in NORMS}
-    word = configs["absorbed"].device
-    dtype = resolve_dtype(configs["absorbed"].dtype, resolve_device(word))
+    configs = {name: settings(name, words, context) for name in names}
+    any_config = configs[names[0]]
+    word = any_config.device
+    dtype = resolve_dtype(any_config.dtype, resolve_device(word))
     sides: list[Side] = []
     skipped: dict[str, str] = {}
     left = 0.9 * free_bytes(word)
@@ -241,7 +245,7 @@ def bench_point(words: list[str], batch: int, context: int, rounds: int, seconds
             print(f"{name} is skipped: {failure}", flush=True)
     if not sides:
         return {"batch": batch, "context": context, "sides": {}, "skipped": skipped}
-    sides.append(start("copy", copying, word, configs["absorbed"].threads))
+    sides.append(start("copy", copying, word, any_config.threads))
     once = {side.name: side.take_turn(1)["seconds"] for side in sides}
     units = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}
     turns = alternate(sides, rounds, units)
@@ -373,8 +377,12 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     batches = whole_numbers("batch", values["batch"], 1)
     require(values["rounds"] >= 1, f"rounds={values['rounds']} must be at least 1")
     require(values["seconds"] > 0, f"seconds={values['seconds']} must be positive")
+    names = [name for name in values["sides"].split(",") if name]
+    for name in names:
+        require(name in NORMS, f"sides={values['sides']}: {name} must be one of {', '.join(NORMS)}")
+    require(bool(names), f"sides={values['sides']} must name one of {', '.join(NORMS)}")
     folder = Path(values["out"]) if values["out"] else None
-    for name in NORMS:
+    for name in names:
         for context in contexts:
             config = settings(name, words, context)
             require(config.attention.name == "mla", f"attention={config.attention.name} must be mla")
@@ -389,7 +397,7 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
 
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
     points = [
-        bench_point(words, batch, context, values["rounds"], values["seconds"])
+        bench_point(names, words, batch, context, values["rounds"], values["seconds"])
         for batch in batches
         for context in contexts
     ]

@@ -57,6 +57,7 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(program: Pro
         ("batch=2", "batch=2 must be a list of integers >= 1"),
         ("rounds=0", "rounds=0 must be at least 1"),
         ("seconds=0", "seconds=0.0 must be positive"),
+        ("sides=absorbed,fast", "fast must be one of absorbed, rms"),
         ("attention=gqa", "attention"),
         ("no_such=1", "no_such"),
     ],
@@ -80,6 +81,6 @@ def test_sides_and_points_that_do_not_fit_are_named(
     from scripts import bench_decode
 
     monkeypatch.setattr(bench_decode, "free_bytes", lambda device: 2**20)
-    point = bench_decode.bench_point(TINY, 1, 64, 1, 0.01)
+    point = bench_decode.bench_point([*bench_decode.NORMS], TINY, 1, 64, 1, 0.01)
     assert set(point["skipped"]) == set(bench_decode.NORMS) and point["sides"] == {}
     assert "full_keys is skipped: needs about" in capsys.readouterr().out
