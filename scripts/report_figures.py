@@ -211,7 +211,8 @@ def draw_stability(finals: Mapping[str, Mapping[float, Sequence[float]]], title:
         )  # fmt: skip
     axes.set(xlabel="learning rate", ylabel="final " + LOSS)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
+    rates = sorted({rate for of in finals.values() for rate in of})
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.set_title(textwrap.fill(title, 70), loc="left")
     axes.legend(frameon=False, fontsize="small")
     return figure

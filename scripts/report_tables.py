@@ -145,9 +145,12 @@ def fault_table(sweep: Sweep) -> Table:
 
 
 STABILITY_NOTE = """\
-A learning rate counts as stable for a variant where every run is done and the final validation loss, averaged over \
-folds and seeds, has come down from the first one by at least half of what it comes down at the variant's best rate. \
-Beside the highest rate up to which all are stable stands how the next one fails."""
+A learning rate counts as stable for a variant where every run is done, no loss of theirs (of the validation, or of \
+the training where the sweep's `also` has it) ever lies more than 0.5 above the first validation loss, that of an \
+untrained model, and the final validation loss, averaged over folds and seeds, has come down from the first one by at \
+least half of what it comes down at the variant's best rate. Beside the highest rate up to which all are stable \
+stands how the next one fails."""
+WORSE = 0.5  # nats above an untrained model
 
 
 def by_rate(sweep: Sweep) -> dict[str, dict[float, list[Run]]]:
@@ -187,6 +190,10 @@ def stability_table(sweep: Sweep) -> Table | None:
             if broken:
                 failure = f"{rate:g}: {len(broken)} of {len(runs)} diverged ({broken[0]})"
                 break
+            peak, first = max((worst_loss(run) for run in runs if run.curve), default=(0.0, 0.0))
+            if peak > first + WORSE:
+                failure = f"{rate:g}: a loss of {peak:.4g}; the first was {first:.4f}"
+                break
             assert best is not None
             if fmean(firsts) - known[rate] < (fmean(firsts) - known[best]) / 2:
                 failure = f"{rate:g}: final loss {known[rate]:.4f}"
@@ -198,6 +205,13 @@ def stability_table(sweep: Sweep) -> Table | None:
         ])  # fmt: skip
     columns = ["variant", "best rate", "its final loss", "highest stable rate", "how the next one fails"]
     return Table([*columns, "final loss by rate"], rows) if rows else None
+
+
+def worst_loss(run: Run) -> tuple[float, float]:
+    """The highest loss of a run after its first validation loss, and that one."""
+    first = min(run.curve)
+    later = [loss for curve in (run.curve, run.curves.get("train/loss", {})) for i, loss in curve.items() if i > first]
+    return max(later, default=run.curve[first]), run.curve[first]
 
 
 def missing_table(sweep: Sweep) -> Table:

@@ -324,12 +324,16 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
             run(2, rate, final, seed)
         for rate, diverging in {0.1: 2.0, 0.2: 2.0, 0.4: None if seed == 2 else 2.0}.items():
             run(3, rate, diverging, seed)
+    for rate, curve in {0.1: falling(2.0), 0.2: {0: 4.0, 20: 4.6, 40: 1.8}}.items():
+        finish(sweep.plan(f"learning_rate={rate},p=4", 1, None, optim=AdamWConfig(learning_rate=rate)), curve)
     table = stability_table(sweep_of(sweep.path))
     assert final_losses(sweep_of(sweep.path))["p=3"] == {0.1: [2.0, 2.0], 0.2: [2.0, 2.0], 0.4: [2.0]}
     report.report(sweep.path, tmp_path / "out", "made", [])
     assert (tmp_path / "out" / "stability.png").stat().st_size > 1000
     assert table is not None
-    two, three = rows_of(table)
+    two, three, four = rows_of(table)
+    assert (four["best rate"], four["highest stable rate"]) == ("0.2", "0.1")
+    assert four["how the next one fails"] == "0.2: a loss of 4.6; the first was 4.0000"
     assert (two["best rate"], two["its final loss"]) == ("0.2", "1.9500")
     assert (two["highest stable rate"], two["how the next one fails"]) == ("0.4", "0.8: final loss 3.1000")
     assert three["highest stable rate"] == "0.2"

@@ -519,7 +519,8 @@ def test_a_full_disk_fails_the_runs_and_loses_nothing(undisturbed: Path, sweep: 
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
     definition = load_sweep(str(sweep), {})
-    freeze(sweep.parent / "sweep", "tiny", definition, [], plan_runs(definition, []))  # a checkout's changes may be large
+    # before the limit: the changes of a checkout may be large
+    freeze(sweep.parent / "sweep", "tiny", definition, [], plan_runs(definition, []))
     output = launched(sweep, "retries=0", status=1, preexec_fn=limit)
     assert "8 failed" in output and "File too large" in output
     assert "8 done" in launched(sweep)
