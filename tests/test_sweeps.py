@@ -25,6 +25,7 @@ import sweeps.plan
 from model.gpt import mean_norm_ratio
 from scripts.report_runs import read_sweep
 from scripts.report_tables import runs_csv
+from sweeps import launchers
 from sweeps.plan import PlannedRun, Sweep, compose, freeze, load_sweep, plan_runs, read_plan
 from sweeps.status import state_of
 from sweeps.worker import claimed, is_claimed, read_claim
@@ -378,6 +379,8 @@ def test_status_counts_the_runs_of_each_setting(undisturbed: Path) -> None:
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "8 runs, 8 done" in output
     assert "  dropout=0.2,qk_norm=rms   2 done\n" in output
+    watched = subprocess.run([*command, "watch=true"], capture_output=True, text=True, check=True, timeout=180).stdout
+    assert watched == output  # every run is at its end, so that there is nothing to wait for
     none = subprocess.run([*command[:2], "sweep=nosuch"], capture_output=True, text=True)
     assert none.returncode == 2 and none.stderr.startswith("error: ")
 
@@ -430,7 +433,10 @@ def test_two_launchers_at_once_run_nothing_twice(undisturbed: Path, sweep: Path)
     assert len({tuple(read_claim(folder, run.id)["tries"]) for run in read_plan(folder)}) == 2  # both took some
 
 
-def test_interrupt_stops_at_a_checkpoint_and_the_same_command_goes_on(undisturbed: Path, sweep: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_at_a_checkpoint_and_the_same_command_goes_on(
+    number: signal.Signals, undisturbed: Path, sweep: Path
+) -> None:
     folder = sweep.parent / "sweep"
     process = launcher(sweep)
     run = read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))[0]
@@ -438,18 +444,32 @@ def test_interrupt_stops_at_a_checkpoint_and_the_same_command_goes_on(undisturbe
     workers = workers_of(folder)
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)  # so that the run is not over before they are told
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     for pid in workers:
         eventually(lambda: pending_signals(pid))  # noqa: B023
         os.kill(pid, signal.SIGCONT)
     output, _ = process.communicate(timeout=180)
-    assert process.returncode == 130, output
-    assert "stopped by SIGINT" in output and "the same command goes on" in output
+    assert process.returncode == 128 + number, output
+    assert f"stopped by {number.name}" in output and "the same command goes on" in output
     assert workers_of(folder) == []
     states = {state_of(folder, run).state for run in read_plan(folder)}
     assert "stopped" in states and "running" not in states
     assert "8 done" in launched(sweep)
     assert_same_sweep(undisturbed.parent / "sweep", folder)
+
+
+def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs a GPU of two: four workers, each of which sees one GPU; here they only say which."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "worker.py").write_text("import os; print('GPU', os.environ['CUDA_VISIBLE_DEVICES'])")
+    monkeypatch.setattr(launchers, "WORKER", tmp_path / "worker.py")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5ee")
+    local = launchers.Local(launchers.LocalConfig(runs_per_gpu=2), tmp_path, "launch")
+    assert local.workers == 4 and local.threads == max(1, len(os.sched_getaffinity(0)) // 4)
+    local.start(4)
+    eventually(lambda: local.alive() == 0)
+    said = [(tmp_path / "logs" / f"worker_{i}.log").read_text().split()[-1] for i in range(4)]
+    assert sorted(said) == ["3", "3", "GPU-5ee", "GPU-5ee"]
 
 
 def test_a_run_that_always_fails_is_tried_again_named_and_does_not_stop_the_others(sweep: Path) -> None:
