@@ -413,7 +413,8 @@ def difference_chart(family: Sequence[Comparison]) -> alt.LayerChart:
     )
     bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=3).encode(x="low:Q", x2="high:Q")
     centres = base.mark_point(shape="diamond", filled=True, size=110, opacity=1).encode(x="mean:Q")
-    return alt.layer(zero, dots, bars, centres).properties(width="container", height=34 * len(names))
+    intervals = [bars] if any(mean["low"] is not None for mean in means) else []  # of single pairs there are none
+    return alt.layer(zero, dots, *intervals, centres).properties(width="container", height=34 * len(names))
 
 
 def palette(series: Sequence[Series]) -> dict[str, list[str]]:
