@@ -120,7 +120,7 @@ class RMSNorm(QKNorm):
 class DivideByRMS(torch.autograd.Function):
     """y = x / sqrt(mean(x^2) + eps) along the last dimension of x (..., hs).
 
-    The derivative is written out, dx = (dy - y mean(dy y)) / sqrt(mean(x^2) + eps), in fewer passes than autograd takes.
+    The derivative is written out, in fewer passes than autograd's: dx = (dy - y mean(dy y)) / sqrt(mean(x^2) + eps).
     """
 
     @staticmethod
