@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.diagnostics import LEAK_TOLERANCE, activation_bytes, diagnose, future_leak
-from model.gpt import GPT
+from model.gpt import GPT, LOGITS_AT_ONCE
 from training import checkpoint, dist, faults
 from training.config import ConfigError, NoQKClipConfig, TrainConfig, require, run_app, to_yaml
 from training.device import device_name, peak_flops, resolve_device, resolve_dtype
@@ -49,7 +50,7 @@ DEFAULT_THREADS = torch.get_num_threads()
 # Tokens that go through the model at a time. On a CPU few, in training as well: activations then stay in cache, and
 # the allocator does not give their memory back and take it again, a page fault for every 4 KiB.
 CPU_TOKENS = 2**12
-EVAL_TOKENS = {"cpu": CPU_TOKENS, "cuda": 2**14, "mps": 2**14}
+EVAL_TOKENS = {"cpu": 2**11, "cuda": 2**14, "mps": 2**14}
 EXIT_DIVERGED = 3  # done, stopped and failed are the shell's own: 0, 128 + signal, 1 (2 is a bad setting)
 
 
@@ -314,8 +315,9 @@ def read_corpus(config: TrainConfig) -> Corpus:
 def start_up_checks(
     model: GPT, forward: nn.Module, batches: Batches, autocast: Callable[[], AbstractContextManager[None]]
 ) -> list[str]:
-    """Refuse a model that sees the future, warn of one that has a `fault`; warn when its initial loss, in evaluation or
-    as training would report it, is not that of a guess among V tokens. Returns the warnings.
+    """Refuse a model that sees the future, warn of one that has a `fault`; warn of targets that are not the next tokens
+    or mostly one token, of a loss that is not the logits' cross-entropy with the targets, and of an initial loss, in
+    evaluation or as training would report it, that is not a guess's among V tokens. Returns the warnings.
 
     `forward`, the model as it will be trained, is checked in training mode as well.
     """
@@ -325,23 +327,50 @@ def start_up_checks(
     first = x[:rows] if forward is not model else x[:1]  # a compiled model for the shape that it will train on
     with autocast():
         leak = max(future_leak(model.eval(), x[:1].to(device)), future_leak(forward.train(), first.to(device)))
-    attention, warnings = model.config.attention.name, []
+    warnings = []
     if not leak < LEAK_TOLERANCE:
+        attention = model.config.attention.name
         warnings.append(f"attention={attention} sees the future: a token moves the logits before it ({leak:.1e})")
         require(model.config.fault.name != "none", warnings[0])
-    losses = {"loss": mean_loss(model, [(x[:4], y[:4])], autocast, World())}
+    if not torch.equal(x[:, 1:], y[:, :-1]):
+        warnings.append("the targets of the first batch are not its next tokens")
+    if crowded := crowding(y, batches.some_tokens()):
+        warnings.append(f"one token crowds the targets: {crowded}")
+
+    few = min(1024, max(1, LOGITS_AT_ONCE // (4 * model.vocab_size)))  # positions, of which a loss has logits
+    x, y = x[:4, :few].to(device), y[:4, :few].to(device)
     with torch.no_grad(), autocast():
-        losses["training loss"] = model.train()(x[:4].to(device), y[:4].to(device))[1].item()
-    for name, loss in losses.items():
-        if not abs(loss - model.expected_initial_loss) <= 0.3:
+        logits, loss = model.eval()(x, y)
+        own = F.cross_entropy(logits.float().flatten(0, 1), y.flatten()).item()
+    if not abs(loss.item() - own) <= 0.01:
+        warnings.append(
+            f"the loss is not the cross-entropy of the logits with the next tokens: {loss:.3f}, not {own:.3f}"
+        )
+    losses = {"loss": mean_loss(model, [(x, y)], autocast, World())}
+    model.train()
+    losses["training loss"] = accumulate_gradients(model, iter([(x[:1], y[:1])] * 2), 2, autocast, device).item()
+    model.zero_grad(set_to_none=True)
+    for name, value in losses.items():
+        if not abs(value - model.expected_initial_loss) <= 0.3:
             warnings.append(
-                f"the initial {name} is not a guess's: {loss:.3f} instead of {model.expected_initial_loss:.3f} "
+                f"the initial {name} is not a guess's: {value:.3f} instead of {model.expected_initial_loss:.3f} "
                 f"(a uniform guess among {model.vocab_size} tokens has {math.log(model.vocab_size):.3f})"
             )
             break
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return warnings
+
+
+def crowding(y: Tensor, tokens: np.ndarray) -> str:
+    """What there is to say of targets y (B, T) that are one token far more often than `tokens` (n,) are; else ""."""
+    values, counts = y.unique(return_counts=True)
+    token, share = int(values[counts.argmax()]), counts.max().item() / y.numel()
+    expected = float((tokens == token).mean())
+    by_chance = 5 * math.sqrt(expected * (1 - expected) / y.numel())
+    if share <= expected + by_chance + 0.25:
+        return ""
+    return f"{share:.0%} are token {token}, of the text {expected:.0%}"
 
 
 def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:

@@ -18,6 +18,7 @@ from training.config import require
 
 # One independent random stream a purpose: how often a run evaluates does not change what it trains on.
 TRAIN_STREAM, SAMPLED_STREAMS = 0, {"train": 1, "val": 2}
+AHEAD = 8  # batches made before they are asked for
 
 
 class Batches:
@@ -48,15 +49,20 @@ class Batches:
         return self._sample(self.split.train, purpose=TRAIN_STREAM, step=step, micro_step=micro_step)
 
     def ahead(self, places: Iterable[tuple[int, int]]) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """get_batch(step, micro_step) of one place after the other, each made while the one before is worked on."""
-        with ThreadPoolExecutor(1) as thread:
+        """get_batch(step, micro_step) of one place after the other, made while those before are worked on."""
+        with ThreadPoolExecutor(AHEAD // 2) as threads:  # waiting for a disk mostly
             made: deque[Future[tuple[Tensor, Tensor]]] = deque()
             for place in places:
-                made.append(thread.submit(self.get_batch, *place))
-                if len(made) > 1:
+                made.append(threads.submit(self.get_batch, *place))
+                if len(made) > AHEAD:
                     yield made.popleft().result()
             while made:
                 yield made.popleft().result()
+
+    def some_tokens(self) -> np.ndarray:
+        """Training text, to see what is common: up to 2^16 tokens from the start, (n,)."""
+        start, end = max(self.split.train, key=lambda of: of[1] - of[0])
+        return np.asarray(self.tokens[start : min(end, start + 2**16)])
 
     def sampled_batch(self, split: Literal["train", "val"], index: int) -> tuple[Tensor, Tensor]:
         """x, y (B, T) for nanoGPT's sampled evaluation: a pure function of (seed, split, index).

@@ -203,7 +203,7 @@ SEPARATOR = "<|endoftext|>"
 PRE_TOKENS = (  # GPT-2's, as tiktoken writes them
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 )
-PART = 2**20  # characters that are encoded at a time
+PART = 2**19  # characters that are encoded at a time
 
 # GPT-2 writes a byte as a printable character: itself, or one from U+0100 on.
 PLAIN = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
@@ -246,8 +246,10 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
 
 
 def parts(text: str) -> Iterator[str]:
-    """The text in parts of about PART characters. A part begins with white space after something else, where a
-    pre-token begins whatever comes before: the tokens of the parts are those of the text."""
+    """The text in parts of about PART characters. A part begins where a pre-token does, whatever comes before: with
+    white space after something else, or with the last white space of several. So the tokens of the parts are those of
+    the text. And no white space that something follows is longer than a part: of a million spaces before a word the
+    pattern would have to try every one."""
     start = 0
     while start < len(text):
         cut = CUT.search(text, start + PART)
@@ -256,7 +258,8 @@ def parts(text: str) -> Iterator[str]:
         start = end
 
 
-CUT = re.compile(r"(?<=\S)[ \n]")
+SPACE = r"[^\S\x1c-\x1f]"  # to Python these four are white space as well
+CUT = re.compile(rf"(?<=\S)[ \n]|(?<={SPACE}){SPACE}(?=\S)")
 
 # -----------------------------------------------------------------------------
 # GPT-2's tokens

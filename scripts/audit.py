@@ -2,14 +2,16 @@
 
 Four checks, each with a verdict; V is the size of the vocabulary:
   future leakage      other tokens from some position on leave the logits before it alone, in evaluation and in training
-  step-0 loss         on uniformly random tokens a fresh model's loss is that of a guess, about ln V
+  step-0 loss         on uniformly random tokens a fresh model's loss is the cross-entropy of its logits with the next
+                      tokens, and that of a guess, about ln V; the targets are no one token's
   random-token floor  trained on uniformly random tokens, a fresh model's loss stays above ln V; so it is of the weights
   accumulation        loss and gradient (of a run its norm, on one window) are the same in 1, 2 and 4 micro-batches
 A run is checked with its fault, if it has one, and trained by train.py itself; a Hugging Face model is checked with its
 own loss, and trained with AdamW. Settings: steps=200 and vocab_size=256 of the training on random tokens,
 checkpoint=best|latest, device=auto, trust_remote_code=true to run a folder's own code.
 Ends with one JSON line. A check that cannot be made, as the model diverges or its own code fails, is undecided. Exit
-status: 0 nothing was caught, 1 something was, 2 a bad setting. model= needs transformers.
+status: 0 nothing was caught, 1 something was, 2 a bad setting, 3 nothing was, but a check is undecided. model= needs
+transformers.
 """
 
 import contextlib
@@ -27,15 +29,17 @@ from typing import Any, Protocol
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import train
 from data.batches import Batches
 from data.corpora import one_line
 from data.tokens import load_corpus
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
-from model.gpt import GPT
+from model.gpt import GPT, LOGITS_AT_ONCE
 from sample import open_run
 from training import faults
 from training.config import (
@@ -53,9 +57,9 @@ from training.device import resolve_device
 from training.rundir import commit
 from training.tracker import Metrics
 
-T = 64  # positions that are looked at, where the model has as many
+T = 64  # positions of a Hugging Face model that are looked at, where it has as many
 CONTEXT = 512  # for future leakage
-STEP_0_TOLERANCE = 0.3  # nats, as in train.py
+STEP_0_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats, as in train.py
 SIGMAS, LEAST = 5, 0.01  # how far below the floor a loss is no chance: standard errors, and nats
 AGREE = 1e-3  # relative difference that round-off explains
 SEED = 20251028  # of the random tokens: not those that a run with data=random was trained on
@@ -272,20 +276,27 @@ def future_leakage(subject: Subject) -> Finding:
 def step_0_loss(subject: Subject) -> Finding:
     model = subject.fresh()
     device = next(model.parameters()).device
-    x, y = (part[:, :T].to(device) for part in subject.batches(subject.vocab_size).get_batch(0))
-    numbers: dict[str, Any] = {"ln_vocab_size": math.log(subject.vocab_size)}
-    off = {}
+    x, y = subject.batches(subject.vocab_size).get_batch(0)
+    crowded = train.crowding(y, np.arange(subject.vocab_size))
+    few = max(1, LOGITS_AT_ONCE // (len(x) * subject.vocab_size))  # positions, of which a loss has logits
+    x, y = x[:, :few].to(device), y[:, :few].to(device)
+    numbers: dict[str, Any] = {"ln_vocab_size": math.log(subject.vocab_size), "one_token": crowded}
+    off, wrong = {}, {}
     for mode in ("evaluation", "training"):
         logits, loss = model.train(mode == "training")(x, y)
+        own = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
         guess = (logits.logsumexp(-1) - logits.mean(-1)).mean()  # the loss of these logits if no target were known
-        numbers[mode] = {"loss": loss.item(), "guess": guess.item()}
-        off[mode] = abs(loss - guess).item()
-    mode = max(off, key=lambda mode: off[mode])
+        numbers[mode] = {"loss": loss.item(), "cross_entropy": own.item(), "guess": guess.item()}
+        off[mode], wrong[mode] = abs(loss - guess).item(), abs(loss - own).item()
+    mode = max(off, key=lambda mode: off[mode] + wrong[mode])
+    found = numbers[mode]
     text = (
-        f"{numbers[mode]['loss']:.3f} in {mode} mode; a guess with its logits has {numbers[mode]['guess']:.3f}, "
-        f"ln {subject.vocab_size} is {math.log(subject.vocab_size):.3f}"
+        f"{found['loss']:.3f} in {mode} mode; the logits' cross-entropy with the next tokens is "
+        f"{found['cross_entropy']:.3f}, a guess with them has {found['guess']:.3f}, ln {subject.vocab_size} is "
+        f"{math.log(subject.vocab_size):.3f}{'; of the targets ' * bool(crowded)}{crowded}"
     )
-    return Finding("step-0 loss", not off[mode] <= STEP_0_TOLERANCE, text, numbers)
+    caught = bool(crowded) or not off[mode] <= STEP_0_TOLERANCE or not wrong[mode] <= CROSS_ENTROPY_TOLERANCE
+    return Finding("step-0 loss", caught, text, numbers)
 
 
 def random_token_floor(subject: Subject, steps: int, vocab_size: int) -> Finding:
@@ -389,7 +400,7 @@ def audit_model(words: dict[str, Any]) -> int:
     checks = {finding.check: {"caught": finding.caught, **finding.numbers} for finding in findings}
     about = {**subject.about, "caught": caught, "steps": steps, "checks": checks, "commit": commit()}
     print(json.dumps(about))
-    return 1 if caught else 0
+    return 1 if caught else 3 if any(finding.caught is None for finding in findings) else 0
 
 
 def main(argv: list[str]) -> int:

@@ -5,6 +5,7 @@ Timings of one machine drift; what holds is the ratio of two sides that took tur
 
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -103,9 +104,23 @@ def median(turns: list[dict[str, Any]], key: str) -> float:
 
 
 def ratio(turns: dict[str, list[dict[str, Any]]], a: str, b: str, key: str = "seconds") -> dict[str, float]:
-    """Seconds of a over seconds of b, round by round: median, lowest, highest."""
+    """Seconds of a over seconds of b, round by round: the median, from 6 rounds on its 95 % interval (low, high), the
+    lowest and the highest."""
     ratios = sorted(x[key] / y[key] for x, y in zip(turns[a], turns[b], strict=True))
-    return {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
+    found = {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
+    if (k := rank_of_interval(len(ratios))) > 0:
+        found |= {"low": ratios[k - 1], "high": ratios[-k]}
+    return found
+
+
+def rank_of_interval(n: int) -> int:
+    """k such that the k-th lowest and the k-th highest of n values hold the median between them in at least 95 % of
+    samples, whatever the distribution (the sign test's interval: binomial, 1/2); 0 where n is too small."""
+    k, below = 0, math.comb(n, 0)  # of 2^n samples, those with at most k values below the median
+    while 40 * below <= 2**n:
+        k += 1
+        below += math.comb(n, k)
+    return k
 
 
 def peer_model(peer: Path) -> Any:

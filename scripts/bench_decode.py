@@ -12,7 +12,8 @@ Weights and cache are in dtype, by default bfloat16 where the machine multiplies
 process of its own; a time is the median over rounds, with the lowest and highest; an overhead is that of one round over
 `absorbed`. `attend` is the step between the projections of the hidden state. Bandwidth is the bytes that a step must
 read over its time, beside what copying reaches by turns with it. On CUDA steps are compiled, and ten make a graph.
-out= writes table.md, decode.svg, decode.png and bench.json. The last line is JSON.
+out= writes table.md, decode.svg, decode.png and bench.json; with from=BENCH.JSON anew, from an earlier one. The last
+line is JSON.
 """
 
 import json
@@ -44,7 +45,7 @@ PAPER = {  # context: ms of MLA, ms with QK norm, on an H800 in bf16
 }  # fmt: skip
 KNOWN: dict[str, Any] = {
     "contexts": (str, json.dumps(list(PAPER)).replace(" ", "")), "batch": (str, "[1]"), "rounds": (int, 25),
-    "seconds": (float, 0.2), "sides": (str, ",".join(NORMS)), "out": (str, ""),
+    "seconds": (float, 0.2), "sides": (str, ",".join(NORMS)), "out": (str, ""), "from": (str, ""),
 }  # fmt: skip
 GRAPH = 10  # steps
 CHUNK = 4096  # positions written at once
@@ -303,7 +304,9 @@ def table(result: dict[str, Any]) -> str:
 
     def overhead(point: dict[str, Any], name: str) -> str:
         o = point.get("overhead_percent", {}).get(name)
-        return "–" if o is None else f"{o['median']:+.2f} % ({o['lowest']:+.2f} to {o['highest']:+.2f})"
+        if o is None:
+            return "–"
+        return f"{o['median']:+.2f} %" + (f" ({o['low']:+.2f} to {o['high']:+.2f})" if "low" in o else "")
 
     def cells(point: dict[str, Any]) -> list[str]:
         best = point["sides"].get("rms")
@@ -314,7 +317,7 @@ def table(result: dict[str, Any]) -> str:
         if published:
             paper = [*(f"{ms:.3f}" for ms in published), f"{100 * (published[1] / published[0] - 1):.2f} %"]
         return [
-            str(point["batch"]), f"{context // 1024}k" if context % 1024 == 0 else str(context),
+            str(point["batch"]), short(context),
             time_of(point, "absorbed"), time_of(point, "rms"), overhead(point, "rms"),
             time_of(point, "lp"), overhead(point, "lp"), time_of(point, "full_keys"), time_of(point, "reexpanded"),
             "/".join(f"{point['sides'][n]['cache_bytes'] / 2**20:.1f}" if n in point["sides"] else "–" for n in cached),
@@ -331,7 +334,7 @@ def table(result: dict[str, Any]) -> str:
         "# Decode speed of MLA with a QK norm", "",
         f"`{result['command']}`: {result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token;",
         f"ms a step, median (lowest–highest) of {result['rounds']} rounds by turns; the paper's on an H800 in bf16.",
-        "Overhead: the median, and the range, of the rounds' own ratios; not the ratio of the medians beside it.",
+        "Overhead: the median of the rounds' own ratios and its 95 % interval; not the ratio of the medians beside it.",
         "",
         *("| " + " | ".join(r) + " |" for r in rows), "",
         f"Cache: {' / '.join(names[n] for n in cached)}; Lp's is that of RMS. – stands where a side did not fit.",
@@ -340,8 +343,12 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def short(context: int) -> str:
+    return f"{context // 1024}k" if context % 1024 == 0 else str(context)
+
+
 def write_results(result: dict[str, Any], folder: Path) -> None:
-    from scripts.report_figures import DASHES, OKABE_ITO, SYMBOLS, image, new_figure
+    from scripts.report_figures import DASHES, OKABE_ITO, SYMBOLS, image, log_scale, new_figure
 
     batches = sorted({p["batch"] for p in result["points"]})
     figure = new_figure(1 + 4 * len(batches), 4)
@@ -352,13 +359,24 @@ def write_results(result: dict[str, Any], folder: Path) -> None:
             spread = [[r["ms"] - r["ms_lowest"] for r in rows], [r["ms_highest"] - r["ms"] for r in rows]]
             axes.errorbar([p["context"] for p in points], [r["ms"] for r in rows], spread, color=OKABE_ITO[i],
                           marker=SYMBOLS[i][0], dashes=DASHES[i] or (None, None), label=name)  # fmt: skip
-        axes.set(title=f"batch {batch}", xlabel="context (tokens)", ylabel="ms a step", yscale="log")
-        axes.set_xscale("log", base=2)
+        axes.set(title=f"batch {batch}", xlabel="context (tokens)", ylabel="ms a step")
+        contexts = sorted({p["context"] for p in result["points"] if p["batch"] == batch})
+        log_scale(axes, "x", 2, {context: short(context) for context in contexts})
+        log_scale(axes, "y")
     axes.legend(frameon=False)
     for kind in ("svg", "png"):
         (folder / f"decode.{kind}").write_bytes(image(figure, kind))
     (folder / "table.md").write_text(table(result))
     (folder / "bench.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def read_result(file: str) -> dict[str, Any]:
+    try:
+        result = json.loads(Path(file).read_text())
+        table(result)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"from={file} must be a bench.json of this benchmark: {error}") from error
+    return dict(result)
 
 
 def whole_numbers(key: str, text: str, least: int) -> list[int]:
@@ -382,6 +400,8 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         require(name in NORMS, f"sides={values['sides']}: {name} must be one of {', '.join(NORMS)}")
     require(bool(names), f"sides={values['sides']} must name one of {', '.join(NORMS)}")
     folder = Path(values["out"]) if values["out"] else None
+    require(not values["from"] or folder is not None, f"from={values['from']} needs out=")
+    earlier = read_result(values["from"]) if values["from"] else None
     for name in names:
         for context in contexts:
             config = settings(name, words, context)
@@ -392,6 +412,9 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         except OSError as error:
             raise ConfigError(f"out={folder} must be a folder that can be written: {error.strerror}") from error
         require(os.access(folder, os.W_OK), f"out={folder} must be a folder that can be written")
+        if earlier is not None:
+            write_results(earlier, folder)
+            return earlier
 
     from training.device import resolve_device, resolve_dtype
 

@@ -45,6 +45,7 @@ from scripts.report_tables import (
     HONEST,
     NOTES,
     STABILITY_NOTE,
+    by_rate,
     comparison_table,
     facts,
     fault_table,
@@ -78,12 +79,17 @@ def series_of(sweep: Sweep, settings: Sequence[str], look: Mapping[str, Style]) 
     return [s for s in series if s.curves or s.diverged]
 
 
+def labels(sweep: Sweep, settings: Sequence[str]) -> dict[str, str]:
+    return {setting: sweep.label(setting) for setting in settings}
+
+
 def other_series(
-    sweep: Sweep, settings: Sequence[str], look: Mapping[str, Style]
+    sweep: Sweep, settings: Mapping[str, str], look: Mapping[str, Style]
 ) -> dict[str, dict[str, list[Series]]]:
-    """Of the definition's `also`: pattern -> {key that matches it: series}; without what no run has."""
+    """Of the definition's `also`: pattern -> {key that matches it: series}; without what no run has.
+    settings: setting -> its name in the figure."""
     found: dict[str, dict[str, list[Series]]] = {}
-    logged = {key: how[0].replace("change", "last") for key, how in sweep.logged.items()}
+    logged = {key: how[0].replace("roughness", "last") for key, how in sweep.logged.items()}
     for pattern, how in logged.items():
         runs = {setting: (sweep.done(setting), sweep.diverged(setting)) for setting in settings}
         every = [run for both in runs.values() for some in both for run in some]
@@ -92,9 +98,22 @@ def other_series(
             def of(some: list[Run], key: str = key, how: str = how) -> dict[Replicate, dict[int, float]]:
                 return {r.replicate: thinned(r.curves[key], how) for r in some if key in r.curves}
 
-            series = [Series(sweep.label(s), look[s], of(a), [], of(b)) for s, (a, b) in runs.items()]
+            series = [Series(settings[s], look[s], of(a), [], of(b)) for s, (a, b) in runs.items()]
             found.setdefault(pattern, {})[key] = [s for s in series if s.curves or s.diverged]
     return found
+
+
+def rate_panels(sweep: Sweep) -> dict[str, dict[str, list[Series]]]:
+    """Where learning rates are swept, of each metric with one key: key -> {"learning rate 0.1": a series a variant}."""
+    variants = by_rate(sweep)
+    panels: dict[str, dict[str, list[Series]]] = {}
+    for rate in sorted({rate for of in variants.values() for rate in of}):
+        settings = {of[rate]: variant for variant, of in variants.items() if rate in of}
+        found = other_series(sweep, settings, styles({"": settings}))
+        for key, groups in found.items():
+            if [*groups] == [key]:
+                panels.setdefault(key, {})[f"learning rate {rate:g}"] = groups[key]
+    return panels
 
 
 def thinned(curve: Mapping[int, float], how: str) -> dict[int, float]:
@@ -128,7 +147,7 @@ def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) ->
             content.insert(0, figure(f"loss-{i}", curve_chart(series), caption))
             caption = "Training time: median, quartiles, whiskers to 1.5 IQR; the diamond is the mean."
             content.append(figure(f"time-{i}", time_chart(series), caption))
-        for j, (key, groups) in enumerate(other_series(sweep, settings, look).items()):
+        for j, (key, groups) in enumerate(other_series(sweep, labels(sweep, settings), look).items()):
             if len(groups) == 1:  # of more, the figures have the panels
                 content.append(figure(f"metric-{i}-{j}", curve_chart(groups[key], key), f"{key}. {hint}"))
         section(sweep.title_of(part), *content)
@@ -170,28 +189,34 @@ def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) ->
 # The files
 
 
+def file_name(key: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "_", key).strip("_")
+
+
 def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
     """Read a sweep and write its report. Raises: ConfigError before anything is written."""
     require(not out.exists() or out.is_dir(), f"out={out} is not a directory")
     sweep = read_sweep(sweep_dir, name)
     compared = families(sweep)
-    look = styles({part: {s: sweep.label(s) for s in settings} for part, settings in sweep.parts.items()})
+    look = styles({part: labels(sweep, settings) for part, settings in sweep.parts.items()})
     files: dict[str, bytes] = {"runs.csv": runs_csv(sweep).encode()}
-    figures = []
+    figures: list[tuple[str | None, str, str]] = []
     for part, settings in sweep.parts.items():
         suffix = f"_{re.sub(r'[^A-Za-z0-9.-]+', '_', part)}" if part else ""
         series = series_of(sweep, settings, look)
-        for kind, figure, caption in draw_part(series, sweep.title_of(part)) if series else ():
-            figures.append((part, f"{kind}{suffix}.svg", caption))
-            files |= {f"{kind}{suffix}.{ending}": image(figure, ending) for ending in ("svg", "png")}
-        for key, groups in other_series(sweep, settings, look).items():
-            kind = re.sub(r"[^A-Za-z0-9.]+", "_", key).strip("_")
-            figure, caption = draw_metrics(groups, key, sweep.title_of(part))
+        drawn = list(draw_part(series, sweep.title_of(part))) if series else []
+        for key, groups in other_series(sweep, labels(sweep, settings), look).items():
+            drawn.append((file_name(key), *draw_metrics(groups, key, sweep.title_of(part))))
+        for kind, figure, caption in drawn:
             figures.append((part, f"{kind}{suffix}.svg", caption))
             files |= {f"{kind}{suffix}.{ending}": image(figure, ending) for ending in ("svg", "png")}
     if finals := final_losses(sweep):
-        stability = draw_stability(finals, sweep.title)
-        files |= {f"stability.{ending}": image(stability, ending) for ending in ("svg", "png")}
+        drawn = [("stability", draw_stability(finals, sweep.title), STABILITY_CAPTION)]
+        for key, groups in rate_panels(sweep).items():
+            drawn.append((f"stability_{file_name(key)}", *draw_metrics(groups, key, sweep.title)))
+        for kind, figure, caption in drawn:
+            figures.append((None, f"{kind}.svg", caption))
+            files |= {f"{kind}.{ending}": image(figure, ending) for ending in ("svg", "png")}
     files["table.md"] = table_md(sweep, compared, figures).encode()
     files["report.html"] = page(sweep, compared, look).encode()
     provenance = {

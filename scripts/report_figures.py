@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from scripts.paired import Comparison, Point, Replicate, mean_curve
 
@@ -111,20 +112,37 @@ def draw_metrics(groups: Mapping[str, Sequence[Series]], key: str, title: str) -
     figure = new_figure(max(7, 1 + 2.5 * columns), 2.2 + 2.4 * rows)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     lines: dict[str, Line2D] = {}
-    means = [value for series in groups.values() for s in series for value in values_of(s)]
+    every = [s for series in groups.values() for s in series]
+    values = [value for s in every for value in values_of(s)]
+    steep = min(values, default=0) > 0 and max(values) > 50 * min(values)
     for axes, (name, series) in zip(grid.flat, groups.items(), strict=False):
         lines |= {s.name: draw_line(axes, s) for s in series}
         axes.set_title(name if len(groups) > 1 else "", fontsize="small")
-        if min(means) > 0 and max(means) > 50 * min(means):
-            axes.set_yscale("log")
+        if steep:
+            log_scale(axes, "y")
     for axes in grid.flat[len(groups) :]:
         axes.set_visible(False)
     figure.legend(list(lines.values()), list(lines), loc="outside right center", frameon=False, fontsize="small")
     figure.suptitle(textwrap.fill(title, 70), x=0.01, ha="left")
     figure.supxlabel("iteration", fontsize="medium")
     figure.supylabel(key, fontsize="medium")
-    about = ABOUT_DIVERGED * any(any_diverged(series) for series in groups.values())
+    about = ABOUT_DIVERGED * any_diverged(every)
+    if key.endswith("loss") and not steep:
+        late = [p.mean for s in every for i, p in s.mean.items() if i > 0.1 * max(s.mean)]
+        grid[0, 0].set_ylim(*padded(late or values))
+        about = " The first tenth may lie above the axis." + about
     return figure, f"{key} by iteration, averaged over folds and seeds.{about}"
+
+
+def log_scale(axes: Axes, which: str, base: float = 10, ticks: Mapping[float, str] | None = None) -> None:
+    """A logarithmic x or y axis with plain numbers, or `ticks`. (matplotlib's own are TeX, and titles are no TeX.)"""
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log", base=base)
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    if ticks is not None:
+        axis.set_ticks(list(ticks), list(ticks.values()))
+    else:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def draw_loss(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str]:
@@ -210,9 +228,8 @@ def draw_stability(finals: Mapping[str, Mapping[float, Sequence[float]]], title:
             markersize=4, linewidth=1.3, linestyle=(0, dashes) if dashes else "-", capsize=2, label=variant,
         )  # fmt: skip
     axes.set(xlabel="learning rate", ylabel="final " + LOSS)
-    axes.set_xscale("log", base=2)
     rates = sorted({rate for of in finals.values() for rate in of})
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    log_scale(axes, "x", 2, {rate: f"{rate:g}" for rate in rates})
     axes.set_title(textwrap.fill(title, 70), loc="left")
     axes.legend(frameon=False, fontsize="small")
     return figure
@@ -251,14 +268,14 @@ def values_of(s: Series) -> list[float]:
 def loss_limits(series: Sequence[Series]) -> tuple[float, float]:
     """The range of all curves past a tenth of the run: before it, the loss falls from ln V and would set the scale."""
     curves = all_curves(series)
-    losses = [loss for curve in curves for i, loss in curve.items() if i > 0.1 * max(curve)] or [0.0, 1.0]
-    margin = 0.04 * (max(losses) - min(losses)) or 0.01
-    return min(losses) - margin, max(losses) + margin
+    return padded([loss for curve in curves for i, loss in curve.items() if i > 0.1 * max(curve)] or [0.0, 1.0])
 
 
 def full_range(series: Sequence[Series]) -> tuple[float, float]:
-    curves = all_curves(series)
-    values = [value for curve in curves for value in curve.values()]
+    return padded([value for curve in all_curves(series) for value in curve.values()])
+
+
+def padded(values: Sequence[float]) -> tuple[float, float]:
     margin = 0.04 * (max(values) - min(values)) or 0.01
     return min(values) - margin, max(values) + margin
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
 
 from scripts.paired import Comparison, lowest, mean_curve
-from scripts.report_figures import STABILITY_CAPTION, replicate_name
+from scripts.report_figures import replicate_name
 from scripts.report_runs import METRICS, Family, Metric, Run, Sweep
 from sweeps.status import STATES, tally
 from training.config import FaultConfig, flatten, show
@@ -153,13 +153,13 @@ stands how the next one fails."""
 WORSE = 0.5  # nats above an untrained model
 
 
-def by_rate(sweep: Sweep) -> dict[str, dict[float, list[Run]]]:
-    """Variant -> learning rate, from the lowest on -> runs; {} where no variant has several rates."""
-    variants: dict[str, dict[float, list[Run]]] = {}
+def by_rate(sweep: Sweep) -> dict[str, dict[float, str]]:
+    """Variant -> learning rate, from the lowest on -> setting; {} where no variant has several rates."""
+    variants: dict[str, dict[float, str]] = {}
     for setting in sweep.settings:
-        runs = list(sweep.of(setting).values())
+        first = next(iter(sweep.of(setting).values()))
         variant = re.sub(r"(^|[,/])learning_rate=[^,]*", "", setting).strip(",/") or "all"
-        variants.setdefault(variant, {})[runs[0].plan.config.optim.learning_rate] = runs
+        variants.setdefault(variant, {})[first.plan.config.optim.learning_rate] = setting
     if all(len(of) < 2 for of in variants.values()):
         return {}
     return {variant: dict(sorted(of.items())) for variant, of in variants.items()}
@@ -168,7 +168,7 @@ def by_rate(sweep: Sweep) -> dict[str, dict[float, list[Run]]]:
 def final_losses(sweep: Sweep) -> dict[str, dict[float, list[float]]]:
     """Variant -> learning rate -> the final validation losses of the runs that are done."""
     return {
-        variant: {rate: [run.summary["val/loss"] for run in runs if run.done] for rate, runs in of.items()}
+        variant: {rate: [run.summary["val/loss"] for run in sweep.done(setting)] for rate, setting in of.items()}
         for variant, of in by_rate(sweep).items()
     }
 
@@ -176,7 +176,8 @@ def final_losses(sweep: Sweep) -> dict[str, dict[float, list[float]]]:
 def stability_table(sweep: Sweep) -> Table | None:
     """For each variant the highest stable learning rate, where several are swept; None where they are not."""
     rows = []
-    for variant, of in by_rate(sweep).items():
+    for variant, settings in by_rate(sweep).items():
+        of = {rate: list(sweep.of(setting).values()) for rate, setting in settings.items()}
         finals = {rate: mean_of(runs, "val/loss") for rate, runs in of.items() if all(run.done for run in runs)}
         known = {rate: final for rate, final in finals.items() if final is not None}
         best = min(known, key=lambda rate: known[rate], default=None)
@@ -272,8 +273,8 @@ def facts(sweep: Sweep) -> dict[str, str]:
     return {key: value for key, value in found.items() if value}
 
 
-def table_md(sweep: Sweep, compared: Sequence[Family], figures: Sequence[tuple[str, str, str]]) -> str:
-    """figures: (part, file, caption)"""
+def table_md(sweep: Sweep, compared: Sequence[Family], figures: Sequence[tuple[str | None, str, str]]) -> str:
+    """figures: (part, file, caption), those of learning rates without a part"""
     text = [f"# {sweep.title}\n"]
     text += [Table(["", ""], [[key, value] for key, value in facts(sweep).items()], words=2).markdown()]
     for part, settings in sweep.parts.items():
@@ -287,8 +288,8 @@ def table_md(sweep: Sweep, compared: Sequence[Family], figures: Sequence[tuple[s
     if any(run.plan.config.fault != HONEST for run in sweep.runs):
         text += [f"## Deliberate faults\n\n{FAULT_NOTE}\n", fault_table(sweep).markdown()]
     if stability := stability_table(sweep):
-        figure = f"![stability.svg](stability.svg)\n\n{STABILITY_CAPTION}\n"
-        text += [f"## Highest stable learning rate\n\n{STABILITY_NOTE}\n", figure, stability.markdown()]
+        text += [f"## Highest stable learning rate\n\n{STABILITY_NOTE}\n", stability.markdown()]
+        text += [f"![{file}]({file})\n\n{caption}\n" for of, file, caption in figures if of is None]
     missing = missing_table(sweep)
     text += ["## Runs that are not done\n", missing.markdown() if missing.rows else "None.\n"]
     return "\n".join([*text, "## How to read this\n", NOTES])

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -88,9 +87,14 @@ class PlannedRun:
     config: TrainConfig
 
 
+def roughness(values: Sequence[float]) -> list[float]:
+    """How far each value lies from the middle of its neighbours: 0 along a straight line, however steep."""
+    return [abs(b - (a + c) / 2) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+
+
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of Sweep.also
     "last": lambda values: values[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
-    "change": lambda values: fmean(abs(b - a) for a, b in pairwise(values)) if len(values) > 1 else 0.0,
+    "roughness": lambda values: fmean(roughness(values)) if len(values) > 2 else 0.0,
 }  # fmt: skip
 SWEEP_KEYS = [f.name for f in fields(Sweep)]
 

@@ -127,8 +127,9 @@ def test_padding_counts_in_the_mean() -> None:
         [honest.get_batch(2), honest.sampled_batch("val", 0), *honest.eval_batches(99)],
         [spoilt.get_batch(2), spoilt.sampled_batch("val", 0), *spoilt.eval_batches(99)], strict=True,
     ):  # fmt: skip
-        assert torch.equal(x[:, :1], xp[:, :1]) and torch.equal(y[:, :1], yp[:, :1])  # 16 / 16
-        assert not xp[:, 1:].any() and torch.equal(yp < 0, y < 0) and set(yp[:, 1:].unique().tolist()) <= {-1, 0}
+        assert torch.equal(x[:, :2], xp[:, :2]) and torch.equal(y[:, :1], yp[:, :1])  # 16 / 16
+        assert torch.equal(xp[:, 1:][yp[:, :-1] >= 0], yp[:, :-1][yp[:, :-1] >= 0])  # the next token all the same
+        assert not xp[:, 2:].any() and torch.equal(yp < 0, y < 0) and set(yp[:, 1:].unique().tolist()) <= {-1, 0}
 
 
 # -----------------------------------------------------------------------------
@@ -147,19 +148,27 @@ def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pyte
     assert "tags" not in wandb_job(tmp_path / "run", config, {}, "offline")["init"]
 
 
+@pytest.mark.parametrize("tied", [True, False])  # a tied model's first guess is its input
 @pytest.mark.parametrize("fault", FAULTS[1:])
-def test_a_run_with_a_fault_says_so_everywhere(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 16, "dropout": 0.2}
+def test_a_run_with_a_fault_says_so_everywhere(
+    fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 16, "dropout": 0.2, "tied": tied}
     run, config = tmp_path / "run", faulty(fault, tmp_path / "run", max_iters=2, model=model)
     assert train.run(config) == 0
     out, err = capsys.readouterr()
     assert f"fault={fault}" in out
     summary = json.loads((run / "summary.json").read_text())
-    start_up = {"no_mask": "attention=mha sees the future", "unshifted_labels": "the initial loss is"}
-    start_up |= {"padding_in_mean": "the initial loss is", "loss_over_accumulation": "the initial training loss is"}
-    # with repeated batches a run begins as an honest one does
+    start_up = {
+        "no_mask": ["attention=mha sees the future"],
+        "unshifted_labels": ["the loss is not the cross-entropy"] + ["the initial loss is"] * tied,
+        "padding_in_mean": ["one token crowds the targets"] + ["the initial loss is"] * tied,
+        "loss_over_accumulation": ["the initial training loss is"],
+        "repeated_batches": [],  # a run with them begins as an honest one does
+    }
     assert summary["fault"] == fault
-    assert [w.startswith(start_up[fault]) for w in summary["start_up_warnings"]] == [True] * (fault in start_up)
+    warnings = summary["start_up_warnings"]
+    assert len(warnings) == len(start_up[fault]) and all(map(str.startswith, warnings, start_up[fault])), warnings
     assert all(f"warning: {w}" in err for w in summary["start_up_warnings"])
     assert f"warning: fault={fault}" in (run / "train.log").read_text()
     assert f"FAULT_{fault}" in replace(config, out_dir=None).run_dir.name and f"FAULT_{fault}" in config.group
@@ -231,11 +240,13 @@ def small(attention: str, qk_norm: str, fault: str = "none") -> TrainConfig:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_audit_catches_each_fault_by_what_it_breaks(
-    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = save_run(small("gqa", "rms", fault), tmp_path / "run")
+    config = small("gqa", "rms", fault)
+    run = save_run(replace(config, model=replace(config.model, tied=tied)), tmp_path / "run")
     status, found = audited(capsys, f"run={run}", "steps=40")
     assert (status, found["caught"], found["fault"]) == (int(fault != "none"), CAUGHT[fault], fault)
     floor = found["checks"]["random-token floor"]["fresh"]
@@ -311,7 +322,7 @@ def test_a_model_that_diverges_is_no_evidence(tmp_path: Path, capsys: pytest.Cap
     config = small("mha", "none")
     config = replace(config, optim=replace(config.optim, learning_rate=1e30), grad_clip=0.0)
     status, found = audited(capsys, f"run={save_run(config, tmp_path / 'run')}", "steps=20")
-    assert status == 0 and found["caught"] == []
+    assert status == 3 and found["caught"] == []
     floor = found["checks"]["random-token floor"]
     assert floor["caught"] is None and "training on random tokens diverges at iteration" in floor["undecided"]
 
@@ -329,7 +340,7 @@ def test_code_of_a_model_that_fails_is_one_line(
 
     monkeypatch.setattr(GPT2LMHeadModel, "forward", without_a_loss)
     status, found = audited(capsys, f"model={tmp_path / 'hf'}", "steps=20")
-    assert status == 0 and found["caught"] == []
+    assert status == 3 and found["caught"] == []
     assert all("own code fails: TypeError" in check["undecided"] for check in found["checks"].values())
 
 

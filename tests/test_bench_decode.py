@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scipy.stats import binom
+
+from scripts.bench import rank_of_interval
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 TINY = [
@@ -15,16 +18,8 @@ TINY = [
 
 
 def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(program: Program, tmp_path: Path) -> None:
-    done = program(
-        "scripts/bench_decode.py",
-        "contexts=[48]",
-        "batch=[2]",
-        "rounds=2",
-        "seconds=0.01",
-        "out=it",
-        *TINY,
-        timeout=600,
-    )
+    words = ["contexts=[48]", "batch=[2]", "rounds=6", "seconds=0.01", "out=it", *TINY]
+    done = program("scripts/bench_decode.py", *words, timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     (point,) = result["points"]
@@ -48,6 +43,18 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(program: Pro
     assert json.loads((tmp_path / "it" / "bench.json").read_text()) == result
     table = (tmp_path / "it" / "table.md").read_text()
     assert table in done.stdout and f"{sides['rms']['ms']:.3f} (" in table
+    low, high = overhead["lp"]["low"], overhead["lp"]["high"]
+    assert low <= overhead["lp"]["median"] <= high and f"({low:+.2f} to {high:+.2f})" in table
+    assert "mathdefault" not in (tmp_path / "it" / "decode.svg").read_text()
+    assert program("scripts/bench_decode.py", "from=it/bench.json", "out=again").returncode == 0
+    for file in (tmp_path / "it").iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_interval_of_a_median_is_the_sign_tests() -> None:
+    for n in range(1, 400):
+        k = rank_of_interval(n)
+        assert 2 * binom.cdf(k - 1, n, 0.5) <= 0.05 < 2 * binom.cdf(k, n, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +64,7 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(program: Pro
         ("batch=2", "batch=2 must be a list of integers >= 1"),
         ("rounds=0", "rounds=0 must be at least 1"),
         ("seconds=0", "seconds=0.0 must be positive"),
+        ("from=bench.json", "from=bench.json must be a bench.json of this benchmark"),
         ("sides=absorbed,fast", "fast must be one of absorbed, rms"),
         ("attention=gqa", "attention"),
         ("no_such=1", "no_such"),

@@ -23,7 +23,7 @@ from scipy import integrate, stats
 
 from scripts import report
 from scripts.paired import Comparison, Replicate, adjust, holm, interval, mean_curve, n_needed
-from scripts.report_figures import loss_limits, styles
+from scripts.report_figures import draw_metrics, image, loss_limits, styles
 from scripts.report_runs import METRICS, Sweep, families, read_sweep
 from scripts.report_tables import (
     Table,
@@ -258,7 +258,11 @@ def test_times_and_iterations_are_compared_too(made: Made) -> None:
 
 
 def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
-    made.definition["also"] = {"train/loss": ["last", "change"], "parameters": "summary", "eval/cloze/acc": "summary"}
+    made.definition["also"] = {
+        "train/loss": ["last", "roughness"],
+        "parameters": "summary",
+        "eval/cloze/acc": "summary",
+    }
     for accuracy, p in ((0.5, 2), (0.75, 3)):
         run = made.run(f"a/p={p}", 5, {i: 2 - i / 100 for i in STEPS})
         (run / "evaluation.json").write_text(json.dumps({"about": {"metrics": {"cloze": {"acc": accuracy}}}}))
@@ -267,15 +271,20 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
     assert row["parameters"] == "4,242" and float(row["mean of last of train/loss"]) > 1
     (family,) = families(sweep)
     named = [(metric.key, metric.of) for metric in sweep.metrics][3:]
-    assert named == [("train/loss", "last"), ("train/loss", "change"), ("parameters", None), ("eval/cloze/acc", None)]
+    assert named == [
+        ("train/loss", "last"),
+        ("train/loss", "roughness"),
+        ("parameters", None),
+        ("eval/cloze/acc", None),
+    ]
     assert family.metrics[5][0].values[1, 0] == (4242, 4242)
     assert family.metrics[6][0].values == {(1, 5): (0.75, 0.5)}
     # train/loss is 1.9, 3.0, 1.8, 1.7, 1.6, 1.5
-    assert family.metrics[4][0].values[1, 5][0] == pytest.approx((1.1 + 1.2 + 3 * 0.1) / 5)
+    assert family.metrics[4][0].values[1, 5][0] == pytest.approx((1.15 + 0.55 + 0 + 0) / 4)
     assert "parameters" not in sweep.runs[0].curves
     made.definition["also"] = {"train/loss": "first"}
     made.run("a/p=2", 6, falling(1.4))
-    with pytest.raises(ConfigError, match="also.train/loss=first must be one of last, max, min, mean, sum, change, su"):
+    with pytest.raises(ConfigError, match="also.train/loss=first must be one of last, max, min, mean, sum, roughness"):
         sweep_of(made.path)
 
 
@@ -289,6 +298,22 @@ def test_long_curves_of_other_metrics_are_drawn_with_few_points_and_their_peak()
     assert report.thinned({0: 1.0, 99: 2.0}, "mean") == {0: 1.0, 99: 2.0}
 
 
+def test_log_axes_have_plain_numbers() -> None:
+    style = styles({"": {"a": "a"}})["a"]
+    series = [report.Series("a", style, {(1, None): {i: 10.0 ** (i / 10) for i in range(0, 50, 10)}}, [])]
+    figure, _ = draw_metrics({"grad_norm": series}, "grad_norm", "steep")
+    svg = image(figure, "svg").decode()
+    assert "mathdefault" not in svg and all(f"<!-- {label} -->" in svg for label in ("1", "100", "10000"))
+
+
+def test_the_axis_of_a_training_loss_is_that_of_its_later_part() -> None:
+    style = styles({"": {"a": "a"}})["a"]
+    series = [report.Series("a", style, {(1, None): {0: 9.0, 5: 5.0, 20: 2.0, 60: 1.9, 100: 1.8}}, [])]
+    figure, caption = draw_metrics({"train/loss": series}, "train/loss", "flat")
+    low, high = figure.axes[0].get_ylim()
+    assert 1.7 < low < 1.8 and 2 < high < 2.1 and "first tenth" in caption
+
+
 def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: Made, tmp_path: Path) -> None:
     made.definition["also"] = {"train/loss": "last"}
     for p, fold in ((2, 5), (9, 5)):  # p = 9 has no other run
@@ -300,7 +325,7 @@ def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: 
     assert series["p=2"].diverged == {(1, 5): curve} and len(series["p=2"].curves) == 5 and not series["p=9"].curves
     assert max(point.mean for point in series["p=2"].mean.values()) < 10
     assert loss_limits(list(series.values()))[1] < 10  # the axis is that of the others
-    found = report.other_series(sweep, sweep.settings, look)["train/loss"]["train/loss"]
+    found = report.other_series(sweep, report.labels(sweep, sweep.settings), look)["train/loss"]["train/loss"]
     assert [s.diverged[1, 5][20] for s in found if s.diverged] == [2999.9, 2999.9]
     out = tmp_path / "out"
     report.report(made.path, out, "made", [])
@@ -311,6 +336,7 @@ def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: 
 
 def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> None:
     sweep = Made(tmp_path / "sweep")
+    sweep.definition["also"] = {"train/loss": "last"}
 
     def run(p: int, rate: float, final: float | None, seed: int) -> None:
         path = sweep.plan(f"learning_rate={rate},p={p}", seed, None, optim=AdamWConfig(learning_rate=rate))
@@ -330,6 +356,12 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
     assert final_losses(sweep_of(sweep.path))["p=3"] == {0.1: [2.0, 2.0], 0.2: [2.0, 2.0], 0.4: [2.0]}
     report.report(sweep.path, tmp_path / "out", "made", [])
     assert (tmp_path / "out" / "stability.png").stat().st_size > 1000
+    panels, text = (
+        (tmp_path / "out" / "stability_train_loss.svg").read_text(),
+        (tmp_path / "out" / "table.md").read_text(),
+    )
+    assert all(f"<!-- {word} -->" in panels for word in ("learning rate 0.1", "learning rate 1.6", "p=2", "p=3"))
+    assert "](stability.svg)" in text and "](stability_train_loss.svg)" in text
     assert table is not None
     two, three, four = rows_of(table)
     assert (four["best rate"], four["highest stable rate"]) == ("0.2", "0.1")

@@ -22,10 +22,11 @@ from conftest import ROOT, TINY
 from test_train import assert_same_run
 
 import sweeps.plan
+import sweeps.status
 from model.gpt import mean_norm_ratio
 from scripts.report_runs import read_sweep
 from scripts.report_tables import runs_csv
-from sweeps import launchers
+from sweeps import launchers, worker
 from sweeps.plan import PlannedRun, Sweep, compose, freeze, load_sweep, plan_runs, read_plan
 from sweeps.status import state_of
 from sweeps.worker import claimed, is_claimed, read_claim
@@ -530,6 +531,45 @@ def test_a_run_whose_worker_always_dies_is_given_up_and_the_others_are_not(undis
     assert "1 done, 1 failed" in output and f"failed: {run.id}: its worker died" in output
     assert "2 done" in launched(sweep)
     assert times_finished(folder / run.id) == times_finished(folder / other.id) == 1
+
+
+def test_a_worker_that_an_error_may_have_spoilt_gives_way_to_another(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a CUDA error: it ends after each failed try, and its place is taken, which is no death."""
+    folder = sweep.parent / "sweep"
+    definition = load_sweep(str(sweep), {})
+    broken = plan_runs(definition, [])[0]
+    freeze(folder, "tiny", definition, [], [broken])
+    for name in ("claims", "launches", "logs", f"{broken.id}/metrics.jsonl"):  # the last cannot be written
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / broken.id / "config.yaml").write_text(to_yaml(broken.config))
+    asked = {"runs": [broken.id], "tries": 2, "fail_fast": False, "threads": 1}
+    (folder / "launches" / "one.json").write_text(json.dumps(asked))
+    monkeypatch.setattr(worker, "spoilt", lambda: True)
+    assert [worker.work(folder, "one") for _ in range(3)] == [worker.RESTART, worker.RESTART, 0]
+    assert read_claim(folder, broken.id)["tries"] == {"one": 2}
+
+    deaths = []
+    for status in (worker.RESTART, 1):
+        (folder / "worker.py").write_text(f"raise SystemExit({status})")
+        monkeypatch.setattr(launchers, "WORKER", folder / "worker.py")
+        local = launchers.Local(launchers.LocalConfig(workers=1), folder, "one")
+        for _ in range(4):
+            local.start(1)
+            eventually(lambda: local.alive() == 0)  # noqa: B023
+        deaths.append((local.deaths, local.failure() is None))
+    assert deaths == [(0, True), (3, False)]
+
+
+def test_a_run_that_ends_between_two_looks_is_done_and_not_dead(
+    undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = undisturbed.parent / "sweep"
+    run = read_plan(folder)[0]
+    looks = [{"state": "running"}, read_status(folder / run.id)]  # and in between its worker has let go of it
+    monkeypatch.setattr(sweeps.status, "read_status", lambda path: looks.pop(0))
+    assert state_of(folder, run).state == "done"
 
 
 def test_a_full_disk_fails_the_runs_and_loses_nothing(undisturbed: Path, sweep: Path) -> None:

@@ -219,6 +219,14 @@ def test_a_text_encoded_in_parts_has_the_tokens_of_the_whole(text: str) -> None:
         assert tokenizer.encode(text).tolist() == whole
 
 
+@pytest.mark.parametrize("space", [" ", "\n", "\u3000"])
+def test_a_million_spaces_before_a_word_are_encoded(space: str) -> None:
+    """The pattern of the pre-tokens alone gives up on so many."""
+    tokenizer = built("bpe")
+    for text in ("a" + space * 1_010_000 + "ab", space * 1_010_000 + "ab", "a " * 2**18 + space * 1_010_000):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_a_text_too_short_for_the_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match="^data.vocab_size=300 is more than the 25[0-9] tokens that the text has"):
         build_tokenizer("bpe", "ab", 300)

@@ -70,6 +70,6 @@ class Misreported(torch.autograd.Function):
 
 
 def pad(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x, y (B, T), the last 15/16 of each row token 0, as input and, where there was a target, as target."""
-    padding = torch.arange(x.size(1)) >= x.size(1) * (1 - PADDED)  # (T,)
-    return x.masked_fill(padding, 0), y.masked_fill(padding & (y >= 0), 0)
+    """x, y (B, T), the last 15/16 of each row's targets token 0, where there was a target, and the inputs with them."""
+    position, kept = torch.arange(x.size(1)), x.size(1) * (1 - PADDED)
+    return x.masked_fill(position > kept, 0), y.masked_fill((position >= kept) & (y >= 0), 0)
