@@ -5,7 +5,7 @@ Starting it again goes on: done runs are skipped, partial ones resumed, failed o
   dry_run=true              list the runs with an estimate of time and disk; write nothing
   keep_going | fail_fast    after a failed run: go on (the default), or stop the others at a checkpoint
   retries=N                 more tries for a run that fails, by default 1
-  launcher.KEY=VALUE        configs/launcher/ has them: workers, threads, runs_per_gpu, partition, ...
+  launcher.KEY=VALUE        configs/launcher/ has them: workers, threads, runs_per_gpu, ranks, partition, ...
   sweep.KEY=VALUE           instead of what configs/sweep/NAME.yaml says: sweep.folds=[0,1] sweep.seeds=[1,2]
                             sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
 """
@@ -106,6 +106,11 @@ def read_request(argv: list[str]) -> tuple[Request, Callable[[], None]]:
         values["sweep"], {k.removeprefix("sweep."): v for k, v in changes.items() if k.startswith("sweep.")}
     )
     runs = plan_runs(sweep, others)
+    steps = {run.config.gradient_accumulation_steps for run in runs}
+    require(
+        all(n % launcher.ranks == 0 for n in steps),
+        f"launcher.ranks={launcher.ranks} must divide gradient_accumulation_steps={min(steps)}",
+    )
     sweep_dir = sweep_directory(values).resolve()
     settings = {key: values[key] for key in ("dry_run", "fail_fast", "retries") if key in values}
     name = Path(values["sweep"]).stem
@@ -131,10 +136,11 @@ def list_runs(request: Request) -> None:
         left = 0 if state.state in FINAL else run_seconds * (1 - (state.iter or 0) / run.config.max_iters)
         seconds, size = seconds + left, size + run_bytes
         print(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.settings)}")
-    workers = launcher.workers
+    workers, ranks = launcher.workers, request.launcher.ranks
+    each = f" of {ranks} ranks" * (ranks > 1)
     print(
         f"{len(request.runs)} runs ({tally(list(states.values()))}) in {request.sweep_dir}: about "
-        f"{tqdm.format_interval(seconds / workers)} on {workers} workers, {size / 2**30:.1f} GiB of disk"
+        f"{tqdm.format_interval(seconds / workers / ranks)} on {workers} workers{each}, {size / 2**30:.1f} GiB of disk"
     )
 
 
@@ -179,11 +185,18 @@ def launch(request: Request) -> int:
     tries = 1 + request.retries
     write_json(
         sweep_dir / "launches" / f"{name}.json",
-        {"runs": list(runs), "tries": tries, "threads": launcher.threads, "fail_fast": request.fail_fast},
+        {
+            "runs": list(runs),
+            "tries": tries,
+            "threads": launcher.threads,
+            "fail_fast": request.fail_fast,
+            "ranks": request.launcher.ranks,
+        },
     )
     states = {run_id: state_of(sweep_dir, run, name) for run_id, run in runs.items()}
     first = sum(state.state in FINAL for state in states.values())
-    print(f"{sweep_dir}: {len(runs)} runs ({tally(list(states.values()))}), {launcher.workers} workers")
+    each = f" of {request.launcher.ranks} ranks" * (request.launcher.ranks > 1)
+    print(f"{sweep_dir}: {len(runs)} runs ({tally(list(states.values()))}), {launcher.workers} workers{each}")
     stop = Stop()
     began, trouble = time.monotonic(), None
     with tqdm(total=len(runs), initial=first, unit="run", disable=None, dynamic_ncols=True) as bar:

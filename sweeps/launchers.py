@@ -35,11 +35,19 @@ class LocalConfig:
     workers: int | None = None
     threads: int | None = None
     runs_per_gpu: int = 1
+    ranks: int = 1
 
     def check(self) -> None:
-        for key in ("workers", "threads", "runs_per_gpu"):
+        for key in ("workers", "threads", "runs_per_gpu", "ranks"):
             if getattr(self, key) is not None:
                 at_least(f"launcher.{key}", getattr(self, key), 1)
+        if self.ranks > 1:
+            require(self.runs_per_gpu == 1, f"launcher.runs_per_gpu={self.runs_per_gpu} must be 1 with launcher.ranks")
+            wanted, gpus = self.ranks * (self.workers or 1), len(visible_gpus())
+            require(
+                gpus == 0 or wanted <= gpus,
+                f"launcher.ranks={self.ranks} and launcher.workers={self.workers or 1} need {wanted} GPUs of {gpus}",
+            )
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class SlurmConfig:
     max_requeues: int = 100
     options: dict = field(default_factory=dict)
     setup: list = field(default_factory=list)
+    ranks = 1  # of a run; no setting here
 
     def check(self) -> None:
         for key in ("workers", "threads", "save_s"):
@@ -76,7 +85,7 @@ class SlurmConfig:
 
 class Launcher(Protocol):
     workers: int
-    threads: int
+    threads: int  # of a rank
     deaths: int  # workers that died one after the other, none of them having lived for a minute or taken a run
 
     def start(self, n: int) -> None: ...
@@ -86,15 +95,19 @@ class Launcher(Protocol):
 
 
 class Local:
-    """Worker processes on this machine, each with a share of the CPUs, or of a GPU. They end with their launcher."""
+    """Worker processes on this machine, each with a share of the CPUs, or of a GPU, or with a GPU a rank. They end with
+    their launcher."""
 
     def __init__(self, config: LocalConfig, sweep_dir: Path, launch: str) -> None:
         self.sweep_dir, self.launch = sweep_dir, launch
-        cpus, gpus = len(os.sched_getaffinity(0)), visible_gpus()
-        self.workers = config.workers or (len(gpus) * config.runs_per_gpu if gpus else cpus)
-        self.threads = config.threads or max(1, cpus // self.workers)
+        cpus, gpus, ranks = len(os.sched_getaffinity(0)), visible_gpus(), config.ranks
+        self.workers = config.workers or max(1, (len(gpus) * config.runs_per_gpu if gpus else cpus) // ranks)
+        self.threads = config.threads or max(1, cpus // (self.workers * ranks))
         self.slots: list[subprocess.Popen[bytes] | None] = [None] * self.workers
-        self.gpus = [gpus[i % len(gpus)] if gpus else None for i in range(self.workers)]
+        places = range(0, self.workers * ranks, ranks)
+        self.gpus = [
+            ",".join(gpus[(first + i) % len(gpus)] for i in range(ranks)) if gpus else None for first in places
+        ]
         self.deaths = 0
         self.started = [0.0] * self.workers
 
@@ -107,8 +120,8 @@ class Local:
         for i in range(self.workers):
             if self.slots[i] is None and self.alive() < n:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-                if self.gpus[i] is not None:
-                    environment["CUDA_VISIBLE_DEVICES"] = str(self.gpus[i])
+                if (gpus := self.gpus[i]) is not None:
+                    environment["CUDA_VISIBLE_DEVICES"] = gpus
                 command = [sys.executable, str(WORKER), "work", str(self.sweep_dir), self.launch, str(os.getpid())]
                 with open(self.sweep_dir / "logs" / f"worker_{i}.log", "ab") as log:
                     self.slots[i] = subprocess.Popen(

@@ -8,15 +8,17 @@ file says how often each launch has tried the run, and what went wrong.
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sweeps.plan import PlannedRun, read_plan
-from training.config import ConfigError, TrainConfig, build
-from training.rundir import is_locked, read_json, read_status
+from training.config import ConfigError, TrainConfig, build, refuse
+from training.rundir import is_locked, read_json, read_status, write_json
 
 FINAL = ("done", "diverged")
 RESTART = 4  # exit status of a worker that another one should take the place of; its runs are no worse for it
@@ -81,9 +83,14 @@ def attempt(run: PlannedRun, sweep_dir: Path, launch: str, asked: dict[str, Any]
     )
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):
         try:
-            import train
+            if asked["ranks"] > 1:
+                status = on_ranks(config, asked["ranks"], sweep_dir / "launches" / f"{run.id}.json")
+            else:
+                import train
 
-            status = train.run(config)
+                status = train.run(config)
+            if status == 1:
+                claim["error"] = "a rank of it failed: its log says more"
         except ConfigError as error:  # it would be refused again
             print(f"error: {error}", flush=True)
             claim["error"], status = str(error), 1
@@ -98,6 +105,26 @@ def attempt(run: PlannedRun, sweep_dir: Path, launch: str, asked: dict[str, Any]
     write_claim(sweep_dir, run.id, claim)
     gc.collect()
     return status
+
+
+def on_ranks(config: TrainConfig, ranks: int, file: Path) -> int:
+    """train.run(config) in `ranks` processes, by torchrun; `file` is the config's for as long. torchrun's own exit
+    status does not tell: a run that it leaves neither done nor diverged has failed."""
+    write_json(file, asdict(config))
+    command = ["--standalone", f"--nproc_per_node={ranks}", str(Path(__file__).resolve()), "run", str(file)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *command], preexec_fn=functools.partial(die_with, os.getpid()),
+        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"},  # seconds to save
+    )  # fmt: skip
+    try:
+        process.wait()
+    except SystemExit:  # SIGTERM
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        file.unlink(missing_ok=True)
+    return {"done": 0, "diverged": 3}.get(str(read_status(config.run_dir).get("state")), 1)
 
 
 # -----------------------------------------------------------------------------
@@ -171,7 +198,7 @@ def output_to(file: Path) -> Iterator[None]:
 
 
 # -----------------------------------------------------------------------------
-# python sweeps/worker.py work SWEEP_DIR LAUNCH PARENT | check | estimate (configs on standard input)
+# python sweeps/worker.py work SWEEP_DIR LAUNCH PARENT | run FILE | check | estimate (configs on standard input)
 
 
 def die_with(parent: int) -> None:
@@ -195,7 +222,19 @@ def answer(question: str) -> int:
     return 0
 
 
+def run_rank(file: Path) -> int:
+    """What torchrun starts. Returns train.py's exit status."""
+    import train
+
+    try:
+        return train.run(build(TrainConfig, read_json(file)))
+    except ConfigError as error:
+        return refuse(str(error))
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "run":
+        sys.exit(run_rank(Path(sys.argv[2])))
     if sys.argv[1] == "work":
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         die_with(int(sys.argv[4]))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 import train
-from model.gpt import GPT, max_logits
+from model.gpt import GPT, max_logits, queries_at_once
 from training.config import (
     AttentionConfig,
     GQAConfig,
@@ -83,6 +83,12 @@ def test_maxima_are_exact_and_signed() -> None:
     long_q, long_k = q.repeat(40, 1, 10, 1), k.repeat(40, 1, 10, 1)  # several blocks of queries
     longer = (0.3 * long_q @ long_k.transpose(-2, -1)).masked_fill(torch.ones(160, 160).triu(1).bool(), -math.inf)
     torch.testing.assert_close(max_logits(long_q, long_k, 0.3), longer.amax((0, 2, 3)))
+
+
+def test_a_compiler_unrolls_few_parts_at_the_papers_scale() -> None:
+    """mla_400m, 32 sequences of 2,048 tokens."""
+    assert 2048 / queries_at_once(32, 16, 2048, "cuda") <= 8 and queries_at_once(32, 16, 2048, "cpu") == 4
+    assert queries_at_once(1, 16, 2**20, "cuda") == 16 and queries_at_once(64, 16, 2**20, "cuda") == 1
 
 
 def test_training_forwards_count_until_popped_and_evaluation_does_not(layout: AttentionConfig) -> None:

@@ -242,6 +242,7 @@ BAD = {
     "sweep=nosuch": ["sweep=nosuch", "p_sweep_cpu"],
     "sweep=p_sweep_cpu launcher=cloud": ["launcher=cloud", "local"],
     "sweep=p_sweep_cpu launcher.workers=0": ["launcher.workers=0", ">= 1"],
+    "sweep=p_sweep_cpu launcher.ranks=2": ["launcher.ranks=2", "gradient_accumulation_steps=1"],
     "sweep=p_sweep_cpu launcher.worker=2": ["launcher.worker=2", "launcher.workers"],
     "sweep=p_sweep_cpu qk_norm.p=3": ["qk_norm.p=3", "sweep.grid.qk_norm.p"],
     "sweep=p_sweep_cpu seed=3": ["seed=3", "sweep.seeds"],
@@ -459,6 +460,40 @@ def test_a_signal_stops_at_a_checkpoint_and_the_same_command_goes_on(
     assert_same_sweep(undisturbed.parent / "sweep", folder)
 
 
+def test_a_run_may_be_of_several_ranks(tmp_path: Path, corpus: Path) -> None:
+    """By torchrun; stopped at a checkpoint, it goes on to the same end."""
+    words = ["data=text", f"data.path={corpus}", *TINY, "max_iters=200", "wandb.mode=disabled"]
+    words += ["gradient_accumulation_steps=2", "checkpoint_interval=10"]
+    ends = []
+    for name in ("straight", "stopped"):
+        (tmp_path / name).mkdir()
+        sweep = tiny_sweep(tmp_path / name, corpus, overrides=words, grid={}, folds=None)
+        (run,) = plan_runs(load_sweep(str(sweep), {}), [])
+        folder = tmp_path / name / "sweep" / run.id
+        if name == "stopped":
+            process = launcher(sweep, "launcher.workers=1", "launcher.ranks=2")
+            eventually(lambda: (folder / "ckpt" / "latest").exists())  # noqa: B023
+            process.terminate()
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 143 and "1 stopped" in output, output
+            assert read_status(folder)["state"] == "stopped" and 0 < read_status(folder)["iter"] < 200
+        assert "1 workers of 2 ranks" in launched(sweep, "launcher.workers=1", "launcher.ranks=2")
+        ends.append(json.loads((folder / "summary.json").read_text()))
+        assert {path.suffix for path in (tmp_path / name / "sweep" / "launches").iterdir()} == {".json"}
+    assert ends[0]["ranks"] == ends[1]["ranks"] == 2 and ends[0]["val/loss"] == ends[1]["val/loss"]
+
+
+def test_a_run_of_several_ranks_that_fails_says_so(tmp_path: Path, corpus: Path) -> None:
+    words = ["data=text", f"data.path={corpus}", *TINY, "wandb.mode=disabled", "gradient_accumulation_steps=2"]
+    sweep = tiny_sweep(tmp_path, corpus, overrides=words, grid={}, folds=None)
+    (run,) = plan_runs(load_sweep(str(sweep), {}), [])
+    (tmp_path / "sweep" / run.id).mkdir(parents=True)
+    (tmp_path / "sweep" / run.id / "thesis.tex").touch()
+    output = launched(sweep, "launcher.workers=1", "launcher.ranks=2", "retries=0", status=1)
+    assert f"failed: {run.id}: a rank of it failed" in output
+    assert "neither empty nor a run directory" in (tmp_path / "sweep" / "logs" / f"{run.id}.log").read_text()
+
+
 def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs a GPU of two: four workers, each of which sees one GPU; here they only say which."""
     (tmp_path / "logs").mkdir()
@@ -471,6 +506,10 @@ def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     eventually(lambda: local.alive() == 0)
     said = [(tmp_path / "logs" / f"worker_{i}.log").read_text().split()[-1] for i in range(4)]
     assert sorted(said) == ["3", "3", "GPU-5ee", "GPU-5ee"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    assert launchers.Local(launchers.LocalConfig(ranks=2), tmp_path, "launch").gpus == ["0,1", "2,3"]
+    with pytest.raises(ConfigError, match="launcher.ranks=2 and launcher.workers=3 need 6 GPUs of 5"):
+        launchers.LocalConfig(ranks=2, workers=3).check()
 
 
 def test_a_run_that_always_fails_is_tried_again_named_and_does_not_stop_the_others(sweep: Path) -> None:
@@ -544,7 +583,7 @@ def test_a_worker_that_an_error_may_have_spoilt_gives_way_to_another(
     for name in ("claims", "launches", "logs", f"{broken.id}/metrics.jsonl"):  # the last cannot be written
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / broken.id / "config.yaml").write_text(to_yaml(broken.config))
-    asked = {"runs": [broken.id], "tries": 2, "fail_fast": False, "threads": 1}
+    asked = {"runs": [broken.id], "tries": 2, "fail_fast": False, "threads": 1, "ranks": 1}
     (folder / "launches" / "one.json").write_text(json.dumps(asked))
     monkeypatch.setattr(worker, "spoilt", lambda: True)
     assert [worker.work(folder, "one") for _ in range(3)] == [worker.RESTART, worker.RESTART, 0]
