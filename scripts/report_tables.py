@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
 
@@ -178,34 +178,47 @@ def stability_table(sweep: Sweep) -> Table | None:
     rows = []
     for variant, settings in by_rate(sweep).items():
         of = {rate: list(sweep.of(setting).values()) for rate, setting in settings.items()}
-        finals = {rate: mean_of(runs, "val/loss") for rate, runs in of.items() if all(run.done for run in runs)}
-        known = {rate: final for rate, final in finals.items() if final is not None}
+        highest, failure = highest_stable(of)
+        known = final_means(of)
         best = min(known, key=lambda rate: known[rate], default=None)
-        firsts = [run.curve[min(run.curve)] for runs in of.values() for run in runs if run.curve]
-        highest, failure = None, "–"
-        for rate, runs in of.items():
-            if not all(run.state.state in ("done", "diverged") for run in runs):
-                failure = f"{rate:g}: not all runs are made"
-                break
-            broken = [run.state.reason for run in runs if not run.done]
-            if broken:
-                failure = f"{rate:g}: {len(broken)} of {len(runs)} diverged ({broken[0]})"
-                break
-            peak, first = max((worst_loss(run) for run in runs if run.curve), default=(0.0, 0.0))
-            if peak > first + WORSE:
-                failure = f"{rate:g}: a loss of {peak:.4g}; the first was {first:.4f}"
-                break
-            assert best is not None
-            if fmean(firsts) - known[rate] < (fmean(firsts) - known[best]) / 2:
-                failure = f"{rate:g}: final loss {known[rate]:.4f}"
-                break
-            highest = rate
+        alone = {}
+        for replicate in sorted({run.replicate for runs in of.values() for run in runs}):
+            here = {rate: [run for run in runs if run.replicate == replicate] for rate, runs in of.items()}
+            alone[replicate_name(replicate)] = highest_stable({rate: runs for rate, runs in here.items() if runs})[0]
         rows.append([
-            variant, number(best, "g"), number(known.get(best or 0.0)), number(highest, "g"), failure,
+            variant, number(best, "g"), number(known.get(best or 0.0)), number(highest, "g"),
+            ", ".join(f"{name}: {number(rate, 'g')}" for name, rate in alone.items()), failure,
             ", ".join(f"{rate:g}: {number(known.get(rate), '.3f')}" for rate in of),
         ])  # fmt: skip
-    columns = ["variant", "best rate", "its final loss", "highest stable rate", "how the next one fails"]
-    return Table([*columns, "final loss by rate"], rows) if rows else None
+    columns = ["variant", "best rate", "its final loss", "highest stable rate", "of each run alone"]
+    return Table([*columns, "how the next one fails", "final loss by rate"], rows) if rows else None
+
+
+def final_means(of: Mapping[float, Sequence[Run]]) -> dict[float, float]:
+    """The mean final validation loss of the rates whose runs are all done."""
+    finals = {rate: mean_of(runs, "val/loss") for rate, runs in of.items() if all(run.done for run in runs)}
+    return {rate: final for rate, final in finals.items() if final is not None}
+
+
+def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str]:
+    """The highest rate, from the lowest on, up to which all are stable (STABILITY_NOTE), and how the next one fails."""
+    known = final_means(of)
+    best = min(known.values(), default=math.inf)
+    firsts = [run.curve[min(run.curve)] for runs in of.values() for run in runs if run.curve]
+    highest = None
+    for rate, runs in of.items():
+        if not all(run.state.state in ("done", "diverged") for run in runs):
+            return highest, f"{rate:g}: not all runs are made"
+        broken = [run.state.reason for run in runs if not run.done]
+        if broken:
+            return highest, f"{rate:g}: {len(broken)} of {len(runs)} diverged ({broken[0]})"
+        peak, first = max((worst_loss(run) for run in runs if run.curve), default=(0.0, 0.0))
+        if peak > first + WORSE:
+            return highest, f"{rate:g}: a loss of {peak:.4g}; the first was {first:.4f}"
+        if fmean(firsts) - known[rate] < (fmean(firsts) - best) / 2:
+            return highest, f"{rate:g}: final loss {known[rate]:.4f}"
+        highest = rate
+    return highest, "–"
 
 
 def worst_loss(run: Run) -> tuple[float, float]:
