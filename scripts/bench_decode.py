@@ -12,8 +12,8 @@ Weights and cache are in dtype, by default bfloat16 where the machine multiplies
 process of its own; a time is the median over rounds, with the lowest and highest; an overhead is that of one round over
 `absorbed`. `attend` is the step between the projections of the hidden state. Bandwidth is the bytes that a step must
 read over its time, beside what copying reaches by turns with it. On CUDA steps are compiled, and ten make a graph.
-out= writes table.md, decode.svg, decode.png and bench.json; with from=BENCH.JSON anew, from an earlier one. The last
-line is JSON.
+out= writes table.md, decode.svg, decode.png and bench.json; with from=A.json,B.json it does so from earlier results
+together, and measures nothing. The last line is JSON.
 """
 
 import json
@@ -245,7 +245,7 @@ def bench_point(
             skipped[name] = str(failure)
             print(f"{name} is skipped: {failure}", flush=True)
     if not sides:
-        return {"batch": batch, "context": context, "sides": {}, "skipped": skipped}
+        return {"batch": batch, "context": context, "rounds": rounds, "sides": {}, "skipped": skipped}
     sides.append(start("copy", copying, word, any_config.threads))
     once = {side.name: side.take_turn(1)["seconds"] for side in sides}
     units = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}
@@ -260,7 +260,7 @@ def bench_point(
             error = math.dist(side.info["y"], expected) / math.hypot(*expected)
             assert error < (1e-4 if dtype.itemsize == 4 else 5e-2), f"{side.name} differs from full_keys by {error}"
             rows[side.name]["difference_from_full_keys"] = error
-    point: dict[str, Any] = {"batch": batch, "context": context, "copy_gb_per_s": copy, "sides": rows}
+    point: dict[str, Any] = {"batch": batch, "context": context, "rounds": rounds, "copy_gb_per_s": copy, "sides": rows}
     if "absorbed" in rows:
         against = {name: ratio(turns, name, "absorbed", "ms") for name in rows if name != "absorbed"}
         point["time_over_absorbed"] = against
@@ -317,23 +317,23 @@ def table(result: dict[str, Any]) -> str:
         if published:
             paper = [*(f"{ms:.3f}" for ms in published), f"{100 * (published[1] / published[0] - 1):.2f} %"]
         return [
-            str(point["batch"]), short(context),
+            str(point["batch"]), short(context), str(point["rounds"]),
             time_of(point, "absorbed"), time_of(point, "rms"), overhead(point, "rms"),
             time_of(point, "lp"), overhead(point, "lp"), time_of(point, "full_keys"), time_of(point, "reexpanded"),
             "/".join(f"{point['sides'][n]['cache_bytes'] / 2**20:.1f}" if n in point["sides"] else "–" for n in cached),
             rate, *paper,
         ]  # fmt: skip
 
-    heads = ["batch", "context", names["absorbed"], names["rms"], "overhead", names["lp"], "overhead",
+    heads = ["batch", "context", "rounds", names["absorbed"], names["rms"], "overhead", names["lp"], "overhead",
              names["full_keys"], names["reexpanded"], "cache MiB", "attend with RMS, GB/s (of copying)",
              "paper: MLA", "paper: + QK norm", "overhead"]  # fmt: skip
     rows = [heads, ["---:"] * len(heads), *map(cells, result["points"])]
     skipped = [f"- batch {p['batch']}, context {p['context']}: {name} {why}"
                for p in result["points"] for name, why in p["skipped"].items()]  # fmt: skip
     lines = [
-        "# Decode speed of MLA with a QK norm", "",
-        f"`{result['command']}`: {result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token;",
-        f"ms a step, median (lowest–highest) of {result['rounds']} rounds by turns; the paper's on an H800 in bf16.",
+        "# Decode speed of MLA with a QK norm", "", "```", *result["command"].split("; "), "```", "",
+        f"{result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token;",
+        "ms a step, median (lowest–highest) of rounds by turns; the paper's on an H800 in bf16.",
         "Overhead: the median of the rounds' own ratios and its 95 % interval; not the ratio of the medians beside it.",
         "",
         *("| " + " | ".join(r) + " |" for r in rows), "",
@@ -354,7 +354,9 @@ def write_results(result: dict[str, Any], folder: Path) -> None:
     figure = new_figure(1 + 4 * len(batches), 4)
     for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
         for i, name in enumerate(NORMS):
-            points = [p for p in result["points"] if p["batch"] == batch and name in p["sides"]]
+            here = [p for p in result["points"] if p["batch"] == batch and name in p["sides"]]
+            # of one context the one with the most rounds
+            points = [*{p["context"]: p for p in sorted(here, key=lambda p: (p["context"], p["rounds"]))}.values()]
             rows = [p["sides"][name] for p in points]
             spread = [[r["ms"] - r["ms_lowest"] for r in rows], [r["ms_highest"] - r["ms"] for r in rows]]
             axes.errorbar([p["context"] for p in points], [r["ms"] for r in rows], spread, color=OKABE_ITO[i],
@@ -370,13 +372,20 @@ def write_results(result: dict[str, Any], folder: Path) -> None:
     (folder / "bench.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def read_result(file: str) -> dict[str, Any]:
-    try:
-        result = json.loads(Path(file).read_text())
-        table(result)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"from={file} must be a bench.json of this benchmark: {error}") from error
-    return dict(result)
+def read_results(files: str) -> dict[str, Any]:
+    """The points and commands of all of them; the machine must be one."""
+    found: list[dict[str, Any]] = []
+    for file in files.split(","):
+        try:
+            result = json.loads(Path(file).read_text())
+            table(result)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"from={file} must be a bench.json of this benchmark: {error}") from error
+        for key in ("device", "dtype", "torch"):
+            require(not found or result[key] == found[0][key], f"from={file} has another {key} than {files}")
+        found.append(result)
+    points = sorted((p for result in found for p in result["points"]), key=lambda p: (p["batch"], p["context"]))
+    return {**found[0], "points": points, "command": "; ".join(result["command"] for result in found)}
 
 
 def whole_numbers(key: str, text: str, least: int) -> list[int]:
@@ -401,7 +410,7 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     require(bool(names), f"sides={values['sides']} must name one of {', '.join(NORMS)}")
     folder = Path(values["out"]) if values["out"] else None
     require(not values["from"] or folder is not None, f"from={values['from']} needs out=")
-    earlier = read_result(values["from"]) if values["from"] else None
+    earlier = read_results(values["from"]) if values["from"] else None
     for name in names:
         for context in contexts:
             config = settings(name, words, context)
@@ -427,7 +436,7 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     if not any(p["sides"] for p in points):
         raise ConfigError(f"contexts={values['contexts']} batch={values['batch']}: none fits the memory")
     result = {
-        "points": points, "dtype": str(dtype).removeprefix("torch."), "rounds": values["rounds"], "words": words,
+        "points": points, "dtype": str(dtype).removeprefix("torch."), "words": words,
         "command": " ".join(["python scripts/bench_decode.py", *sys.argv[1:]]), **machine(),
     }  # fmt: skip
     if folder:

@@ -49,6 +49,12 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(program: Pro
     assert program("scripts/bench_decode.py", "from=it/bench.json", "out=again").returncode == 0
     for file in (tmp_path / "it").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+    more = {**result, "command": "another", "points": [{**point, "context": 24, "rounds": 7}]}
+    (tmp_path / "more.json").write_text(json.dumps(more))
+    assert program("scripts/bench_decode.py", "from=it/bench.json,more.json", "out=both").returncode == 0
+    rows = (tmp_path / "both" / "table.md").read_text().splitlines()
+    assert [row[:14] for row in rows if row.startswith("| 2 |")] == ["| 2 | 24 | 7 |", "| 2 | 48 | 6 |"]
+    assert rows[3].startswith("python scripts/bench_decode.py contexts=[48]") and rows[4] == "another"
 
 
 def test_the_interval_of_a_median_is_the_sign_tests() -> None:
