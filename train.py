@@ -27,7 +27,7 @@ from tqdm import tqdm
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.diagnostics import LEAK_TOLERANCE, activation_bytes, diagnose, future_leak
-from model.gpt import GPT, LOGITS_AT_ONCE
+from model.gpt import GPT, positions_with_logits
 from training import checkpoint, dist, faults
 from training.config import ConfigError, NoQKClipConfig, TrainConfig, require, run_app, to_yaml
 from training.device import device_name, peak_flops, resolve_device, resolve_dtype
@@ -337,11 +337,11 @@ def start_up_checks(
     if crowded := crowding(y, batches.some_tokens()):
         warnings.append(f"one token crowds the targets: {crowded}")
 
-    few = min(1024, max(1, LOGITS_AT_ONCE // (4 * model.vocab_size)))  # positions, of which a loss has logits
-    x, y = x[:4, :few].to(device), y[:4, :few].to(device)
+    x, y = x[:4, :1024].to(device), y[:4, :1024].to(device)
+    few = positions_with_logits(1, model.vocab_size)
     with torch.no_grad(), autocast():
-        logits, loss = model.eval()(x, y)
-        own = F.cross_entropy(logits.float().flatten(0, 1), y.flatten()).item()
+        logits, loss = model.eval()(x[:1, :few], y[:1, :few])
+        own = F.cross_entropy(logits[0].float(), y[0, :few]).item()
     if not abs(loss.item() - own) <= 0.01:
         warnings.append(
             f"the loss is not the cross-entropy of the logits with the next tokens: {loss:.3f}, not {own:.3f}"

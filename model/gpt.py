@@ -36,6 +36,11 @@ LOGITS_AT_ONCE = 2**26  # elements; a loss of more is made some positions at a t
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
+def positions_with_logits(batch: int, vocab_size: int) -> int:
+    """How many positions a window may have for its loss to come with logits."""
+    return max(1, LOGITS_AT_ONCE // (batch * vocab_size))
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

@@ -39,7 +39,7 @@ from data.batches import Batches
 from data.corpora import one_line
 from data.tokens import load_corpus
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
-from model.gpt import GPT, LOGITS_AT_ONCE
+from model.gpt import GPT, positions_with_logits
 from sample import open_run
 from training import faults
 from training.config import (
@@ -278,7 +278,7 @@ def step_0_loss(subject: Subject) -> Finding:
     device = next(model.parameters()).device
     x, y = subject.batches(subject.vocab_size).get_batch(0)
     crowded = train.crowding(y, np.arange(subject.vocab_size))
-    few = max(1, LOGITS_AT_ONCE // (len(x) * subject.vocab_size))  # positions, of which a loss has logits
+    few = positions_with_logits(len(x), subject.vocab_size)
     x, y = x[:, :few].to(device), y[:, :few].to(device)
     numbers: dict[str, Any] = {"ln_vocab_size": math.log(subject.vocab_size), "one_token": crowded}
     off, wrong = {}, {}

@@ -83,8 +83,8 @@ def attempt(run: PlannedRun, sweep_dir: Path, launch: str, asked: dict[str, Any]
     )
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):
         try:
-            if asked["ranks"] > 1:
-                status = on_ranks(config, asked["ranks"], sweep_dir / "launches" / f"{run.id}.json")
+            if (ranks := asked.get("ranks", 1)) > 1:
+                status = on_ranks(config, ranks, sweep_dir / "launches" / f"{run.id}.json")
             else:
                 import train
 
