@@ -352,7 +352,7 @@ def write_results(result: dict[str, Any], folder: Path) -> None:
 
     batches = sorted({p["batch"] for p in result["points"]})
     figure = new_figure(1 + 4 * len(batches), 4)
-    for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+    for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False, sharey=True)[0], batches, strict=True):
         for i, name in enumerate(NORMS):
             here = [p for p in result["points"] if p["batch"] == batch and name in p["sides"]]
             # of one context the one with the most rounds
