@@ -119,7 +119,9 @@ class RMSNorm(QKNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.gain is not None
-        return (DivideByRMS.apply(at_least_fp32(x), self.eps) * self.gain).to(x.dtype)  # (..., hs)
+        y = at_least_fp32(x)
+        y = DivideByRMS.apply(y, self.eps) if torch.is_grad_enabled() else y * inverse_rms(y, self.eps)
+        return (y * self.gain).to(x.dtype)  # (..., hs)
 
 
 class DivideByRMS(torch.autograd.Function):
@@ -187,12 +189,12 @@ class LpNorm(QKNorm):
         return 1 + F.softplus(self.raw_p)[:, None, None] if self.fixed_p is None else self.fixed_p
 
     def scale(self, x: Tensor) -> Tensor:
-        u, inverse = unit(at_least_fp32(x))
-        return inverse_norm(u, self.p) * inverse
+        u, largest = unit(at_least_fp32(x))
+        return inverse_norm(u, self.p) / largest
 
     def forward(self, x: Tensor) -> Tensor:
         y, p = at_least_fp32(x), self.p
-        if isinstance(p, float):
+        if isinstance(p, float) and torch.is_grad_enabled():
             y = Normalise.apply(y, p)
         else:
             u, _ = unit(y)
@@ -201,10 +203,10 @@ class LpNorm(QKNorm):
 
 
 def unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x / max|x| (0 for a zero vector) and 1 / max|x|, a constant to autograd: x / ||x||_p does not depend on it."""
+    """x / max|x| and max|x|, of a zero vector 0 and inf. max|x| is a constant to autograd: no norm depends on it."""
     largest = x.detach().abs().amax(-1, keepdim=True)  # (..., 1)
-    inverse = F.threshold(largest, LpNorm.TINY, math.inf).reciprocal()
-    return x * inverse, inverse
+    largest = F.threshold(largest, LpNorm.TINY, math.inf)
+    return x / largest, largest
 
 
 def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
@@ -216,10 +218,9 @@ def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
         total = (u.abs() ** p).sum(-1, keepdim=True)  # (B, nh, T, 1); >= 1, but for zero vectors
         return torch.exp(-torch.log(torch.where(total > 0, total, 1.0)) / p)
     if math.isinf(p):
-        norm = u.abs().amax(-1, keepdim=True)
-    else:
-        norm = power(power(u if p % 2 == 0 else u.abs(), p).sum(-1, keepdim=True), 1 / p)
-    return F.threshold(norm, 0.0, 1.0).reciprocal()
+        return torch.ones_like(u[..., :1])
+    total = power(u if p % 2 == 0 else u.abs(), p).sum(-1, keepdim=True)
+    return total.clamp(min=1) ** (-1 / p)
 
 
 class Normalise(torch.autograd.Function):
@@ -231,10 +232,10 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        u, inverse = unit(x)
+        u, largest = unit(x)
         s = inverse_norm(u, p)
         y = u.mul_(s)
-        ctx.save_for_backward(y, s * inverse)
+        ctx.save_for_backward(y, s / largest)
         ctx.p = p
         return y
 
@@ -1004,7 +1005,7 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
         output = self.transformer.wte if self.lm_head is None else self.lm_head
         if targets is not None and targets.numel() * self.vocab_size > LOGITS_AT_ONCE:
-            rows = max(1, LOGITS_AT_ONCE // self.vocab_size)
+            rows = positions_with_logits(1, self.vocab_size)
             x, gradients = x.flatten(0, 1), torch.is_grad_enabled()
             return None, LinearCrossEntropy.apply(x, output.weight, targets.flatten(), rows, gradients)
         logits = F.linear(x, output.weight)  # (B, T, V)
