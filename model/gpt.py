@@ -654,6 +654,12 @@ def fits_kernel(q_latent: Tensor, cache: LatentCache) -> bool:
     return HAS_TRITON and cache.latent.is_cuda and cache.latent.itemsize == 2 and sizes and not q_latent.requires_grad
 
 
+def each_head(x: Tensor, w: Tensor) -> Tensor:
+    """x (B, nh, T, i) times each head's own matrix of w (nh, i, o) -> (B, nh, T, o)."""
+    B, nh, T, _ = x.shape
+    return (x.transpose(0, 1).reshape(nh, B * T, -1) @ w).view(nh, B, T, -1).transpose(0, 1)
+
+
 class LatentNorm(nn.RMSNorm):
     """RMSNorm of a latent, in fp32 at least."""
 
@@ -760,8 +766,12 @@ class MultiHeadLatentAttention(Observed):
 
     def extend(self, cache: LatentCache, latent: Tensor, k_rope: Tensor, rope: Rope, pos: int) -> None:
         """Write T positions from `pos` on."""
-        new = slice(pos, pos + latent.size(1))
-        k = torch.einsum("btr,hdr->bhtd", latent, self.up()[0].to(latent.dtype)) if self.normed else latent[:, None]
+        B, T, _ = latent.shape
+        new = slice(pos, pos + T)
+        k = latent[:, None]
+        if self.normed:
+            w_uk = self.up()[0].flatten(0, 1).to(latent.dtype)
+            k = F.linear(latent, w_uk).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn)
         if self.unified and self.normed:
             k = torch.cat([k, k_rope.expand(-1, self.n_head, -1, -1)], -1)  # (B, nh, T, dn + dr)
         elif not self.unified:
@@ -784,7 +794,7 @@ class MultiHeadLatentAttention(Observed):
         if self.k_norm.centred and not self.unified:
             q_content = q_content - q_content.mean(-1, keepdim=True)
         w_uk, w_uv = (w.to(q_nope.dtype) for w in self.up())
-        q_latent = torch.einsum("bhtd,hdr->bhtr", q_content.to(q_nope.dtype), w_uk)
+        q_latent = each_head(q_content.to(q_nope.dtype), w_uk)
         shift = None
         if cache.shift is not None:
             ones = rotate(torch.as_tensor(rope_gain).expand(pos + T, self.rope_dim), rope)  # (S, dr): R g_r
@@ -798,7 +808,7 @@ class MultiHeadLatentAttention(Observed):
             y = attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, self.unified)[:, :, None]
         else:
             y = self.attend_latents(q_latent, q_rope, cache, pos, scale, shift)
-        return torch.einsum("bhtr,hvr->bhtv", y, w_uv)
+        return each_head(y, w_uv.transpose(1, 2))
 
     def attend_latents(
         self, q_latent: Tensor, q_rope: Tensor, cache: LatentCache, pos: int, scale: float, shift: Tensor | None
