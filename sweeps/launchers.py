@@ -19,11 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from sweeps.worker import RESTART
+from sweeps.worker import PATIENCE, RESTART
 from training.config import ConfigError, at_least, require, show
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
-PATIENCE = 600  # seconds that a worker has to reach the end of its iteration and save
 SQUEUE_EVERY = 5.0  # seconds between two questions to SLURM's controller
 SBATCH_AGAIN = 60.0  # seconds after which tasks that SLURM refused are submitted again
 USR2_AFTER_TERM = 60  # seconds; SLURM preempts with SIGTERM, then the signal that was asked for, then SIGKILL

@@ -30,6 +30,7 @@ from training.config import ConfigError, TrainConfig, build, refuse
 from training.rundir import is_locked, read_json, read_status, write_json
 
 FINAL = ("done", "diverged")
+PATIENCE = 600  # seconds that a run has to reach the end of its iteration and save
 RESTART = 4  # exit status of a worker that another one should take the place of; its runs are no worse for it
 
 
@@ -85,12 +86,12 @@ def attempt(run: PlannedRun, sweep_dir: Path, launch: str, asked: dict[str, Any]
         try:
             if (ranks := asked.get("ranks", 1)) > 1:
                 status = on_ranks(config, ranks, sweep_dir / "launches" / f"{run.id}.json")
+                if status == 1:
+                    claim["error"] = "a rank of it failed: its log says more"
             else:
                 import train
 
                 status = train.run(config)
-            if status == 1:
-                claim["error"] = "a rank of it failed: its log says more"
         except ConfigError as error:  # it would be refused again
             print(f"error: {error}", flush=True)
             claim["error"], status = str(error), 1
@@ -114,7 +115,7 @@ def on_ranks(config: TrainConfig, ranks: int, file: Path) -> int:
     command = ["--standalone", f"--nproc_per_node={ranks}", str(Path(__file__).resolve()), "run", str(file)]
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *command], preexec_fn=functools.partial(die_with, os.getpid()),
-        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"},  # seconds to save
+        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(PATIENCE)},
     )  # fmt: skip
     try:
         process.wait()
