@@ -89,8 +89,7 @@ def other_series(
     """Of the definition's `also`: pattern -> {key that matches it: series}; without what no run has.
     settings: setting -> its name in the figure."""
     found: dict[str, dict[str, list[Series]]] = {}
-    logged = {key: how[0].replace("roughness", "last") for key, how in sweep.logged.items()}
-    for pattern, how in logged.items():
+    for pattern, how in drawn_as(sweep).items():
         runs = {setting: (sweep.done(setting), sweep.diverged(setting)) for setting in settings}
         every = [run for both in runs.values() for some in both for run in some]
         for key in sorted({key for run in every for key in run.curves if fnmatchcase(key, pattern)}):
@@ -101,6 +100,11 @@ def other_series(
             series = [Series(settings[s], look[s], of(a), [], of(b)) for s, (a, b) in runs.items()]
             found.setdefault(pattern, {})[key] = [s for s in series if s.curves or s.diverged]
     return found
+
+
+def drawn_as(sweep: Sweep) -> dict[str, str]:
+    """Of the definition's `also`, what is in the runs' lines: pattern -> the reduction that thins its curves."""
+    return {key: how[0].replace("roughness", "last") for key, how in sweep.logged.items()}
 
 
 def rate_panels(sweep: Sweep) -> dict[str, dict[str, list[Series]]]:
@@ -201,19 +205,20 @@ def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
     look = styles({part: labels(sweep, settings) for part, settings in sweep.parts.items()})
     files: dict[str, bytes] = {"runs.csv": runs_csv(sweep).encode()}
     figures: list[tuple[str | None, str, str]] = []
+    spans = {key: f"a point is the {how} over a {POINTS}th of the run" for key, how in drawn_as(sweep).items()}
     for part, settings in sweep.parts.items():
         suffix = f"_{re.sub(r'[^A-Za-z0-9.-]+', '_', part)}" if part else ""
         series = series_of(sweep, settings, look)
         drawn = list(draw_part(series, sweep.title_of(part))) if series else []
         for key, groups in other_series(sweep, labels(sweep, settings), look).items():
-            drawn.append((file_name(key), *draw_metrics(groups, key, sweep.title_of(part))))
+            drawn.append((file_name(key), *draw_metrics(groups, key, sweep.title_of(part), spans[key])))
         for kind, figure, caption in drawn:
             figures.append((part, f"{kind}{suffix}.svg", caption))
             files |= {f"{kind}{suffix}.{ending}": image(figure, ending) for ending in ("svg", "png")}
     if finals := final_losses(sweep):
         drawn = [("stability", draw_stability(finals, sweep.title), STABILITY_CAPTION)]
         for key, groups in rate_panels(sweep).items():
-            drawn.append((f"stability_{file_name(key)}", *draw_metrics(groups, key, sweep.title)))
+            drawn.append((f"stability_{file_name(key)}", *draw_metrics(groups, key, sweep.title, spans[key])))
         for kind, figure, caption in drawn:
             figures.append((None, f"{kind}.svg", caption))
             files |= {f"{kind}.{ending}": image(figure, ending) for ending in ("svg", "png")}

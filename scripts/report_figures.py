@@ -105,8 +105,9 @@ def draw_part(series: Sequence[Series], title: str) -> Iterator[tuple[str, Figur
     yield "folds", *draw_folds(series, title)
 
 
-def draw_metrics(groups: Mapping[str, Sequence[Series]], key: str, title: str) -> tuple[Figure, str]:
-    """Curves of other metrics than the loss, averaged over runs: a panel a metric (key -> series), as of the layers."""
+def draw_metrics(groups: Mapping[str, Sequence[Series]], key: str, title: str, point: str) -> tuple[Figure, str]:
+    """Curves of other metrics than the loss, averaged over runs: a panel a metric (key -> series), as of the layers.
+    point: what one of the curve's is."""
     columns = min(4, len(groups))
     rows = -(-len(groups) // columns)
     figure = new_figure(max(7, 1 + 2.5 * columns), 2.2 + 2.4 * rows)
@@ -131,7 +132,7 @@ def draw_metrics(groups: Mapping[str, Sequence[Series]], key: str, title: str) -
         late = [p.mean for s in every for i, p in s.mean.items() if i > 0.1 * max(s.mean)]
         grid[0, 0].set_ylim(*padded(late or values))
         about = " The first tenth may lie above the axis." + about
-    return figure, f"{key} by iteration, averaged over folds and seeds.{about}"
+    return figure, f"{key} by iteration, averaged over folds and seeds; {point}.{about}"
 
 
 def log_scale(axes: Axes, which: str, base: float = 10, ticks: Mapping[float, str] | None = None) -> None:

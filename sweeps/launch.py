@@ -26,14 +26,13 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import yaml
 from tqdm import tqdm
 
 from sweeps.launchers import LAUNCHERS, WORKER, Launcher
 from sweeps.plan import PlannedRun, freeze, load_sweep, plan_runs
 from sweeps.status import State, state_of, sweep_directory, tally
 from sweeps.worker import FINAL
-from training.config import CONFIG_DIR, ConfigError, at_least, build, read_words, refuse, require
+from training.config import CONFIG_DIR, ConfigError, at_least, build, parse_yaml, read_words, refuse, require
 from training.rundir import read_json, read_status, write_json
 
 POLL = 0.5  # seconds between two looks at the runs
@@ -91,13 +90,10 @@ def read_request(argv: list[str]) -> tuple[Request, Callable[[], None]]:
         for word in [word for word in others if word.startswith(prefix) and "=" in word]:
             others.remove(word)
             key, _, text = word.partition("=")
-            try:
-                changes[key] = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ConfigError(f"{word} is not key=value: {error}") from error
+            changes[key] = parse_yaml(text, f"{word} is not key=value")
     where = values.get("launcher", "local")
     require(where in LAUNCHERS, f"launcher={where} must be one of {', '.join(LAUNCHERS)}")
-    source = yaml.safe_load((CONFIG_DIR / "launcher" / f"{where}.yaml").read_text(encoding="utf-8"))
+    source = parse_yaml((CONFIG_DIR / "launcher" / f"{where}.yaml").read_text(encoding="utf-8"), f"launcher={where}")
     source |= {k.removeprefix("launcher."): v for k, v in changes.items() if k.startswith("launcher.")}
     launcher = build(LAUNCHERS[where][0], source, "launcher.")
     launcher.check()
@@ -242,7 +238,8 @@ def say(bar: Any, run: PlannedRun, states: dict[str, State], sweep_dir: Path, be
         ended = sum(state.state in FINAL for state in states.values())
         left = (time.monotonic() - began) / (ended - first) * (len(states) - ended)
         summary = read_json(sweep_dir / run.id / "summary.json")
-        loss = f"val/loss {summary['val/loss']:.4f}, " if "val/loss" in summary else ""
+        loss = summary.get("val/loss")  # null where it is not finite
+        loss = "" if loss is None else f"val/loss {loss:.4f}, "
         print(
             f"[{ended}/{len(states)}] {run.id} {states[run.id].state}: {loss}{summary.get('seconds', 0):.0f} s; "
             f"{tqdm.format_interval(left)} left",

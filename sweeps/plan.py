@@ -17,8 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from training.config import (
     CONFIG_DIR,
     ConfigError,
@@ -29,6 +27,7 @@ from training.config import (
     explain,
     flatten,
     load_config,
+    parse_yaml,
     require,
     show,
 )
@@ -59,8 +58,8 @@ class Sweep:
     of `words`: {name: list of train.py's words}. parts: name -> Part; without any, the grid alone. folds: values of
     data.fold; null holds out the last 10 %. seeds: values of seed. compare, also, paper: what scripts/report.py makes
     of the runs; also: other metrics than the loss, key or pattern -> how a run's lines become one number (last, max,
-    min, mean, sum, change: the mean absolute one from line to line), or several such numbers as [max, change], or
-    summary: summary.json has it, or, as eval/TASK/METRIC, scripts/evaluate.py's evaluation.json.
+    min, mean, sum, roughness: the mean distance of a line from the middle of its neighbours), or several such as
+    [max, roughness], or summary: summary.json has it, or, as eval/TASK/METRIC, scripts/evaluate.py's evaluation.json.
     """
 
     title: str = ""
@@ -134,9 +133,9 @@ def read_definition(name: str) -> dict[str, Any]:
     file = Path(name) if name.endswith(".yaml") else CONFIG_DIR / "sweep" / f"{name}.yaml"
     require(file.is_file(), f"sweep={name} must be one of {', '.join(known)}, or a file that ends in .yaml")
     try:
-        source = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"sweep={name}: {' '.join(str(error).split())}") from error
+        source = parse_yaml(file.read_text(encoding="utf-8"), f"sweep={name}")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"sweep={name}: {error}") from error
 
     def group(key: str, value: Any, known: list[str] | None = None) -> dict[str, Any]:
         require(isinstance(value, dict), f"{key}={show(value)} must be a group of settings")

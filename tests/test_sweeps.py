@@ -658,15 +658,25 @@ def test_a_claim_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
     assert not is_claimed(tmp_path, "run")
 
 
-def test_a_diverged_run_is_a_result_and_not_a_failure(tmp_path: Path, corpus: Path) -> None:
+@pytest.mark.parametrize(("eval_interval", "reason"), [(30, "train/loss"), (1, "val/loss")])
+def test_a_diverged_run_is_a_result_and_not_a_failure(
+    tmp_path: Path, corpus: Path, eval_interval: int, reason: str
+) -> None:
     words = ["data=text", f"data.path={corpus}", *TINY, "max_iters=30", "wandb.mode=disabled", "grad_clip=0"]
+    words.append(f"eval_interval={eval_interval}")
     grid = {"optim.learning_rate": [1e-3, 1e30]}
     sweep = tiny_sweep(tmp_path, corpus, overrides=words, grid=grid, folds=None)
     output = launched(sweep)
     assert "1 done, 1 diverged" in output
     (line,) = (line for line in output.splitlines() if line.startswith("diverged: "))
-    assert "not finite" in line or "nan" in line
+    assert reason in line and "nan" in line
     assert "1 done, 1 diverged" in launched(sweep)
+
+
+def test_a_number_with_an_exponent_is_a_number(tmp_path: Path, corpus: Path) -> None:
+    sweep = tiny_sweep(tmp_path, corpus, grid={"optim.learning_rate": [1]}, folds=None, seeds=[1])
+    output = launched(sweep, "sweep.grid.optim.learning_rate=[1e-3,2E-3]", "dry_run=true")
+    assert "learning_rate=0.001" in output and "learning_rate=0.002" in output
 
 
 def test_json_of_a_frozen_sweep_names_every_part(undisturbed: Path) -> None:

@@ -905,19 +905,32 @@ def run_script(
         return 1
 
 
-def read_words(argv: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """key=value words: those of `known` (key -> type) with the types it asks for, and the others as they are."""
+def parse_yaml(text: str, where: str) -> Any:
+    """The content of YAML in which 1e-3 is a number, as it is to Hydra; PyYAML alone takes it for text.
+
+    Raises: ConfigError that begins with `where`.
+    """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        pass
+
+    exponent = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def read_words(argv: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """key=value words: those of `known` (key -> type) with the types it asks for, and the others as they are."""
     values: dict[str, Any] = {}
     others = []
     for word in argv:
         key, equals, text = word.partition("=")
         if key in known and equals:
-            try:
-                value = text if known[key] is str else yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ConfigError(f"{word} is not key=value: {error}") from error
+            value = text if known[key] is str else parse_yaml(text, f"{word} is not key=value")
             values[key] = convert(value, known[key], key)
         else:
             others.append(word)
