@@ -141,6 +141,8 @@ def run(config: TrainConfig) -> int:
                 return {"val/loss": loss}
             return {"val/loss": loss, "val/bpc": bits / chars_per_token, "val/bpb": bits / bytes_per_token}
 
+        if config.fault.name != "none":
+            run_dir.log(f"warning: fault={config.fault.name}: the losses of this run are wrong on purpose")
         if config.eval_only:
             require(resumed is not None, f"eval_only=true needs a checkpoint in {run_dir.path}")
             run_dir.log(report({"iter": start, **validate()}))
@@ -153,7 +155,6 @@ def run(config: TrainConfig) -> int:
         }  # fmt: skip
         if config.fault.name != "none":
             info |= {"fault": config.fault.name, "start_up_warnings": caught}
-            run_dir.log(f"warning: fault={config.fault.name}: the losses of this run are wrong on purpose")
         tracker = Tracker(run_dir, config, info, start) if world.main else None
         if tracker is not None:
             tables = Metrics(run_dir.path / "diagnostics.jsonl")  # values of each layer and head, at each evaluation
@@ -315,9 +316,10 @@ def read_corpus(config: TrainConfig) -> Corpus:
 def start_up_checks(
     model: GPT, forward: nn.Module, batches: Batches, autocast: Callable[[], AbstractContextManager[None]]
 ) -> list[str]:
-    """Refuse a model that sees the future, warn of one that has a `fault`; warn of targets that are not the next tokens
-    or mostly one token, of a loss that is not the logits' cross-entropy with the targets, and of an initial loss, in
-    evaluation or as training would report it, that is not a guess's among V tokens. Returns the warnings.
+    """Refuse a model that sees the future and a batch that comes again and again, warn of them in a run with a `fault`;
+    warn of targets that are not the next tokens or mostly one token, of a loss that is not the logits' cross-entropy
+    with the targets, and of an initial loss, in evaluation or as training would report it, that is not a guess's among
+    V tokens. Returns the warnings.
 
     `forward`, the model as it will be trained, is checked in training mode as well.
     """
@@ -331,10 +333,13 @@ def start_up_checks(
     if not leak < LEAK_TOLERANCE:
         attention = model.config.attention.name
         warnings.append(f"attention={attention} sees the future: a token moves the logits before it ({leak:.1e})")
-        require(model.config.fault.name != "none", warnings[0])
+    text = batches.some_tokens()
+    if repeated := repetition(batches, text):
+        warnings.append(f"training repeats one batch: {repeated}")
+    require(model.config.fault.name != "none" or not warnings, "; ".join(warnings))
     if not torch.equal(x[:, 1:], y[:, :-1]):
         warnings.append("the targets of the first batch are not its next tokens")
-    if crowded := crowding(y, batches.some_tokens()):
+    if crowded := crowding(y, text):
         warnings.append(f"one token crowds the targets: {crowded}")
 
     x, y = x[:4, :1024].to(device), y[:4, :1024].to(device)
@@ -361,6 +366,25 @@ def start_up_checks(
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return warnings
+
+
+def repetition(batches: Batches, tokens: np.ndarray) -> str:
+    """What there is to say of the first iterations, or the first one's micro-batches, if they all get the same batch;
+    else "". So many are compared that the first tokens of their windows, drawn from `tokens` (n,), would not agree by
+    chance; where `tokens` can only agree, none."""
+    starts = tokens[: max(1, len(tokens) - batches.block_size)]
+    alike = float(np.square(np.unique(starts, return_counts=True)[1] / len(starts)).sum())  # two windows' first tokens
+    if alike == 1:
+        return ""
+    n = math.ceil(math.log(1e-9) / (batches.batch_size * math.log(alike)))
+    x, _ = batches.get_batch(0)
+    for what, places in (
+        ("iterations", ((i, 0) for i in range(1, n + 1))),
+        ("micro-batches", ((0, i) for i in range(1, n + 1))),
+    ):
+        if all(torch.equal(batches.get_batch(*place)[0], x) for place in places):
+            return f"{what} 0 to {n} are equal"
+    return ""
 
 
 def crowding(y: Tensor, tokens: np.ndarray) -> str:

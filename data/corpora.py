@@ -184,21 +184,28 @@ def join_rows(path: str, name: str) -> bytes:
 def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION) -> str | None:
     """Why the Hub cannot be used, or None: one request of the Hub's own client, which knows HF_ENDPOINT,
     HF_HUB_OFFLINE, proxies and certificates. load_dataset would retry for minutes where a server accepts and never
-    answers; resolving a name can outlast every timeout, so the request is given a thread, and abandoned."""
+    answers."""
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
         return one_line(error)
+    # Without `expand` the answer lists every file: of FineWeb that takes too long.
+    return probe(lambda: HfApi().dataset_info(repo, revision=revision, expand=["sha"], timeout=PROBE_SECONDS))
+
+
+def probe(ask: Callable[[], object]) -> str | None:
+    """Why `ask()`, a request, fails or has no answer within PROBE_SECONDS; None when it has one. Resolving a name can
+    outlast every timeout, so the request is given a thread, and abandoned."""
     answer: queue.Queue[str | None] = queue.Queue()
 
-    def ask() -> None:
+    def run() -> None:
         try:
-            HfApi().dataset_info(repo, revision=revision, timeout=PROBE_SECONDS)
+            ask()
             answer.put(None)
         except Exception as error:
             answer.put(one_line(error))
 
-    threading.Thread(target=ask, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     try:
         return answer.get(timeout=PROBE_SECONDS)
     except queue.Empty:

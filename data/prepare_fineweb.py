@@ -50,12 +50,15 @@ Batch = tuple[np.ndarray, list[int], list[int], list[bool]]  # tokens, and of ea
 
 def prepare(config: PrepareFineWebConfig) -> int:
     out = cache_folder() / "fineweb" if config.out is None else expand(config.out)
+    if config.verify:  # whatever settings they were made with
+        require((out / INDEX).exists(), f"verify=true: {out} holds no finished shards")
+        verify(out)
+        return finished(out, " and intact")
     dataset = expand(config.dataset).resolve()
     require(dataset not in [out.resolve(), *out.resolve().parents], f"out={out} must not lie in dataset={dataset}")
     check_usable(out, config)
     if (out / INDEX).exists():
-        return finished(out, config)
-    require(not config.verify, f"verify=true: {out} holds no finished shards")
+        return finished(out)
     begun: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
         begun = json.loads((out / PROGRESS).read_bytes())["source"]
@@ -72,7 +75,7 @@ def prepare(config: PrepareFineWebConfig) -> int:
     try:
         check_usable(out, config)  # again, now that no other process writes: one may have come to its end
         if (out / INDEX).exists():
-            return finished(out, config)
+            return finished(out)
         return write_shards(out, config, documents, tokenizer)
     finally:
         os.close(lock)
@@ -101,13 +104,9 @@ def check_usable(out: Path, config: PrepareFineWebConfig) -> None:
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
 
 
-def finished(out: Path, config: PrepareFineWebConfig) -> int:
+def finished(out: Path, intact: str = "") -> int:
     clean_up(out)
-    if config.verify:
-        verify(out)
-    print(
-        f"{out} is complete{' and intact' if config.verify else ''}: {summary(json.loads((out / INDEX).read_bytes()))}"
-    )
+    print(f"{out} is complete{intact}: {summary(json.loads((out / INDEX).read_bytes()))}")
     return 0
 
 
@@ -234,7 +233,7 @@ class Documents:
                 path, revision, self.source = str(place), None, source_of(place)
             else:
                 path, revision = config.dataset, begun.get("revision")
-                revision = revision or HfApi().dataset_info(config.dataset).sha
+                revision = revision or HfApi().dataset_info(config.dataset, expand=["sha"], timeout=10).sha
                 self.source = {"revision": revision}
             self.rows = datasets.load_dataset(path, name, split=config.split, streaming=True, revision=revision)
             first = next(iter(self.rows.take(1)), None)

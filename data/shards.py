@@ -10,6 +10,7 @@ tokenizer.json        the tokenizer, whose SHA-256 is in the index too
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from data.corpora import data_folders, expand, read_bytes
 from data.tokenizers import Tokenizer, from_dict, tokenizer_sha256
-from training.config import ConfigError, FineWebConfig, require
+from training.config import ConfigError, FineWebConfig, PrepareFineWebConfig, require, show
 
 FORMAT = 1
 INDEX, PROGRESS, TOKENIZER = "index.json", "progress.json", "tokenizer.json"
@@ -80,13 +81,27 @@ def find_shards(config: FineWebConfig) -> Path:
         if (folder / INDEX).exists():
             return folder
     for folder in folders:
-        require(
-            not (folder / PROGRESS).exists(),
-            f"data={config.name} is not complete in {folder}: the command that began it goes on from there",
-        )
+        if (folder / PROGRESS).exists():
+            command = command_that_began(folder)
+            raise ConfigError(f"data={config.name} is not complete in {folder}: {command} goes on from there")
     where = f"data.path={config.path}" if config.path is not None else f"data={config.name}"
     names = " nor ".join(str(folder / INDEX) for folder in folders)
-    raise ConfigError(f"{where} has no {names}: python data/prepare_fineweb.py out={folders[0]} makes it")
+    command = prepare_command(folders[0], ["max_tokens=1000000000"])
+    raise ConfigError(f"{where} has no {names}: {command} makes it")
+
+
+def command_that_began(folder: Path) -> str:
+    """By the settings in progress.json; a damaged one has none."""
+    try:
+        settings = json.loads((folder / PROGRESS).read_bytes())["settings"].items()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        settings = ()
+    plain = PrepareFineWebConfig().settings
+    return prepare_command(folder, [f"{key}={show(value)}" for key, value in settings if value != plain.get(key)])
+
+
+def prepare_command(out: Path, words: list[str]) -> str:
+    return shlex.join(["python", "data/prepare_fineweb.py", f"out={out}", *words])
 
 
 def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:

@@ -4,16 +4,15 @@ import functools
 import hashlib
 import json
 import os
-import queue
 import re
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
+from data.corpora import PROBE_SECONDS, one_line, probe
 from training.config import ConfigError, require
 
 if TYPE_CHECKING:
@@ -267,14 +266,15 @@ CUT = re.compile(rf"(?<=\S)[ \n]|(?<={SPACE}){SPACE}(?=\S)")
 GPT2_FILES = [
     f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
 ]  # as tiktoken_ext.openai_public has them
-PROBE_SECONDS = 2.0
 
 
 def fetch_gpt2() -> list[bytes]:
     import tiktoken
 
     if not all(os.path.exists(file) for file in tiktoken_cache(GPT2_FILES)):
-        problem = probe(GPT2_FILES[0])
+        import requests  # with which tiktoken waits without end
+
+        problem = probe(lambda: requests.head(GPT2_FILES[0], timeout=PROBE_SECONDS).raise_for_status())
         require(
             problem is None,
             f"data.tokenizer=gpt2 is not in tiktoken's cache, and its server is out of reach ({problem}): set "
@@ -283,8 +283,7 @@ def fetch_gpt2() -> list[bytes]:
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # requests, the file system, a wrong checksum
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(f"data.tokenizer=gpt2 cannot be loaded: {reason}") from error
+        raise ConfigError(f"data.tokenizer=gpt2 cannot be loaded: {one_line(error)}") from error
     return [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
 
 
@@ -293,27 +292,6 @@ def tiktoken_cache(urls: list[str]) -> list[str]:
     default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)
     return [os.path.join(folder, hashlib.sha1(url.encode()).hexdigest()) for url in urls]
-
-
-def probe(url: str) -> str | None:
-    """Why the file cannot be fetched, or None. tiktoken itself waits without end; resolving a name can outlast every
-    timeout, so the request is given a thread, and abandoned."""
-    import requests
-
-    answer: queue.Queue[str | None] = queue.Queue()
-
-    def ask() -> None:
-        try:
-            requests.head(url, timeout=PROBE_SECONDS).raise_for_status()
-            answer.put(None)
-        except Exception as error:
-            answer.put(" ".join(f"{type(error).__name__}: {error}".split())[:300])
-
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        return answer.get(timeout=PROBE_SECONDS)
-    except queue.Empty:
-        return f"no answer in {PROBE_SECONDS:g} s"
 
 
 # -----------------------------------------------------------------------------

@@ -9,9 +9,9 @@ Four checks, each with a verdict; V is the size of the vocabulary:
 A run is checked with its fault, if it has one, and trained by train.py itself; a Hugging Face model is checked with its
 own loss, and trained with AdamW. Settings: steps=200 and vocab_size=256 of the training on random tokens,
 checkpoint=best|latest, device=auto, trust_remote_code=true to run a folder's own code.
-Ends with one JSON line. A check that cannot be made, as the model diverges or its own code fails, is undecided. Exit
-status: 0 nothing was caught, 1 something was, 2 a bad setting, 3 nothing was, but a check is undecided. model= needs
-transformers.
+Ends with one JSON line. A check that cannot be made, as the model diverges, its own code fails or memory runs out, is
+undecided. Exit status: 0 nothing was caught, 1 something was, 2 a bad setting, 3 nothing was, but a check is undecided
+or the program failed. model= needs transformers.
 """
 
 import contextlib
@@ -173,11 +173,8 @@ class WithLabels(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         window = torch.cat([idx, targets[:, -1:]], 1)  # (B, T + 1)
-        try:
-            out = self.model(input_ids=window, labels=window, use_cache=False)
-            return out.logits[:, :-1], out.loss + 0.0
-        except Exception as error:  # a folder's own code
-            raise Undecided(f"the model's own code fails: {one_line(error)}") from error
+        out = self.model(input_ids=window, labels=window, use_cache=False)
+        return out.logits[:, :-1], out.loss + 0.0
 
 
 class HuggingFace:
@@ -196,9 +193,9 @@ class HuggingFace:
         try:
             place = str(Path(folder).expanduser())
             model = self.auto.from_pretrained(place, local_files_only=True, **self.options)
+            self.trained: nn.Module = WithLabels(model).to(device)
         except Exception as error:  # transformers, safetensors and a folder's own code share no base class
             raise ConfigError(f"model={folder} cannot be loaded: {one_line(error)}") from error
-        self.trained: nn.Module = WithLabels(model).to(device)
         self.config, self.vocab_size = model.config, model.config.get_text_config().vocab_size
         self.context = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or T + 1) - 1
         self.block_size = min(self.context, T)
@@ -260,11 +257,12 @@ def future_leakage(subject: Subject) -> Finding:
     model.eval()
     mode, t = max(((mode, t) for mode in leaks for t in positions), key=lambda at: leaks[at[0]][at[1]][0])
     largest, first = leaks[mode][t]
+    what = "the loss before" if first is None else f"logits from position {first} on"  # None: logits not held whole
     text = (
         f"other tokens from {', '.join(map(str, positions))} of {n} on move no logit before ({largest:.0e} of theirs)"
-        if first is None
-        else f"other tokens from {t} of {n} on, in {mode} mode, move logits from position {first} on: by {largest:.2g} "
-        "of the most that they move later"
+        if largest < LEAK_TOLERANCE
+        else f"other tokens from {t} of {n} on, in {mode} mode, move {what}: by {largest:.2g} of the most that they "
+        "move later"
     )
     numbers = {
         mode: {t: {"leak": leak, "from": first} for t, (leak, first) in of.items()} for mode, of in leaks.items()
@@ -369,6 +367,9 @@ def audit(subject: Subject, steps: int, vocab_size: int) -> list[Finding]:
             finding = Finding(name, True, f"it cannot be trained: {error}", {"refused": str(error)})
         except Undecided as error:
             finding = Finding(name, None, str(error), {"undecided": str(error)})
+        except Exception as error:  # a folder's own code, no memory
+            why = f"the check fails: {one_line(error)}"
+            finding = Finding(name, None, why, {"undecided": why})
         verdict = {True: "CAUGHT", False: "ok", None: "undecided"}[finding.caught]
         print(f"{name + ':':20s}{verdict:11s}{finding.text}", flush=True)
         findings.append(finding)
@@ -405,7 +406,15 @@ def audit_model(words: dict[str, Any]) -> int:
 
 def main(argv: list[str]) -> int:
     known = {**dict.fromkeys(("run", "model", "checkpoint", "device"), str), "steps": int, "vocab_size": int}
-    return run_script(argv, __doc__, {**known, "trust_remote_code": bool}, audit_model)
+
+    def program(words: dict[str, Any]) -> int:
+        try:
+            return audit_model(words)
+        except (OSError, RuntimeError) as error:  # torch's are RuntimeErrors
+            print(f"failed: {one_line(error)}", file=sys.stderr)
+            return 3  # not 1, that of run_script
+
+    return run_script(argv, __doc__, {**known, "trust_remote_code": bool}, program)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,7 +35,8 @@ class Side:
     info: dict[str, Any]
 
     def take_turn(self, n: int) -> dict[str, Any]:
-        self.pipe.send(n)
+        with suppress(BrokenPipeError):  # receive says how it died
+            self.pipe.send(n)
         return self.receive()
 
     def stop(self) -> None:
@@ -44,7 +46,8 @@ class Side:
     def receive(self) -> dict[str, Any]:
         try:
             kind, content = self.pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
+            self.process.join()
             raise RuntimeError(f"{self.name} died (exit status {self.process.exitcode})") from None
         if kind == "refused":
             raise ConfigError(content)
@@ -134,16 +137,20 @@ def peer_model(peer: Path) -> Any:
     return module
 
 
-def machine() -> dict[str, Any]:
-    """What a figure depends on."""
+def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
+    """What a figure depends on. device, threads: the words of train.py that it was measured with."""
     import torch
 
     from training.device import device_name, resolve_device
     from training.rundir import commit
 
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    name = device_name(resolve_device(device))
+    torch.set_num_threads(before)
     return {
         "commit": commit(),
-        "device": device_name(resolve_device("auto")),
+        "device": name,
         "cpus": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -153,7 +160,7 @@ def machine() -> dict[str, Any]:
 def run_benchmark(doc: str | None, known: dict[str, Any], program: Callable[[dict[str, Any], list[str]], Any]) -> int:
     """Call program(values, other words) with the command line's words; print its JSON as the last line.
 
-    known: word -> (type, default). Exit status 2 for a word that cannot be used.
+    known: word -> (type, default). Exit status 2 for a word that cannot be used, 1 for a side that failed.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(doc)
@@ -163,4 +170,7 @@ def run_benchmark(doc: str | None, known: dict[str, Any], program: Callable[[dic
         print(json.dumps(program({key: default for key, (_, default) in known.items()} | values, others)))
     except ConfigError as error:
         return refuse(str(error))
+    except RuntimeError as error:
+        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     return 0

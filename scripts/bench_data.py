@@ -42,9 +42,9 @@ def drop_from_page_cache(files: list[Path]) -> None:
 
 
 def measure(fresh: Callable[[], Batches], values: dict[str, Any], first: int) -> dict[str, float]:
-    """tok_per_sec: as fast as they come, by the median step, and slowest_ms the slowest. Then, one made while the one
-    before is worked on, as in train.py, by a model of the asked pace: wait_ms, the median time that it waits for a
-    batch, and stall, the part of its time that it waits."""
+    """tok_per_sec: as fast as they come, by the median step, and slowest_ms the slowest. Then, made ahead as in
+    train.py, for a model of the asked pace: wait_ms, the median time that it waits for a batch, and stall, the part of
+    its time that it waits."""
     batches = fresh()
     n_tokens, steps = batches.batch_size * batches.block_size, values["steps"]
     seconds = []
@@ -71,8 +71,8 @@ def measure(fresh: Callable[[], Batches], values: dict[str, Any], first: int) ->
 
 
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    for word in words:
-        raise ConfigError(f"{word} is unknown{did_you_mean(word.partition('=')[0], values)}")
+    if words:
+        raise ConfigError(f"{words[0]} is unknown{did_you_mean(words[0].partition('=')[0], values)}")
     for key, value in values.items():
         if key != "path":
             at_least(key, value, 1)

@@ -82,7 +82,7 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         "runs": values["runs"],
         "rounds": values["rounds"],
         "words": words,
-        **machine(),
+        **machine(threads=1),
     }
 
 

@@ -193,6 +193,11 @@ def check_comparable(config: TrainConfig) -> None:
     require(plain and type(config.optim) is AdamWConfig, "peer= needs nanoGPT's own settings: MHA without a QK norm")
 
 
+def machine_of(words: list[str]) -> dict[str, Any]:
+    config = load_config(compose(words))
+    return machine(config.device, config.threads)
+
+
 def summary(side: Side, turns: list[dict[str, Any]], n: int, about: dict[str, Any]) -> dict[str, Any]:
     ms = 1000 * median(turns, "seconds") / n
     return {
@@ -219,7 +224,7 @@ def bench_evaluation(values: dict[str, Any], words: list[str]) -> dict[str, Any]
             "batches_run": n,
         },
         "ratio": ratio(turns, "peer", "ours"), "rounds": values["rounds"], "words": words, "dtype": about["dtype"],
-        **machine(),
+        **machine_of(words),
     }  # fmt: skip
 
 
@@ -255,7 +260,7 @@ def bench_curves(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         **{name: over_seeds(statistics.fmean, of) for name, of in means.items()},
         "difference": over_seeds(statistics.fmean, pairs), "sd_of_difference": over_seeds(statistics.stdev, pairs),
         "sd_over_seeds": over_seeds(statistics.stdev, means["ours"]), "first_loss_difference": first,
-        "words": words, **machine(),
+        "words": words, **machine_of(words),
     }  # fmt: skip
 
 
@@ -278,7 +283,7 @@ def bench_start_up(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         rounds.append(turn)
         print(", ".join(f"{key} {value:.2f}" for key, value in turn.items()), flush=True)
     medians = {key: statistics.median(turn[key] for turn in rounds) for key in rounds[0]}
-    return {**medians, "rounds": values["rounds"], "words": words, **machine()}
+    return {**medians, "rounds": values["rounds"], "words": words, **machine_of(words)}
 
 
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
@@ -315,7 +320,8 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     rows = {s.name: summary(s, turns[s.name], n, {**about, **s.info}) for s in sides}
     common = {
         "rounds": values["rounds"], "iters": n, "words": words, "seconds": round(time.time() - began),
-        "dtype": about["dtype"], "peak_tflops": round(about["peak_flops"] / 1e12, 3), **machine(),
+        "dtype": about["dtype"], "peak_tflops": round(about["peak_flops"] / 1e12, 3),
+        **machine_of(next(iter(named.values()))),
     }  # fmt: skip
     if values["peer"]:
         return {**rows, "ratio": ratio(turns, "peer", "ours"), **common}

@@ -1,8 +1,8 @@
 """Downstream tasks through lm-evaluation-harness: python scripts/evaluate.py run=RUN tasks=arc_easy,piqa
 
-tasks: names of lm_eval's tasks, or `paper`: the eight of the QK-Normed MLA paper, 3-shot, beside its Table 1. `cloze`
+tasks: names of lm_eval's tasks, and `paper`: the eight of the QK-Normed MLA paper, 3-shot, beside its Table 1. `cloze`
 needs no network: which of four passages goes on with one of the text that the run held out (chance: 25 %)?
-num_fewshot: examples before each question (the task's own number; 3 for paper). limit: questions a task (all).
+num_fewshot: examples before each question (the task's own number; 3 for paper's). limit: questions a task (all).
 include_path: a folder with task files of your own (YAML; `dataset_path: json` needs no network).
 batch_size=16, checkpoint=best|latest, device=auto, dtype=float32|bfloat16|auto. out: a JSON file for all results; as
 RUN/evaluation.json, the report of the run's sweep can compare them (README, "Reports").
@@ -189,10 +189,11 @@ def table(metrics: dict[str, dict[str, float]], paper: bool) -> str:
 
 def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     """lm_eval's results for the program's words, with "metrics" and what they were measured with."""
-    paper = words["tasks"] == "paper"
-    names = list(PAPER) if paper else [name for name in words["tasks"].split(",") if name]
+    asked = [name for name in words["tasks"].split(",") if name]
+    paper = "paper" in asked
+    names = [task for name in asked for task in (PAPER if name == "paper" else [name])]
     require(bool(names), "tasks= must name a task")
-    shots = words.get("num_fewshot", PAPER_SHOTS if paper else None)
+    shots = words.get("num_fewshot")
     which, batch_size = words.get("checkpoint", "best"), words.get("batch_size", 16)
     one_of("checkpoint", which, ("best", "latest"))
     check_common(0, words.get("device", "auto"), words.get("dtype", "float32"))
@@ -212,6 +213,9 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     dtype = resolve_dtype(words.get("dtype", "float32"), device)
     model, tokenizer, state = open_run(words["run"], which, device)
     tasks, manager = load_tasks(names, words.get("include_path"))
+    for task in tasks:
+        if paper and shots is None and task.config.task in PAPER:
+            task.set_config("num_fewshot", PAPER_SHOTS)
     tasks += [cloze(model, tokenizer, state)] if CLOZE in names else []
     from scripts.lm_eval_model import NanoQK
 
@@ -231,6 +235,7 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."), "lm_eval": lm_eval.__version__,
         "seconds": round(time.perf_counter() - began, 1), "truncated": lm.truncated,
         "questions": {task: n["effective"] for task, n in results["n-samples"].items()},
+        **({"fault": model.config.fault.name} if model.config.fault.name != "none" else {}),
     }  # fmt: skip
     metrics = metrics_of(results)
     return {**results, "about": {**about, "metrics": metrics, "average": average(metrics)}, "paper": paper}

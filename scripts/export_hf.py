@@ -91,6 +91,8 @@ def hugging_face(model: GPT) -> tuple[Config, State]:
         "eos_token_id": None,
         "dtype": str(model.transformer.wte.weight.dtype).removeprefix("torch."),
     }
+    if model.config.fault.name != "none":
+        config["fault"] = model.config.fault.name  # transformers keeps it, and computes without it
     return config, state
 
 

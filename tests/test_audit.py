@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_train import configured, lines, weights
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
 from variants import LAYOUTS, V, attended, build, config_of, random_tokens
 
+import model.gpt
 import train
 from data.batches import Batches
 from data.tokenizers import NoText, from_dict, text_size
@@ -27,6 +32,7 @@ from training import checkpoint, faults
 from training.config import FAULTS, ConfigError, FaultConfig, RandomConfig, TrainConfig, load_config
 from training.tracker import wandb_job
 
+Program = Callable[..., subprocess.CompletedProcess[str]]
 DATA = {"name": "random", "n_tokens": 20_000, "vocab_size": 32, "val_tokens": 600}
 ACCUMULATED = {"batch_size": 2, "gradient_accumulation_steps": 4, "data": DATA}
 
@@ -164,7 +170,7 @@ def test_a_run_with_a_fault_says_so_everywhere(
         "unshifted_labels": ["the loss is not the cross-entropy"] + ["the initial loss is"] * tied,
         "padding_in_mean": ["one token crowds the targets"] + ["the initial loss is"] * tied,
         "loss_over_accumulation": ["the initial training loss is"],
-        "repeated_batches": [],  # a run with them begins as an honest one does
+        "repeated_batches": ["training repeats one batch: iterations 0 to 3 are equal"],
     }
     assert summary["fault"] == fault
     warnings = summary["start_up_warnings"]
@@ -174,6 +180,8 @@ def test_a_run_with_a_fault_says_so_everywhere(
     assert f"FAULT_{fault}" in replace(config, out_dir=None).run_dir.name and f"FAULT_{fault}" in config.group
     init = wandb_job(run, config, summary, "offline")["init"]
     assert init["tags"] == [f"fault={fault}"] and init["config"]["fault"] == {"name": fault}
+    assert train.run(replace(config, eval_only=True)) == 0
+    assert f"warning: fault={fault}" in capsys.readouterr().out
     open_run(str(run), "best", torch.device("cpu"))
     assert f"was trained with fault={fault}" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"fault.name {fault} -> "):
@@ -318,6 +326,20 @@ def test_a_leak_between_distant_positions_is_found_in_the_whole_context() -> Non
     assert finding(200).caught and not finding(80).caught
 
 
+@pytest.mark.parametrize("fault", ["none", "no_mask"])
+def test_a_leak_is_told_from_none_where_the_logits_are_not_held(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.gpt, "LOGITS_AT_ONCE", 4 * V)
+    run = save_run(small("mha", "none", fault), tmp_path / "run")
+    finding = audit.future_leakage(audit.Run(str(run), "best", torch.device("cpu")))
+    assert {of["from"] for mode in finding.numbers.values() for of in mode.values()} == {None}
+    assert finding.caught == (fault == "no_mask")
+    assert ("move the loss before: by" in finding.text, "move no logit" in finding.text) == (
+        (True, False) if finding.caught else (False, True)
+    )
+
+
 def test_a_model_that_diverges_is_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small("mha", "none")
     config = replace(config, optim=replace(config.optim, learning_rate=1e30), grad_clip=0.0)
@@ -341,7 +363,51 @@ def test_code_of_a_model_that_fails_is_one_line(
     monkeypatch.setattr(GPT2LMHeadModel, "forward", without_a_loss)
     status, found = audited(capsys, f"model={tmp_path / 'hf'}", "steps=20")
     assert status == 3 and found["caught"] == []
-    assert all("own code fails: TypeError" in check["undecided"] for check in found["checks"].values())
+    assert all("the check fails: TypeError" in check["undecided"] for check in found["checks"].values())
+
+
+def test_a_model_that_cannot_be_built_anew_or_differentiated_leaves_those_checks_undecided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoMemory(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no\nmemory")
+
+    AutoModelForCausalLM.from_config(THEIRS["GPT2LMHeadModel"]).save_pretrained(tmp_path / "hf")
+    words = (f"model={tmp_path / 'hf'}", "steps=20")
+    forward = GPT2LMHeadModel.forward
+
+    def no_memory(self: Any, *args: Any, **options: Any) -> Any:
+        out = forward(self, *args, **options)
+        out.loss = NoMemory.apply(out.loss)
+        return out
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", no_memory)
+    status, found = audited(capsys, *words)
+    assert status == 3 and [found["checks"][name]["caught"] for name in CHECKS] == [False, False, None, None]
+    assert found["checks"]["accumulation"]["undecided"] == "the check fails: OutOfMemoryError: no memory"
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", forward)
+    monkeypatch.setattr(audit.HuggingFace, "fresh", lambda self: 1 / 0)
+    status, found = audited(capsys, *words)
+    assert status == 3 and [found["checks"][name]["caught"] for name in CHECKS] == [False, None, None, None]
+
+
+@pytest.mark.parametrize("error", [OSError("disk\nfull"), torch.OutOfMemoryError("disk\nfull")])
+def test_a_failure_of_the_program_does_not_read_as_caught(
+    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(audit, "open_run", fail)
+    assert audit.main([f"run={tmp_path}", "device=cpu"]) == 3
+    assert capsys.readouterr().err == f"failed: {type(error).__name__}: disk full\n"
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 48}
@@ -366,6 +432,82 @@ def test_hugging_face_models_are_audited_from_their_folder(
     assert (status, found["caught"][:1]) == ((1, ["future leakage"]) if leaky else (0, []))
     first = found["checks"]["future leakage"]["evaluation"]["23"]
     assert (first["leak"] >= LEAK_TOLERANCE, first["from"]) == ((True, 0) if leaky else (False, None))
+
+
+CUSTOM = {
+    "configuration_tiny.py": """
+from transformers import PretrainedConfig
+
+
+class TinyConfig(PretrainedConfig):
+    model_type = "tiny_custom"
+
+    def __init__(self, vocab_size=64, hidden_size=32, max_position_embeddings=48, masked=True, **options):
+        self.vocab_size, self.hidden_size, self.masked = vocab_size, hidden_size, masked
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**options)
+""",
+    "modeling_tiny.py": """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from .configuration_tiny import TinyConfig
+
+
+class TinyForCausalLM(PreTrainedModel):
+    config_class = TinyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        n = config.hidden_size
+        self.wte = nn.Embedding(config.vocab_size, n)
+        self.wpe = nn.Embedding(config.max_position_embeddings, n)
+        self.qkv, self.lm_head = nn.Linear(n, 3 * n), nn.Linear(n, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(0.0, 0.1)
+
+    def forward(self, input_ids, labels=None, **options):
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.size(1), device=input_ids.device))
+        q, k, v = self.qkv(x).chunk(3, -1)
+        logits = self.lm_head(x + F.scaled_dot_product_attention(q, k, v, is_causal=self.config.masked))
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+""",
+}
+
+
+def test_a_folder_with_code_of_its_own_is_audited_when_it_is_trusted(program: Program, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name, text in CUSTOM.items():
+        (folder / name).write_text(text)
+    shapes = {"wte.weight": (64, 32), "wpe.weight": (48, 32), "qkv.weight": (96, 32), "qkv.bias": (96,)}
+    generator = torch.Generator().manual_seed(0)
+    save_file(
+        {k: 0.1 * torch.randn(*s, generator=generator) for k, s in {**shapes, "lm_head.weight": (64, 32)}.items()},
+        folder / "model.safetensors", metadata={"format": "pt"},
+    )  # fmt: skip
+    classes = {"AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
+    env = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
+    words = ("model=hf", "steps=20", "device=cpu")
+    for masked in (True, False):
+        config = {"model_type": "tiny_custom", "architectures": ["TinyForCausalLM"], "masked": masked}
+        (folder / "config.json").write_text(json.dumps({**config, "auto_map": classes}))
+        done = program("scripts/audit.py", *words, "trust_remote_code=true", env=env)
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["architecture"] == "TinyForCausalLM"
+        assert (done.returncode, found["caught"][:1]) == ((0, []) if masked else (1, ["future leakage"])), done
+        assert None not in [check["caught"] for check in found["checks"].values()]
+    refused = program("scripts/audit.py", *words, env=env)
+    assert refused.returncode == 2 and "custom code" in refused.stderr
 
 
 def test_a_loss_that_does_not_shift_its_labels_or_sums_them_is_caught(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import lm_eval
 import pytest
 import torch
 import yaml
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from test_train import configured
@@ -25,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from variants import V, build, config_of
 
 import train
-from data.tokenizers import CharTokenizer
+from data.tokenizers import BPETokenizer, CharTokenizer, Tokenizer, learn_bpe
 from model.gpt import GPT
 from sample import load_run
 from scripts import evaluate
@@ -268,20 +270,45 @@ def results_of(lm: Any, tasks: Path, num_fewshot: int) -> Any:
     )
 
 
+def random_model(attention: str, text: str) -> tuple[GPT, Tokenizer]:
+    """Qwen3's blocks (gqa) or DeepSeek-V3's (mla), and a tokenizer of a few merges whose separator is often said."""
+    tokenizer = BPETokenizer(learn_bpe([text], 275), has_separator=True)
+    config = config_of(attention, {"gqa": "rms", "mla": "none"}[attention], mlp="swiglu", block_size=32)
+    model = GPT(config, tokenizer.vocab_size)
+    model.init_weights(0)
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=g))
+        model.transformer.wte.weight[tokenizer.separator] *= 2
+    return model.eval(), tokenizer
+
+
+PAIRS = [("the cow says ", "moo."), ("the dog sa", "ys woof."), ("the duck", " says"), ("", "the bee says")]
+
+
 @pytest.mark.parametrize("num_fewshot", [0, 5])
+@pytest.mark.parametrize("name", ["trained", "gqa", "mla"])
 def test_every_sample_is_scored_as_by_lm_evals_own_hugging_face_adapter(
-    num_fewshot: int, run: Path, tasks: Path, tmp_path: Path
+    name: str, num_fewshot: int, run: Path, tasks: Path, tmp_path: Path
 ) -> None:
     """With 5 examples the prompts are longer than block_size."""
     model, tokenizer, _ = load_run(run / "ckpt" / "best", torch.device("cpu"))
+    if name != "trained":
+        model, tokenizer = random_model(name, (run.parent / "corpus.txt").read_text())
     export(model, tokenizer, tmp_path / "hf")
     theirs_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    theirs_tokenizer.add_special_tokens({"eos_token": "<|end|>", "pad_token": "d"})  # it wants them; no sound has a d
+    if tokenizer.separator is None:  # it wants them; no sound has a d
+        theirs_tokenizer.add_special_tokens({"eos_token": "<|end|>", "pad_token": "d"})
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     theirs = HFLM(hf, tokenizer=theirs_tokenizer, batch_size=4, device="cpu")
-    theirs.custom_prefix_token_id = 0
+    if tokenizer.separator is None:
+        theirs.custom_prefix_token_id = 0
     ours = NanoQK(model, tokenizer, 4)
-    assert ours.eot_token_id == theirs.prefix_token_id == 0 and theirs.max_length == ours.max_length == 64
+    assert ours.eot_token_id == theirs.prefix_token_id == (tokenizer.separator or 0)
+    assert theirs.max_length == ours.max_length == model.block_size
+    pairs = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]
+    assert flat(ours.loglikelihood(pairs)) == pytest.approx(flat(theirs.loglikelihood(pairs)), abs=2e-4, rel=1e-5)
     mine, expected = (results_of(lm, tasks, num_fewshot) for lm in (ours, theirs))
     compared = 0
     for task in ALL:
@@ -294,6 +321,7 @@ def test_every_sample_is_scored_as_by_lm_evals_own_hugging_face_adapter(
             got = mine["results"][task][metric]
             assert got == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (task, metric)
     assert compared == 6 * 6 + 36 * 6 + 6 + 6
+    assert (ours.truncated > 0) == (num_fewshot > 0)
 
 
 def flat(x: Any) -> list[Any]:
@@ -322,6 +350,106 @@ def test_the_papers_numbers_stand_beside_ours() -> None:
     assert lines[-1] == "| average | acc | 25.00 | 44.75 | 46.33 |"  # the averages that the paper states
     del metrics["piqa"]
     assert evaluate.table(metrics, paper=True).splitlines()[-1] == "| average | acc | 25.00 |  |  |"
+
+
+CHOICES = {"text": ["water", "a stone", "wind", "wood"], "label": ["A", "B", "C", "D"]}
+SCHEMAS: dict[str, tuple[tuple[str, str | None], list[str], dict[str, Any]]] = {  # (path, name), splits, a row
+    "arc_challenge": (
+        ("allenai/ai2_arc", "ARC-Challenge"), ["train", "validation", "test"],
+        {"id": "M_1", "question": "Which one burns?", "choices": CHOICES, "answerKey": "D"},
+    ),
+    "arc_easy": (
+        ("allenai/ai2_arc", "ARC-Easy"), ["train", "validation", "test"],
+        {"id": "M_2", "question": "Which one flows?", "choices": CHOICES, "answerKey": "A"},
+    ),
+    "boolq": (
+        ("aps/super_glue", "boolq"), ["train", "validation", "test"],
+        {"question": "do cows fly", "passage": "Cows -- Cows walk.", "idx": 0, "label": 0},
+    ),
+    "hellaswag": (
+        ("Rowan/hellaswag", None), ["train", "validation", "test"],
+        {
+            "ind": 4, "activity_label": "Milking", "ctx_a": "A man sits by a cow.", "ctx_b": "he",
+            "ctx": "A man sits by a cow. he", "endings": ["sings.", "milks it. [title] Now", "flies.", "is a cow."],
+            "source_id": "wikihow~1", "split": "train", "split_type": "indomain", "label": "1",
+        },
+    ),
+    "lambada_openai": (
+        ("EleutherAI/lambada_openai", "default"), ["test"],
+        {"text": "the cow looked at the dog and the dog looked at the cow"},
+    ),
+    "openbookqa": (
+        ("allenai/openbookqa", "main"), ["train", "validation", "test"],
+        {"id": "7-980", "question_stem": "Fire needs", "choices": CHOICES, "answerKey": "D"},
+    ),
+    "piqa": (
+        ("baber/piqa", None), ["train", "validation", "test"],
+        {"goal": "milk a cow", "sol1": "sit down by it.", "sol2": "sit down on it.", "label": 0},
+    ),
+    "winogrande": (
+        ("allenai/winogrande", "winogrande_xl"), ["train", "validation", "test"],
+        {"sentence": "The cow kicked the dog as _ was mad.", "option1": "the cow", "option2": "the dog", "answer": "1"},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the Hub, five numbered rows of each of the paper's data sets."""
+    places = {place: (splits, row) for place, splits, row in SCHEMAS.values()}
+
+    def load_dataset(path: str, name: str | None = None) -> Any:
+        splits, row = places[path, name]
+        text = next(key for key in ("question", "question_stem", "ctx_a", "goal", "sentence", "text") if key in row)
+        rows = [{**row, text: f"{i}. {row[text]}"} for i in range(5)]
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split in splits})
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr(evaluate, "probe_hub", lambda: None)
+
+
+def untrained(tmp_path: Path, **settings: Any) -> Path:
+    """A run of one iteration, on bytes, whose fault, if any, is in `settings`."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"the {animal} says {sound}.\n" for animal, sound in SAYS.items()) * 100)
+    data = {"name": "text", "path": str(corpus), "tokenizer": "byte"}
+    config = configured(corpus, tmp_path / "run", data=data, max_iters=1, **settings)
+    assert train.run(config) == 0
+    return tmp_path / "run"
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("tasks", ["paper", "cloze,paper"])
+def test_the_papers_eight_tasks_run_with_three_examples_each(
+    tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 512, "dropout": 0.0}
+    run, out = untrained(tmp_path, model=model), tmp_path / "found.json"
+    capsys.readouterr()
+    assert evaluate.main([f"run={run}", f"tasks={tasks}", "limit=2", "device=cpu", f"out={out}"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    about = json.loads(printed[-1])
+    shots = dict.fromkeys(evaluate.PAPER, 3) | ({"cloze": 0} if "cloze" in tasks else {})
+    assert about["num_fewshot"] == shots and about["questions"] == dict.fromkeys(shots, 2)
+    assert about["truncated"] == 0 and "fault" not in about
+    normalised = {"arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa"}
+    for task, (clip, norm) in evaluate.PAPER.items():
+        (line,) = [line for line in printed if line.startswith(f"| {task} | acc |")]
+        assert re.fullmatch(rf"\| {task} \| acc \| [\d.]+ ± [\d.]+ \| {clip:.2f} \| {norm:.2f} \|", line), line
+        assert ("acc_norm" in about["metrics"][task]) == (task in normalised)
+    assert any(re.match(r"\| lambada_openai \| perplexity \| .* \| 16.28 \| 14.18 \|$", line) for line in printed)
+    assert any(line.startswith("| average | acc |") for line in printed)
+    samples = json.loads(out.read_text())["samples"]
+    prompt, answer = samples["arc_easy"][0]["arguments"][0]
+    *examples, question = prompt.split("\n\n")
+    assert len(examples) == 3 and question == "Question: 0. Which one flows?\nAnswer:" and answer == " water"
+    assert all(re.fullmatch(r"Question: \d\. Which one flows\?\nAnswer: water", example) for example in examples)
+
+
+def test_a_runs_fault_stands_in_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = untrained(tmp_path, fault={"name": "unshifted_labels"})
+    assert evaluate.main([f"run={run}", "tasks=cloze", "limit=2", "device=cpu"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["fault"] == "unshifted_labels"
 
 
 # -----------------------------------------------------------------------------

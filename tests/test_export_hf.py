@@ -34,7 +34,16 @@ from model.gpt import GPT
 from sample import load_run
 from scripts.export_hf import architecture_of, export, main
 from training import checkpoint
-from training.config import ConfigError, GQAConfig, MHAConfig, MLAConfig, PythonDocsConfig, RMSQKNormConfig, TrainConfig
+from training.config import (
+    ConfigError,
+    FaultConfig,
+    GQAConfig,
+    MHAConfig,
+    MLAConfig,
+    PythonDocsConfig,
+    RMSQKNormConfig,
+    TrainConfig,
+)
 
 CHARS = CharTokenizer("\n !,.abcdefgé€😀")
 LLAMA: dict[str, Any] = {"mlp": "swiglu", "mlp_hidden": 56, "norm_eps": 1e-3}
@@ -303,4 +312,11 @@ def test_the_weights_are_those_of_the_checkpoint_that_was_named(tmp_path: Path) 
     for which, model in (("best", first), ("latest", second)):
         assert main([f"run={run}", f"out={tmp_path / which}", f"checkpoint={which}"]) == 0
         assert torch.equal(loaded(tmp_path / which).transformer.wte.weight, model.transformer.wte.weight)
-    assert json.loads((tmp_path / "best" / "config.json").read_text())["dtype"] == "float32"
+    settings = json.loads((tmp_path / "best" / "config.json").read_text())
+    assert settings["dtype"] == "float32" and "fault" not in settings
+
+
+def test_a_fault_is_in_the_folders_config(tmp_path: Path) -> None:
+    model = random_model(replace(tiny_config(), fault=FaultConfig("unshifted_labels")))
+    assert main([f"run={save_run(model, CHARS, tmp_path / 'run')}", f"out={tmp_path / 'hf'}"]) == 0
+    assert loaded(tmp_path / "hf").config.fault == "unshifted_labels"

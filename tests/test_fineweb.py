@@ -11,8 +11,10 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,7 @@ def settings_of(parquet: tuple[Path, list[str]], out: Path, **changes: Any) -> P
         "val_fraction": 0.1,
         "workers": 2,
     }
-    return PrepareFineWebConfig(dataset=str(parquet[0]), out=str(out), **{"workers": 2, **some, **changes})
+    return PrepareFineWebConfig(dataset=str(parquet[0]), out=str(out), **(some | changes))
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +196,19 @@ class Killed(BaseException):
     pass
 
 
+def killed_after(n_documents: int) -> Callable[..., None]:
+    add, left = prepare_fineweb.ShardWriter.add, n_documents
+
+    def killed(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
+        add(*args)
+
+    return killed
+
+
 def test_a_crash_at_any_write_neither_doubles_nor_loses_a_document(
     parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,17 +304,8 @@ def test_a_data_set_that_changes_between_a_kill_and_the_next_start_is_refused(
     folder, out = tmp_path / "growing", tmp_path / "out"
     shutil.copytree(parquet[0], folder)
     config = settings_of((folder, parquet[1]), out)
-    add, left = prepare_fineweb.ShardWriter.add, 100
-
-    def killed(*args: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise Killed
-        add(*args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_fineweb.ShardWriter, "add", killed)
+        patch.setattr(prepare_fineweb.ShardWriter, "add", killed_after(100))
         with pytest.raises(Killed):
             prepare(config)
     parts = folder / "sample" / "10BT"
@@ -312,6 +318,53 @@ def test_a_data_set_that_changes_between_a_kill_and_the_next_start_is_refused(
     assert prepare(config) == 0
     index = json.loads((out / "index.json").read_bytes())
     assert sum(index[split]["documents"] for split in ("train", "val")) == 600 and index["source"]["files"] == 3
+
+
+@pytest.fixture
+def hub(parquet: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The Hub played by a local folder. sha: its newest revision; asked, loaded: what it was asked for."""
+    import datasets
+    import huggingface_hub
+
+    state: dict[str, Any] = {"sha": "old", "asked": [], "loaded": []}
+    load = datasets.load_dataset
+
+    class Api:
+        def dataset_info(self, repo: str, **options: Any) -> Any:
+            state["asked"].append((repo, options))
+            return types.SimpleNamespace(sha=state["sha"])
+
+    def load_dataset(path: str, name: str | None, split: str, streaming: bool, revision: str | None) -> Any:
+        state["loaded"].append((path, name, split, revision))
+        return load(str(parquet[0]), split="train", streaming=streaming)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return state
+
+
+def test_a_resumed_preparation_keeps_the_revision_of_the_hub_that_it_was_begun_on(
+    parquet: tuple[Path, list[str]], hub: dict[str, Any], shards: Path, tmp_path: Path, serial: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(prepare_fineweb, "BATCH_DOCUMENTS", 29)
+    fineweb, out = "HuggingFaceFW/fineweb", tmp_path / "out"
+    config = replace(settings_of(parquet, out, split="test"), dataset=fineweb)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_fineweb, "SAVE_SECONDS", 0.0)
+        patch.setattr(prepare_fineweb.ShardWriter, "add", killed_after(100))
+        with pytest.raises(Killed):
+            prepare(config)
+    hub["sha"] = "new"
+    assert prepare(config) == 0
+    assert hub["loaded"] == [(fineweb, "sample-10BT", "test", "old")] * 2
+    index = json.loads((out / "index.json").read_bytes())
+    assert index["source"] == {"revision": "old"} and index["settings"]["name"] == "sample-10BT"
+    assert {**files(out), "index.json": b""} == {**files(shards), "index.json": b""}
+    assert prepare(replace(config, out=str(tmp_path / "later"), max_tokens=1)) == 0
+    assert hub["loaded"][2:] == [(fineweb, "sample-10BT", "test", "new")]
+    for repo, options in hub["asked"]:  # the list of FineWeb's files is long
+        assert repo == fineweb and options["expand"] == ["sha"] and options["timeout"] <= 10
 
 
 def test_a_process_that_comes_late_leaves_finished_shards_alone(
@@ -367,11 +420,21 @@ def test_a_finished_folder_is_left_alone_and_can_be_verified(
     assert "is complete and intact" in capsys.readouterr().out and files(out) == before
     with pytest.raises(ConfigError, match="was begun with other settings: shard_tokens 5000 -> 6000; use another"):
         prepare(settings_of(parquet, out, shard_tokens=6000))
+
+
+def test_verify_reads_every_byte_whatever_settings_the_shards_were_made_with(
+    shards: Path, tmp_path: Path, outcome: Outcome
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(shards, out)
+    status, stderr = outcome(prepare_fineweb.main, f"out={out}", "verify=true")
+    assert status == 0, stderr
     for name in ("train_000001.bin", "val_000000.json"):
-        (out / name).write_bytes(before[name][:-1] + bytes([before[name][-1] ^ 1]))
-        with pytest.raises(ConfigError, match=f"{name} is not what index.json says"):
-            prepare(settings_of(parquet, out, verify=True))
-        (out / name).write_bytes(before[name])
+        intact = (out / name).read_bytes()
+        (out / name).write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+        status, stderr = outcome(prepare_fineweb.main, f"out={out}", "verify=true")
+        check(status, stderr, [f"{name} is not what index.json says"])
+        (out / name).write_bytes(intact)
 
 
 def test_nothing_is_learnt_from_held_out_documents(
@@ -450,9 +513,10 @@ def test_the_program_is_found_and_helps(program: Callable[..., subprocess.Comple
 
 
 BAD_DATA: dict[str, list[str]] = {
-    "data.path=nowhere": ["data.path=nowhere", "prepare_fineweb.py out=nowhere"],
+    "data.path=nowhere": ["data.path=nowhere", "prepare_fineweb.py out=nowhere max_tokens=1000000000 makes it"],
     "data.path=null": ["data=fineweb has no", "prepare_fineweb.py"],
-    "data.path=begun": ["not complete in begun", "goes on"],
+    "data.path=begun": ["not complete in begun", "prepare_fineweb.py out=begun 'dataset=my texts' name=null goes on"],
+    "data.path=unclear": ["not complete in unclear", "prepare_fineweb.py out=unclear goes on"],
     "data.path=short": ["train_000000.bin is", "bytes"],
     "data.path=damaged": ["damaged/index.json", "not an index"],
     "data.path=other": ["tokenizer.json", "not the one"],
@@ -467,12 +531,12 @@ BAD_DATA: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("overrides", BAD_DATA)
 def test_bad_setting_of_fineweb(overrides: str, folder: Path, outcome: Outcome, shards: Path) -> None:
-    import shutil
-
     for name in ("whole", "short", "damaged", "other"):
         shutil.copytree(shards, folder / name)
-    (folder / "begun").mkdir()
-    (folder / "begun" / "progress.json").write_text("{}")
+    begun = PrepareFineWebConfig(dataset="my texts").settings
+    for name, progress in (("begun", {"settings": begun}), ("unclear", {})):
+        (folder / name).mkdir()
+        (folder / name / "progress.json").write_text(json.dumps(progress))
     os.truncate(folder / "short" / "train_000000.bin", 100)
     (folder / "damaged" / "index.json").write_text("[]")
     (folder / "other" / "tokenizer.json").write_text(json.dumps(BPETokenizer(BYTES).to_dict()))
@@ -555,8 +619,8 @@ def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards
 @pytest.mark.parametrize(
     ("words", "runs", "step"),
     [
-        ("sweep=mla_comparison", 35, 2**20),
-        ("sweep=mla_stress_400m", 30, 2**20),
+        ("sweep=mla_comparison launcher.ranks=8", 35, 2**20),
+        ("sweep=mla_stress_400m launcher.ranks=8", 90, 2**20),
         ("sweep=gqa", 27, 2**15),
         ("sweep=gqa sweep.parts=[per_sequence]", 15, 2**20),
     ],
@@ -570,7 +634,7 @@ def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shar
     (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))
     held_out_of = 10**9 if request.name == "gqa" else 10**11  # the tokens that its file says to prepare
     assert asked_for < 0.7 * held_out_of * PrepareFineWebConfig.val_fraction
-    command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), *asked, "dry_run=true", "launcher.workers=8"]
+    command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), *asked, "dry_run=true"]
     listed = subprocess.run(command, capture_output=True, text=True)
     assert listed.returncode == 0, listed.stderr
     assert f"{runs} runs ({runs} pending)" in listed.stdout and "GiB of disk" in listed.stdout
@@ -586,8 +650,6 @@ def test_val_tokens_is_a_fixed_prefix_of_the_held_out_ones(shards: Path) -> None
 
 
 def test_a_run_on_other_shards_is_refused(shards: Path, tmp_path: Path) -> None:
-    import shutil
-
     assert train.run(fineweb_run(shards, tmp_path / "run", max_iters=3)) == 0
     shutil.copytree(shards, tmp_path / "moved")
     assert train.run(fineweb_run(tmp_path / "moved", tmp_path / "run", max_iters=4)) == 0  # the same elsewhere
@@ -611,6 +673,21 @@ def test_batches_from_shards_in_the_page_cache_come_at_several_million_tokens_a_
         batches.get_batch(step)
         seconds.append(time.perf_counter() - start)
     assert 32 * 1024 / float(np.median(seconds)) > 3e6
+
+
+def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Batches(np.arange(1000), Split(train=((0, 900),), val=((900, 1000),)), 16, 4, seed=0)
+    get_batch = batches.get_batch
+
+    def slow(*place: int) -> Any:
+        time.sleep(0.1)
+        return get_batch(*place)
+
+    monkeypatch.setattr(batches, "get_batch", slow)
+    start = time.perf_counter()
+    for _ in batches.ahead((step, 0) for step in range(16)):
+        time.sleep(0.1)
+    assert time.perf_counter() - start < 2.6  # one after the other: 3.2 at least
 
 
 def test_the_benchmark_of_the_loader_ends_with_one_json_line(

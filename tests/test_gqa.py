@@ -1,7 +1,7 @@
 """GroupedQueryAttention in all its dimensions, the GQA paper's topic, against a plain loop in float64.
 
 n heads, k key and value heads, d channels a head, s positions, in batches; odd sizes, k = 1 (multi-query) and k = n
-(multi-head), inputs that are not contiguous, with and without a cache, eager and compiled.
+(multi-head), inputs that are not contiguous, with and without a cache, eager and compiled; values and gradients.
 """
 
 import math
@@ -10,7 +10,6 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -74,61 +73,62 @@ class Case:
         return x
 
 
-def by_hand(attn: GroupedQueryAttention, case: Case, x: Tensor) -> np.ndarray:
-    """(batch, s, width): one sequence, head, query and key at a time, from the weights."""
-    w = {name: p.detach().numpy() for name, p in attn.named_parameters()}
+def by_hand(attn: GroupedQueryAttention, case: Case, x: Tensor) -> Tensor:
+    """(batch, s, width): one head and query at a time, from the weights; autograd can follow it."""
+    w = dict(attn.named_parameters())
     n, k, d = case.n, case.k, case.d
     config = NORMS[case.norm]
 
-    def project(token: np.ndarray, head: int) -> np.ndarray:
+    def project(head: int) -> Tensor:
         rows = slice(head * d, (head + 1) * d)
-        return w["c_attn.weight"][rows] @ token + (w["c_attn.bias"][rows] if case.bias else 0.0)
+        return x @ w["c_attn.weight"][rows].T + (w["c_attn.bias"][rows] if case.bias else 0.0)  # (batch, s, d)
 
-    def norm(vector: np.ndarray, side: str, head: int) -> np.ndarray:
+    def norm(vectors: Tensor, side: str, head: int) -> Tensor:
         if isinstance(config, LpQKNormConfig):
-            p = config.p if isinstance(config.p, float) else 1 + math.log1p(math.exp(w[f"{side}_norm.raw_p"][head]))
-            return vector / (max(abs(vector)) if p == math.inf else sum(abs(c) ** p for c in vector) ** (1 / p))
+            p = config.p if isinstance(config.p, float) else 1 + w[f"{side}_norm.raw_p"][head].exp().log1p()
+            sizes = vectors.abs()
+            return vectors / (sizes.amax(-1, True) if p == math.inf else (sizes**p).sum(-1, True) ** (1 / p))
         if case.norm == "none":
-            return vector
+            return vectors
         if case.norm == "layernorm":
-            vector = vector - sum(vector) / d
-        return vector / math.sqrt(sum(c * c for c in vector) / d + 1e-6) * w[f"{side}_norm.gain"]
+            vectors = vectors - vectors.sum(-1, True) / d
+        return vectors / ((vectors * vectors).sum(-1, True) / d + 1e-6).sqrt() * w[f"{side}_norm.gain"]
 
-    def turn(vector: np.ndarray, t: int) -> np.ndarray:
-        turned = vector.copy()
+    def turn(vectors: Tensor) -> Tensor:
+        turned = [*vectors.unbind(-1)]  # d of (batch, s)
         for i in range(d // 2 if case.rope else 0):
-            angle = t * THETA ** (-2 * i / d)
-            a, b = vector[i], vector[i + d // 2]
-            turned[i] = a * math.cos(angle) - b * math.sin(angle)
-            turned[i + d // 2] = b * math.cos(angle) + a * math.sin(angle)
-        return turned
+            angles = torch.arange(case.s, dtype=torch.float64) * THETA ** (-2 * i / d)
+            a, b = turned[i], turned[i + d // 2]
+            turned[i] = a * angles.cos() - b * angles.sin()
+            turned[i + d // 2] = b * angles.cos() + a * angles.sin()
+        return torch.stack(turned, -1)
 
-    result = np.zeros((case.batch, case.s, case.width))
-    for b, sequence in enumerate(x.numpy()):
-        heads = np.zeros((case.s, n * d))
-        for h in range(n):
-            group = h // (n // k)
-            keys = [turn(norm(project(token, n + group), "k", group), t) for t, token in enumerate(sequence)]
-            values = [project(token, n + k + group) for token in sequence]
-            scale = 1 / math.sqrt(d)
-            if isinstance(config, LpQKNormConfig):
-                alpha = w["logit_scale.alpha.raw"]
-                scale = math.exp(alpha[h if config.alpha_per == "head" else 0])
-            for i, token in enumerate(sequence):
-                query = turn(norm(project(token, h), "q", h), i)
-                logits = [scale * float(query @ keys[j]) for j in range(i + 1)]
-                weights = [math.exp(logit - max(logits)) for logit in logits]
-                mean = sum(a * v for a, v in zip(weights, values[: i + 1], strict=True)) / sum(weights)
-                heads[i, h * d : (h + 1) * d] = mean
-        result[b] = heads @ w["c_proj.weight"].T + (w["c_proj.bias"] if case.bias else 0.0)
-    return result
+    heads = []
+    for h in range(n):
+        group = h // (n // k)
+        queries = turn(norm(project(h), "q", h))
+        keys, values = turn(norm(project(n + group), "k", group)), project(n + k + group)
+        scale: Tensor | float = 1 / math.sqrt(d)
+        if isinstance(config, LpQKNormConfig):
+            scale = w["logit_scale.alpha.raw"][h if config.alpha_per == "head" else 0].exp()
+        means = []
+        for i in range(case.s):
+            logits = scale * (queries[:, i, None] * keys[:, : i + 1]).sum(-1, True)  # (batch, i + 1, 1)
+            weights = (logits - logits.amax(1, True)).exp()
+            means.append((weights * values[:, : i + 1]).sum(1) / weights.sum(1))
+        heads.append(torch.stack(means, 1))
+    return torch.cat(heads, -1) @ w["c_proj.weight"].T + (w["c_proj.bias"] if case.bias else 0.0)
+
+
+def assert_equal(found: Tensor, expected: Tensor, case: Case, name: str, tolerance: float = 1e-11) -> None:
+    assert found.shape == expected.shape and found.dtype == torch.float64
+    error = float((found - expected).detach().abs().max())
+    assert error <= tolerance * max(1.0, float(expected.abs().max())), (name, case, error)
 
 
 def assert_is_the_loop(y: Tensor, case: Case, attn: GroupedQueryAttention, x: Tensor) -> None:
-    expected = by_hand(attn, case, x)
-    assert y.shape == expected.shape and y.dtype == torch.float64
-    error = np.abs(y.detach().numpy() - expected).max()
-    assert error <= 1e-11 * max(1.0, np.abs(expected).max()), (case, error)
+    with torch.no_grad():
+        assert_equal(y, by_hand(attn, case, x), case, "y")
 
 
 @st.composite
@@ -157,6 +157,20 @@ def test_attention_is_the_plain_loop_in_every_dimension(case: Case) -> None:
     before = x.clone()
     assert_is_the_loop(attn(x, case.tables), case, attn, x)
     assert torch.equal(x, before)
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases())
+def test_gradients_of_input_and_parameters_are_the_loops(case: Case) -> None:
+    """In training mode, of a random weighting of the output."""
+    attn, x = case.module().train(), case.input().requires_grad_()
+    names, parameters = zip(*attn.named_parameters(), strict=True)
+    weighting = torch.randn(x.shape, generator=torch.Generator().manual_seed(case.seed + 2), dtype=torch.float64)
+    found, expected = (
+        torch.autograd.grad(y, [x, *parameters], weighting) for y in (attn(x, case.tables), by_hand(attn, case, x))
+    )
+    for name, ours, theirs in zip(["x", *names], found, expected, strict=True):
+        assert_equal(ours, theirs, case, name, tolerance=1e-9)  # a norm of nearly 0 amplifies rounding
 
 
 @settings(deadline=None, max_examples=50)

@@ -2,7 +2,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from variants import LAYOUTS, PAIRS
 import model.gpt
 import train
 from data.batches import Batches
-from data.folds import split
+from data.folds import Split, split
 from data.tokenizers import build_tokenizer
 from model.gpt import GPT
 from training import checkpoint
@@ -362,6 +362,30 @@ def test_weights_that_are_not_finite_are_never_saved(
     saved = checkpoint.load(tmp_path / "run" / "ckpt" / "latest")
     assert saved.step <= 3 and all(t.isfinite().all() for t in saved.tensors["model"].values())
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "diverged"
+
+
+@pytest.mark.parametrize(("ignored", "what"), [("step", "iterations"), ("micro_step", "micro-batches")])
+def test_a_batch_that_comes_again_and_again_is_refused(
+    ignored: str, what: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_batch = Batches.get_batch
+
+    def same(self: Batches, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
+        return get_batch(self, 0, micro_step) if ignored == "step" else get_batch(self, step, 0)
+
+    monkeypatch.setattr(Batches, "get_batch", same)
+    with pytest.raises(ConfigError, match=f"training repeats one batch: {what} 0 to 3 are equal"):
+        train.run(configured(corpus, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+@pytest.mark.parametrize("text", [range(17), range(18), [5] * 300, [0, 1] * 150, [0] * 290 + [1] + [0] * 9])
+def test_a_text_with_few_different_windows_does_not_repeat_batches(text: Sequence[int], batch_size: int) -> None:
+    tokens = np.array([*text, 0, 0])
+    of = Split(train=((0, len(text)),), val=((len(text), len(tokens)),))
+    for seed in range(20):
+        assert not train.repetition(Batches(tokens, of, 16, batch_size, seed), tokens[: len(text)])
 
 
 def test_an_initial_loss_far_from_a_guess_is_warned_of(
