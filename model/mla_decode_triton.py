@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 HEADS = 16  # a program's: the least that tl.dot takes
-POSITIONS = 32  # a tile's: two stages of 36 KiB at kr 512 and 16 bits, so two programs share an SM of 228 KiB
+POSITIONS = 32  # a tile's: two stages of 36 KiB at kr 512 and 16 bits, so two programs fit an SM of 228 KiB
 COLUMNS = 32  # of a program that combines
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -105,7 +105,7 @@ def attend_latents(
     S, dr = latent.size(1), q_rope.size(2)
     blocks = triton.cdiv(nh, HEADS)
     if slices is None:
-        slices = max(1, processors(latent.device) // (B * blocks))
+        slices = triton.cdiv(processors(latent.device), B * blocks)
     per_slice = triton.cdiv(triton.cdiv(S, slices), POSITIONS) * POSITIONS
     slices = triton.cdiv(S, per_slice)  # none is empty
     partial = torch.empty(B, slices, nh, kr, dtype=torch.float32, device=latent.device)

@@ -191,7 +191,7 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     """lm_eval's results for the program's words, with "metrics" and what they were measured with."""
     asked = [name for name in words["tasks"].split(",") if name]
     paper = "paper" in asked
-    names = [task for name in asked for task in (PAPER if name == "paper" else [name])]
+    names = [*dict.fromkeys(task for name in asked for task in (PAPER if name == "paper" else [name]))]
     require(bool(names), "tasks= must name a task")
     shots = words.get("num_fewshot")
     which, batch_size = words.get("checkpoint", "best"), words.get("batch_size", 16)
@@ -229,7 +229,8 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     except ConfigError:
         raise
     except ValueError as error:  # more shots than a task has documents, say
-        raise ConfigError(f"tasks={words['tasks']} num_fewshot={show(shots)}: {one_line(error)}") from error
+        asked_for = f"tasks={words['tasks']} num_fewshot={show(PAPER_SHOTS if paper and shots is None else shots)}"
+        raise ConfigError(f"{asked_for}: {one_line(error)}") from error
     about = {
         "run": words["run"], "iter": state.get("step"), "num_fewshot": results["n-shot"], "limit": words.get("limit"),
         "dtype": str(dtype).removeprefix("torch."), "lm_eval": lm_eval.__version__,
