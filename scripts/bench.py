@@ -106,10 +106,16 @@ def median(turns: list[dict[str, Any]], key: str) -> float:
     return statistics.median(turn[key] for turn in turns)
 
 
-def ratio(turns: dict[str, list[dict[str, Any]]], a: str, b: str, key: str = "seconds") -> dict[str, float]:
+def ratio(
+    turns: dict[str, list[dict[str, Any]]], a: str, b: str, key: str = "seconds", starts: int = 1
+) -> dict[str, float]:
     """Seconds of a over seconds of b, round by round: the median, from 6 rounds on its 95 % interval (low, high), the
-    lowest and the highest."""
-    ratios = sorted(x[key] / y[key] for x, y in zip(turns[a], turns[b], strict=True))
+    lowest and the highest. Of rounds from several starts, one after the other, the same of the starts' medians."""
+    ratios = [x[key] / y[key] for x, y in zip(turns[a], turns[b], strict=True)]
+    if starts > 1:
+        n = len(ratios) // starts
+        ratios = [statistics.median(ratios[i * n : (i + 1) * n]) for i in range(starts)]
+    ratios.sort()
     found = {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
     if (k := rank_of_interval(len(ratios))) > 0:
         found |= {"low": ratios[k - 1], "high": ratios[-k]}

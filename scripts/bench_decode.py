@@ -6,12 +6,13 @@ rms, lp      absorbed with QK norm: RMS, and Lp with p = 3; one scalar a token a
 full_keys    RMS; normalised keys and values of every token cached
 reexpanded   RMS; latents cached, keys and values formed anew at every step
 
-contexts= are by default the paper's on CUDA, elsewhere [4096,16384]. seconds=0.2 is the length of a turn;
-sides=absorbed,rms,lp leaves the others out. Other words are train.py's: dtype=, device=, threads=,
-attention.kv_rank=512, ...
-Weights and cache are in dtype, by default bfloat16 where the machine multiplies in it. Sides take turns, each in a
-process of its own; a time is the median over rounds, with the lowest and highest; an overhead is that of one round over
-`absorbed`. `attend` is the step between the projections of the hidden state. Bandwidth is the bytes that a step must
+contexts= are by default the paper's on CUDA, elsewhere [4096,16384]. Sides take turns, each in a process of its own,
+rounds=25 times, after each of starts=1 starts: where a process lies in memory moves its times by a percent or two,
+which only new processes show. seconds=0.2 is the length of a turn; sides=absorbed,rms,lp leaves the others out. Other
+words are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
+Weights and cache are in dtype, by default bfloat16 where the machine multiplies in it. A time is the median of rounds,
+with the lowest and highest; an overhead is that of one round over `absorbed`, and of several starts the median over
+those of each. `attend` is the step between the projections of the hidden state. Bandwidth is the bytes that a step must
 read over its time, beside what copying reaches by turns with it. On CUDA steps are compiled, and ten make a graph.
 out= writes table.md, decode.svg, decode.png and bench.json after every point; with from=A.json,B.json it does so from
 earlier results together, and measures nothing. The last line is JSON.
@@ -46,8 +47,8 @@ PAPER = {  # Table 2, as printed. context: ms of MLA, ms with QK norm, overhead 
     262144: (13.082, 13.274, 1.46),
 }  # fmt: skip
 KNOWN: dict[str, Any] = {
-    "contexts": (str, ""), "batch": (str, "[1]"), "rounds": (int, 25), "seconds": (float, 0.2),
-    "sides": (str, ",".join(NORMS)), "out": (str, ""), "from": (str, ""),
+    "contexts": (str, ""), "batch": (str, "[1]"), "rounds": (int, 25), "starts": (int, 1),
+    "seconds": (float, 0.2), "sides": (str, ",".join(NORMS)), "out": (str, ""), "from": (str, ""),
 }  # fmt: skip
 GRAPH = 10  # steps
 CHUNK = 4096  # positions written at once
@@ -223,11 +224,48 @@ def free_bytes(device_word: str) -> int:
 
 
 def bench_point(
-    names: list[str], words: list[str], batch: int, context: int, rounds: int, seconds: float
+    names: list[str], words: list[str], batch: int, context: int, rounds: int, starts: int, seconds: float
 ) -> dict[str, Any]:
+    point: dict[str, Any] = {"batch": batch, "context": context, "rounds": rounds, "starts": starts}
+    print(f"batch {batch}, context {context}", flush=True)
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in [*names, "copy"]}
+    skipped: dict[str, str] = {}
+    for _ in range(starts):
+        names = [name for name in names if name not in skipped]
+        infos, of_start, why = take_turns(names, words, batch, context, rounds, seconds)
+        skipped |= why
+        for name in of_start:
+            turns[name] += of_start[name]
+    names = [name for name in names if name not in skipped]
+    if not names:
+        return {**point, "sides": {}, "skipped": skipped}
+    copy = median(turns["copy"], "gb_per_s")
+    rows = {name: row(infos[name], turns[name], copy) for name in names}
+    if "full_keys" in names:
+        expected, close = infos["full_keys"]["y"], 1e-4 if infos["full_keys"]["dtype"] == "torch.float32" else 5e-2
+        for name in names:
+            if NORMS[name] == "rms":
+                error = math.dist(infos[name]["y"], expected) / math.hypot(*expected)
+                assert error < close, f"{name} differs from full_keys by {error}"
+                rows[name]["difference_from_full_keys"] = error
+    point |= {"copy_gb_per_s": copy, "sides": rows}
+    if "absorbed" in rows:
+        against = {name: ratio(turns, name, "absorbed", "ms", starts) for name in rows if name != "absorbed"}
+        point["time_over_absorbed"] = against
+        point["overhead_percent"] = {
+            name: {key: 100 * (value - 1) for key, value in against[name].items()}
+            for name in ("rms", "lp")
+            if name in rows
+        }
+    return {**point, "skipped": skipped}
+
+
+def take_turns(
+    names: list[str], words: list[str], batch: int, context: int, rounds: int, seconds: float
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """One start: what the sides say of themselves, the turns of each and of "copy", and why sides were left out."""
     from training.device import resolve_device, resolve_dtype
 
-    about = {"batch": batch, "context": context, "rounds": rounds}
     configs = {name: settings(name, words, context) for name in names}
     any_config = configs[names[0]]
     word = any_config.device
@@ -235,7 +273,6 @@ def bench_point(
     sides: list[Side] = []
     skipped: dict[str, str] = {}
     left = 0.9 * free_bytes(word)
-    print(f"batch {batch}, context {context}", flush=True)
     for name, config in configs.items():
         need = needed_bytes(name, config, batch, dtype.itemsize)
         if need > left:
@@ -252,7 +289,7 @@ def bench_point(
             skipped[name] = str(failure)
             print(f"{name} is skipped: {failure}", flush=True)
     if not sides:
-        return {**about, "sides": {}, "skipped": skipped}
+        return {}, {}, skipped
     try:
         sides.append(start("copy", copying, word, any_config.threads))
         once = {side.name: side.take_turn(1)["seconds"] for side in sides}
@@ -262,28 +299,11 @@ def bench_point(
         if not out_of_memory(failure):
             raise
         print(f"the point is skipped: {failure}", flush=True)
-        return {**about, "sides": {}, "skipped": {**dict.fromkeys(names, str(failure)), **skipped}}
+        return {}, {}, {**dict.fromkeys(names, str(failure)), **skipped}
     finally:
         for side in sides:
             side.stop()
-    copy = median(turns["copy"], "gb_per_s")
-    rows = {side.name: row(side.info, turns[side.name], copy) for side in sides[:-1]}
-    expected = next((side.info["y"] for side in sides if side.name == "full_keys"), None)
-    for side in sides[:-1]:
-        if expected is not None and NORMS[side.name] == "rms":
-            error = math.dist(side.info["y"], expected) / math.hypot(*expected)
-            assert error < (1e-4 if dtype.itemsize == 4 else 5e-2), f"{side.name} differs from full_keys by {error}"
-            rows[side.name]["difference_from_full_keys"] = error
-    point: dict[str, Any] = {**about, "copy_gb_per_s": copy, "sides": rows}
-    if "absorbed" in rows:
-        against = {name: ratio(turns, name, "absorbed", "ms") for name in rows if name != "absorbed"}
-        point["time_over_absorbed"] = against
-        point["overhead_percent"] = {
-            name: {key: 100 * (value - 1) for key, value in against[name].items()}
-            for name in ("rms", "lp")
-            if name in rows
-        }
-    return {**point, "skipped": skipped}
+    return {side.name: side.info for side in sides}, turns, skipped
 
 
 def out_of_memory(failure: RuntimeError) -> bool:
@@ -335,15 +355,15 @@ def table(result: dict[str, Any]) -> str:
         if published:
             paper = [*(f"{ms:.3f}" for ms in published[:2]), f"{published[2]:.2f} %"]
         return [
-            str(point["batch"]), short(context), str(point["rounds"]),
+            str(point["batch"]), short(context), f"{point['starts']} × {point['rounds']}",
             time_of(point, "absorbed"), time_of(point, "rms"), overhead(point, "rms"),
             time_of(point, "lp"), overhead(point, "lp"), time_of(point, "full_keys"), time_of(point, "reexpanded"),
             "/".join(f"{point['sides'][n]['cache_bytes'] / 2**20:.1f}" if n in point["sides"] else "–" for n in cached),
             rate, *paper,
         ]  # fmt: skip
 
-    heads = ["batch", "context", "rounds", names["absorbed"], names["rms"], "overhead", names["lp"], "overhead",
-             names["full_keys"], names["reexpanded"], "cache MiB", "attend with RMS, GB/s (of copying)",
+    heads = ["batch", "context", "starts × rounds", names["absorbed"], names["rms"], "overhead", names["lp"],
+             "overhead", names["full_keys"], names["reexpanded"], "cache MiB", "attend with RMS, GB/s (of copying)",
              "paper: MLA", "paper: + QK norm", "overhead"]  # fmt: skip
     rows = [heads, ["---:"] * len(heads), *map(cells, result["points"])]
     skipped = [f"- batch {p['batch']}, context {p['context']}: {name}: {why}"
@@ -352,7 +372,8 @@ def table(result: dict[str, Any]) -> str:
         "# Decode speed of MLA with a QK norm", "", "```", *result["command"].split("; "), "```", "",
         f"{result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token;",
         "ms a step, median (lowest–highest) of rounds by turns; the paper's on an H800 in bf16.",
-        "Overhead: the median of the rounds' own ratios and its 95 % interval; not the ratio of the medians beside it.",
+        "Overhead: the median of the rounds' own ratios and its 95 % interval, not the ratio of the medians beside it;",
+        "of several starts, each with processes of its own, the median over those of each, and its interval.",
         "",
         *("| " + " | ".join(r) + " |" for r in rows), "",
         f"Cache: {' / '.join(names[n] for n in cached)}; Lp's is that of RMS.",
@@ -377,7 +398,8 @@ def write_results(result: dict[str, Any], folder: Path) -> None:
         for i, name in enumerate(NORMS):
             here = [p for p in result["points"] if p["batch"] == batch and name in p["sides"]]
             # of one context the one with the most rounds
-            points = [*{p["context"]: p for p in sorted(here, key=lambda p: (p["context"], p["rounds"]))}.values()]
+            here.sort(key=lambda p: (p["context"], p["starts"] * p["rounds"]))
+            points = [*{p["context"]: p for p in here}.values()]
             rows = [p["sides"][name] for p in points]
             spread = [[r["ms"] - r["ms_lowest"] for r in rows], [r["ms_highest"] - r["ms"] for r in rows]]
             axes.errorbar([p["context"] for p in points], [r["ms"] for r in rows], spread, color=OKABE_ITO[i],
@@ -424,7 +446,8 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     from training.device import resolve_device, resolve_dtype
 
     batches = whole_numbers("batch", values["batch"], 1)
-    require(values["rounds"] >= 1, f"rounds={values['rounds']} must be at least 1")
+    for key in ("rounds", "starts"):
+        require(values[key] >= 1, f"{key}={values[key]} must be at least 1")
     require(values["seconds"] > 0, f"seconds={values['seconds']} must be positive")
     names = [name for name in values["sides"].split(",") if name]
     for name in names:
@@ -460,7 +483,8 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     }  # fmt: skip
     for batch in batches:
         for context in contexts:
-            points.append(bench_point(names, words, batch, context, values["rounds"], values["seconds"]))
+            n = (values["rounds"], values["starts"])
+            points.append(bench_point(names, words, batch, context, *n, values["seconds"]))
             if folder is not None and any(p["sides"] for p in points):
                 write_results(result, folder)  # at once: what comes later may fail
     require(any(p["sides"] for p in points), f"contexts={contexts} batch={batches}: none fits the memory")

@@ -13,7 +13,7 @@ import torch
 from scipy.stats import binom
 
 from scripts import bench_decode
-from scripts.bench import alternate, machine, rank_of_interval, run_benchmark
+from scripts.bench import alternate, machine, rank_of_interval, ratio, run_benchmark
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 TINY = [
@@ -59,12 +59,25 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(program: Pro
     assert program("scripts/bench_decode.py", "from=it/bench.json", "out=again").returncode == 0
     for file in (tmp_path / "it").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
-    more = {**result, "command": "another", "points": [{**point, "context": 24, "rounds": 7}]}
+    more = {**result, "command": "another", "points": [{**point, "context": 24, "rounds": 7, "starts": 8}]}
     (tmp_path / "more.json").write_text(json.dumps(more))
     assert program("scripts/bench_decode.py", "from=it/bench.json,more.json", "out=both").returncode == 0
     rows = (tmp_path / "both" / "table.md").read_text().splitlines()
-    assert [row[:14] for row in rows if row.startswith("| 2 |")] == ["| 2 | 24 | 7 |", "| 2 | 48 | 6 |"]
+    assert [row[: row.index("|", 9) + 1] for row in rows if row.startswith("| 2 |")] == [
+        "| 2 | 24 | 8 × 7 |",
+        "| 2 | 48 | 1 × 6 |",
+    ]
     assert rows[3].startswith("python scripts/bench_decode.py contexts=[48]") and rows[4] == "another"
+
+
+def test_of_several_starts_the_medians_of_each_are_compared() -> None:
+    turns = {"a": [{"ms": ms} for ms in (1, 2, 9, 4, 4, 40)], "b": [{"ms": 1}] * 6}
+    assert ratio(turns, "a", "b", "ms", 2) == {"median": 3, "lowest": 2, "highest": 4}
+    assert ratio(turns, "a", "b", "ms")["highest"] == 40
+    point = bench_decode.bench_point(["absorbed", "lp"], TINY, 1, 16, 1, 2, 0.01)
+    assert point["starts"] == 2 and [*point["sides"]] == ["absorbed", "lp"]
+    of_starts = point["time_over_absorbed"]["lp"]
+    assert of_starts["lowest"] < of_starts["median"] < of_starts["highest"]
 
 
 def test_the_interval_of_a_median_is_the_sign_tests() -> None:
@@ -79,6 +92,7 @@ def test_the_interval_of_a_median_is_the_sign_tests() -> None:
         ("contexts=[1]", "contexts=[1] must be a list of integers >= 2"),
         ("batch=2", "batch=2 must be a list of integers >= 1"),
         ("rounds=0", "rounds=0 must be at least 1"),
+        ("starts=0", "starts=0 must be at least 1"),
         ("seconds=0", "seconds=0.0 must be positive"),
         ("from=bench.json", "from=bench.json must be a bench.json of this benchmark"),
         ("sides=absorbed,fast", "fast must be one of absorbed, rms"),
@@ -104,7 +118,7 @@ def test_sides_and_points_that_do_not_fit_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_decode, "free_bytes", lambda device: 2**20)
-    point = bench_decode.bench_point([*bench_decode.NORMS], TINY, 1, 64, 1, 0.01)
+    point = bench_decode.bench_point([*bench_decode.NORMS], TINY, 1, 64, 1, 1, 0.01)
     assert set(point["skipped"]) == set(bench_decode.NORMS) and point["sides"] == {}
     assert "full_keys is skipped: needs about" in capsys.readouterr().out
 
@@ -136,12 +150,12 @@ def test_points_before_a_side_dies_are_kept(
     assert run(monkeypatch, *words) == status
     table = (tmp_path / "table.md").read_text()
     first, *others = json.loads((tmp_path / "bench.json").read_text())["points"]
-    assert first["context"] == 24 and first["sides"]["rms"]["ms"] > 0 and "| 1 | 24 | 1 |" in table
+    assert first["context"] == 24 and first["sides"]["rms"]["ms"] > 0 and "| 1 | 24 | 1 × 1 |" in table
     died = f"rms died (exit status -{killed_with:d})"
     if status:  # for a reason that nobody knows
         assert others == [] and capsys.readouterr().err == f"failed: {died}\n"
     else:  # as one that the kernel ends for memory
-        assert others == [{"batch": 1, "context": 48, "rounds": 1, "sides": {}, "skipped": {"rms": died}}]
+        assert others == [{"batch": 1, "context": 48, "rounds": 1, "starts": 1, "sides": {}, "skipped": {"rms": died}}]
         assert table.endswith(f"\nSkipped for memory:\n\n- batch 1, context 48: rms: {died}\n")
 
 
