@@ -159,7 +159,8 @@ def run(config: TrainConfig) -> int:
         if tracker is not None:
             tables = Metrics(run_dir.path / "diagnostics.jsonl")  # values of each layer and head, at each evaluation
             tables.cut(start)
-        fixed_batch = next(batches.eval_batches(4))[0].to(device)  # (<= 4, T)
+        looked_at = max(1, 2**13 // config.model.block_size)  # diagnostics form T x T logits, head by head
+        fixed_batch = next(batches.eval_batches(4))[0][:looked_at].to(device)  # (<= 4, T)
         run_dir.log(
             f"{run_dir.path}: {model.num_params() / 1e6:.2f}M parameters, {config.tokens_per_iter:,} tokens a step, "
             f"{info['device']}, {dtype}" + (f", resumed at iteration {start}" if start else "")
