@@ -6,10 +6,11 @@ rms, lp      absorbed with QK norm: RMS, and Lp with p = 3; one scalar a token a
 full_keys    RMS; normalised keys and values of every token cached
 reexpanded   RMS; latents cached, keys and values formed anew at every step
 
-contexts= are by default the paper's on CUDA, elsewhere [4096,16384]. Sides take turns, each in a process of its own,
-rounds=25 times, after each of starts=1 starts: where a process lies in memory moves its times by a percent or two,
-which only new processes show. seconds=0.2 is the length of a turn; sides=absorbed,rms,lp leaves the others out. Other
-words are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
+contexts= are by default the paper's on CUDA, elsewhere [4096,16384]. Sides take turns of seconds=0.2, rounds=25 times
+after each of starts=1 starts of their processes. absorbed, rms and lp share a process, weights and latents, and take
+turns step by step in random order: where a process lies in memory moves its times by several percent.
+sides=absorbed,rms,lp leaves the others out. Other words are train.py's: dtype=, device=, threads=,
+attention.kv_rank=512, ...
 Weights and cache are in dtype, by default bfloat16 where the machine multiplies in it. A time is the median of rounds,
 with the lowest and highest; an overhead is that of one round over `absorbed`, and of several starts the median over
 those of each. `attend` is the step between the projections of the hidden state. Bandwidth is the bytes that a step must
@@ -21,6 +22,7 @@ earlier results together, and measures nothing. The last line is JSON.
 import json
 import math
 import os
+import random
 import re
 import sys
 import time
@@ -40,6 +42,7 @@ LAYER = [
     "attention.q_rank=1536", "attention.kv_rank=512", "attention.nope_dim=128", "attention.rope_dim=64",
     "attention.v_dim=128",
 ]  # fmt: skip
+ABSORBED = ("absorbed", "rms", "lp")
 NORMS = {"absorbed": "none", "rms": "rms", "lp": "lp", "full_keys": "rms", "reexpanded": "rms"}
 PAPER = {  # Table 2, as printed. context: ms of MLA, ms with QK norm, overhead in percent, on an H800 in bf16
     4096: (1.715, 1.740, 1.41), 8192: (1.891, 1.909, 0.95), 16384: (2.082, 2.121, 1.87), 32768: (2.486, 2.511, 1.03),
@@ -60,13 +63,41 @@ def settings(name: str, words: list[str], context: int) -> TrainConfig:
     return load_config(compose([*LAYER, *words, *own]))
 
 
-def layer(name: str, words: list[str], batch: int, context: int) -> tuple[Work, dict[str, Any]]:
-    """Steps of the token at position context - 1, again and again: all that they write stays the same."""
+def layers(names: list[str], words: list[str], batch: int, context: int) -> tuple[Work, dict[str, Any]]:
+    """Sides in one process: what they do and are, by name. What they can, they share."""
+    from training.device import resolve_device, synchronize
+
+    shared: dict[str, Any] = {}
+    built = {name: layer(name, words, batch, context, shared) for name in names}
+    device = resolve_device(settings(names[0], words, context).device)
+    order, steps = random.Random(0), GRAPH if device.type == "cuda" else 1
+
+    def work(n: int) -> dict[str, Any]:
+        ms = {name: {"ms": 0.0, "attend_ms": 0.0} for name in names}
+        for key in ("ms", "attend_ms"):
+            for i in range(n + (n > 1)):  # the first is untimed: the side before has filled the processor's cache
+                for name in order.sample(names, len(names)):
+                    began = time.perf_counter()
+                    built[name][0][key]()
+                    synchronize(device)
+                    ms[name][key] += 1000 * (time.perf_counter() - began) / (n * steps) * (i > 0 or n == 1)
+        return ms
+
+    work(1)  # warm-up
+    return work, {name: info for name, (_, info) in built.items()}
+
+
+def layer(
+    name: str, words: list[str], batch: int, context: int, shared: dict[str, Any]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, Any]]:
+    """Steps of the token at position context - 1, again and again: all that they write stays the same. Returns "ms", a
+    step (on CUDA GRAPH of them), "attend_ms", the middle of one, and what is known of the side. shared: tensors of the
+    sides that were built before."""
     import torch
     from torch import Tensor
 
     from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope, causal_attention
-    from training.device import resolve_device, resolve_dtype, synchronize
+    from training.device import resolve_device, resolve_dtype
 
     torch.set_grad_enabled(False)
     config = settings(name, words, context)
@@ -76,6 +107,8 @@ def layer(name: str, words: list[str], batch: int, context: int) -> tuple[Work, 
     gpt = GPT(config, vocab_size=1)
     gpt.init_weights(config.seed)
     attn: MultiHeadLatentAttention = gpt.attentions[0].to(device, dtype).eval()
+    for key, weight in attn.named_parameters():
+        weight.data = shared.setdefault(key, weight.data)
     rope: Rope = (gpt.cos.to(device), gpt.sin.to(device))  # type: ignore[assignment]
     kr, dr, nh = attn.kv_rank, attn.rope_dim, attn.n_head
     g = torch.Generator(device).manual_seed(config.seed)
@@ -112,6 +145,7 @@ def layer(name: str, words: list[str], batch: int, context: int) -> tuple[Work, 
 
     else:
         cache: LatentCache = attn.new_cache(batch, context, dtype)
+        cache.latent = shared.setdefault("latent", cache.latent)
         held = [cache.latent, cache.k_rope, cache.s, cache.shift]
 
         def write(latent: Tensor, k_rope: Tensor, pos: int) -> None:
@@ -133,27 +167,12 @@ def layer(name: str, words: list[str], batch: int, context: int) -> tuple[Work, 
 
     y = step()
     parts: dict[str, Callable[[], Any]] = {"ms": step, "attend_ms": lambda: attend(q_nope, q_rope)}
-    steps = 1
     if device.type == "cuda":
-        parts, steps = {key: graph_of(part) for key, part in parts.items()}, GRAPH
-
-    def work(n: int) -> dict[str, Any]:
-        ms = {}
-        for key, run in parts.items():
-            if n > 1:
-                run()  # untimed: the side before has filled the processor's cache with its own
-            began = time.perf_counter()
-            for _ in range(n):
-                run()
-            synchronize(device)
-            ms[key] = 1000 * (time.perf_counter() - began) / (n * steps)
-        return ms
-
-    work(1)  # warm-up
+        parts = {key: graph_of(part) for key, part in parts.items()}
     cache_bytes = sum(t.nbytes for t in held if t is not None)
     weights = sum(p.nbytes for p in attn.parameters())
     info = {"cache_bytes": cache_bytes, "weight_bytes": weights, "dtype": str(dtype), "y": y.flatten().tolist()}
-    return work, info
+    return parts, info
 
 
 def graph_of(step: Callable[[], Any]) -> Callable[[], Any]:
@@ -231,7 +250,8 @@ def bench_point(
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in [*names, "copy"]}
     skipped: dict[str, str] = {}
     for _ in range(starts):
-        names = [name for name in names if name not in skipped]
+        if not (names := [name for name in names if name not in skipped]):
+            break
         infos, of_start, why = take_turns(names, words, batch, context, rounds, seconds)
         skipped |= why
         for name in of_start:
@@ -273,21 +293,22 @@ def take_turns(
     sides: list[Side] = []
     skipped: dict[str, str] = {}
     left = 0.9 * free_bytes(word)
-    for name, config in configs.items():
-        need = needed_bytes(name, config, batch, dtype.itemsize)
-        if need > left:
-            skipped[name] = f"needs about {need / 2**30:.1f} GiB, {max(left, 0) / 2**30:.1f} are free"
-            print(f"{name} is skipped: {skipped[name]}", flush=True)
-            continue
-        left -= need
-        try:
-            sides.append(start(name, layer, name, words, batch, context))
-        except RuntimeError as failure:
-            if not out_of_memory(failure):
-                raise
-            left += need
-            skipped[name] = str(failure)
-            print(f"{name} is skipped: {failure}", flush=True)
+    together = [name for name in names if name in ABSORBED]
+    for group in [*([together] if together else []), *([name] for name in names if name not in ABSORBED)]:
+        who = ", ".join(group)
+        need = sum(needed_bytes(name, configs[name], batch, dtype.itemsize) for name in group)
+        why = f"needs about {need / 2**30:.1f} GiB, {max(left, 0) / 2**30:.1f} are free" if need > left else ""
+        if not why:
+            try:
+                sides.append(start(who, layers, group, words, batch, context))
+                left -= need
+            except RuntimeError as failure:
+                if not out_of_memory(failure):
+                    raise
+                why = str(failure)
+        if why:
+            skipped |= dict.fromkeys(group, why)
+            print(*(f"{name} is skipped: {why}" for name in group), sep="\n", flush=True)
     if not sides:
         return {}, {}, skipped
     try:
@@ -295,6 +316,7 @@ def take_turns(
         once = {side.name: side.take_turn(1)["seconds"] for side in sides}
         units = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}
         turns = alternate(sides, rounds, units)
+        copies = turns.pop("copy")
     except RuntimeError as failure:
         if not out_of_memory(failure):
             raise
@@ -303,7 +325,9 @@ def take_turns(
     finally:
         for side in sides:
             side.stop()
-    return {side.name: side.info for side in sides}, turns, skipped
+    infos = {name: info for side in sides[:-1] for name, info in side.info.items()}
+    by_name = {name: [turn[name] for turn in turns[side.name]] for side in sides[:-1] for name in side.info}
+    return infos, {**by_name, "copy": copies}, skipped
 
 
 def out_of_memory(failure: RuntimeError) -> bool:
