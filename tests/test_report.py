@@ -301,7 +301,7 @@ def test_long_curves_of_other_metrics_are_drawn_with_few_points_and_their_peak()
 def test_log_axes_have_plain_numbers() -> None:
     style = styles({"": {"a": "a"}})["a"]
     series = [report.Series("a", style, {(1, None): {i: 10.0 ** (i / 10) for i in range(0, 50, 10)}}, [])]
-    figure, _ = draw_metrics({"grad_norm": series}, "grad_norm", "steep")
+    figure, _ = draw_metrics({"grad_norm": series}, "grad_norm", "steep", "")
     svg = image(figure, "svg").decode()
     assert "mathdefault" not in svg and all(f"<!-- {label} -->" in svg for label in ("1", "100", "10000"))
 
@@ -309,7 +309,7 @@ def test_log_axes_have_plain_numbers() -> None:
 def test_the_axis_of_a_training_loss_is_that_of_its_later_part() -> None:
     style = styles({"": {"a": "a"}})["a"]
     series = [report.Series("a", style, {(1, None): {0: 9.0, 5: 5.0, 20: 2.0, 60: 1.9, 100: 1.8}}, [])]
-    figure, caption = draw_metrics({"train/loss": series}, "train/loss", "flat")
+    figure, caption = draw_metrics({"train/loss": series}, "train/loss", "flat", "")
     low, high = figure.axes[0].get_ylim()
     assert 1.7 < low < 1.8 and 2 < high < 2.1 and "first tenth" in caption
 
