@@ -63,7 +63,7 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(program: Pro
     (tmp_path / "more.json").write_text(json.dumps(more))
     assert program("scripts/bench_decode.py", "from=it/bench.json,more.json", "out=both").returncode == 0
     rows = (tmp_path / "both" / "table.md").read_text().splitlines()
-    assert [row[: row.index("|", 9) + 1] for row in rows if row.startswith("| 2 |")] == [
+    assert [row[: row.index("|", 10) + 1] for row in rows if row.startswith("| 2 |")] == [
         "| 2 | 24 | 8 × 7 |",
         "| 2 | 48 | 1 × 6 |",
     ]
