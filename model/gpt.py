@@ -212,11 +212,13 @@ def unit(x: Tensor) -> tuple[Tensor, Tensor]:
 def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
     """1 / ||u||_p along the last dimension, (..., hs) -> (..., 1), for u with max|u| = 1; 1 for a zero vector.
 
-    For p (nh, 1, 1) and u (B, nh, T, hs) differentiable in both: autograd's pow is safe where p > 1.
+    For p (nh, 1, 1) and u (B, nh, T, hs) differentiable in both. |u|^p is exp(p log|u|): torch's pow with a tensor as
+    exponent rounds a whole SIMD register and a remainder differently, so that the vectors beside this one would show.
     """
     if isinstance(p, Tensor):
-        total = (u.abs() ** p).sum(-1, keepdim=True)  # (B, nh, T, 1); >= 1, but for zero vectors
-        return torch.exp(-torch.log(torch.where(total > 0, total, 1.0)) / p)
+        log = u.abs().clamp(min=torch.finfo(u.dtype).tiny).log()
+        total = torch.exp(p * log).sum(-1, keepdim=True)  # (B, nh, T, 1); >= 1, but for zero vectors
+        return torch.exp(-torch.log(total.clamp(min=1)) / p)
     if math.isinf(p):
         return torch.ones_like(u[..., :1])
     total = power(u if p % 2 == 0 else u.abs(), p).sum(-1, keepdim=True)
@@ -370,19 +372,21 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """
     if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
-    return ApplyMask.apply(x, *dropout_mask(x.shape, p))
+    return ApplyMask.apply(x, *dropout_mask(x, p))
 
 
-def dropout_mask(shape: torch.Size, p: float) -> tuple[Tensor, float]:
-    """What to keep, and the scale of what is kept."""
+def dropout_mask(x: Tensor, p: float) -> tuple[Tensor, float]:
+    """What to keep of x, ones and zeros in x's type and shape, and the scale of what is kept."""
     dropped = min(max(round(256 * p), 1), 255)
-    n = math.prod(shape)
-    words = torch.empty((n + 7) // 8, dtype=torch.int64)
+    words = torch.empty((x.numel() + 7) // 8, dtype=torch.int64)
     words.random_(torch.iinfo(torch.int64).min, None)  # all 64 bits
-    return words.view(torch.uint8)[:n].view(shape) >= dropped, 256 / (256 - dropped)
+    drawn = words.view(torch.uint8)[: x.numel()].view(x.shape)
+    return torch.ge(drawn, dropped, out=x.new_empty(x.shape)), 256 / (256 - dropped)
 
 
-apply_mask = torch.ops.aten.native_dropout_backward  # (x, keep, scale) -> x * keep * scale in one pass
+def apply_mask(x: Tensor, keep: Tensor | None, scale: float) -> Tensor:
+    """x * keep * scale in one pass; `keep` in x's type, as one in bool would be converted at every use."""
+    return x if keep is None else torch.addcmul(x.new_zeros(()), x, keep, value=scale)
 
 
 class ApplyMask(torch.autograd.Function):
@@ -407,9 +411,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     h // (nh / nkv).
     """
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
-    if p_dropout > 0 and T == S and q.device.type == "cpu" and not torch.compiler.is_compiling():
+    cheap = p_dropout > 0 or T <= CPUAttention.POSITIONS or not torch.is_grad_enabled()
+    if T == S > 1 and cheap and q.device.type == "cpu" and not torch.compiler.is_compiling():
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-        return DropoutAttention.apply(q, k, v, scale, p_dropout)
+        return CPUAttention.apply(q, k, v, scale, p_dropout)
     attend = functools.partial(
         F.scaled_dot_product_attention, q, k, v, dropout_p=p_dropout, scale=scale, enable_gqa=group > 1
     )
@@ -420,29 +425,34 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     return attend(attn_mask=torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T))
 
 
-class DropoutAttention(torch.autograd.Function):
-    """Causal attention with dropout on a CPU, where SDPA would draw T x T masks serially.
+class CPUAttention(torch.autograd.Function):
+    """Causal attention on a CPU, where SDPA's derivative in bf16 is several times slower, and with dropout draws T x T
+    masks serially.
 
     q (B, nh, T, dk), k (B, nh, T, dk), v (B, nh, T, dv) -> (B, nh, T, dv). Some queries at a time meet the keys up to
-    the last of them, so that little more than half of T x T is made.
+    the last of them, so that little more than half of T x T is made. These probabilities are kept for the derivative,
+    to POSITIONS about as many bytes as all else in a block; of longer sequences SDPA keeps none.
     """
 
-    QUERIES = 64
+    QUERIES, POSITIONS = 64, 1024
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, p: float) -> Tensor:
         ctx.shape, ctx.scale = q.shape[:3], scale
         q, k, v = (x.to(v.dtype).flatten(0, 1).contiguous() for x in (q, k, v))  # (B nh, T, dk or dv)
         y = torch.empty_like(v)
-        parts = []
+        parts: list[Tensor | None] = []
+        keep, ctx.kept = None, 1.0
         with torch.autocast("cpu", enabled=False):
-            for i in range(0, q.size(1), DropoutAttention.QUERIES):
-                end = min(i + DropoutAttention.QUERIES, q.size(1))
+            for i in range(0, q.size(1), CPUAttention.QUERIES):
+                end = min(i + CPUAttention.QUERIES, q.size(1))
                 bias = causal_bias(end - i, end, q.dtype)
                 att = torch.baddbmm(bias, q[:, i:end], k[:, :end].transpose(1, 2), alpha=scale).softmax(-1)
-                keep, ctx.kept = dropout_mask(att.shape, p)
+                if p > 0:
+                    keep, ctx.kept = dropout_mask(att, p)
                 torch.bmm(apply_mask(att, keep, ctx.kept), v[:, :end], out=y[:, i:end])
                 parts += [att, keep]
+                del att  # where nothing is to be differentiated, before the next
         ctx.save_for_backward(q, k, v, *parts)
         return y.view(*ctx.shape, -1)
 
@@ -451,7 +461,7 @@ class DropoutAttention(torch.autograd.Function):
         q, k, v, *parts = ctx.saved_tensors
         grad = grad.flatten(0, 1).contiguous()  # (B nh, T, dv)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for i, att, keep in zip(range(0, q.size(1), DropoutAttention.QUERIES), parts[::2], parts[1::2], strict=True):
+        for i, att, keep in zip(range(0, q.size(1), CPUAttention.QUERIES), parts[::2], parts[1::2], strict=True):
             end = i + att.size(1)
             dv[:, :end].baddbmm_(apply_mask(att, keep, ctx.kept).transpose(1, 2), grad[:, i:end])
             datt = apply_mask(grad[:, i:end] @ v[:, :end].transpose(1, 2), keep, ctx.kept)

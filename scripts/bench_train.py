@@ -43,7 +43,7 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
     import train
     from data.batches import Batches
     from model.gpt import GPT
-    from training.device import peak_flops, resolve_device, resolve_dtype, synchronize
+    from training.device import keep_freed_memory, peak_flops, resolve_device, resolve_dtype, synchronize
     from training.dist import World
     from training.evaluate import mean_loss
     from training.optim import build_optimizer, qk_clip
@@ -51,6 +51,8 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
     config = load_config(compose(words))
     torch.set_num_threads(config.threads or torch.get_num_threads())
     device = resolve_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     dtype = resolve_dtype(config.dtype, device)
     _, tokenizer, tokens, folds = train.read_corpus(config)
     batches = Batches(tokens, folds, config.model.block_size, config.batch_size, config.seed)
@@ -76,7 +78,7 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
         nonlocal step
         losses = []
         for _ in range(n):
-            torch.manual_seed(train.seed_of_update(config.seed, step, 0))
+            train.seed_generator(train.seed_of_update(config.seed, step, 0), device)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step % config.max_iters, config)
             loss = train.accumulate_gradients(forward, fed, config.gradient_accumulation_steps, autocast, device)

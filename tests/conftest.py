@@ -75,6 +75,7 @@ def corpus(tmp_path: Path) -> Path:
 TINY = [
     "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=4", "threads=1",
     "schedule.warmup_iters=1", "log_interval=1", "eval_interval=2", "checkpoint_interval=2", "device=cpu",
+    "dtype=float32",
 ]  # fmt: skip
 
 

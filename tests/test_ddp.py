@@ -46,13 +46,13 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(
 SPY = """
 import os, sys
 sys.path.insert(0, {root!r})
-import torch, train
-real = torch.manual_seed
-def spy(seed):
+import train
+real = train.seed_generator
+def spy(seed, device):
     with open("seeds-" + os.environ["RANK"], "a") as file:
         print(seed, file=file)
-    return real(seed)
-torch.manual_seed = spy
+    real(seed, device)
+train.seed_generator = spy
 train.main()
 """
 

@@ -402,30 +402,32 @@ def test_dropout_follows_the_global_generator_and_zero_draws_nothing() -> None:
     assert torch.equal(dropout(x, 0.2), first)
 
 
-@pytest.mark.parametrize(("T", "n_kv_head", "dv"), [(16, 4, 8), (64, 2, 8), (150, 4, 5), (65, 1, 8)])
-def test_attention_with_dropout_and_its_gradient_against_the_definition(
-    T: int, n_kv_head: int, dv: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("p_dropout", [0.0, 0.25])
+@pytest.mark.parametrize(("T", "n_kv_head", "dv"), [(16, 4, 8), (64, 2, 8), (150, 4, 5), (65, 1, 8), (1100, 2, 4)])
+def test_attention_and_its_gradient_against_the_definition(
+    T: int, n_kv_head: int, dv: int, p_dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     masks = []
 
-    def drawn(shape: torch.Size, p: float) -> tuple[Tensor, float]:
-        masks.append(dropout_mask(shape, p))
+    def drawn(x: Tensor, p: float) -> tuple[Tensor, float]:
+        masks.append(dropout_mask(x, p))
         return masks[-1]
 
     monkeypatch.setattr("model.gpt.dropout_mask", drawn)
     sizes = [(3, T, 4, 8), (3, T, n_kv_head, 8), (3, T, n_kv_head, dv)]
     q, k, v = (torch.randn(*size, dtype=torch.float64).transpose(1, 2) for size in sizes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    y = causal_attention(q, k, v, 0.3, p_dropout=0.25)
-    keep, i = torch.zeros(12, T, T), 0
-    for mask, _ in masks:  # some queries, the keys up to the last of them
-        keep[:, i : i + mask.size(1), : mask.size(2)] = mask.float()
+    y = causal_attention(q, k, v, 0.3, p_dropout=p_dropout)
+    keep, i = torch.full((12, T, T), 0.0 if p_dropout else 1.0, dtype=torch.float64), 0
+    for mask, scale in masks:  # some queries, the keys up to the last of them
+        keep[:, i : i + mask.size(1), : mask.size(2)] = scale * mask
         i += mask.size(1)
-    assert i == T and masks[0][1] == pytest.approx(4 / 3)
+        assert scale == pytest.approx(4 / 3)
+    assert i == (T if p_dropout else 0)
     keys, values = (x.repeat_interleave(4 // n_kv_head, 1) for x in (k, v))
     logits = (q @ keys.transpose(-2, -1) * 0.3).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
-    expected = (logits.softmax(-1) * keep.view(3, 4, T, T) * (4 / 3)) @ values
+    expected = (logits.softmax(-1) * keep.view(3, 4, T, T)) @ values
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-13)
     grad = torch.randn_like(y)
     for ours, theirs in zip(*(torch.autograd.grad(out, inputs, grad) for out in (y, expected)), strict=True):

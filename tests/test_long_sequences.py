@@ -248,7 +248,7 @@ train.main()
 
 def test_two_ranks_equal_one(tiny_run: list[str], tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text(SCRIPT.format(root=str(ROOT)))
-    words = [*tiny_run, "model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=4"]
+    words = [*tiny_run, "model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=4", "dtype=float32"]
     checkpointing = "model.activation_checkpointing=true"
     done = torchrun(tmp_path, *words, checkpointing, "out_dir=two", script=tmp_path / "long.py")
     assert done.returncode == 0, done.stderr

@@ -27,8 +27,9 @@ from training.tracker import Metrics
 TIMED = {"tok_per_sec", "mfu"}
 
 SETTINGS: dict[str, Any] = {
-    "device": "cpu", "threads": 1, "batch_size": 4, "max_iters": 6, "log_interval": 1, "eval_interval": 2,
-    "checkpoint_interval": 2, "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.2},
+    "device": "cpu", "dtype": "float32", "threads": 1, "batch_size": 4, "max_iters": 6, "log_interval": 1,
+    "eval_interval": 2, "checkpoint_interval": 2,
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.2},
     "schedule": {"name": "cosine", "warmup_iters": 1, "lr_decay_iters": 6}, "wandb": {"mode": "disabled"},
 }  # fmt: skip
 
@@ -282,7 +283,14 @@ def test_an_off_by_one_mask_is_refused_too(corpus: Path, tmp_path: Path, monkeyp
 def test_a_mask_missing_in_training_alone_is_refused_too(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model.gpt, "causal_bias", lambda T, S, dtype: torch.zeros(T, S))
+    causal_attention = model.gpt.causal_attention
+
+    def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+        if p_dropout == 0:
+            return causal_attention(q, k, v, scale)
+        return torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
+
+    monkeypatch.setattr(model.gpt, "causal_attention", unmasked)
     with pytest.raises(ConfigError, match="sees the future"):
         train.run(configured(corpus, tmp_path / "run"))
 

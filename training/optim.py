@@ -37,7 +37,10 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]
 
 class Muon(torch.optim.Muon):
     """torch.optim.Muon, but all matrices of a shape are orthogonalised together, and in fp32 where the hardware has no
-    bf16. torch's own takes one after the other, in bf16: its emulation was nine tenths of mla_nano's training step."""
+    bf16 or `exact` asks for it. torch's own takes one after the other, in bf16: its emulation was nine tenths of
+    mla_nano's training step."""
+
+    exact = False
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # takes no closure
@@ -55,7 +58,7 @@ class Muon(torch.optim.Muon):
                 torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
                 if group["nesterov"]:
                     updates = [*torch._foreach_lerp(gradients, momenta, group["momentum"])]
-                dtype = resolve_dtype("auto", weights[0].device)
+                dtype = resolve_dtype("float32" if self.exact else "auto", weights[0].device)
                 orthogonal = orthogonalise(
                     torch.stack(updates).to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]
                 )
@@ -85,7 +88,7 @@ class MuonAndAdamW:
     orthogonalise several as one matrix would tie their singular vectors.
     """
 
-    def __init__(self, model: nn.Module, o: MuonConfig):
+    def __init__(self, model: nn.Module, o: MuonConfig, exact: bool):
         self.weights: list[tuple[nn.Parameter, list[Tensor]]] = []  # each with its projections
         self.projections: dict[str, Tensor] = {}
         for name, (weight, rows) in hidden_matrices(model).items():
@@ -104,6 +107,7 @@ class MuonAndAdamW:
             nesterov=o.nesterov,
             ns_steps=o.ns_steps,
         )
+        self.muon.exact = exact
         hidden = {id(weight) for weight, _ in self.weights}
         self.rest = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in hidden}
         self.adamw = new_adamw(self.rest.values(), o)
@@ -146,7 +150,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     o = config.optim
     optimizer: Optimizer
     if isinstance(o, MuonConfig):
-        optimizer = MuonAndAdamW(model, o)
+        optimizer = MuonAndAdamW(model, o, exact=config.dtype == "float32")
     else:
         optimizer = new_adamw([p for p in model.parameters() if p.requires_grad], o)
     assert_each_row_in_one_group(model, optimizer)
