@@ -411,8 +411,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     h // (nh / nkv).
     """
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
-    cheap = p_dropout > 0 or T <= CPUAttention.POSITIONS or not torch.is_grad_enabled()
-    if T == S > 1 and cheap and q.device.type == "cpu" and not torch.compiler.is_compiling():
+    ours = q.device.type == "cpu" and (p_dropout > 0 or T <= CPUAttention.POSITIONS)
+    if ours and T == S > 1 and not torch.compiler.is_compiling():
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
         return CPUAttention.apply(q, k, v, scale, p_dropout)
     attend = functools.partial(
@@ -452,7 +452,6 @@ class CPUAttention(torch.autograd.Function):
                     keep, ctx.kept = dropout_mask(att, p)
                 torch.bmm(apply_mask(att, keep, ctx.kept), v[:, :end], out=y[:, i:end])
                 parts += [att, keep]
-                del att  # where nothing is to be differentiated, before the next
         ctx.save_for_backward(q, k, v, *parts)
         return y.view(*ctx.shape, -1)
 
