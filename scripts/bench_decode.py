@@ -75,12 +75,13 @@ def layers(names: list[str], words: list[str], batch: int, context: int) -> tupl
     def work(n: int) -> dict[str, Any]:
         ms = {name: {"ms": 0.0, "attend_ms": 0.0} for name in names}
         for key in ("ms", "attend_ms"):
-            for i in range(n + (n > 1)):  # the first is untimed: the side before has filled the processor's cache
+            for timed in [False, *[True] * n]:  # first once untimed: the side before has filled the processor's cache
                 for name in order.sample(names, len(names)):
                     began = time.perf_counter()
                     built[name][0][key]()
                     synchronize(device)
-                    ms[name][key] += 1000 * (time.perf_counter() - began) / (n * steps) * (i > 0 or n == 1)
+                    if timed:
+                        ms[name][key] += 1000 * (time.perf_counter() - began) / (n * steps)
         return ms
 
     work(1)  # warm-up

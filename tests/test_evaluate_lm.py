@@ -21,6 +21,7 @@ import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from test_export_hf import random_model
 from test_train import configured
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -270,18 +271,14 @@ def results_of(lm: Any, tasks: Path, num_fewshot: int) -> Any:
     )
 
 
-def random_model(attention: str, text: str) -> tuple[GPT, Tokenizer]:
+def random_bpe_model(attention: str, text: str) -> tuple[GPT, Tokenizer]:
     """Qwen3's blocks (gqa) or DeepSeek-V3's (mla), and a tokenizer of a few merges whose separator is often said."""
     tokenizer = BPETokenizer(learn_bpe([text], 275), has_separator=True)
     config = config_of(attention, {"gqa": "rms", "mla": "none"}[attention], mlp="swiglu", block_size=32)
-    model = GPT(config, tokenizer.vocab_size)
-    model.init_weights(0)
-    g = torch.Generator().manual_seed(1)
+    model = random_model(config, tokenizer)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=g))
         model.transformer.wte.weight[tokenizer.separator] *= 2
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 PAIRS = [("the cow says ", "moo."), ("the dog sa", "ys woof."), ("the duck", " says"), ("", "the bee says")]
@@ -295,7 +292,7 @@ def test_every_sample_is_scored_as_by_lm_evals_own_hugging_face_adapter(
     """With 5 examples the prompts are longer than block_size."""
     model, tokenizer, _ = load_run(run / "ckpt" / "best", torch.device("cpu"))
     if name != "trained":
-        model, tokenizer = random_model(name, (run.parent / "corpus.txt").read_text())
+        model, tokenizer = random_bpe_model(name, (run.parent / "corpus.txt").read_text())
     export(model, tokenizer, tmp_path / "hf")
     theirs_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     if tokenizer.separator is None:  # it wants them; no sound has a d
