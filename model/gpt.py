@@ -673,7 +673,8 @@ class LatentNorm(nn.RMSNorm):
     """RMSNorm of a latent, in fp32 at least."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(at_least_fp32(x)).to(x.dtype)
+        weight = at_least_fp32(self.weight)
+        return F.rms_norm(at_least_fp32(x), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class MultiHeadLatentAttention(Observed):
