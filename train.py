@@ -540,8 +540,10 @@ def rows_at_once(batch_size: int, block_size: int, device: torch.device) -> int:
 
 def seed_generator(seed: int, device: torch.device) -> None:
     """torch.manual_seed, which takes half a millisecond where no CUDA is in use, to be ready for it."""
-    generator = torch.default_generator if device.type == "cpu" else torch
-    generator.manual_seed(seed)
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def seed_of_update(seed: int, step: int, rank: int) -> int:

@@ -411,10 +411,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     h // (nh / nkv).
     """
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
-    ours = q.device.type == "cpu" and (p_dropout > 0 or T <= CPUAttention.POSITIONS)
-    if ours and T == S > 1 and not torch.compiler.is_compiling():
-        k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-        return CPUAttention.apply(q, k, v, scale, p_dropout)
+    if T == S and q.device.type == "cpu" and not torch.compiler.is_compiling():  # noqa: SIM102 (to compilers, what is below)
+        if p_dropout > 0 or (torch.is_grad_enabled() and T <= CPUAttention.POSITIONS):
+            k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+            return CPUAttention.apply(q, k, v, scale, p_dropout)
     attend = functools.partial(
         F.scaled_dot_product_attention, q, k, v, dropout_p=p_dropout, scale=scale, enable_gqa=group > 1
     )
@@ -426,12 +426,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
 
 
 class CPUAttention(torch.autograd.Function):
-    """Causal attention on a CPU, where SDPA's derivative in bf16 is several times slower, and with dropout draws T x T
-    masks serially.
+    """Causal attention for training on a CPU, where SDPA's derivative in bf16 is several times slower, and where with
+    dropout SDPA draws T x T masks serially.
 
     q (B, nh, T, dk), k (B, nh, T, dk), v (B, nh, T, dv) -> (B, nh, T, dv). Some queries at a time meet the keys up to
-    the last of them, so that little more than half of T x T is made. These probabilities are kept for the derivative,
-    to POSITIONS about as many bytes as all else in a block; of longer sequences SDPA keeps none.
+    the last of them, so that little more than half of T x T is made. Logits are in fp32 at least. The probabilities are
+    kept for the derivative, in v's type: at POSITIONS they take about the memory of the rest of a block. Of longer
+    sequences without dropout SDPA keeps none.
     """
 
     QUERIES, POSITIONS = 64, 1024
@@ -441,19 +442,21 @@ class CPUAttention(torch.autograd.Function):
         ctx.shape, ctx.scale = q.shape[:3], scale
         q, k, v = (x.to(v.dtype).flatten(0, 1).contiguous() for x in (q, k, v))  # (B nh, T, dk or dv)
         y = torch.empty_like(v)
+        exact_q, exact_k = at_least_fp32(q), at_least_fp32(k)
         parts: list[Tensor | None] = []
         keep, ctx.kept = None, 1.0
         with torch.autocast("cpu", enabled=False):
             for i in range(0, q.size(1), CPUAttention.QUERIES):
                 end = min(i + CPUAttention.QUERIES, q.size(1))
-                bias = causal_bias(end - i, end, q.dtype)
-                att = torch.baddbmm(bias, q[:, i:end], k[:, :end].transpose(1, 2), alpha=scale).softmax(-1)
+                bias = causal_bias(end - i, end, exact_q.dtype)
+                logits = torch.baddbmm(bias, exact_q[:, i:end], exact_k[:, :end].transpose(1, 2), alpha=scale)
+                att = logits.softmax(-1).to(v.dtype)
                 if p > 0:
                     keep, ctx.kept = dropout_mask(att, p)
                 torch.bmm(apply_mask(att, keep, ctx.kept), v[:, :end], out=y[:, i:end])
                 parts += [att, keep]
         ctx.save_for_backward(q, k, v, *parts)
-        return y.view(*ctx.shape, -1)
+        return y.view(*ctx.shape, y.size(-1))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -467,7 +470,7 @@ class CPUAttention(torch.autograd.Function):
             dlogits = torch.ops.aten._softmax_backward_data(datt, att, -1, att.dtype)
             torch.baddbmm(q[:, i:end], dlogits, k[:, :end], beta=0, alpha=ctx.scale, out=dq[:, i:end])
             dk[:, :end].baddbmm_(dlogits.transpose(1, 2), q[:, i:end], alpha=ctx.scale)
-        return *(x.view(*ctx.shape, -1) for x in (dq, dk, dv)), None, None
+        return *(x.view(*ctx.shape, x.size(-1)) for x in (dq, dk, dv)), None, None
 
 
 @functools.lru_cache(maxsize=64)

@@ -190,7 +190,7 @@ def test_under_autocast_the_logits_are_exact_products_of_what_attention_multipli
     gpt, idx = build(config_of(layout, "none"), dtype=torch.float32).train(), random_tokens(B, T)
     for attn in gpt.attentions:
         attn.track_max_logits()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as diagnose() is: the same products throughout
         gpt(idx)
         values, layers = diagnose(gpt, idx), passed(gpt, idx)
     for layer, (attn, got) in enumerate(zip(gpt.attentions, layers, strict=True)):

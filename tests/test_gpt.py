@@ -434,6 +434,33 @@ def test_attention_and_its_gradient_against_the_definition(
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize(("T", "spread"), [(64, 1.0), (256, 4.0), (300, 10.0)])
+def test_attention_that_trains_in_bf16_is_as_exact_as_sdpa(T: int, spread: float) -> None:
+    """Output and gradients against float64; logits of up to 50 must not be rounded to bf16, where steps are 0.25."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, T, 16, generator=g).bfloat16() for _ in range(4))
+    scale = spread / 4
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_attention(q, k, v, scale)
+
+    def outcome(attend: Any, dtype: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        y = attend(*inputs)
+        return [y, *torch.autograd.grad(y, inputs, grad.to(dtype))]
+
+    exact = outcome(sdpa, torch.float64)
+    errors = [
+        [((x - e).norm() / e.norm()).item() for x, e in zip(outcome(attend, torch.bfloat16), exact, strict=True)]
+        for attend in (ours, sdpa)
+    ]
+    for mine, theirs in zip(*errors, strict=True):
+        assert mine < 1.5 * theirs, errors
+
+
 def test_attention_with_dropout_has_the_mean_of_attention_without() -> None:
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 8, 16, generator=g)

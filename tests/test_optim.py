@@ -154,6 +154,24 @@ def muon_for(model: nn.Module, config: TrainConfig) -> MuonAndAdamW:
     return optimizer
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_muon_orthogonalises_in_bf16_where_there_is_hardware_unless_all_is_to_be_fp32(
+    dtype: str, stack: tuple[TrainConfig, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.device.has_bfloat16", lambda device: True)
+    found, orthogonalise = set(), optim.orthogonalise
+
+    def spy(x: Tensor, *options: Any) -> Tensor:
+        found.add(x.dtype)
+        return orthogonalise(x, *options)
+
+    monkeypatch.setattr(optim, "orthogonalise", spy)
+    config = dataclasses.replace(stack[0], dtype=dtype)
+    model = new_model(config)
+    train(model, build_optimizer(model, config), range(1))
+    assert found == {torch.float32 if dtype == "float32" else torch.bfloat16}
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_equals_torchs_own_on_a_copy_with_separate_projections(
     nesterov: bool, stack: tuple[TrainConfig, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
