@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_train import assert_same_run, configured, lines
+from tqdm import tqdm
 
 import train
 from training.config import TrainConfig
@@ -36,6 +38,7 @@ def fork(work: Callable[[], int]) -> int:
         status = 99
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            tqdm.set_lock(threading.RLock())  # not the parent's: a child killed while it holds that blocks the next
             status = work()
         finally:
             os._exit(status)
