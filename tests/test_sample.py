@@ -36,6 +36,7 @@ def samples(out: str) -> list[str]:
 
 def test_samples_are_the_models_own_by_every_way_of_calling(run: Path, program: Program, tmp_path: Path) -> None:
     words = ["start=to be", "num_samples=3", "max_new_tokens=40", "temperature=0.7", "top_k=5", "top_p=0.9"]
+    words += ["dtype=float32"]  # as below
     done = program("sample.py", "run=run", *words)
     assert done.returncode == 0, done.stderr
     texts = samples(done.stdout)
