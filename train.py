@@ -331,7 +331,9 @@ def start_up_checks(
     rows = rows_at_once(len(x), x.size(1), device)
     first = x[:rows] if forward is not model else x[:1]  # a compiled model for the shape that it will train on
     with autocast():
-        leak = max(future_leak(model.eval(), x[:1].to(device)), future_leak(forward.train(), first.to(device)))
+        with torch.no_grad():  # as evaluation is
+            leak = future_leak(model.eval(), x[:1].to(device))
+        leak = max(leak, future_leak(forward.train(), first.to(device)))
     warnings = []
     if not leak < LEAK_TOLERANCE:
         attention = model.config.attention.name

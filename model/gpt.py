@@ -411,10 +411,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     h // (nh / nkv).
     """
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
-    if T == S and q.device.type == "cpu" and not torch.compiler.is_compiling():  # noqa: SIM102 (to compilers, what is below)
-        if p_dropout > 0 or (torch.is_grad_enabled() and T <= CPUAttention.POSITIONS):
-            k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-            return CPUAttention.apply(q, k, v, scale, p_dropout)
+    on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= CPUAttention.POSITIONS)):
+        k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+        return CPUAttention.apply(q, k, v, scale, p_dropout)
     attend = functools.partial(
         F.scaled_dot_product_attention, q, k, v, dropout_p=p_dropout, scale=scale, enable_gqa=group > 1
     )

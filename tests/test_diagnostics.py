@@ -21,12 +21,14 @@ each_pair = pytest.mark.parametrize("layout, name", PAIRS)
 B, T = 2, 9
 
 
-@torch.no_grad()
 def passed(gpt: GPT, idx: Tensor) -> list[dict[str, Any]]:
     """What each layer multiplies in a forward of idx, q (B, nh, T, hs), k (B, nkv, T, hs) and the scale, and what its
     raw queries and keys are: {side: (B, heads, T, hs)}, a side for each block of channels that is normalised."""
     layers: list[dict[str, Any]] = []
     causal_attention = model.gpt.causal_attention
+
+    def array(x: Tensor) -> np.ndarray:
+        return x.detach().double().numpy()
 
     def look_at_input(attn: Any, inputs: Any) -> None:
         q, k = raw_queries_and_keys(attn, inputs[0])
@@ -34,10 +36,10 @@ def passed(gpt: GPT, idx: Tensor) -> list[dict[str, Any]]:
         if isinstance(attn, MultiHeadLatentAttention) and not attn.unified:
             raw = {side: x[..., : attn.nope_dim] for side, x in (("q", q), ("k", k))}
             raw |= {"q_rope": q[..., attn.nope_dim :], "k_rope": k[:, :1, :, attn.nope_dim :]}
-        layers.append({"raw": {side: x.double().numpy() for side, x in raw.items()}})
+        layers.append({"raw": {side: array(x) for side, x in raw.items()}})
 
     def look_at_product(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
-        layers[-1] |= {"q": q.double().numpy(), "k": k.double().numpy(), "scale": scale}
+        layers[-1] |= {"q": array(q), "k": array(k), "scale": scale}
         return causal_attention(q, k, v, scale, p_dropout)
 
     hooks = [attn.register_forward_pre_hook(look_at_input) for attn in gpt.attentions]
@@ -58,8 +60,9 @@ def p_of(gpt: GPT, layer: int, side: str, head: int) -> float:
     return 1 + math.log(1 + math.exp(raw[head]))
 
 
-def of_logits(q: np.ndarray, k: np.ndarray, scale: float) -> list[dict[str, float]]:
-    """max_logit, entropy and effective_keys of each head."""
+def of_logits(got: dict[str, Any]) -> list[dict[str, float]]:
+    """max_logit, entropy and effective_keys of each head of a layer of passed()."""
+    q, k, scale = got["q"], got["k"], got["scale"]
     values = []
     for h in range(q.shape[1]):
         largest, entropies = -math.inf, []
@@ -102,7 +105,7 @@ def expected(gpt: GPT, idx: Tensor) -> dict[str, float]:
             values.update({f"attn/{name}/layer_{layer}/head_{h}": value for name, value in head.items()})
 
     for layer, got in enumerate(passed(gpt, idx)):
-        put(layer, of_logits(got["q"], got["k"], got["scale"]))
+        put(layer, of_logits(got))
         for side, raw in got["raw"].items():
             put(layer, of_vectors(gpt, layer, side, raw))
             if isinstance(config, LpQKNormConfig):  # one for all heads unless it is learned
@@ -190,13 +193,14 @@ def test_under_autocast_the_logits_are_exact_products_of_what_attention_multipli
     gpt, idx = build(config_of(layout, "none"), dtype=torch.float32).train(), random_tokens(B, T)
     for attn in gpt.attentions:
         attn.track_max_logits()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as diagnose() is: the same products throughout
-        gpt(idx)
-        values, layers = diagnose(gpt, idx), passed(gpt, idx)
-    for layer, (attn, got) in enumerate(zip(gpt.attentions, layers, strict=True)):
-        reference = of_logits(got["q"], got["k"], got["scale"])
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = passed(gpt, idx)  # in training mode, with gradients: another attention product than diagnose()'s
+        with torch.no_grad():
+            values, looked_at = diagnose(gpt, idx), passed(gpt.eval(), idx)
+    for layer, attn in enumerate(gpt.attentions):
         tracked = attn.pop_max_logits().tolist()
-        for h, head in enumerate(reference):
+        for h, head in enumerate(of_logits(trained[layer])):
+            assert tracked[h] == pytest.approx(head["max_logit"], rel=1e-6)
+        for h, head in enumerate(of_logits(looked_at[layer])):
             for name, value in head.items():
                 assert values[f"attn/{name}/layer_{layer}/head_{h}"] == pytest.approx(value, rel=1e-5), name
-            assert tracked[h] == pytest.approx(head["max_logit"], rel=1e-6)

@@ -1,7 +1,9 @@
+import ctypes
 import json
 import math
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, TINY, tiny_config
+from conftest import QK_NORM_VARIANTS, ROOT, TINY, tiny_config
 from torch import Tensor
 from variants import LAYOUTS, PAIRS
 
@@ -540,6 +542,31 @@ def test_bf16_trains_with_fp32_weights(corpus: Path, tmp_path: Path) -> None:
     assert {t.dtype for name, t in weights(tmp_path / "a").items() if name.startswith("model/")} == {torch.float32}
     a, b = (lines(tmp_path / name)[-1]["val/loss"] for name in "ab")
     assert a != b and a == pytest.approx(b, abs=0.02)
+
+
+PAGE_FAULTS = """
+import resource, sys, torch
+from training.device import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+for i in range(101):
+    if i == 1:  # what comes first is new memory either way
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(5 * 2**20) for _ in range(4)]  # of 20 MiB
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_memory_that_is_freed_is_used_again_without_page_faults() -> None:
+    if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+        pytest.skip("the setting is glibc's")
+
+    def page_faults(word: str) -> int:
+        command = [sys.executable, "-c", PAGE_FAULTS, word]
+        return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+    assert 20 * page_faults("keep") < page_faults("give back")
 
 
 def test_tiny_overrides_are_those_of_the_in_process_settings() -> None:
