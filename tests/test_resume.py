@@ -35,9 +35,7 @@ def test_six_iterations_equal_three_and_three(name: str, corpus: Path, tmp_path:
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 @pytest.mark.parametrize("schedule", ["wsd", "linear", "constant"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_recipe_resumes_bit_for_bit(
-    dtype: str, optim: str, schedule: str, corpus: Path, tmp_path: Path
-) -> None:
+def test_every_recipe_resumes_bit_for_bit(dtype: str, optim: str, schedule: str, corpus: Path, tmp_path: Path) -> None:
     """The constant schedule does not depend on max_iters, and so need not be told where the run will end."""
     end = {} if schedule == "constant" else {"lr_decay_iters": 6}
     changes: dict[str, Any] = {
