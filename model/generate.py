@@ -1,12 +1,12 @@
 """Decoding with a KV cache, as plain functions: prefill, decode_one_token, generate."""
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from model.gpt import GPT, Cache
+from model.gpt import GPT, Cache, Linear
 
 
 def sample_token(
@@ -47,7 +47,7 @@ def decode_one_token(model: GPT, token: Tensor, caches: list[Cache], pos: int) -
     return model(token[:, None], caches=caches, pos=pos)[0][:, -1]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(
     model: GPT,
     idx: Tensor,
@@ -61,38 +61,44 @@ def generate(
     """Continue the prompts idx (B, T), T >= 1, yielding one new token a row, (B,), max_new_tokens times.
 
     Past block_size the window moves on by half a block at a time (the cache is filled anew from the last half), so a
-    token is predicted from block_size / 2 to block_size tokens. `dtype` is the autocast and cache type.
+    token is predicted from block_size / 2 to block_size tokens. `dtype` is the type of the cache and of the matrix
+    products.
     """
     generator = torch.Generator(idx.device).manual_seed(seed)
-    autocast = torch.autocast(idx.device.type, dtype, enabled=dtype == torch.bfloat16)
+    low = dtype == torch.bfloat16
+    autocast = torch.autocast(idx.device.type, dtype, enabled=low)
+    model = cast_linears(model, dtype) if low else model
     max_len = min(model.block_size, idx.size(1) + max_new_tokens)
     caches = model.new_caches(idx.size(0), max_len, dtype)
     window = idx[:, -model.block_size :]  # what the cache holds
-    with kept_casts():
+    with autocast:
+        logits = prefill(model, window, caches)
+    for i in range(max_new_tokens):
+        token = sample_token(logits, temperature, top_k, top_p, generator)
+        yield token
+        if i + 1 == max_new_tokens:
+            return
+        pos = window.size(1)
+        window = torch.cat([window, token[:, None]], 1)
         with autocast:
-            logits = prefill(model, window, caches)
-        for i in range(max_new_tokens):
-            token = sample_token(logits, temperature, top_k, top_p, generator)
-            yield token
-            if i + 1 == max_new_tokens:
-                return
-            pos = window.size(1)
-            window = torch.cat([window, token[:, None]], 1)
-            with autocast:
-                if pos < model.block_size:
-                    logits = decode_one_token(model, token, caches, pos)
-                else:
-                    window = window[:, -max(1, model.block_size // 2) :]
-                    logits = prefill(model, window, caches)
+            if pos < model.block_size:
+                logits = decode_one_token(model, token, caches, pos)
+            else:
+                window = window[:, -max(1, model.block_size // 2) :]
+                logits = prefill(model, window, caches)
 
 
-@contextmanager
-def kept_casts() -> Iterator[None]:
-    """Have autocast keep the weights that it has cast: at the end of each use it would forget them, and cast all of
-    them for every token. (In inference mode it keeps none.)"""
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
+def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
+    """A copy that shares the model's tensors, but for those of linear layers, the output layer's among them, which are
+    in `dtype`: autocast would cast them anew for every token."""
+    shared = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            for t in module.parameters():
+                shared[id(t)] = nn.Parameter(t.to(dtype), requires_grad=False)
+    result = copy.deepcopy(model, shared)  # what is in the memo is not copied
+    if result.lm_head is None:
+        wte = model.transformer.wte.weight  # (V, C), by which the tokens are still looked up
+        result.lm_head = Linear(*wte.shape[::-1], bias=False, device="meta")
+        result.lm_head.weight = nn.Parameter(wte.to(dtype), requires_grad=False)
+    return result

@@ -120,8 +120,9 @@ class RMSNorm(QKNorm):
     def forward(self, x: Tensor) -> Tensor:
         assert self.gain is not None
         y = at_least_fp32(x)
-        y = DivideByRMS.apply(y, self.eps) if torch.is_grad_enabled() else y * inverse_rms(y, self.eps)
-        return (y * self.gain).to(x.dtype)  # (..., hs)
+        if torch.is_grad_enabled():
+            return (DivideByRMS.apply(y, self.eps) * self.gain).to(x.dtype)  # (..., hs)
+        return F.rms_norm(y, y.shape[-1:], self.gain.to(y.dtype), self.eps).to(x.dtype)
 
 
 class DivideByRMS(torch.autograd.Function):

@@ -2,11 +2,13 @@ import math
 
 import pytest
 import torch
+import variants
 from conftest import tiny_config
 from test_gpt import V, build, random_tokens
 from torch import Tensor
+from variants import PAIRS, config_of
 
-from model.generate import generate, sample_token
+from model.generate import cast_linears, decode_one_token, generate, prefill, sample_token
 from model.gpt import GPT
 from training.config import QKNormConfig
 
@@ -82,6 +84,26 @@ def test_top_k_1_is_greedy_and_ties_keep_one_token_at_least() -> None:
     even = torch.zeros(100, V)
     assert sample_token(even, top_p=0.01).shape == (100,)
     assert sample_token(torch.full((3, V), -1e30), top_p=0.5, temperature=1e-3).shape == (3,)
+
+
+@pytest.mark.parametrize(("layout", "norm"), PAIRS)
+def test_in_bf16_logits_are_those_of_autocast(layout: str, norm: str) -> None:
+    """What generate() decodes with gives the same bits as the model itself, and shares what it need not cast."""
+    model = variants.build(config_of(layout, norm), dtype=torch.float32)
+    copied, idx = cast_linears(model, torch.bfloat16), variants.random_tokens(2, 9)
+    outcomes = []
+    for network in (model, copied):
+        caches = network.new_caches(2, 9, torch.bfloat16)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = [prefill(network, idx[:, :6], caches)]
+            logits += [decode_one_token(network, idx[:, i], caches, i) for i in range(6, 9)]
+        outcomes.append(torch.stack(logits))
+    assert torch.equal(*outcomes)
+    linear = {n + ".weight" for n, m in copied.named_modules() if isinstance(m, torch.nn.Linear)}
+    weights = dict(model.named_parameters())
+    for name, p in copied.named_parameters():
+        assert p.dtype == (torch.bfloat16 if name in linear else torch.float32), name
+        assert (name in linear) != (name in weights and p is weights[name]), name
 
 
 def test_autocast_casts_the_weights_once_and_forgets_them_at_the_end() -> None:
