@@ -99,6 +99,6 @@ def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
     result = copy.deepcopy(model, shared)  # what is in the memo is not copied
     if result.lm_head is None:
         wte = model.transformer.wte.weight  # (V, C), by which the tokens are still looked up
-        result.lm_head = Linear(*wte.shape[::-1], bias=False, device="meta")
+        result.lm_head = Linear(wte.size(1), wte.size(0), bias=False, device="meta")
         result.lm_head.weight = nn.Parameter(wte.to(dtype), requires_grad=False)
     return result
