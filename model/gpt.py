@@ -222,40 +222,44 @@ def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
         return torch.exp(-torch.log(total.clamp(min=1)) / p)
     if math.isinf(p):
         return torch.ones_like(u[..., :1])
-    total = power(u if p % 2 == 0 else u.abs(), p).sum(-1, keepdim=True)
-    return total.clamp(min=1) ** (-1 / p)
+    return inverse_norm_by(u, signed_power(u, p - 1), p)
+
+
+def inverse_norm_by(u: Tensor, direction: Tensor, p: float) -> Tensor:
+    """inverse_norm where sgn(u) |u|^(p-1) is there already."""
+    return (u * direction).sum(-1, keepdim=True).clamp(min=1) ** (-1 / p)
 
 
 class Normalise(torch.autograd.Function):
     """y = x / ||x||_p along the last dimension of x (..., hs), for a number p.
 
     The derivative is written out, dx = (dy - sgn(y) |y|^(p-1) sum(dy y)) / ||x||_p: it is finite at zeros of x, where
-    autograd through roots is not, and keeps y alone. For p = inf, ties share it evenly.
+    autograd through roots is not. sgn(u) |u|^(p-1) of u = x / max|x| serves the norm and the derivative; it is u itself
+    where p = 2. For p = inf, ties share it evenly.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         u, largest = unit(x)
-        s = inverse_norm(u, p)
-        y = u.mul_(s)
-        ctx.save_for_backward(y, s / largest)
+        if math.isinf(p):
+            peak = u.abs() == 1
+            direction, s = torch.sgn(u) * peak / peak.sum(-1, keepdim=True).clamp(min=1), torch.ones_like(largest)
+        else:
+            direction = signed_power(u, p - 1)
+            s = inverse_norm_by(u, direction, p)  # 1 / ||u||_p
+        ctx.save_for_backward(u, direction, s, s / largest)
         ctx.p = p
-        return y
+        return u * s
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        y, scale = ctx.saved_tensors
-        if math.isinf(ctx.p):
-            peak = y.abs() == y.abs().amax(-1, keepdim=True)
-            direction = torch.sgn(y) * peak / peak.sum(-1, keepdim=True)
-        else:
-            direction = signed_power(y, ctx.p - 1)
-        along = (grad * y).sum(-1, keepdim=True)
+        u, direction, s, scale = ctx.saved_tensors
+        along = (grad * u).sum(-1, keepdim=True) * s**ctx.p  # y = u s
         return torch.addcmul(grad, direction, along, value=-1).mul_(scale), None
 
 
 def power(u: Tensor, p: float) -> Tensor:
-    """u**p for u >= 0, for even p for all u. Small multiples of 1/2 take products and a square root, several times
+    """u**p for u >= 0, for whole p for all u. Small multiples of 1/2 take products and a square root, several times
     cheaper than pow."""
     whole, half = divmod(p, 1)
     if p > 8 or half not in (0, 0.5) or p < 0.5:
@@ -277,7 +281,7 @@ def signed_power(x: Tensor, q: float) -> Tensor:
         return torch.sgn(x)
     if q <= 8 and q % 2 == 1:
         return power(x, q)
-    return torch.sgn(x) * power(x.abs(), q) if q < 1 else x * power(x.abs(), q - 1) if q > 1 else x
+    return power(x.abs(), q).copysign_(x) if q < 1 else x * power(x.abs(), q - 1) if q > 1 else x
 
 
 # The names are those of training/config.py's QK_NORMS.
