@@ -281,7 +281,7 @@ def signed_power(x: Tensor, q: float) -> Tensor:
         return torch.sgn(x)
     if q <= 8 and q % 2 == 1:
         return power(x, q)
-    return power(x.abs(), q).copysign_(x) if q < 1 else x * power(x.abs(), q - 1) if q > 1 else x
+    return torch.copysign(power(x.abs(), q), x) if q < 1 else x * power(x.abs(), q - 1) if q > 1 else x
 
 
 # The names are those of training/config.py's QK_NORMS.
