@@ -415,6 +415,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     q (B, nh, T, dk), k (B, nkv, S, dk), v (B, nkv, S, dv) -> (B, nh, T, dv). Query head h uses key head
     h // (nh / nkv).
     """
+    if q.dtype != k.dtype:  # of a cache in another type, which autocast would cast anew for every query
+        with torch.autocast(q.device.type, enabled=False):
+            return causal_attention(q.to(k.dtype), k, v, scale, p_dropout)
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
     on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= CPUAttention.POSITIONS)):

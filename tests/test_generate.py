@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,21 @@ def test_in_bf16_logits_are_those_of_autocast(layout: str, norm: str) -> None:
     for name, p in copied.named_parameters():
         assert p.dtype == (torch.bfloat16 if name in linear else torch.float32), name
         assert (name in linear) != (name in weights and p is weights[name]), name
+
+
+@pytest.mark.parametrize("layout", ["gqa", "mla"])
+def test_on_a_cpu_keys_and_values_are_cached_in_fp32(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = variants.build(config_of(layout, "rms"), dtype=torch.float32), []
+    new_caches = GPT.new_caches
+
+    def spy(*args: Any) -> Any:
+        made.append(new_caches(*args))
+        return made[0]
+
+    monkeypatch.setattr(GPT, "new_caches", spy)
+    list(generate(model, random_tokens(2, 3), 4, dtype=torch.bfloat16))
+    held = {t.dtype for cache in made[0] for t in vars(cache).values() if t is not None}
+    assert held == {torch.float32 if layout == "gqa" else torch.bfloat16}
 
 
 def test_autocast_casts_the_weights_once_and_forgets_them_at_the_end() -> None:

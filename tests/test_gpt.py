@@ -434,6 +434,18 @@ def test_attention_and_its_gradient_against_the_definition(
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize(("T", "S"), [(1, 9), (9, 9), (4, 9)])
+def test_bf16_queries_meet_keys_of_an_fp32_cache_in_fp32(T: int, S: int) -> None:
+    """Under autocast too, which would cast the cache to bf16."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, T, 8, generator=g).bfloat16()
+    k, v = (torch.randn(2, 2, S, 8, generator=g) for _ in range(2))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = causal_attention(q, k, v, 0.5)
+    expected = causal_attention(q.double(), k.double(), v.double(), 0.5)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("T", "spread"), [(64, 1.0), (256, 4.0), (300, 10.0)])
 def test_attention_that_trains_in_bf16_is_as_exact_as_sdpa(T: int, spread: float) -> None:
     """Output and gradients against float64; logits of up to 50 must not be rounded to bf16, where steps are 0.25."""
