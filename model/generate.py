@@ -69,7 +69,8 @@ def generate(
     autocast = torch.autocast(idx.device.type, dtype, enabled=low)
     model = cast_linears(model, dtype) if low else model
     max_len = min(model.block_size, idx.size(1) + max_new_tokens)
-    caches = model.new_caches(idx.size(0), max_len, cache_dtype(model, dtype))
+    keys = isinstance(model.attentions[0], GroupedQueryAttention)
+    caches = model.new_caches(idx.size(0), max_len, keys_dtype(dtype, idx.device) if keys else dtype)
     window = idx[:, -model.block_size :]  # what the cache holds
     with autocast:
         logits = prefill(model, window, caches)
@@ -88,10 +89,10 @@ def generate(
                 logits = prefill(model, window, caches)
 
 
-def cache_dtype(model: GPT, dtype: torch.dtype) -> torch.dtype:
-    """On a CPU keys and values are in fp32 at least: SDPA of one query takes 2 to 8 times as long on bf16 ones."""
-    keys = isinstance(model.attentions[0], GroupedQueryAttention) and model.transformer.wte.weight.device.type == "cpu"
-    return torch.promote_types(dtype, torch.float32) if keys else dtype
+def keys_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of cached keys and values. On a CPU it is fp32 at least: SDPA of one query takes 2 to 8 times as long on
+    bf16 ones."""
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:

@@ -3,7 +3,7 @@
 One step of one DeepSeek-V3-width MLA layer as one of 8 tensor-parallel shards has it (QK-Normed MLA, 5.3 and Table 2):
 absorbed     the latent cache alone
 rms, lp      absorbed with QK norm: RMS, and Lp with p = 3; one scalar a token and head beside the latents
-full_keys    RMS; normalised keys and values of every token cached
+full_keys    RMS; normalised keys and values of every token cached, on a CPU in fp32 (see model/generate.py)
 reexpanded   RMS; latents cached, keys and values formed anew at every step
 
 contexts= are by default the paper's on CUDA, elsewhere [4096,16384]. Sides take turns of seconds=0.2, rounds=25 times
@@ -97,6 +97,7 @@ def layer(
     import torch
     from torch import Tensor
 
+    from model.generate import keys_dtype
     from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope, causal_attention
     from training.device import resolve_device, resolve_dtype
 
@@ -122,7 +123,10 @@ def layer(
 
     held: list[Tensor | None]
     if name == "full_keys":
-        k, v = empty(nh, context, attn.nope_dim + dr), empty(nh, context, attn.v_dim)
+        k, v = (
+            torch.empty(batch, nh, context, n, dtype=keys_dtype(dtype, device), device=device)
+            for n in (attn.nope_dim + dr, attn.v_dim)
+        )
         held = [k, v]
 
         def write(latent: Tensor, k_rope: Tensor, pos: int) -> None:
@@ -219,14 +223,15 @@ def copying(device_word: str, threads: int | None) -> tuple[Work, dict[str, Any]
     return work, {}
 
 
-def needed_bytes(name: str, config: TrainConfig, batch: int, itemsize: int) -> int:
-    """About what a side holds at its largest: cache, logits, and what is formed from the latents."""
+def needed_bytes(name: str, config: TrainConfig, batch: int, itemsize: int, of_keys: int) -> int:
+    """About what a side holds at its largest: cache, logits, and what is formed from the latents. `of_keys` is the item
+    size of cached keys and values."""
     m, a = config.model, config.attention
     assert isinstance(a, MLAConfig)
     latents = (a.kv_rank + a.rope_dim + m.n_head) * itemsize + 12 * m.n_head
-    keys = m.n_head * (a.nope_dim + a.rope_dim + a.v_dim) * itemsize
-    formed = keys + 2 * m.n_head * a.nope_dim * (itemsize + 4)
-    each = {"full_keys": keys, "reexpanded": latents + formed}.get(name, latents)
+    keys = m.n_head * (a.nope_dim + a.rope_dim + a.v_dim)
+    formed = keys * itemsize + 2 * m.n_head * a.nope_dim * (itemsize + 4)
+    each = {"full_keys": keys * of_keys, "reexpanded": latents + formed}.get(name, latents)
     return batch * (config.model.block_size * each + CHUNK * formed) + 2**29
 
 
@@ -285,19 +290,21 @@ def take_turns(
     names: list[str], words: list[str], batch: int, context: int, rounds: int, seconds: float
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]], dict[str, str]]:
     """One start: what the sides say of themselves, the turns of each and of "copy", and why sides were left out."""
+    from model.generate import keys_dtype
     from training.device import resolve_device, resolve_dtype
 
     configs = {name: settings(name, words, context) for name in names}
     any_config = configs[names[0]]
     word = any_config.device
     dtype = resolve_dtype(any_config.dtype, resolve_device(word))
+    sizes = dtype.itemsize, keys_dtype(dtype, resolve_device(word)).itemsize
     sides: list[Side] = []
     skipped: dict[str, str] = {}
     left = 0.9 * free_bytes(word)
     together = [name for name in names if name in ABSORBED]
     for group in [*([together] if together else []), *([name] for name in names if name not in ABSORBED)]:
         who = ", ".join(group)
-        need = sum(needed_bytes(name, configs[name], batch, dtype.itemsize) for name in group)
+        need = sum(needed_bytes(name, configs[name], batch, *sizes) for name in group)
         why = f"needs about {need / 2**30:.1f} GiB, {max(left, 0) / 2**30:.1f} are free" if need > left else ""
         if not why:
             try:
