@@ -1,7 +1,8 @@
 """Decoding with a KV cache, as plain functions: prefill, decode_one_token, generate."""
 
-import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def decode_one_token(model: GPT, token: Tensor, caches: list[Cache], pos: int) -
     return model(token[:, None], caches=caches, pos=pos)[0][:, -1]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: GPT,
     idx: Tensor,
@@ -65,14 +66,12 @@ def generate(
     keys and values on a CPU, of the cache.
     """
     generator = torch.Generator(idx.device).manual_seed(seed)
-    low = dtype == torch.bfloat16
-    autocast = torch.autocast(idx.device.type, dtype, enabled=low)
-    model = cast_linears(model, dtype) if low else model
     max_len = min(model.block_size, idx.size(1) + max_new_tokens)
     keys = isinstance(model.attentions[0], GroupedQueryAttention)
     caches = model.new_caches(idx.size(0), max_len, keys_dtype(dtype, idx.device) if keys else dtype)
     window = idx[:, -model.block_size :]  # what the cache holds
-    with autocast:
+    casts = cast_linears(model, dtype) if dtype == torch.bfloat16 else []
+    with decoding(casts, dtype, idx.device):
         logits = prefill(model, window, caches)
     for i in range(max_new_tokens):
         token = sample_token(logits, temperature, top_k, top_p, generator)
@@ -81,7 +80,7 @@ def generate(
             return
         pos = window.size(1)
         window = torch.cat([window, token[:, None]], 1)
-        with autocast:
+        with decoding(casts, dtype, idx.device):
             if pos < model.block_size:
                 logits = decode_one_token(model, token, caches, pos)
             else:
@@ -95,17 +94,33 @@ def keys_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
-def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
-    """A copy that shares the model's tensors, but for those of linear layers, the output layer's among them, which are
-    in `dtype`: autocast would cast them anew for every token."""
-    shared = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+Casts = list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
+
+
+def cast_linears(model: GPT, dtype: torch.dtype) -> Casts:
+    """The weights of linear layers, the output layer's among them, in `dtype`: where they are, what is there, and what
+    decoding() puts in its place."""
+    casts: Casts = []
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            for t in module.parameters():
-                shared[id(t)] = nn.Parameter(t.to(dtype), requires_grad=False)
-    result = copy.deepcopy(model, shared)  # what is in the memo is not copied
-    if result.lm_head is None:
-        wte = model.transformer.wte.weight  # (V, C), by which the tokens are still looked up
-        result.lm_head = Linear(wte.size(1), wte.size(0), bias=False, device="meta")
-        result.lm_head.weight = nn.Parameter(wte.to(dtype), requires_grad=False)
-    return result
+            own = {name: p for name, p in module._parameters.items() if p is not None}
+            casts.append((module._parameters, own, {name: p.to(dtype) for name, p in own.items()}))
+    if model.lm_head is None:  # tied; tokens are still looked up in what the model has
+        weight = model.transformer.wte.weight.to(dtype)  # (V, C)
+        output = Linear(weight.size(1), weight.size(0), bias=False, device="meta")
+        output.weight = nn.Parameter(weight, requires_grad=False)
+        casts.append((vars(model), {"lm_head": None}, {"lm_head": output}))
+    return casts
+
+
+@contextmanager
+def decoding(casts: Casts, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Inference mode, and autocast that finds the weights cast: it would do so anew for every token."""
+    with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+        try:
+            for where, _, cast in casts:
+                where.update(cast)
+            yield
+        finally:
+            for where, own, _ in casts:
+                where.update(own)

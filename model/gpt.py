@@ -222,20 +222,16 @@ def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
         return torch.exp(-torch.log(total.clamp(min=1)) / p)
     if math.isinf(p):
         return torch.ones_like(u[..., :1])
-    return inverse_norm_by(u, signed_power(u, p - 1), p)
-
-
-def inverse_norm_by(u: Tensor, direction: Tensor, p: float) -> Tensor:
-    """inverse_norm where sgn(u) |u|^(p-1) is there already."""
-    return (u * direction).sum(-1, keepdim=True).clamp(min=1) ** (-1 / p)
+    total = power(u if p % 2 == 0 else u.abs(), p).sum(-1, keepdim=True)
+    return total.clamp(min=1) ** (-1 / p)
 
 
 class Normalise(torch.autograd.Function):
     """y = x / ||x||_p along the last dimension of x (..., hs), for a number p.
 
     The derivative is written out, dx = (dy - sgn(y) |y|^(p-1) sum(dy y)) / ||x||_p: it is finite at zeros of x, where
-    autograd through roots is not. sgn(u) |u|^(p-1) of u = x / max|x| serves the norm and the derivative; it is u itself
-    where p = 2. For p = inf, ties share it evenly.
+    autograd through roots is not. sgn(u) |u|^(p-1) of u = x / max|x| is made once, for the norm and the derivative; it
+    is kept beside y, but for p = 2, where it is y but for a factor. For p = inf, ties share the derivative evenly.
     """
 
     @staticmethod
@@ -246,15 +242,16 @@ class Normalise(torch.autograd.Function):
             direction, s = torch.sgn(u) * peak / peak.sum(-1, keepdim=True).clamp(min=1), torch.ones_like(largest)
         else:
             direction = signed_power(u, p - 1)
-            s = inverse_norm_by(u, direction, p)  # 1 / ||u||_p
-        ctx.save_for_backward(u, direction, s, s / largest)
-        ctx.p = p
-        return u * s
+            s = (u * direction).sum(-1, keepdim=True).clamp(min=1) ** (-1 / p)  # 1 / ||u||_p; 1 for a zero vector
+        y = u.mul_(s)
+        of_y = torch.ones_like(s) if direction is u else s ** (p - 1)  # direction times it is sgn(y) |y|^(p-1)
+        ctx.save_for_backward(y, direction, of_y, s / largest)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        u, direction, s, scale = ctx.saved_tensors
-        along = (grad * u).sum(-1, keepdim=True) * s**ctx.p  # y = u s
+        y, direction, of_y, scale = ctx.saved_tensors
+        along = (grad * y).sum(-1, keepdim=True) * of_y
         return torch.addcmul(grad, direction, along, value=-1).mul_(scale), None
 
 

@@ -9,7 +9,7 @@ from test_gpt import V, build, random_tokens
 from torch import Tensor
 from variants import PAIRS, config_of
 
-from model.generate import cast_linears, decode_one_token, generate, prefill, sample_token
+from model.generate import cast_linears, decode_one_token, decoding, generate, prefill, sample_token
 from model.gpt import GPT
 from training.config import QKNormConfig
 
@@ -87,24 +87,39 @@ def test_top_k_1_is_greedy_and_ties_keep_one_token_at_least() -> None:
     assert sample_token(torch.full((3, V), -1e30), top_p=0.5, temperature=1e-3).shape == (3,)
 
 
-@pytest.mark.parametrize(("layout", "norm"), PAIRS)
-def test_in_bf16_logits_are_those_of_autocast(layout: str, norm: str) -> None:
-    """What generate() decodes with gives the same bits as the model itself, and shares what it need not cast."""
-    model = variants.build(config_of(layout, norm), dtype=torch.float32)
-    copied, idx = cast_linears(model, torch.bfloat16), variants.random_tokens(2, 9)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("layout", "norm", "bias"), [*((*pair, False) for pair in PAIRS), ("mha", "rms", True)])
+def test_in_bf16_logits_are_those_of_autocast(layout: str, norm: str, bias: bool, tied: bool) -> None:
+    """The same bits with the weights cast in advance, of the same tensors afterwards."""
+    model = variants.build(config_of(layout, norm, bias=bias, tied=tied), dtype=torch.float32)
+    idx, parameters = variants.random_tokens(2, 9), dict(model.named_parameters())
+    casts = cast_linears(model, torch.bfloat16)
     outcomes = []
-    for network in (model, copied):
-        caches = network.new_caches(2, 9, torch.bfloat16)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            logits = [prefill(network, idx[:, :6], caches)]
-            logits += [decode_one_token(network, idx[:, i], caches, i) for i in range(6, 9)]
+    for weights in ([], casts):
+        caches = model.new_caches(2, 9, torch.bfloat16)
+        with decoding(weights, torch.bfloat16, idx.device):
+            logits = [prefill(model, idx[:, :6], caches)]
+            logits += [decode_one_token(model, idx[:, i], caches, i) for i in range(6, 9)]
         outcomes.append(torch.stack(logits))
     assert torch.equal(*outcomes)
-    linear = {n + ".weight" for n, m in copied.named_modules() if isinstance(m, torch.nn.Linear)}
-    weights = dict(model.named_parameters())
-    for name, p in copied.named_parameters():
-        assert p.dtype == (torch.bfloat16 if name in linear else torch.float32), name
-        assert (name in linear) != (name in weights and p is weights[name]), name
+    after = dict(model.named_parameters())
+    assert after.keys() == parameters.keys() and all(after[name] is parameters[name] for name in after)
+
+
+def test_a_model_whose_decoding_fails_or_waits_has_its_own_weights() -> None:
+    model = build(tiny_config(), dtype=torch.float32)
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    tokens = generate(model, random_tokens(1, 4), 9, dtype=torch.bfloat16)
+    token = next(tokens)
+    logits = model(random_tokens(1, 4))[0][:, -1]
+    torch.nn.functional.cross_entropy(logits, token).backward()  # of the model's weights; the token is a plain tensor
+    assert all(p.grad is not None and p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+    del tokens
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(type(model.transformer.h[1].mlp), "forward", lambda self, x: 1 / 0)
+        next(generate(model, random_tokens(1, 4), 9, dtype=torch.bfloat16))
+    torch.testing.assert_close(dict(model.named_parameters()), weights, rtol=0, atol=0)
+    assert model.lm_head is None and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize("layout", ["gqa", "mla"])
@@ -122,21 +137,22 @@ def test_on_a_cpu_keys_and_values_are_cached_in_fp32(layout: str, monkeypatch: p
     assert held == {torch.float32 if layout == "gqa" else torch.bfloat16}
 
 
-def test_autocast_casts_the_weights_once_and_forgets_them_at_the_end() -> None:
-    network = build(tiny_config(), dtype=torch.float32)
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_cast_once_and_anew_for_the_next_text(tied: bool) -> None:
+    network = build(tiny_config(tied=tied), dtype=torch.float32)
     prompt = random_tokens(1, 4)
 
     def decoded(n: int) -> tuple[list[int], int]:
-        with torch.profiler.profile() as profile:
+        """The tokens, and how many matrices were cast: weights have two dimensions, activations three."""
+        with torch.profiler.profile(record_shapes=True) as profile:
             tokens = [int(token) for token in generate(network, prompt, n, temperature=0, dtype=torch.bfloat16)]
-        return tokens, sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
+        casts = [e for e in profile.events() or [] if e.name == "aten::_to_copy" and len(e.input_shapes[0]) == 2]
+        return tokens, len(casts)
 
     tokens, few = decoded(2)
     _, many = decoded(8)
-    n_weights = sum(isinstance(module, torch.nn.Linear) for module in network.modules())
-    activations = sum(isinstance(module, torch.nn.LayerNorm) for module in network.modules()) + 2 * n_weights
-    assert few >= n_weights
-    assert (many - few) / 6 <= activations - n_weights  # a token: none of a weight
+    n_weights = sum(isinstance(module, torch.nn.Linear) for module in network.modules()) + tied
+    assert few == many == n_weights
     with torch.no_grad():  # stale weights would not notice
         for parameter in network.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))

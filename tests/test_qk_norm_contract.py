@@ -852,3 +852,21 @@ def test_l2_norm_times_root_d_is_rms_norm(d: int, seed: int) -> None:
     x = heads_of(1, d, seed)
     rms = new_norm(RMSQKNormConfig(eps=1e-30), d).double()
     torch.testing.assert_close(lp(2.0, d)(x) * math.sqrt(d), rms(x), rtol=1e-13, atol=0)
+
+
+def test_tied_maxima_share_the_derivative_of_the_maximum_norm() -> None:
+    x = torch.tensor([2.0, -2.0, 1.0], requires_grad=True)
+    new_norm(LpQKNormConfig(p=math.inf), 3)(x)[0].backward()
+    torch.testing.assert_close(x.grad, torch.tensor([0.25, 0.25, 0.0]), rtol=0, atol=0)
+
+
+@each_norm
+@pytest.mark.parametrize("gradients", [True, False])
+def test_of_a_bf16_vector_the_result_is_rounded_once(name: str, gradients: bool) -> None:
+    norm = new_norm(NORMS[name], 32, n_head=4, gain=True)
+    x = torch.randn(2, 4, 9, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.set_grad_enabled(gradients):
+        y = norm(x)
+    exact = copy.deepcopy(norm).double()(x.double())
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), exact, rtol=1.001 * 2.0**-8, atol=1e-6)
