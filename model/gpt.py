@@ -414,7 +414,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     """
     if q.dtype != k.dtype:  # of a cache in another type, which autocast would cast anew for every query
         with torch.autocast(q.device.type, enabled=False):
-            return causal_attention(q.to(k.dtype), k, v, scale, p_dropout)
+            return causal_attention(q.to(k.dtype), k, v, scale, p_dropout).to(q.dtype)
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
     on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= CPUAttention.POSITIONS)):
