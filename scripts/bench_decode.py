@@ -408,7 +408,7 @@ def table(result: dict[str, Any]) -> str:
         "of several starts, each with processes of its own, the median over those of each, and its interval.",
         "",
         *("| " + " | ".join(r) + " |" for r in rows), "",
-        f"Cache: {' / '.join(names[n] for n in cached)}; Lp's is that of RMS.",
+        f"Cache: {' / '.join(names[n] for n in cached)}; Lp's is that of RMS. On a CPU full keys are in fp32.",
         "– stands where a side was left out or did not fit.",
         *(["", "Skipped for memory:", "", *skipped] if skipped else []),
     ]  # fmt: skip
