@@ -94,22 +94,22 @@ def keys_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
-Casts = list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
+Casts = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> Casts:
-    """The weights of linear layers, the output layer's among them, in `dtype`: where they are, what is there, and what
-    decoding() puts in its place."""
+    """The weights of linear layers, the output layer's among them, in `dtype`, which decoding() puts in their places:
+    where, and what."""
     casts: Casts = []
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            own = {name: p for name, p in module._parameters.items() if p is not None}
-            casts.append((module._parameters, own, {name: p.to(dtype) for name, p in own.items()}))
+            weights: dict[str, Any] = module._parameters
+            casts.append((weights, {name: p.to(dtype) for name, p in weights.items() if p is not None}))
     if model.lm_head is None:  # tied; tokens are still looked up in what the model has
         weight = model.transformer.wte.weight.to(dtype)  # (V, C)
         output = Linear(weight.size(1), weight.size(0), bias=False, device="meta")
         output.weight = nn.Parameter(weight, requires_grad=False)
-        casts.append((vars(model), {"lm_head": None}, {"lm_head": output}))
+        casts.append((vars(model), {"lm_head": output}))
     return casts
 
 
@@ -117,10 +117,11 @@ def cast_linears(model: GPT, dtype: torch.dtype) -> Casts:
 def decoding(casts: Casts, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Inference mode, and autocast that finds the weights cast: it would do so anew for every token."""
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+        own = [(where, {name: where[name] for name in cast}) for where, cast in casts]
         try:
-            for where, _, cast in casts:
+            for where, cast in casts:
                 where.update(cast)
             yield
         finally:
-            for where, own, _ in casts:
-                where.update(own)
+            for where, weights in own:
+                where.update(weights)
