@@ -578,7 +578,7 @@ def describe(
         "iteration": f"{config.tokens_per_iter:,} tokens",
         "memory": f"{(n_bytes + 4 * n) / 2**20:,.0f} MiB for weights, gradients and optimizer, "
         f"{activations / 2**20:,.0f} MiB for activations of {rows} sequences",
-        "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token",
+        "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token in {dtype}",
         "checkpoint": f"{n_bytes / 2**20:,.0f} MiB",
         "device": f"{device_name(device)}, {dtype}, peak {peak / 1e12:.2f} TFLOP/s",
         "estimate": f"{tqdm.format_interval(seconds)} for {config.max_iters:,} iterations and "
