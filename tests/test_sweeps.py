@@ -65,17 +65,18 @@ def launched(sweep: Path, *words: str, status: int = 0, **options: Any) -> str:
 
 
 def workers_of(sweep_dir: Path) -> list[int]:
-    """Process ids of the workers of a sweep."""
-    found = []
+    """Process ids of the workers of a sweep; without what one of them starts, which looks like it for a moment."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
             if str(sweep_dir).encode() in words and b"work" in words:
-                found.append(int(entry.name))
-    return found
+                found[int(entry.name)] = parent
+    return [pid for pid, parent in found.items() if parent not in found]
 
 
 def eventually(what: Callable[[], Any], seconds: float = 180) -> Any:
