@@ -7,6 +7,7 @@ Shapes: B batch, T positions, S cached positions, C = n_embd, nh heads, nkv key 
 V vocabulary; in MLA kr = kv_rank, and a head's query and key are dn = nope_dim channels and dr = rope_dim rotated ones.
 """
 
+import contextlib
 import functools
 import importlib.util
 import math
@@ -222,7 +223,7 @@ def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
         return torch.exp(-torch.log(total.clamp(min=1)) / p)
     if math.isinf(p):
         return torch.ones_like(u[..., :1])
-    total = power(u if p % 2 == 0 else u.abs(), p).sum(-1, keepdim=True)
+    total = (u * signed_power(u, p - 1)).sum(-1, keepdim=True)
     return total.clamp(min=1) ** (-1 / p)
 
 
@@ -276,9 +277,11 @@ def signed_power(x: Tensor, q: float) -> Tensor:
     """sgn(x) |x|**q, with sgn(0) = 0 when q = 0."""
     if q == 0:
         return torch.sgn(x)
+    if q == 0.5:  # x / sqrt|x|: half the time of a square root and its sign
+        return x * x.abs().clamp_(min=torch.finfo(x.dtype).tiny).rsqrt_()
     if q <= 8 and q % 2 == 1:
         return power(x, q)
-    return torch.copysign(power(x.abs(), q), x) if q < 1 else x * power(x.abs(), q - 1) if q > 1 else x
+    return torch.sgn(x) * power(x.abs(), q) if q < 1 else x * power(x.abs(), q - 1)
 
 
 # The names are those of training/config.py's QK_NORMS.
@@ -447,14 +450,14 @@ class CPUAttention(torch.autograd.Function):
         ctx.shape, ctx.scale = q.shape[:3], scale
         q, k, v = (x.to(v.dtype).flatten(0, 1).contiguous() for x in (q, k, v))  # (B nh, T, dk or dv)
         y = torch.empty_like(v)
-        exact_q, exact_k = at_least_fp32(q), at_least_fp32(k)
         parts: list[Tensor | None] = []
         keep, ctx.kept = None, 1.0
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False), fp32_products_of(v.dtype):
             for i in range(0, q.size(1), CPUAttention.QUERIES):
                 end = min(i + CPUAttention.QUERIES, q.size(1))
+                exact_q, exact_k = at_least_fp32(q[:, i:end]), at_least_fp32(k[:, :end])
                 bias = causal_bias(end - i, end, exact_q.dtype)
-                logits = torch.baddbmm(bias, exact_q[:, i:end], exact_k[:, :end].transpose(1, 2), alpha=scale)
+                logits = torch.baddbmm(bias, exact_q, exact_k.transpose(1, 2), alpha=scale)
                 att = logits.softmax(-1).to(v.dtype)
                 if p > 0:
                     keep, ctx.kept = dropout_mask(att, p)
@@ -476,6 +479,20 @@ class CPUAttention(torch.autograd.Function):
             torch.baddbmm(q[:, i:end], dlogits, k[:, :end], beta=0, alpha=ctx.scale, out=dq[:, i:end])
             dk[:, :end].baddbmm_(dlogits.transpose(1, 2), q[:, i:end], alpha=ctx.scale)
         return *(x.view(*ctx.shape, x.size(-1)) for x in (dq, dk, dv)), None, None
+
+
+@contextlib.contextmanager
+def fp32_products_of(dtype: torch.dtype) -> Iterator[None]:
+    """Within it a CPU may multiply fp32 matrices, whose values are of type `dtype`, in bf16 if that is it, and sums in
+    fp32 as ever: nothing is rounded. That is for AMX; without it oneDNN, which then makes them, is still up to twice as
+    fast as MKL on an AMD."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 @functools.lru_cache(maxsize=64)
