@@ -456,8 +456,9 @@ class CPUAttention(torch.autograd.Function):
             for i in range(0, q.size(1), CPUAttention.QUERIES):
                 end = min(i + CPUAttention.QUERIES, q.size(1))
                 exact_q, exact_k = at_least_fp32(q[:, i:end]), at_least_fp32(k[:, :end])
-                bias = causal_bias(end - i, end, exact_q.dtype)
-                logits = torch.baddbmm(bias, exact_q, exact_k.transpose(1, 2), alpha=scale)
+                logits = exact_q.new_empty(len(q), end - i, end)  # a bias in baddbmm would be copied for every head
+                logits.baddbmm_(exact_q, exact_k.transpose(1, 2), beta=0, alpha=scale)
+                logits[..., i:] += causal_bias(end - i, logits.dtype)
                 att = logits.softmax(-1).to(v.dtype)
                 if p > 0:
                     keep, ctx.kept = dropout_mask(att, p)
@@ -476,7 +477,7 @@ class CPUAttention(torch.autograd.Function):
             dv[:, :end].baddbmm_(apply_mask(att, keep, ctx.kept).transpose(1, 2), grad[:, i:end])
             datt = apply_mask(grad[:, i:end] @ v[:, :end].transpose(1, 2), keep, ctx.kept)
             dlogits = torch.ops.aten._softmax_backward_data(datt, att, -1, att.dtype)
-            torch.baddbmm(q[:, i:end], dlogits, k[:, :end], beta=0, alpha=ctx.scale, out=dq[:, i:end])
+            dq[:, i:end].baddbmm_(dlogits, k[:, :end], beta=0, alpha=ctx.scale)
             dk[:, :end].baddbmm_(dlogits.transpose(1, 2), q[:, i:end], alpha=ctx.scale)
         return *(x.view(*ctx.shape, x.size(-1)) for x in (dq, dk, dv)), None, None
 
@@ -496,9 +497,9 @@ def fp32_products_of(dtype: torch.dtype) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=64)
-def causal_bias(T: int, S: int, dtype: torch.dtype) -> Tensor:
-    """0 where the T last of S positions see a key, else -inf: (T, S)."""
-    return torch.full((T, S), -math.inf, dtype=dtype).triu(S - T + 1)
+def causal_bias(T: int, dtype: torch.dtype) -> Tensor:
+    """0 where a position sees another, -inf where that is later: (T, T)."""
+    return torch.full((T, T), -math.inf, dtype=dtype).triu(1)
 
 
 # -----------------------------------------------------------------------------
