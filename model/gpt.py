@@ -675,8 +675,12 @@ class LatentCache:
 
     latent: Tensor  # (B, max_len, kr)
     k_rope: Tensor  # (B, max_len, dr)
-    s: Tensor | None  # (B, nh, max_len)
-    shift: Tensor | None  # (B, nh, max_len)
+    s: Tensor | None  # (B, max_len, nh)
+    shift: Tensor | None  # (B, max_len, nh)
+
+    def sequence(self, b: int) -> "LatentCache":
+        """The cache of sequence b alone, a view."""
+        return LatentCache(*(None if t is None else t[b : b + 1] for t in vars(self).values()))  # type: ignore[arg-type]
 
 
 Cache = KVCache | LatentCache
@@ -711,6 +715,8 @@ class MultiHeadLatentAttention(Observed):
     (explicit path). Decoding folds W_kv_b into the query and the output (absorbed path), for any norm that is
     gain * (x - mean) * s: the gain goes into the query, s is cached.
     """
+
+    COPIED = 2**20  # elements of a sequence's latents that a CPU may copy for each product
 
     def __init__(self, config: TrainConfig):
         super().__init__()
@@ -814,9 +820,9 @@ class MultiHeadLatentAttention(Observed):
             k_rope = self.k_rope_norm(k_rope)
         if cache.s is not None:
             s = self.k_norm.scale(k)  # (B, nh, T, 1)
-            cache.s[:, :, new] = s[..., 0]
+            cache.s[:, new] = s[..., 0].transpose(1, 2)
             if cache.shift is not None:
-                cache.shift[:, :, new] = (s * at_least_fp32(k).mean(-1, keepdim=True))[..., 0]
+                cache.shift[:, new] = (s * at_least_fp32(k).mean(-1, keepdim=True))[..., 0].transpose(1, 2)
         cache.latent[:, new] = latent
         cache.k_rope[:, new] = rotate(k_rope * self.gains()[1], rope, pos)[:, 0]
 
@@ -835,11 +841,11 @@ class MultiHeadLatentAttention(Observed):
         if cache.shift is not None:
             ones = rotate(torch.as_tensor(rope_gain).expand(pos + T, self.rope_dim), rope)  # (S, dr): R g_r
             along = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, ones.to(q_rope.dtype))
-            shift = along * cache.shift[:, :, None, : pos + T]  # (B, nh, T, S)
+            shift = along * cache.shift[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
         if T == 1 and shift is None and fits_kernel(q_latent, cache):
             from model.mla_decode_triton import attend_latents
 
-            s = None if cache.s is None else cache.s[..., : pos + 1]
+            s = None if cache.s is None else cache.s[:, : pos + 1]
             latent, k_rope = cache.latent[:, : pos + 1], cache.k_rope[:, : pos + 1]
             y = attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, self.unified)[:, :, None]
         else:
@@ -852,24 +858,29 @@ class MultiHeadLatentAttention(Observed):
         """Attention with queries (B, nh, T, kr) and (B, nh, T, dr) whose values are the latents -> (B, nh, T, kr).
 
         The products are plain GEMMs of all heads over the cache as it lies, with its positions as rows: few rows times
-        many columns is up to 20 times slower on a CPU. What comes between works in place.
+        many columns is up to 20 times slower on a CPU. What comes between works in place. For a product of several
+        sequences, which lie apart in the cache, a CPU copies them first: long ones are taken one by one.
         """
         B, nh, T, _ = q_latent.shape
         S = pos + T
-        latent = cache.latent[:, :S]
-        s = None if cache.s is None else cache.s[:, :, None, :S]
-        logits = latent @ q_latent.flatten(1, 2).transpose(1, 2)  # (B, S, nh T)
-        logits = logits.transpose(1, 2).contiguous().view(B, nh, T, S)
+        if B > 1 and S * self.kv_rank > self.COPIED and q_latent.device.type == "cpu":
+            shifts = [None] * B if shift is None else shift.split(1)
+            queries = zip(q_latent.split(1), q_rope.split(1), shifts, strict=True)
+            parts = (self.attend_latents(q, r, cache.sequence(b), pos, scale, d) for b, (q, r, d) in enumerate(queries))
+            return torch.cat([*parts])
+        latent, k_rope = cache.latent[:, :S], cache.k_rope[:, :S]
+        s = None if cache.s is None else cache.s[:, :S, :, None]
+        logits = (latent @ q_latent.flatten(1, 2).transpose(1, 2)).view(B, S, nh, T)
         if s is not None and not self.unified:
             logits *= s
-        rope_keys = cache.k_rope[:, :S].transpose(1, 2)  # (B, dr, S)
-        logits = logits.flatten(1, 2).baddbmm_(q_rope.flatten(1, 2), rope_keys, beta=scale, alpha=scale)
-        logits = logits.view(B, nh, T, S)
+        logits = logits.flatten(2).baddbmm_(k_rope, q_rope.flatten(1, 2).transpose(1, 2), beta=scale, alpha=scale)
+        logits = logits.view(B, S, nh, T)
         if s is not None and self.unified:
             logits *= s
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits.new_empty(B, nh, T, S, dtype=dtype).copy_(logits.permute(0, 2, 3, 1))  # in one pass
         if shift is not None:
             logits = logits - scale * shift
-        logits = at_least_fp32(logits)
         if T > 1:
             hidden = torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1)
             logits = logits.masked_fill(hidden, -math.inf)
@@ -890,8 +901,8 @@ class MultiHeadLatentAttention(Observed):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=self.c_proj.weight.device)
 
-        s = zeros(self.n_head, max_len) if self.normed else None
-        shift = zeros(self.n_head, max_len) if self.k_norm.centred and self.unified else None
+        s = zeros(max_len, self.n_head) if self.normed else None
+        shift = zeros(max_len, self.n_head) if self.k_norm.centred and self.unified else None
         return LatentCache(zeros(max_len, self.kv_rank), zeros(max_len, self.rope_dim), s, shift)
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int:

@@ -20,13 +20,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def attend_slice(  # type: ignore[no-untyped-def]
     q_latent, q_rope, latent, k_rope, s, partial, lse,
-    S, per_slice, scale, stride_latent, stride_rope, stride_s, stride_s_head,
+    S, per_slice, scale, stride_latent, stride_rope, stride_s,
     NH: tl.constexpr, KR: tl.constexpr, DR: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
     NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """partial (B, slices, nh, kr): each slice's softmax-weighted latents; lse (B, slices, nh): log2 of its weight.
 
-    Strides are those of a batch, positions of latent and k_rope being dense. NORM: what s multiplies: 0 nothing,
+    Strides are those of a batch, positions of latent, k_rope and s being dense. NORM: what s multiplies: 0 nothing,
     1 the content's logit (blockwise), 2 all of it (unified).
     """
     batch, piece, slices = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -37,7 +37,7 @@ def attend_slice(  # type: ignore[no-untyped-def]
     qr = tl.load(q_rope + row[:, None] * DR + d[None, :], mask=real[:, None], other=0.0)  # (H, DR)
     latent += batch * stride_latent
     k_rope += batch * stride_rope
-    s += batch * stride_s + heads[:, None].to(tl.int64) * stride_s_head  # (H, 1)
+    s += batch * stride_s + heads[:, None]  # (H, 1)
     top = tl.full((H,), float("-inf"), tl.float32)
     total = tl.zeros((H,), tl.float32)
     acc = tl.zeros((H, KR), tl.float32)
@@ -50,10 +50,10 @@ def attend_slice(  # type: ignore[no-untyped-def]
         k = tl.load(k_rope + n[:, None].to(tl.int64) * DR + d[None, :], mask=seen[:, None], other=0.0)  # (N, DR)
         logits = tl.dot(ql, tl.trans(c), input_precision=PRECISION)  # (H, N)
         if NORM == 1:
-            logits *= tl.load(s + n[None, :], mask=real[:, None] & seen[None, :], other=0.0).to(tl.float32)
+            logits *= tl.load(s + n[None, :] * NH, mask=real[:, None] & seen[None, :], other=0.0).to(tl.float32)
         logits = tl.dot(qr, tl.trans(k), logits, input_precision=PRECISION)
         if NORM == 2:
-            logits *= tl.load(s + n[None, :], mask=real[:, None] & seen[None, :], other=0.0).to(tl.float32)
+            logits *= tl.load(s + n[None, :] * NH, mask=real[:, None] & seen[None, :], other=0.0).to(tl.float32)
         logits = tl.where(seen[None, :], logits * (scale * LOG2E), float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         weight = tl.exp2(logits - higher[:, None])
@@ -98,7 +98,7 @@ def attend_latents(
     """softmax(scale logits) latent, in fp32 inside -> (B, nh, kr).
 
     logits = s (q_latent . latent) + q_rope . k_rope, or unified s (q_latent . latent + q_rope . k_rope);
-    q_latent (B, nh, kr), q_rope (B, nh, dr), latent (B, S, kr), k_rope (B, S, dr), s (B, nh, S). slices: into how many
+    q_latent (B, nh, kr), q_rope (B, nh, dr), latent (B, S, kr), k_rope (B, S, dr), s (B, S, nh). slices: into how many
     the positions are cut, by default so many that every SM has a program.
     """
     B, nh, kr = q_latent.shape
@@ -114,7 +114,7 @@ def attend_latents(
     scalars, norm = (latent, 0) if s is None else (s, 2 if unified else 1)
     attend_slice[(B, slices, blocks)](
         q_latent.contiguous(), q_rope.contiguous(), latent, k_rope, scalars, partial, lse,
-        S, per_slice, scale, latent.stride(0), k_rope.stride(0), scalars.stride(0), scalars.stride(1),
+        S, per_slice, scale, latent.stride(0), k_rope.stride(0), scalars.stride(0),
         NH=nh, KR=kr, DR=dr, H=HEADS, N=POSITIONS, NORM=norm,
         PRECISION="ieee" if latent.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
     )  # fmt: skip

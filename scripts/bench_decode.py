@@ -55,6 +55,7 @@ KNOWN: dict[str, Any] = {
 }  # fmt: skip
 GRAPH = 10  # steps
 CHUNK = 4096  # positions written at once
+ROOM = 64  # positions that a cache has left, as where a text goes on: the parts of a batch then lie apart
 
 
 def settings(name: str, words: list[str], context: int) -> TrainConfig:
@@ -149,9 +150,9 @@ def layer(
             return attn.explicit(q_nope, q_rope, latents, k_ropes, rope)
 
     else:
-        cache: LatentCache = attn.new_cache(batch, context, dtype)
+        cache: LatentCache = attn.new_cache(batch, context + ROOM, dtype)
         cache.latent = shared.setdefault("latent", cache.latent)
-        held = [cache.latent, cache.k_rope, cache.s, cache.shift]
+        held = [t if t is None else t[:, :context] for t in (cache.latent, cache.k_rope, cache.s, cache.shift)]
 
         def write(latent: Tensor, k_rope: Tensor, pos: int) -> None:
             attn.extend(cache, latent, k_rope, rope, pos)

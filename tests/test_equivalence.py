@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from variants import LAYOUTS, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
 
 import model.gpt
-from model.gpt import GPT
+from model.gpt import GPT, LatentCache, MultiHeadLatentAttention
 from training.config import GQAConfig, MHAConfig, MLAConfig, ModelConfig, TrainConfig
 
 each_pair = pytest.mark.parametrize("layout, name", PAIRS)
@@ -157,6 +157,27 @@ def test_prefill_and_cached_steps_equal_the_full_forward(layout: str, name: str,
     full = gpt(idx)[0]
     assert relative(torch.cat(parts, 1), full) <= 1e-12
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-12, atol=1e-12 * full.abs().max().item())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("layout", "name"), [pair for pair in PAIRS if pair[0].startswith("mla")])
+def test_latents_of_long_sequences_are_read_one_sequence_at_a_time(
+    layout: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence, read = LatentCache.sequence, list[int]()
+
+    def spied(cache: LatentCache, b: int) -> LatentCache:
+        read.append(b)
+        return sequence(cache, b)
+
+    monkeypatch.setattr(LatentCache, "sequence", spied)
+    monkeypatch.setattr(MultiHeadLatentAttention, "COPIED", 14 * 12)  # which 14 positions are
+    gpt, idx = build(config_of(layout, name)), random_tokens(3, 16)
+    caches, parts = gpt.new_caches(3, 20, torch.float64), []
+    for pos, end in ((0, 13), (13, 14), (14, 16)):
+        parts.append(gpt(idx[:, pos:end], caches=caches, pos=pos)[0])
+    torch.testing.assert_close(torch.cat(parts, 1), gpt(idx)[0], rtol=1e-12, atol=1e-12)
+    assert read == [0, 1, 2] * len(gpt.attentions)  # by the last two tokens alone
 
 
 @each_pair

@@ -73,13 +73,13 @@ def check(case: tuple[torch.dtype, int, int, int, int, int, int, int, int], devi
         random(*shape, seed=i, device=device).to(dtype)
         for i, shape in enumerate(((B, nh, kr), (B, nh, dr), (B, room, kr), (B, room, dr)))
     )
-    s = (0.5 + random(B, nh, room, seed=5, device=device).abs()).to(dtype)
-    cache[:, S:], ropes[:, S:], s[..., S:] = math.nan, math.nan, math.nan  # what stands past S is never read
-    latent, k_rope, s = cache[:, :S], ropes[:, :S], s[..., :S]
+    s = (0.5 + random(B, room, nh, seed=5, device=device).abs()).to(dtype)
+    cache[:, S:], ropes[:, S:], s[:, S:] = math.nan, math.nan, math.nan  # what stands past S is never read
+    latent, k_rope, s = cache[:, :S], ropes[:, :S], s[:, :S]
     scale = 2 / math.sqrt(kr + dr)
     y = attend_latents(q, qr, latent, k_rope, s if norm else None, scale, norm == 2, slices)
     content, rope = q.double() @ latent.double().mT, qr.double() @ k_rope.double().mT  # (B, nh, S)
-    factor = s.double()
+    factor = s.double().mT
     logits = {0: content + rope, 1: content * factor + rope, 2: (content + rope) * factor}[norm]
     exact = torch.softmax(scale * logits, -1) @ latent.double()
     error = ((y.double() - exact).norm() / exact.norm()).item()
