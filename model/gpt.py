@@ -214,8 +214,9 @@ def unit(x: Tensor) -> tuple[Tensor, Tensor]:
 def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
     """1 / ||u||_p along the last dimension, (..., hs) -> (..., 1), for u with max|u| = 1; 1 for a zero vector.
 
-    For p (nh, 1, 1) and u (B, nh, T, hs) differentiable in both. |u|^p is exp(p log|u|): torch's pow with a tensor as
-    exponent rounds a whole SIMD register and a remainder differently, so that the vectors beside this one would show.
+    For p (nh, 1, 1) and u (B, nh, T, hs) differentiable in both; for a number p in u, but at zeros. The former is exp(p
+    log|u|): torch's pow with a tensor as exponent rounds a whole SIMD register and a remainder differently, so that the
+    vectors beside this one would show.
     """
     if isinstance(p, Tensor):
         log = u.abs().clamp(min=torch.finfo(u.dtype).tiny).log()
@@ -484,9 +485,9 @@ class CPUAttention(torch.autograd.Function):
 
 @contextlib.contextmanager
 def fp32_products_of(dtype: torch.dtype) -> Iterator[None]:
-    """Within it a CPU may multiply fp32 matrices, whose values are of type `dtype`, in bf16 if that is it, and sums in
-    fp32 as ever: nothing is rounded. That is for AMX; without it oneDNN, which then makes them, is still up to twice as
-    fast as MKL on an AMD."""
+    """While it lasts and if `dtype` is bf16, a CPU may multiply fp32 matrices in bf16, in the whole process, and sums
+    in fp32. The matrices must hold values of `dtype`: then nothing is rounded. That is for AMX; without it oneDNN,
+    which makes the products then, is still up to twice as fast as MKL on an AMD."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16" if dtype == torch.bfloat16 else before

@@ -55,7 +55,7 @@ KNOWN: dict[str, Any] = {
 }  # fmt: skip
 GRAPH = 10  # steps
 CHUNK = 4096  # positions written at once
-ROOM = 64  # positions that a cache has left, as where a text goes on: the parts of a batch then lie apart
+ROOM = 64  # positions that a cache of latents has left, as where a text goes on: sequences then lie apart in it
 
 
 def settings(name: str, words: list[str], context: int) -> TrainConfig:
@@ -407,6 +407,7 @@ def table(result: dict[str, Any]) -> str:
         "ms a step, median (lowest–highest) of rounds by turns; the paper's on an H800 in bf16.",
         "Overhead: the median of the rounds' own ratios and its 95 % interval, not the ratio of the medians beside it;",
         "of several starts, each with processes of its own, the median over those of each, and its interval.",
+        "Fewer than six have no interval: their lowest and highest are in bench.json.",
         "",
         *("| " + " | ".join(r) + " |" for r in rows), "",
         f"Cache: {' / '.join(names[n] for n in cached)}; Lp's is that of RMS. On a CPU full keys are in fp32.",
