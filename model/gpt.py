@@ -214,9 +214,9 @@ def unit(x: Tensor) -> tuple[Tensor, Tensor]:
 def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
     """1 / ||u||_p along the last dimension, (..., hs) -> (..., 1), for u with max|u| = 1; 1 for a zero vector.
 
-    For p (nh, 1, 1) and u (B, nh, T, hs) differentiable in both; for a number p in u, but at zeros. The former is exp(p
-    log|u|): torch's pow with a tensor as exponent rounds a whole SIMD register and a remainder differently, so that the
-    vectors beside this one would show.
+    For p (nh, 1, 1) and u (B, nh, T, hs) differentiable in both, for a number p in u, but at zeros. With a tensor p,
+    |u|^p is exp(p log|u|): torch's pow with a tensor as exponent rounds a whole SIMD register and a remainder
+    differently, so that the vectors beside this one would show.
     """
     if isinstance(p, Tensor):
         log = u.abs().clamp(min=torch.finfo(u.dtype).tiny).log()
