@@ -317,6 +317,7 @@ def test_l2_norm_with_alpha_sqrt_d_is_rms_norm() -> None:
 def test_every_norm_is_gain_times_x_times_one_scalar(name: str) -> None:
     config = QK_NORM_VARIANTS[name]
     norm = QK_NORMS[config.name](config, 16, 3).double()
+    norm.init_weights()
     if norm.gain is not None:
         torch.nn.init.uniform_(norm.gain, generator=torch.Generator().manual_seed(1))
     x = torch.randn(2, 3, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
