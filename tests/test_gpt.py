@@ -10,6 +10,7 @@ from conftest import QK_NORM_VARIANTS, tiny_config
 from torch import Tensor
 from torch.nn import functional as F
 
+import model.gpt as gpt_module
 from model.gpt import (
     GPT,
     QK_NORMS,
@@ -475,16 +476,18 @@ def test_attention_that_trains_in_bf16_is_as_exact_as_sdpa(T: int, spread: float
         assert mine < 1.5 * theirs, errors
 
 
-def test_only_the_logits_of_attention_in_bf16_are_multiplied_in_bf16() -> None:
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(16, 6, 64, 64, generator=g).requires_grad_() for _ in range(3))
-    exact = causal_attention(q.double(), k.double(), v.double(), 1.0)
-    torch.testing.assert_close(causal_attention(q, k, v, 1.0).double(), exact, rtol=0, atol=1e-4)
-    x = torch.randn(256, 256, generator=g)
+def test_only_the_logits_of_attention_in_bf16_may_be_multiplied_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     mkldnn: Any = torch.backends.mkldnn
+    bias, settings = gpt_module.causal_bias, []
+    monkeypatch.setattr(
+        gpt_module, "causal_bias", lambda *a: (settings.append(mkldnn.matmul.fp32_precision), bias(*a))[1]
+    )
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     setting, product = mkldnn.matmul.fp32_precision, x @ x
-    q = torch.zeros(1, 1, 8, 16, dtype=torch.bfloat16, requires_grad=True)
-    causal_attention(q, q, q, 0.25).sum().backward()
+    for dtype in (torch.float32, torch.bfloat16):
+        q = torch.zeros(1, 1, 8, 16, dtype=dtype, requires_grad=True)
+        causal_attention(q, q, q, 0.25).sum().backward()
+    assert settings == [setting, "bf16"]
     with pytest.raises(RuntimeError):
         causal_attention(q, q[..., :3], q, 0.25)
     assert mkldnn.matmul.fp32_precision == setting
