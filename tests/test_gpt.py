@@ -478,10 +478,13 @@ def test_attention_that_trains_in_bf16_is_as_exact_as_sdpa(T: int, spread: float
 
 def test_only_the_logits_of_attention_in_bf16_may_be_multiplied_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     mkldnn: Any = torch.backends.mkldnn
-    bias, settings = gpt_module.causal_bias, []
-    monkeypatch.setattr(
-        gpt_module, "causal_bias", lambda *a: (settings.append(mkldnn.matmul.fp32_precision), bias(*a))[1]
-    )
+    bias, settings = gpt_module.causal_bias, list[str]()
+
+    def spied(T: int, dtype: torch.dtype) -> Tensor:
+        settings.append(mkldnn.matmul.fp32_precision)
+        return bias(T, dtype)
+
+    monkeypatch.setattr(gpt_module, "causal_bias", spied)
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     setting, product = mkldnn.matmul.fp32_precision, x @ x
     for dtype in (torch.float32, torch.bfloat16):
