@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from model import qk_norm_cpu
 from training.config import (
     GQAConfig,
     LpQKNormConfig,
@@ -43,7 +44,7 @@ def positions_with_logits(batch: int, vocab_size: int) -> int:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 # -----------------------------------------------------------------------------
@@ -116,10 +117,14 @@ class RMSNorm(QKNorm):
         self.gain = nn.Parameter(torch.empty(head_dim))
 
     def scale(self, x: Tensor) -> Tensor:
+        if qk_norm_cpu.serves(x) and not torch.is_grad_enabled():
+            return qk_norm_cpu.rms_scale(x, self.eps)
         return inverse_rms(at_least_fp32(x), self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.gain is not None
+        if qk_norm_cpu.serves(x):
+            return qk_norm_cpu.rms(x, self.gain, self.eps)  # (..., hs)
         y = at_least_fp32(x)
         if torch.is_grad_enabled():
             return (DivideByRMS.apply(y, self.eps) * self.gain).to(x.dtype)  # (..., hs)
@@ -191,17 +196,22 @@ class LpNorm(QKNorm):
         return 1 + F.softplus(self.raw_p)[:, None, None] if self.fixed_p is None else self.fixed_p
 
     def scale(self, x: Tensor) -> Tensor:
+        if self.fixed_p is not None and qk_norm_cpu.serves(x, self.fixed_p) and not torch.is_grad_enabled():
+            return qk_norm_cpu.lp_scale(x, self.fixed_p)
         u, largest = unit(at_least_fp32(x))
         return inverse_norm(u, self.p) / largest
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
+        """x / ||x||_p, (..., hs), times alpha (nh or 1, 1, 1): queries take it with their norm."""
+        if self.fixed_p is not None and qk_norm_cpu.serves(x, self.fixed_p):
+            return qk_norm_cpu.lp(x, self.fixed_p, alpha)
         y, p = at_least_fp32(x), self.p
         if isinstance(p, float) and torch.is_grad_enabled():
             y = Normalise.apply(y, p)
         else:
             u, _ = unit(y)
             y = u * inverse_norm(u, p)
-        return y.to(x.dtype)  # (..., hs)
+        return (y if alpha is None else y * alpha).to(x.dtype)
 
 
 def unit(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -296,6 +306,8 @@ class Alpha(nn.Module):
     channel counts that are normalised on their own: (hs,), or MLA's (dn, dr).
     """
 
+    MAPS: dict[str, Callable[[Tensor], Tensor]] = {"exp": torch.exp, "softplus": F.softplus, "linear": torch.abs}
+
     def __init__(self, config: LpQKNormConfig, n_head: int, blocks: tuple[int, ...], block_size: int):
         super().__init__()
         self.alpha_map = config.alpha_map
@@ -309,9 +321,7 @@ class Alpha(nn.Module):
         nn.init.constant_(self.raw, inverse[self.alpha_map])
 
     def forward(self) -> Tensor:
-        maps: dict[str, Callable[[Tensor], Tensor]] = {"exp": torch.exp, "softplus": F.softplus, "linear": torch.abs}
-        alpha = maps[self.alpha_map](self.raw)
-        return alpha[:, None, None]  # (nh or 1, 1, 1)
+        return self.MAPS[self.alpha_map](self.raw).view(-1, 1, 1)  # (nh or 1, 1, 1)
 
 
 def initial_alpha(config: LpQKNormConfig, blocks: tuple[int, ...], block_size: int) -> float:
@@ -607,17 +617,16 @@ class GroupedQueryAttention(Observed):
         heads = (self.n_head, self.n_kv_head, self.n_kv_head)
         qkv = self.c_attn(x).view(B, T, sum(heads), self.head_dim).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
         q, k, v = qkv.split(heads, 1)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.q_norm(q, *self.logit_scale()), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope, pos), rotate(k, rope, pos)
         if cache is not None:
             cache.k[:, :, pos : pos + T] = k
             cache.v[:, :, pos : pos + T] = v
             k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nkv, S, hs)
-        q, scale = self.logit_scale(q)
         if cache is None:
-            self.observe(q, k, scale)
-        y = self.attend(q, k, v, scale)  # (B, nh, T, hs)
+            self.observe(q, k, self.logit_scale.left)
+        y = self.attend(q, k, v, self.logit_scale.left)  # (B, nh, T, hs)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
         return dropout(y, self.p_dropout) if self.training else y
 
@@ -653,18 +662,22 @@ def scale_rows(linear: nn.Linear, factors: Tensor) -> None:
 
 
 class LogitScale(nn.Module):
-    """What the logits are multiplied by: the learned alpha of Lp QK-norm, else 1 / sqrt(channels of a head)."""
+    """What the logits are multiplied by: the learned alpha of Lp QK-norm, else 1 / sqrt(channels of a head).
+
+    alpha, a tensor, goes into the queries with their norm; SDPA takes a number, which is what is `left`.
+    """
 
     def __init__(self, config: TrainConfig, blocks: tuple[int, ...]):
         super().__init__()
-        self.fixed = 1 / math.sqrt(sum(blocks))
+        self.left = 1 / math.sqrt(sum(blocks))
         self.alpha: Alpha | None = None
         if isinstance(config.qk_norm, LpQKNormConfig):
+            self.left = 1.0
             self.alpha = Alpha(config.qk_norm, config.model.n_head, blocks, config.model.block_size)
 
-    def forward(self, q: Tensor) -> tuple[Tensor, float]:
-        """q and the scale that is left: alpha is a tensor and goes into q (B, nh, T, hs), as SDPA takes a number."""
-        return (q, self.fixed) if self.alpha is None else ((q * self.alpha()).to(q.dtype), 1.0)
+    def forward(self) -> tuple[()] | tuple[Tensor]:
+        """What the norm of the queries takes beside them: alpha (nh or 1, 1, 1), where it is learned."""
+        return () if self.alpha is None else (self.alpha(),)
 
 
 @dataclass
@@ -704,6 +717,9 @@ class LatentNorm(nn.RMSNorm):
     """RMSNorm of a latent, in fp32 at least."""
 
     def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        if qk_norm_cpu.serves(x):
+            return qk_norm_cpu.rms(x, self.weight, self.eps)
         weight = at_least_fp32(self.weight)
         return F.rms_norm(at_least_fp32(x), self.normalized_shape, weight, self.eps).to(x.dtype)
 
@@ -746,32 +762,33 @@ class MultiHeadLatentAttention(Observed):
     def forward(self, x: Tensor, rope: Rope | None, cache: LatentCache | None = None, pos: int = 0) -> Tensor:
         assert rope is not None
         q_nope, q_rope, latent, k_rope = self.inputs(x, rope, pos)
-        if cache is not None:
-            self.extend(cache, latent, k_rope, rope, pos)
-        if cache is None or pos == 0:
-            y = self.explicit(q_nope, q_rope, latent, k_rope, rope)
+        if cache is not None and pos > 0:
+            y = self.absorbed(q_nope, q_rope, latent, k_rope, cache, pos, rope)
         else:
-            y = self.absorbed(q_nope, q_rope, cache, pos, rope)
+            if cache is not None:
+                self.extend(cache, latent, self.contents(latent), k_rope, rope, pos)
+            y = self.explicit(q_nope, q_rope, latent, k_rope, rope)
         y = self.c_proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
         return dropout(y, self.p_dropout) if self.training else y
 
     def inputs(self, x: Tensor, rope: Rope, pos: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Finished queries (B, nh, T, dn) and (B, nh, T, dr), latents (B, T, kr) and raw RoPE keys (B, 1, T, dr)."""
+        """Finished queries (B, nh, T, dn) and (B, nh, T, dr), latents (B, T, kr), and RoPE keys (B, 1, T, dr), which are
+        normalised if that is blockwise, and not rotated."""
         B, T, _ = x.shape
-        q = self.c_q(self.q_a_norm(self.c_q_a(x))).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
-        q_nope, q_rope = self.normalised(self.q_norm, getattr(self, "q_rope_norm", None), *self.parts(q))
         latent, k_rope = self.c_kv_a(x).split((self.kv_rank, self.rope_dim), -1)
-        return q_nope, rotate(q_rope, rope, pos), self.kv_a_norm(latent), k_rope[:, None]
+        q = self.c_q(self.q_a_norm(self.c_q_a(x))).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
+        latent, k_rope, alpha = self.kv_a_norm(latent), k_rope[:, None], self.logit_scale()
+        if self.unified:
+            q_nope, q_rope = self.parts(self.q_norm(q, *alpha))
+        else:
+            q_nope, q_rope = self.parts(q)
+            q_nope, q_rope = self.q_norm(q_nope, *alpha), self.q_rope_norm(q_rope, *alpha)
+            k_rope = self.k_rope_norm(k_rope)
+        return q_nope, rotate(q_rope, rope, pos), latent, k_rope
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(..., dn + dr) -> (..., dn), (..., dr)"""
         return x[..., : self.nope_dim], x[..., self.nope_dim :]
-
-    def normalised(self, norm: QKNorm, rope_norm: QKNorm | None, nope: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Content (B, nh, T, dn) and RoPE block (B, nh or 1, T, dr) after the QK norm, before rotation."""
-        if rope_norm is not None:
-            return norm(nope), rope_norm(rope)
-        return self.parts(norm(torch.cat([nope, rope.expand(-1, self.n_head, -1, -1)], -1)))
 
     def keys_and_values(self, latent: Tensor, k_rope: Tensor, rope: Rope, pos: int = 0) -> tuple[Tensor, Tensor]:
         """What T positions from `pos` on are expanded to: (B, nh, T, dn + dr) and (B, nh, T, dv)."""
@@ -780,15 +797,22 @@ class MultiHeadLatentAttention(Observed):
             part.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn) and (B, nh, T, dv)
             for part in self.c_kv_b(latent).split(self.c_kv_b.projections, -1)
         )
-        k_nope, k_rope = self.normalised(self.k_norm, getattr(self, "k_rope_norm", None), k_nope, k_rope)
-        return torch.cat([k_nope, rotate(k_rope, rope, pos).expand(-1, self.n_head, -1, -1)], -1), v
+        if self.unified:
+            k_nope, k_rope = self.parts(self.k_norm(self.whole(k_nope, k_rope)))
+        else:
+            k_nope = self.k_norm(k_nope)
+        return self.whole(k_nope, rotate(k_rope, rope, pos)), v
+
+    def whole(self, nope: Tensor, rope: Tensor) -> Tensor:
+        """(B, nh, T, dn), and (B, 1, T, dr) that the heads share or (B, nh, T, dr) -> (B, nh, T, dn + dr)"""
+        return torch.cat([nope, rope.expand(-1, self.n_head, -1, -1)], -1)
 
     def explicit(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope) -> Tensor:
         """Attention over keys and values formed from the latents of the same T positions -> (B, nh, T, dv)."""
         k, v = self.keys_and_values(latent, k_rope, rope)
-        q, scale = self.logit_scale(torch.cat([q_nope, q_rope], -1))
-        self.observe(q, k, scale)
-        return self.attend(q, k, v, scale)
+        q = torch.cat([q_nope, q_rope], -1)
+        self.observe(q, k, self.logit_scale.left)
+        return self.attend(q, k, v, self.logit_scale.left)
 
     # Absorbed decoding. With g the gain and (q_n, q_r) the finished query, the logit of a key is
     #   s [(W_uk^T (g_n q_n)) . latent + q_r . R g_r k_rope] - s mean [(g_n . q_n) + q_r . R g_r]
@@ -807,19 +831,28 @@ class MultiHeadLatentAttention(Observed):
             return 1.0, 1.0
         return self.parts(gain) if self.unified else (gain, 1.0)
 
-    def extend(self, cache: LatentCache, latent: Tensor, k_rope: Tensor, rope: Rope, pos: int) -> None:
-        """Write T positions from `pos` on."""
-        B, T, _ = latent.shape
-        new = slice(pos, pos + T)
-        k = latent[:, None]
-        if self.normed:
-            w_uk = self.up()[0].flatten(0, 1).to(latent.dtype)
-            k = F.linear(latent, w_uk).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn)
-        if self.unified and self.normed:
-            k = torch.cat([k, k_rope.expand(-1, self.n_head, -1, -1)], -1)  # (B, nh, T, dn + dr)
-        elif not self.unified:
-            k_rope = self.k_rope_norm(k_rope)
+    def contents(self, latent: Tensor) -> Tensor | None:
+        """With a QK norm, which is of them, the content keys of latents (B, T, kr): (B, nh, T, dn)."""
+        if not self.normed:
+            return None
+        w_uk = self.c_kv_b.weight[: self.c_kv_b.projections[0]].to(latent.dtype)
+        return F.linear(latent, w_uk).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+
+    def fold(self, q: Tensor, latent: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Content queries (B, nh, T, dn) times W_uk -> (B, nh, T, kr), and contents(latent)."""
+        w_uk = self.up()[0].to(q.dtype)
+        if q.size(0) * q.size(2) == 1 and qk_norm_cpu.serves(latent) and not torch.is_grad_enabled():
+            return qk_norm_cpu.fold(w_uk, q, latent, self.normed)
+        return each_head(q, w_uk), self.contents(latent)
+
+    def extend(
+        self, cache: LatentCache, latent: Tensor, k_nope: Tensor | None, k_rope: Tensor, rope: Rope, pos: int
+    ) -> None:
+        """Write T positions from `pos` on. k_nope: contents(latent)."""
+        new = slice(pos, pos + latent.size(1))
         if cache.s is not None:
+            assert k_nope is not None
+            k = self.whole(k_nope, k_rope) if self.unified else k_nope
             s = self.k_norm.scale(k)  # (B, nh, T, 1)
             cache.s[:, new] = s[..., 0].transpose(1, 2)
             if cache.shift is not None:
@@ -827,17 +860,17 @@ class MultiHeadLatentAttention(Observed):
         cache.latent[:, new] = latent
         cache.k_rope[:, new] = rotate(k_rope * self.gains()[1], rope, pos)[:, 0]
 
-    def absorbed(self, q_nope: Tensor, q_rope: Tensor, cache: LatentCache, pos: int, rope: Rope) -> Tensor:
-        """Attention of the T newest positions over the cache's pos + T -> (B, nh, T, dv)."""
+    def absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache: LatentCache, pos: int, rope: Rope
+    ) -> Tensor:
+        """Attention of T new positions over the cache's `pos` and themselves, which they join -> (B, nh, T, dv)."""
         T = q_nope.size(2)
         gain, rope_gain = self.gains()
-        q_nope, scale = self.logit_scale(q_nope)
-        q_rope, _ = self.logit_scale(q_rope)
         q_content = q_nope * gain
         if self.k_norm.centred and not self.unified:
             q_content = q_content - q_content.mean(-1, keepdim=True)
-        w_uk, w_uv = (w.to(q_nope.dtype) for w in self.up())
-        q_latent = each_head(q_content.to(q_nope.dtype), w_uk)
+        q_latent, k_nope = self.fold(q_content.to(q_nope.dtype), latent)
+        self.extend(cache, latent, k_nope, k_rope, rope, pos)
         shift = None
         if cache.shift is not None:
             ones = rotate(torch.as_tensor(rope_gain).expand(pos + T, self.rope_dim), rope)  # (S, dr): R g_r
@@ -847,14 +880,15 @@ class MultiHeadLatentAttention(Observed):
             from model.mla_decode_triton import attend_latents
 
             s = None if cache.s is None else cache.s[:, : pos + 1]
-            latent, k_rope = cache.latent[:, : pos + 1], cache.k_rope[:, : pos + 1]
-            y = attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, self.unified)[:, :, None]
+            latents, k_ropes = cache.latent[:, : pos + 1], cache.k_rope[:, : pos + 1]
+            queries, scale = (q_latent[:, :, 0], q_rope[:, :, 0]), self.logit_scale.left
+            y = attend_latents(*queries, latents, k_ropes, s, scale, self.unified)[:, :, None]
         else:
-            y = self.attend_latents(q_latent, q_rope, cache, pos, scale, shift)
-        return each_head(y, w_uv.transpose(1, 2))
+            y = self.attend_latents(q_latent, q_rope, cache, pos, shift)
+        return each_head(y, self.up()[1].transpose(1, 2).to(y.dtype))
 
     def attend_latents(
-        self, q_latent: Tensor, q_rope: Tensor, cache: LatentCache, pos: int, scale: float, shift: Tensor | None
+        self, q_latent: Tensor, q_rope: Tensor, cache: LatentCache, pos: int, shift: Tensor | None
     ) -> Tensor:
         """Attention with queries (B, nh, T, kr) and (B, nh, T, dr) whose values are the latents -> (B, nh, T, kr).
 
@@ -863,21 +897,23 @@ class MultiHeadLatentAttention(Observed):
         sequences, which lie apart in the cache, a CPU copies them first: long ones are taken one by one.
         """
         B, nh, T, _ = q_latent.shape
-        S = pos + T
+        S, scale = pos + T, self.logit_scale.left
         if B > 1 and S * self.kv_rank > self.COPIED and q_latent.device.type == "cpu":
             shifts = [None] * B if shift is None else shift.split(1)
             queries = zip(q_latent.split(1), q_rope.split(1), shifts, strict=True)
-            parts = (self.attend_latents(q, r, cache.sequence(b), pos, scale, d) for b, (q, r, d) in enumerate(queries))
+            parts = (self.attend_latents(q, r, cache.sequence(b), pos, d) for b, (q, r, d) in enumerate(queries))
             return torch.cat([*parts])
         latent, k_rope = cache.latent[:, :S], cache.k_rope[:, :S]
         s = None if cache.s is None else cache.s[:, :S, :, None]
-        logits = (latent @ q_latent.flatten(1, 2).transpose(1, 2)).view(B, S, nh, T)
+        content = (latent @ q_latent.flatten(1, 2).transpose(1, 2)).view(B, S, nh, T)
+        logits = torch.empty_like(content)  # the RoPE part first; to add it in its product would be slower
+        logits.flatten(2).baddbmm_(k_rope, q_rope.flatten(1, 2).transpose(1, 2), beta=0, alpha=scale)
         if s is not None and not self.unified:
-            logits *= s
-        logits = logits.flatten(2).baddbmm_(k_rope, q_rope.flatten(1, 2).transpose(1, 2), beta=scale, alpha=scale)
-        logits = logits.view(B, S, nh, T)
-        if s is not None and self.unified:
-            logits *= s
+            logits.addcmul_(content, s, value=scale)
+        else:
+            logits.add_(content, alpha=scale)
+            if s is not None:
+                logits *= s
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logits = logits.new_empty(B, nh, T, S, dtype=dtype).copy_(logits.permute(0, 2, 3, 1))  # in one pass
         if shift is not None:

@@ -134,9 +134,9 @@ def layer(
             new = slice(pos, pos + latent.size(1))
             k[:, :, new], v[:, :, new] = attn.keys_and_values(latent, k_rope, rope, pos)
 
-        def attend(q_nope: Tensor, q_rope: Tensor) -> Tensor:
-            q, scale = attn.logit_scale(torch.cat([q_nope, q_rope], -1))
-            return causal_attention(q, k, v, scale)
+        def attend(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+            write(latent, k_rope, context - 1)
+            return causal_attention(torch.cat([q_nope, q_rope], -1), k, v, attn.logit_scale.left)
 
     elif name == "reexpanded":
         latents, k_ropes = empty(context, kr), empty(1, context, dr)
@@ -146,7 +146,8 @@ def layer(
             latents[:, pos : pos + latent.size(1)] = latent
             k_ropes[:, :, pos : pos + latent.size(1)] = k_rope
 
-        def attend(q_nope: Tensor, q_rope: Tensor) -> Tensor:
+        def attend(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+            write(latent, k_rope, context - 1)
             return attn.explicit(q_nope, q_rope, latents, k_ropes, rope)
 
     else:
@@ -155,24 +156,24 @@ def layer(
         held = [t if t is None else t[:, :context] for t in (cache.latent, cache.k_rope, cache.s, cache.shift)]
 
         def write(latent: Tensor, k_rope: Tensor, pos: int) -> None:
-            attn.extend(cache, latent, k_rope, rope, pos)
+            attn.extend(cache, latent, attn.contents(latent), k_rope, rope, pos)
 
-        def attend(q_nope: Tensor, q_rope: Tensor) -> Tensor:
-            return attn.absorbed(q_nope, q_rope, cache, context - 1, rope)
+        def attend(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+            return attn.absorbed(q_nope, q_rope, latent, k_rope, cache, context - 1, rope)
 
     x = random(batch, 1, config.model.n_embd)
     for pos in range(0, context, CHUNK):
         n = min(CHUNK, context - pos)
-        write(attn.kv_a_norm(random(batch, n, kr)), random(batch, 1, n, dr), pos)
-    q_nope, q_rope, *_ = attn.inputs(x, rope, context - 1)
+        k_rope = random(batch, 1, n, dr)
+        write(attn.kv_a_norm(random(batch, n, kr)), k_rope if attn.unified else attn.k_rope_norm(k_rope), pos)
+    inputs = attn.inputs(x, rope, context - 1)
 
     def step() -> Tensor:  # MultiHeadLatentAttention.forward, with this side's cache
-        q_nope, q_rope, latent, k_rope = attn.inputs(x, rope, context - 1)
-        write(latent, k_rope, context - 1)
-        return attn.c_proj(attend(q_nope, q_rope).transpose(1, 2).reshape(batch, 1, -1))
+        y = attend(*attn.inputs(x, rope, context - 1))
+        return attn.c_proj(y.transpose(1, 2).reshape(batch, 1, -1))
 
     y = step()
-    parts: dict[str, Callable[[], Any]] = {"ms": step, "attend_ms": lambda: attend(q_nope, q_rope)}
+    parts: dict[str, Callable[[], Any]] = {"ms": step, "attend_ms": lambda: attend(*inputs)}
     if device.type == "cuda":
         parts = {key: graph_of(part) for key, part in parts.items()}
     cache_bytes = sum(t.nbytes for t in held if t is not None)

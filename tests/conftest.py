@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 
+from model import qk_norm_cpu
 from training.config import (
     LayerNormQKNormConfig,
     LpQKNormConfig,
@@ -48,6 +49,16 @@ def tiny_config(qk_norm: QKNormConfig | None = None, **model: Any) -> TrainConfi
 @pytest.fixture(params=QK_NORM_VARIANTS)
 def qk_norm(request: pytest.FixtureRequest) -> QKNormConfig:
     return QK_NORM_VARIANTS[request.param]
+
+
+@pytest.fixture(scope="module", params=["compiled", "operations"])
+def each_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The norms of fp32 and bf16 on a CPU: compiled, as where there is a compiler, and as PyTorch's operations."""
+    assert qk_norm_cpu.library() is not None, "a C++ compiler is needed"
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "operations":
+            patch.setattr(qk_norm_cpu, "library", lambda: None)
+        yield
 
 
 @pytest.fixture

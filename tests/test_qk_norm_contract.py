@@ -28,6 +28,8 @@ from variants import NORMS, PAIRS, attended, build, config_of, raw_queries_and_k
 from model.gpt import GPT, QK_NORMS, LayerNorm, MultiHeadLatentAttention, QKNorm, RMSNorm
 from training.config import LayerNormQKNormConfig, LpQKNormConfig, QKNormConfig, RMSQKNormConfig
 
+pytestmark = pytest.mark.usefixtures("each_implementation")
+
 U = 2.0**-24  # unit round-off of fp32
 EPS = [1e-12, 1e-6, 1e-2, 1.0]
 PS = [1.0, 1.5, 2.0, 3.0, 4.0, 7.3, math.inf]
