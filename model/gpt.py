@@ -772,8 +772,8 @@ class MultiHeadLatentAttention(Observed):
         return dropout(y, self.p_dropout) if self.training else y
 
     def inputs(self, x: Tensor, rope: Rope, pos: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Finished queries (B, nh, T, dn) and (B, nh, T, dr), latents (B, T, kr), and RoPE keys (B, 1, T, dr), which are
-        normalised if that is blockwise, and not rotated."""
+        """Finished queries (B, nh, T, dn) and (B, nh, T, dr), latents (B, T, kr), and RoPE keys (B, 1, T, dr): not
+        rotated, and normalised if that is blockwise."""
         B, T, _ = x.shape
         latent, k_rope = self.c_kv_a(x).split((self.kv_rank, self.rope_dim), -1)
         q = self.c_q(self.q_a_norm(self.c_q_a(x))).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
