@@ -13,6 +13,7 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -35,7 +36,7 @@ CALL, FOLD, NO_VECTORS = struct.Struct("=26qd"), struct.Struct("=9q"), (0, 0, 0,
 @functools.lru_cache
 def library() -> Any:
     """The compiled functions, or None."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    compiler = shutil.which(os.environ.get("CXX", "c++")) if sys.platform == "linux" else None
     if compiler is None:
         return None
     # of this machine's instructions: a folder of the user's may be shared by several
