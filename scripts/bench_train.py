@@ -1,7 +1,9 @@
 """Training speed: python scripts/bench_train.py peer=PATH [rounds=5] [iters=N] [words of train.py]
 
 peer=PATH     a checkout of nanoGPT: its model.py and the update of its train.py take turns with ours, at our settings
-variants=A;B  or: our own settings against one another, each a list of train.py's words: "qk_norm=none;qk_norm=rms"
+variants=A;B  or: our own settings against one another, each a list of train.py's words: "qk_norm=none;qk_norm=rms".
+              together=true: in one process, update by update in random order, as where a process lies in memory moves
+              its times by several percent
 eval_iters=N  with peer=: an evaluation instead of updates: ours, exact, against nanoGPT's of N batches of each split,
               of which it makes `iters` a turn (by default 2): the rest is reckoned
 curves=N      with peer=: N updates of both from the same weights on the same batches, of `rounds` seeds: losses
@@ -14,6 +16,7 @@ ratio is that of one round, median over rounds. peak_memory_mib is the process's
 
 import itertools
 import math
+import random
 import statistics
 import subprocess
 import sys
@@ -27,7 +30,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench import Side, Work, alternate, machine, median, peer_model, ratio, run_benchmark, start
+from scripts.bench import Work, alternate, machine, median, peer_model, ratio, run_benchmark, start
 from sweeps.plan import compose
 from training.config import AdamWConfig, NoQKNormConfig, TrainConfig, load_config, require
 from training.schedule import learning_rate
@@ -99,6 +102,23 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
         "flops_per_iter": model.flops_per_token() * config.tokens_per_iter, "peak_flops": peak_flops(device, dtype),
     }  # fmt: skip
     return evaluate if evaluation else update, info
+
+
+def together(named: dict[str, list[str]]) -> tuple[Work, dict[str, Any]]:
+    """Our updates with several settings, by name, in one process: n of each a turn, and the seconds of each."""
+    works = {name: ours(words) for name, words in named.items()}
+    order = random.Random(0)
+
+    def update(n: int) -> dict[str, Any]:
+        seconds = dict.fromkeys(works, 0.0)
+        for _ in range(n):
+            for name in order.sample([*works], len(works)):
+                began = time.perf_counter()
+                works[name][0](1)
+                seconds[name] += time.perf_counter() - began
+        return {"seconds_of": seconds}
+
+    return update, {"of": {name: info for name, (_, info) in works.items()}}
 
 
 def peers(path: str, words: list[str], evaluation: bool = False, alike: bool = False) -> tuple[Work, dict[str, Any]]:
@@ -200,7 +220,7 @@ def machine_of(words: list[str]) -> dict[str, Any]:
     return machine(config.device, config.threads)
 
 
-def summary(side: Side, turns: list[dict[str, Any]], n: int, about: dict[str, Any]) -> dict[str, Any]:
+def summary(turns: list[dict[str, Any]], n: int, about: dict[str, Any]) -> dict[str, Any]:
     ms = 1000 * median(turns, "seconds") / n
     return {
         "tok_per_sec": round(about["tokens_per_iter"] / ms * 1000),
@@ -291,6 +311,7 @@ def bench_start_up(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     asked = sum(map(bool, (values["peer"], values["variants"], values["start_up"])))
     require(asked == 1, "one of peer=, variants= and start_up=true must be given")
+    require(bool(values["variants"]) or not values["together"], "together=true needs variants=")
     if values["start_up"]:
         load_config(compose(words))
         return bench_start_up(values, words)
@@ -307,19 +328,25 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     else:
         for variant in named.values():
             load_config(compose(variant))
-    sides = [start(name, ours, variant) for name, variant in named.items()]
+    if values["together"]:
+        sides = [start("all", together, named)]
+    else:
+        sides = [start(name, ours, variant) for name, variant in named.items()]
     if values["peer"]:
         sides.append(start("peer", peers, values["peer"], words))
-    about = sides[0].info
+    infos = sides[0].info["of"] if values["together"] else {side.name: side.info for side in sides}
+    first, about = next(iter(infos.items()))
     n = values["iters"]
     if n == 0:
         slowest = max(side.take_turn(1)["seconds"] for side in sides)
         n = max(1, round(SECONDS / slowest))
     print(f"{n} iterations a turn, {about['tokens_per_iter']:,} tokens each; parameters: "
-          + ", ".join(f"{side.name} {side.info['parameters']:,}" for side in sides))  # fmt: skip
+          + ", ".join(f"{name} {info['parameters']:,}" for name, info in infos.items()))  # fmt: skip
     began = time.time()
     turns = alternate(sides, values["rounds"], n)
-    rows = {s.name: summary(s, turns[s.name], n, {**about, **s.info}) for s in sides}
+    if values["together"]:
+        turns = {name: [{**turn, "seconds": turn["seconds_of"][name]} for turn in turns["all"]] for name in infos}
+    rows = {name: summary(turns[name], n, {**about, **info}) for name, info in infos.items()}
     common = {
         "rounds": values["rounds"], "iters": n, "words": words, "seconds": round(time.time() - began),
         "dtype": about["dtype"], "peak_tflops": round(about["peak_flops"] / 1e12, 3),
@@ -327,11 +354,11 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     }  # fmt: skip
     if values["peer"]:
         return {**rows, "ratio": ratio(turns, "peer", "ours"), **common}
-    first = sides[0].name
-    return {"variants": rows, "time_over_first": {s.name: ratio(turns, s.name, first) for s in sides[1:]}, **common}
+    over_first = {name: ratio(turns, name, first) for name in infos if name != first}
+    return {"variants": rows, "time_over_first": over_first, **common}
 
 
 if __name__ == "__main__":
     known = {"peer": (str, ""), "variants": (str, ""), "rounds": (int, 5), "iters": (int, 0), "eval_iters": (int, 0)}
-    known |= {"start_up": (bool, False), "curves": (int, 0)}
+    known |= {"start_up": (bool, False), "curves": (int, 0), "together": (bool, False)}
     sys.exit(run_benchmark(__doc__, known, bench))

@@ -53,11 +53,17 @@ def test_curves_beside_nanogpts_from_the_same_weights_on_the_same_batches(
     assert max(map(abs, result["difference"])) < 1e-3 < max(result["sd_over_seeds"])
 
 
-def test_variants_against_one_another(program: Program, tiny_run: list[str]) -> None:
-    variants = "variants=qk_norm=none;qk_norm=lp qk_norm.p=3"
-    result = last_line(program("scripts/bench_train.py", variants, "rounds=1", "iters=1", *tiny_run))
-    assert [*result["variants"]] == ["qk_norm=none", "qk_norm=lp qk_norm.p=3"]
-    assert [*result["time_over_first"]] == ["qk_norm=lp qk_norm.p=3"]
+@pytest.mark.parametrize("together", ["false", "true"])
+def test_variants_against_one_another(program: Program, tiny_run: list[str], together: str) -> None:
+    """The third is so much more work than the others that it must take longer."""
+    large = "qk_norm=none model.n_layer=8 model.n_embd=256"
+    words = [f"variants=qk_norm=none;qk_norm=lp qk_norm.p=3;{large}", f"together={together}", "rounds=2", "iters=3"]
+    result = last_line(program("scripts/bench_train.py", *words, *tiny_run))
+    assert [*result["variants"]] == ["qk_norm=none", "qk_norm=lp qk_norm.p=3", large]
+    assert [*result["time_over_first"]] == ["qk_norm=lp qk_norm.p=3", large]
+    assert result["time_over_first"][large]["lowest"] > 1
+    ms = [row["ms_per_iter"] for row in result["variants"].values()]
+    assert min(ms) > 0 and ms[2] > ms[0]
 
 
 def test_start_up(program: Program, tiny_run: list[str]) -> None:
@@ -107,6 +113,7 @@ def test_a_sweep_by_one_worker_and_by_two(program: Program, tiny_run: list[str])
     ("script", "words", "message"),
     [
         ("bench_train.py", [], "one of peer=, variants= and start_up=true"),
+        ("bench_train.py", ["start_up=true", "together=true"], "together=true needs variants="),
         ("bench_train.py", ["peer=nosuch"], "peer=nosuch must be a checkout of nanoGPT"),
         ("bench_train.py", ["peer=.", "qk_norm=rms"], "nanoGPT's own settings"),
         ("bench_train.py", ["variants=qk_norm=none", "rounds=x"], "rounds=x must be an integer"),
