@@ -832,7 +832,7 @@ class MultiHeadLatentAttention(Observed):
         return self.parts(gain) if self.unified else (gain, 1.0)
 
     def contents(self, latent: Tensor) -> Tensor | None:
-        """With a QK norm, which is of them, the content keys of latents (B, T, kr): (B, nh, T, dn)."""
+        """Content keys (B, nh, T, dn) of latents (B, T, kr) before their norm; None without one, as none needs them."""
         if not self.normed:
             return None
         w_uk = self.c_kv_b.weight[: self.c_kv_b.projections[0]].to(latent.dtype)

@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <cstring>
 
-constexpr int64_t MOST = 2048;     // channels
-constexpr int64_t CHUNKS = 64;     // of vectors, for any number of threads: each has its sum for a factor's derivative
-constexpr int64_t GROUP = 16;      // vectors, or fewer,
-constexpr int64_t ROOM = 4096;     // so that with all their channels they stay in the first cache: they go through each
-                                   // step together, so that none waits for its own sums and roots
-constexpr int64_t ALONE = 1 << 14; // channels in all that one thread is done with sooner than two
-constexpr float TINY = 1e-30f;     // LpNorm.TINY
+// MAX_CHANNELS and CHUNKS are qk_norm_cpu.py's. The vectors are cut into CHUNKS for any number of threads: each has its
+// own sum for the derivative of a factor.
+constexpr int64_t GROUP = 16;       // vectors, or fewer,
+constexpr int64_t ROOM = 4096;      // so that with all their channels they stay in the first cache: they go through each
+                                    // step together, so that none waits for its own sums and roots
+constexpr int64_t SERIAL = 1 << 14; // channels in all that one thread is done with sooner than two
+constexpr float TINY = 1e-30f;      // LpNorm.TINY
 
 struct bf16 {
   uint16_t bits;
@@ -29,22 +29,23 @@ struct Call {
   int64_t itemsize; // 2: bf16, 4: fp32
   int64_t twice_p;  // 0: RMS
   Vectors x, y, grad, grad_x;
-  const float *factor; // RMS: gain (n). Lp: alpha (of_factor), of all vectors or of each j; or null
+  const float *factor; // RMS: gain (n). Lp: alpha, of all vectors (of_factor 1) or of each j; or null
   float *grad_factor;  // (CHUNKS, of_factor)
   int64_t of_factor;
   float *scale; // (size) or null
+  int64_t threads;
   double eps;
 };
 
 struct Fold {
-  int64_t heads, n, rank, itemsize;
+  int64_t heads, n, rank, itemsize, threads;
   const void *w, *q, *latent; // (heads, n, rank), (heads, n), (rank)
   void *q_latent;             // (heads, rank): q w
   float *k;                   // (heads, n): w latent; or null
 };
 
-inline float number(float x) { return x; }
-inline float number(bf16 x) {
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
   uint32_t bits = uint32_t(x.bits) << 16;
   float y;
   std::memcpy(&y, &bits, 4);
@@ -92,8 +93,8 @@ template <class T> struct Group {
   void read(const T *from, float *to) {
     int64_t whole = n / 16;
 #pragma omp simd
-    for (int64_t e = 0; e < 16 * whole; e++) to[e] = number(from[e]);
-    for (int64_t e = 16 * whole; e < 16 * blocks; e++) to[e] = e < n ? number(from[e]) : 0;
+    for (int64_t e = 0; e < 16 * whole; e++) to[e] = to_float(from[e]);
+    for (int64_t e = 16 * whole; e < 16 * blocks; e++) to[e] = e < n ? to_float(from[e]) : 0;
   }
   template <class F> void write(T *to, F value) {
     int64_t whole = n / 16;
@@ -109,7 +110,8 @@ template <class T> T *at(const Vectors &v, int64_t i, int64_t j, int64_t k) {
 
 template <class T, class F> void each_group(const Call &c, F work) {
   int64_t all = c.size[0] * c.size[1] * c.size[2], of_chunk = (all + CHUNKS - 1) / CHUNKS;
-#pragma omp parallel for schedule(static) if (all * c.n > ALONE)
+  if (all == 0) return;
+#pragma omp parallel for schedule(static) if (all * c.n > SERIAL) num_threads(c.threads)
   for (int64_t chunk = 0; chunk < CHUNKS; chunk++) {
     int64_t r = chunk * of_chunk, end = std::min(all, r + of_chunk);
     int64_t i = r / c.size[2] / c.size[1], j = r / c.size[2] % c.size[1], k = r % c.size[2];
@@ -254,16 +256,16 @@ template <class T> void run(const Call &c) {
 template <class T> void fold_heads(const Fold &f) {
   const T *w = static_cast<const T *>(f.w), *q = static_cast<const T *>(f.q), *c = static_cast<const T *>(f.latent);
   T *q_latent = static_cast<T *>(f.q_latent);
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(f.threads)
   for (int64_t h = 0; h < f.heads; h++) {
-    float latent[MOST], sum[MOST];
-    for (int64_t e = 0; e < f.rank; e++) latent[e] = number(c[e]), sum[e] = 0;
+    float latent[MAX_CHANNELS], sum[MAX_CHANNELS];
+    for (int64_t e = 0; e < f.rank; e++) latent[e] = to_float(c[e]), sum[e] = 0;
     for (int64_t d = 0; d < f.n; d++) {
       const T *row = w + (h * f.n + d) * f.rank;
-      float along = 0, factor = number(q[h * f.n + d]);
+      float along = 0, factor = to_float(q[h * f.n + d]);
 #pragma omp simd reduction(+ : along)
       for (int64_t e = 0; e < f.rank; e++) {
-        float x = number(row[e]);
+        float x = to_float(row[e]);
         along += x * latent[e];
         sum[e] += x * factor;
       }

@@ -13,8 +13,9 @@ sides=absorbed,rms,lp leaves the others out. Other words are train.py's: dtype=,
 attention.kv_rank=512, ...
 Weights and cache are in dtype, by default bfloat16 where the machine multiplies in it. A time is the median of rounds,
 with the lowest and highest; an overhead is that of one round over `absorbed`, and of several starts the median over
-those of each. `attend` is the step between the projections of the hidden state. Bandwidth is the bytes that a step must
-read over its time, beside what copying reaches by turns with it. On CUDA steps are compiled, and ten make a graph.
+those of each. `attend` is the step between the projections of the hidden state, with what it writes to the cache.
+Bandwidth is the bytes that a step must read over its time, beside what copying reaches by turns with it. On CUDA steps
+are compiled, and ten make a graph.
 out= writes table.md, decode.svg, decode.png and bench.json after every point; with from=A.json,B.json it does so from
 earlier results together, and measures nothing. The last line is JSON.
 """

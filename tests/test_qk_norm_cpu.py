@@ -49,6 +49,9 @@ LAYOUTS: dict[str, Callable[[int], Tensor]] = {
     "channels apart": lambda n: draw(2, 3, n, 5).transpose(2, 3),
     "two dimensions": lambda n: draw(7, n),
     "one": lambda n: draw(n),
+    "one for all heads": lambda n: draw(2, 1, 5, n).expand(2, 3, 5, n),
+    "strides that tie": lambda n: draw(n, 1).t().unsqueeze(1).expand(1, 3, n),
+    "none": lambda n: draw(2, 0, 5, n),
 }
 
 
@@ -85,6 +88,15 @@ def test_norm_derivative_and_scale_are_the_operations(p: float, layout: str, n: 
     exact_s = 1 / norm if p else gpt.inverse_rms(x.double(), 1e-6)
     assert s.shape == exact_s.shape and s.dtype == torch.float32
     torch.testing.assert_close(s.double(), exact_s, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("p", [0.0, 3.0])
+def test_a_factor_that_does_not_fit_is_refused(p: float) -> None:
+    for shape in ((7,), (2, 1, 1), (4, 1, 1), (3,)) if p else ((7,), (1,), (8, 1)):
+        with pytest.raises(ValueError, match="does not fit"):
+            compiled_norm(draw(2, 3, 5, 8), p, torch.ones(shape))
+    with pytest.raises(ValueError, match="does not fit"):
+        compiled_norm(draw(3, 8), p, torch.ones(3, 1, 1))
 
 
 def assert_near(y: Tensor, exact: Tensor, ulp: float) -> None:
@@ -154,6 +166,8 @@ def test_both_products_of_a_token_with_the_up_projection(nh: int, n: int, rank: 
     assert q_latent.shape == (1, nh, 1, rank) and q_latent.dtype == dtype and k.shape == (1, nh, 1, n)
     torch.testing.assert_close(k[0, :, 0].double(), exact_k, rtol=0, atol=1e-6 * rank)
     torch.testing.assert_close(q_latent[0, :, 0].double(), exact_q[:, 0], rtol=ULP[dtype], atol=1e-6 * n)
+    apart = w.flatten(0, 1).t().contiguous().t().view(nh, n, rank)
+    assert torch.equal(qk_norm_cpu.fold(apart, q, latent, False)[0], q_latent)
 
 
 @pytest.mark.parametrize("norm,calls", [("none", 0), ("rms", 4), ("lp", 4), ("layernorm", 4)])
@@ -253,3 +267,20 @@ def test_where_nothing_can_be_kept_it_is_compiled_for_the_process(tmp_path: Path
     (tmp_path / "file").write_text("")
     compiled, _, said = learn("lp", XDG_CACHE_HOME=str(tmp_path / "file"))
     assert compiled and not said
+
+
+def test_a_damaged_library_is_replaced(tmp_path: Path) -> None:
+    assert learn("lp", XDG_CACHE_HOME=str(tmp_path))[0]
+    (library,) = (tmp_path / "nanoqk").iterdir()
+    library.write_bytes(b"")
+    compiled, _, said = learn("lp", XDG_CACHE_HOME=str(tmp_path))
+    assert compiled and not said and library.stat().st_size > 0
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert not os.access(qk_norm_cpu.cache_folder(), os.W_OK)
