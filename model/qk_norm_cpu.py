@@ -25,8 +25,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from training.device import cpu_flags
-
 SOURCE = Path(__file__).with_suffix(".cpp")
 MAX_CHANNELS, CHUNKS = 2048, 64
 FLAGS = [
@@ -44,8 +42,9 @@ def library() -> Any:
     if sys.platform != "linux" or shutil.which(program) is None:
         return None
     try:
-        # of this machine's instructions: a folder of the user's may be shared by several
-        made_of = SOURCE.read_text(), FLAGS, shutil.which(program), options, sorted(cpu_flags())
+        with open("/proc/cpuinfo") as cpu:  # a folder of the user's may be shared by machines with other instructions
+            instructions = next((line for line in cpu if line.startswith(("flags", "Features"))), "")
+        made_of = SOURCE.read_text(), FLAGS, shutil.which(program), options, instructions
         kept = cache_folder() / f"qk_norm_cpu-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
         with contextlib.suppress(OSError):  # that there is none yet, or a damaged one
             return ctypes.CDLL(str(kept))
