@@ -78,7 +78,8 @@ def test_sampling_beside_nanogpt(program: Program, tiny_run: list[str], peer: st
     for n in (1, 10):
         rows = result[f"{n}_sequences"]
         for side in ("ours", "peer"):
-            assert rows[side]["tok_per_sec"] > 0 and rows[side]["first_token_s"] < rows[side]["seconds"]
+            # both rounded to 10 ms, in which twenty tokens may be made
+            assert rows[side]["tok_per_sec"] > 0 and 0 < rows[side]["first_token_s"] <= rows[side]["seconds"]
         assert rows["ratio"]["median"] == pytest.approx(
             rows["ours"]["tok_per_sec"] / rows["peer"]["tok_per_sec"], rel=0.01
         )
