@@ -73,7 +73,7 @@ def test_start_up(program: Program, tiny_run: list[str]) -> None:
 
 def test_sampling_beside_nanogpt(program: Program, tiny_run: list[str], peer: str) -> None:
     assert program("train.py", *tiny_run, "max_iters=2", "out_dir=run").returncode == 0
-    words = [peer, "run=run", "start=to be", "tokens=200", "rounds=1"]  # longer than the 10 ms that times are rounded to
+    words = [peer, "run=run", "start=to be", "tokens=200", "rounds=1"]  # they take longer than times are rounded to
     result = last_line(program("scripts/bench_sample.py", *words))
     for n in (1, 10):
         rows = result[f"{n}_sequences"]
