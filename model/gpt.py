@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import qk_norm_cpu
+from model import cpu_kernels
 from training.config import (
     GQAConfig,
     LpQKNormConfig,
@@ -117,14 +118,14 @@ class RMSNorm(QKNorm):
         self.gain = nn.Parameter(torch.empty(head_dim))
 
     def scale(self, x: Tensor) -> Tensor:
-        if qk_norm_cpu.serves(x) and not torch.is_grad_enabled():
-            return qk_norm_cpu.rms_scale(x, self.eps)
+        if cpu_kernels.serves_norm(x) and not torch.is_grad_enabled():
+            return cpu_kernels.rms_scale(x, self.eps)
         return inverse_rms(at_least_fp32(x), self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.gain is not None
-        if qk_norm_cpu.serves(x):
-            return qk_norm_cpu.rms(x, self.gain, self.eps)  # (..., hs)
+        if cpu_kernels.serves_norm(x):
+            return cpu_kernels.rms(x, self.gain, self.eps)  # (..., hs)
         y = at_least_fp32(x)
         if torch.is_grad_enabled():
             return (DivideByRMS.apply(y, self.eps) * self.gain).to(x.dtype)  # (..., hs)
@@ -196,15 +197,15 @@ class LpNorm(QKNorm):
         return 1 + F.softplus(self.raw_p)[:, None, None] if self.fixed_p is None else self.fixed_p
 
     def scale(self, x: Tensor) -> Tensor:
-        if self.fixed_p is not None and qk_norm_cpu.serves(x, self.fixed_p) and not torch.is_grad_enabled():
-            return qk_norm_cpu.lp_scale(x, self.fixed_p)
+        if self.fixed_p is not None and cpu_kernels.serves_norm(x, self.fixed_p) and not torch.is_grad_enabled():
+            return cpu_kernels.lp_scale(x, self.fixed_p)
         u, largest = unit(at_least_fp32(x))
         return inverse_norm(u, self.p) / largest
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         """x / ||x||_p, (..., hs), times alpha (nh or 1, 1, 1): queries take it with their norm."""
-        if self.fixed_p is not None and qk_norm_cpu.serves(x, self.fixed_p):
-            return qk_norm_cpu.lp(x, self.fixed_p, alpha)
+        if self.fixed_p is not None and cpu_kernels.serves_norm(x, self.fixed_p):
+            return cpu_kernels.lp(x, self.fixed_p, alpha)
         y, p = at_least_fp32(x), self.p
         if isinstance(p, float) and torch.is_grad_enabled():
             y = Normalise.apply(y, p)
@@ -384,20 +385,47 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """Zero each element with probability p and scale the rest by 1 / (1 - p).
 
     On a CPU F.dropout draws its mask serially, a third of a training step. There p is rounded to one of 1/256 ..
-    255/256 (0.2 becomes 0.1992, and the scale follows), and one random 64-bit integer decides for eight elements.
+    255/256 (0.2 becomes 0.1992, and the scale follows), one draw from the generator is the seed of a call's mask, and
+    a random 64-bit integer decides for eight elements. The compiled kernels make the same masks.
     """
     if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
-    return ApplyMask.apply(x, *dropout_mask(x, p))
+    keep = random_bytes(draw_seed(x), (x.numel() + 7) // 8)[: x.numel()].view(x.shape)
+    return ApplyMask.apply(x, *dropout_mask(keep, out_of_256(p), x.dtype))
 
 
-def dropout_mask(x: Tensor, p: float) -> tuple[Tensor, float]:
-    """What to keep of x, ones and zeros in x's type and shape, and the scale of what is kept."""
-    dropped = min(max(round(256 * p), 1), 255)
-    words = torch.empty((x.numel() + 7) // 8, dtype=torch.int64)
-    words.random_(torch.iinfo(torch.int64).min, None)  # all 64 bits
-    drawn = words.view(torch.uint8)[: x.numel()].view(x.shape)
-    return torch.ge(drawn, dropped, out=x.new_empty(x.shape)), 256 / (256 - dropped)
+def residual(x: Tensor, y: Tensor, p: float) -> Tensor:
+    """x + dropout(y, p)."""
+    if x.dtype == torch.float32 and cpu_kernels.serves_block(x, y):
+        return cpu_kernels.residual(x, y, out_of_256(p), draw_seed(y) if p else 0)
+    return x + dropout(y, p)
+
+
+def out_of_256(p: float) -> int:
+    """How many of the values of a byte drop an element."""
+    return min(max(round(256 * p), 1), 255) if p else 0
+
+
+def draw_seed(x: Tensor) -> int:
+    """64 bits of the CPU's generator, for a mask of x; of a tensor that is not real, as in an estimate, none."""
+    if isinstance(x, FakeTensor):
+        return 0
+    return int(torch.empty((), dtype=torch.int64).random_(torch.iinfo(torch.int64).min, None))
+
+
+def random_bytes(seed: int, words: int, first: Tensor | None = None) -> Tensor:
+    """Bytes of the words first .. first + words - 1, first (...) or 0, of SplitMix64 (Steele et al. 2014) from `seed`:
+    (..., 8 words). Integers wrap around, and what a shift to the right brings in on the left is masked away."""
+    z = torch.arange(1, words + 1)
+    z = (z if first is None else z + first[..., None]) * (0x9E3779B97F4A7C15 - 2**64) + seed
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
+    return (z ^ (z >> 31 & 2**33 - 1)).view(torch.uint8)
+
+
+def dropout_mask(drawn: Tensor, dropped: int, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """What random bytes keep, ones and zeros in `dtype`, and the scale of what is kept."""
+    return torch.ge(drawn, dropped, out=drawn.new_empty(drawn.shape, dtype=dtype)), 256 / (256 - dropped)
 
 
 def apply_mask(x: Tensor, keep: Tensor | None, scale: float) -> Tensor:
@@ -430,6 +458,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
         with torch.autocast(q.device.type, enabled=False):
             return causal_attention(q.to(k.dtype), k, v, scale, p_dropout).to(q.dtype)
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
+    if T == S and cpu_kernels.serves_attention(q, k, v):
+        return cpu_kernels.attention(q, k, v, scale, out_of_256(p_dropout), draw_seed(q) if p_dropout else 0)
     on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= CPUAttention.POSITIONS)):
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
@@ -445,8 +475,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
 
 
 class CPUAttention(torch.autograd.Function):
-    """Causal attention for training on a CPU, where SDPA's derivative in bf16 is several times slower, and where with
-    dropout SDPA draws T x T masks serially.
+    """Causal attention for training on a CPU as PyTorch's operations, where no kernel serves: SDPA's derivative in bf16
+    is several times slower, and with dropout it draws T x T masks serially.
 
     q (B, nh, T, dk), k (B, nh, T, dk), v (B, nh, T, dv) -> (B, nh, T, dv). Some queries at a time meet the keys up to
     the last of them, so that little more than half of T x T is made. Logits are in fp32 at least. The probabilities are
@@ -462,7 +492,8 @@ class CPUAttention(torch.autograd.Function):
         q, k, v = (x.to(v.dtype).flatten(0, 1).contiguous() for x in (q, k, v))  # (B nh, T, dk or dv)
         y = torch.empty_like(v)
         parts: list[Tensor | None] = []
-        keep, ctx.kept = None, 1.0
+        keep, ctx.kept, dropped, seed = None, 1.0, out_of_256(p), draw_seed(q) if p else 0
+        row = (q.size(1) + 63) // 64 * 8  # words of random bytes of a query
         with torch.autocast("cpu", enabled=False), fp32_products_of(v.dtype):
             for i in range(0, q.size(1), CPUAttention.QUERIES):
                 end = min(i + CPUAttention.QUERIES, q.size(1))
@@ -472,7 +503,9 @@ class CPUAttention(torch.autograd.Function):
                 logits[..., i:] += causal_bias(end - i, logits.dtype)
                 att = logits.softmax(-1).to(v.dtype)
                 if p > 0:
-                    keep, ctx.kept = dropout_mask(att, p)
+                    queries = torch.arange(len(q))[:, None] * q.size(1) + torch.arange(i, end)  # (B nh, rows)
+                    drawn = random_bytes(seed, (end + 7) // 8, queries * row)[..., :end]
+                    keep, ctx.kept = dropout_mask(drawn, dropped, att.dtype)
                 torch.bmm(apply_mask(att, keep, ctx.kept), v[:, :end], out=y[:, i:end])
                 parts += [att, keep]
         ctx.save_for_backward(q, k, v, *parts)
@@ -615,20 +648,20 @@ class GroupedQueryAttention(Observed):
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None = None, pos: int = 0) -> Tensor:
         B, T, _ = x.shape
         heads = (self.n_head, self.n_kv_head, self.n_kv_head)
-        qkv = self.c_attn(x).view(B, T, sum(heads), self.head_dim).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
-        q, k, v = qkv.split(heads, 1)
+        qkv = self.c_attn(x).view(B, T, sum(heads), self.head_dim)
+        q, k, v = (part.transpose(1, 2) for part in qkv.split(heads, 2))  # (B, nh, T, hs), (B, nkv, T, hs) twice
         q, k = self.q_norm(q, *self.logit_scale()), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope, pos), rotate(k, rope, pos)
         if cache is not None:
             cache.k[:, :, pos : pos + T] = k
             cache.v[:, :, pos : pos + T] = v
-            k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nkv, S, hs)
+            if pos > 0:
+                k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nkv, S, hs)
         if cache is None:
             self.observe(q, k, self.logit_scale.left)
         y = self.attend(q, k, v, self.logit_scale.left)  # (B, nh, T, hs)
-        y = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
-        return dropout(y, self.p_dropout) if self.training else y
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
     @torch.no_grad()
     def scale_logits(self, gamma: Tensor, balance: float) -> None:
@@ -718,8 +751,8 @@ class LatentNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
-        if qk_norm_cpu.serves(x):
-            return qk_norm_cpu.rms(x, self.weight, self.eps)
+        if cpu_kernels.serves_norm(x):
+            return cpu_kernels.rms(x, self.weight, self.eps)
         weight = at_least_fp32(self.weight)
         return F.rms_norm(at_least_fp32(x), self.normalized_shape, weight, self.eps).to(x.dtype)
 
@@ -768,8 +801,7 @@ class MultiHeadLatentAttention(Observed):
             if cache is not None:
                 self.extend(cache, latent, self.contents(latent), k_rope, rope, pos)
             y = self.explicit(q_nope, q_rope, latent, k_rope, rope)
-        y = self.c_proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
-        return dropout(y, self.p_dropout) if self.training else y
+        return self.c_proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
 
     def inputs(self, x: Tensor, rope: Rope, pos: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Finished queries (B, nh, T, dn) and (B, nh, T, dr), latents (B, T, kr), and RoPE keys (B, 1, T, dr): not
@@ -841,8 +873,8 @@ class MultiHeadLatentAttention(Observed):
     def fold(self, q: Tensor, latent: Tensor) -> tuple[Tensor, Tensor | None]:
         """Content queries (B, nh, T, dn) times W_uk -> (B, nh, T, kr), and contents(latent)."""
         w_uk = self.up()[0].to(q.dtype)
-        if q.size(0) * q.size(2) == 1 and qk_norm_cpu.serves(latent) and not torch.is_grad_enabled():
-            return qk_norm_cpu.fold(w_uk, q, latent, self.normed)
+        if q.size(0) * q.size(2) == 1 and cpu_kernels.serves_norm(latent) and not torch.is_grad_enabled():
+            return cpu_kernels.fold(w_uk, q, latent, self.normed)
         return each_head(q, w_uk), self.contents(latent)
 
     def extend(
@@ -963,8 +995,36 @@ ATTENTIONS: dict[str, Callable[[TrainConfig], Observed]] = {
 
 def new_norm(n: int, config: ModelConfig) -> nn.Module:
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(n, config.norm_eps)
-    return nn.LayerNorm(n, config.norm_eps, bias=config.bias)
+        return BlockRMSNorm(n, config.norm_eps)
+    return BlockLayerNorm(n, config.norm_eps, bias=config.bias)
+
+
+class BlockLayerNorm(nn.LayerNorm):
+    """PyTorch's, of the residual stream (B, T, C), in fp32; on a CPU in one pass, in the type of the next product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 and cpu_kernels.serves_block(x):
+            return cpu_kernels.layer_norm(x, self.weight, self.bias, self.eps, True, type_of_products(x))
+        return super().forward(x)
+
+
+class BlockRMSNorm(nn.RMSNorm):
+    """As BlockLayerNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 and self.eps is not None and cpu_kernels.serves_block(x):
+            return cpu_kernels.layer_norm(x, self.weight, None, self.eps, False, type_of_products(x))
+        return super().forward(x)
+
+
+def type_of_products(x: Tensor) -> torch.dtype:
+    """What autocast makes of the operands of a matrix product with x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def gelu(x: Tensor) -> Tensor:
+    return cpu_kernels.gelu(x) if x.dtype == torch.bfloat16 and cpu_kernels.serves_block(x) else F.gelu(x)
 
 
 class MLP(nn.Module):
@@ -973,7 +1033,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
-        self.p_dropout, self.swiglu = config.dropout, config.mlp == "swiglu"
+        self.swiglu = config.mlp == "swiglu"
         self.c_fc = FusedLinear(config.n_embd, [hidden] * (2 if self.swiglu else 1), bias=config.bias)  # gate, up
         self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
 
@@ -983,9 +1043,8 @@ class MLP(nn.Module):
             gate, up = x.chunk(2, -1)
             x = F.silu(gate) * up
         else:
-            x = F.gelu(x)
-        x = self.c_proj(x)
-        return dropout(x, self.p_dropout) if self.training else x
+            x = gelu(x)
+        return self.c_proj(x)
 
 
 class Block(nn.Module):
@@ -995,10 +1054,12 @@ class Block(nn.Module):
         self.attn = ATTENTIONS[config.attention.name](config)
         self.ln_2 = new_norm(config.model.n_embd, config.model)
         self.mlp = MLP(config.model)
+        self.p_dropout = config.model.dropout
 
     def forward(self, x: Tensor, rope: Rope | None, cache: Cache | None = None, pos: int = 0) -> Tensor:
-        x = x + self.attn(self.ln_1(x), rope, cache, pos)
-        return x + self.mlp(self.ln_2(x))
+        p = self.p_dropout if self.training else 0.0
+        x = residual(x, self.attn(self.ln_1(x), rope, cache, pos), p)
+        return residual(x, self.mlp(self.ln_2(x)), p)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -1011,8 +1072,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, gradients: bool) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        device, dtype = x.device.type, type_of_products(x)
         kept = targets >= 0
         total = at_least_fp32(x.new_zeros(()))
         x, w = x.to(dtype), weight.to(dtype)

@@ -13,7 +13,7 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 
-from model import qk_norm_cpu
+from model import cpu_kernels
 from training.config import (
     LayerNormQKNormConfig,
     LpQKNormConfig,
@@ -54,10 +54,10 @@ def qk_norm(request: pytest.FixtureRequest) -> QKNormConfig:
 @pytest.fixture(scope="module", params=["compiled", "operations"])
 def each_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
     """The norms of fp32 and bf16 on a CPU: compiled, as where there is a compiler, and as PyTorch's operations."""
-    assert qk_norm_cpu.library() is not None, "a C++ compiler is needed"
+    assert cpu_kernels.library() is not None, "a C++ compiler is needed"
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "operations":
-            patch.setattr(qk_norm_cpu, "library", lambda: None)
+            patch.setattr(cpu_kernels, "library", lambda: None)
         yield
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import model.gpt as gpt_module
+from model import cpu_kernels
 from model.gpt import (
     GPT,
     QK_NORMS,
@@ -412,8 +413,8 @@ def test_attention_and_its_gradient_against_the_definition(
     torch.manual_seed(0)
     masks = []
 
-    def drawn(x: Tensor, p: float) -> tuple[Tensor, float]:
-        masks.append(dropout_mask(x, p))
+    def drawn(*args: Any) -> tuple[Tensor, float]:
+        masks.append(dropout_mask(*args))
         return masks[-1]
 
     monkeypatch.setattr("model.gpt.dropout_mask", drawn)
@@ -450,6 +451,7 @@ def test_bf16_queries_meet_keys_of_an_fp32_cache_in_fp32(T: int, S: int) -> None
 
 
 @pytest.mark.parametrize(("T", "spread"), [(64, 1.0), (256, 4.0), (300, 10.0)])
+@pytest.mark.usefixtures("each_implementation")
 def test_attention_that_trains_in_bf16_is_as_exact_as_sdpa(T: int, spread: float) -> None:
     """Output and gradients against float64; logits of up to 50 must not be rounded to bf16, where steps are 0.25."""
     g = torch.Generator().manual_seed(0)
@@ -485,6 +487,7 @@ def test_only_the_logits_of_attention_in_bf16_may_be_multiplied_in_bf16(monkeypa
         return bias(T, dtype)
 
     monkeypatch.setattr(gpt_module, "causal_bias", spied)
+    monkeypatch.setattr(cpu_kernels, "library", lambda: None)
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     setting, product = mkldnn.matmul.fp32_precision, x @ x
     for dtype in (torch.float32, torch.bfloat16):
@@ -497,9 +500,11 @@ def test_only_the_logits_of_attention_in_bf16_may_be_multiplied_in_bf16(monkeypa
     assert torch.equal(x @ x, product)
 
 
-def test_attention_with_dropout_has_the_mean_of_attention_without() -> None:
+@pytest.mark.usefixtures("each_implementation")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_attention_with_dropout_has_the_mean_of_attention_without(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 8, 16, generator=g)
+    q, k, v = torch.randn(3, 1, 2, 8, 16, generator=g).to(dtype)
     exact = causal_attention(q, k, v, 0.25)
     torch.manual_seed(0)
     mean = torch.stack([causal_attention(q, k, v, 0.25, p_dropout=0.2) for _ in range(4000)]).mean(0)

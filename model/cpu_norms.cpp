@@ -3,20 +3,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 
-// MAX_CHANNELS and CHUNKS are qk_norm_cpu.py's. The vectors are cut into CHUNKS for any number of threads: each has its
+#include "cpu_kernels.h"
+
+// MAX_CHANNELS and CHUNKS are cpu_kernels.py's. The vectors are cut into CHUNKS for any number of threads: each has its
 // own sum for the derivative of a factor.
 constexpr int64_t GROUP = 16;       // vectors, or fewer,
 constexpr int64_t ROOM = 4096;      // so that with all their channels they stay in the first cache: they go through each
                                     // step together, so that none waits for its own sums and roots
 constexpr int64_t SERIAL = 1 << 14; // channels in all that one thread is done with sooner than two
 constexpr float TINY = 1e-30f;      // LpNorm.TINY
-
-struct bf16 {
-  uint16_t bits;
-};
 
 // Vectors of n channels, side by side in memory; (i, j, k) is i * stride[0] + j * stride[1] + k * stride[2] from data.
 struct Vectors {
@@ -43,21 +39,6 @@ struct Fold {
   void *q_latent;             // (heads, rank): q w
   float *k;                   // (heads, n): w latent; or null
 };
-
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
-
-inline void store(float *to, float x) { *to = x; }
-inline void store(bf16 *to, float x) { // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  to->bits = uint16_t(x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 // sgn(u) |u|^(p-1)
 template <int TWICE_P> inline float direction(float u) {
@@ -97,10 +78,13 @@ template <class T> struct Group {
     for (int64_t e = 16 * whole; e < 16 * blocks; e++) to[e] = e < n ? to_float(from[e]) : 0;
   }
   template <class F> void write(T *to, F value) {
-    int64_t whole = n / 16;
+    float part[64];
+    for (int64_t start = 0; start < n; start += 64) {
+      int64_t count = std::min<int64_t>(64, n - start);
 #pragma omp simd
-    for (int64_t e = 0; e < 16 * whole; e++) store(to + e, value(e));
-    for (int64_t e = 16 * whole; e < n; e++) store(to + e, value(e));
+      for (int64_t e = 0; e < count; e++) part[e] = value(start + e);
+      store(to + start, part, count);
+    }
   }
 };
 
@@ -271,7 +255,7 @@ template <class T> void fold_heads(const Fold &f) {
       }
       if (f.k) f.k[h * f.n + d] = along;
     }
-    for (int64_t e = 0; e < f.rank; e++) store(q_latent + h * f.rank + e, sum[e]);
+    store(q_latent + h * f.rank, sum, f.rank);
   }
 }
 
