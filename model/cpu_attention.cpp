@@ -1,10 +1,11 @@
-// Causal attention on a CPU with AVX-512 bf16, forwards and backwards, without a T x T matrix (FlashAttention-2, Dao 2023):
-// 64 queries at a time meet the keys up to the last of them. Logits, softmax and all sums are fp32; the probabilities,
-// and the derivatives of the logits, are rounded to bf16 as operands. A head of the keys is one thread's.
+// Causal attention on a CPU with AVX-512 bf16, forwards and backwards. No T x T matrix is kept: 64 queries at a time meet
+// the keys up to the last of them, and backwards their probabilities are made anew from the largest logit and the sum of
+// exponentials of each query (as in FlashAttention, Dao et al. 2022). Logits, softmax and all sums are fp32; the probabilities, and the derivatives
+// of the logits, are rounded to bf16 as operands. A query head of a sequence is one thread's.
 
 #include "cpu_kernels.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -12,6 +13,7 @@
 
 constexpr int64_t ROWS = 64;  // queries at a time
 constexpr int64_t PANEL = 64; // columns of a right operand that lie together
+constexpr int64_t DEPTH = 512; // of a product at a time, so that a panel stays in a cache
 
 // (batch, head, position, channel) from data, in elements; channels side by side
 struct Heads {
@@ -24,9 +26,9 @@ struct Attention {
   int64_t batch, heads, group, length, dk, dv; // group: query heads of a key head. dk, dv: multiples of 16
   int64_t dropped, seed, threads;
   Heads q, k, v, y;                   // y: forwards
-  Heads grad, grad_q, grad_k, grad_v; // backwards
-  float *lse;                         // (batch, heads, length): log sum exp of a query's logits
-  double scale;
+  Heads grad, grad_q, grad_k, grad_v; // backwards: of y, q, and of k and v as each query head has them
+  float *largest, *log_sum; // (batch, heads, length): of a query's products with keys; and of exp(scale (product - largest))
+  double scale;             // > 0
 };
 
 // c (4, 16 N) = or += a b, of bf16 in pairs along the sum: a[m * am + k * ak] and b[k * PANEL + n]
@@ -47,16 +49,19 @@ void tile(const uint32_t *a, int64_t am, int64_t ak, const uint32_t *b, float *c
     for (int n = 0; n < N; n++) _mm512_storeu_ps(c + m * ldc + 16 * n, sum[m][n]);
 }
 
-// b as transposed() or paired() lay it out, `height` words from panel to panel; of its words a column `depth` are taken.
-// Rows come in fours, columns in sixteens.
+// b as transposed() or paired() lay it out, in panels of `height` rows of PANEL words, of which `depth` are taken. Rows
+// come in fours, columns in sixteens.
 void product(const void *a, int64_t am, int64_t ak, const uint32_t *b, int64_t height, float *c, int64_t ldc,
              int64_t rows, int64_t columns, int64_t depth, bool add = false) {
   constexpr decltype(&tile<1>) tiles[] = {tile<1>, tile<2>, tile<3>, tile<4>};
   const uint32_t *words = static_cast<const uint32_t *>(a);
-  for (int64_t n = 0; n < columns; n += PANEL)
-    for (int64_t m = 0; m < rows; m += 4)
-      tiles[std::min<int64_t>((columns - n) / 16, 4) - 1](words + m * am, am, ak, b + n * height, c + m * ldc + n, ldc,
-                                                          depth, add);
+  for (int64_t k = 0; k < depth; k += DEPTH)
+    for (int64_t n = 0; n < columns; n += PANEL) {
+      auto work = tiles[std::min<int64_t>((columns - n) / 16, 4) - 1];
+      for (int64_t m = 0; m < rows; m += 4)
+        work(words + m * am + k * ak, am, ak, b + n * height + k * PANEL, c + m * ldc + n, ldc,
+             std::min(DEPTH, depth - k), add || k);
+    }
 }
 
 inline void transpose(__m512i (&x)[16]) { // 16 x 16 words, quarters of squares of 2, 4, 8, 16
@@ -118,7 +123,8 @@ void write_rows(const float *x, int64_t rows, int64_t n, const float *factor, fl
     }
 }
 
-inline __m512 exponential(__m512 x) { // to 2 ulp
+inline __m512 exponential(__m512 x) { // of x <= 88, to 2 ulp; of less than -104 it is 0
+  x = _mm512_max_ps(_mm512_set1_ps(-104.f), x); // in this order nan stays
   __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x), y = _mm512_set1_ps(1.9875691500e-4f);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -198,17 +204,17 @@ void forward(const Attention &a, int64_t b, int64_t h) {
       Row row{a, std::min(i + r + 1, T), (first + i + r) * P};
       __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
       for (int64_t j = 0; j < row.seen; j += 16)
-        most = _mm512_mask_max_ps(most, row.visible(j), most, _mm512_mul_ps(_mm512_loadu_ps(s + r * P + j), scale));
+        most = _mm512_mask_max_ps(most, row.visible(j), most, _mm512_loadu_ps(s + r * P + j));
       float largest = _mm512_reduce_max_ps(most);
       for (int64_t j = 0; j < end; j += 16) {
-        __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(s + r * P + j), scale, _mm512_set1_ps(largest));
+        __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(s + r * P + j), _mm512_set1_ps(largest)), scale);
         x = _mm512_maskz_mov_ps(row.visible(j), exponential(x));
         sum = _mm512_add_ps(sum, x);
         put(p + r * P + j, rounded(_mm512_maskz_mov_ps(row.keep(j), x)));
       }
       float total = _mm512_reduce_add_ps(sum);
       factor[r] = 256.f / (256 - a.dropped) / total;
-      if (r < rows) a.lse[first + i + r] = largest + std::log(total);
+      if (r < rows) a.largest[first + i + r] = largest, a.log_sum[first + i + r] = std::log(total);
     }
     product(p, P / 2, 1, values, P / 2, y, dv, fours, dv, end / 2);
     write_rows(y, rows, dv, factor, 1, a.y.at(b, h, i), a.y.position);
@@ -217,8 +223,9 @@ void forward(const Attention &a, int64_t b, int64_t h) {
 
 // With p the probabilities and m what dropout multiplies them with: dv = (p m)^T dy, dp = (dy v^T) m,
 // ds = p (dp - sum p dp), dq = scale ds k, dk = scale ds^T q
-void backward(const Attention &a, int64_t b, int64_t kv) {
+void backward(const Attention &a, int64_t b, int64_t h) {
   int64_t T = a.length, P = up_to(PANEL, T), dk = a.dk, dv = a.dv, wide_k = up_to(PANEL, dk), wide_v = up_to(PANEL, dv);
+  int64_t kv = h / a.group, first = (b * a.heads + h) * T;
   const __m512 scale = _mm512_set1_ps(a.scale), kept = _mm512_set1_ps(256.f / (256 - a.dropped));
   uint32_t *k_transposed, *k_paired, *v_transposed, *q_paired, *grad_paired, *pm_words, *ds_words;
   uint16_t *queries, *grads, *ds;
@@ -234,59 +241,58 @@ void backward(const Attention &a, int64_t b, int64_t kv) {
   paired(a.k.at(b, kv), a.k.position, T, dk, k_paired, P / 2);
   transposed(a.v.at(b, kv), a.v.position, T, dv, v_transposed);
   std::memset(grad_k, 0, 4 * P * dk), std::memset(grad_v, 0, 4 * P * dv);
-  for (int64_t h = kv * a.group; h < (kv + 1) * a.group; h++)
-    for (int64_t i = 0; i < T; i += ROWS) {
-      int64_t rows = std::min(ROWS, T - i), fours = up_to(4, rows), end = up_to(16, i + rows);
-      copy_rows(a.q.at(b, h, i), a.q.position, rows, dk, queries);
-      copy_rows(a.grad.at(b, h, i), a.grad.position, rows, dv, grads);
-      paired(a.q.at(b, h, i), a.q.position, rows, dk, q_paired, ROWS / 2);
-      paired(a.grad.at(b, h, i), a.grad.position, rows, dv, grad_paired, ROWS / 2);
-      product(queries, dk / 2, 1, k_transposed, dk / 2, p, P, fours, end, dk / 2);
-      product(grads, dv / 2, 1, v_transposed, dv / 2, dp, P, fours, end, dv / 2);
-      for (int64_t r = 0; r < fours; r += 2) {
-        float along[2];
-        for (int64_t one : {0, 1}) {
-          int64_t t = i + r + one, at = (b * a.heads + h) * T + t;
-          float *p_row = p + (r + one) * P, *dp_row = dp + (r + one) * P;
-          Row row{a, t < T ? t + 1 : 0, at * P};
-          __m512 lse = _mm512_set1_ps(t < T ? a.lse[at] : 0), sum = _mm512_setzero_ps();
-          for (int64_t j = 0; j < end; j += 16) {
-            __m512 x = exponential(_mm512_fmsub_ps(_mm512_loadu_ps(p_row + j), scale, lse));
-            __mmask16 keep = row.keep(j);
-            __m512 dx = _mm512_maskz_mul_ps(keep, _mm512_loadu_ps(dp_row + j), kept);
-            x = _mm512_maskz_mov_ps(row.visible(j), x);
-            sum = _mm512_fmadd_ps(x, dx, sum);
-            _mm512_storeu_ps(p_row + j, x), _mm512_storeu_ps(dp_row + j, dx);
-            __m256i half = rounded(_mm512_maskz_mul_ps(keep, x, kept));
-            __m512i *words = reinterpret_cast<__m512i *>(pm_words + r / 2 * P + j);
-            _mm512_storeu_si512(words, row_pair(one ? _mm512_cvtepi32_epi16(_mm512_loadu_si512(words)) : half, half));
-          }
-          along[one] = _mm512_reduce_add_ps(sum);
-        }
+  for (int64_t i = 0; i < T; i += ROWS) {
+    int64_t rows = std::min(ROWS, T - i), fours = up_to(4, rows), end = up_to(16, i + rows);
+    copy_rows(a.q.at(b, h, i), a.q.position, rows, dk, queries);
+    copy_rows(a.grad.at(b, h, i), a.grad.position, rows, dv, grads);
+    paired(a.q.at(b, h, i), a.q.position, rows, dk, q_paired, ROWS / 2);
+    paired(a.grad.at(b, h, i), a.grad.position, rows, dv, grad_paired, ROWS / 2);
+    product(queries, dk / 2, 1, k_transposed, dk / 2, p, P, fours, end, dk / 2);
+    product(grads, dv / 2, 1, v_transposed, dv / 2, dp, P, fours, end, dv / 2);
+    for (int64_t r = 0; r < fours; r += 2) {
+      float along[2];
+      for (int64_t one : {0, 1}) {
+        int64_t t = i + r + one, at = first + t;
+        float *p_row = p + (r + one) * P, *dp_row = dp + (r + one) * P;
+        Row row{a, t < T ? t + 1 : 0, at * P};
+        __m512 largest = _mm512_set1_ps(t < T ? a.largest[at] : 0), sum = _mm512_setzero_ps();
+        __m512 log_sum = _mm512_set1_ps(t < T ? a.log_sum[at] : 0);
         for (int64_t j = 0; j < end; j += 16) {
-          __m256i half[2];
-          for (int64_t one : {0, 1}) {
-            __m512 dx = _mm512_sub_ps(_mm512_loadu_ps(dp + (r + one) * P + j), _mm512_set1_ps(along[one]));
-            half[one] = rounded(_mm512_mul_ps(_mm512_loadu_ps(p + (r + one) * P + j), dx));
-            put(ds + (r + one) * P + j, half[one]);
-          }
-          _mm512_storeu_si512(ds_words + r / 2 * P + j, row_pair(half[0], half[1]));
+          __m512 x = _mm512_fmsub_ps(_mm512_sub_ps(_mm512_loadu_ps(p_row + j), largest), scale, log_sum);
+          __mmask16 keep = row.keep(j);
+          __m512 dx = _mm512_maskz_mul_ps(keep, _mm512_loadu_ps(dp_row + j), kept);
+          x = _mm512_maskz_mov_ps(row.visible(j), exponential(x));
+          sum = _mm512_fmadd_ps(x, dx, sum);
+          _mm512_storeu_ps(p_row + j, x), _mm512_storeu_ps(dp_row + j, dx);
+          __m256i half = rounded(_mm512_maskz_mul_ps(keep, x, kept));
+          __m512i *words = reinterpret_cast<__m512i *>(pm_words + r / 2 * P + j);
+          _mm512_storeu_si512(words, row_pair(one ? _mm512_cvtepi32_epi16(_mm512_loadu_si512(words)) : half, half));
         }
+        along[one] = _mm512_reduce_add_ps(sum);
       }
-      product(ds, P / 2, 1, k_paired, P / 2, grad_q, dk, fours, dk, end / 2);
-      write_rows(grad_q, rows, dk, nullptr, a.scale, a.grad_q.at(b, h, i), a.grad_q.position);
-      product(ds_words, 1, P, q_paired, ROWS / 2, grad_k, dk, end, dk, fours / 2, true);
-      product(pm_words, 1, P, grad_paired, ROWS / 2, grad_v, dv, end, dv, fours / 2, true);
+      for (int64_t j = 0; j < end; j += 16) {
+        __m256i half[2];
+        for (int64_t one : {0, 1}) {
+          __m512 dx = _mm512_sub_ps(_mm512_loadu_ps(dp + (r + one) * P + j), _mm512_set1_ps(along[one]));
+          half[one] = rounded(_mm512_mul_ps(_mm512_loadu_ps(p + (r + one) * P + j), dx));
+          put(ds + (r + one) * P + j, half[one]);
+        }
+        _mm512_storeu_si512(ds_words + r / 2 * P + j, row_pair(half[0], half[1]));
+      }
     }
-  write_rows(grad_k, T, dk, nullptr, a.scale, a.grad_k.at(b, kv), a.grad_k.position);
-  write_rows(grad_v, T, dv, nullptr, 1, a.grad_v.at(b, kv), a.grad_v.position);
+    product(ds, P / 2, 1, k_paired, P / 2, grad_q, dk, fours, dk, end / 2);
+    write_rows(grad_q, rows, dk, nullptr, a.scale, a.grad_q.at(b, h, i), a.grad_q.position);
+    product(ds_words, 1, P, q_paired, ROWS / 2, grad_k, dk, end, dk, fours / 2, true);
+    product(pm_words, 1, P, grad_paired, ROWS / 2, grad_v, dv, end, dv, fours / 2, true);
+  }
+  write_rows(grad_k, T, dk, nullptr, a.scale, a.grad_k.at(b, h), a.grad_k.position);
+  write_rows(grad_v, T, dv, nullptr, 1, a.grad_v.at(b, h), a.grad_v.position);
 }
 
 extern "C" void attention(const Attention *a) {
-  int64_t heads = a->grad.data ? a->heads / a->group : a->heads;
 #pragma omp parallel for schedule(dynamic) num_threads(a->threads)
-  for (int64_t task = 0; task < a->batch * heads; task++)
-    (a->grad.data ? backward : forward)(*a, task / heads, task % heads);
+  for (int64_t task = 0; task < a->batch * a->heads; task++)
+    (a->grad.data ? backward : forward)(*a, task / a->heads, task % a->heads);
 }
 extern "C" int64_t has_attention() { return 1; }
 #else

@@ -42,10 +42,9 @@ inline float gelu_derivative(float x) {
 }
 
 template <class F> void each_row(const BlockNorm &c, F work) { // in CHUNKS for any number of threads
-  int64_t of_chunk = (c.rows + CHUNKS - 1) / CHUNKS;
 #pragma omp parallel for schedule(static) num_threads(c.threads)
   for (int64_t chunk = 0; chunk < CHUNKS; chunk++)
-    for (int64_t r = chunk * of_chunk; r < std::min(c.rows, (chunk + 1) * of_chunk); r++) work(chunk, r, c.x + r * c.n);
+    for (int64_t r = chunk * c.rows / CHUNKS; r < (chunk + 1) * c.rows / CHUNKS; r++) work(chunk, r, c.x + r * c.n);
 }
 
 inline void moments(const BlockNorm &c, const float *x, float &mean, float &scale) {
@@ -107,6 +106,7 @@ template <class F> void each_block(const Pointwise &c, F work) {
 // for each element of a block: what dropout multiplies it with
 inline void kept(const Pointwise &c, int64_t block, float (&factor)[BLOCK]) {
   uint8_t bytes[BLOCK];
+  if (!c.dropped) return std::fill(factor, factor + BLOCK, 1.f);
   random_bytes(c.seed, block, bytes);
   float scale = 256.f / (256 - c.dropped);
 #pragma omp simd
@@ -120,8 +120,7 @@ template <class T> void residual_forward(const Pointwise &c) {
   float *out = static_cast<float *>(c.out);
   each_block(c, [&](int64_t block, int64_t start, int64_t end) {
     float factor[BLOCK];
-    if (c.dropped) kept(c, block, factor);
-    else std::fill(factor, factor + BLOCK, 1.f);
+    kept(c, block, factor);
 #pragma omp simd
     for (int64_t e = start; e < end; e++) out[e] = x[e] + to_float(y[e]) * factor[e - start];
   });
@@ -132,8 +131,7 @@ template <class T> void residual_backward(const Pointwise &c) {
   T *grad_y = static_cast<T *>(c.out);
   each_block(c, [&](int64_t block, int64_t start, int64_t end) {
     float factor[BLOCK];
-    if (c.dropped) kept(c, block, factor);
-    else std::fill(factor, factor + BLOCK, 1.f);
+    kept(c, block, factor);
 #pragma omp simd
     for (int64_t e = start; e < end; e++) factor[e - start] *= grad[e];
     store(grad_y + start, factor, end - start);

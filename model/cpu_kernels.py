@@ -35,7 +35,7 @@ FLAGS = [
     f"-DMAX_CHANNELS={MAX_CHANNELS}", f"-DCHUNKS={CHUNKS}",
 ]  # fmt: skip
 # the structs there
-NORM, FOLD, ATTENTION = struct.Struct("=27qd"), struct.Struct("=10q"), struct.Struct("=42qd")
+NORM, FOLD, ATTENTION = struct.Struct("=27qd"), struct.Struct("=10q"), struct.Struct("=43qd")
 BLOCK_NORM, POINTWISE = struct.Struct("=13qd"), struct.Struct("=9q")
 NO_VECTORS = (0, 0, 0, 0)
 
@@ -217,7 +217,8 @@ def fold(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor,
 
 
 def serves_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether queries and keys of the same positions can be multiplied here: bf16 on a CPU that multiplies in it."""
+    """Whether queries and keys of the same positions can be multiplied here, times a scale > 0: bf16 on a CPU that
+    multiplies in it."""
     for x in (q, k, v):
         if x.dtype != torch.bfloat16 or x.size(-1) % 16 or x.stride(-1) != 1:
             return False
@@ -228,26 +229,28 @@ def serves_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: int) -> Tensor:
     """softmax(scale q k^T) v, causal: q (B, nh, T, dk), k (B, nkv, T, dk), v (B, nkv, T, dv) -> (B, nh, T, dv), whose
-    heads lie side by side; differentiable, once. Of 256 probabilities `dropped` are 0, as `seed` says."""
+    heads lie side by side; differentiable, once. What has a random byte below `dropped` becomes 0."""
     return CompiledAttention.apply(q, k, v, scale, dropped, seed)
 
 
 class CompiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: int) -> Tensor:
-        y, lse = heads_beside(q, v.size(-1)), q.new_empty(q.shape[:3], dtype=torch.float32)
+        y, of_softmax = heads_beside(q, v.size(-1)), q.new_empty(2, *q.shape[:3], dtype=torch.float32)
         ctx.settings = scale, dropped, seed
-        fill_attention((q, k, v, y, None, None, None, None), lse, *ctx.settings)
-        ctx.save_for_backward(q, k, v, lse)
+        fill_attention((q, k, v, y, None, None, None, None), of_softmax, *ctx.settings)
+        ctx.save_for_backward(q, k, v, of_softmax)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, lse = ctx.saved_tensors
-        gradients = [heads_beside(x, x.size(-1)) for x in (q, k, v)]
-        fill_attention((q, k, v, None, side_by_side(grad), *gradients), lse, *ctx.settings)
-        return *gradients, None, None, None
+        q, k, v, of_softmax = ctx.saved_tensors
+        grad_q, *of_heads = (heads_beside(q, x.size(-1)) for x in (q, k, v))  # (B, nh, T, dk), dk and dv
+        fill_attention((q, k, v, None, side_by_side(grad), grad_q, *of_heads), of_softmax, *ctx.settings)
+        group = q.size(1) // k.size(1)
+        grad_k, grad_v = (x if group == 1 else x.unflatten(1, (-1, group)).sum(2) for x in of_heads)
+        return grad_q, grad_k, grad_v, None, None, None
 
 
 def heads_beside(x: Tensor, n: int) -> Tensor:
@@ -256,8 +259,9 @@ def heads_beside(x: Tensor, n: int) -> Tensor:
     return x.new_empty(B, T, nh, n).transpose(1, 2)
 
 
-def fill_attention(heads: tuple[Tensor | None, ...], lse: Tensor, scale: float, dropped: int, seed: int) -> None:
-    """From q, k, v fill y and lse; or with lse and y's gradient the gradients of q, k and v: `heads`, in this order."""
+def fill_attention(heads: tuple[Tensor | None, ...], of_softmax: Tensor, scale: float, dropped: int, seed: int) -> None:
+    """From q, k, v fill y and of_softmax (2, B, nh, T); or with that and y's gradient those of q, and of k and v as
+    each query head has them: `heads`, in this order."""
     q, k, v = heads[:3]
     assert q is not None and k is not None and v is not None
     if isinstance(q, FakeTensor):
@@ -266,7 +270,7 @@ def fill_attention(heads: tuple[Tensor | None, ...], lse: Tensor, scale: float, 
     words = [B, nh, nh // k.size(1), T, dk, v.size(-1), dropped, seed, torch.get_num_threads()]
     for x in heads:
         words += NO_VECTORS if x is None else (x.data_ptr(), *x.stride()[:3])
-    library().attention(ATTENTION.pack(*words, lse.data_ptr(), scale))
+    library().attention(ATTENTION.pack(*words, *(x.data_ptr() for x in of_softmax), scale))
 
 
 # -----------------------------------------------------------------------------
@@ -274,8 +278,18 @@ def fill_attention(heads: tuple[Tensor | None, ...], lse: Tensor, scale: float, 
 
 
 def serves_block(*tensors: Tensor) -> bool:
-    """Whether these, dense and of one shape, are worth a call."""
-    return tensors[0].numel() >= SMALL and all(x.is_contiguous() for x in tensors) and plain(*tensors)
+    """Whether these, if dense and of one shape, are worth a call."""
+    shape = tensors[0].shape
+    if not plain(*tensors) or any(x.shape != shape or not x.is_contiguous() for x in tensors):
+        return False
+    return tensors[0].numel() >= SMALL
+
+
+def serves_layer_norm(x: Tensor, parameters: tuple[Tensor | None, ...], dtype: torch.dtype) -> bool:
+    """Whether x (..., n) is normalised here with weight and bias (n,) to `dtype`."""
+    given = [p for p in parameters if p is not None]
+    fit = all(p.shape == x.shape[-1:] and p.is_contiguous() for p in given) and plain(*given)
+    return fit and dtype in DTYPES and {p.dtype for p in (x, *given)} == {torch.float32} and serves_block(x)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> Tensor:
@@ -292,7 +306,7 @@ class BlockNorm(torch.autograd.Function):
         y = torch.empty_like(x, dtype=dtype)
         ctx.save_for_backward(x, weight)
         ctx.settings, ctx.biased = (eps, centred), bias is not None
-        fill_block_norm(y, x, weight, bias, None, (None, None, None), *ctx.settings)
+        fill_block_norm(x, weight, bias, y, None, (None, None, None), *ctx.settings)
         return y
 
     @staticmethod
@@ -301,27 +315,25 @@ class BlockNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x, grad = torch.empty_like(x), grad.contiguous()
         sums = weight.new_zeros(1 + ctx.biased, CHUNKS, weight.numel())
-        fill_block_norm(grad, x, weight, None, grad, (grad_x, sums[0], sums[1] if ctx.biased else None), *ctx.settings)
+        fill_block_norm(x, weight, None, None, grad, (grad_x, sums[0], sums[1] if ctx.biased else None), *ctx.settings)
         grad_weight, *grad_bias = sums.sum(1)
         return grad_x, grad_weight, *(grad_bias or [None]), None, None, None
 
 
 def fill_block_norm(
-    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor | None, grad: Tensor | None,
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None], eps: float, centred: bool,
 ) -> None:  # fmt: skip
     """From x, weight and bias fill y; or with y's gradient those of x, weight and bias, the last two a row a chunk."""
-    if isinstance(x, FakeTensor):
+    given = y if grad is None else grad
+    if given is None or isinstance(x, FakeTensor):
         return
-    n = x.size(-1)
-    tensors = map(pointer, (x, weight, bias, None if grad is not None else y, grad, *gradients))
-    library().block_norm(
-        BLOCK_NORM.pack(x.numel() // n, n, y.itemsize, centred, torch.get_num_threads(), *tensors, eps)
-    )
+    words = x.numel() // x.size(-1), x.size(-1), given.itemsize, centred, torch.get_num_threads()
+    library().block_norm(BLOCK_NORM.pack(*words, *map(pointer, (x, weight, bias, y, grad, *gradients)), eps))
 
 
 def residual(x: Tensor, y: Tensor, dropped: int, seed: int) -> Tensor:
-    """x + dropout(y) of one shape, x fp32, differentiable, once. Of 256 elements of y `dropped` are, as `seed` says."""
+    """x + dropout(y) of one shape, x fp32, differentiable, once. Dropped is what has a random byte below `dropped`."""
     return Residual.apply(x, y, dropped, seed)
 
 

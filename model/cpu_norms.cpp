@@ -93,11 +93,11 @@ template <class T> T *at(const Vectors &v, int64_t i, int64_t j, int64_t k) {
 }
 
 template <class T, class F> void each_group(const Call &c, F work) {
-  int64_t all = c.size[0] * c.size[1] * c.size[2], of_chunk = (all + CHUNKS - 1) / CHUNKS;
+  int64_t all = c.size[0] * c.size[1] * c.size[2];
   if (all == 0) return;
 #pragma omp parallel for schedule(static) if (all * c.n > SERIAL) num_threads(c.threads)
   for (int64_t chunk = 0; chunk < CHUNKS; chunk++) {
-    int64_t r = chunk * of_chunk, end = std::min(all, r + of_chunk);
+    int64_t r = chunk * all / CHUNKS, end = (chunk + 1) * all / CHUNKS;
     int64_t i = r / c.size[2] / c.size[1], j = r / c.size[2] % c.size[1], k = r % c.size[2];
     Group<T> group;
     group.n = c.n, group.blocks = (c.n + 15) / 16, group.chunk = chunk;

@@ -19,6 +19,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -146,6 +147,7 @@ class DivideByRMS(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         y, scale = ctx.saved_tensors
         return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale), None
@@ -262,6 +264,7 @@ class Normalise(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         y, direction, of_y, scale = ctx.saved_tensors
         along = (grad * y).sum(-1, keepdim=True) * of_y
@@ -410,13 +413,13 @@ def draw_seed(x: Tensor) -> int:
     """64 bits of the CPU's generator, for a mask of x; of a tensor that is not real, as in an estimate, none."""
     if isinstance(x, FakeTensor):
         return 0
-    return int(torch.empty((), dtype=torch.int64).random_(torch.iinfo(torch.int64).min, None))
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(torch.iinfo(torch.int64).min, None))
 
 
 def random_bytes(seed: int, words: int, first: Tensor | None = None) -> Tensor:
     """Bytes of the words first .. first + words - 1, first (...) or 0, of SplitMix64 (Steele et al. 2014) from `seed`:
     (..., 8 words). Integers wrap around, and what a shift to the right brings in on the left is masked away."""
-    z = torch.arange(1, words + 1)
+    z = torch.arange(1, words + 1, device="cpu")
     z = (z if first is None else z + first[..., None]) * (0x9E3779B97F4A7C15 - 2**64) + seed
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ (z >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
@@ -458,7 +461,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
         with torch.autocast(q.device.type, enabled=False):
             return causal_attention(q.to(k.dtype), k, v, scale, p_dropout).to(q.dtype)
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
-    if T == S and cpu_kernels.serves_attention(q, k, v):
+    if T == S and scale > 0 and cpu_kernels.serves_attention(q, k, v):
         return cpu_kernels.attention(q, k, v, scale, out_of_256(p_dropout), draw_seed(q) if p_dropout else 0)
     on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= CPUAttention.POSITIONS)):
@@ -503,7 +506,8 @@ class CPUAttention(torch.autograd.Function):
                 logits[..., i:] += causal_bias(end - i, logits.dtype)
                 att = logits.softmax(-1).to(v.dtype)
                 if p > 0:
-                    queries = torch.arange(len(q))[:, None] * q.size(1) + torch.arange(i, end)  # (B nh, rows)
+                    heads, queries = (torch.arange(n, device=q.device) for n in (len(q), q.size(1)))
+                    queries = heads[:, None] * q.size(1) + queries[i:end]  # (B nh, rows)
                     drawn = random_bytes(seed, (end + 7) // 8, queries * row)[..., :end]
                     keep, ctx.kept = dropout_mask(drawn, dropped, att.dtype)
                 torch.bmm(apply_mask(att, keep, ctx.kept), v[:, :end], out=y[:, i:end])
@@ -512,6 +516,7 @@ class CPUAttention(torch.autograd.Function):
         return y.view(*ctx.shape, y.size(-1))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *parts = ctx.saved_tensors
         grad = grad.flatten(0, 1).contiguous()  # (B nh, T, dv)
@@ -1003,8 +1008,9 @@ class BlockLayerNorm(nn.LayerNorm):
     """PyTorch's, of the residual stream (B, T, C), in fp32; on a CPU in one pass, in the type of the next product."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 and cpu_kernels.serves_block(x):
-            return cpu_kernels.layer_norm(x, self.weight, self.bias, self.eps, True, type_of_products(x))
+        dtype = type_of_products(x)
+        if cpu_kernels.serves_layer_norm(x, (self.weight, self.bias), dtype):
+            return cpu_kernels.layer_norm(x, self.weight, self.bias, self.eps, True, dtype)
         return super().forward(x)
 
 
@@ -1012,8 +1018,9 @@ class BlockRMSNorm(nn.RMSNorm):
     """As BlockLayerNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 and self.eps is not None and cpu_kernels.serves_block(x):
-            return cpu_kernels.layer_norm(x, self.weight, None, self.eps, False, type_of_products(x))
+        dtype = type_of_products(x)
+        if self.eps is not None and cpu_kernels.serves_layer_norm(x, (self.weight,), dtype):
+            return cpu_kernels.layer_norm(x, self.weight, None, self.eps, False, dtype)
         return super().forward(x)
 
 
@@ -1092,6 +1099,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return total / n
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         dx, dw, n = ctx.saved_tensors
         return at_least_fp32(dx) * (grad / n), dw * (grad / n), None, None, None

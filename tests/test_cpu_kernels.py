@@ -1,6 +1,7 @@
 """The compiled kernels of a CPU against the operations of model/gpt.py in float64, and what happens without them."""
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -246,7 +247,8 @@ def test_random_bytes_are_those_of_splitmix64() -> None:
 # Attention
 
 needs_bf16 = pytest.mark.skipif(
-    "avx512_bf16" not in cpu_flags(), reason="attention is compiled for AVX-512 bf16; elsewhere the operations serve"
+    "avx512_bf16" not in cpu_flags() or not cpu_kernels.library().has_attention(),
+    reason="attention is compiled for AVX-512 bf16; elsewhere the operations serve",
 )
 SHAPES = {  # B, nh, nkv, T, dk, dv
     "one": (1, 1, 1, 1, 16, 16),
@@ -356,13 +358,34 @@ def test_attention_has_one_result_whatever_is_beside_it_and_however_many_threads
 @needs_bf16
 def test_logits_that_exp_cannot_take_and_numbers_that_are_none() -> None:
     q, k, v = (heads(1, 1, 70, 16, i) for i in range(3))
-    y = cpu_kernels.attention(q * 100, k * 100, v, 10.0, 0, 0)
-    exact = exact_attention((q * 100).double(), (k * 100).double(), v.double(), 10.0)
-    torch.testing.assert_close(y.double(), exact, rtol=2.0**-8, atol=1e-2)
+    for factor in (100.0, 1e7):
+        large = leaves(q * factor, k * factor, v)
+        y = attention(*large, 10.0, 0, 0)
+        expected = exact_attention(large[0].double(), large[1].double(), v.double(), 10.0)
+        torch.testing.assert_close(y.double(), expected, rtol=2.0**-8, atol=1e-2)
+        y.sum().backward()
+        assert all(x.grad.isfinite().all() for x in large)
     q = q.clone()
     q[0, 0, 40, 3] = torch.nan
     y = cpu_kernels.attention(q, k, v, 0.25, 0, 0)
     assert y[0, 0, 40].isnan().all() and y[0, 0, :40].isfinite().all() and y[0, 0, 41:].isfinite().all()
+
+
+@needs_bf16
+@pytest.mark.parametrize("dropped", [0, 1, 255])
+def test_what_a_call_leaves_behind_does_not_show_in_the_next(dropped: int) -> None:
+    """The memory in which a thread works is kept from call to call."""
+    small = [heads(2, 2, 37, 48, i) for i in range(4)]
+    spoilt = [torch.full((2, 2, 500, 96), torch.nan).bfloat16() for _ in range(4)]
+
+    def outcome(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+        inputs = leaves(q, k, v)
+        y = attention(*inputs, 0.3, dropped, 3)
+        return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+
+    before = outcome(*small)
+    assert all(x.isnan().all() for x in outcome(*spoilt))
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(outcome(*small), before, strict=True))
 
 
 @needs_bf16
@@ -443,6 +466,48 @@ def test_gelu_of_every_bf16_number() -> None:
     assert cpu_kernels.gelu(torch.tensor([torch.nan]).bfloat16()).isnan().all()
 
 
+def test_gradients_that_do_not_lie_densely() -> None:
+    x, y = leaves(draw(50, 64), draw(50, 64, seed=1).bfloat16())
+    for grad in (torch.ones(1, 1).expand(50, 64), draw(64, 50).t()):
+        for out in (
+            cpu_kernels.residual(x, y, 51, 0),
+            cpu_kernels.layer_norm(x, torch.ones(64), None, 1e-5, True, torch.float32),
+        ):
+            one, two = (
+                torch.autograd.grad(out, x, g, retain_graph=True)[0]
+                for g in (grad, grad.clone(memory_format=torch.contiguous_format))
+            )
+            assert torch.equal(one, two)
+
+
+def test_what_a_block_is_not_compiled_for_is_left_to_the_operations() -> None:
+    x, weight, bias = draw(300, 64), torch.ones(64), torch.zeros(64)
+    half = torch.bfloat16
+    assert cpu_kernels.serves_layer_norm(x, (weight, bias), half) and cpu_kernels.serves_block(x, x.bfloat16())
+    assert cpu_kernels.serves_layer_norm(x, (weight, None), torch.float32)
+    for parameters in ((weight.bfloat16(),), (weight.double(),), (weight[:63],), (weight, bias[:1]), (bias[None],)):
+        assert not cpu_kernels.serves_layer_norm(x, parameters, half)
+    assert not cpu_kernels.serves_layer_norm(x, (torch.ones(128)[::2],), half)
+    assert not cpu_kernels.serves_layer_norm(x, (weight.to("meta"),), half)
+    assert not cpu_kernels.serves_layer_norm(x, (weight,), torch.float16)
+    assert not cpu_kernels.serves_layer_norm(x.bfloat16(), (weight,), half)
+    assert not cpu_kernels.serves_block(x, x[:1]) and not cpu_kernels.serves_block(x.t())
+    assert not cpu_kernels.serves_block(x.half(), x.half()) and not cpu_kernels.serves_block(x[:2])
+    torch.testing.assert_close(gpt.residual(x, x[:1], 0.0), x + x[:1])
+    norm = gpt.BlockLayerNorm(64)
+    with torch.autocast("cpu", torch.float16):
+        torch.testing.assert_close(norm(x).float(), F.layer_norm(x, (64,)), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dropped", [1, 255])
+def test_extreme_dropout(dropped: int) -> None:
+    x, y = draw(300, 64), 1 + draw(300, 64, seed=1).abs()
+    kept = torch.from_numpy(splitmix(8, 300 * 8).astype(np.int64)).view(300, 64) >= dropped
+    out = cpu_kernels.residual(x, y, dropped, 8)
+    torch.testing.assert_close(out, x + kept * y * 256 / (256 - dropped), rtol=1e-6, atol=1e-6)
+    assert 0 < kept.sum() < kept.numel()
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_block_has_one_result_however_many_threads(threads: int) -> None:
     x, y, grad = draw(300, 128), draw(300, 128, seed=1).bfloat16(), draw(300, 128, seed=2)
@@ -495,6 +560,22 @@ def test_a_model_learns_alike_with_and_without(layout: str, monkeypatch: pytest.
     assert losses[0] == pytest.approx(losses[1], abs=0.01) and losses[0][0] - losses[0][-1] > 0.05
 
 
+def test_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 with dropout: what is made anew has the same masks."""
+    monkeypatch.setattr(cpu_kernels, "SMALL", 0)
+    idx, results = random_tokens(4, 17), []
+    for checkpointing in (False, True):
+        config = config_of("mha", "rms", dropout=0.2, n_embd=64, activation_checkpointing=checkpointing)
+        model = build(config, dtype=torch.float32).train()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(idx[:, :-1], idx[:, 1:])[1]
+        assert loss is not None
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def spy_on(module: Any, name: str, used: set[str]) -> Callable[..., Any]:
     real = getattr(module, name)
 
@@ -524,6 +605,28 @@ def test_no_kernel_has_a_second_derivative(kernel: str) -> None:
 
 # -----------------------------------------------------------------------------
 # The library
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled for an older x86")
+def test_the_kernels_without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for a CPU with AVX2 alone they are the same, but for attention, which the operations serve."""
+    flags = ["-march=x86-64-v3" if flag == "-march=native" else flag for flag in cpu_kernels.FLAGS]
+    monkeypatch.setattr(cpu_kernels, "FLAGS", flags)
+    older = cpu_kernels.library.__wrapped__()
+    assert older is not None and not older.has_attention()
+    monkeypatch.setattr(cpu_kernels, "library", lambda: older)
+    q = heads(1, 2, 8, 16, 0)
+    assert not cpu_kernels.serves_attention(q, q, q)
+    test_gelu_of_every_bf16_number()
+    for dtype in ULP:
+        for n in (1, 100, 384):
+            for norm in ("layernorm", "rmsnorm"):
+                test_norm_of_a_block_and_its_derivative(norm, n, dtype)
+            for p in NORMS:
+                test_norm_derivative_and_scale_are_the_operations(p, "of qkv", n, dtype)
+        with monkeypatch.context() as patch:
+            test_the_residual_sum_is_the_operations(0.2, dtype, patch)
+        test_both_products_of_a_token_with_the_up_projection(3, 5, 7, dtype)
 
 
 LEARNS = """
