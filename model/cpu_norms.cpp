@@ -40,16 +40,52 @@ struct Fold {
   float *k;                   // (heads, n): w latent; or null
 };
 
+// Sixteen channels at a time, in a vector type of GCC's
+using Lanes = float __attribute__((vector_size(64)));
+using Words = int32_t __attribute__((vector_size(64)));
+
+inline Lanes lanes(const float *x) {
+  Lanes y;
+  std::memcpy(&y, x, 64);
+  return y;
+}
+inline Lanes lanes(const bf16 *x) {
+  uint16_t __attribute__((vector_size(32))) half;
+  std::memcpy(&half, x, 32);
+  return (Lanes)(__builtin_convertvector(half, Words) << 16);
+}
+inline void put(float *to, Lanes x) { std::memcpy(to, &x, 64); }
+inline Lanes magnitude(Lanes x) { return (Lanes)((Words)x & 0x7fffffff); }
+inline Lanes square_root(Lanes x) {
+  Lanes y;
+#pragma omp simd
+  for (int e = 0; e < 16; e++) y[e] = std::sqrt(x[e]);
+  return y;
+}
+template <class F> inline float reduce(Lanes x, F two) {
+  x = two(x, __builtin_shuffle(x, Words{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+  x = two(x, __builtin_shuffle(x, Words{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+  x = two(x, __builtin_shuffle(x, Words{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+  x = two(x, __builtin_shuffle(x, Words{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  return x[0];
+}
+inline Lanes larger(Lanes x, Lanes y) { return x > y ? x : y; } // y where x is nan
+inline float sum_of(Lanes x) {
+  return reduce(x, [](Lanes a, Lanes b) { return a + b; });
+}
+
 // sgn(u) |u|^(p-1)
-template <int TWICE_P> inline float direction(float u) {
-  float a = std::fabs(u);
-  if constexpr (TWICE_P == 2) return float(u > 0) - float(u < 0);
-  if constexpr (TWICE_P == 3) return std::copysign(std::sqrt(a), u);
+template <int TWICE_P> inline Lanes direction(Lanes u) {
+  if constexpr (TWICE_P == 2) return __builtin_convertvector((u < 0) - (u > 0), Lanes);
+  if constexpr (TWICE_P == 3) {
+    Words sign = (Words)u & int32_t(0x80000000);
+    return (Lanes)((Words)square_root(magnitude(u)) | sign);
+  }
   if constexpr (TWICE_P == 4) return u;
-  if constexpr (TWICE_P == 5) return u * std::sqrt(a);
-  if constexpr (TWICE_P == 6) return u * a;
-  if constexpr (TWICE_P == 7) return u * a * std::sqrt(a);
-  return u * a * a;
+  if constexpr (TWICE_P == 5) return u * square_root(magnitude(u));
+  if constexpr (TWICE_P == 6) return u * magnitude(u);
+  if constexpr (TWICE_P == 7) return u * magnitude(u) * square_root(magnitude(u));
+  return u * u * u;
 }
 
 // total^(-1/p)
@@ -71,44 +107,49 @@ template <class T> struct Group {
 
   float *u(int64_t g) { return room[0] + g * 16 * blocks; }
   float *v(int64_t g) { return room[1] + g * 16 * blocks; }
-  void read(const T *from, float *to) {
-    int64_t whole = n / 16;
-#pragma omp simd
-    for (int64_t e = 0; e < 16 * whole; e++) to[e] = to_float(from[e]);
-    for (int64_t e = 16 * whole; e < 16 * blocks; e++) to[e] = e < n ? to_float(from[e]) : 0;
+  Lanes block(const T *x, int64_t b) { // zeros behind the last channel
+    if (16 * (b + 1) <= n) return lanes(x + 16 * b);
+    float rest[16] = {};
+    for (int64_t e = 16 * b; e < n; e++) rest[e - 16 * b] = to_float(x[e]);
+    return lanes(rest);
   }
   template <class F> void write(T *to, F value) {
-    float part[64];
-    for (int64_t start = 0; start < n; start += 64) {
-      int64_t count = std::min<int64_t>(64, n - start);
-#pragma omp simd
-      for (int64_t e = 0; e < count; e++) part[e] = value(start + e);
-      store(to + start, part, count);
+    for (int64_t b = 0; b < blocks; b++) {
+      float part[16];
+      put(part, value(b));
+      store(to + 16 * b, part, std::min<int64_t>(16, n - 16 * b));
     }
+  }
+  // one number for each channel, with zeros behind the last
+  void pad(const float *x, float *to) {
+    std::memcpy(to, x, 4 * n);
+    std::memset(to + n, 0, 4 * (16 * blocks - n));
   }
 };
 
-template <class T> T *at(const Vectors &v, int64_t i, int64_t j, int64_t k) {
-  return static_cast<T *>(v.data) + i * v.stride[0] + j * v.stride[1] + k * v.stride[2];
+template <class T> T *vector(const Vectors &v, const int64_t at[3]) {
+  return static_cast<T *>(v.data) + at[0] * v.stride[0] + at[1] * v.stride[1] + at[2] * v.stride[2];
 }
 
 template <class T, class F> void each_group(const Call &c, F work) {
   int64_t all = c.size[0] * c.size[1] * c.size[2];
+  int in = c.x.stride[1] < c.x.stride[2] ? 1 : 2, out = 3 - in; // one after the other as they lie in memory
   if (all == 0) return;
 #pragma omp parallel for schedule(static) if (all * c.n > SERIAL) num_threads(c.threads)
   for (int64_t chunk = 0; chunk < CHUNKS; chunk++) {
     int64_t r = chunk * all / CHUNKS, end = (chunk + 1) * all / CHUNKS;
-    int64_t i = r / c.size[2] / c.size[1], j = r / c.size[2] % c.size[1], k = r % c.size[2];
+    int64_t inner = c.size[in], outer = c.size[out], at[3] = {r / inner / outer, 0, 0}; // i, j, k
+    at[out] = r / inner % outer, at[in] = r % inner;
     Group<T> group;
     group.n = c.n, group.blocks = (c.n + 15) / 16, group.chunk = chunk;
     while (r < end) {
       group.count = std::min({end - r, GROUP, std::max<int64_t>(1, ROOM / c.n)});
       for (int64_t g = 0; g < group.count; g++, r++) {
-        group.x[g] = at<T>(c.x, i, j, k), group.y[g] = at<T>(c.y, i, j, k);
-        group.grad[g] = at<T>(c.grad, i, j, k), group.grad_x[g] = at<T>(c.grad_x, i, j, k);
-        group.scale[g] = c.scale ? c.scale + r : nullptr, group.j[g] = j;
-        if (++k == c.size[2]) k = 0, j++;
-        if (j == c.size[1]) j = 0, i++;
+        group.x[g] = vector<T>(c.x, at), group.y[g] = vector<T>(c.y, at);
+        group.grad[g] = vector<T>(c.grad, at), group.grad_x[g] = vector<T>(c.grad_x, at), group.j[g] = at[1];
+        group.scale[g] = c.scale ? c.scale + (at[0] * c.size[1] + at[1]) * c.size[2] + at[2] : nullptr;
+        if (++at[in] == inner) at[in] = 0, at[out]++;
+        if (at[out] == outer) at[out] = 0, at[0]++;
       }
       work(group);
     }
@@ -118,11 +159,13 @@ template <class T, class F> void each_group(const Call &c, F work) {
 // u = x, s = 1 / sqrt(mean(x^2) + eps)
 template <class T> void rms_of(Group<T> &group, double eps) {
   for (int64_t g = 0; g < group.count; g++) {
-    float *u = group.u(g), total = 0;
-    group.read(group.x[g], u);
-#pragma omp simd reduction(+ : total)
-    for (int64_t e = 0; e < 16 * group.blocks; e++) total += u[e] * u[e];
-    group.total[g] = total;
+    Lanes total = {};
+    for (int64_t b = 0; b < group.blocks; b++) {
+      Lanes x = group.block(group.x[g], b);
+      put(group.u(g) + 16 * b, x);
+      total += x * x;
+    }
+    group.total[g] = sum_of(total);
   }
   for (int64_t g = 0; g < group.count; g++) group.s[g] = 1 / std::sqrt(group.total[g] / group.n + float(eps));
 }
@@ -130,33 +173,36 @@ template <class T> void rms_of(Group<T> &group, double eps) {
 // u = x / max|x|, inverse = 1 / max|x|, total = sum |u|^p, s = 1 / ||u||_p; of a zero vector all are 0
 template <int TWICE_P, class T> void norm_of(Group<T> &group) {
   for (int64_t g = 0; g < group.count; g++) {
-    float *u = group.u(g), largest = 0;
-    group.read(group.x[g], u);
-#pragma omp simd reduction(max : largest)
-    for (int64_t e = 0; e < 16 * group.blocks; e++) largest = std::max(largest, std::fabs(u[e]));
-    group.inverse[g] = largest;
+    Lanes largest = {};
+    for (int64_t b = 0; b < group.blocks; b++) {
+      Lanes x = group.block(group.x[g], b);
+      put(group.u(g) + 16 * b, x);
+      largest = larger(magnitude(x), largest);
+    }
+    group.inverse[g] = reduce(largest, larger);
   }
   for (int64_t g = 0; g < group.count; g++) group.inverse[g] = group.inverse[g] > TINY ? 1 / group.inverse[g] : 0;
   for (int64_t g = 0; g < group.count; g++) {
-    float *u = group.u(g), inverse = group.inverse[g], total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t e = 0; e < 16 * group.blocks; e++) {
-      u[e] *= inverse;
-      total += u[e] * direction<TWICE_P>(u[e]);
+    Lanes total = {};
+    for (int64_t b = 0; b < group.blocks; b++) {
+      Lanes u = lanes(group.u(g) + 16 * b) * group.inverse[g];
+      put(group.u(g) + 16 * b, u);
+      total += u * direction<TWICE_P>(u);
     }
-    group.total[g] = total;
+    group.total[g] = sum_of(total);
   }
   for (int64_t g = 0; g < group.count; g++) group.s[g] = group.total[g] == 0 ? 0 : root<TWICE_P>(group.total[g]);
 }
 
 template <class T> void rms_forward(const Call &c) {
   each_group<T>(c, [&](Group<T> &group) {
+    float gain[MAX_CHANNELS];
     rms_of(group, c.eps);
-    const float *gain = c.factor;
+    if (c.factor) group.pad(c.factor, gain);
     for (int64_t g = 0; g < group.count; g++) {
       float *u = group.u(g), s = group.s[g];
       if (group.scale[g]) *group.scale[g] = s;
-      if (group.y[g]) group.write(group.y[g], [=](int64_t e) { return u[e] * s * gain[e]; });
+      if (group.y[g]) group.write(group.y[g], [&](int64_t b) { return lanes(u + 16 * b) * s * lanes(gain + 16 * b); });
     }
   });
 }
@@ -164,24 +210,25 @@ template <class T> void rms_forward(const Call &c) {
 // dx = (dy g - y mean(dy g y)) s, with y = x s; dg = sum dy y
 template <class T> void rms_backward(const Call &c) {
   each_group<T>(c, [&](Group<T> &group) {
+    float gain[MAX_CHANNELS], grad_gain[MAX_CHANNELS];
     rms_of(group, c.eps);
-    const float *gain = c.factor;
-    float *grad_gain = c.grad_factor + group.chunk * c.n;
+    group.pad(c.factor, gain);
+    std::memset(grad_gain, 0, 64 * group.blocks);
     for (int64_t g = 0; g < group.count; g++) {
-      float *y = group.u(g), *v = group.v(g), s = group.s[g], along = 0;
-      group.read(group.grad[g], v);
-#pragma omp simd reduction(+ : along)
-      for (int64_t e = 0; e < c.n; e++) {
-        y[e] *= s;
-        grad_gain[e] += v[e] * y[e];
-        v[e] *= gain[e];
-        along += v[e] * y[e];
+      Lanes along = {};
+      for (int64_t b = 0; b < group.blocks; b++) {
+        Lanes y = lanes(group.u(g) + 16 * b) * group.s[g], grad = group.block(group.grad[g], b);
+        put(grad_gain + 16 * b, lanes(grad_gain + 16 * b) + grad * y);
+        grad *= lanes(gain + 16 * b);
+        along += grad * y;
+        put(group.u(g) + 16 * b, y), put(group.v(g) + 16 * b, grad);
       }
-      group.along[g] = along / c.n;
+      group.along[g] = sum_of(along) / c.n;
     }
+    for (int64_t e = 0; e < c.n; e++) c.grad_factor[group.chunk * c.n + e] += grad_gain[e];
     for (int64_t g = 0; g < group.count; g++) {
       float *y = group.u(g), *v = group.v(g), s = group.s[g], along = group.along[g];
-      group.write(group.grad_x[g], [=](int64_t e) { return (v[e] - y[e] * along) * s; });
+      group.write(group.grad_x[g], [=](int64_t b) { return (lanes(v + 16 * b) - lanes(y + 16 * b) * along) * s; });
     }
   });
 }
@@ -193,7 +240,7 @@ template <int TWICE_P, class T> void lp_forward(const Call &c) {
       float *u = group.u(g), s = group.s[g];
       if (group.scale[g]) *group.scale[g] = s * group.inverse[g];
       if (c.factor) s *= c.factor[group.j[g] % c.of_factor];
-      if (group.y[g]) group.write(group.y[g], [=](int64_t e) { return u[e] * s; });
+      if (group.y[g]) group.write(group.y[g], [=](int64_t b) { return lanes(u + 16 * b) * s; });
     }
   });
 }
@@ -204,11 +251,13 @@ template <int TWICE_P, class T> void lp_backward(const Call &c) {
   each_group<T>(c, [&](Group<T> &group) {
     norm_of<TWICE_P>(group);
     for (int64_t g = 0; g < group.count; g++) {
-      float *u = group.u(g), *v = group.v(g), along = 0;
-      group.read(group.grad[g], v);
-#pragma omp simd reduction(+ : along)
-      for (int64_t e = 0; e < 16 * group.blocks; e++) along += v[e] * u[e];
-      group.along[g] = along;
+      Lanes along = {};
+      for (int64_t b = 0; b < group.blocks; b++) {
+        Lanes grad = group.block(group.grad[g], b);
+        along += grad * lanes(group.u(g) + 16 * b);
+        put(group.v(g) + 16 * b, grad);
+      }
+      group.along[g] = sum_of(along);
     }
     for (int64_t g = 0; g < group.count; g++) {
       float *u = group.u(g), *v = group.v(g), s = group.s[g] * group.inverse[g], along = group.along[g];
@@ -218,7 +267,9 @@ template <int TWICE_P, class T> void lp_backward(const Call &c) {
         s *= c.factor[of];
       }
       along = group.total[g] == 0 ? 0 : along / group.total[g];
-      group.write(group.grad_x[g], [=](int64_t e) { return (v[e] - direction<TWICE_P>(u[e]) * along) * s; });
+      group.write(group.grad_x[g], [=](int64_t b) {
+        return (lanes(v + 16 * b) - direction<TWICE_P>(lanes(u + 16 * b)) * along) * s;
+      });
     }
   });
 }
