@@ -53,7 +53,7 @@ def qk_norm(request: pytest.FixtureRequest) -> QKNormConfig:
 
 @pytest.fixture(scope="module", params=["compiled", "operations"])
 def each_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The norms of fp32 and bf16 on a CPU: compiled, as where there is a compiler, and as PyTorch's operations."""
+    """What a CPU has kernels for: compiled, as where there is a compiler, and as PyTorch's operations."""
     assert cpu_kernels.library() is not None, "a C++ compiler is needed"
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "operations":
