@@ -227,16 +227,16 @@ def unit(x: Tensor) -> tuple[Tensor, Tensor]:
 def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
     """1 / ||u||_p along the last dimension, (..., hs) -> (..., 1), for u with max|u| = 1; 1 for a zero vector.
 
-    For p (nh, 1, 1) and u (B, nh, T, hs) differentiable in both, for a number p in u, but at zeros. With a tensor p,
-    |u|^p is exp(p log|u|): torch's pow with a tensor as exponent rounds a whole SIMD register and a remainder
-    differently, so that the vectors beside this one would show.
+    For p (nh, 1, 1) and u (B, nh, T, hs) differentiable in both, for a number p in u. With a tensor p, |u|^p is
+    exp(p log|u|): torch's pow with a tensor as exponent rounds a whole SIMD register and a remainder differently, so
+    that the vectors beside this one would show.
     """
     if isinstance(p, Tensor):
         log = u.abs().clamp(min=torch.finfo(u.dtype).tiny).log()
         total = torch.exp(p * log).sum(-1, keepdim=True)  # (B, nh, T, 1); >= 1, but for zero vectors
         return torch.exp(-torch.log(total.clamp(min=1)) / p)
     if math.isinf(p):
-        return torch.ones_like(u[..., :1])
+        return 1 / u.abs().amax(-1, keepdim=True).clamp(min=1)  # 1, with its derivative
     total = (u * signed_power(u, p - 1)).sum(-1, keepdim=True)
     return total.clamp(min=1) ** (-1 / p)
 
@@ -289,14 +289,17 @@ def power(u: Tensor, p: float) -> Tensor:
 
 
 def signed_power(x: Tensor, q: float) -> Tensor:
-    """sgn(x) |x|**q, with sgn(0) = 0 when q = 0."""
+    """sgn(x) |x|**q, with sgn(0) = 0 when q = 0. Its derivative is finite, at zeros as well."""
     if q == 0:
         return torch.sgn(x)
     if q == 0.5:  # x / sqrt|x|: half the time of a square root and its sign
         return x * x.abs().clamp_(min=torch.finfo(x.dtype).tiny).rsqrt_()
     if q <= 8 and q % 2 == 1:
         return power(x, q)
-    return torch.sgn(x) * power(x.abs(), q) if q < 1 else x * power(x.abs(), q - 1)
+    size = x.abs()
+    if q % 1:  # the derivative of a root is infinite at 0
+        size = size.clamp_(min=torch.finfo(x.dtype).tiny)
+    return torch.sgn(x) * power(size, q) if q < 1 else x * power(size, q - 1)
 
 
 # The names are those of training/config.py's QK_NORMS.

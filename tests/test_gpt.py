@@ -280,6 +280,28 @@ def test_lp_norm_passes_gradcheck(p: float) -> None:
     assert torch.autograd.gradcheck(LpNorm(LpQKNormConfig(p=p), 8, 1), (x,))
 
 
+@pytest.mark.parametrize("p", [1.2, *PS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # operations in both
+def test_the_scale_of_an_lp_norm_has_its_derivative_at_zeros_too(
+    p: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.cpu_kernels.library", lambda: None)
+    x = torch.randn(6, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    x[1, ::3], x[2, 1:], x[3] = 0, 0, 0
+    x.requires_grad_()
+    s = LpNorm(LpQKNormConfig(p=p), 16, 1).scale(x)
+    s.sum().backward()
+    with torch.no_grad():  # of 1 / ||x||: -sgn(x) |x|^(p - 1) / ||x||^(p + 1), of a zero vector 0
+        if math.isinf(p):
+            expected = torch.zeros_like(x)
+            expected.scatter_(-1, x.abs().argmax(-1, keepdim=True), -s.square())
+        else:
+            expected = -x.abs().pow(p - 1) * s.pow(p + 1)
+        expected = expected * torch.sgn(x)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test_infinity_norm_shares_the_gradient_among_ties() -> None:
     x = torch.tensor([[1.0, -1.0, 0.5]], dtype=torch.float64, requires_grad=True)
     y = LpNorm(LpQKNormConfig(p=math.inf), 3, 1)(x)
