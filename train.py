@@ -115,6 +115,7 @@ def run(config: TrainConfig) -> int:
             torch.compiler.reset()  # so that DDP has it compiled in parts, whose gradients travel while others are made
         forward = DistributedDataParallel(forward, device_ids=[device] if device.type == "cuda" else None)
     optimizer = build_optimizer(model, config)
+    parameters = [*model.parameters()]
 
     # -----------------------------------------------------------------------------
     # The run directory: new, resumed, or already finished
@@ -220,7 +221,7 @@ def run(config: TrainConfig) -> int:
             if step == config.max_iters or stop.agreed:
                 status = "done" if step == config.max_iters else "stopped"
             if best or status != "running" or (step % config.checkpoint_interval == 0 and step > start):
-                if not all(p.isfinite().all() for p in model.parameters()):
+                if not all(p.isfinite().all() for p in parameters):
                     status, reason = "diverged", "a weight is not finite"
                     break
                 save(best)
@@ -236,7 +237,7 @@ def run(config: TrainConfig) -> int:
             totals = torch.zeros(2, device=device)  # over all ranks: mean loss, requests to stop
             totals[0] = accumulate_gradients(forward, fed, len(micro_steps), autocast, device) / world.size
             totals[1] = stop.signal
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf).item()
             train_loss, stop.agreed = dist.all_reduce(totals).tolist()
             line |= {"train/loss": train_loss, "lr": lr, "grad_norm": grad_norm}
             if not (math.isfinite(train_loss) and math.isfinite(grad_norm)):

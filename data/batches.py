@@ -6,6 +6,7 @@ B: windows in a batch, T: block_size.
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -18,7 +19,8 @@ from training.config import require
 
 # One independent random stream a purpose: how often a run evaluates does not change what it trains on.
 TRAIN_STREAM, SAMPLED_STREAMS = 0, {"train": 1, "val": 2}
-AHEAD = 8  # batches made before they are asked for
+AHEAD, THREADS = 8, 4  # tasks that make batches before they are asked for, and who does them
+TOKENS = 2**13  # of the batches of a task; one batch may have more
 
 
 class Batches:
@@ -49,15 +51,22 @@ class Batches:
         return self._sample(self.split.train, purpose=TRAIN_STREAM, step=step, micro_step=micro_step)
 
     def ahead(self, places: Iterable[tuple[int, int]]) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """get_batch(step, micro_step) of one place after the other, made while those before are worked on."""
-        with ThreadPoolExecutor(AHEAD // 2) as threads:  # waiting for a disk mostly
-            made: deque[Future[tuple[Tensor, Tensor]]] = deque()
-            for place in places:
-                made.append(threads.submit(self.get_batch, *place))
+        """get_batch(step, micro_step) of one place after the other, made while those before are worked on. A task
+        makes several small batches: to hand one over takes longer than to make it."""
+        places = iter(places)
+        of_a_task = max(1, TOKENS // (self.batch_size * self.block_size))
+
+        def make(several: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+            return [self.get_batch(*place) for place in several]
+
+        with ThreadPoolExecutor(THREADS) as threads:  # waiting for a disk mostly
+            made: deque[Future[list[tuple[Tensor, Tensor]]]] = deque()
+            while several := list(islice(places, of_a_task)):
+                made.append(threads.submit(make, several))
                 if len(made) > AHEAD:
-                    yield made.popleft().result()
+                    yield from made.popleft().result()
             while made:
-                yield made.popleft().result()
+                yield from made.popleft().result()
 
     def some_tokens(self) -> np.ndarray:
         """Training text, to see what is common: up to 2^16 tokens from the start, (n,)."""

@@ -64,7 +64,7 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
     model.to(device).train()
     compiled = device.type == "cuda" if config.compile == "auto" else bool(config.compile)
     forward: Any = torch.compile(model) if compiled else model
-    optimizer = build_optimizer(model, config)
+    optimizer, parameters = build_optimizer(model, config), [*model.parameters()]
     for attention in model.attentions if config.qk_clip.name != "none" else []:
         attention.track_max_logits()
     step = 0
@@ -85,7 +85,7 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step % config.max_iters, config)
             loss = train.accumulate_gradients(forward, fed, config.gradient_accumulation_steps, autocast, device)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+            torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if config.qk_clip.name != "none":

@@ -93,8 +93,12 @@ def test_a_batch_depends_on_seed_step_and_micro_step_only() -> None:
     assert len({tuple(x[:, 0].tolist()) for x, _ in others}) == len(others)
 
 
-def test_batches_made_ahead_are_the_same_ones_in_order_and_not_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of_a_task", [1, 3])
+def test_batches_made_ahead_are_the_same_ones_in_order_and_not_far_ahead(
+    of_a_task: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches, places = positions(), [(step, micro) for step in range(20) for micro in range(2)]
+    monkeypatch.setattr("data.batches.TOKENS", of_a_task * batches.batch_size * batches.block_size + 1)
     expected, get_batch = [batches.get_batch(*place) for place in places], batches.get_batch
     asked: list[tuple[int, ...]] = []
 
@@ -104,7 +108,7 @@ def test_batches_made_ahead_are_the_same_ones_in_order_and_not_far_ahead(monkeyp
 
     monkeypatch.setattr(batches, "get_batch", spy)
     for i, found in enumerate(batches.ahead(iter(places))):
-        assert same(found, expected[i]) and i < len(asked) <= i + 1 + AHEAD
+        assert same(found, expected[i]) and i < len(asked) <= i + of_a_task * (1 + AHEAD)
     assert sorted(asked) == places
     before = set(threading.enumerate())
     fed = batches.ahead((step, 0) for step in itertools.count())
