@@ -20,7 +20,7 @@ from training.config import require
 # One independent random stream a purpose: how often a run evaluates does not change what it trains on.
 TRAIN_STREAM, SAMPLED_STREAMS = 0, {"train": 1, "val": 2}
 AHEAD, THREADS = 8, 4  # tasks that make batches before they are asked for, and who does them
-TOKENS = 2**13  # of the batches of a task; one batch may have more
+SMALL, OF_A_TASK = 2**11, 4  # tokens of a batch of which a task makes several
 
 
 class Batches:
@@ -51,10 +51,10 @@ class Batches:
         return self._sample(self.split.train, purpose=TRAIN_STREAM, step=step, micro_step=micro_step)
 
     def ahead(self, places: Iterable[tuple[int, int]]) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """get_batch(step, micro_step) of one place after the other, made while those before are worked on. A task
-        makes several small batches: to hand one over takes longer than to make it."""
+        """get_batch(step, micro_step) of one place after the other, made while those before are worked on. To hand a
+        small batch over takes longer than to make it: a task makes several."""
         places = iter(places)
-        of_a_task = max(1, TOKENS // (self.batch_size * self.block_size))
+        of_a_task = OF_A_TASK if self.batch_size * self.block_size <= SMALL else 1
 
         def make(several: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
             return [self.get_batch(*place) for place in several]

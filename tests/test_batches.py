@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from data.batches import AHEAD, Batches
+from data.batches import AHEAD, OF_A_TASK, Batches
 from data.folds import Split, split
 from training.config import ConfigError
 
@@ -93,12 +93,12 @@ def test_a_batch_depends_on_seed_step_and_micro_step_only() -> None:
     assert len({tuple(x[:, 0].tolist()) for x, _ in others}) == len(others)
 
 
-@pytest.mark.parametrize("of_a_task", [1, 3])
+@pytest.mark.parametrize("of_a_task", [1, OF_A_TASK])
 def test_batches_made_ahead_are_the_same_ones_in_order_and_not_far_ahead(
     of_a_task: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches, places = positions(), [(step, micro) for step in range(20) for micro in range(2)]
-    monkeypatch.setattr("data.batches.TOKENS", of_a_task * batches.batch_size * batches.block_size + 1)
+    batches, places = positions(), [(step, micro) for step in range(21) for micro in range(2)]
+    monkeypatch.setattr("data.batches.SMALL", batches.batch_size * batches.block_size - (of_a_task == 1))
     expected, get_batch = [batches.get_batch(*place) for place in places], batches.get_batch
     asked: list[tuple[int, ...]] = []
 
