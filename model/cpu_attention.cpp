@@ -123,6 +123,36 @@ void write_rows(const float *x, int64_t rows, int64_t n, const float *factor, fl
     }
 }
 
+// The products of attention, of `queries` rows from position i on with keys up to `end`. Of the keys from i on, sixteen
+// queries meet those up to the last of them: what lies beyond is neither made nor read.
+
+// c (queries, P) = a b, a (queries, n) and b of keys, transposed
+void with_keys(const uint16_t *a, int64_t n, const uint32_t *b, float *c, int64_t P, int64_t queries, int64_t i,
+               int64_t end) {
+  product(a, n / 2, 1, b, n / 2, c, P, queries, i, n / 2);
+  for (int64_t r = 0; r < queries; r += 16)
+    product(a + r * n, n / 2, 1, b + i * (n / 2), n / 2, c + r * P + i, P, std::min<int64_t>(16, queries - r),
+            std::min(r + 16, end - i), n / 2);
+}
+
+// c (queries, n) = a b, a (queries, P) and b of keys, paired
+void over_keys(const uint16_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i,
+               int64_t end) {
+  product(a, P / 2, 1, b, P / 2, c, n, queries, n, i / 2);
+  for (int64_t r = 0; r < queries; r += 16)
+    product(a + r * P + i, P / 2, 1, b + i / 2 * PANEL, P / 2, c + r * n, n, std::min<int64_t>(16, queries - r), n,
+            std::min(r + 16, end - i) / 2, i > 0);
+}
+
+// c (keys, n) += a^T b, a in words of two queries, (queries / 2, P), and b of queries, paired
+void over_queries(const uint32_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i,
+                  int64_t end) {
+  product(a, 1, P, b, ROWS / 2, c, n, i, n, queries / 2, true);
+  for (int64_t r = 0; r < queries; r += 16)
+    product(a + r / 2 * P + i + r, 1, P, b + r / 2 * PANEL, ROWS / 2, c + (i + r) * n, n, 16, n, (queries - r) / 2,
+            true);
+}
+
 inline __m512 exponential(__m512 x) { // of x <= 88, to 2 ulp; of less than -104 it is 0
   x = _mm512_max_ps(_mm512_set1_ps(-104.f), x); // in this order nan stays
   __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
@@ -199,14 +229,14 @@ void forward(const Attention &a, int64_t b, int64_t h) {
   for (int64_t i = 0; i < T; i += ROWS) {
     int64_t rows = std::min(ROWS, T - i), fours = up_to(4, rows), end = up_to(16, i + rows);
     copy_rows(a.q.at(b, h, i), a.q.position, rows, dk, queries);
-    product(queries, dk / 2, 1, keys, dk / 2, s, P, fours, end, dk / 2);
+    with_keys(queries, dk, keys, s, P, fours, i, end);
     for (int64_t r = 0; r < fours; r++) {
       Row row{a, std::min(i + r + 1, T), (first + i + r) * P};
       __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
       for (int64_t j = 0; j < row.seen; j += 16)
         most = _mm512_mask_max_ps(most, row.visible(j), most, _mm512_loadu_ps(s + r * P + j));
       float largest = _mm512_reduce_max_ps(most);
-      for (int64_t j = 0; j < end; j += 16) {
+      for (int64_t j = 0; j < up_to(16, i + r + 1); j += 16) {
         __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(s + r * P + j), _mm512_set1_ps(largest)), scale);
         x = _mm512_maskz_mov_ps(row.visible(j), exponential(x));
         sum = _mm512_add_ps(sum, x);
@@ -216,7 +246,7 @@ void forward(const Attention &a, int64_t b, int64_t h) {
       factor[r] = 256.f / (256 - a.dropped) / total;
       if (r < rows) a.largest[first + i + r] = largest, a.log_sum[first + i + r] = std::log(total);
     }
-    product(p, P / 2, 1, values, P / 2, y, dv, fours, dv, end / 2);
+    over_keys(p, P, values, y, dv, fours, i, end);
     write_rows(y, rows, dv, factor, 1, a.y.at(b, h, i), a.y.position);
   }
 }
@@ -247,9 +277,10 @@ void backward(const Attention &a, int64_t b, int64_t h) {
     copy_rows(a.grad.at(b, h, i), a.grad.position, rows, dv, grads);
     paired(a.q.at(b, h, i), a.q.position, rows, dk, q_paired, ROWS / 2);
     paired(a.grad.at(b, h, i), a.grad.position, rows, dv, grad_paired, ROWS / 2);
-    product(queries, dk / 2, 1, k_transposed, dk / 2, p, P, fours, end, dk / 2);
-    product(grads, dv / 2, 1, v_transposed, dv / 2, dp, P, fours, end, dv / 2);
+    with_keys(queries, dk, k_transposed, p, P, fours, i, end);
+    with_keys(grads, dv, v_transposed, dp, P, fours, i, end);
     for (int64_t r = 0; r < fours; r += 2) {
+      int64_t made = up_to(16, i + r + 2);
       float along[2];
       for (int64_t one : {0, 1}) {
         int64_t t = i + r + one, at = first + t;
@@ -257,7 +288,7 @@ void backward(const Attention &a, int64_t b, int64_t h) {
         Row row{a, t < T ? t + 1 : 0, at * P};
         __m512 largest = _mm512_set1_ps(t < T ? a.largest[at] : 0), sum = _mm512_setzero_ps();
         __m512 log_sum = _mm512_set1_ps(t < T ? a.log_sum[at] : 0);
-        for (int64_t j = 0; j < end; j += 16) {
+        for (int64_t j = 0; j < made; j += 16) {
           __m512 x = _mm512_fmsub_ps(_mm512_sub_ps(_mm512_loadu_ps(p_row + j), largest), scale, log_sum);
           __mmask16 keep = row.keep(j);
           __m512 dx = _mm512_maskz_mul_ps(keep, _mm512_loadu_ps(dp_row + j), kept);
@@ -270,7 +301,7 @@ void backward(const Attention &a, int64_t b, int64_t h) {
         }
         along[one] = _mm512_reduce_add_ps(sum);
       }
-      for (int64_t j = 0; j < end; j += 16) {
+      for (int64_t j = 0; j < made; j += 16) {
         __m256i half[2];
         for (int64_t one : {0, 1}) {
           __m512 dx = _mm512_sub_ps(_mm512_loadu_ps(dp + (r + one) * P + j), _mm512_set1_ps(along[one]));
@@ -280,10 +311,10 @@ void backward(const Attention &a, int64_t b, int64_t h) {
         _mm512_storeu_si512(ds_words + r / 2 * P + j, row_pair(half[0], half[1]));
       }
     }
-    product(ds, P / 2, 1, k_paired, P / 2, grad_q, dk, fours, dk, end / 2);
+    over_keys(ds, P, k_paired, grad_q, dk, fours, i, end);
     write_rows(grad_q, rows, dk, nullptr, a.scale, a.grad_q.at(b, h, i), a.grad_q.position);
-    product(ds_words, 1, P, q_paired, ROWS / 2, grad_k, dk, end, dk, fours / 2, true);
-    product(pm_words, 1, P, grad_paired, ROWS / 2, grad_v, dv, end, dv, fours / 2, true);
+    over_queries(ds_words, P, q_paired, grad_k, dk, fours, i, end);
+    over_queries(pm_words, P, grad_paired, grad_v, dv, fours, i, end);
   }
   write_rows(grad_k, T, dk, nullptr, a.scale, a.grad_k.at(b, h), a.grad_k.position);
   write_rows(grad_v, T, dv, nullptr, 1, a.grad_v.at(b, h), a.grad_v.position);
