@@ -59,14 +59,17 @@ class Batches:
         def make(several: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
             return [self.get_batch(*place) for place in several]
 
-        with ThreadPoolExecutor(THREADS) as threads:  # waiting for a disk mostly
-            made: deque[Future[list[tuple[Tensor, Tensor]]]] = deque()
+        threads = ThreadPoolExecutor(THREADS)  # waiting for a disk mostly
+        made: deque[Future[list[tuple[Tensor, Tensor]]]] = deque()
+        try:
             while several := list(islice(places, of_a_task)):
                 made.append(threads.submit(make, several))
                 if len(made) > AHEAD:
                     yield from made.popleft().result()
             while made:
                 yield from made.popleft().result()
+        finally:
+            threads.shutdown(cancel_futures=True)
 
     def some_tokens(self) -> np.ndarray:
         """Training text, to see what is common: up to 2^16 tokens from the start, (n,)."""

@@ -1,7 +1,8 @@
 // Causal attention on a CPU with AVX-512 bf16, forwards and backwards. No T x T matrix is kept: 64 queries at a time meet
-// the keys up to the last of them, and backwards their probabilities are made anew from the largest logit and the sum of
-// exponentials of each query (as in FlashAttention, Dao et al. 2022). Logits, softmax and all sums are fp32; the probabilities, and the derivatives
-// of the logits, are rounded to bf16 as operands. A query head of a sequence is one thread's.
+// the keys that they see, and backwards their probabilities are made anew from the largest logit and the sum of
+// exponentials of each query (as in FlashAttention, Dao et al. 2022). Logits, softmax and all sums are fp32; the
+// probabilities, and the derivatives of the logits, are rounded to bf16 as operands. A query head of a sequence is one
+// thread's.
 
 #include "cpu_kernels.h"
 
@@ -145,8 +146,7 @@ void over_keys(const uint16_t *a, int64_t P, const uint32_t *b, float *c, int64_
 }
 
 // c (keys, n) += a^T b, a in words of two queries, (queries / 2, P), and b of queries, paired
-void over_queries(const uint32_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i,
-                  int64_t end) {
+void over_queries(const uint32_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i) {
   product(a, 1, P, b, ROWS / 2, c, n, i, n, queries / 2, true);
   for (int64_t r = 0; r < queries; r += 16)
     product(a + r / 2 * P + i + r, 1, P, b + r / 2 * PANEL, ROWS / 2, c + (i + r) * n, n, 16, n, (queries - r) / 2,
@@ -313,8 +313,8 @@ void backward(const Attention &a, int64_t b, int64_t h) {
     }
     over_keys(ds, P, k_paired, grad_q, dk, fours, i, end);
     write_rows(grad_q, rows, dk, nullptr, a.scale, a.grad_q.at(b, h, i), a.grad_q.position);
-    over_queries(ds_words, P, q_paired, grad_k, dk, fours, i, end);
-    over_queries(pm_words, P, grad_paired, grad_v, dv, fours, i, end);
+    over_queries(ds_words, P, q_paired, grad_k, dk, fours, i);
+    over_queries(pm_words, P, grad_paired, grad_v, dv, fours, i);
   }
   write_rows(grad_k, T, dk, nullptr, a.scale, a.grad_k.at(b, h), a.grad_k.position);
   write_rows(grad_v, T, dv, nullptr, 1, a.grad_v.at(b, h), a.grad_v.position);

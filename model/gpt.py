@@ -293,7 +293,7 @@ def signed_power(x: Tensor, q: float) -> Tensor:
     if q == 0:
         return torch.sgn(x)
     if q == 0.5:  # x / sqrt|x|: half the time of a square root and its sign
-        return x * x.abs().clamp_(min=torch.finfo(x.dtype).tiny).rsqrt_()
+        return x * x.abs().clamp_(min=torch.finfo(x.dtype).tiny ** 0.6).rsqrt_()  # of which the cube is finite too
     if q <= 8 and q % 2 == 1:
         return power(x, q)
     size = x.abs()

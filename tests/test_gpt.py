@@ -288,6 +288,7 @@ def test_the_scale_of_an_lp_norm_has_its_derivative_at_zeros_too(
     monkeypatch.setattr("model.cpu_kernels.library", lambda: None)
     x = torch.randn(6, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
     x[1, ::3], x[2, 1:], x[3] = 0, 0, 0
+    x[4, :4] = torch.tensor([1e-8, 1e-20, 1e-26, 1e-37])
     x.requires_grad_()
     s = LpNorm(LpQKNormConfig(p=p), 16, 1).scale(x)
     s.sum().backward()
