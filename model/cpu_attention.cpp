@@ -124,25 +124,23 @@ void write_rows(const float *x, int64_t rows, int64_t n, const float *factor, fl
     }
 }
 
-// The products of attention, of `queries` rows from position i on with keys up to `end`. Of the keys from i on, sixteen
-// queries meet those up to the last of them: what lies beyond is neither made nor read.
+// The products of attention, of `queries` rows from position i on. Of the keys from i on sixteen queries meet those up to
+// the last of them: what lies beyond is neither made nor read.
 
 // c (queries, P) = a b, a (queries, n) and b of keys, transposed
-void with_keys(const uint16_t *a, int64_t n, const uint32_t *b, float *c, int64_t P, int64_t queries, int64_t i,
-               int64_t end) {
+void with_keys(const uint16_t *a, int64_t n, const uint32_t *b, float *c, int64_t P, int64_t queries, int64_t i) {
   product(a, n / 2, 1, b, n / 2, c, P, queries, i, n / 2);
   for (int64_t r = 0; r < queries; r += 16)
     product(a + r * n, n / 2, 1, b + i * (n / 2), n / 2, c + r * P + i, P, std::min<int64_t>(16, queries - r),
-            std::min(r + 16, end - i), n / 2);
+            r + 16, n / 2);
 }
 
 // c (queries, n) = a b, a (queries, P) and b of keys, paired
-void over_keys(const uint16_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i,
-               int64_t end) {
+void over_keys(const uint16_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i) {
   product(a, P / 2, 1, b, P / 2, c, n, queries, n, i / 2);
   for (int64_t r = 0; r < queries; r += 16)
     product(a + r * P + i, P / 2, 1, b + i / 2 * PANEL, P / 2, c + r * n, n, std::min<int64_t>(16, queries - r), n,
-            std::min(r + 16, end - i) / 2, i > 0);
+            (r + 16) / 2, i > 0);
 }
 
 // c (keys, n) += a^T b, a in words of two queries, (queries / 2, P), and b of queries, paired
@@ -227,9 +225,9 @@ void forward(const Attention &a, int64_t b, int64_t h) {
   transposed(a.k.at(b, h / a.group), a.k.position, T, dk, keys);
   paired(a.v.at(b, h / a.group), a.v.position, T, dv, values, P / 2);
   for (int64_t i = 0; i < T; i += ROWS) {
-    int64_t rows = std::min(ROWS, T - i), fours = up_to(4, rows), end = up_to(16, i + rows);
+    int64_t rows = std::min(ROWS, T - i), fours = up_to(4, rows);
     copy_rows(a.q.at(b, h, i), a.q.position, rows, dk, queries);
-    with_keys(queries, dk, keys, s, P, fours, i, end);
+    with_keys(queries, dk, keys, s, P, fours, i);
     for (int64_t r = 0; r < fours; r++) {
       Row row{a, std::min(i + r + 1, T), (first + i + r) * P};
       __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
@@ -246,7 +244,7 @@ void forward(const Attention &a, int64_t b, int64_t h) {
       factor[r] = 256.f / (256 - a.dropped) / total;
       if (r < rows) a.largest[first + i + r] = largest, a.log_sum[first + i + r] = std::log(total);
     }
-    over_keys(p, P, values, y, dv, fours, i, end);
+    over_keys(p, P, values, y, dv, fours, i);
     write_rows(y, rows, dv, factor, 1, a.y.at(b, h, i), a.y.position);
   }
 }
@@ -272,13 +270,13 @@ void backward(const Attention &a, int64_t b, int64_t h) {
   transposed(a.v.at(b, kv), a.v.position, T, dv, v_transposed);
   std::memset(grad_k, 0, 4 * P * dk), std::memset(grad_v, 0, 4 * P * dv);
   for (int64_t i = 0; i < T; i += ROWS) {
-    int64_t rows = std::min(ROWS, T - i), fours = up_to(4, rows), end = up_to(16, i + rows);
+    int64_t rows = std::min(ROWS, T - i), fours = up_to(4, rows);
     copy_rows(a.q.at(b, h, i), a.q.position, rows, dk, queries);
     copy_rows(a.grad.at(b, h, i), a.grad.position, rows, dv, grads);
     paired(a.q.at(b, h, i), a.q.position, rows, dk, q_paired, ROWS / 2);
     paired(a.grad.at(b, h, i), a.grad.position, rows, dv, grad_paired, ROWS / 2);
-    with_keys(queries, dk, k_transposed, p, P, fours, i, end);
-    with_keys(grads, dv, v_transposed, dp, P, fours, i, end);
+    with_keys(queries, dk, k_transposed, p, P, fours, i);
+    with_keys(grads, dv, v_transposed, dp, P, fours, i);
     for (int64_t r = 0; r < fours; r += 2) {
       int64_t made = up_to(16, i + r + 2);
       float along[2];
@@ -311,7 +309,7 @@ void backward(const Attention &a, int64_t b, int64_t h) {
         _mm512_storeu_si512(ds_words + r / 2 * P + j, row_pair(half[0], half[1]));
       }
     }
-    over_keys(ds, P, k_paired, grad_q, dk, fours, i, end);
+    over_keys(ds, P, k_paired, grad_q, dk, fours, i);
     write_rows(grad_q, rows, dk, nullptr, a.scale, a.grad_q.at(b, h, i), a.grad_q.position);
     over_queries(ds_words, P, q_paired, grad_k, dk, fours, i);
     over_queries(pm_words, P, grad_paired, grad_v, dv, fours, i);

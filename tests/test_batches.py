@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from data.batches import AHEAD, OF_A_TASK, Batches
+from data.batches import AHEAD, OF_A_TASK, THREADS, Batches
 from data.folds import Split, split
 from training.config import ConfigError
 
@@ -115,6 +115,14 @@ def test_batches_made_ahead_are_the_same_ones_in_order_and_not_far_ahead(
     assert same(next(fed), expected[0])
     fed.close()  # ends its threads
     assert set(threading.enumerate()) <= before
+    asked.clear()
+    gate = threading.Event()
+    monkeypatch.setattr(batches, "get_batch", lambda *place: (place[0] < of_a_task or gate.wait(), spy(*place))[1])
+    fed = batches.ahead((step, 0) for step in itertools.count())
+    next(fed)
+    threading.Timer(0.5, gate.set).start()
+    fed.close()  # makes what is begun, not what has been asked for as well
+    assert len(asked) <= of_a_task * (1 + THREADS) < of_a_task * (1 + AHEAD)
     monkeypatch.setattr(batches, "get_batch", lambda *place: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         next(batches.ahead(iter(places)))
