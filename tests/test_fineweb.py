@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -475,6 +476,7 @@ BAD: dict[str, list[str]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    importlib.import_module("datasets")  # takes its folders from the environment once, at its import: not from below
     (tmp_path / "theirs").mkdir()
     (tmp_path / "empty").mkdir()
     (tmp_path / "theirs" / "thesis.tex").write_text("do not trample on me")
