@@ -6,6 +6,7 @@ the same numbers. `run(config)` is the whole program; it reads top to bottom.
 
 import math
 import platform
+import shlex
 import signal
 import sys
 import threading
@@ -128,7 +129,9 @@ def run(config: TrainConfig) -> int:
             "dtype": str(dtype), "corpus_sha256": corpus, "device": device_name(device),
             "compile": compiled, "ranks": world.size,
         }  # fmt: skip
-        state: dict[str, Any] = {"step": 0, "train/loss": None, "qk_clip": {}, "seconds": 0.0, "train_seconds": 0.0}
+        state: dict[str, Any] = {
+            "step": 0, "val/loss": None, "train/loss": None, "qk_clip": {}, "seconds": 0.0, "train_seconds": 0.0
+        }  # fmt: skip
         if resumed is not None:
             check_resumable(config, run_dir, resumed.state, {**here, "tokenizer": tokenizer.to_dict()})
             model.load_state_dict(resumed.tensors["model"])
@@ -174,6 +177,7 @@ def run(config: TrainConfig) -> int:
 
         def save(best: bool) -> None:
             state["seconds"] = time.perf_counter() - began
+            state["val/loss"] = line.get("val/loss")
             if tracker is not None:
                 tracker.metrics.sync()
                 weights: dict[str, Tensor] = dict(model.named_parameters())
@@ -201,7 +205,9 @@ def run(config: TrainConfig) -> int:
             state["step"] = step
             line: dict[str, Any] = {"iter": step}
             best = False
-            if step % config.eval_interval == 0 or step == config.max_iters:
+            # at an earlier end as well, which ckpt/best may be of
+            ended = step == config.max_iters or (step == start and state["val/loss"] is not None)
+            if step % config.eval_interval == 0 or ended:
                 line |= validate()
                 best = line["val/loss"] < val_loss_min
                 if best:
@@ -303,7 +309,7 @@ def run(config: TrainConfig) -> int:
         run_dir.status(status, iter=step)
         run_dir.log(
             f"done: val/loss {line['val/loss']:.4f}, lowest {val_loss_min:.4f} at iteration {iter_of_min}; "
-            f"python sample.py run={run_dir.path}"
+            f"python sample.py {shlex.quote(f'run={run_dir.path}')}"
         )
         return 0
 
@@ -450,7 +456,8 @@ def lowest_val_loss(run_dir: RunDir) -> tuple[float, int | None]:
     """The lowest val/loss of metrics.jsonl and its iteration; infinity and None where there is none."""
     file = run_dir.path / "metrics.jsonl"
     lines = Metrics.read(file) if file.exists() else []
-    return min(((line["val/loss"], line["iter"]) for line in lines if line.get("val/loss")), default=(math.inf, None))
+    evaluated = ((line["val/loss"], line["iter"]) for line in lines if line.get("val/loss") is not None)
+    return min(evaluated, default=(math.inf, None))
 
 
 def logged_losses(run_dir: RunDir) -> list[float]:

@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 from scripts.bench import Work, alternate, machine, median, peer_model, ratio, run_benchmark, start
 from sweeps.plan import compose
-from training.config import AdamWConfig, NoQKNormConfig, TrainConfig, load_config, require
+from training.config import AdamWConfig, TrainConfig, load_config, require
 from training.schedule import learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,7 +210,7 @@ def peers(path: str, words: list[str], evaluation: bool = False, alike: bool = F
 def check_comparable(config: TrainConfig) -> None:
     """Raise ConfigError for a setting that nanoGPT does not have."""
     m = config.model
-    plain = isinstance(config.qk_norm, NoQKNormConfig) and config.attention.name == "mha"
+    plain = config.qk_norm.name == "none" and config.attention.name == "mha"
     plain = plain and (m.norm, m.mlp, m.position, m.tied) == ("layernorm", "gelu", "learned", True)
     require(plain and type(config.optim) is AdamWConfig, "peer= needs nanoGPT's own settings: MHA without a QK norm")
 

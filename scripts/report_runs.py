@@ -12,7 +12,7 @@ from typing import Any
 from scripts.paired import Comparison, Replicate, adjust
 from sweeps.plan import REDUCTIONS, PlannedRun, check_evaluation, read_plan
 from sweeps.status import State, state_of
-from training.config import ConfigError, require, show
+from training.config import require, show
 from training.rundir import read_json
 
 Definition = Mapping[str, Any]
@@ -138,12 +138,7 @@ class Sweep:
 
 def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     """Raises: ConfigError where there is no sweep, or its files cannot be read."""
-    try:
-        plan = read_plan(sweep_dir)
-    except (ValueError, TypeError, KeyError) as error:  # ConfigError has its own message
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"sweep_dir={sweep_dir} has a plan.jsonl that cannot be read: {error}") from error
+    plan = read_plan(sweep_dir)
     about = read_json(sweep_dir / "sweep.json")
     require(isinstance(about.get("sweep"), dict), f"sweep_dir={sweep_dir} has no sweep.json that can be read")
     require(len(plan) > 0, f"sweep_dir={sweep_dir} has a plan.jsonl without a run")

@@ -117,8 +117,10 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
                 grid[swept] = value
         elif key == "parts":
             chosen = [*parts] if value == "all" else [value] if isinstance(value, str) else value
-            good = isinstance(chosen, list) and len(chosen) > 0 and all(part in parts for part in chosen)
-            require(good, f"sweep.parts={show(value)} must be all, or some of {', '.join(parts)}, as [{[*parts][:1]}]")
+            require(bool(parts) or value == "all", f"sweep.parts={show(value)}: sweep={name} has no parts")
+            good = isinstance(chosen, list) and (len(chosen) > 0 or not parts) and all(part in parts for part in chosen)
+            example = "".join([*parts][:1])
+            require(good, f"sweep.parts={show(value)} must be all, or some of {', '.join(parts)}, as [{example}]")
             source["parts"] = {part: {**parts[part], "on_request": False} for part in chosen}
         else:
             require(key in SWEEP_KEYS, f"sweep.{key}={show(value)} is unknown{did_you_mean(key, SWEEP_KEYS, 'sweep.')}")
@@ -127,8 +129,13 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
     return check_sweep(source)
 
 
-def read_definition(name: str) -> dict[str, Any]:
-    """A sweep's YAML file on top of the one that it extends; its parts are whole, its keys are known."""
+def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A sweep's YAML file on top of the one that it extends; its parts are whole, its keys are known.
+
+    extending: the sweeps that this one is read for.
+    """
+    chain = (*extending, name)
+    require(name not in extending, f"sweep={chain[0]} extends itself: {' -> '.join(chain)}")
     known = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
     file = Path(name) if name.endswith(".yaml") else CONFIG_DIR / "sweep" / f"{name}.yaml"
     require(file.is_file(), f"sweep={name} must be one of {', '.join(known)}, or a file that ends in .yaml")
@@ -145,9 +152,9 @@ def read_definition(name: str) -> dict[str, Any]:
 
     source = group("sweep", source, [*SWEEP_KEYS, "extends"])
     empty: dict[str, Any] = {"overrides": [], "grid": {}, "parts": {}, "compare": {}, "also": {}, "paper": {}}
-    base = read_definition(str(source.pop("extends"))) if "extends" in source else empty
+    base = read_definition(str(source.pop("extends")), chain) if "extends" in source else empty
     merged = {**base, **source, "parts": dict(base["parts"])}
-    merged["overrides"] = [*base["overrides"], *source.get("overrides", [])]
+    merged["overrides"] = [*base["overrides"], *list_of_words("overrides", source.get("overrides", []))]
     for key in ("compare", "also", "paper"):
         both = {**base[key], **group(f"sweep.{key}", source.get(key) or {})}
         merged[key] = {name: value for name, value in both.items() if value is not None}  # null takes an entry away
@@ -159,13 +166,14 @@ def read_definition(name: str) -> dict[str, Any]:
     return merged
 
 
+def list_of_words(key: str, words: Any) -> list[str]:
+    good = isinstance(words, list) and all(isinstance(word, str) and "=" in word for word in words)
+    require(good, f"sweep.{key}={show(words)} must be a list of key=value words")
+    return list(words)
+
+
 def check_sweep(source: Mapping[str, Any]) -> Sweep:
     """`source` as a Sweep with the right types."""
-
-    def overrides(key: str, words: Any) -> list[str]:
-        good = isinstance(words, list) and all(isinstance(word, str) and "=" in word for word in words)
-        require(good, f"sweep.{key}={show(words)} must be a list of key=value words")
-        return list(words)
 
     def grid(key: str, swept: Mapping[str, Any]) -> Grid:
         named: Grid = {}
@@ -178,7 +186,7 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
                 require(len(set(names)) == len(names), f"sweep.{key}.{setting}={options} names a value twice")
                 options = dict(zip(names, options, strict=True))
             for name, words in options.items() if setting == "words" else ():
-                overrides(f"{key}.words.{name}", words)
+                list_of_words(f"{key}.words.{name}", words)
             named[setting] = {str(name): value for name, value in options.items()}
         return named
 
@@ -193,14 +201,14 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
     parts = {
         name: Part(
             title=convert(part["title"], str, f"sweep.parts.{name}.title"),
-            overrides=overrides(f"parts.{name}.overrides", part["overrides"]),
+            overrides=list_of_words(f"parts.{name}.overrides", part["overrides"]),
             grid=grid(f"parts.{name}.grid", part["grid"]),
         )
         for name, part in source["parts"].items()
     }
     return Sweep(
         title=convert(source.get("title", ""), str, "sweep.title"),
-        overrides=overrides("overrides", source["overrides"]),
+        overrides=list_of_words("overrides", source["overrides"]),
         folds=None if folds is None else integers("folds", folds),
         seeds=integers("seeds", source.get("seeds", [TrainConfig.seed])),
         grid=grid("grid", source["grid"]),
@@ -244,13 +252,17 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
     All settings of a fold stand together, so that a sweep that is part done compares over whole folds.
     Raises: ConfigError for the first run that cannot be.
     """
-    swept = {key for grid in [sweep.grid, *(part.grid for part in sweep.parts.values())] for key in grid}
+    grids = [sweep.grid, *(part.grid for part in sweep.parts.values())]
+    swept = {key for grid in grids for key in grid}
     for word in overrides:
-        key = word.lstrip("+").split("=")[0]
+        key = key_of(word)
         require(key not in swept, f"{word}: this sweep varies {key}; write sweep.grid.{key}=[...]")
-        require(key != "data.fold" or sweep.folds is None, f"{word}: write sweep.folds=[...]")
-        require(key != "seed", f"{word}: write sweep.seeds=[...]")
-        require(key != "out_dir", f"{word}: write sweep_dir=..., which holds every run's directory")
+    lists = [options for grid in grids for options in grid.get("words", {}).values()]
+    lists += [overrides, sweep.overrides, *(part.overrides for part in sweep.parts.values())]
+    given = {**{key: f"grid.{key}" for key in swept}, **{key_of(word): word for words in lists for word in words}}
+    for key, word in given.items():
+        good = key not in INSTEAD or (key == "data.fold" and sweep.folds is None)
+        require(good, f"{word}: {INSTEAD.get(key)}")
     runs: dict[str, PlannedRun] = {}
     compose = Composer()
     folds: list[int | None] = [None] if sweep.folds is None else [*sweep.folds]
@@ -277,6 +289,19 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
                     plain = [f"{key}={show(value)}" for key, value in rest.items()]
                     runs[run_id] = PlannedRun(run_id, [setting], seed, fold, [*words, *plain], config)
     return list(runs.values())
+
+
+INSTEAD = {  # of these settings of a run, in a sweep
+    "seed": "write sweep.seeds=[...]",
+    "data.fold": "write sweep.folds=[...]",
+    "out_dir": "write sweep_dir=..., which holds every run's directory",
+    "fresh": "write another sweep_dir=... to start a sweep anew",
+    "eval_only": "a sweep trains; python train.py evaluates its runs one by one",
+}
+
+
+def key_of(word: str) -> str:
+    return word.lstrip("+").split("=")[0]
 
 
 class Composer:
@@ -333,7 +358,10 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
     (title, compare, also, paper) is as last asked for. Raises: ConfigError where it holds runs with the settings, fold
     and seed of these, but other configs.
     """
-    sweep_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        sweep_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"sweep_dir={sweep_dir} cannot be made: {error.strerror}") from error
     with locked(sweep_dir):
         frozen = {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
         places = {(s, run.fold, run.seed): run for run in frozen.values() for s in run.settings}
@@ -368,13 +396,16 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
 
 
 def read_plan(sweep_dir: Path) -> list[PlannedRun]:
-    """The frozen runs. Raises: ConfigError where there is no plan."""
+    """The frozen runs. Raises: ConfigError where there is no plan, or none that can be read."""
     try:
         lines = (sweep_dir / "plan.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"sweep_dir={sweep_dir} holds no sweep (it has no plan.jsonl)") from error
-    plans = [json.loads(line) for line in lines]
-    return [PlannedRun(**{**plan, "config": build(TrainConfig, plan["config"])}) for plan in plans]
+    try:
+        plans = [json.loads(line) for line in lines]
+        return [PlannedRun(**{**plan, "config": build(TrainConfig, plan["config"])}) for plan in plans]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"sweep_dir={sweep_dir} has a plan.jsonl that cannot be read: {error}") from error
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:

@@ -1,6 +1,5 @@
 """The state of a sweep's runs: python sweeps/status.py sweep=NAME [sweep_dir=PATH] [watch=true]"""
 
-import os
 import sys
 import time
 from collections import Counter
@@ -90,9 +89,6 @@ def show(values: dict[str, Any]) -> int:
             time.sleep(2)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
 
 
 if __name__ == "__main__":

@@ -232,7 +232,9 @@ def test_bad_setting_of_sample(overrides: str, folder: Path, outcome: Outcome) -
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("overrides", ["foo=1", "model.n_embd=30 model.n_head=7", "data.path=nowhere.txt data=text"])
+@pytest.mark.parametrize(
+    "overrides", ["foo=1", "--foo", "model.n_embd=30 model.n_head=7", "data.path=nowhere.txt data=text"]
+)
 def test_the_program_itself_says_one_line_and_leaves_with_2(overrides: str, folder: Path) -> None:
     before = contents(folder)
     command = [sys.executable, str(ROOT / "train.py"), *overrides.split()]

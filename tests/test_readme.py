@@ -21,7 +21,7 @@ def blocks() -> dict[str, str]:
     return dict(found)
 
 
-@pytest.mark.parametrize("layout", ["mha", "mla"])
+@pytest.mark.parametrize("layout", ["mha", "mla", "unified"])
 def test_a_qk_norm_of_ones_own_is_what_the_readme_says(layout: str, corpus: Path, tmp_path: Path) -> None:
     assert set(blocks()) == {"model/gpt.py", "training/config.py", "configs/qk_norm/soft.yaml"}
     copy = tmp_path / "copy"
@@ -37,7 +37,12 @@ def test_a_qk_norm_of_ones_own_is_what_the_readme_says(layout: str, corpus: Path
             file.write("\n\n" + text if name.endswith(".py") else text)
     tiny = [word for word in TINY if not word.startswith("model.n_embd")]
     words = ["data=text", f"data.path={corpus}", *tiny, "max_iters=4", "qk_norm=soft", f"out_dir={tmp_path / 'run'}"]
-    words += ["model=mla_nano", *MLA] if layout == "mla" else ["model.n_embd=16"]
+    words += ["model.n_embd=16"] if layout == "mha" else ["model=mla_nano", *MLA]
+    words += ["attention.qk_norm_layout=unified"] if layout == "unified" else []
+    clip = subprocess.run(
+        [sys.executable, "train.py", *words, "qk_clip=clip"], cwd=copy, capture_output=True, text=True
+    )
+    assert clip.returncode == 2 and "qk_clip=clip needs qk_norm=none" in clip.stderr, clip.stderr
     done = subprocess.run([sys.executable, "train.py", *words], cwd=copy, capture_output=True, text=True)
     assert done.returncode == 0 and "done: val/loss" in done.stdout, done.stderr
     sampled = [

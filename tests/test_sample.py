@@ -1,12 +1,14 @@
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from test_train import configured
 from variants import build, config_of
 
@@ -98,6 +100,16 @@ def test_a_corrupt_checkpoint_is_refused(run: Path, program: Program) -> None:
     file.write_bytes(content)
     done = program("sample.py", "run=run")
     assert done.returncode == 2 and "model.safetensors" in done.stderr and "sha256" in done.stderr
+
+
+@pytest.mark.parametrize("how", [["stream=true", "num_samples=1"], ["stream=false", "num_samples=40"]])
+def test_a_reader_that_leaves_ends_it_quietly(how: list[str], run: Path) -> None:
+    command = [sys.executable, str(ROOT / "sample.py"), f"run={run}", "start=to", "max_new_tokens=400", *how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 0
 
 
 def test_prompt_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

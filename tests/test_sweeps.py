@@ -248,6 +248,15 @@ BAD = {
     "sweep=p_sweep_cpu qk_norm.p=3": ["qk_norm.p=3", "sweep.grid.qk_norm.p"],
     "sweep=p_sweep_cpu seed=3": ["seed=3", "sweep.seeds"],
     "sweep=p_sweep_cpu out_dir=x": ["out_dir=x", "sweep_dir"],
+    "sweep=p_sweep_cpu fresh=true": ["fresh=true", "another sweep_dir"],
+    "sweep=p_sweep_cpu eval_only=true": ["eval_only=true", "trains"],
+    "sweep=p_sweep_cpu sweep.overrides=[seed=3]": ["seed=3", "sweep.seeds"],
+    "sweep=p_sweep_cpu sweep.overrides=qk_norm=lp": ["sweep.overrides=qk_norm=lp", "list"],
+    'sweep=p_sweep_cpu sweep.grid={"data.fold":[0,1]}': ["data.fold", "sweep.folds"],
+    'sweep=gqa_nano sweep.grid={"seed":[0,1]}': ["grid.seed", "sweep.seeds"],
+    'sweep=gqa_nano sweep.grid={"words":{"a":["out_dir=x"]}}': ["out_dir=x", "sweep_dir"],
+    "sweep=gqa_nano sweep.parts=[alpha_1]": ["sweep.parts", "gqa_nano", "no parts"],
+    "sweep=p_sweep_cpu data=python_docs sweep_dir=/dev/null/x": ["sweep_dir=/dev/null/x", "Not a directory"],
     "sweep=p_sweep_cpu max_iter=3": ["max_iter=3", "max_iters"],
     "sweep=p_sweep_cpu sweep.folds=3": ["sweep.folds=3", "[0,1]"],
     "sweep=p_sweep_cpu sweep.folds=[10]": ["data.fold=10", "0..9"],
@@ -273,6 +282,28 @@ def test_bad_input_gets_one_line_and_status_2_before_anything_is_written(words: 
     for part in BAD[words]:
         assert part in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    circle = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    for file, other in zip(circle, circle[::-1], strict=True):
+        file.write_text(f"extends: {other}\n")
+    with pytest.raises(ConfigError, match=r"a\.yaml extends itself: .*a\.yaml -> .*b\.yaml -> .*a\.yaml"):
+        load_sweep(str(circle[0]), {})
+    circle[0].write_text("overrides: model=nano_cpu\n")
+    with pytest.raises(ConfigError, match="sweep.overrides=model=nano_cpu must be a list"):
+        load_sweep(str(circle[0]), {})
+
+
+def test_all_parts_of_a_sweep_without_parts_are_the_sweep() -> None:
+    assert load_sweep("gqa_nano", {"parts": "all"}) == load_sweep("gqa_nano", {})
+
+
+def test_a_plan_that_cannot_be_read_is_said_in_one_line(undisturbed: Path, tmp_path: Path) -> None:
+    plan = (undisturbed.parent / "sweep" / "plan.jsonl").read_text()
+    (tmp_path / "plan.jsonl").write_text(plan[: len(plan) // 2 + 7])
+    with pytest.raises(ConfigError, match=r"has a plan\.jsonl that cannot be read"):
+        read_plan(tmp_path)
 
 
 def test_a_frozen_plan_may_grow_but_not_change(tmp_path: Path, corpus: Path) -> None:

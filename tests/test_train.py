@@ -333,15 +333,25 @@ def test_the_minimum_and_the_best_checkpoint_survive_a_rising_loss_and_a_resume(
     assert json.loads((tmp_path / "halves" / "summary.json").read_text())["val/loss_min"] == 1.5
 
 
-def test_an_evaluation_at_an_earlier_end_does_not_stay_the_minimum(
+def test_an_evaluation_at_an_earlier_end_stays_with_its_checkpoint(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripted_losses(monkeypatch, [2.8, 3.0, 1.0, 2.8, 2.0])  # 0, 3 (the end, off the interval); then 6
+    scripted_losses(monkeypatch, [2.8, 3.0, 1.0, 2.8, 1.0, 2.0])  # 0, 3 (the end, off the interval); then 3 again, 6
     assert train.run(configured(corpus, tmp_path / "run", max_iters=3, eval_interval=100)) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["iter_of_min"] == 3
     assert train.run(configured(corpus, tmp_path / "run", eval_interval=100)) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["iter_of_min"], summary["val/loss_min"]) == (6, 2.0)
+    assert (summary["iter_of_min"], summary["val/loss_min"]) == (3, 1.0)
+    assert (tmp_path / "run" / "ckpt" / "best").readlink().name == "step_000003"
+    evaluated = {line["iter"]: line["val/loss"] for line in lines(tmp_path / "run") if "val/loss" in line}
+    assert evaluated == {0: 3.0, 3: 1.0, 6: 2.0}
+
+
+def test_a_validation_loss_of_zero_is_a_loss(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted_losses(monkeypatch, [2.8, 0.0, 1.0, 2.8, 1.0, 1.0])
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=2)) == 0
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=4)) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["iter_of_min"] == 0
 
 
 def test_throughput_is_tokens_over_seconds(corpus: Path, tmp_path: Path) -> None:
@@ -466,6 +476,22 @@ def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, mon
 # The program
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_too_little_memory_is_one_line(program: Program, tiny_run: list[str], tmp_path: Path) -> None:
+    done = program("train.py", *tiny_run, "model.n_embd=10000000", "out_dir=run")
+    assert done.returncode == 1 and done.stderr.startswith("failed: out of memory"), done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_how_to_sample_is_said_in_words_that_a_shell_takes(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "a run", max_iters=2)) == 0
+    assert f"python sample.py 'run={tmp_path / 'a run'}'\n" in (tmp_path / "a run" / "train.log").read_text()
+
+
+def test_multirun_may_stand_between_settings(program: Program, tiny_run: list[str], tmp_path: Path) -> None:
+    done = program("train.py", *tiny_run, "-m", "max_iters=2,3", "dry_run=true")
+    assert done.returncode == 0 and done.stdout.count("max_iters: 2") == done.stdout.count("max_iters: 3") == 1
 
 
 def test_the_program_trains_says_so_when_finished_and_starts_afresh(

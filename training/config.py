@@ -603,11 +603,11 @@ class TrainConfig:
         self.attention.check(self.model)
         require(
             not (isinstance(self.attention, MLAConfig) and self.attention.qk_norm_layout == "unified")
-            or not isinstance(self.qk_norm, NoQKNormConfig),
+            or self.qk_norm.name != "none",
             "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
         )
         require(
-            not isinstance(self.qk_clip, QKClipConfig) or isinstance(self.qk_norm, NoQKNormConfig),
+            not isinstance(self.qk_clip, QKClipConfig) or self.qk_norm.name == "none",
             f"qk_clip=clip needs qk_norm=none: with qk_norm={self.qk_norm.name} the weights' scale does not reach the"
             " logits",
         )
@@ -841,6 +841,13 @@ def to_yaml(config: TrainConfig) -> str:
 # Programs
 
 
+HYDRA_OPTIONS = {
+    "-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
+    "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
+    "--experimental-rerun", "-i", "--info",
+}  # fmt: skip
+
+
 def run_app(config_name: str, schema: type, program: Callable[[Any], int]) -> None:
     """Run `program(config)`, config an instance of `schema`, as a Hydra application (overrides, -m, --cfg, --help).
 
@@ -862,16 +869,27 @@ def run_app(config_name: str, schema: type, program: Callable[[Any], int]) -> No
             statuses.append(program(config))
             if statuses[-1] > 128:  # a signal stops a multirun too
                 sys.exit(statuses[-1])
+            sys.stdout.flush()
         except (ConfigError, OmegaConfBaseException) as error:
             statuses.append(refuse(str(error)))
+        except BrokenPipeError:
+            leave_output()
         except OSError as error:  # a full disk, say
             print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
             statuses.append(1)
-        except Exception:  # printed here: hydra would add its own lines to it
-            traceback.print_exc()
+        except Exception as error:
+            if is_out_of_memory(error):
+                said = " ".join(str(error).split())[:300]
+                print(f"failed: out of memory ({said}); dry_run=true says what a run takes", file=sys.stderr)
+            else:  # printed here: hydra would add its own lines to it
+                traceback.print_exc()
             statuses.append(1)
 
+    # hydra's parser takes no settings after an option that stands between them
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word in ("-m", "--multirun"))
     for word in sys.argv[1:]:
+        if re.fullmatch(r"--?[A-Za-z][\w-]*", word) and word not in HYDRA_OPTIONS:
+            sys.exit(refuse(f"{word} is unknown: settings are written key=value, and --help lists them"))
         if word.startswith("--") and "=" in word and not word.startswith("--config") or word.startswith("~"):
             plain = word.lstrip("-~")
             sys.exit(refuse(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}"))
@@ -897,12 +915,28 @@ def run_script(
     try:
         values, others = read_words(argv, known)
         require(not others, f"{others[:1]} is unknown{did_you_mean(''.join(others[:1]), known)}")
-        return program(values)
+        status = program(values)
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
         return refuse(str(error))
+    except BrokenPipeError:
+        leave_output()
+        return 0
     except OSError as error:  # a full disk, say
         print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+
+
+def leave_output() -> None:
+    """Whoever read our output has left, as head does: what else is printed goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """PyTorch has a class of its own for a GPU's memory alone."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def parse_yaml(text: str, where: str) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import yaml
 
-from training.config import CONFIG_DIR, ConfigError, TrainConfig, load_config, require, show, to_yaml
+from training.config import CONFIG_DIR, ConfigError, TrainConfig, leave_output, load_config, require, show, to_yaml
 
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
 LEFTOVERS = {"lock", "config.yaml.tmp"}
@@ -59,8 +59,8 @@ class RunDir:
         if show:
             try:
                 self.print_line(text)
-            except BrokenPipeError:  # whoever read our output has left; train.log has it
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            except BrokenPipeError:  # train.log has it
+                leave_output()
         with open(self.path / "train.log", "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
