@@ -129,9 +129,7 @@ def run(config: TrainConfig) -> int:
             "dtype": str(dtype), "corpus_sha256": corpus, "device": device_name(device),
             "compile": compiled, "ranks": world.size,
         }  # fmt: skip
-        state: dict[str, Any] = {
-            "step": 0, "val/loss": None, "train/loss": None, "qk_clip": {}, "seconds": 0.0, "train_seconds": 0.0
-        }  # fmt: skip
+        state: dict[str, Any] = {"step": 0, "train/loss": None, "qk_clip": {}, "seconds": 0.0, "train_seconds": 0.0}
         if resumed is not None:
             check_resumable(config, run_dir, resumed.state, {**here, "tokenizer": tokenizer.to_dict()})
             model.load_state_dict(resumed.tensors["model"])
@@ -172,18 +170,19 @@ def run(config: TrainConfig) -> int:
             f"{info['device']}, {dtype}" + (f", resumed at iteration {start}" if start else "")
         )
         val_loss_min, iter_of_min = dist.broadcast_object(lowest_val_loss(run_dir))  # before iteration `start`
+        if tracker is not None:
+            checkpoint.restore_best(run_dir.path / "ckpt", iter_of_min)
         loop_began = time.perf_counter()
         began = loop_began - state["seconds"]
 
-        def save(best: bool) -> None:
+        def save(best: bool, spare: int | None) -> None:
             state["seconds"] = time.perf_counter() - began
-            state["val/loss"] = line.get("val/loss")
             if tracker is not None:
                 tracker.metrics.sync()
                 weights: dict[str, Tensor] = dict(model.named_parameters())
                 tensors = {"model": weights, "optimizer": optimizer_tensors(optimizer, model)}
                 extra = {"config": asdict(config), "tokenizer": tokenizer.to_dict(), **info}
-                checkpoint.save(run_dir.path / "ckpt", state["step"], tensors, {**state, **extra}, best)
+                checkpoint.save(run_dir.path / "ckpt", state["step"], tensors, {**state, **extra}, best, spare)
                 run_dir.status("running", iter=state["step"])
 
         def log(line: dict[str, Any]) -> None:
@@ -204,12 +203,12 @@ def run(config: TrainConfig) -> int:
         for step in range(start, config.max_iters + 1):
             state["step"] = step
             line: dict[str, Any] = {"iter": step}
-            best = False
-            # at an earlier end as well, which ckpt/best may be of
-            ended = step == config.max_iters or (step == start and state["val/loss"] is not None)
-            if step % config.eval_interval == 0 or ended:
+            best, spare = False, None
+            if step % config.eval_interval == 0 or step == config.max_iters:
                 line |= validate()
                 best = line["val/loss"] < val_loss_min
+                if step % config.eval_interval != 0:  # where max_iters grows, this evaluation will not have been
+                    spare = iter_of_min
                 if best:
                     val_loss_min, iter_of_min = line["val/loss"], step
                 for part in ("train", "val") if config.eval_iters else ():
@@ -230,7 +229,7 @@ def run(config: TrainConfig) -> int:
                 if not all(p.isfinite().all() for p in parameters):
                     status, reason = "diverged", "a weight is not finite"
                     break
-                save(best)
+                save(best, spare)
             if status != "running":
                 break
 

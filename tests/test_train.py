@@ -333,18 +333,21 @@ def test_the_minimum_and_the_best_checkpoint_survive_a_rising_loss_and_a_resume(
     assert json.loads((tmp_path / "halves" / "summary.json").read_text())["val/loss_min"] == 1.5
 
 
-def test_an_evaluation_at_an_earlier_end_stays_with_its_checkpoint(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("last", [2.0, 3.5])
+def test_an_evaluation_at_an_earlier_end_does_not_stay_the_minimum(
+    last: float, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripted_losses(monkeypatch, [2.8, 3.0, 1.0, 2.8, 1.0, 2.0])  # 0, 3 (the end, off the interval); then 3 again, 6
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=3, eval_interval=100)) == 0
+    often = {"eval_interval": 100, "checkpoint_interval": 1}
+    scripted_losses(monkeypatch, [2.8, 3.0, last])
+    assert train.run(configured(corpus, tmp_path / "straight", **often)) == 0
+    scripted_losses(monkeypatch, [2.8, 3.0, 1.0, 2.8, last])  # 0, 3 (the end, off the interval); then 6
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=3, **often)) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["iter_of_min"] == 3
-    assert train.run(configured(corpus, tmp_path / "run", eval_interval=100)) == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["iter_of_min"], summary["val/loss_min"]) == (3, 1.0)
     assert (tmp_path / "run" / "ckpt" / "best").readlink().name == "step_000003"
-    evaluated = {line["iter"]: line["val/loss"] for line in lines(tmp_path / "run") if "val/loss" in line}
-    assert evaluated == {0: 3.0, 3: 1.0, 6: 2.0}
+    assert train.run(configured(corpus, tmp_path / "run", **often)) == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["iter_of_min"], summary["val/loss_min"]) == ((6, 2.0) if last < 3.0 else (0, 3.0))
 
 
 def test_a_validation_loss_of_zero_is_a_loss(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

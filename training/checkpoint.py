@@ -48,9 +48,14 @@ class Checkpoint:
 
 
 def save(
-    folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], best: bool
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    best: bool,
+    spare: int | None = None,
 ) -> Path:
-    """Write `folder/step_<step>`, point `latest` (and `best`) at it, remove old ones. Returns its path.
+    """Write `folder/step_<step>`, point `latest` (and `best`) at it, remove old ones but `spare`. Returns its path.
 
     `state` is what JSON can hold, with text keys; NaN, infinities and integers of any size come back as they were.
     Raises: OSError (a full disk, say); then the earlier checkpoints stand and nothing half-written is left.
@@ -81,7 +86,7 @@ def save(
             point(folder, "best", step)
     finally:
         tidy(folder)
-    prune(folder, step)
+    prune(folder, step, spare)
     return final
 
 
@@ -119,9 +124,17 @@ def point(folder: Path, name: str, step: int) -> None:
     sync(folder)
 
 
-def prune(folder: Path, step: int) -> None:
-    """Keep the newest checkpoints up to `step`, the best one, and those beyond `step` that are valid."""
+def restore_best(folder: Path, step: int | None) -> None:
+    """Point `best` at the checkpoint of `step`, where there is one; it may lead to one of a later evaluation, of which
+    a run that goes on from there knows nothing."""
+    if step is not None and (folder / f"step_{step:06d}").is_dir():
+        point(folder, "best", step)
+
+
+def prune(folder: Path, step: int, spare: int | None = None) -> None:
+    """Keep the newest checkpoints up to `step`, the best one, `spare`, and those beyond `step` that are valid."""
     kept = [path for path in step_dirs(folder) if number(path) <= step][:KEEP]
+    kept += [] if spare is None else [folder / f"step_{spare:06d}"]
     if (folder / "best").is_symlink():
         kept.append(folder / os.readlink(folder / "best"))
     for path in step_dirs(folder):
