@@ -32,7 +32,17 @@ from sweeps.launchers import LAUNCHERS, WORKER, Launcher
 from sweeps.plan import PlannedRun, freeze, load_sweep, plan_runs
 from sweeps.status import State, state_of, sweep_directory, tally
 from sweeps.worker import FINAL
-from training.config import CONFIG_DIR, ConfigError, at_least, build, parse_yaml, read_words, refuse, require
+from training.config import (
+    CONFIG_DIR,
+    ConfigError,
+    at_least,
+    build,
+    leave_output,
+    parse_yaml,
+    read_words,
+    refuse,
+    require,
+)
 from training.rundir import read_json, read_status, write_json
 
 POLL = 0.5  # seconds between two looks at the runs
@@ -58,7 +68,11 @@ def main(argv: list[str]) -> int:
     try:
         request, freeze_plan = read_request(argv)
         if request.dry_run:
-            list_runs(request)
+            try:
+                list_runs(request)
+                sys.stdout.flush()
+            except BrokenPipeError:
+                leave_output()
             return 0
         left = [run for run in request.runs if read_status(request.sweep_dir / run.id).get("state") not in FINAL]
         configs = distinct(left, ("data", "device", "dtype", "model"))

@@ -402,6 +402,14 @@ def test_a_dry_run_lists_every_run_and_writes_nothing(undisturbed: Path, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reader_that_leaves_ends_a_dry_run_quietly(undisturbed: Path) -> None:
+    words = [f"sweep={undisturbed}", f"sweep_dir={undisturbed.parent / 'sweep'}", "dry_run=true"]
+    with subprocess.Popen([*LAUNCH, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 0
+
+
 def test_starting_a_finished_sweep_again_runs_nothing(undisturbed: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in (undisturbed.parent / "sweep").glob("*/metrics.jsonl")}
     assert "8 done" in launched(undisturbed)
