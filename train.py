@@ -99,9 +99,11 @@ def run(config: TrainConfig) -> int:
         faults.spoil_model(config, model)
         faults.spoil_batches(config, batches)
     compiled = device.type == "cuda" if config.compile == "auto" else bool(config.compile)
-    if compiled and config.model.activation_checkpointing:
-        # QK-Clip's maxima are tracked by the forward pass alone, not again where the backward pass repeats it
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    if compiled:
+        torch._dynamo.config.recompile_limit = 100  # a sweep's worker trains many models; by default it compiles four
+        if config.model.activation_checkpointing:
+            # QK-Clip's maxima are tracked by the forward pass alone, not again where the backward pass repeats it
+            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     forward: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
     tracked = model.attentions if config.qk_clip.name != "none" else []
     for attention in tracked:
@@ -114,7 +116,8 @@ def run(config: TrainConfig) -> int:
     if world.size > 1:
         if compiled:
             torch.compiler.reset()  # so that DDP has it compiled in parts, whose gradients travel while others are made
-        forward = DistributedDataParallel(forward, device_ids=[device] if device.type == "cuda" else None)
+        devices = [device] if device.type == "cuda" else None
+        forward = DistributedDataParallel(forward, devices, broadcast_buffers=False)  # which are constants
     optimizer = build_optimizer(model, config)
     parameters = [*model.parameters()]
 

@@ -177,38 +177,47 @@ class LpNorm(QKNorm):
     """x / ||x||_p over each head's channels (papers: Lp QK-norm, eq. 12-14). p >= 1, inf included.
 
     p=learned makes p = 1 + softplus(raw_p) a parameter, one a head, that starts at 2; queries and keys have their own.
+    To a compiler a finite p is data, a tensor, so that what it makes serves the runs of every p.
     Computed in fp32 at least, on x / max|x|: no power overflows or underflows. A vector with max|x| <= 1e-30 maps to
     zero with zero gradient. For p != 2 the norm is not invariant under rotations, RoPE's among them.
     """
 
     TINY = 1e-30
+    p_as_data: Tensor  # ()
 
     def __init__(self, config: LpQKNormConfig, head_dim: int, n_head: int):
         super().__init__(config, head_dim, n_head)
-        self.fixed_p = config.p if isinstance(config.p, float) else None
-        if self.fixed_p is None:
+        self.learned, self.infinite = config.p == "learned", config.p == math.inf
+        if isinstance(config.p, str):
             self.raw_p = nn.Parameter(torch.empty(n_head))
+        else:
+            self.fixed_p = config.p
+            self.register_buffer("p_as_data", torch.tensor(config.p, device="cpu"), persistent=False)
 
     def init_weights(self) -> None:
-        if self.fixed_p is None:
+        if self.learned:
             nn.init.constant_(self.raw_p, math.log(math.e - 1))
 
     @property
     def p(self) -> float | Tensor:
-        """A number, or (nh, 1, 1)."""
-        return 1 + F.softplus(self.raw_p)[:, None, None] if self.fixed_p is None else self.fixed_p
+        """A number, or a tensor, (nh, 1, 1) where it is learned and () where a compiler traces."""
+        if self.learned:
+            return 1 + F.softplus(self.raw_p)[:, None, None]
+        return self.p_as_data if torch.compiler.is_compiling() and not self.infinite else self.fixed_p
 
     def scale(self, x: Tensor) -> Tensor:
-        if self.fixed_p is not None and cpu_kernels.serves_norm(x, self.fixed_p) and not torch.is_grad_enabled():
-            return cpu_kernels.lp_scale(x, self.fixed_p)
+        p = self.p
+        if isinstance(p, float) and cpu_kernels.serves_norm(x, p) and not torch.is_grad_enabled():
+            return cpu_kernels.lp_scale(x, p)
         u, largest = unit(at_least_fp32(x))
-        return inverse_norm(u, self.p) / largest
+        return inverse_norm(u, p) / largest
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         """x / ||x||_p, (..., hs), times alpha (nh or 1, 1, 1): queries take it with their norm."""
-        if self.fixed_p is not None and cpu_kernels.serves_norm(x, self.fixed_p):
-            return cpu_kernels.lp(x, self.fixed_p, alpha)
-        y, p = at_least_fp32(x), self.p
+        p = self.p
+        if isinstance(p, float) and cpu_kernels.serves_norm(x, p):
+            return cpu_kernels.lp(x, p, alpha)
+        y = at_least_fp32(x)
         if isinstance(p, float) and torch.is_grad_enabled():
             y = Normalise.apply(y, p)
         else:
@@ -227,7 +236,7 @@ def unit(x: Tensor) -> tuple[Tensor, Tensor]:
 def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
     """1 / ||u||_p along the last dimension, (..., hs) -> (..., 1), for u with max|u| = 1; 1 for a zero vector.
 
-    For p (nh, 1, 1) and u (B, nh, T, hs) differentiable in both, for a number p in u. With a tensor p, |u|^p is
+    For p (nh, 1, 1) or () and u (B, nh, T, hs) differentiable in both, for a number p in u. With a tensor p, |u|^p is
     exp(p log|u|): torch's pow with a tensor as exponent rounds a whole SIMD register and a remainder differently, so
     that the vectors beside this one would show.
     """

@@ -1,10 +1,12 @@
 import ctypes
+import functools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, ROOT, TINY, tiny_config
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from variants import LAYOUTS, PAIRS
 
 import model.gpt
@@ -23,7 +26,9 @@ from data.folds import Split, split
 from data.tokenizers import build_tokenizer
 from model.gpt import GPT
 from training import checkpoint
-from training.config import ConfigError, TrainConfig, load_config
+from training.config import ConfigError, LpQKNormConfig, TrainConfig, load_config
+from training.dist import World
+from training.evaluate import mean_loss
 from training.tracker import Metrics
 
 TIMED = {"tok_per_sec", "mfu"}
@@ -166,6 +171,94 @@ def test_on_a_cpu_few_windows_go_through_the_model_at_a_time(
     torch.testing.assert_close(total.double(), loss.detach(), rtol=1e-6, atol=0)
     for parameter, gradient in zip(network.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_weights_are_cast_once_for_all_of_a_batch(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, two micro-batches in seven parts each and nine batches of held-out text; the gradients are those of the
+    parts one by one, bit for bit, and no weight stays cast for the next update."""
+    network = GPT(tiny_config(activation_checkpointing=checkpointing), vocab_size=11)
+    network.init_weights(0)
+    batches = Batches(np.arange(500) % 11, split(500, 10, 0, 16), 16, batch_size=7, seed=1)
+    cpu, parameters = torch.device("cpu"), list(network.parameters())
+    multiplied = [*(m for m in network.modules() if isinstance(m, torch.nn.Linear)), network.transformer.wte]
+    cast: list[str] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names = [name for name, p in network.named_parameters() if args and args[0] is p]
+            cast.extend(names if func is torch.ops.aten._to_copy.default else [])
+            return func(*args, **kwargs or {})
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    gradients = [torch.zeros_like(p) for p in parameters]
+    for micro_step in range(2):
+        for x, y in zip(*(t.split(1) for t in batches.get_batch(3, micro_step)), strict=True):
+            with autocast():
+                loss = network(x, y)[1] / 14
+            for total, gradient in zip(gradients, torch.autograd.grad(loss, parameters), strict=True):
+                total += gradient
+    monkeypatch.setattr(train, "CPU_TOKENS", 16)
+    for _ in range(2):
+        with Casts():
+            fed = batches.ahead([(3, 0), (3, 1)])
+            train.accumulate_gradients(network, fed, 2, autocast, cpu)
+        assert len(cast) == len(set(cast)) == len(multiplied)
+        cast.clear()
+        for parameter, expected in zip(parameters, gradients, strict=True):
+            assert parameter.grad is not None and torch.equal(parameter.grad, expected)
+            parameter.grad = None
+    with Casts():
+        mean_loss(network, [batches.get_batch(i) for i in range(9)], autocast, World())
+    assert len(cast) == len(set(cast)) == len(multiplied)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """How many graphs torch.compile has made; a model that is not one graph as a whole raises."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, fullgraph=True))
+    before = counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(recompile_limit=8):  # PyTorch's, and again afterwards
+        yield lambda: counters["stats"]["unique_graphs"] - before
+    torch.compiler.reset()
+
+
+def test_one_compilation_serves_every_p_fold_and_seed(graphs: Callable[[], int], corpus: Path, tmp_path: Path) -> None:
+    """In one process, as in a sweep's worker; what is learned is what is learned without a compiler."""
+    if shutil.which("g++") is None and not os.environ.get("CI"):
+        pytest.skip("torch.compile on a CPU needs g++")
+    made = []
+    for p, fold, seed in ((2.0, 0, 1), (3.0, 1, 1), (1.0, 0, 2), (1.5, 2, 3), (3.5, 0, 1), (7.25, 1, 4)):
+        changes = {
+            "data": {"name": "text", "path": str(corpus), "fold": fold}, "seed": seed,
+            "qk_norm": train.asdict(LpQKNormConfig(p=p)), "model": {**SETTINGS["model"], "dropout": 0.0},
+        }  # fmt: skip
+        compiled, eager = tmp_path / f"{p}", tmp_path / f"{p} eager"
+        assert train.run(configured(corpus, compiled, compile=True, **changes)) == 0
+        made.append(graphs())
+        assert train.run(configured(corpus, eager, **changes)) == 0
+        for a, b in zip(lines(compiled), lines(eager), strict=True):
+            for key in a.keys() & {"train/loss", "val/loss", "grad_norm"}:
+                assert a[key] == pytest.approx(b[key], rel=1e-5), (p, key)
+    assert made == [2] * 6  # with and without a derivative
+
+
+def test_a_process_compiles_every_model_that_it_trains(
+    graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
+) -> None:
+    """Of PyTorch's own limit there would be four."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    names = ["none", "rms", "layernorm", "lp2", "lp_learned", "lpinf", "lp1.5"]
+    for n, name in enumerate(names, 1):
+        norm = train.asdict(QK_NORM_VARIANTS[name])
+        model = {**SETTINGS["model"], "dropout": 0.0}
+        assert train.run(configured(corpus, tmp_path / name, compile=True, qk_norm=norm, model=model)) == 0
+        assert graphs() == 2 * n, name
 
 
 def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus: Path, tmp_path: Path) -> None:
