@@ -527,18 +527,19 @@ def accumulate_gradients(
 ) -> Tensor:
     """Add the gradients of the mean loss over the next micro-batches that are `fed`. Returns that loss, ()."""
     total = torch.zeros((), device=device)
-    for i in range(n_micro_batches):
-        x, y = next(fed)  # (B, T)
-        rows = rows_at_once(len(x), x.size(1), device)
-        for first in range(0, len(x), rows):
-            if isinstance(forward, DistributedDataParallel):  # one exchange of gradients, after the last backward pass
-                forward.require_backward_grad_sync = i == n_micro_batches - 1 and first + rows >= len(x)
-            part = slice(first, first + rows)
-            with autocast():
+    with autocast():  # around all of them: it casts a weight once
+        for i in range(n_micro_batches):
+            x, y = next(fed)  # (B, T)
+            rows = rows_at_once(len(x), x.size(1), device)
+            for first in range(0, len(x), rows):
+                if isinstance(forward, DistributedDataParallel):  # one exchange of gradients, after the last backward
+                    forward.require_backward_grad_sync = i == n_micro_batches - 1 and first + rows >= len(x)
+                part = slice(first, first + rows)
                 _, loss = forward(x[part].to(device), y[part].to(device))
-            loss = loss / (n_micro_batches * len(x) / len(x[part]))
-            loss.backward()
-            total += loss.detach()
+                loss = loss / (n_micro_batches * len(x) / len(x[part]))
+                with torch.autocast(device.type, enabled=False):
+                    loss.backward()
+                total += loss.detach()
     return total
 
 

@@ -347,10 +347,31 @@ class Residual(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dropped, seed, dtype = ctx.settings
-        grad_y = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
-        fill_pointwise("residual", grad_y, None, None, grad.contiguous(), grad_y, dropped, seed)
-        return grad, grad_y, None, None
+        return grad, masked(grad, *ctx.settings), None, None
+
+
+def dropout(x: Tensor, dropped: int, seed: int) -> Tensor:
+    """As in residual(), of x in fp32 alone; differentiable, once."""
+    return Dropout.apply(x, dropped, seed)
+
+
+class Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropped: int, seed: int) -> Tensor:
+        ctx.settings = dropped, seed, x.dtype
+        return masked(x, *ctx.settings)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return masked(grad, *ctx.settings), None, None
+
+
+def masked(x: Tensor, dropped: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """x in fp32 times dropout's mask and scale, in `dtype`."""
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    fill_pointwise("residual", out, None, None, x.contiguous(), out, dropped, seed)
+    return out
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -405,7 +405,10 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """
     if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
-    keep = random_bytes(draw_seed(x), (x.numel() + 7) // 8)[: x.numel()].view(x.shape)
+    seed = draw_seed(x)
+    if x.dtype == torch.float32 and cpu_kernels.serves_block(x):
+        return cpu_kernels.dropout(x, out_of_256(p), seed)
+    keep = random_bytes(seed, (x.numel() + 7) // 8)[: x.numel()].view(x.shape)
     return ApplyMask.apply(x, *dropout_mask(keep, out_of_256(p), x.dtype))
 
 

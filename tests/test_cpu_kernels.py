@@ -454,6 +454,22 @@ def test_the_residual_sum_is_the_operations(p: float, dtype: torch.dtype, monkey
     assert (dy == 0).float().mean().item() == pytest.approx(51 / 256 if p else 0, abs=0.01)
 
 
+def test_dropout_is_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit; gradients may lie anyhow."""
+    x, grad = draw(5, 41, 100), draw(5, 100, 41, seed=1).mT
+    results = []
+    for operations in (False, True):
+        if operations:
+            monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+        torch.manual_seed(3)
+        (leaf,) = leaves(x)
+        out = gpt.dropout(leaf, 0.2)
+        assert ("Dropout" in str(out.grad_fn)) != operations
+        results.append([out, *torch.autograd.grad(out, leaf, grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert (results[0][0] == 0).float().mean().item() == pytest.approx(51 / 256, abs=0.01)
+
+
 def test_gelu_of_every_bf16_number() -> None:
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() < 1e30)].requires_grad_()
@@ -587,7 +603,7 @@ def spy_on(module: Any, name: str, used: set[str]) -> Callable[..., Any]:
     return spy
 
 
-@pytest.mark.parametrize("kernel", ["gelu", "residual", "layer_norm", "attention"])
+@pytest.mark.parametrize("kernel", ["gelu", "residual", "dropout", "layer_norm", "attention"])
 def test_no_kernel_has_a_second_derivative(kernel: str) -> None:
     x = draw(1, 2, 16, 16).requires_grad_()
     half = x.bfloat16()
@@ -596,6 +612,7 @@ def test_no_kernel_has_a_second_derivative(kernel: str) -> None:
     y = {
         "gelu": lambda: cpu_kernels.gelu(half),
         "residual": lambda: cpu_kernels.residual(x, half, 51, 0),
+        "dropout": lambda: cpu_kernels.dropout(x, 51, 0),
         "layer_norm": lambda: cpu_kernels.layer_norm(x, torch.ones(16), None, 1e-5, True, torch.float32),
         "attention": lambda: cpu_kernels.attention(half, half, half, 0.25, 0, 0),
     }[kernel]()
