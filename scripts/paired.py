@@ -80,16 +80,20 @@ class Comparison:
     """A - B over the replicates that both have. planned: replicates that both will have.
 
     p: of the paired t test and of Wilcoxon's signed-rank test; adjusted: by Holm over the family. None: no test.
-    n_needed: see above, for a difference of this size and spread.
+    n_needed: see above, for a difference of this size and spread. test_over_train: sizes of what the replicates are
+    tested and trained on, where these are folds that share training text; corrected: the t test's p with the variance
+    of the mean difference that they make probable, (1/n + test_over_train) sd^2 (Nadeau and Bengio 2003), and by Holm.
     """
 
     a: str
     b: str
     planned: int
     values: dict[Replicate, tuple[float, float]]
+    test_over_train: float | None = None
     point: Point | None = None
     p: tuple[float | None, float | None] = (None, None)
     adjusted: tuple[float | None, float | None] = (None, None)
+    corrected: tuple[float | None, float | None] = (None, None)
     n_needed: float | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +104,10 @@ class Comparison:
             t, wilcoxon = stats.ttest_1samp(differences, 0), stats.wilcoxon(differences)
             self.p = float(t.pvalue), float(wilcoxon.pvalue)
             self.n_needed = n_needed(fmean(differences) / sd)
+            if self.test_over_train is not None:
+                n = len(differences)
+                corrected_t = fmean(differences) / (sd * math.sqrt(1 / n + self.test_over_train))
+                self.corrected = 2 * float(stats.t.sf(abs(corrected_t), n - 1)), None
 
     @property
     def differences(self) -> dict[Replicate, float]:
@@ -121,5 +129,7 @@ class Comparison:
 def adjust(family: Sequence[Comparison]) -> None:
     """Put Holm's adjustment over the family into each of its comparisons."""
     t, wilcoxon = (holm([comparison.p[test] for comparison in family]) for test in (0, 1))
-    for comparison, *adjusted in zip(family, t, wilcoxon, strict=True):
+    corrected = holm([comparison.corrected[0] for comparison in family])
+    for comparison, *adjusted, of_corrected in zip(family, t, wilcoxon, corrected, strict=True):
         comparison.adjusted = adjusted[0], adjusted[1]
+        comparison.corrected = comparison.corrected[0], of_corrected

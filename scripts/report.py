@@ -13,7 +13,7 @@ import shlex
 import string
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
@@ -193,6 +193,19 @@ def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) ->
 # The files
 
 
+def suffixes_of(parts: Iterable[str]) -> dict[str, str]:
+    """What a part adds to its figures' names; no two add the same."""
+    suffixes: dict[str, str] = {}
+    for part in parts:
+        plain = suffix = f"_{re.sub(r'[^A-Za-z0-9.-]+', '_', part)}" if part else ""
+        n = 1
+        while suffix in suffixes.values():
+            n += 1
+            suffix = f"{plain}_{n}"
+        suffixes[part] = suffix
+    return suffixes
+
+
 def file_name(key: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "_", key).strip("_")
 
@@ -206,8 +219,9 @@ def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
     files: dict[str, bytes] = {"runs.csv": runs_csv(sweep).encode()}
     figures: list[tuple[str | None, str, str]] = []
     spans = {key: f"a point is the {how} over a {POINTS}th of the run" for key, how in drawn_as(sweep).items()}
+    suffixes = suffixes_of(sweep.parts)
     for part, settings in sweep.parts.items():
-        suffix = f"_{re.sub(r'[^A-Za-z0-9.-]+', '_', part)}" if part else ""
+        suffix = suffixes[part]
         series = series_of(sweep, settings, look)
         drawn = list(draw_part(series, sweep.title_of(part))) if series else []
         for key, groups in other_series(sweep, labels(sweep, settings), look).items():

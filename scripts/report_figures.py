@@ -154,11 +154,14 @@ def draw_loss(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str
         ends = [(math.nan, math.nan) if p.low is None or p.high is None else (p.low, p.high) for p in s.mean.values()]
         low, high = [low for low, _ in ends], [high for _, high in ends]
         axes.fill_between(list(s.mean), low, high, color=s.style.colour, alpha=0.1, linewidth=0)
-    axes.set(xlabel="iteration", ylabel=LOSS, ylim=loss_limits(series))
+    limits = loss_limits(series)
+    axes.set(xlabel="iteration", ylabel=LOSS, ylim=limits)
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, fontsize="small")
     caption = f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean."
-    return figure, f"{caption} The first evaluations lie above the axis.{ABOUT_DIVERGED * any_diverged(series)}"
+    if any(loss > limits[1] for curve in all_curves(series) for loss in curve.values()):
+        caption += " The first evaluations lie above the axis."
+    return figure, caption + ABOUT_DIVERGED * any_diverged(series)
 
 
 def draw_time(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from scripts.paired import Comparison, Replicate, adjust
 from sweeps.plan import REDUCTIONS, PlannedRun, check_evaluation, read_plan
 from sweeps.status import State, state_of
-from training.config import require, show
+from training.config import ConfigError, DataConfig, require, show
 from training.rundir import read_json
 
 Definition = Mapping[str, Any]
@@ -36,7 +36,7 @@ class Run:
         """The run's number: of its summary, or made of the metric's lines."""
         if metric.of is None:
             return self.summary.get(metric.key)
-        values = list(self.curves.get(metric.key, {}).values())
+        values = list((self.curves | {"val/loss": self.curve}).get(metric.key, {}).values())
         return REDUCTIONS[metric.of](values) if values else None
 
     @property
@@ -111,7 +111,9 @@ class Sweep:
             *(
                 Metric(key, key, "lower", "higher", "+,.6g")
                 if how == "summary"
-                else Metric(key, f"{how} of {key}", "lower", "higher", "+.4g", how)
+                else Metric(
+                    key, f"{'last logged' if how == 'last' else how + ' of'} {key}", "lower", "higher", "+.4g", how
+                )
                 for key, several in self.also.items()
                 for how in several
                 if "*" not in key
@@ -141,7 +143,6 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     plan = read_plan(sweep_dir)
     about = read_json(sweep_dir / "sweep.json")
     require(isinstance(about.get("sweep"), dict), f"sweep_dir={sweep_dir} has no sweep.json that can be read")
-    require(len(plan) > 0, f"sweep_dir={sweep_dir} has a plan.jsonl without a run")
     sweep = Sweep(name or str(about.get("name") or sweep_dir.name), about, about["sweep"], [])
     definition = sweep.definition
     check_evaluation(definition.get("compare") or {}, definition.get("also") or {}, definition.get("paper") or {})
@@ -149,6 +150,8 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     places = Counter((setting, run.replicate) for run in sweep.runs for setting in run.plan.settings)
     (setting, (seed, fold)), n = places.most_common(1)[0]
     require(n == 1, f"sweep_dir={sweep_dir} has {n} runs of {setting} with seed {seed} and fold {show(fold)}")
+    for key, value in ((m.key, run.value(m)) for m in sweep.metrics for run in sweep.runs):
+        require(value is None or isinstance(value, int | float), f"also.{key}: {show(value)} is not a number")
     return sweep
 
 
@@ -192,8 +195,12 @@ def read_run(sweep_dir: Path, plan: PlannedRun, also: Sequence[str] = ()) -> Run
 
 def evaluation(run: Path) -> dict[str, float]:
     """What scripts/evaluate.py has left in a run directory: eval/TASK/METRIC -> value."""
-    metrics = read_json(run / "evaluation.json").get("about", {}).get("metrics", {})
-    return {f"eval/{task}/{name}": value for task, values in metrics.items() for name, value in values.items()}
+    about = read_json(run / "evaluation.json").get("about", {})
+    try:
+        found = about.get("metrics", {}).items()
+        return {f"eval/{task}/{name}": value for task, values in found for name, value in values.items()}
+    except AttributeError as error:
+        raise ConfigError(f"{run}/evaluation.json cannot be read: {error}") from error
 
 
 def read_curves(file: Path, patterns: Sequence[str]) -> dict[str, dict[int, float]]:
@@ -251,9 +258,16 @@ def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> l
         done = [r for r in common if runs_a[r].done and runs_b[r].done]
         both = {r: (runs_a[r].value(metric), runs_b[r].value(metric)) for r in done}
         known = {r: (x, y) for r, (x, y) in both.items() if x is not None and y is not None}
-        family.append(Comparison(a, b, len(common), known))
+        family.append(Comparison(a, b, len(common), known, test_over_train([runs_a[r] for r in known])))
     adjust(family)
     return family
+
+
+def test_over_train(runs: Sequence[Run]) -> float | None:
+    """How much text the runs are tested on over how much they are trained on, where they are of several folds."""
+    data = [run.plan.config.data for run in runs]
+    several = len({run.plan.fold for run in runs if run.plan.fold is not None}) > 1
+    return 1 / (data[0].folds - 1) if several and isinstance(data[0], DataConfig) else None
 
 
 def families(sweep: Sweep) -> list[Family]:

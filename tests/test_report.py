@@ -23,7 +23,7 @@ from scipy import integrate, stats
 
 from scripts import report
 from scripts.paired import Comparison, Replicate, adjust, holm, interval, mean_curve, n_needed
-from scripts.report_figures import draw_metrics, image, loss_limits, styles
+from scripts.report_figures import draw_loss, draw_metrics, image, loss_limits, styles
 from scripts.report_runs import METRICS, Sweep, families, read_sweep
 from scripts.report_tables import (
     Table,
@@ -69,6 +69,16 @@ def test_p_values_and_intervals_are_scipys() -> None:
         assert c.p == (pytest.approx(t.pvalue), pytest.approx(stats.wilcoxon(a, b).pvalue))
         assert c.point is not None
         assert [c.point.low, c.point.high] == pytest.approx(list(t.confidence_interval()))
+
+
+def test_the_correction_for_folds_is_the_t_test_with_a_larger_variance() -> None:
+    """Nadeau and Bengio's (2003) with ten folds, by hand: t shrinks by sqrt((1/10) / (1/10 + 1/9))."""
+    plain, of_folds = paired(DRUG_1, DRUG_2), replace(paired(DRUG_1, DRUG_2), test_over_train=1 / 9)
+    t = stats.ttest_rel(DRUG_1, DRUG_2).statistic * (0.1 / (0.1 + 1 / 9)) ** 0.5
+    assert of_folds.corrected[0] == pytest.approx(2 * stats.t.sf(abs(t), 9)) and of_folds.p == plain.p
+    assert of_folds.corrected[0] == pytest.approx(0.0209, abs=5e-5) and plain.corrected == (None, None)
+    adjust([of_folds, other := replace(paired(DRUG_2, DRUG_2), test_over_train=1 / 9)])
+    assert of_folds.corrected[1] == pytest.approx(2 * (of_folds.corrected[0] or 0)) and other.corrected == (None, None)
 
 
 def test_wilcoxon_is_exact_for_few_folds() -> None:
@@ -244,6 +254,8 @@ def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
     assert (three["verdict on A"], four["verdict on A"]) == ("lower", "not resolved")
     assert (three["pairs"], three["mean of A − B"]) == ("5 of 5", "−0.0500")
     assert (three["paper's A − B"], four["paper's A − B"]) == ("−0.0405", "–")
+    t = expected[0].statistic * (0.2 / (0.2 + 1 / 9)) ** 0.5  # of data.folds=10
+    assert three["corrected t: Holm p"] == f"{2 * 2 * stats.t.sf(abs(t), 4):.4f}"
     low, high = expected[0].confidence_interval()
     assert three["95 % interval"] == f"{low:+.4f} to {high:+.4f}".replace("-", "−")
 
@@ -262,13 +274,14 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
         "train/loss": ["last", "roughness"],
         "parameters": "summary",
         "eval/cloze/acc": "summary",
+        "val/loss": "last",
     }
     for accuracy, p in ((0.5, 2), (0.75, 3)):
         run = made.run(f"a/p={p}", 5, {i: 2 - i / 100 for i in STEPS})
         (run / "evaluation.json").write_text(json.dumps({"about": {"metrics": {"cloze": {"acc": accuracy}}}}))
     sweep = sweep_of(made.path)
     row = rows_of(part_table(sweep, ["a/p=2"]))[0]
-    assert row["parameters"] == "4,242" and float(row["mean of last of train/loss"]) > 1
+    assert row["parameters"] == "4,242" and float(row["mean of last logged train/loss"]) > 1
     (family,) = families(sweep)
     named = [(metric.key, metric.of) for metric in sweep.metrics][3:]
     assert named == [
@@ -276,12 +289,23 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
         ("train/loss", "roughness"),
         ("parameters", None),
         ("eval/cloze/acc", None),
+        ("val/loss", "last"),
     ]
+    assert family.metrics[7][0].values[1, 5] == (1.6, 1.6)
     assert family.metrics[5][0].values[1, 0] == (4242, 4242)
     assert family.metrics[6][0].values == {(1, 5): (0.75, 0.5)}
     # train/loss is 1.9, 3.0, 1.8, 1.7, 1.6, 1.5
     assert family.metrics[4][0].values[1, 5][0] == pytest.approx((1.15 + 0.55 + 0 + 0) / 4)
     assert "parameters" not in sweep.runs[0].curves
+    made.definition["also"] = {"device": "summary"}
+    made.run("a/p=2", 7, falling(1.4))
+    with pytest.raises(ConfigError, match=r"also.device: cpu \(test\) is not a number"):
+        sweep_of(made.path)
+    made.definition["also"] = {}
+    (made.run("a/p=2", 8, falling(1.4)) / "evaluation.json").write_text('{"about": []}')
+    with pytest.raises(ConfigError, match="evaluation.json cannot be read"):
+        sweep_of(made.path)
+    (made.path / "a-p=2-fold8-s1" / "evaluation.json").unlink()
     made.definition["also"] = {"train/loss": "first"}
     made.run("a/p=2", 6, falling(1.4))
     with pytest.raises(ConfigError, match="also.train/loss=first must be one of last, max, min, mean, sum, roughness"):
@@ -312,6 +336,18 @@ def test_the_axis_of_a_training_loss_is_that_of_its_later_part() -> None:
     figure, caption = draw_metrics({"train/loss": series}, "train/loss", "flat", "")
     low, high = figure.axes[0].get_ylim()
     assert 1.7 < low < 1.8 and 2 < high < 2.1 and "first tenth" in caption
+
+
+def test_what_lies_above_the_axis_is_said_only_where_it_does() -> None:
+    style = styles({"": {"a": "a"}})["a"]
+    for curve, above in (({0: 9.0, 20: 2.0, 100: 1.8}, True), ({0: 2.0, 20: 60.0, 100: 1.8}, False)):
+        _, caption = draw_loss([report.Series("a", style, {(1, None): curve}, [])], "a", "n = 1")
+        assert ("lie above the axis" in caption) == above
+
+
+def test_no_two_parts_share_a_figure() -> None:
+    suffixes = report.suffixes_of(["α", "β", "a b", "a_b", "a-1", ""])
+    assert list(suffixes.values()) == ["__", "___2", "_a_b", "_a_b_2", "_a-1", ""]
 
 
 def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: Made, tmp_path: Path) -> None:
@@ -369,6 +405,18 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
     assert three["highest stable rate"] == "0.2" and three["of each run alone"] == "seed 1: 0.4, seed 2: 0.2"
     assert three["how the next one fails"] == "0.4: 1 of 2 diverged (train/loss nan at iteration 7)"
     assert "Highest stable learning rate" in table_md(sweep_of(sweep.path), [], [])
+
+
+def test_the_run_that_rises_most_decides_and_not_the_one_with_the_highest_loss(tmp_path: Path) -> None:
+    sweep = Made(tmp_path / "sweep")
+    for seed, (first, peak) in {1: (4.30, 4.85), 2: (4.45, 4.90)}.items():
+        for rate, curve in {0.1: falling(2.0), 0.2: {0: first, 20: peak, 40: 2.0}}.items():
+            finish(sweep.plan(f"learning_rate={rate},p=2", seed, None, optim=AdamWConfig(learning_rate=rate)), curve)
+    table = stability_table(sweep_of(sweep.path))
+    assert table is not None
+    (row,) = rows_of(table)
+    assert row["highest stable rate"] == "0.1" and row["of each run alone"] == "seed 1: 0.1, seed 2: 0.2"
+    assert row["how the next one fails"] == "0.2: a loss of 4.85; the first was 4.3000"
 
 
 def test_a_sweep_of_one_rate_has_no_table_of_rates(made: Made) -> None:
@@ -480,7 +528,8 @@ def test_a_done_run_with_damaged_files_counts_as_failed(made: Made, damage: str)
         (path / "summary.json").write_text(json.dumps({"status": "done", "iter": 40, "val/loss": 1.0}))
     sweep = sweep_of(made.path)
     (row,) = rows_of(missing_table(sweep))
-    assert (row["run"], row["state"]) == (path.name, "failed") and row["reason"].startswith("done, but ")
+    state = "stopped" if damage == "no summary" else "failed"  # a launch writes it again
+    assert (row["run"], row["state"]) == (path.name, state) and row["reason"].startswith("done, but ")
     assert rows_of(part_table(sweep, ["a/p=2"]))[0]["mean of the runs' minima"] == "1.5100"
 
 
@@ -635,6 +684,7 @@ BAD_COMPARE: dict[str, dict[str, Any]] = {
     "compare.x must have either baseline and settings, or pairs": {"settings": ["*"]},
     "compare.x.pairs=[['p=2']] must be a list of pairs": {"pairs": [["p=2"]]},
     "compare.x.settings=p=2 must be a list of patterns": {"baseline": "p=2", "settings": "p=2"},
+    "compare.x.title=3 must be text": {"baseline": "p=2", "title": 3},
 }
 
 
