@@ -1,6 +1,7 @@
 """Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3 (configs/sample.yaml)"""
 
 import codecs
+import io
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -84,6 +85,8 @@ def print_first(prompt: str, tokens: Iterable[Tensor], tokenizer: Tokenizer) -> 
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the text
     # The prompt is taken as it is: in Hydra's hands commas, braces and quotes would be syntax.
     prompts = [a.removeprefix("start=") for a in sys.argv[1:] if a.startswith("start=")]
     sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith("start=")]

@@ -30,7 +30,7 @@ from data.tokens import Corpus, load_corpus, size_of_text
 from model.diagnostics import LEAK_TOLERANCE, activation_bytes, diagnose, future_leak
 from model.gpt import GPT, positions_with_logits
 from training import checkpoint, dist, faults
-from training.config import ConfigError, NoQKClipConfig, TrainConfig, require, run_app, to_yaml
+from training.config import ConfigError, NoQKClipConfig, TrainConfig, require, run_app, to_yaml, word
 from training.device import device_name, keep_freed_memory, peak_flops, resolve_device, resolve_dtype
 from training.dist import World
 from training.evaluate import Batch, mean_loss
@@ -43,7 +43,7 @@ from training.optim import (
     qk_clip,
     update_ratios,
 )
-from training.rundir import RunDir, commit, open_run, read_status
+from training.rundir import RunDir, commit, open_run, read_json, read_status
 from training.schedule import learning_rate
 from training.tracker import Metrics, Tracker, plot, spike_score
 
@@ -125,12 +125,13 @@ def run(config: TrainConfig) -> int:
     # The run directory: new, resumed, or already finished
     with open_run_on_rank_0(config, world) as run_dir:
         if run_dir.finished and not config.eval_only:
+            check_same(config, run_dir, read_json(run_dir.path / "summary.json"), str(dtype), corpus)
             run_dir.log(f"{run_dir.path} is {run_dir.state}; fresh=true starts it anew")
             return EXIT_DIVERGED if run_dir.state == "diverged" else 0
         resumed = load_checkpoint(run_dir)
         here = {
             "dtype": str(dtype), "corpus_sha256": corpus, "device": device_name(device),
-            "compile": compiled, "ranks": world.size,
+            "compile": compiled, "ranks": world.size, "commit": commit(),
         }  # fmt: skip
         state: dict[str, Any] = {"step": 0, "train/loss": None, "qk_clip": {}, "seconds": 0.0, "train_seconds": 0.0}
         if resumed is not None:
@@ -158,8 +159,10 @@ def run(config: TrainConfig) -> int:
         info = {
             **here, "parameters": model.num_params(), "vocab_size": tokenizer.vocab_size, "tokens": len(tokens),
             "held_out_tokens": n_held_out, "cache_bytes_per_token": model.cache_bytes_per_token(dtype),
-            "torch": torch.__version__, "python": platform.python_version(), "commit": commit(),
+            "torch": torch.__version__, "python": platform.python_version(),
         }  # fmt: skip
+        if resumed is not None:  # all that have trained it
+            info["commit"] = ", ".join(dict.fromkeys([*commits(resumed.state), *commits(here)])) or None
         if config.fault.name != "none":
             info |= {"fault": config.fault.name, "start_up_warnings": caught}
         tracker = Tracker(run_dir, config, info, start) if world.main else None
@@ -311,7 +314,7 @@ def run(config: TrainConfig) -> int:
         run_dir.status(status, iter=step)
         run_dir.log(
             f"done: val/loss {line['val/loss']:.4f}, lowest {val_loss_min:.4f} at iteration {iter_of_min}; "
-            f"python sample.py {shlex.quote(f'run={run_dir.path}')}"
+            f"python sample.py {shlex.quote(word('run', str(run_dir.path)))}"
         )
         return 0
 
@@ -428,7 +431,7 @@ def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
 
 def check_resumable(config: TrainConfig, run_dir: RunDir, saved: dict[str, Any], here: dict[str, Any]) -> None:
     """Refuse what would change the run; warn of what makes the rest of it unequal bit for bit."""
-    path, data = run_dir.path, config.data
+    path = run_dir.path
     require(
         saved["dtype"] == here["dtype"],
         f"dtype={config.dtype} is {here['dtype']} here, but {path} was begun in {saved['dtype']}: "
@@ -436,12 +439,11 @@ def check_resumable(config: TrainConfig, run_dir: RunDir, saved: dict[str, Any],
     )
     require(
         saved["corpus_sha256"] == here["corpus_sha256"],
-        f"data={data.name} data.path={getattr(data, 'path', None)} is not the text that {path} was begun on: "
-        f"its SHA-256 is {here['corpus_sha256'][:12]}..., not {saved['corpus_sha256'][:12]}...",
+        other_text(config, path, saved["corpus_sha256"], here["corpus_sha256"]),
     )
     require(
         saved["tokenizer"] == here["tokenizer"],
-        f"data={data.name} has other tokens here than {path} was begun with; fresh=true starts it anew",
+        f"data={config.data.name} has other tokens here than {path} was begun with; fresh=true starts it anew",
     )
     require(
         saved["step"] <= config.max_iters,
@@ -452,6 +454,31 @@ def check_resumable(config: TrainConfig, run_dir: RunDir, saved: dict[str, Any],
     ]
     if changed:
         run_dir.log(f"warning: {', '.join(changed)}: the rest of the run will not be equal bit for bit")
+    new = set(commits(here)) - set(commits(saved))
+    if new and saved["step"] < config.max_iters and not config.eval_only:
+        run_dir.log(f"warning: commit {saved.get('commit')} -> {here['commit']}: other code trains the rest of the run")
+
+
+def check_same(config: TrainConfig, run_dir: RunDir, summary: dict[str, Any], dtype: str, corpus: str) -> None:
+    """Refuse to hand a finished run back for one with another dtype or text."""
+    made, path = {"dtype": dtype, "corpus_sha256": corpus, **summary}, run_dir.path
+    require(
+        config.dtype == "auto" or made["dtype"] == dtype,
+        f"dtype={config.dtype}: {path} is {run_dir.state} in {made['dtype']}; use another out_dir or fresh=true",
+    )
+    require(made["corpus_sha256"] == corpus, other_text(config, path, made["corpus_sha256"], corpus))
+
+
+def other_text(config: TrainConfig, path: Path, made: str, here: str) -> str:
+    return (
+        f"data={config.data.name} data.path={getattr(config.data, 'path', None)} is not the text that {path} was begun "
+        f"on: its SHA-256 is {here[:12]}..., not {made[:12]}...; use another out_dir or fresh=true"
+    )
+
+
+def commits(about: dict[str, Any]) -> list[str]:
+    """The commits of the code that a checkpoint or a process names."""
+    return about["commit"].split(", ") if about.get("commit") else []
 
 
 def lowest_val_loss(run_dir: RunDir) -> tuple[float, int | None]:

@@ -1,4 +1,5 @@
-"""A corpus is one text: `load_text(config.data)`. A corpus of your own is one function and one entry in LOADERS."""
+"""A corpus is one text: `load_text(config.data)`. A corpus of your own is one function and one entry in LOADERS, beside
+its settings: one dataclass and one entry in training/config.py's CORPORA, and one file in configs/data/."""
 
 import contextlib
 import hashlib

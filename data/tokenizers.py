@@ -1,4 +1,5 @@
-"""Text <-> token ids. A tokenizer of your own is one class and one entry in TOKENIZERS."""
+"""Text <-> token ids. A tokenizer of your own is one class and one entry in TOKENIZERS, and its name in the check() of
+training/config.py's DataConfig."""
 
 import functools
 import hashlib

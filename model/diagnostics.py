@@ -117,15 +117,20 @@ def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dic
             earlier, later = (
                 (outcome(changed, part)[1] - outcome(idx, part)[1]).abs() for part in (slice(t), slice(t, None))
             )
-            leaks[t] = (earlier / later).nan_to_num(nan=math.inf).item(), None
+            leaks[t] = share_of(earlier, later).item(), None
             continue
         after = outcome(changed, slice(None))[0]
         assert after is not None
         change = (after - before).abs().amax((0, 2))  # (T,)
-        share = (change[:t] / change[t:].max()).nan_to_num(nan=math.inf)  # (t,)
+        share = share_of(change[:t], change[t:].max())  # (t,)
         moved = (share >= LEAK_TOLERANCE).nonzero()
         leaks[t] = share.max().item(), int(moved[0]) if len(moved) else None
     return leaks
+
+
+def share_of(earlier: Tensor, later: Tensor) -> Tensor:
+    """earlier / later: 0 where nothing moves earlier, though nothing may move later either, inf where not finite."""
+    return torch.where(earlier == 0, 0.0, earlier / later).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def activation_bytes(model: GPT, batch_size: int, device: torch.device, dtype: torch.dtype) -> int:

@@ -33,7 +33,9 @@ def sample_token(
     if top_p is not None:
         ordered, order = probs.sort(dim=-1, descending=True)
         ahead = ordered.cumsum(-1) - ordered  # probability of the likelier tokens: 0 for the first
-        ordered = ordered.masked_fill(ahead >= top_p, 0.0)
+        left_out = ahead >= top_p
+        left_out[:, 0] = False  # a tiny top_p is 0 in fp32
+        ordered = ordered.masked_fill(left_out, 0.0)
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
     return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
 

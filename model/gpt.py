@@ -1,7 +1,7 @@
 """The single-file GPT: RoPE, QK norms, attention layouts, MLPs, Block, GPT, initialisation, cost accounting.
 
 Attention layout and QK norm are independent choices: any entry of ATTENTIONS works with any entry of QK_NORMS.
-Names follow nanoGPT, so its weights load by name.
+Names follow nanoGPT, so its weights load by name; a tied model has no lm_head.weight of its own.
 
 Shapes: B batch, T positions, S cached positions, C = n_embd, nh heads, nkv key and value heads, hs channels a head,
 V vocabulary; in MLA kr = kv_rank, and a head's query and key are dn = nope_dim channels and dr = rope_dim rotated ones.

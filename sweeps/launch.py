@@ -43,7 +43,7 @@ from training.config import (
     refuse,
     require,
 )
-from training.rundir import read_json, read_status, write_json
+from training.rundir import at_end, read_json, write_json
 
 POLL = 0.5  # seconds between two looks at the runs
 
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
             except BrokenPipeError:
                 leave_output()
             return 0
-        left = [run for run in request.runs if read_status(request.sweep_dir / run.id).get("state") not in FINAL]
+        left = [run for run in request.runs if not at_end(request.sweep_dir / run.id)]
         configs = distinct(left, ("data", "device", "dtype", "model"))
         if request.launcher.name == "slurm":  # its devices are not this machine's
             configs = [{**config, "device": "cpu", "dtype": "float32"} for config in configs]

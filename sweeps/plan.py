@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -31,7 +32,7 @@ from training.config import (
     require,
     show,
 )
-from training.rundir import commit, read_json, uncommitted, write_atomic
+from training.rundir import at_end, commit, read_json, short, uncommitted, write_atomic
 
 GROUPS = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} - {"sweep", "launcher"}
 
@@ -138,6 +139,7 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
     require(name not in extending, f"sweep={chain[0]} extends itself: {' -> '.join(chain)}")
     known = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
     file = Path(name) if name.endswith(".yaml") else CONFIG_DIR / "sweep" / f"{name}.yaml"
+    require(file.is_file() or file.suffix != ".yaml" or file.parent == CONFIG_DIR / "sweep", f"sweep={name} is no file")
     require(file.is_file(), f"sweep={name} must be one of {', '.join(known)}, or a file that ends in .yaml")
     try:
         source = parse_yaml(file.read_text(encoding="utf-8"), f"sweep={name}")
@@ -152,7 +154,10 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
 
     source = group("sweep", source, [*SWEEP_KEYS, "extends"])
     empty: dict[str, Any] = {"overrides": [], "grid": {}, "parts": {}, "compare": {}, "also": {}, "paper": {}}
-    base = read_definition(str(source.pop("extends")), chain) if "extends" in source else empty
+    extended = str(source.pop("extends", ""))
+    if extended.endswith(".yaml"):  # beside this file
+        extended = os.path.normpath(file.parent / extended)
+    base = read_definition(extended, chain) if extended else empty
     merged = {**base, **source, "parts": dict(base["parts"])}
     merged["overrides"] = [*base["overrides"], *list_of_words("overrides", source.get("overrides", []))]
     for key in ("compare", "also", "paper"):
@@ -164,6 +169,11 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
         merged["parts"][part] = {**asdict(Part()), **merged["parts"].get(part, {}), **new}
         merged["parts"][part]["grid"] = group(f"sweep.parts.{part}.grid", merged["parts"][part]["grid"])
     return merged
+
+
+def plain(name: str) -> str:
+    """A setting's name with p=2 for p=2.0, which are one."""
+    return re.sub(r"(=-?\d+)\.0(?=[,/]|$)", r"\1", name)
 
 
 def list_of_words(key: str, words: Any) -> list[str]:
@@ -183,7 +193,9 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
             if isinstance(options, list):
                 leaf = setting.rpartition(".")[2]
                 names = [f"{leaf}={show(option)}" for option in options]
-                require(len(set(names)) == len(names), f"sweep.{key}.{setting}={options} names a value twice")
+                require(
+                    len(set(map(plain, names))) == len(names), f"sweep.{key}.{setting}={options} names a value twice"
+                )
                 options = dict(zip(names, options, strict=True))
             for name, words in options.items() if setting == "words" else ():
                 list_of_words(f"{key}.words.{name}", words)
@@ -229,6 +241,8 @@ def check_evaluation(compare: Mapping[str, Any], also: Mapping[str, Any], paper:
         for leaf in family:
             require(leaf in known, f"{key}.{leaf} is unknown{did_you_mean(leaf, known)}")
         pairs, patterns = family.get("pairs") or [], family.get("settings") or ["*"]
+        title = family.get("title")
+        require(title is None or isinstance(title, str), f"{key}.title={show(title)} must be text")
         require(("baseline" in family) != bool(pairs), f"{key} must have either baseline and settings, or pairs")
         good = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
         require(good, f"{key}.pairs={pairs} must be a list of pairs [A, B]")
@@ -280,14 +294,13 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
                 config = replace(compose(words, rest), out_dir=None)
                 run_id = config.run_dir.name
                 if run_id in runs:
-                    require(
-                        runs[run_id].config == config,
-                        f"{setting} and {runs[run_id].settings[0]} are the same run, but how it is logged differs",
-                    )
+                    changed = ", ".join(differences(runs[run_id].config, config))
+                    same = f"{setting} and {runs[run_id].settings[0]} are the same run to a sweep"
+                    require(not changed, f"{same}, which does not tell runs apart by {changed}")
                     runs[run_id].settings.append(setting)
                 else:
-                    plain = [f"{key}={show(value)}" for key, value in rest.items()]
-                    runs[run_id] = PlannedRun(run_id, [setting], seed, fold, [*words, *plain], config)
+                    added = [f"{key}={show(value)}" for key, value in rest.items()]
+                    runs[run_id] = PlannedRun(run_id, [setting], seed, fold, [*words, *added], config)
     return list(runs.values())
 
 
@@ -364,10 +377,10 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
         raise ConfigError(f"sweep_dir={sweep_dir} cannot be made: {error.strerror}") from error
     with locked(sweep_dir):
         frozen = {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
-        places = {(s, run.fold, run.seed): run for run in frozen.values() for s in run.settings}
+        places = {(plain(s), run.fold, run.seed): run for run in frozen.values() for s in run.settings}
         for run in runs:
             for setting in run.settings:
-                other = places.get((setting, run.fold, run.seed), run)
+                other = places.get((plain(setting), run.fold, run.seed), run)
                 if other.id != run.id or other.config != run.config:
                     changed = ", ".join(differences(other.config, run.config))
                     raise ConfigError(
@@ -375,19 +388,27 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
                     )
         merged = {**frozen, **{run.id: run for run in runs if run.id not in frozen}}
         for run in runs:  # a new part may share a run with an old one
-            settings = list(dict.fromkeys([*merged[run.id].settings, *run.settings]))
-            merged[run.id] = replace(merged[run.id], settings=settings)
+            settings = merged[run.id].settings
+            known = {plain(setting) for setting in settings}
+            merged[run.id] = replace(
+                merged[run.id], settings=[*settings, *(s for s in run.settings if plain(s) not in known)]
+            )
         before = read_json(sweep_dir / "sweep.json")
         definition, old = asdict(sweep), before.get("sweep", {})
         about: dict[str, Any] = {"name": name, "frozen": before.get("frozen", []), "sweep": definition}
-        if merged == frozen and old:  # what the report makes of the runs may change
-            definition |= {key: value for key, value in old.items() if key not in ("title", "compare", "also", "paper")}
-        else:
+        this, grows = {"commit": commit(), "overrides": overrides, "runs": len(merged)}, merged != frozen or not old
+        if grows:
             definition["parts"] = {**old.get("parts", {}), **definition["parts"]}
-            this = {"commit": commit(), "overrides": overrides, "runs": len(merged)}
+        else:  # what the report makes of the runs may change
+            definition |= {key: value for key, value in old.items() if key not in ("title", "compare", "also", "paper")}
+        at = about["frozen"][-1]["commit"] if about["frozen"] else None
+        moved = at != this["commit"] and any(not at_end(sweep_dir / run.id) for run in runs)
+        if grows or moved:
             about["frozen"] = [*(one for one in about["frozen"] if one != this), this]
             if changes := uncommitted():
-                write_atomic(sweep_dir / f"code_{str(this['commit'])[:12]}.diff", changes)
+                write_atomic(sweep_dir / f"code_{short(str(this['commit']))}.diff", changes)
+        if moved and not grows:
+            print(f"warning: planned at commit {at}, and what is left is made by {this['commit']}")
         if about != before:
             write_atomic(sweep_dir / "sweep.json", (json.dumps(about, indent=2) + "\n").encode())
         if merged != frozen:
@@ -398,9 +419,10 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
 def read_plan(sweep_dir: Path) -> list[PlannedRun]:
     """The frozen runs. Raises: ConfigError where there is no plan, or none that can be read."""
     try:
-        lines = (sweep_dir / "plan.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (sweep_dir / "plan.jsonl").read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"sweep_dir={sweep_dir} holds no sweep (it has no plan.jsonl)") from error
+    require(len(lines) > 0, f"sweep_dir={sweep_dir} has a plan.jsonl without a run")
     try:
         plans = [json.loads(line) for line in lines]
         return [PlannedRun(**{**plan, "config": build(TrainConfig, plan["config"])}) for plan in plans]

@@ -13,8 +13,9 @@ if __name__ == "__main__":
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.worker import FINAL, is_claimed, read_claim
 from training.config import require, run_script
-from training.rundir import is_locked, read_status
+from training.rundir import at_end, is_locked, read_status
 
+NEVER = 10**9  # launch_tries of what no try mends
 STATES = ("done", "diverged", "running", "stopped", "failed", "pending")
 
 
@@ -30,13 +31,17 @@ class State:
 
 def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> State:
     """What a run is at, from its files and its locks. launch: whose tries to count."""
-    status = read_status(sweep_dir / run.id)
-    held = status.get("state") not in FINAL and (is_claimed(sweep_dir, run.id) or is_locked(sweep_dir / run.id))
-    if not held:
-        status = read_status(sweep_dir / run.id)  # again: it may have come to its end since the first look
+    path = sweep_dir / run.id
+    held = not at_end(path) and (is_claimed(sweep_dir, run.id) or is_locked(path))
+    status = read_status(path)  # after the locks: it may have come to its end since the first look
     state, step, reason = status.get("state"), status.get("iter"), str(status.get("reason", ""))
-    if state in FINAL:
-        return State(state, step, reason)
+    if not held and at_end(path):
+        metrics = path / "metrics.jsonl"
+        if state == "done" and not (metrics.exists() and metrics.stat().st_size):
+            return State("failed", step, f"done, but its metrics.jsonl is lost; without {path} it is made again", NEVER)
+        return State(str(state), step, reason)
+    if state == "done" and not held:
+        reason = "done, but its summary.json is lost"
     claim = read_claim(sweep_dir, run.id)
     tries = claim["tries"].get(launch, 0)
     if held:

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from sweeps.plan import PlannedRun, read_plan
 from training.config import ConfigError, TrainConfig, build, refuse
-from training.rundir import is_locked, read_json, read_status, write_json
+from training.rundir import at_end, is_locked, read_json, read_status, write_json
 
 FINAL = ("done", "diverged")
 PATIENCE = 600  # seconds that a run has to reach the end of its iteration and save
@@ -45,14 +45,14 @@ def work(sweep_dir: Path, launch: str) -> int:
         for run_id in asked["runs"]:
             if asked["fail_fast"] and (sweep_dir / "launches" / f"{launch}.failed").exists():
                 return 0
-            if read_status(sweep_dir / run_id).get("state") in FINAL:
+            if at_end(sweep_dir / run_id):
                 continue
             with claimed(sweep_dir, run_id) as claim:
                 if claim is None or is_locked(sweep_dir / run_id):
                     continue
                 if claim["tries"].get(launch, 0) >= asked["tries"]:
                     continue
-                if read_status(sweep_dir / run_id).get("state") in FINAL:  # since the last look
+                if at_end(sweep_dir / run_id):  # since the last look
                     continue
                 took_one = True
                 status = attempt(runs[run_id], sweep_dir, launch, asked, claim)

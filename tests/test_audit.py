@@ -307,6 +307,24 @@ def test_a_leak_is_measured_where_it_is() -> None:
     assert leaks == {1: (0.25 / 1.25, 0), 5: (0.25 / 1.25, 4)}
 
 
+def test_where_no_logit_moves_nothing_leaks() -> None:
+    """As of an output layer that starts from zero; a leak is none the smaller where nothing moves later."""
+
+    class First(nn.Module):
+        def __init__(self, weight: float) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = torch.zeros(*idx.shape, 7)
+            logits[:, 0, 0] = self.weight * idx[:, -1]
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    idx = torch.randint(1, 7, (1, 8), generator=torch.Generator().manual_seed(0))
+    assert future_leaks(First(0.0), idx, [1, 5]) == {1: (0.0, None), 5: (0.0, None)}
+    assert future_leaks(First(1.0), idx, [1, 5]) == {1: (torch.inf, 0), 5: (torch.inf, 0)}
+
+
 def test_a_leak_between_distant_positions_is_found_in_the_whole_context() -> None:
     class LeakFrom90(nn.Module):
         def __init__(self) -> None:

@@ -12,6 +12,7 @@ from model.gpt import GPT
 from training import optim
 from training.config import (
     AdamWConfig,
+    ConfigError,
     GQAConfig,
     LpQKNormConfig,
     MHAConfig,
@@ -416,3 +417,13 @@ def test_several_updates_join_to_the_largest_maxima_the_smallest_gamma_and_all_c
     assert joined == {
         "qk_clip/max_logit": 7, "qk_clip/max_logit/layer_0": 1, "qk_clip/clipped": 6, "qk_clip/gamma_min": 0.25,
     }  # fmt: skip
+
+
+def test_an_optimizer_that_nobody_makes_is_refused_and_is_not_adamw() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class LionConfig(AdamWConfig):
+        name: str = "lion"
+
+    model = GPT(tiny_config(), V)
+    with pytest.raises(ConfigError, match="optim=lion"):
+        build_optimizer(model, dataclasses.replace(tiny_config(), optim=LionConfig()))

@@ -84,6 +84,35 @@ def test_a_resumed_compiled_run_is_bit_exact(corpus: Path, tmp_path: Path) -> No
     assert compiled == pytest.approx(eager, rel=1e-5)
 
 
+def test_other_code_is_warned_of_and_every_commit_is_kept(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    for max_iters, commit in ((2, "a"), (4, "b+12"), (5, "b+12"), (6, "a")):
+        monkeypatch.setattr(train, "commit", lambda commit=commit: commit)
+        assert train.run(configured(corpus, run, max_iters=max_iters)) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["commit"] == "a, b+12" == checkpoint.load(run / "ckpt" / "latest").state["commit"]
+    log = (run / "train.log").read_text()
+    assert log.count("warning: commit") == log.count("warning: commit a -> b+12: other code trains the rest") == 1
+
+
+def test_a_finished_run_is_not_handed_back_for_another_dtype(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "run")) == 0
+    with pytest.raises(ConfigError, match=r"dtype=bfloat16: .*run is done in torch.float32; .*fresh=true"):
+        train.run(configured(corpus, tmp_path / "run", dtype="bfloat16"))
+    for dtype in ("float32", "auto"):
+        assert train.run(configured(corpus, tmp_path / "run", dtype=dtype)) == 0
+
+
+def test_a_finished_run_is_not_handed_back_for_another_text(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "run")) == 0
+    other = tmp_path / corpus.name
+    other.write_text(corpus.read_text()[::-1])
+    with pytest.raises(ConfigError, match=r"is not the text that .*run was begun on: .*; use another out_dir"):
+        train.run(configured(other, tmp_path / "run"))
+
+
 def test_what_would_change_the_numbers_is_refused_and_named(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
     with pytest.raises(ConfigError, match=r"seed 1337 -> 7.*batch_size 4 -> 8|batch_size 4 -> 8.*seed 1337 -> 7"):

@@ -86,6 +86,16 @@ def test_an_unknown_character_is_named(run: Path, program: Program) -> None:
     assert "'{'" in done.stderr and "U+007B" in done.stderr
 
 
+def test_a_terminal_that_lacks_a_character_gets_a_question_mark(corpus: Path, tmp_path: Path, program: Program) -> None:
+    corpus.write_text("é" * 1000)
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=1)) == 0
+    done = program(
+        "sample.py", "run=run", "start=é", "num_samples=1", "max_new_tokens=2",
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout == "???\n---------------\n", done.stderr
+
+
 def test_a_prompt_is_taken_as_it_is(run: Path, program: Program) -> None:
     done = program("sample.py", "run=run", "start='tis, the question", "num_samples=1", "max_new_tokens=1")
     assert done.returncode == 2 and "','" in done.stderr  # the comma is not Hydra's: the corpus lacks it

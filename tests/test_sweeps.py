@@ -290,6 +290,12 @@ def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
         file.write_text(f"extends: {other}\n")
     with pytest.raises(ConfigError, match=r"a\.yaml extends itself: .*a\.yaml -> .*b\.yaml -> .*a\.yaml"):
         load_sweep(str(circle[0]), {})
+    circle[0].write_text("extends: nosuch.yaml\n")
+    with pytest.raises(ConfigError, match=rf"sweep={tmp_path}/nosuch.yaml is no file"):
+        load_sweep(str(circle[0]), {})
+    circle[0].write_text("extends: b.yaml\n")  # beside it
+    circle[1].write_text("extends: p_sweep_cpu\nseeds: [5]\n")
+    assert load_sweep(str(circle[0]), {}).seeds == [5]
     circle[0].write_text("overrides: model=nano_cpu\n")
     with pytest.raises(ConfigError, match="sweep.overrides=model=nano_cpu must be a list"):
         load_sweep(str(circle[0]), {})
@@ -299,11 +305,35 @@ def test_all_parts_of_a_sweep_without_parts_are_the_sweep() -> None:
     assert load_sweep("gqa_nano", {"parts": "all"}) == load_sweep("gqa_nano", {})
 
 
-def test_a_plan_that_cannot_be_read_is_said_in_one_line(undisturbed: Path, tmp_path: Path) -> None:
-    plan = (undisturbed.parent / "sweep" / "plan.jsonl").read_text()
-    (tmp_path / "plan.jsonl").write_text(plan[: len(plan) // 2 + 7])
-    with pytest.raises(ConfigError, match=r"has a plan\.jsonl that cannot be read"):
+@pytest.mark.parametrize("damage", ["torn", "no text", "empty"])
+def test_a_plan_that_cannot_be_read_is_said_in_one_line(damage: str, undisturbed: Path, tmp_path: Path) -> None:
+    plan = (undisturbed.parent / "sweep" / "plan.jsonl").read_bytes()
+    (tmp_path / "plan.jsonl").write_bytes(
+        {"torn": plan[: len(plan) // 2 + 7], "no text": b"\xff\xfe", "empty": b""}[damage]
+    )
+    with pytest.raises(ConfigError, match=r"has a plan\.jsonl (that cannot be read|without a run)"):
         read_plan(tmp_path)
+
+
+def test_settings_that_do_not_tell_runs_apart_cannot_be_swept(tmp_path: Path, corpus: Path) -> None:
+    file = tiny_sweep(tmp_path, corpus, grid={"dtype": ["float32", "bfloat16"]})
+    with pytest.raises(ConfigError, match="the same run to a sweep, .* by dtype float32 -> bfloat16"):
+        plan_runs(load_sweep(str(file), {}), [])
+
+
+def test_one_value_is_one_setting_however_it_is_written(tmp_path: Path, corpus: Path) -> None:
+    file, folder = tiny_sweep(tmp_path, corpus, grid={"batch_size": [2], "qk_norm.p": [2, 3]}), tmp_path / "sweep"
+    words, expected = ["qk_norm=lp"], ["batch_size=2,p=2", "batch_size=2,p=3"]
+    for values in ([2, 3], [2.0, 3.0], [3.0, 2]):
+        sweep = load_sweep(str(file), {"grid.qk_norm.p": values})
+        freeze(folder, "tiny", sweep, words, plan_runs(sweep, words))
+        plan = read_plan(folder)
+        assert [run.settings for run in plan] == 2 * [[name] for name in expected]
+    changed = load_sweep(str(file), {"grid.qk_norm.p": [2.0]})
+    with pytest.raises(ConfigError, match="max_iters 60 -> 61"):
+        freeze(folder, "tiny", changed, words, plan_runs(changed, [*words, "max_iters=61"]))
+    with pytest.raises(ConfigError, match="twice"):
+        load_sweep(str(file), {"grid.qk_norm.p": [2, 2.0]})
 
 
 def test_a_frozen_plan_may_grow_but_not_change(tmp_path: Path, corpus: Path) -> None:
@@ -384,8 +414,28 @@ freeze(Path("{tmp_path}/sweep"), "tiny", sweep, [], plan_runs(sweep, []))
     subprocess.run([sys.executable, "-c", script], check=True)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=code, capture_output=True, text=True, check=True).stdout
     (frozen,) = read_json(tmp_path / "sweep" / "sweep.json")["frozen"]
-    assert frozen == {"commit": head.strip() + "+", "overrides": [], "runs": 8}
-    assert "+changed" in (tmp_path / "sweep" / f"code_{head[:12]}.diff").read_text()
+    commit, _, changes = frozen.pop("commit").partition("+")
+    assert commit == head.strip() and len(changes) == 7 and frozen == {"overrides": [], "runs": 8}
+    assert "+changed" in (tmp_path / "sweep" / f"code_{head[:12]}+{changes}.diff").read_text()
+
+
+def test_another_commit_is_said_and_kept_while_runs_are_left(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, folder = load_sweep(str(undisturbed), {}), tmp_path / "sweep"
+    runs = plan_runs(sweep, [])
+    for commit in ("a" * 40, "a" * 40, "b" * 40 + "+1234567"):
+        monkeypatch.setattr(sweeps.plan, "commit", lambda commit=commit: commit)
+        monkeypatch.setattr(sweeps.plan, "uncommitted", lambda commit=commit: b"diff" * ("+" in commit))
+        freeze(folder, "tiny", sweep, [], runs)
+    assert capsys.readouterr().out == f"warning: planned at commit {'a' * 40}, and what is left is made by {commit}\n"
+    assert [one["commit"] for one in read_json(folder / "sweep.json")["frozen"]] == ["a" * 40, commit]
+    assert (folder / f"code_{'b' * 12}+1234567.diff").read_bytes() == b"diff"
+    done = tmp_path / "done"
+    shutil.copytree(undisturbed.parent / "sweep", done)
+    before = read_json(done / "sweep.json")
+    freeze(done, "tiny", sweep, [], runs)  # nothing is left
+    assert read_json(done / "sweep.json") == before and capsys.readouterr().out == ""
 
 
 # -----------------------------------------------------------------------------
@@ -414,6 +464,24 @@ def test_starting_a_finished_sweep_again_runs_nothing(undisturbed: Path) -> None
     before = {file: file.stat().st_mtime_ns for file in (undisturbed.parent / "sweep").glob("*/metrics.jsonl")}
     assert "8 done" in launched(undisturbed)
     assert before == {file: file.stat().st_mtime_ns for file in before}
+
+
+def test_a_done_run_whose_files_are_lost_is_mended_or_named(undisturbed: Path, tmp_path: Path) -> None:
+    file, folder = tmp_path / undisturbed.name, tmp_path / "sweep"
+    shutil.copy(undisturbed, file)
+    shutil.copytree(undisturbed.parent / "sweep", folder, symlinks=True)
+    first, second, third = (folder / run.id for run in read_plan(folder)[:3])
+    (first / "summary.json").write_text("")
+    (second / "summary.json").unlink()
+    assert "6 done, 2 stopped" in launched(file, "dry_run=true")
+    assert "8 done" in launched(file)
+    assert_same_sweep(undisturbed.parent / "sweep", folder, (1, 2))
+    (third / "metrics.jsonl").write_text("")
+    output = launched(file, status=1)
+    assert f"failed: {third.name}: done, but its metrics.jsonl is lost; without {third} it is made again" in output
+    shutil.rmtree(third)
+    assert "8 done" in launched(file)
+    assert_same_sweep(undisturbed.parent / "sweep", folder, (1, 2))
 
 
 def test_status_counts_the_runs_of_each_setting(undisturbed: Path) -> None:
@@ -646,8 +714,8 @@ def test_a_run_that_ends_between_two_looks_is_done_and_not_dead(
 ) -> None:
     folder = undisturbed.parent / "sweep"
     run = read_plan(folder)[0]
-    looks = [{"state": "running"}, read_status(folder / run.id)]  # and in between its worker has let go of it
-    monkeypatch.setattr(sweeps.status, "read_status", lambda path: looks.pop(0))
+    looks = [False, True]  # and in between its worker has let go of it
+    monkeypatch.setattr(sweeps.status, "at_end", lambda path: looks.pop(0))
     assert state_of(folder, run).state == "done"
 
 

@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -580,9 +581,15 @@ def test_too_little_memory_is_one_line(program: Program, tiny_run: list[str], tm
     assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
-def test_how_to_sample_is_said_in_words_that_a_shell_takes(corpus: Path, tmp_path: Path) -> None:
-    assert train.run(configured(corpus, tmp_path / "a run", max_iters=2)) == 0
-    assert f"python sample.py 'run={tmp_path / 'a run'}'\n" in (tmp_path / "a run" / "train.log").read_text()
+@pytest.mark.parametrize("name", ["a run", "é dir", "a,b(1)", "it's {x}=1"])
+def test_how_to_sample_is_said_in_words_that_a_shell_and_hydra_take(
+    name: str, corpus: Path, tmp_path: Path, program: Program
+) -> None:
+    assert train.run(configured(corpus, tmp_path / name, max_iters=2)) == 0
+    said = (tmp_path / name / "train.log").read_text().rpartition("python sample.py ")[2]
+    assert name != "a run" or said == f"'run={tmp_path / name}'\n"
+    done = program("sample.py", *shlex.split(said), "num_samples=1", "max_new_tokens=1", "start=to")
+    assert done.returncode == 0 and done.stdout.startswith("to"), done.stderr
 
 
 def test_multirun_may_stand_between_settings(program: Program, tiny_run: list[str], tmp_path: Path) -> None:

@@ -461,7 +461,9 @@ class FaultConfig:
         one_of("fault.name", self.name, FAULTS)
 
 
-# A variant is one dataclass and one entry here, its class and one entry in model/gpt.py, and one YAML file.
+# A variant is one dataclass and one entry here, one YAML file, and what makes it: of attention and QK norms a class and
+# an entry in model/gpt.py, of corpora a function and an entry in data/corpora.py, of the others a branch in qk_clip(),
+# build_optimizer() or learning_rate().
 ATTENTIONS = {"mha": MHAConfig, "gqa": GQAConfig, "mla": MLAConfig}
 QK_NORMS = {"none": NoQKNormConfig, "lp": LpQKNormConfig, "rms": RMSQKNormConfig, "layernorm": LayerNormQKNormConfig}
 QK_CLIPS = {"none": NoQKClipConfig, "log": LogQKClipConfig, "clip": QKClipConfig}
@@ -819,6 +821,12 @@ def convert(value: Any, hint: Any, key: str) -> Any:
 
 def show(value: Any) -> str:
     return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+
+
+def word(key: str, value: str) -> str:
+    """key=value for a command line: in quotes where Hydra would take something in the value for syntax."""
+    quoted = value.replace("'", "\\'")
+    return f"{key}={value}" if re.fullmatch(r"[A-Za-z0-9_./:@%+~ -]+", value) else f"{key}='{quoted}'"
 
 
 def did_you_mean(key: str, known: typing.Iterable[str], prefix: str = "") -> str:

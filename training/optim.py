@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from training import dist
-from training.config import AdamWConfig, MuonConfig, NoQKClipConfig, QKClipConfig, TrainConfig
+from training.config import AdamWConfig, MuonConfig, NoQKClipConfig, QKClipConfig, TrainConfig, require
 from training.device import resolve_dtype
 
 
@@ -152,6 +152,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     if isinstance(o, MuonConfig):
         optimizer = MuonAndAdamW(model, o, exact=config.dtype == "float32")
     else:
+        require(o.name == "adamw", f"optim={o.name} is none that build_optimizer() makes")
         optimizer = new_adamw([p for p in model.parameters() if p.requires_grad], o)
     assert_each_row_in_one_group(model, optimizer)
     return optimizer

@@ -7,6 +7,7 @@ lock           held (flock) by the process that trains here: it goes with its ow
 """
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -187,6 +188,12 @@ def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     return changes
 
 
+def at_end(path: Path) -> bool:
+    """Whether a run is done or has diverged. A done one whose summary is lost is not: it goes on, to write it."""
+    state = read_status(path).get("state")
+    return state == "diverged" or (state == "done" and "iter" in read_json(path / "summary.json"))
+
+
 def is_locked(path: Path) -> bool:
     """Whether a live process has the run open. A run "running" without a lock died."""
     if not (path / "lock").exists():
@@ -211,9 +218,17 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def commit() -> str | None:
-    """The code's git commit, with + when the tree has other changes; None outside a checkout."""
-    head = git("rev-parse", "HEAD")
-    return None if head is None else head.decode().strip() + ("+" if git("status", "--porcelain", "-uno") else "")
+    """The code's git commit, with + and a hash of the changes when the tree has some; None outside a checkout."""
+    head, changes = git("rev-parse", "HEAD"), uncommitted()
+    if head is None:
+        return None
+    return head.decode().strip() + (f"+{hashlib.sha256(changes).hexdigest()[:7]}" if changes else "")
+
+
+def short(commit: str) -> str:
+    """Of a commit its first 12 digits, with the mark of changes."""
+    head, plus, changes = commit.partition("+")
+    return head[:12] + plus + changes
 
 
 def uncommitted() -> bytes:
