@@ -31,7 +31,7 @@ from model.diagnostics import LEAK_TOLERANCE, activation_bytes, diagnose, future
 from model.gpt import GPT, positions_with_logits
 from training import checkpoint, dist, faults
 from training.config import ConfigError, NoQKClipConfig, TrainConfig, require, run_app, to_yaml, word
-from training.device import device_name, keep_freed_memory, peak_flops, resolve_device, resolve_dtype
+from training.device import device_name, keep_freed_memory, move, peak_flops, resolve_device, resolve_dtype
 from training.dist import World
 from training.evaluate import Batch, mean_loss
 from training.optim import (
@@ -41,6 +41,7 @@ from training.optim import (
     optimizer_tensors,
     over_updates,
     qk_clip,
+    qk_clip_line,
     update_ratios,
 )
 from training.rundir import RunDir, commit, open_run, read_json, read_status
@@ -205,6 +206,9 @@ def run(config: TrainConfig) -> int:
         run_dir.print_line = bar.write
         stop = StopSignal()
         status, logged_at, logged_seconds = "running", start, state["train_seconds"]
+        # What updates leave on the device is read when it is needed: to read it, the host waits for the device.
+        numbers: list[tuple[int, Tensor]] = []  # iteration; loss, requests to stop, norm of the gradient: (3,)
+        maxima: list[tuple[int, Tensor]] = []  # iteration; largest logits (n_layer, n_head)
         model.train()
         for step in range(start, config.max_iters + 1):
             state["step"] = step
@@ -248,26 +252,46 @@ def run(config: TrainConfig) -> int:
             totals = torch.zeros(2, device=device)  # over all ranks: mean loss, requests to stop
             totals[0] = accumulate_gradients(forward, fed, len(micro_steps), autocast, device) / world.size
             totals[1] = stop.signal
-            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf).item()
-            train_loss, stop.agreed = dist.all_reduce(totals).tolist()
-            line |= {"train/loss": train_loss, "lr": lr, "grad_norm": grad_norm}
-            if not (math.isfinite(train_loss) and math.isfinite(grad_norm)):
-                status, reason = "diverged", f"train/loss {train_loss}, grad_norm {grad_norm}"
-                if config.qk_clip.name != "none":  # of the forward pass that failed; nothing is clipped
-                    state["qk_clip"] = over_updates(state["qk_clip"], qk_clip(model.attentions, NoQKClipConfig()))
-                break  # before the update
+            norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
+            numbers.append((step, torch.stack([*dist.all_reduce(totals), norm])))
+            logs = step % config.log_interval == 0 or "val/loss" in line
+            last = any((step + 1) % n == 0 for n in (config.eval_interval, config.checkpoint_interval))
+            waits = logs or last or step + 1 == config.max_iters or bool(stop.signal) or world.size > 1
+            if waits:
+                for at, three in read(numbers):
+                    train_loss, stop.agreed, grad_norm = three.tolist()
+                    of_update = {"train/loss": train_loss, "lr": learning_rate(at, config), "grad_norm": grad_norm}
+                    if not (math.isfinite(train_loss) and math.isfinite(grad_norm)):
+                        status, reason = "diverged", f"train/loss {train_loss}, grad_norm {grad_norm}"
+                        break
+                    state["train/loss"] = train_loss
+                if status == "diverged" and tracked:
+                    maxima.append((step, qk_clip(model.attentions, NoQKClipConfig())))
+                    clips = [
+                        qk_clip_line(m, config.qk_clip if i < at else NoQKClipConfig())  # what failed clips nothing
+                        for i, m in read(maxima)
+                        if i <= at
+                    ]
+                    state["qk_clip"] = over_updates(state["qk_clip"], *clips)
+                if at < step:  # diverged: updates since then do not count
+                    step, line = at, {"iter": at}
+                line |= of_update
+                if status == "diverged":
+                    break  # before the update
             before = {name: p.detach().clone() for name, p in model.named_parameters()} if "val/loss" in line else {}
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if config.qk_clip.name != "none":
-                state["qk_clip"] = over_updates(state["qk_clip"], qk_clip(model.attentions, config.qk_clip))
+            if tracked:
+                maxima.append((step, qk_clip(model.attentions, config.qk_clip)))
+                if waits:
+                    clips = [qk_clip_line(m, config.qk_clip) for _, m in read(maxima)]
+                    state["qk_clip"] = over_updates(state["qk_clip"], *clips)
             if before:
                 line |= update_ratios(model, before)
 
-            state["train/loss"] = train_loss
             state["train_seconds"] += time.perf_counter() - t0
             bar.update()
-            if step % config.log_interval == 0 or "val/loss" in line:
+            if logs:
                 line["tok_per_sec"] = (
                     (step + 1 - logged_at) * config.tokens_per_iter / (state["train_seconds"] - logged_seconds)
                 )
@@ -562,12 +586,20 @@ def accumulate_gradients(
                 if isinstance(forward, DistributedDataParallel):  # one exchange of gradients, after the last backward
                     forward.require_backward_grad_sync = i == n_micro_batches - 1 and first + rows >= len(x)
                 part = slice(first, first + rows)
-                _, loss = forward(x[part].to(device), y[part].to(device))
+                _, loss = forward(move(x[part], device), move(y[part], device))
                 loss = loss / (n_micro_batches * len(x) / len(x[part]))
                 with torch.autocast(device.type, enabled=False):
                     loss.backward()
                 total += loss.detach()
     return total
+
+
+def read(left: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """Iterations and the tensors of one shape that they left on a device, fetched together: on the CPU, and no longer
+    `left`."""
+    steps, values = [step for step, _ in left], torch.stack([value for _, value in left]).cpu()
+    left.clear()
+    return [*zip(steps, values, strict=True)]
 
 
 def rows_at_once(batch_size: int, block_size: int, device: torch.device) -> int:

@@ -31,7 +31,7 @@ from training.config import (
     TrainConfig,
     load_config,
 )
-from training.optim import qk_clip
+from training.optim import qk_clip, qk_clip_line
 
 LAYOUTS: dict[str, AttentionConfig] = {
     "mha": MHAConfig(),
@@ -103,7 +103,7 @@ def test_training_forwards_count_until_popped_and_evaluation_does_not(layout: At
     for attn, logits in zip(model.attentions, expected, strict=True):
         torch.testing.assert_close(attn.pop_max_logits(), logits.amax((0, 2, 3)).float())
     with pytest.raises(AssertionError, match="no training forward"):
-        qk_clip(model.attentions, LogQKClipConfig())
+        qk_clip_line(qk_clip(model.attentions, LogQKClipConfig()), LogQKClipConfig())
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.3, 0.5, 1.0])
@@ -140,7 +140,8 @@ def test_only_heads_above_the_threshold_are_clipped_and_to_exactly_it(layout: At
     model(idx)
     maxima = logits_of(model.eval(), idx)[0].amax((0, 2, 3))
     threshold = maxima.sort().values[1].item() + 1e-9  # two of four heads are above
-    line = qk_clip(model.attentions, QKClipConfig(threshold=threshold))
+    config = QKClipConfig(threshold=threshold)
+    line = qk_clip_line(qk_clip(model.attentions, config), config)
     after = logits_of(model, idx)[0].amax((0, 2, 3))
     n_groups = 4 if isinstance(layout, MLAConfig) else model.attentions[0].n_kv_head
     of_group = maxima.view(n_groups, -1).amax(1).repeat_interleave(4 // n_groups)
@@ -158,7 +159,8 @@ def test_heads_of_negative_logits_are_left_alone_and_stay_finite() -> None:
         def scale_logits(self, gamma: Tensor, balance: float) -> None:
             raise AssertionError("nothing to clip")
 
-    assert qk_clip([Head()], QKClipConfig(threshold=100.0))["qk_clip/gamma_min"] == 1
+    config = QKClipConfig(threshold=100.0)
+    assert qk_clip_line(qk_clip([Head()], config), config)["qk_clip/gamma_min"] == 1
 
 
 QK_CLIP = {"name": "clip", "threshold": 0.02, "balance": 0.5}
@@ -269,18 +271,18 @@ import os, sys
 from hashlib import sha256
 sys.path.insert(0, {root!r})
 import train
-build_optimizer, qk_clip, models = train.build_optimizer, train.qk_clip, []
+build_optimizer, qk_clip, qk_clip_line, models = train.build_optimizer, train.qk_clip, train.qk_clip_line, []
 
 def keep(model, config):
     models.append(model)
     return build_optimizer(model, config)
 
 def spy(attentions, config):
-    line = qk_clip(attentions, config)
+    maxima = qk_clip(attentions, config)
     state = b"".join(t.numpy().tobytes() for t in models[0].state_dict().values())
     with open("digests-" + os.environ["RANK"], "a") as file:
-        print(sha256(state).hexdigest(), line["qk_clip/clipped"], file=file)
-    return line
+        print(sha256(state).hexdigest(), qk_clip_line(maxima, config)["qk_clip/clipped"], file=file)
+    return maxima
 
 train.build_optimizer, train.qk_clip = keep, spy
 train.main()

@@ -1,5 +1,6 @@
 import ctypes
 import functools
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, ROOT, TINY, tiny_config
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from variants import LAYOUTS, PAIRS
 
@@ -32,6 +34,7 @@ from training.dist import World
 from training.evaluate import mean_loss
 from training.tracker import Metrics
 
+QK_CLIP = {"name": "clip", "threshold": 0.02, "balance": 0.5}
 TIMED = {"tok_per_sec", "mfu"}
 
 SETTINGS: dict[str, Any] = {
@@ -556,6 +559,82 @@ def test_a_diverged_run_stops_before_the_update_and_keeps_its_checkpoint(
     asked.clear()
     assert train.run(config) == 3  # says so, and trains no more
     assert asked == [] and "is diverged" in capsys.readouterr().out
+
+
+class Waits(TorchFunctionMode):
+    """How often the host asks for a tensor's values, for which it would wait for a GPU."""
+
+    ASK = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero", "equal"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in self.ASK:
+            self.asked.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clip", ["none", "log", "clip"])
+def test_updates_between_two_logged_lines_do_not_make_the_host_wait(
+    clip: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read of them one by one, so that a GPU never waits to be given work."""
+    small = {**SETTINGS["model"], "dropout": 0.0}  # masks are drawn by the CPU's generator, for a CPU
+    changes = {"max_iters": 40, "log_interval": 10, "eval_interval": 100, "checkpoint_interval": 100, "model": small}
+    qk_clip = {"name": "clip", "threshold": 1e9} if clip == "clip" else {"name": clip}
+    spy, seed_of_update, at = Waits(), train.seed_of_update, []
+
+    def asked_before(seed: int, step: int, rank: int) -> int:
+        at.append(len(spy.asked))
+        return seed_of_update(seed, step, rank)
+
+    monkeypatch.setattr(train, "seed_of_update", asked_before)
+    with spy:
+        assert train.run(configured(corpus, tmp_path / "run", **changes, qk_clip=qk_clip)) == 0
+    of_update = [b - a for a, b in itertools.pairwise(at)]
+    heads = 2 if clip == "clip" else 0  # on a CPU each layer is asked whether it is to be scaled
+    assert [step for step, n in enumerate(of_update) if n > heads] == [0, 10, 20, 30]
+    assert {n for step, n in enumerate(of_update) if step % 10} == {heads}
+
+
+@pytest.mark.parametrize(("fails", "seen"), [(3, 4), (4, 4), (6, 8), (9, 9)])
+def test_a_run_that_diverged_between_two_lines_ends_where_it_did(
+    fails: int, seen: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read at iterations 0, 4, 8 and 9, before a checkpoint; told as if every one had been read."""
+    seed_of_update, forward, asked = train.seed_of_update, train.GPT.forward, []
+
+    def spy(seed: int, step: int, rank: int) -> int:
+        asked.append(step)
+        return seed_of_update(seed, step, rank)
+
+    def explode(self: Any, *args: Any, **options: Any) -> Any:
+        logits, loss = forward(self, *args, **options)
+        return logits, loss * math.nan if loss is not None and self.training and asked[-1:] == [fails] else loss
+
+    monkeypatch.setattr(train, "seed_of_update", spy)
+    monkeypatch.setattr(train.GPT, "forward", explode)
+    settings = {"max_iters": 12, "eval_interval": 100, "checkpoint_interval": 10, "qk_clip": QK_CLIP}
+    ends = []
+    for name, log_interval in (("each", 1), ("few", 4)):
+        asked.clear()
+        run = tmp_path / name
+        assert train.run(configured(corpus, run, log_interval=log_interval, **settings)) == 3
+        assert asked[-1] == (fails if name == "each" else seen)
+        status, summary = (json.loads((run / file).read_text()) for file in ("status.json", "summary.json"))
+        assert status["iter"] == summary["iter"] == fails and "nan" in status["reason"]
+        assert [path.name for path in (run / "ckpt").glob("step*")] == ["step_000000"]
+        ends.append((status["reason"], summary["train/loss"], [line["iter"] for line in lines(run)], lines(run)))
+    (reason, loss, _, each), (reason_of_few, loss_of_few, iterations, few) = ends
+    assert reason == reason_of_few and loss == loss_of_few == each[-2]["train/loss"]
+    assert iterations == [*range(0, fails, 4), fails]
+    since = each[iterations[-2] + 1 :]  # of which the last line tells
+    assert few[-1].get("qk_clip/clipped", 0) == sum(line.get("qk_clip/clipped", 0) for line in since)
+    assert few[-1]["qk_clip/max_logit"] == max(line["qk_clip/max_logit"] for line in since)
+    for key in ("train/loss", "lr", "grad_norm"):
+        assert few[-1][key] == each[-1][key]
 
 
 def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

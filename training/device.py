@@ -38,6 +38,11 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     return device
 
 
+def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x on the device; to CUDA without waiting for what that is still to do."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def keep_freed_memory() -> None:
     """Have the C library keep what PyTorch frees on a CPU for its next tensors. By default glibc gives large blocks
     back to the system and takes them again, a page fault for every 4 KiB: up to a sixth of a training step."""

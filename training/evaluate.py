@@ -8,6 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from training import dist
+from training.device import move
 from training.dist import World
 
 Batch = tuple[Tensor, Tensor]
@@ -22,15 +23,18 @@ def mean_loss(
     The ranks share the batches out. The model is put into evaluation mode and back; nothing random is drawn.
     """
     device = next(model.parameters()).device
-    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, number of targets
+    losses, counts = [], []
     was_training = model.training
     model.eval()
     with autocast():  # around all of them: it casts a weight once
         for i, (x, y) in enumerate(batches):
             if i % world.size == world.rank:
-                _, loss = model(x.to(device), y.to(device))
-                n = int((y >= 0).sum())
-                total += torch.tensor([loss.item() * n, n], dtype=torch.float64)
+                losses.append(model(move(x, device), move(y, device))[1])
+                counts.append(int((y >= 0).sum()))
     model.train(was_training)
+    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, number of targets
+    # read together: the host waits for the device once
+    for loss, n in zip(torch.stack(losses).tolist() if losses else [], counts, strict=True):
+        total += torch.tensor([loss * n, n], dtype=torch.float64)
     loss_sum, n_targets = dist.all_reduce(total.to(device) if world.size > 1 and device.type == "cuda" else total)
     return (loss_sum / n_targets).item()

@@ -1,7 +1,6 @@
 """Parameter groups, the optimizers and their state as named tensors, QK-Clip, update sizes."""
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -217,32 +216,44 @@ def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict
 
 
 @torch.no_grad()
-def qk_clip(attentions: list[Any], config: NoQKClipConfig) -> dict[str, float]:
-    """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches.
+def qk_clip(attentions: list[Any], config: NoQKClipConfig) -> Tensor:
+    """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches, which it
+    returns: (n_layer, n_head). The host does not wait for a GPU.
 
     gamma = threshold / S where a head's maximum S exceeds the threshold, else 1: a head of negative logits is left
-    alone. `attentions` have pop_max_logits() and scale_logits(gamma, balance). Returns what is logged: the maximum, of
-    all and a layer; the number of heads clipped, and the smallest gamma. qk_clip=log changes no weight.
+    alone. `attentions` have pop_max_logits() and scale_logits(gamma, balance). qk_clip=log changes no weight.
     """
-    maxima = torch.stack([attention.pop_max_logits() for attention in attentions])  # (n_layer, n_head)
+    maxima = torch.stack([attention.pop_max_logits() for attention in attentions])
     maxima = dist.all_reduce(maxima, maximum=True)
+    if isinstance(config, QKClipConfig):
+        for attention, gamma in zip(attentions, gammas(maxima, config), strict=True):
+            if maxima.device.type != "cpu" or (gamma < 1).any():
+                attention.scale_logits(gamma, config.balance)
+    return maxima
+
+
+def gammas(maxima: Tensor, config: QKClipConfig) -> Tensor:
+    return torch.where(maxima > config.threshold, config.threshold / maxima, 1.0)
+
+
+def qk_clip_line(maxima: Tensor, config: NoQKClipConfig) -> dict[str, float]:
+    """What is logged of maxima (n_layer, n_head): the maximum, of all and a layer; with qk_clip=clip how many heads are
+    clipped, and the smallest gamma."""
     line = {"qk_clip/max_logit": maxima.max().item()}
     assert line["qk_clip/max_logit"] != -math.inf, "no training forward since the last update"
     line |= {f"qk_clip/max_logit/layer_{i}": m for i, m in enumerate(maxima.amax(1).tolist())}
     if isinstance(config, QKClipConfig):
-        gamma = torch.where(maxima > config.threshold, config.threshold / maxima, 1.0)
-        for attention, of_heads in zip(attentions, gamma, strict=True):
-            if (of_heads < 1).any():
-                attention.scale_logits(of_heads, config.balance)
+        gamma = gammas(maxima, config)
         line |= {"qk_clip/clipped": (gamma < 1).sum().item(), "qk_clip/gamma_min": gamma.min().item()}
     return line
 
 
-def over_updates(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
-    """What qk_clip returned for several updates, `a`, joined with the next one's: the sum of the clipped heads, the
-    smallest gamma, the largest maxima."""
-    join: dict[str, Callable[[float, float], float]] = {"qk_clip/clipped": operator.add, "qk_clip/gamma_min": min}
-    return a | {key: join.get(key, max)(a[key], b[key]) for key in b} if a else b
+def over_updates(*lines: dict[str, float]) -> dict[str, float]:
+    """What qk_clip_line() returned for several updates as one: the sum of the clipped heads, the smallest gamma, the
+    largest maxima. An empty one counts for nothing."""
+    join: dict[str, Callable[[Iterable[float]], float]] = {"qk_clip/clipped": sum, "qk_clip/gamma_min": min}
+    of = {key: [line[key] for line in lines if key in line] for line in lines for key in line}
+    return {key: join.get(key, max)(values) for key, values in of.items()}
 
 
 # -----------------------------------------------------------------------------
