@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -124,7 +124,7 @@ def run(config: TrainConfig) -> int:
 
     # -----------------------------------------------------------------------------
     # The run directory: new, resumed, or already finished
-    with open_run_on_rank_0(config, world) as run_dir:
+    with open_run_on_rank_0(config, world) as run_dir, ExitStack() as loop:
         if run_dir.finished and not config.eval_only:
             check_same(config, run_dir, read_json(run_dir.path / "summary.json"), str(dtype), corpus)
             run_dir.log(f"{run_dir.path} is {run_dir.state}; fresh=true starts it anew")
@@ -199,12 +199,16 @@ def run(config: TrainConfig) -> int:
         # -----------------------------------------------------------------------------
         # The loop. Iteration k: evaluate and save what k updates have made, then make update k.
         micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
-        fed = batches.ahead((s, micro_step) for s in range(start, config.max_iters) for micro_step in micro_steps)
+        places = ((s, micro_step) for s in range(start, config.max_iters) for micro_step in micro_steps)
+        fed = loop.enter_context(closing(batches.ahead(places)))
         bar = tqdm(
             total=config.max_iters, initial=start, unit="it", disable=None if world.main else True, dynamic_ncols=True
         )
+        loop.enter_context(bar)
         run_dir.print_line = bar.write
+        loop.callback(setattr, run_dir, "print_line", print)
         stop = StopSignal()
+        loop.callback(stop.restore)
         status, logged_at, logged_seconds = "running", start, state["train_seconds"]
         # What updates leave on the device is read when it is needed: to read it, the host waits for the device.
         numbers: list[tuple[int, Tensor]] = []  # iteration; loss, requests to stop, norm of the gradient: (3,)
@@ -306,10 +310,7 @@ def run(config: TrainConfig) -> int:
 
         # -----------------------------------------------------------------------------
         # The end: done, stopped by a signal, or diverged
-        bar.close()
-        fed.close()
-        stop.restore()
-        run_dir.print_line = print
+        loop.close()
         state["seconds"] = time.perf_counter() - began
         if status == "stopped":
             name = signal.Signals(stop.signal or signal.SIGTERM).name  # a signal to another rank reaches all of them

@@ -209,6 +209,7 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     except ImportError as error:
         raise ConfigError(f"scripts/evaluate.py needs lm_eval ({error}): {INSTALL}") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its resamples are one task: a pool of forks would add but a risk
     device = resolve_device(words.get("device", "auto"))
     dtype = resolve_dtype(words.get("dtype", "float32"), device)
     model, tokenizer, state = open_run(words["run"], which, device)
