@@ -260,7 +260,8 @@ def run(config: TrainConfig) -> int:
             numbers.append((step, torch.stack([*dist.all_reduce(totals), norm])))
             logs = step % config.log_interval == 0 or "val/loss" in line
             last = any((step + 1) % n == 0 for n in (config.eval_interval, config.checkpoint_interval))
-            waits = logs or last or step + 1 == config.max_iters or bool(stop.signal) or world.size > 1
+            last = last or step + 1 == config.max_iters  # before what needs the numbers
+            waits = logs or last or bool(stop.signal) or world.size > 1  # ranks agree to stop after the same update
             if waits:
                 for at, three in read(numbers):
                     train_loss, stop.agreed, grad_norm = three.tolist()
