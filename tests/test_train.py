@@ -644,11 +644,11 @@ def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, mon
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(train, "learning_rate", fail)
-    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    handlers, threads = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], set(threading.enumerate())
     with pytest.raises(RuntimeError):
         train.run(configured(corpus, tmp_path / "run"))
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers  # this process can be ended
-    assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
+    assert not {t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")} - threads
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed" and status["reason"] == "RuntimeError: out of luck"
 
