@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.tokenizers import Tokenizer, from_dict
+from core import checkpoint
+from core.cli import run_app
+from core.device import resolve_device, resolve_dtype
+from core.schema import ConfigError, require
+from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
 from model.gpt import GPT
-from training import checkpoint
-from training.config import ConfigError, SampleConfig, load_config, require, run_app
-from training.device import resolve_device, resolve_dtype
+from training.config import SampleConfig, load_config
 
 
 def load_run(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict[str, Any]]:

@@ -25,14 +25,21 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from core import checkpoint, dist
+from core.cli import run_app
+from core.device import device_name, keep_freed_memory, move, peak_flops, resolve_device, resolve_dtype
+from core.dist import World
+from core.files import read_json
+from core.metrics import Metrics, spike_score
+from core.rundir import RunDir, commit, open_run, read_status
+from core.schema import ConfigError, require, word
+from core.tracker import Tracker, plot
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.diagnostics import LEAK_TOLERANCE, activation_bytes, diagnose, future_leak
 from model.gpt import GPT, positions_with_logits
-from training import checkpoint, dist, faults
-from training.config import ConfigError, NoQKClipConfig, TrainConfig, require, run_app, to_yaml, word
-from training.device import device_name, keep_freed_memory, move, peak_flops, resolve_device, resolve_dtype
-from training.dist import World
+from training import faults
+from training.config import NoClipOptions, TrainConfig, to_yaml
 from training.evaluate import Batch, mean_loss
 from training.optim import (
     build_optimizer,
@@ -44,9 +51,7 @@ from training.optim import (
     qk_clip_line,
     update_ratios,
 )
-from training.rundir import RunDir, commit, open_run, read_json, read_status
 from training.schedule import learning_rate
-from training.tracker import Metrics, Tracker, plot, spike_score
 
 DEFAULT_THREADS = torch.get_num_threads()
 # Tokens that go through the model at a time. On a CPU few, in training as well: activations then stay in cache, and
@@ -271,9 +276,9 @@ def run(config: TrainConfig) -> int:
                         break
                     state["train/loss"] = train_loss
                 if status == "diverged" and tracked:
-                    maxima.append((step, qk_clip(model.attentions, NoQKClipConfig())))
+                    maxima.append((step, qk_clip(model.attentions, NoClipOptions())))
                     clips = [
-                        qk_clip_line(m, config.qk_clip if i < at else NoQKClipConfig())  # what failed clips nothing
+                        qk_clip_line(m, config.qk_clip if i < at else NoClipOptions())  # what failed clips nothing
                         for i, m in read(maxima)
                         if i <= at
                     ]

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.schema import require
 from data.folds import Ranges, Split
 from data.shards import Tokens
-from training.config import require
 
 # One independent random stream a purpose: how often a run evaluates does not change what it trains on.
 TRAIN_STREAM, SAMPLED_STREAMS = 0, {"train": 1, "val": 2}

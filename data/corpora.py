@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from training.config import (
-    ConfigError,
-    DataConfig,
-    PythonDocsConfig,
-    PythonSourceConfig,
-    TextConfig,
-    TinyShakespeareConfig,
-    require,
+from core.files import cache_folder
+from core.schema import ConfigError, require
+from data.options import (
+    FoldedTextOptions,
+    PythonDocsOptions,
+    PythonSourceOptions,
+    TextFileOptions,
+    TinyShakespeareOptions,
 )
 
 HUB_REPO = "karpathy/tiny_shakespeare"
@@ -33,7 +33,7 @@ TINY_SHAKESPEARE_BYTES = 1_115_394
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-def load_text(config: DataConfig) -> str:
+def load_text(config: FoldedTextOptions) -> str:
     """The whole corpus that `config` names.
 
     Raises: ConfigError of one line, when the text is missing, unreadable or not what it should be.
@@ -50,7 +50,7 @@ def corpus_sha256(text: str) -> str:
 # What every CPython brings: its language reference, its own source; and any file
 
 
-def load_python_docs(config: PythonDocsConfig) -> str:
+def load_python_docs(config: PythonDocsOptions) -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -61,7 +61,7 @@ def load_python_docs(config: PythonDocsConfig) -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-def load_python_source(config: PythonSourceConfig) -> str:
+def load_python_source(config: PythonSourceOptions) -> str:
     """The standard library's *.py files, its own tests included, in the order of their paths. What a machine adds is
     left out (installed packages, build settings), so that one version of Python is one text wherever it is whole."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -79,7 +79,7 @@ def load_python_source(config: PythonSourceConfig) -> str:
     return "\n".join(texts)
 
 
-def load_text_file(config: TextConfig) -> str:
+def load_text_file(config: TextFileOptions) -> str:
     raw = read_bytes(expand(config.path), f"data.path={config.path}")
     require(len(raw) > 0, f"data.path={config.path} is empty")
     try:
@@ -89,10 +89,6 @@ def load_text_file(config: TextConfig) -> str:
             f"data.path={config.path} must be UTF-8 text; "
             f"the byte 0x{raw[error.start]:02x} at offset {error.start} is not"
         ) from error
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nanoqk"
 
 
 def data_folders() -> list[Path]:
@@ -121,7 +117,7 @@ def read_bytes(path: Path, name: str) -> bytes:
 # Tiny Shakespeare: data.path, else $NANOQK_DATA, else the cache, else the Hugging Face Hub
 
 
-def load_tiny_shakespeare(config: TinyShakespeareConfig) -> str:
+def load_tiny_shakespeare(config: TinyShakespeareOptions) -> str:
     if config.path is not None:
         return check_tiny_shakespeare(read_tiny_shakespeare(config.path), f"data.path={config.path}")
     files = [folder / "tiny_shakespeare" / "input.txt" for folder in data_folders()]

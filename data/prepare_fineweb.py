@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -22,24 +21,16 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, BinaryIO
 
-if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):  # run as a program: data/tokenizers.py is not tokenizers
-    sys.path[0] = os.path.dirname(sys.path[0])
-
 import numpy as np
 from tqdm import tqdm
 
-from data.corpora import cache_folder, expand, one_line, probe_hub
+from core.cli import run_app
+from core.files import cache_folder
+from core.schema import ConfigError, require, show
+from data.corpora import expand, one_line, probe_hub
+from data.options import PrepareFineWebConfig
 from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER, file_sha256, verify
-from data.tokenizers import (
-    BPETokenizer,
-    Tokenizer,
-    build_tokenizer,
-    from_dict,
-    learn_bpe,
-    token_dtype,
-    tokenizer_sha256,
-)
-from training.config import ConfigError, PrepareFineWebConfig, require, run_app, show
+from data.tokenizer import BPETokenizer, Tokenizer, build_tokenizer, from_dict, learn_bpe, token_dtype, tokenizer_sha256
 
 SAVE_SECONDS = 5.0
 PRINT_SECONDS = 30.0

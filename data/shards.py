@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from core.schema import ConfigError, require, show
 from data.corpora import data_folders, expand, read_bytes
-from data.tokenizers import Tokenizer, from_dict, tokenizer_sha256
-from training.config import ConfigError, FineWebConfig, PrepareFineWebConfig, require, show
+from data.options import FineWebOptions, PrepareFineWebConfig
+from data.tokenizer import Tokenizer, from_dict, tokenizer_sha256
 
 FORMAT = 1
 INDEX, PROGRESS, TOKENIZER = "index.json", "progress.json", "tokenizer.json"
@@ -51,7 +52,7 @@ class Shards:
 Tokens = np.ndarray | Shards
 
 
-def open_shards(config: FineWebConfig) -> tuple[str, Tokenizer, Shards, int]:
+def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
     """SHA-256 of the index, the tokenizer, all tokens, and how many of them are for training; these come first.
 
     Raises: ConfigError when the shards are absent, unfinished, or not those of their index. Sizes are compared here;
@@ -75,7 +76,7 @@ def open_shards(config: FineWebConfig) -> tuple[str, Tokenizer, Shards, int]:
     return hashlib.sha256(raw).hexdigest(), load_tokenizer(folder, index), Shards(arrays), index["train"]["tokens"]
 
 
-def find_shards(config: FineWebConfig) -> Path:
+def find_shards(config: FineWebOptions) -> Path:
     folders = [folder / "fineweb" for folder in data_folders()] if config.path is None else [expand(config.path)]
     for folder in folders:
         if (folder / INDEX).exists():

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.corpora import cache_folder, corpus_sha256, load_text, write_atomically
+from core.files import cache_folder
+from core.schema import require
+from data.corpora import corpus_sha256, load_text, write_atomically
 from data.folds import Ranges, Split, split
+from data.options import CorpusOptions, FineWebOptions, RandomOptions
 from data.shards import Tokens, open_shards
-from data.tokenizers import NoText, Tokenizer, build_tokenizer, from_dict, text_size, token_dtype, tokenizer_sha256
-from training.config import CorpusConfig, FineWebConfig, RandomConfig, require
+from data.tokenizer import NoText, Tokenizer, build_tokenizer, from_dict, text_size, token_dtype, tokenizer_sha256
 
 CHUNK = 2**20  # tokens that are counted at a time
 
@@ -28,16 +30,16 @@ class Corpus(NamedTuple):
     split: Split
 
 
-def load_corpus(config: CorpusConfig, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
+def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
     """The tokens that `config` names, and which of them are held out.
 
     saved: the state of a checkpoint. Merges that a run was begun with on the same text are taken from there, whatever
     the library would learn today.
     Raises: ConfigError of one line.
     """
-    if isinstance(config, FineWebConfig):
+    if isinstance(config, FineWebOptions):
         return load_fineweb(config)
-    if isinstance(config, RandomConfig):
+    if isinstance(config, RandomOptions):
         return random_tokens(config)
     text = load_text(config)
     sha256 = corpus_sha256(text)
@@ -53,7 +55,7 @@ def load_corpus(config: CorpusConfig, block_size: int, saved: dict[str, Any] | N
     return Corpus(sha256, tokenizer, tokens, split(len(tokens), config.folds, config.fold, window))
 
 
-def load_fineweb(config: FineWebConfig) -> Corpus:
+def load_fineweb(config: FineWebOptions) -> Corpus:
     sha256, tokenizer, tokens, n_train = open_shards(config)
     end = len(tokens) if config.val_tokens is None else n_train + config.val_tokens
     require(
@@ -63,7 +65,7 @@ def load_fineweb(config: FineWebConfig) -> Corpus:
     return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, end),)))
 
 
-def random_tokens(config: RandomConfig) -> Corpus:
+def random_tokens(config: RandomOptions) -> Corpus:
     """Independent and uniform: on tokens that a model has not seen, its expected loss is at least ln vocab_size."""
     bits = np.random.Philox(key=config.seed)
     dtype = token_dtype(config.vocab_size)

@@ -24,16 +24,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from model import cpu_kernels
-from training.config import (
-    GQAConfig,
-    LpQKNormConfig,
-    MHAConfig,
-    MLAConfig,
-    ModelConfig,
-    QKNormConfig,
-    RMSQKNormConfig,
-    TrainConfig,
-)
+from model.options import GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions, QKNormOptions, RMSNormOptions
+from training.config import TrainConfig
 
 INIT_STD = 0.02
 LOGITS_AT_ONCE = 2**26  # elements; a loss of more is made some positions at a time
@@ -83,7 +75,7 @@ class QKNorm(nn.Module):
 
     centred = False
 
-    def __init__(self, config: QKNormConfig, head_dim: int, n_head: int):
+    def __init__(self, config: QKNormOptions, head_dim: int, n_head: int):
         super().__init__()
         self.gain: nn.Parameter | None = None
 
@@ -113,7 +105,7 @@ class NoNorm(QKNorm):
 class RMSNorm(QKNorm):
     """gain * x / sqrt(mean(x^2) + eps) over each head's channels, one gain for all heads (Qwen3)."""
 
-    def __init__(self, config: RMSQKNormConfig, head_dim: int, n_head: int):
+    def __init__(self, config: RMSNormOptions, head_dim: int, n_head: int):
         super().__init__(config, head_dim, n_head)
         self.eps = config.eps
         self.gain = nn.Parameter(torch.empty(head_dim))
@@ -185,7 +177,7 @@ class LpNorm(QKNorm):
     TINY = 1e-30
     p_as_data: Tensor  # ()
 
-    def __init__(self, config: LpQKNormConfig, head_dim: int, n_head: int):
+    def __init__(self, config: LpNormOptions, head_dim: int, n_head: int):
         super().__init__(config, head_dim, n_head)
         self.learned, self.infinite = config.p == "learned", config.p == math.inf
         if isinstance(config.p, str):
@@ -324,7 +316,7 @@ class Alpha(nn.Module):
 
     MAPS: dict[str, Callable[[Tensor], Tensor]] = {"exp": torch.exp, "softplus": F.softplus, "linear": torch.abs}
 
-    def __init__(self, config: LpQKNormConfig, n_head: int, blocks: tuple[int, ...], block_size: int):
+    def __init__(self, config: LpNormOptions, n_head: int, blocks: tuple[int, ...], block_size: int):
         super().__init__()
         self.alpha_map = config.alpha_map
         self.initial = initial_alpha(config, blocks, block_size)
@@ -340,7 +332,7 @@ class Alpha(nn.Module):
         return self.MAPS[self.alpha_map](self.raw).view(-1, 1, 1)  # (nh or 1, 1, 1)
 
 
-def initial_alpha(config: LpQKNormConfig, blocks: tuple[int, ...], block_size: int) -> float:
+def initial_alpha(config: LpNormOptions, blocks: tuple[int, ...], block_size: int) -> float:
     """The alpha that a run starts from.
 
     henry: log2(L^2 - L) for the context length L (Henry et al. 2020). sqrt_d: sqrt(hs), which makes p = 2 equal to RMS
@@ -652,9 +644,9 @@ class GroupedQueryAttention(Observed):
     def __init__(self, config: TrainConfig):
         super().__init__()
         m, a = config.model, config.attention
-        assert isinstance(a, MHAConfig)
+        assert isinstance(a, MHAOptions)
         self.n_head = m.n_head
-        self.n_kv_head = a.n_kv_head if isinstance(a, GQAConfig) else m.n_head
+        self.n_kv_head = a.n_kv_head if isinstance(a, GQAOptions) else m.n_head
         self.head_dim = self.rope_dim = a.head_dim or m.n_embd // m.n_head
         self.p_dropout = m.dropout
         rows = [n * self.head_dim for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
@@ -724,7 +716,7 @@ class LogitScale(nn.Module):
         super().__init__()
         self.left = 1 / math.sqrt(sum(blocks))
         self.alpha: Alpha | None = None
-        if isinstance(config.qk_norm, LpQKNormConfig):
+        if isinstance(config.qk_norm, LpNormOptions):
             self.left = 1.0
             self.alpha = Alpha(config.qk_norm, config.model.n_head, blocks, config.model.block_size)
 
@@ -791,7 +783,7 @@ class MultiHeadLatentAttention(Observed):
     def __init__(self, config: TrainConfig):
         super().__init__()
         m, a = config.model, config.attention
-        assert isinstance(a, MLAConfig)
+        assert isinstance(a, MLAOptions)
         self.n_head, self.p_dropout = m.n_head, m.dropout
         self.kv_rank, self.nope_dim, self.rope_dim, self.v_dim = a.kv_rank, a.nope_dim, a.rope_dim, a.v_dim
         self.unified = a.qk_norm_layout == "unified"
@@ -1013,7 +1005,7 @@ ATTENTIONS: dict[str, Callable[[TrainConfig], Observed]] = {
 # The transformer
 
 
-def new_norm(n: int, config: ModelConfig) -> nn.Module:
+def new_norm(n: int, config: ModelOptions) -> nn.Module:
     if config.norm == "rmsnorm":
         return BlockRMSNorm(n, config.norm_eps)
     return BlockLayerNorm(n, config.norm_eps, bias=config.bias)
@@ -1052,7 +1044,7 @@ def gelu(x: Tensor) -> Tensor:
 class MLP(nn.Module):
     """Linear, GELU, linear (GPT-2), or SwiGLU: silu(gate) * up between the two (Llama)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelOptions):
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
         self.swiglu = config.mlp == "swiglu"

@@ -26,36 +26,26 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Protocol
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import train
+from core.cli import run_script
+from core.device import resolve_device
+from core.metrics import Metrics
+from core.rundir import commit
+from core.schema import ConfigError, at_least, one_of, require
 from data.batches import Batches
 from data.corpora import one_line
+from data.options import RandomOptions
 from data.tokens import load_corpus
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from model.gpt import GPT, positions_with_logits
 from sample import open_run
 from training import faults
-from training.config import (
-    ConfigError,
-    ConstantConfig,
-    RandomConfig,
-    WandbConfig,
-    at_least,
-    check_common,
-    one_of,
-    require,
-    run_script,
-)
-from training.device import resolve_device
-from training.rundir import commit
-from training.tracker import Metrics
+from training.config import ConstantOptions, WandbOptions, check_common
 
 T = 64  # positions of a Hugging Face model that are looked at, where it has as many
 CONTEXT = 512  # for future leakage
@@ -123,10 +113,10 @@ class Run:
     def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
         n, val = steps * self.config.tokens_per_iter, 2 * self.block_size
         # ten times as many as are drawn, or it could learn them by heart
-        data = RandomConfig("random", min(max(10 * n, 10**6), 10**9), vocab_size, val, SEED)
+        data = RandomOptions("random", min(max(10 * n, 10**6), 10**9), vocab_size, val, SEED)
         # of the run's own warm-up as large a part
         warmup = max(steps // 20, round(steps * self.config.schedule.warmup_iters / self.config.max_iters))
-        lines = self.metrics(data=data, max_iters=steps, schedule=ConstantConfig(warmup_iters=min(warmup, steps)))
+        lines = self.metrics(data=data, max_iters=steps, schedule=ConstantOptions(warmup_iters=min(warmup, steps)))
         losses = [line["train/loss"] for line in lines if line.get("train/loss") is not None]  # null: not finite
         if len(losses) < steps:
             raise Undecided(f"its training on random tokens diverges at iteration {len(losses)}")
@@ -136,8 +126,8 @@ class Run:
         # one window of training tokens: all sequences are equal, however they are dealt out
         n, val = self.block_size + 1, 2 * self.block_size
         line = self.metrics(
-            data=RandomConfig(n_tokens=n + val, vocab_size=self.vocab_size, val_tokens=val), max_iters=1,
-            schedule=ConstantConfig(warmup_iters=0), model=replace(self.config.model, dropout=0.0),
+            data=RandomOptions(n_tokens=n + val, vocab_size=self.vocab_size, val_tokens=val), max_iters=1,
+            schedule=ConstantOptions(warmup_iters=0), model=replace(self.config.model, dropout=0.0),
             batch_size=4 // micro_batches, gradient_accumulation_steps=micro_batches,
         )[0]  # fmt: skip
         if line.get("train/loss") is None or line.get("grad_norm") is None:  # null: not finite
@@ -150,7 +140,7 @@ class Run:
         plain: dict[str, Any] = {
             "log_interval": 1, "eval_interval": end, "checkpoint_interval": end, "eval_iters": 0, "plot": False,
             "dry_run": False, "eval_only": False, "fresh": False, "dtype": "float32",
-            "wandb": WandbConfig(mode="disabled"),
+            "wandb": WandbOptions(mode="disabled"),
         }  # fmt: skip
         said = io.StringIO()
         with (
@@ -234,7 +224,7 @@ class HuggingFace:
 
 
 def random_batches(vocab_size: int, block_size: int, batch_size: int) -> Batches:
-    found = load_corpus(RandomConfig(vocab_size=vocab_size, seed=SEED), block_size)
+    found = load_corpus(RandomOptions(vocab_size=vocab_size, seed=SEED), block_size)
     return Batches(found.tokens, found.split, block_size, batch_size, seed=0)
 
 

@@ -13,19 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from data.tokenizers import SEPARATOR, Tokenizer
+from core import checkpoint
+from core.cli import run_script
+from core.schema import flatten, one_of, require, show
+from data.tokenizer import SEPARATOR, Tokenizer
 from model.gpt import GPT
 from sample import open_run
 from scripts.hf_tokenizer import tokenizer_json
-from training import checkpoint
-from training.config import TrainConfig, flatten, one_of, require, run_script, show
+from training.config import TrainConfig
 
 Config = dict[str, Any]
 State = dict[str, Tensor]

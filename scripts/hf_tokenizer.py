@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from data.tokenizers import (
+from data.tokenizer import (
     PRINTABLE,
     SEPARATOR,
     BPETokenizer,

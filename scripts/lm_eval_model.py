@@ -15,10 +15,10 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.tokenizers import Tokenizer
+from core.schema import require
+from data.tokenizer import Tokenizer
 from model.generate import generate
 from model.gpt import GPT, Cache, at_least_fp32
-from training.config import require
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (context, continuation) as text, and their tokens
 Score = tuple[float, bool]  # the continuation's log-likelihood in nats, and whether it is the greedy one

@@ -19,13 +19,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vl_convert
 
-from scripts.paired import Replicate
-from scripts.report_figures import (
+from core.cli import run_script
+from core.files import read_json, write_atomic
+from core.schema import require
+from scripts.reporting.charts import (
     STABILITY_CAPTION,
     Series,
     Style,
@@ -39,8 +38,9 @@ from scripts.report_figures import (
     styles,
     time_chart,
 )
-from scripts.report_runs import METRICS, Family, Run, Sweep, families, read_sweep
-from scripts.report_tables import (
+from scripts.reporting.runs import METRICS, Family, Run, Sweep, families, read_sweep
+from scripts.reporting.statistics import Replicate
+from scripts.reporting.tables import (
     FAULT_NOTE,
     HONEST,
     NOTES,
@@ -59,13 +59,11 @@ from scripts.report_tables import (
 )
 from sweeps.plan import REDUCTIONS
 from sweeps.status import sweep_directory, tally
-from training.config import require, run_script
-from training.rundir import read_json, write_atomic
 
 POINTS = 100  # of a curve that figures and the page show of a metric other than the loss
 
 # -----------------------------------------------------------------------------
-# The page: report_page.html with the tables, and charts that are Vega-Lite (by Altair) and its runtime
+# The page: reporting/page.html with the tables, and charts that are Vega-Lite (by Altair) and its runtime
 
 
 def series_of(sweep: Sweep, settings: Sequence[str], look: Mapping[str, Style]) -> list[Series]:
@@ -180,7 +178,7 @@ def page(sweep: Sweep, compared: Sequence[Family], look: Mapping[str, Style]) ->
     section("How to read this", *(f"<p>{paragraph}</p>" for paragraph in notes.split("\n\n")))
     rows = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts(sweep).items())
     done = sum(run.done for run in sweep.runs)
-    template = string.Template(Path(__file__).with_name("report_page.html").read_text(encoding="utf-8"))
+    template = string.Template((Path(__file__).parent / "reporting" / "page.html").read_text(encoding="utf-8"))
     bundle = vl_convert.javascript_bundle(vl_version="6.4")  # type: ignore[call-arg]  # its stub asks for more
     return template.substitute(
         title=html.escape(sweep.title), state=f"{done} of {len(sweep.runs)} runs done", facts=rows,

@@ -23,27 +23,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from tqdm import tqdm
 
+from core.cli import CONFIG_DIR, leave_output, parse_yaml, read_words, refuse
+from core.files import read_json, write_json
+from core.rundir import at_end
+from core.schema import ConfigError, at_least, build, require
 from sweeps.launchers import LAUNCHERS, WORKER, Launcher
 from sweeps.plan import PlannedRun, freeze, load_sweep, plan_runs
 from sweeps.status import State, state_of, sweep_directory, tally
 from sweeps.worker import FINAL
-from training.config import (
-    CONFIG_DIR,
-    ConfigError,
-    at_least,
-    build,
-    leave_output,
-    parse_yaml,
-    read_words,
-    refuse,
-    require,
-)
-from training.rundir import at_end, read_json, write_json
 
 POLL = 0.5  # seconds between two looks at the runs
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from core.schema import ConfigError, at_least, require, show
 from sweeps.worker import PATIENCE, RESTART
-from training.config import ConfigError, at_least, require, show
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 SQUEUE_EVERY = 5.0  # seconds between two questions to SLURM's controller

@@ -18,21 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from training.config import (
-    CONFIG_DIR,
-    ConfigError,
-    TrainConfig,
-    build,
-    convert,
-    did_you_mean,
-    explain,
-    flatten,
-    load_config,
-    parse_yaml,
-    require,
-    show,
-)
-from training.rundir import at_end, commit, read_json, short, uncommitted, write_atomic
+from core.cli import CONFIG_DIR, explain, parse_yaml
+from core.files import read_json, write_atomic
+from core.rundir import at_end, commit, short, uncommitted
+from core.schema import ConfigError, build, convert, did_you_mean, flatten, require, show
+from training.config import TrainConfig, load_config
 
 GROUPS = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} - {"sweep", "launcher"}
 
@@ -60,7 +50,8 @@ class Sweep:
     data.fold; null holds out the last 10 %. seeds: values of seed. compare, also, paper: what scripts/report.py makes
     of the runs; also: other metrics than the loss, key or pattern -> how a run's lines become one number (last, max,
     min, mean, sum, roughness: the mean distance of a line from the middle of its neighbours), or several such as
-    [max, roughness], or summary: summary.json has it, or, as eval/TASK/METRIC, scripts/evaluate.py's evaluation.json.
+    [max, roughness], or summary: summary.json has it, or, as eval/TASK/METRIC, the evaluation.json of
+    scripts/evaluate_lm.py.
     """
 
     title: str = ""

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from core.cli import run_script
+from core.rundir import at_end, is_locked, read_status
+from core.schema import require
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.worker import FINAL, is_claimed, read_claim
-from training.config import require, run_script
-from training.rundir import at_end, is_locked, read_status
 
 NEVER = 10**9  # launch_tries of what no try mends
 STATES = ("done", "diverged", "running", "stopped", "failed", "pending")

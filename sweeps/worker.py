@@ -22,12 +22,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from core.cli import refuse
+from core.files import read_json, write_json
+from core.rundir import at_end, is_locked, read_status
+from core.schema import ConfigError, build
 from sweeps.plan import PlannedRun, read_plan
-from training.config import ConfigError, TrainConfig, build, refuse
-from training.rundir import at_end, is_locked, read_json, read_status, write_json
+from training.config import TrainConfig
 
 FINAL = ("done", "diverged")
 PATIENCE = 600  # seconds that a run has to reach the end of its iteration and save

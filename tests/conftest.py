@@ -14,40 +14,33 @@ import pytest
 import torch
 
 from model import cpu_kernels
-from training.config import (
-    LayerNormQKNormConfig,
-    LpQKNormConfig,
-    ModelConfig,
-    NoQKNormConfig,
-    QKNormConfig,
-    RMSQKNormConfig,
-    TrainConfig,
-)
+from model.options import LayerNormOptions, LpNormOptions, ModelOptions, NoNormOptions, QKNormOptions, RMSNormOptions
+from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
 
-QK_NORM_VARIANTS: dict[str, QKNormConfig] = {
-    "none": NoQKNormConfig(),
-    "rms": RMSQKNormConfig(),
-    "layernorm": LayerNormQKNormConfig(),
-    "lp1": LpQKNormConfig(p=1.0),
-    "lp1.5": LpQKNormConfig(p=1.5, alpha_per="head", alpha_init="matched"),
-    "lp2": LpQKNormConfig(p=2.0, alpha_map="softplus", alpha_init="henry"),
-    "lp3": LpQKNormConfig(p=3.0, alpha_map="linear", alpha_init=2.5),
-    "lp_learned": LpQKNormConfig(p="learned"),
-    "lpinf": LpQKNormConfig(p=float("inf"), alpha_per="head"),
+QK_NORM_VARIANTS: dict[str, QKNormOptions] = {
+    "none": NoNormOptions(),
+    "rms": RMSNormOptions(),
+    "layernorm": LayerNormOptions(),
+    "lp1": LpNormOptions(p=1.0),
+    "lp1.5": LpNormOptions(p=1.5, alpha_per="head", alpha_init="matched"),
+    "lp2": LpNormOptions(p=2.0, alpha_map="softplus", alpha_init="henry"),
+    "lp3": LpNormOptions(p=3.0, alpha_map="linear", alpha_init=2.5),
+    "lp_learned": LpNormOptions(p="learned"),
+    "lpinf": LpNormOptions(p=float("inf"), alpha_per="head"),
 }
 
 
-def tiny_config(qk_norm: QKNormConfig | None = None, **model: Any) -> TrainConfig:
+def tiny_config(qk_norm: QKNormOptions | None = None, **model: Any) -> TrainConfig:
     settings = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, **model}
-    return TrainConfig(model=ModelConfig(**settings), qk_norm=qk_norm or NoQKNormConfig())
+    return TrainConfig(model=ModelOptions(**settings), qk_norm=qk_norm or NoNormOptions())
 
 
 @pytest.fixture(params=QK_NORM_VARIANTS)
-def qk_norm(request: pytest.FixtureRequest) -> QKNormConfig:
+def qk_norm(request: pytest.FixtureRequest) -> QKNormOptions:
     return QK_NORM_VARIANTS[request.param]
 
 

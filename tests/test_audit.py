@@ -22,15 +22,18 @@ from variants import LAYOUTS, V, attended, build, config_of, random_tokens
 
 import model.gpt
 import train
+from core import checkpoint
+from core.schema import ConfigError
+from core.tracker import wandb_job
 from data.batches import Batches
-from data.tokenizers import NoText, from_dict, text_size
+from data.options import RandomOptions
+from data.tokenizer import NoText, from_dict, text_size
 from data.tokens import load_corpus
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from sample import load_run, open_run
 from scripts import audit
-from training import checkpoint, faults
-from training.config import FAULTS, ConfigError, FaultConfig, RandomConfig, TrainConfig, load_config
-from training.tracker import wandb_job
+from training import faults
+from training.config import FAULTS, FaultOptions, TrainConfig, load_config
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 DATA = {"name": "random", "n_tokens": 20_000, "vocab_size": 32, "val_tokens": 600}
@@ -51,7 +54,7 @@ def batches_of(config: TrainConfig) -> Batches:
 
 
 def test_random_tokens_are_uniform_and_a_function_of_the_seed() -> None:
-    config = RandomConfig(n_tokens=200_000, vocab_size=50, val_tokens=1000)
+    config = RandomOptions(n_tokens=200_000, vocab_size=50, val_tokens=1000)
     corpus, again = load_corpus(config, 16), load_corpus(config, 16)
     counts = np.bincount(np.asarray(corpus.tokens), minlength=50)
     assert len(counts) == 50 and np.square(counts - 4000).sum() / 4000 < 49 + 5 * math.sqrt(98)  # chi-squared
@@ -83,7 +86,7 @@ def test_no_mask_is_a_softmax_over_all_keys(layout: str) -> None:
     x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     q, k, v, scale = attended(gpt, x)
     masked = gpt.attentions[0].attend(q, k, v, scale)
-    faults.spoil_model(replace(gpt.config, fault=FaultConfig("no_mask")), gpt)
+    faults.spoil_model(replace(gpt.config, fault=FaultOptions("no_mask")), gpt)
     found = gpt.attentions[0].attend(q, k, v, scale)
     k, v = (part.repeat_interleave(q.size(1) // part.size(1), 1) for part in (k, v))
     over_all = torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
@@ -97,7 +100,7 @@ def test_unshifted_labels_are_the_inputs() -> None:
     x, y = random_tokens(2, 9), random_tokens(2, 9, seed=3)
     y[0, 3:] = -1
     logits, honest = gpt(x, y)
-    faults.spoil_model(replace(gpt.config, fault=FaultConfig("unshifted_labels")), gpt)
+    faults.spoil_model(replace(gpt.config, fault=FaultOptions("unshifted_labels")), gpt)
     wanted = -logits.log_softmax(-1).gather(-1, x[..., None])[..., 0]
     torch.testing.assert_close(gpt(x, y)[1], torch.cat([wanted[0, :3], wanted[1]]).mean())
     torch.testing.assert_close(gpt(x)[0], logits)
@@ -185,7 +188,7 @@ def test_a_run_with_a_fault_says_so_everywhere(
     open_run(str(run), "best", torch.device("cpu"))
     assert f"was trained with fault={fault}" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"fault.name {fault} -> "):
-        train.run(replace(config, fault=FaultConfig("none")))
+        train.run(replace(config, fault=FaultOptions("none")))
 
 
 def test_a_run_with_a_fault_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -243,7 +246,7 @@ CAUGHT = {
 def small(attention: str, qk_norm: str, fault: str = "none") -> TrainConfig:
     config = config_of(attention, qk_norm)
     return replace(
-        config, fault=FaultConfig(fault), device="cpu", threads=1, batch_size=16, gradient_accumulation_steps=2,
+        config, fault=FaultOptions(fault), device="cpu", threads=1, batch_size=16, gradient_accumulation_steps=2,
         optim=replace(config.optim, learning_rate=1e-2),
     )  # fmt: skip
 

@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core.schema import ConfigError
 from data.batches import AHEAD, OF_A_TASK, THREADS, Batches
 from data.folds import Split, split
-from training.config import ConfigError
 
 # Most tests use tokens that are their own positions: what a batch holds says where it was taken from.
 

@@ -26,7 +26,7 @@ def peer() -> str:
 
 
 def test_training_beside_nanogpt(program: Program, tiny_run: list[str], peer: str) -> None:
-    result = last_line(program("scripts/bench_train.py", peer, "rounds=3", "iters=2", *tiny_run))
+    result = last_line(program("scripts/benchmarks/bench_train.py", peer, "rounds=3", "iters=2", *tiny_run))
     for side in ("ours", "peer"):
         assert set(result[side]) == {"tok_per_sec", "ms_per_iter", "peak_memory_mib", "mfu"}
         assert result[side]["tok_per_sec"] == pytest.approx(4 * 16 / result[side]["ms_per_iter"] * 1000, rel=0.01)
@@ -37,7 +37,7 @@ def test_training_beside_nanogpt(program: Program, tiny_run: list[str], peer: st
 
 def test_evaluation_beside_nanogpts_sampled_one(program: Program, tiny_run: list[str], peer: str) -> None:
     words = [peer, "eval_iters=50", "rounds=1", "iters=1", *tiny_run]
-    result = last_line(program("scripts/bench_train.py", *words))
+    result = last_line(program("scripts/benchmarks/bench_train.py", *words))
     assert result["ours"]["tokens"] == 600  # the last 10 % of 6,000 characters
     assert result["peer"]["tokens"] == 2 * 50 * 4 * 16 and result["peer"]["batches_run"] == 1
     assert result["ratio"]["median"] == pytest.approx(result["peer"]["seconds"] / result["ours"]["seconds"])
@@ -47,7 +47,7 @@ def test_curves_beside_nanogpts_from_the_same_weights_on_the_same_batches(
     program: Program, tiny_run: list[str], peer: str
 ) -> None:
     words = [peer, "curves=30", "rounds=2", *tiny_run, "gradient_accumulation_steps=2", "model.dropout=0"]
-    result = last_line(program("scripts/bench_train.py", *words))
+    result = last_line(program("scripts/benchmarks/bench_train.py", *words))
     assert result["first_loss_difference"] < 1e-5 and result["tenths_end_at"] == [*range(3, 31, 3)]
     assert result["ours"][-1] < result["ours"][0] - 0.2  # it learns
     assert max(map(abs, result["difference"])) < 1e-3 < max(result["sd_over_seeds"])
@@ -58,7 +58,7 @@ def test_variants_against_one_another(program: Program, tiny_run: list[str], tog
     """The third is so much more work than the others that it must take longer."""
     large = "qk_norm=none model.n_layer=8 model.n_embd=256"
     words = [f"variants=qk_norm=none;qk_norm=lp qk_norm.p=3;{large}", f"together={together}", "rounds=2", "iters=3"]
-    result = last_line(program("scripts/bench_train.py", *words, *tiny_run))
+    result = last_line(program("scripts/benchmarks/bench_train.py", *words, *tiny_run))
     assert [*result["variants"]] == ["qk_norm=none", "qk_norm=lp qk_norm.p=3", large]
     assert [*result["time_over_first"]] == ["qk_norm=lp qk_norm.p=3", large]
     assert result["time_over_first"][large]["lowest"] > 1
@@ -67,14 +67,14 @@ def test_variants_against_one_another(program: Program, tiny_run: list[str], tog
 
 
 def test_start_up(program: Program, tiny_run: list[str]) -> None:
-    result = last_line(program("scripts/bench_train.py", "start_up=true", "rounds=1", *tiny_run))
+    result = last_line(program("scripts/benchmarks/bench_train.py", "start_up=true", "rounds=1", *tiny_run))
     assert 0 < result["loop_begins_s"] <= result["first_update_s"]
 
 
 def test_sampling_beside_nanogpt(program: Program, tiny_run: list[str], peer: str) -> None:
     assert program("train.py", *tiny_run, "max_iters=2", "out_dir=run").returncode == 0
     words = [peer, "run=run", "start=to be", "tokens=200", "rounds=1"]  # they take longer than times are rounded to
-    result = last_line(program("scripts/bench_sample.py", *words))
+    result = last_line(program("scripts/benchmarks/bench_sample.py", *words))
     for n in (1, 10):
         rows = result[f"{n}_sequences"]
         for side in ("ours", "peer"):
@@ -86,7 +86,7 @@ def test_sampling_beside_nanogpt(program: Program, tiny_run: list[str], peer: st
 
 def test_sampling_of_variants(program: Program, tiny_run: list[str]) -> None:
     words = ["variants=qk_norm=none;qk_norm=lp", "start=to be", "tokens=20", "rounds=1", *tiny_run]
-    result = last_line(program("scripts/bench_sample.py", *words))
+    result = last_line(program("scripts/benchmarks/bench_sample.py", *words))
     for n in (1, 10):
         rows = result[f"{n}_sequences"]
         none, lp = (rows["variants"][name]["tok_per_sec"] for name in ("qk_norm=none", "qk_norm=lp"))
@@ -95,7 +95,7 @@ def test_sampling_of_variants(program: Program, tiny_run: list[str]) -> None:
 
 def test_a_sweep_by_one_worker_and_by_two(program: Program, tiny_run: list[str]) -> None:
     words = [*tiny_run, "max_iters=4", "sweep.overrides=[qk_norm=lp]", "runs=4", "rounds=1"]
-    result = last_line(program("scripts/bench_sweep.py", *words))
+    result = last_line(program("scripts/benchmarks/bench_sweep.py", *words))
     for row in (result["1_workers"], result["2_workers"]):
         assert 0 < row["run_seconds"] < row["seconds"] and 0 < row["overhead"] < 1
         assert 0 < row["start_and_end_s"] < row["seconds"] and 0 < row["gap_s"] < row["seconds"]

@@ -1,4 +1,4 @@
-"""scripts/bench_decode.py as a user runs it, on a layer of a few channels."""
+"""scripts/benchmarks/bench_decode.py as a user runs it, on a layer of a few channels."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from scripts import bench_decode
-from scripts.bench import alternate, machine, rank_of_interval, ratio, run_benchmark
+from scripts.benchmarks import bench_decode
+from scripts.benchmarks.timing import alternate, machine, rank_of_interval, ratio, run_benchmark
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 TINY = [
@@ -32,7 +32,7 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(
     dtype: str, program: Program, tmp_path: Path
 ) -> None:
     words = ["contexts=[48]", "batch=[2]", "rounds=6", "seconds=0.01", "out=it", *TINY[:-2], f"dtype={dtype}", TINY[-1]]
-    done = program("scripts/bench_decode.py", *words, timeout=600)
+    done = program("scripts/benchmarks/bench_decode.py", *words, timeout=600)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     (point,) = result["points"]
@@ -60,18 +60,18 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(
     low, high = overhead["lp"]["low"], overhead["lp"]["high"]
     assert low <= overhead["lp"]["median"] <= high and f"({low:+.2f} to {high:+.2f})" in table
     assert "mathdefault" not in (tmp_path / "it" / "decode.svg").read_text()
-    assert program("scripts/bench_decode.py", "from=it/bench.json", "out=again").returncode == 0
+    assert program("scripts/benchmarks/bench_decode.py", "from=it/bench.json", "out=again").returncode == 0
     for file in (tmp_path / "it").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
     more = {**result, "command": "another", "points": [{**point, "context": 24, "rounds": 7, "starts": 8}]}
     (tmp_path / "more.json").write_text(json.dumps(more))
-    assert program("scripts/bench_decode.py", "from=it/bench.json,more.json", "out=both").returncode == 0
+    assert program("scripts/benchmarks/bench_decode.py", "from=it/bench.json,more.json", "out=both").returncode == 0
     rows = (tmp_path / "both" / "table.md").read_text().splitlines()
     assert [row[: row.index("|", 10) + 1] for row in rows if row.startswith("| 2 |")] == [
         "| 2 | 24 | 8 × 7 |",
         "| 2 | 48 | 1 × 6 |",
     ]
-    assert rows[3].startswith("python scripts/bench_decode.py contexts=[48]") and rows[4] == "another"
+    assert rows[3].startswith("python scripts/benchmarks/bench_decode.py contexts=[48]") and rows[4] == "another"
 
 
 def test_of_several_starts_the_medians_of_each_are_compared() -> None:

@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from training import checkpoint
-from training.checkpoint import CorruptCheckpoint, load, load_latest, point, resolve, save
-from training.config import ConfigError
+from core import checkpoint
+from core.checkpoint import CorruptCheckpoint, load, load_latest, point, resolve, save
+from core.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -297,7 +297,7 @@ import errno, json, os, resource, sys, tempfile
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from training.checkpoint import save
+from core.checkpoint import save
 
 def small(step):
     return {"model": {"w": torch.full((8, 8), float(step))}, "optimizer": {"m": torch.full((64,), step)}}

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from core.schema import ConfigError
 from data import corpora
 from data.corpora import corpus_sha256, load_text
-from training.config import ConfigError, PythonDocsConfig, TextConfig, TinyShakespeareConfig
+from data.options import PythonDocsOptions, TextFileOptions, TinyShakespeareOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = os.environ.get("NANOQK_DATA")
@@ -66,7 +67,7 @@ def test_python_docs_holds_every_topic_in_sorted_order_without_a_network(monkeyp
     from pydoc_data.topics import topics
 
     monkeypatch.setattr(socket, "socket", None)
-    text = load_text(PythonDocsConfig())
+    text = load_text(PythonDocsOptions())
     end = 0
     for name in sorted(topics):
         start = text.index(topics[name], end)
@@ -78,16 +79,16 @@ def test_python_docs_holds_every_topic_in_sorted_order_without_a_network(monkeyp
 def test_python_docs_without_pydoc_data_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(ConfigError, match="^data=python_docs needs the module pydoc_data.topics.*data=text data.path"):
-        load_text(PythonDocsConfig())
+        load_text(PythonDocsOptions())
 
 
 def test_text_is_the_file_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = "\ufeffline\r\n\u2028é\t𝄞\r\0\n".encode()
     write(tmp_path / "my.txt", raw)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert load_text(TextConfig(path=str(tmp_path / "my.txt"))).encode() == raw
-    assert load_text(TextConfig(path="~/my.txt")).encode() == raw
-    assert corpus_sha256(load_text(TextConfig(path="~/my.txt"))) == hashlib.sha256(raw).hexdigest()
+    assert load_text(TextFileOptions(path=str(tmp_path / "my.txt"))).encode() == raw
+    assert load_text(TextFileOptions(path="~/my.txt")).encode() == raw
+    assert corpus_sha256(load_text(TextFileOptions(path="~/my.txt"))) == hashlib.sha256(raw).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_unusable_text_is_an_error_of_one_line(
     write(tmp_path / "latin1.txt", "café".encode("latin-1"))
     (tmp_path / "loop.txt").symlink_to("loop.txt")
     with pytest.raises(ConfigError) as error:
-        load_text(TextConfig(path=name))
+        load_text(TextFileOptions(path=name))
     assert str(error.value) == f"data.path={name} {rule}"
 
 
@@ -121,7 +122,7 @@ def test_unusable_text_is_an_error_of_one_line(
 @pytest.mark.parametrize("place", ["tiny_shakespeare/input.txt", "tiny_shakespeare", ""])
 def test_data_path_takes_the_file_its_folder_or_the_folder_above(tiny_shakespeare_dir: Path, place: str) -> None:
     raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
-    assert load_text(TinyShakespeareConfig(path=str(tiny_shakespeare_dir / place))).encode() == raw
+    assert load_text(TinyShakespeareOptions(path=str(tiny_shakespeare_dir / place))).encode() == raw
 
 
 def test_nanoqk_data_and_the_cache_are_found(
@@ -130,10 +131,10 @@ def test_nanoqk_data_and_the_cache_are_found(
     raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
     write(tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt", raw)
     monkeypatch.setenv("NANOQK_DATA", str(tmp_path / "nothing_here"))
-    assert load_text(TinyShakespeareConfig()).encode() == raw
+    assert load_text(TinyShakespeareOptions()).encode() == raw
     (tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt").unlink()
     monkeypatch.setenv("NANOQK_DATA", str(tiny_shakespeare_dir))
-    assert load_text(TinyShakespeareConfig()).encode() == raw
+    assert load_text(TinyShakespeareOptions()).encode() == raw
 
 
 def test_data_path_comes_before_nanoqk_data_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,19 +145,19 @@ def test_data_path_comes_before_nanoqk_data_before_the_cache(tmp_path: Path, mon
     monkeypatch.setenv("NANOQK_DATA", str(tmp_path / "env"))
     advice = "data=text data.path=FILE takes any text$"
     with pytest.raises(ConfigError, match=f"^data.path={by_path} is not Tiny Shakespeare: it has 7 bytes.*{advice}"):
-        load_text(TinyShakespeareConfig(path=str(by_path)))
+        load_text(TinyShakespeareOptions(path=str(by_path)))
     with pytest.raises(ConfigError, match=f"^{by_env} is not Tiny Shakespeare: it has 14 bytes.*{advice}"):
-        load_text(TinyShakespeareConfig())
+        load_text(TinyShakespeareOptions())
     by_env.unlink()
     with pytest.raises(ConfigError, match=f"^{by_cache} is not .* {hashlib.sha256(b'by cache').hexdigest()}.*{advice}"):
-        load_text(TinyShakespeareConfig())
+        load_text(TinyShakespeareOptions())
 
 
 def test_one_changed_byte_is_refused(tiny_shakespeare_dir: Path, tmp_path: Path) -> None:
     raw = bytearray((tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes())
     raw[-1] ^= 1
     with pytest.raises(ConfigError, match="has 1115394 bytes and SHA-256"):
-        load_text(TinyShakespeareConfig(path=str(write(tmp_path / "input.txt", bytes(raw)))))
+        load_text(TinyShakespeareOptions(path=str(write(tmp_path / "input.txt", bytes(raw)))))
 
 
 def test_an_explicit_path_is_never_replaced_by_another_source(
@@ -164,9 +165,9 @@ def test_an_explicit_path_is_never_replaced_by_another_source(
 ) -> None:
     monkeypatch.setenv("NANOQK_DATA", str(tiny_shakespeare_dir))
     with pytest.raises(ConfigError, match=r"^data.path=nowhere does not exist$"):
-        load_text(TinyShakespeareConfig(path="nowhere"))
+        load_text(TinyShakespeareOptions(path="nowhere"))
     with pytest.raises(ConfigError, match=f"^data.path={tmp_path} holds neither input.txt nor"):
-        load_text(TinyShakespeareConfig(path=str(tmp_path)))
+        load_text(TinyShakespeareOptions(path=str(tmp_path)))
 
 
 # -----------------------------------------------------------------------------
@@ -178,20 +179,20 @@ def test_a_folder_laid_out_like_the_hub_gives_the_same_bytes(
 ) -> None:
     raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
     folder = hub_folder(tmp_path / "repo", raw.decode())
-    assert load_text(TinyShakespeareConfig(path=str(folder))).encode() == raw
+    assert load_text(TinyShakespeareOptions(path=str(folder))).encode() == raw
     assert "examples/s" not in capfd.readouterr().err  # no progress bars
 
 
 def test_a_folder_with_another_text_or_without_a_split_is_refused(tmp_path: Path) -> None:
     other = hub_folder(tmp_path / "other", "to be or not to be" * 9)
     with pytest.raises(ConfigError, match=f"^data.path={other} is not Tiny Shakespeare: it has 162 bytes"):
-        load_text(TinyShakespeareConfig(path=str(other)))
+        load_text(TinyShakespeareOptions(path=str(other)))
     partial = hub_folder(tmp_path / "partial", "to be or not to be" * 9, ("train", "test"))
     with pytest.raises(ConfigError, match=f"^data.path={partial} cannot be loaded: KeyError: 'validation'$"):
-        load_text(TinyShakespeareConfig(path=str(partial)))
+        load_text(TinyShakespeareOptions(path=str(partial)))
     broken = write(tmp_path / "broken" / "default" / "train" / "0000.parquet", b"not parquet").parents[2]
     with pytest.raises(ConfigError, match=f"^data.path={broken} cannot be loaded: [^\n]*$"):
-        load_text(TinyShakespeareConfig(path=str(broken)))
+        load_text(TinyShakespeareOptions(path=str(broken)))
 
 
 @pytest.fixture
@@ -205,11 +206,11 @@ def hub(tiny_shakespeare_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_fetched_text_is_cached_and_fetched_once(hub: list[str], tmp_path: Path) -> None:
-    first = load_text(TinyShakespeareConfig())
+    first = load_text(TinyShakespeareOptions())
     folder = tmp_path / "cache" / "nanoqk" / "tiny_shakespeare"
     assert [f.name for f in folder.iterdir()] == ["input.txt"]
     assert (folder / "input.txt").read_bytes() == first.encode()
-    assert load_text(TinyShakespeareConfig()) == first
+    assert load_text(TinyShakespeareOptions()) == first
     assert hub == ["asked"]
 
 
@@ -218,7 +219,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(write(tmp_path / "a_file", b"")))
     with pytest.warns(UserWarning, match="input.txt cannot be written, the next run downloads again"):
-        assert len(load_text(TinyShakespeareConfig())) == 1_115_394
+        assert len(load_text(TinyShakespeareOptions())) == 1_115_394
 
 
 # -----------------------------------------------------------------------------
@@ -227,9 +228,10 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(
 LOAD = """
 import sys
 from data.corpora import load_text
-from training.config import ConfigError, TinyShakespeareConfig
+from core.schema import ConfigError
+from data.options import TinyShakespeareOptions
 try:
-    load_text(TinyShakespeareConfig())
+    load_text(TinyShakespeareOptions())
 except ConfigError as error:
     print(error)
 print("datasets" in sys.modules)

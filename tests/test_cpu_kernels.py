@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from variants import build, config_of, random_tokens
 
+from core.device import cpu_flags
 from model import cpu_kernels, gpt
 from model.generate import decode_one_token
+from model.options import MLAOptions
 from sweeps.plan import compose
-from training.config import MLAConfig, load_config
-from training.device import cpu_flags
+from training.config import load_config
 
 NORMS = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]  # p, and 0 for RMS
 NAMES = ["rms", *(f"lp{p:g}" for p in NORMS[1:])]
@@ -548,7 +549,7 @@ def test_a_block_has_one_result_however_many_threads(threads: int) -> None:
 def test_a_model_learns_alike_with_and_without(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five updates in bf16 with dropout: every kernel is used, the masks are the same, the losses agree."""
     monkeypatch.setattr(cpu_kernels, "SMALL", 0)
-    attention = MLAConfig(kv_rank=16, nope_dim=16, rope_dim=16, v_dim=16) if layout == "mla" else layout
+    attention = MLAOptions(kv_rank=16, nope_dim=16, rope_dim=16, v_dim=16) if layout == "mla" else layout
     config = config_of(attention, "rms", dropout=0.2, n_embd=64)
     idx = random_tokens(4, 17)
     losses = []

@@ -45,7 +45,6 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(
 
 SPY = """
 import os, sys
-sys.path.insert(0, {root!r})
 import train
 real = train.seed_generator
 def spy(seed, device):

@@ -15,7 +15,7 @@ from variants import PAIRS, build, config_of, random_tokens, raw_queries_and_key
 import model.gpt
 from model.diagnostics import diagnose
 from model.gpt import GPT, MultiHeadLatentAttention
-from training.config import LpQKNormConfig
+from model.options import LpNormOptions
 
 each_pair = pytest.mark.parametrize("layout, name", PAIRS)
 B, T = 2, 9
@@ -53,7 +53,7 @@ def passed(gpt: GPT, idx: Tensor) -> list[dict[str, Any]]:
 
 def p_of(gpt: GPT, layer: int, side: str, head: int) -> float:
     config = gpt.config.qk_norm
-    assert isinstance(config, LpQKNormConfig)
+    assert isinstance(config, LpNormOptions)
     if isinstance(config.p, float):
         return config.p
     raw = gpt.state_dict()[f"transformer.h.{layer}.attn.{side}_norm.raw_p"].tolist()
@@ -87,7 +87,7 @@ def of_vectors(gpt: GPT, layer: int, side: str, raw: np.ndarray) -> list[dict[st
         vectors = [raw[b, h, t] for b in range(B) for t in range(T)]
         lengths = [math.sqrt(sum(c * c for c in x)) for x in vectors]
         values.append({f"{side}_norm": sum(lengths) / len(lengths)})
-        if isinstance(gpt.config.qk_norm, LpQKNormConfig):
+        if isinstance(gpt.config.qk_norm, LpNormOptions):
             p = p_of(gpt, layer, side, h)
             p_norms = [max(abs(x)) if p == math.inf else sum(abs(c) ** p for c in x) ** (1 / p) for x in vectors]
             g = [length / p_norm for length, p_norm in zip(lengths, p_norms, strict=True)]
@@ -108,10 +108,10 @@ def expected(gpt: GPT, idx: Tensor) -> dict[str, float]:
         put(layer, of_logits(got))
         for side, raw in got["raw"].items():
             put(layer, of_vectors(gpt, layer, side, raw))
-            if isinstance(config, LpQKNormConfig):  # one for all heads unless it is learned
+            if isinstance(config, LpNormOptions):  # one for all heads unless it is learned
                 n = raw.shape[1] if config.p == "learned" else 1
                 put(layer, [{f"{side}_p": p_of(gpt, layer, side, h)} for h in range(n)])
-        if isinstance(config, LpQKNormConfig):
+        if isinstance(config, LpNormOptions):
             raw_alpha = gpt.state_dict()[f"transformer.h.{layer}.attn.logit_scale.alpha.raw"].tolist()
             put(layer, [{"alpha": math.exp(a)} for a in raw_alpha])
     for name in {key.split("/")[1] for key in values}:

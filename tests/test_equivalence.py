@@ -16,7 +16,8 @@ from variants import LAYOUTS, NORMS, PAIRS, V, attended, build, config_of, rando
 
 import model.gpt
 from model.gpt import GPT, LatentCache, MultiHeadLatentAttention
-from training.config import GQAConfig, MHAConfig, MLAConfig, ModelConfig, TrainConfig
+from model.options import GQAOptions, MHAOptions, MLAOptions, ModelOptions
+from training.config import TrainConfig
 
 each_pair = pytest.mark.parametrize("layout, name", PAIRS)
 each_norm = pytest.mark.parametrize("name", NORMS)
@@ -200,8 +201,10 @@ def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_more_with_a_qk_n
 ) -> None:
     if (qk_norm_layout, name) == ("unified", "none"):
         return  # refused
-    shape = ModelConfig(n_layer=1, n_head=16, n_embd=1536, position="rope", rope_theta=1e4, norm="rmsnorm")
-    attention = MLAConfig(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128, qk_norm_layout=qk_norm_layout)
+    shape = ModelOptions(n_layer=1, n_head=16, n_embd=1536, position="rope", rope_theta=1e4, norm="rmsnorm")
+    attention = MLAOptions(
+        kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128, qk_norm_layout=qk_norm_layout
+    )
     config = TrainConfig(model=shape, attention=attention, qk_norm=NORMS[name])
     config.check()
     with torch.device("meta"):
@@ -239,8 +242,8 @@ def with_the_weights_of(gpt: GPT, config: TrainConfig, heads: Tensor | None = No
 @pytest.mark.parametrize("bias", [False, True])
 def test_gqa_with_as_many_key_heads_as_heads_is_mha(name: str, bias: bool) -> None:
     settings: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0, "bias": bias}
-    gqa = build(config_of(GQAConfig(n_kv_head=4), name, **settings))
-    mha = with_the_weights_of(gqa, config_of(MHAConfig(), name, **settings))
+    gqa = build(config_of(GQAOptions(n_kv_head=4), name, **settings))
+    mha = with_the_weights_of(gqa, config_of(MHAOptions(), name, **settings))
     idx = random_tokens(3, 16)
     assert torch.equal(gqa(idx)[0], mha(idx)[0])
 
@@ -250,8 +253,8 @@ def test_gqa_with_as_many_key_heads_as_heads_is_mha(name: str, bias: bool) -> No
 @pytest.mark.parametrize("n_kv_head", [1, 2])
 def test_gqa_is_mha_with_each_key_head_repeated_in_place(name: str, n_kv_head: int) -> None:
     settings: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0, "bias": True}
-    gqa = build(config_of(GQAConfig(n_kv_head=n_kv_head), name, **settings))
-    config, idx = config_of(MHAConfig(), name, **settings), random_tokens(3, 16)
+    gqa = build(config_of(GQAOptions(n_kv_head=n_kv_head), name, **settings))
+    config, idx = config_of(MHAOptions(), name, **settings), random_tokens(3, 16)
     interleaved = torch.arange(n_kv_head).repeat_interleave(4 // n_kv_head)
     expected = gqa(idx)[0]
     assert relative(with_the_weights_of(gqa, config, interleaved)(idx)[0], expected) <= 1e-14

@@ -6,9 +6,9 @@ import torch
 from conftest import tiny_config
 from test_gpt import V, build
 
+from core.dist import World
 from data.batches import Batches
 from data.folds import split
-from training.dist import World
 from training.evaluate import mean_loss
 
 

@@ -28,13 +28,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from variants import V, build, config_of
 
 import train
-from data.tokenizers import BPETokenizer, CharTokenizer, Tokenizer, learn_bpe
+from core.schema import ConfigError
+from data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, learn_bpe
 from model.gpt import GPT
 from sample import load_run
-from scripts import evaluate
+from scripts import evaluate_lm as evaluate
 from scripts.export_hf import export
 from scripts.lm_eval_model import NanoQK
-from training.config import ConfigError
 
 SAYS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "bee": "buzz"}
 CHARS = CharTokenizer("abcde\nfghij")
@@ -258,7 +258,7 @@ def test_the_program_does_the_same(
 ) -> None:
     env = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
     words = [f"run={run}", "tasks=writing,who_says", f"include_path={tasks}", "device=cpu", "limit=3"]
-    done = program("scripts/evaluate.py", *words, env=env)
+    done = program("scripts/evaluate_lm.py", *words, env=env)
     assert done.returncode == 0, done.stderr
     metrics = json.loads(done.stdout.splitlines()[-1])["metrics"]
     assert metrics["writing"]["exact_match"] == metrics["who_says"]["acc"] == 1.0
@@ -496,7 +496,7 @@ def test_without_network_the_tasks_are_named_at_once(
     run: Path, program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
-    done = program("scripts/evaluate.py", f"run={run}", "tasks=paper", "device=cpu", env=env)
+    done = program("scripts/evaluate_lm.py", f"run={run}", "tasks=paper", "device=cpu", env=env)
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert all(task in line for task in evaluate.PAPER) and "out of reach" in line and "include_path" in line

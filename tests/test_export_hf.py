@@ -19,45 +19,31 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 from variants import NORMS, config_of
 
+from core import checkpoint
+from core.schema import ConfigError
 from data.corpora import load_python_docs
-from data.tokenizers import (
-    SEPARATOR,
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    GPT2Tokenizer,
-    Tokenizer,
-    learn_bpe,
-)
+from data.options import PythonDocsOptions
+from data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, Tokenizer, learn_bpe
 from model.generate import generate
 from model.gpt import GPT
+from model.options import GQAOptions, MHAOptions, MLAOptions, RMSNormOptions
 from sample import load_run
 from scripts.export_hf import architecture_of, export, main
-from training import checkpoint
-from training.config import (
-    ConfigError,
-    FaultConfig,
-    GQAConfig,
-    MHAConfig,
-    MLAConfig,
-    PythonDocsConfig,
-    RMSQKNormConfig,
-    TrainConfig,
-)
+from training.config import FaultOptions, TrainConfig
 
 CHARS = CharTokenizer("\n !,.abcdefgé€😀")
 LLAMA: dict[str, Any] = {"mlp": "swiglu", "mlp_hidden": 56, "norm_eps": 1e-3}
 ROPE: dict[str, Any] = {**LLAMA, "norm": "rmsnorm", "position": "rope", "rope_theta": 100.0}
-RMS = RMSQKNormConfig(eps=3e-2)  # not norm_eps
-MLA = MLAConfig(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6)
+RMS = RMSNormOptions(eps=3e-2)  # not norm_eps
+MLA = MLAOptions(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6)
 
 VARIANTS: dict[str, tuple[str, TrainConfig]] = {
     "gpt2": ("GPT2", config_of("mha", "none")),
     "gpt2-bias-untied": ("GPT2", config_of("mha", "none", bias=True, tied=False, mlp_hidden=40, norm_eps=1e-2)),
-    "llama-mha": ("Llama", config_of(MHAConfig(head_dim=12), "none", **ROPE)),
-    "llama-gqa-bias": ("Llama", config_of(GQAConfig(n_kv_head=2), "none", **LLAMA, bias=True, tied=False)),
+    "llama-mha": ("Llama", config_of(MHAOptions(head_dim=12), "none", **ROPE)),
+    "llama-gqa-bias": ("Llama", config_of(GQAOptions(n_kv_head=2), "none", **LLAMA, bias=True, tied=False)),
     "qwen3-mha": ("Qwen3", config_of("mha", RMS, **ROPE)),
-    "qwen3-gqa": ("Qwen3", config_of(GQAConfig(n_kv_head=2, head_dim=12), RMS, **LLAMA)),
+    "qwen3-gqa": ("Qwen3", config_of(GQAOptions(n_kv_head=2, head_dim=12), RMS, **LLAMA)),
     "qwen3-mqa-untied": ("Qwen3", config_of("mqa", "rms", **LLAMA, tied=False)),
     "deepseek_v3": ("DeepseekV3", config_of(MLA, "none", **LLAMA)),
     "deepseek_v3-q_rank-untied": ("DeepseekV3", config_of(replace(MLA, q_rank=10), "none", **LLAMA, tied=False)),
@@ -156,7 +142,7 @@ TEXTS = [
 ]
 
 
-DOCS = load_python_docs(PythonDocsConfig())
+DOCS = load_python_docs(PythonDocsOptions())
 LEARNT = learn_bpe([DOCS[:200_000]], 1000)
 TOKENIZERS: dict[str, Tokenizer] = {
     "char": CharTokenizer.build(DOCS + "".join(TEXTS)),
@@ -204,8 +190,8 @@ MISFITS: dict[str, tuple[TrainConfig, list[str]]] = {
     "mla-rms": (config_of("mla", "rms", **LLAMA), ["DeepseekV3", "qk_norm=rms"]),
     "mla-gelu": (config_of("mla", "none"), ["DeepseekV3", "model.mlp=gelu"]),
     "gqa-learned": (config_of("gqa", "none", norm="layernorm", position="learned", rope_theta=None), ["attention=gqa"]),
-    "gpt2-head_dim": (config_of(MHAConfig(head_dim=12), "none"), ["attention.head_dim=12"]),
-    "llama-width": (config_of(MHAConfig(head_dim=8), "none", **ROPE, n_head=3), ["model.n_embd=32", "model.n_head=3"]),
+    "gpt2-head_dim": (config_of(MHAOptions(head_dim=12), "none"), ["attention.head_dim=12"]),
+    "llama-width": (config_of(MHAOptions(head_dim=8), "none", **ROPE, n_head=3), ["model.n_embd=32", "model.n_head=3"]),
 }
 
 
@@ -317,6 +303,6 @@ def test_the_weights_are_those_of_the_checkpoint_that_was_named(tmp_path: Path) 
 
 
 def test_a_fault_is_in_the_folders_config(tmp_path: Path) -> None:
-    model = random_model(replace(tiny_config(), fault=FaultConfig("unshifted_labels")))
+    model = random_model(replace(tiny_config(), fault=FaultOptions("unshifted_labels")))
     assert main([f"run={save_run(model, CHARS, tmp_path / 'run')}", f"out={tmp_path / 'hf'}"]) == 0
     assert loaded(tmp_path / "hf").config.fault == "unshifted_labels"

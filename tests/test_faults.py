@@ -15,8 +15,8 @@ from test_train import assert_same_run, configured, lines
 from tqdm import tqdm
 
 import train
+from core.device import peak_flops
 from training.config import TrainConfig
-from training.device import peak_flops
 
 ITERATIONS = 60
 

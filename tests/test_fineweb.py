@@ -30,16 +30,18 @@ from test_bad_input import Outcome, check, contents, outcome
 from test_train import assert_same_run, configured, lines
 
 import train
+from core.cli import CONFIG_DIR
+from core.schema import ConfigError, build
 from data import prepare_fineweb
 from data.batches import Batches
 from data.folds import Split
+from data.options import CORPORA, FineWebOptions, PrepareFineWebConfig
 from data.prepare_fineweb import prepare
 from data.shards import Shards, open_shards
-from data.tokenizers import BYTES, BPETokenizer, from_dict, learn_bpe
+from data.tokenizer import BYTES, BPETokenizer, from_dict, learn_bpe
 from data.tokens import load_corpus
 from sweeps.launch import read_request
 from sweeps.plan import load_sweep
-from training.config import CONFIG_DIR, CORPORA, ConfigError, FineWebConfig, PrepareFineWebConfig, build
 
 __all__ = ["outcome"]  # a fixture
 
@@ -255,7 +257,6 @@ def test_a_crash_at_any_write_neither_doubles_nor_loses_a_document(
 
 SLOWLY = """
 import sys
-sys.path.insert(0, {root!r})
 from data import prepare_fineweb
 prepare_fineweb.SAVE_SECONDS = 0.0
 prepare_fineweb.BATCH_DOCUMENTS = 2
@@ -401,7 +402,6 @@ def test_a_worker_that_dies_is_one_line(parquet: tuple[Path, list[str]], tmp_pat
 
 DYING = """
 import os, signal, sys
-sys.path.insert(0, {root!r})
 from data import prepare_fineweb
 if __name__ == "__main__":
     prepare_fineweb.main()
@@ -585,7 +585,7 @@ def test_a_large_vocabulary_makes_shards_of_four_bytes_a_token(
     large = BPETokenizer([*BYTES, *(a + b for a in BYTES for b in BYTES)], has_separator=True)
     monkeypatch.setattr(prepare_fineweb, "load_tokenizer", lambda *args: large)
     assert prepare(settings_of(parquet, tmp_path / "out")) == 0
-    _, tokenizer, tokens, n_train = open_shards(FineWebConfig(path=str(tmp_path / "out")))
+    _, tokenizer, tokens, n_train = open_shards(FineWebOptions(path=str(tmp_path / "out")))
     assert tokenizer.vocab_size > 2**16 and tokens[:10].dtype == np.uint32
     texts = [text for text in parquet[1] if not held_out(text, 0.1)]
     assert tokenizer.decode(tokens[:n_train].tolist()) == "".join(text + "<|endoftext|>" for text in texts)
@@ -644,8 +644,8 @@ def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shar
 
 
 def test_val_tokens_is_a_fixed_prefix_of_the_held_out_ones(shards: Path) -> None:
-    corpus = load_corpus(FineWebConfig(path=str(shards), val_tokens=100), 16)
-    whole = load_corpus(FineWebConfig(path=str(shards)), 16)
+    corpus = load_corpus(FineWebOptions(path=str(shards), val_tokens=100), 16)
+    whole = load_corpus(FineWebOptions(path=str(shards)), 16)
     ((start, end),) = whole.split.val
     assert corpus.split == Split(train=whole.split.train, val=((start, start + 100),)) and end > start + 100
     np.testing.assert_array_equal(whole.tokens[start:end][:50], np.fromfile(shards / "val_000000.bin", np.uint16, 50))
@@ -695,13 +695,13 @@ def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: 
 def test_the_benchmark_of_the_loader_ends_with_one_json_line(
     shards: Path, program: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    done = program("scripts/bench_data.py", "shard_tokens=100000", "steps=5")
+    done = program("scripts/benchmarks/bench_data.py", "shard_tokens=100000", "steps=5")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["tokens"] == 400_000 and found["cold"].keys() == found["warm"].keys() >= {"tok_per_sec", "stall"}
-    done = program("scripts/bench_data.py", f"path={shards}", "block_size=64", "steps=5")
+    done = program("scripts/benchmarks/bench_data.py", f"path={shards}", "block_size=64", "steps=5")
     assert json.loads(done.stdout)["as_found"]["tok_per_sec"] > 0, done.stderr
-    done = program("scripts/bench_data.py", "step=5")
+    done = program("scripts/benchmarks/bench_data.py", "step=5")
     assert done.returncode == 2 and done.stderr == "error: step=5 is unknown; did you mean steps?\n"
 
 

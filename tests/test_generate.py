@@ -11,7 +11,7 @@ from variants import PAIRS, config_of
 
 from model.generate import cast_linears, decode_one_token, decoding, generate, prefill, sample_token
 from model.gpt import GPT
-from training.config import QKNormConfig
+from model.options import QKNormOptions
 
 
 def greedy_without_cache(model: GPT, idx: Tensor, n: int) -> Tensor:
@@ -26,7 +26,7 @@ def greedy_without_cache(model: GPT, idx: Tensor, n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("prompt", [1, 5, 16, 40])
-def test_greedy_decoding_equals_full_forwards_also_past_block_size(qk_norm: QKNormConfig, prompt: int) -> None:
+def test_greedy_decoding_equals_full_forwards_also_past_block_size(qk_norm: QKNormOptions, prompt: int) -> None:
     model, idx = build(tiny_config(qk_norm)), random_tokens(3, prompt)
     tokens = torch.stack(list(generate(model, idx, 45, temperature=0, dtype=torch.float64)), 1)
     assert torch.equal(tokens, greedy_without_cache(model, idx, 45))

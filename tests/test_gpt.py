@@ -26,14 +26,8 @@ from model.gpt import (
     power,
     signed_power,
 )
-from training.config import (
-    LayerNormQKNormConfig,
-    LpQKNormConfig,
-    ModelConfig,
-    QKNormConfig,
-    RMSQKNormConfig,
-    TrainConfig,
-)
+from model.options import LayerNormOptions, LpNormOptions, ModelOptions, QKNormOptions, RMSNormOptions
+from training.config import TrainConfig
 
 V = 11
 PS = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 7.3, math.inf]
@@ -73,14 +67,14 @@ def reference_logits(model: GPT, config: TrainConfig, idx: Tensor) -> Tensor:
         return y + w[f"{name}.bias"] if m.bias else y
 
     def normalise(x: Tensor, name: str, head: int) -> Tensor:
-        if isinstance(config.qk_norm, LpQKNormConfig):
+        if isinstance(config.qk_norm, LpNormOptions):
             p = config.qk_norm.p
             if isinstance(p, str):
                 p = (1 + (1 + w[f"{name}.raw_p"][head].exp()).log()).item()
             return x / (x.abs().max() if math.isinf(p) else (x.abs() ** p).sum() ** (1 / p))
-        if isinstance(config.qk_norm, LayerNormQKNormConfig):
+        if isinstance(config.qk_norm, LayerNormOptions):
             x = x - x.mean()
-        if isinstance(config.qk_norm, RMSQKNormConfig):
+        if isinstance(config.qk_norm, RMSNormOptions):
             return x / (x.square().mean() + config.qk_norm.eps).sqrt() * w[f"{name}.gain"]
         return x
 
@@ -94,7 +88,7 @@ def reference_logits(model: GPT, config: TrainConfig, idx: Tensor) -> Tensor:
             for h in range(m.n_head):
                 q, k, v = (part[:, h * hs : (h + 1) * hs] for part in qkv)
                 scale = torch.tensor(1 / math.sqrt(hs), dtype=torch.float64)
-                if isinstance(config.qk_norm, LpQKNormConfig):
+                if isinstance(config.qk_norm, LpNormOptions):
                     raw = w[f"{name}.attn.logit_scale.alpha.raw"][h if config.qk_norm.alpha_per == "head" else 0]
                     maps = {"exp": raw.exp(), "softplus": (1 + raw.exp()).log(), "linear": raw.abs()}
                     scale = maps[config.qk_norm.alpha_map]
@@ -112,7 +106,7 @@ def reference_logits(model: GPT, config: TrainConfig, idx: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_logits_and_loss_equal_a_float64_reference_for_every_norm(qk_norm: QKNormConfig, bias: bool) -> None:
+def test_logits_and_loss_equal_a_float64_reference_for_every_norm(qk_norm: QKNormOptions, bias: bool) -> None:
     config = tiny_config(qk_norm, bias=bias, block_size=8, n_head=2, n_embd=12)
     model = build(config)
     idx, targets = random_tokens(2, 8), random_tokens(2, 8, seed=3)
@@ -125,7 +119,7 @@ def test_logits_and_loss_equal_a_float64_reference_for_every_norm(qk_norm: QKNor
     torch.testing.assert_close(loss, torch.stack(picked).mean(), rtol=1e-11, atol=1e-11)
 
 
-def test_single_precision_is_the_reference_to_round_off(qk_norm: QKNormConfig) -> None:
+def test_single_precision_is_the_reference_to_round_off(qk_norm: QKNormOptions) -> None:
     config = tiny_config(qk_norm)
     exact, idx = build(config), random_tokens(2, 16)
     single = build(config, dtype=torch.float32)
@@ -147,7 +141,7 @@ def nanogpt() -> Any:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_nanogpts_weights_give_nanogpts_logits_loss_gradients_and_flops(nanogpt: Any, bias: bool) -> None:
-    config = TrainConfig(model=ModelConfig(n_layer=3, n_head=4, n_embd=64, block_size=32, dropout=0.0, bias=bias))
+    config = TrainConfig(model=ModelOptions(n_layer=3, n_head=4, n_embd=64, block_size=32, dropout=0.0, bias=bias))
     peer = nanogpt.GPT(
         nanogpt.GPTConfig(block_size=32, vocab_size=V, n_layer=3, n_head=4, n_embd=64, dropout=0.0, bias=bias)
     )
@@ -171,7 +165,7 @@ def test_nanogpts_weights_give_nanogpts_logits_loss_gradients_and_flops(nanogpt:
 # Causality, caches, parameters
 
 
-def test_no_token_receives_gradient_from_earlier_logits(qk_norm: QKNormConfig) -> None:
+def test_no_token_receives_gradient_from_earlier_logits(qk_norm: QKNormOptions) -> None:
     model, idx = build(tiny_config(qk_norm)), random_tokens(1, 16)
     embedded: list[Tensor] = []
 
@@ -188,7 +182,7 @@ def test_no_token_receives_gradient_from_earlier_logits(qk_norm: QKNormConfig) -
 
 
 @pytest.mark.parametrize("chunks", [(1,) * 16, (16,), (5, 1, 1, 4, 5), (9, 7)])
-def test_cached_forward_equals_full_forward(qk_norm: QKNormConfig, chunks: tuple[int, ...]) -> None:
+def test_cached_forward_equals_full_forward(qk_norm: QKNormOptions, chunks: tuple[int, ...]) -> None:
     model, idx = build(tiny_config(qk_norm)), random_tokens(3, 16)
     full = model(idx)[0]
     caches, pos, parts = model.new_caches(3, 16, torch.float64), 0, []
@@ -203,7 +197,7 @@ def test_last_only_gives_the_last_positions_logits() -> None:
     torch.testing.assert_close(model(idx, last_only=True)[0], model(idx)[0][:, -1:])
 
 
-def test_every_parameter_is_initialised_from_the_seed_and_trained(qk_norm: QKNormConfig) -> None:
+def test_every_parameter_is_initialised_from_the_seed_and_trained(qk_norm: QKNormOptions) -> None:
     config = tiny_config(qk_norm, bias=True)
     models = [GPT(config, V) for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
@@ -217,7 +211,7 @@ def test_every_parameter_is_initialised_from_the_seed_and_trained(qk_norm: QKNor
 
 
 def test_initialisation_is_gpt2s() -> None:
-    model = GPT(TrainConfig(model=ModelConfig(n_layer=2, n_head=4, n_embd=256, bias=True)), 500)
+    model = GPT(TrainConfig(model=ModelOptions(n_layer=2, n_head=4, n_embd=256, bias=True)), 500)
     model.init_weights(0)
     for name, p in model.named_parameters():
         if p.dim() == 2:
@@ -257,14 +251,14 @@ def test_default_model_has_nanogpts_size() -> None:
 @pytest.mark.parametrize("p", PS)
 def test_lp_norm_is_x_over_its_p_norm(p: float) -> None:
     x = torch.randn(5, 3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    y = LpNorm(LpQKNormConfig(p=p), 64, 1)(x)
+    y = LpNorm(LpNormOptions(p=p), 64, 1)(x)
     torch.testing.assert_close(y, x / torch.linalg.vector_norm(x, p, -1, keepdim=True), rtol=1e-13, atol=0)
     torch.testing.assert_close(torch.linalg.vector_norm(y, p, -1), torch.ones(5, 3).double(), rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("p", PS)
 def test_lp_norm_is_scale_invariant_and_its_gradient_orthogonal_to_x(p: float) -> None:
-    norm = LpNorm(LpQKNormConfig(p=p), 32, 1)
+    norm = LpNorm(LpNormOptions(p=p), 32, 1)
     x = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = norm(x)
     for factor in (1e-20, 1e-3, 1e25):
@@ -277,7 +271,7 @@ def test_lp_norm_is_scale_invariant_and_its_gradient_orthogonal_to_x(p: float) -
 @pytest.mark.parametrize("p", PS)
 def test_lp_norm_passes_gradcheck(p: float) -> None:
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    assert torch.autograd.gradcheck(LpNorm(LpQKNormConfig(p=p), 8, 1), (x,))
+    assert torch.autograd.gradcheck(LpNorm(LpNormOptions(p=p), 8, 1), (x,))
 
 
 @pytest.mark.parametrize("p", [1.2, *PS])
@@ -290,7 +284,7 @@ def test_the_scale_of_an_lp_norm_has_its_derivative_at_zeros_too(
     x[1, ::3], x[2, 1:], x[3] = 0, 0, 0
     x[4, :4] = torch.tensor([1e-8, 1e-20, 1e-26, 1e-37])
     x.requires_grad_()
-    s = LpNorm(LpQKNormConfig(p=p), 16, 1).scale(x)
+    s = LpNorm(LpNormOptions(p=p), 16, 1).scale(x)
     s.sum().backward()
     with torch.no_grad():  # of 1 / ||x||: -sgn(x) |x|^(p - 1) / ||x||^(p + 1), of a zero vector 0
         if math.isinf(p):
@@ -305,7 +299,7 @@ def test_the_scale_of_an_lp_norm_has_its_derivative_at_zeros_too(
 
 def test_infinity_norm_shares_the_gradient_among_ties() -> None:
     x = torch.tensor([[1.0, -1.0, 0.5]], dtype=torch.float64, requires_grad=True)
-    y = LpNorm(LpQKNormConfig(p=math.inf), 3, 1)(x)
+    y = LpNorm(LpNormOptions(p=math.inf), 3, 1)(x)
     (gradient,) = torch.autograd.grad(y[0, 2], x)  # of 0.5 / max|x|
     torch.testing.assert_close(gradient, torch.tensor([[-0.25, 0.25, 1.0]], dtype=torch.float64))
 
@@ -320,22 +314,22 @@ def test_lp_norm_is_finite_at_zero_and_at_the_ends_of_the_number_format(p: float
     rows = [zeros, one_hot, sparse, one_hot * info.tiny, torch.full((64,), info.tiny / 2)]
     rows += [torch.full((64,), info.max), one_hot * info.max, torch.full((64,), info.smallest_normal)]
     x = torch.stack(rows).to(dtype).requires_grad_()
-    y = LpNorm(LpQKNormConfig(p=p), 64, 1)(x)
+    y = LpNorm(LpNormOptions(p=p), 64, 1)(x)
     (0.5 * y.float().square()).sum().backward()
     assert x.grad is not None and y.dtype == dtype
     assert y.isfinite().all() and x.grad.isfinite().all()
     assert (y[0] == 0).all() and (x.grad[0] == 0).all()
     with torch.no_grad():
-        assert torch.equal(LpNorm(LpQKNormConfig(p=p), 64, 1)(x), y)
+        assert torch.equal(LpNorm(LpNormOptions(p=p), 64, 1)(x), y)
     norms = torch.linalg.vector_norm(y[[1, 2, 5, 6]].double(), p, -1)
     torch.testing.assert_close(norms, torch.ones(4).double(), rtol=2 * info.eps + 1e-6, atol=0)
 
 
 def test_l2_norm_with_alpha_sqrt_d_is_rms_norm() -> None:
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).double()
-    rms = RMSNorm(RMSQKNormConfig(eps=1e-30), 64, 1).double()
+    rms = RMSNorm(RMSNormOptions(eps=1e-30), 64, 1).double()
     rms.init_weights()
-    torch.testing.assert_close(LpNorm(LpQKNormConfig(p=2.0), 64, 1)(x) * 8, rms(x), rtol=1e-13, atol=0)
+    torch.testing.assert_close(LpNorm(LpNormOptions(p=2.0), 64, 1)(x) * 8, rms(x), rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("name", QK_NORM_VARIANTS)
@@ -366,17 +360,17 @@ def test_powers_by_products_and_roots_equal_pow(p: float) -> None:
 
 # alpha at the start: FACTS of the design table for head_dim 64, L = 256
 def test_alpha_init_henry_is_log2_of_L_squared_minus_L() -> None:
-    assert initial_alpha(LpQKNormConfig(alpha_init="henry"), (64,), 256) == pytest.approx(15.994, abs=1e-3)
+    assert initial_alpha(LpNormOptions(alpha_init="henry"), (64,), 256) == pytest.approx(15.994, abs=1e-3)
 
 
 def test_alpha_init_sqrt_d_and_number() -> None:
-    assert initial_alpha(LpQKNormConfig(alpha_init="sqrt_d"), (64,), 256) == 8
-    assert initial_alpha(LpQKNormConfig(alpha_init=3.25), (64,), 256) == 3.25
+    assert initial_alpha(LpNormOptions(alpha_init="sqrt_d"), (64,), 256) == 8
+    assert initial_alpha(LpNormOptions(alpha_init=3.25), (64,), 256) == 3.25
 
 
 @pytest.mark.parametrize("p", PS)
 def test_alpha_init_matched_equalises_the_spread_of_the_initial_logits(p: float) -> None:
-    alpha = initial_alpha(LpQKNormConfig(p=p, alpha_init="matched"), (64,), 256)
+    alpha = initial_alpha(LpNormOptions(p=p, alpha_init="matched"), (64,), 256)
     q, k = torch.randn(2, 200_000, 64, generator=torch.Generator().manual_seed(7))
     q, k = (x / torch.linalg.vector_norm(x, p, -1, keepdim=True) for x in (q, k))
     assert (alpha * (q * k).sum(-1)).std().item() == pytest.approx(1.0, rel=0.02)  # 8 cos: 8 / sqrt(64)
@@ -391,7 +385,7 @@ def test_mean_norm_ratio_does_not_touch_the_global_generator() -> None:
 @pytest.mark.parametrize("alpha_map", ["exp", "softplus", "linear"])
 @pytest.mark.parametrize("initial", [0.01, 1.0, 15.99])
 def test_alpha_starts_at_its_init_and_stays_positive(alpha_map: str, initial: float) -> None:
-    config = LpQKNormConfig(alpha_map=alpha_map, alpha_init=initial, alpha_per="head")
+    config = LpNormOptions(alpha_map=alpha_map, alpha_init=initial, alpha_per="head")
     alpha = Alpha(config, n_head=3, blocks=(16,), block_size=32)
     alpha.init_weights()
     torch.testing.assert_close(alpha(), torch.full((3, 1, 1), initial), rtol=1e-5, atol=0)
@@ -548,5 +542,5 @@ def test_attention_of_the_last_queries_sees_what_the_full_attention_sees() -> No
 def test_a_model_is_built_on_the_meta_device_whatever_alpha_starts_from(alpha_init: float | str) -> None:
     mean_norm_ratio.cache_clear()
     with torch.device("meta"):
-        gpt = GPT(tiny_config(LpQKNormConfig(p=3.0, alpha_init=alpha_init)), 11)
+        gpt = GPT(tiny_config(LpNormOptions(p=3.0, alpha_init=alpha_init)), 11)
     assert all(parameter.is_meta for parameter in gpt.parameters())

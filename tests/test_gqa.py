@@ -18,7 +18,7 @@ from torch import Tensor
 from variants import NORMS, config_of
 
 from model.gpt import GroupedQueryAttention, Rope
-from training.config import GQAConfig, LpQKNormConfig, MHAConfig
+from model.options import GQAOptions, LpNormOptions, MHAOptions
 
 THETA = 100.0
 
@@ -48,7 +48,7 @@ class Case:
         return table.cos(), table.sin()
 
     def module(self) -> GroupedQueryAttention:
-        layout = MHAConfig(head_dim=self.d) if self.k == self.n else GQAConfig(head_dim=self.d, n_kv_head=self.k)
+        layout = MHAOptions(head_dim=self.d) if self.k == self.n else GQAOptions(head_dim=self.d, n_kv_head=self.k)
         position = "rope" if self.rope else "learned"
         shape: dict[str, Any] = {"n_head": self.n, "n_embd": self.width, "block_size": self.s + 3, "bias": self.bias}
         shape |= {"position": position, "rope_theta": THETA if self.rope else None}
@@ -84,7 +84,7 @@ def by_hand(attn: GroupedQueryAttention, case: Case, x: Tensor) -> Tensor:
         return x @ w["c_attn.weight"][rows].T + (w["c_attn.bias"][rows] if case.bias else 0.0)  # (batch, s, d)
 
     def norm(vectors: Tensor, side: str, head: int) -> Tensor:
-        if isinstance(config, LpQKNormConfig):
+        if isinstance(config, LpNormOptions):
             p = config.p if isinstance(config.p, float) else 1 + w[f"{side}_norm.raw_p"][head].exp().log1p()
             sizes = vectors.abs()
             return vectors / (sizes.amax(-1, True) if p == math.inf else (sizes**p).sum(-1, True) ** (1 / p))
@@ -109,7 +109,7 @@ def by_hand(attn: GroupedQueryAttention, case: Case, x: Tensor) -> Tensor:
         queries = turn(norm(project(h), "q", h))
         keys, values = turn(norm(project(n + group), "k", group)), project(n + k + group)
         scale: Tensor | float = 1 / math.sqrt(d)
-        if isinstance(config, LpQKNormConfig):
+        if isinstance(config, LpNormOptions):
             scale = w["logit_scale.alpha.raw"][h if config.alpha_per == "head" else 0].exp()
         means = []
         for i in range(case.s):

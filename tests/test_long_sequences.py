@@ -239,7 +239,6 @@ def test_generated_code_has_the_loss_and_gradients_of_eager_code() -> None:
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {root!r})
 import model.gpt, train
 model.gpt.LOGITS_AT_ONCE = 100
 train.main()
@@ -313,7 +312,6 @@ def test_a_sequence_of_32768_tokens_fits_in_memory_at_the_papers_size() -> None:
 
 STEP = r"""
 import re, sys
-sys.path.insert(0, {root!r})
 import torch
 import model.gpt
 from sweeps.plan import compose

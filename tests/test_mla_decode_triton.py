@@ -93,13 +93,13 @@ def check_absorbed() -> None:
     from variants import build, config_of, random_tokens
 
     from model import gpt, mla_decode_triton
-    from training.config import MLAConfig
+    from model.options import MLAOptions
 
     patch = pytest.MonkeyPatch()
     patch.setattr(mla_decode_triton, "processors", lambda device: 2)  # a GPU's
     idx = random_tokens(2, 8)
     for layout, norm in (("blockwise", "none"), ("blockwise", "rms"), ("blockwise", "lp3"), ("unified", "rms")):
-        attention = MLAConfig(kv_rank=64, nope_dim=8, rope_dim=16, v_dim=6, qk_norm_layout=layout)
+        attention = MLAOptions(kv_rank=64, nope_dim=8, rope_dim=16, v_dim=6, qk_norm_layout=layout)
         model = build(config_of(attention, norm), dtype=torch.float32)
         logits = []
         for fits in (True, False):

@@ -8,21 +8,11 @@ import torch
 from conftest import tiny_config
 from torch import Tensor, nn
 
+from core.schema import ConfigError
 from model.gpt import GPT
+from model.options import GQAOptions, LpNormOptions, MHAOptions, MLAOptions, QKNormOptions, RMSNormOptions
 from training import optim
-from training.config import (
-    AdamWConfig,
-    ConfigError,
-    GQAConfig,
-    LpQKNormConfig,
-    MHAConfig,
-    MLAConfig,
-    MuonConfig,
-    OptimConfig,
-    QKNormConfig,
-    RMSQKNormConfig,
-    TrainConfig,
-)
+from training.config import AdamWOptions, MuonOptions, OptimOptions, TrainConfig
 from training.optim import (
     MuonAndAdamW,
     Optimizer,
@@ -55,7 +45,7 @@ def train(model: GPT, optimizer: Optimizer, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def test_matrices_decay_and_vectors_do_not(qk_norm: QKNormConfig) -> None:
+def test_matrices_decay_and_vectors_do_not(qk_norm: QKNormOptions) -> None:
     model = new_model(tiny_config(qk_norm, bias=True))
     decay, rest = parameter_groups(model.parameters(), 0.1)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -87,7 +77,7 @@ def test_updates_equal_adamw_written_out() -> None:
         torch.testing.assert_close(model.get_parameter(name).detach(), w, rtol=1e-10, atol=1e-12)
 
 
-def test_optimizer_state_by_name_continues_bit_for_bit(qk_norm: QKNormConfig) -> None:
+def test_optimizer_state_by_name_continues_bit_for_bit(qk_norm: QKNormOptions) -> None:
     config = tiny_config(qk_norm)
     straight, first, second = (new_model(config) for _ in range(3))
     train(straight, build_optimizer(straight, config), range(6))
@@ -119,20 +109,20 @@ def test_loaded_state_does_not_share_memory_with_the_checkpoint() -> None:
 
 STACKS: dict[str, tuple[TrainConfig, dict[str, list[int]]]] = {
     "mha": (
-        dataclasses.replace(tiny_config(LpQKNormConfig(p=3.0), bias=True), attention=MHAConfig()),
+        dataclasses.replace(tiny_config(LpNormOptions(p=3.0), bias=True), attention=MHAOptions()),
         {"attn.c_attn": [32, 32, 32], "attn.c_proj": [32], "mlp.c_fc": [128], "mlp.c_proj": [32]},
     ),
     "gqa": (
         dataclasses.replace(
-            tiny_config(RMSQKNormConfig(), norm="rmsnorm", mlp="swiglu", mlp_hidden=48),
-            attention=GQAConfig(n_kv_head=2),
+            tiny_config(RMSNormOptions(), norm="rmsnorm", mlp="swiglu", mlp_hidden=48),
+            attention=GQAOptions(n_kv_head=2),
         ),
         {"attn.c_attn": [32, 16, 16], "attn.c_proj": [32], "mlp.c_fc": [48, 48], "mlp.c_proj": [32]},
     ),
     "mla": (
         dataclasses.replace(
-            tiny_config(LpQKNormConfig(p="learned", alpha_per="head"), position="rope", rope_theta=1e4),
-            attention=MLAConfig(kv_rank=16, q_rank=24, nope_dim=8, rope_dim=4, v_dim=6),
+            tiny_config(LpNormOptions(p="learned", alpha_per="head"), position="rope", rope_theta=1e4),
+            attention=MLAOptions(kv_rank=16, q_rank=24, nope_dim=8, rope_dim=4, v_dim=6),
         ),
         {
             "attn.c_q_a": [24], "attn.c_q": [48], "attn.c_kv_a": [16, 4], "attn.c_kv_b": [32, 24], "attn.c_proj": [32],
@@ -146,7 +136,7 @@ STACKS: dict[str, tuple[TrainConfig, dict[str, list[int]]]] = {
 def stack(request: pytest.FixtureRequest) -> tuple[TrainConfig, dict[str, list[int]]]:
     config, rows = STACKS[request.param]
     matrices = {f"transformer.h.{i}.{name}.weight": r for i in range(2) for name, r in rows.items()}
-    return dataclasses.replace(config, optim=MuonConfig(learning_rate=1e-2)), matrices
+    return dataclasses.replace(config, optim=MuonOptions(learning_rate=1e-2)), matrices
 
 
 def muon_for(model: nn.Module, config: TrainConfig) -> MuonAndAdamW:
@@ -159,7 +149,7 @@ def muon_for(model: nn.Module, config: TrainConfig) -> MuonAndAdamW:
 def test_muon_orthogonalises_in_bf16_where_there_is_hardware_unless_all_is_to_be_fp32(
     dtype: str, stack: tuple[TrainConfig, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.device.has_bfloat16", lambda device: True)
+    monkeypatch.setattr("core.device.has_bfloat16", lambda device: True)
     found, orthogonalise = set(), optim.orthogonalise
 
     def spy(x: Tensor, *options: Any) -> Tensor:
@@ -180,7 +170,7 @@ def test_muon_equals_torchs_own_on_a_copy_with_separate_projections(
     """In bfloat16, as torch's is on any hardware."""
     monkeypatch.setattr(optim, "resolve_dtype", lambda name, device: torch.bfloat16)
     config, matrices = stack
-    assert isinstance(config.optim, MuonConfig)
+    assert isinstance(config.optim, MuonOptions)
     o = dataclasses.replace(config.optim, momentum=0.8, nesterov=nesterov, ns_steps=4)
     config = dataclasses.replace(config, optim=o)
     model = new_model(config)
@@ -264,9 +254,9 @@ def test_each_projection_is_orthogonalised_on_its_own(stack: tuple[TrainConfig, 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("variant", [AdamWConfig, MuonConfig])
+@pytest.mark.parametrize("variant", [AdamWOptions, MuonOptions])
 def test_every_row_is_in_exactly_one_group_and_only_hidden_matrices_are_muons(
-    variant: type[OptimConfig], tied: bool, stack: tuple[TrainConfig, dict[str, list[int]]]
+    variant: type[OptimOptions], tied: bool, stack: tuple[TrainConfig, dict[str, list[int]]]
 ) -> None:
     config, matrices = stack
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, tied=tied), optim=variant())
@@ -298,7 +288,7 @@ def test_a_parameter_left_out_or_taken_twice_is_found_when_the_optimizer_is_buil
     model = new_model(config)
     original: Callable[..., Any] = optim.new_adamw
 
-    def other(parameters: Any, o: OptimConfig) -> torch.optim.AdamW:
+    def other(parameters: Any, o: OptimOptions) -> torch.optim.AdamW:
         return original(list(parameters)[1:] if broken == "none" else model.parameters(), o)
 
     monkeypatch.setattr(optim, "new_adamw", other)
@@ -324,8 +314,8 @@ def test_muon_by_name_continues_bit_for_bit(stack: tuple[TrainConfig, dict[str, 
         assert torch.equal(p, second.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("variant", [AdamWConfig, MuonConfig])
-def test_the_announced_bytes_of_state_are_those_in_use(variant: type[OptimConfig]) -> None:
+@pytest.mark.parametrize("variant", [AdamWOptions, MuonOptions])
+def test_the_announced_bytes_of_state_are_those_in_use(variant: type[OptimOptions]) -> None:
     config = dataclasses.replace(STACKS["mla"][0], optim=variant())
     model = new_model(config)
     optimizer = build_optimizer(model, config)
@@ -352,7 +342,7 @@ def test_gradients_are_released_and_a_step_without_any_moves_nothing(
 
 
 def test_weights_that_were_moved_after_the_optimizer_was_built_are_noticed() -> None:
-    config = dataclasses.replace(tiny_config(), optim=MuonConfig())
+    config = dataclasses.replace(tiny_config(), optim=MuonOptions())
     model = new_model(config)
     optimizer = build_optimizer(model, config)
     with pytest.raises(AssertionError, match="moved"):
@@ -379,9 +369,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("variant", [AdamWConfig, MuonConfig])
+@pytest.mark.parametrize("variant", [AdamWOptions, MuonOptions])
 def test_update_ratios_are_norms_of_what_moved_over_norms_of_what_was_there(
-    variant: type[OptimConfig], stack: tuple[TrainConfig, dict[str, list[int]]]
+    variant: type[OptimOptions], stack: tuple[TrainConfig, dict[str, list[int]]]
 ) -> None:
     config, _ = stack
     config = dataclasses.replace(config, optim=variant(), model=dataclasses.replace(config.model, tied=False))
@@ -401,7 +391,7 @@ def test_update_ratios_are_norms_of_what_moved_over_norms_of_what_was_there(
 
 
 def test_the_ratio_to_weights_that_are_all_zero_is_missing() -> None:
-    model = new_model(tiny_config(LpQKNormConfig(alpha_init=1.0)))  # log(1) = 0
+    model = new_model(tiny_config(LpNormOptions(alpha_init=1.0)))  # log(1) = 0
     ratios = update_ratios(model, {name: p.detach().clone() for name, p in model.named_parameters()})
     assert "update/alpha" not in ratios and ratios["update/mlp"] == 0
 
@@ -421,7 +411,7 @@ def test_several_updates_join_to_the_largest_maxima_the_smallest_gamma_and_all_c
 
 def test_an_optimizer_that_nobody_makes_is_refused_and_is_not_adamw() -> None:
     @dataclasses.dataclass(frozen=True)
-    class LionConfig(AdamWConfig):
+    class LionConfig(AdamWOptions):
         name: str = "lion"
 
     model = GPT(tiny_config(), V)

@@ -12,22 +12,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from core.cli import CONFIG_DIR
+from core.schema import ConfigError
 from model.gpt import GPT
-from training.config import (
-    ATTENTIONS,
-    CONFIG_DIR,
-    OPTIMS,
-    QK_CLIPS,
-    QK_NORMS,
-    SCHEDULES,
-    ConfigError,
-    GQAConfig,
-    MHAConfig,
-    MLAConfig,
-    ModelConfig,
-    TrainConfig,
-    load_config,
-)
+from model.options import ATTENTIONS, QK_NORMS, GQAOptions, MHAOptions, MLAOptions, ModelOptions
+from training.config import OPTIMS, QK_CLIPS, SCHEDULES, TrainConfig, load_config
 
 CHAR = 65  # Tiny Shakespeare's characters
 
@@ -94,7 +83,7 @@ def test_small_presets_are_comparable() -> None:
 
 def test_a_preset_sets_the_recipe_only_where_it_is_for_small_computers() -> None:
     for model in options("model"):
-        recipe = replace(load(f"model={model}"), model=ModelConfig(), attention=MHAConfig())
+        recipe = replace(load(f"model={model}"), model=ModelOptions(), attention=MHAOptions())
         small = model in ("nano_cpu", "gqa_nano", "mla_nano")
         assert recipe == (TrainConfig(batch_size=12, max_iters=2000) if small else TrainConfig())
 
@@ -140,11 +129,11 @@ def test_the_yaml_files_are_the_defaults_of_the_dataclasses_and_leave_no_setting
         assert options(group) == sorted(variants)
         for name, variant in variants.items():
             assert getattr(load(f"{group}={name}"), group) == variant()
-    assert load("attention=mla", "model.position=rope", "model.rope_theta=1e4").attention == MLAConfig()
+    assert load("attention=mla", "model.position=rope", "model.rope_theta=1e4").attention == MLAOptions()
     for model in options("model"):
         for attention in options("attention"):
             config = composed(f"model={model}", f"attention={attention}")
-            assert set(config["model"]) == {f.name for f in fields(ModelConfig)}
+            assert set(config["model"]) == {f.name for f in fields(ModelOptions)}
             assert set(config["attention"]) == {f.name for f in fields(ATTENTIONS[attention])}
 
 
@@ -153,18 +142,18 @@ def test_numbers_without_a_point_are_numbers() -> None:
     assert composed("model=mla_400m", "qk_norm=layernorm")["qk_norm"]["eps"] == 1e-6
 
 
-LAYOUTS: dict[str, MHAConfig | MLAConfig] = {
-    "gqa_nano": GQAConfig(n_kv_head=2),
-    "qwen_134m": GQAConfig(n_kv_head=3),
-    "mla_nano": MLAConfig(kv_rank=32, nope_dim=24, rope_dim=8, v_dim=32),
-    "mla_400m": MLAConfig(kv_rank=512, q_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+LAYOUTS: dict[str, MHAOptions | MLAOptions] = {
+    "gqa_nano": GQAOptions(n_kv_head=2),
+    "qwen_134m": GQAOptions(n_kv_head=3),
+    "mla_nano": MLAOptions(kv_rank=32, nope_dim=24, rope_dim=8, v_dim=32),
+    "mla_400m": MLAOptions(kv_rank=512, q_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
 }
 
 
 @pytest.mark.parametrize("model", options("model"))
 def test_a_preset_chooses_its_layout_and_naming_it_changes_nothing(model: str) -> None:
     config = load(f"model={model}")
-    assert config.attention == LAYOUTS.get(model, MHAConfig())
+    assert config.attention == LAYOUTS.get(model, MHAOptions())
     assert config == load(f"attention={config.attention.name}", f"model={model}")
     assert load(f"model={model}", "qk_norm=rms") == load(
         f"model={model}", f"attention={config.attention.name}", "qk_norm=rms"
@@ -173,13 +162,13 @@ def test_a_preset_chooses_its_layout_and_naming_it_changes_nothing(model: str) -
 
 def test_attention_on_the_command_line_wins_over_the_preset() -> None:
     for model in LAYOUTS:
-        assert load(f"model={model}", "attention=mha").attention == MHAConfig()
-    assert load("model=mla_nano", "attention=gqa").attention == GQAConfig(n_kv_head=2)
-    assert load("model=gqa_nano", "attention.n_kv_head=1").attention == GQAConfig(n_kv_head=1)
-    assert load("model=mla_nano", "attention.kv_rank=16").attention == MLAConfig(
+        assert load(f"model={model}", "attention=mha").attention == MHAOptions()
+    assert load("model=mla_nano", "attention=gqa").attention == GQAOptions(n_kv_head=2)
+    assert load("model=gqa_nano", "attention.n_kv_head=1").attention == GQAOptions(n_kv_head=1)
+    assert load("model=mla_nano", "attention.kv_rank=16").attention == MLAOptions(
         kv_rank=16, nope_dim=24, rope_dim=8, v_dim=32
     )
-    assert load("model=gqa_nano", "attention=mla", "attention.kv_rank=16").attention == MLAConfig(kv_rank=16)
+    assert load("model=gqa_nano", "attention=mla", "attention.kv_rank=16").attention == MLAOptions(kv_rank=16)
 
 
 def test_an_experiment_may_name_a_preset_and_the_command_line_another() -> None:

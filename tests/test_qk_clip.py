@@ -20,37 +20,28 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import train
 from model.gpt import GPT, max_logits, queries_at_once
-from training.config import (
-    AttentionConfig,
-    GQAConfig,
-    LogQKClipConfig,
-    MHAConfig,
-    MLAConfig,
-    ModelConfig,
-    QKClipConfig,
-    TrainConfig,
-    load_config,
-)
+from model.options import AttentionOptions, GQAOptions, MHAOptions, MLAOptions, ModelOptions
+from training.config import LogClipOptions, QKClipOptions, TrainConfig, load_config
 from training.optim import qk_clip, qk_clip_line
 
-LAYOUTS: dict[str, AttentionConfig] = {
-    "mha": MHAConfig(),
-    "gqa": GQAConfig(n_kv_head=2),
-    "mqa": GQAConfig(n_kv_head=1),
-    "mla": MLAConfig(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6),
-    "mla_q_rank": MLAConfig(kv_rank=12, q_rank=10, nope_dim=8, rope_dim=4, v_dim=6),
+LAYOUTS: dict[str, AttentionOptions] = {
+    "mha": MHAOptions(),
+    "gqa": GQAOptions(n_kv_head=2),
+    "mqa": GQAOptions(n_kv_head=1),
+    "mla": MLAOptions(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6),
+    "mla_q_rank": MLAOptions(kv_rank=12, q_rank=10, nope_dim=8, rope_dim=4, v_dim=6),
 }
 
 
 @pytest.fixture(params=LAYOUTS)
-def layout(request: pytest.FixtureRequest) -> AttentionConfig:
+def layout(request: pytest.FixtureRequest) -> AttentionOptions:
     return LAYOUTS[request.param]
 
 
-def config_of(layout: AttentionConfig, **changes: Any) -> TrainConfig:
+def config_of(layout: AttentionOptions, **changes: Any) -> TrainConfig:
     rope: dict[str, Any] = {"position": "rope", "rope_theta": 1e4}
-    bias = not isinstance(layout, MLAConfig)
-    model = ModelConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, dropout=0.0, bias=bias, **rope)
+    bias = not isinstance(layout, MLAOptions)
+    model = ModelOptions(n_layer=2, n_head=4, n_embd=32, block_size=16, dropout=0.0, bias=bias, **rope)
     config = TrainConfig(model=model, attention=layout, **changes)
     config.check()
     return config
@@ -91,7 +82,7 @@ def test_a_compiler_unrolls_few_parts_at_the_papers_scale() -> None:
     assert queries_at_once(1, 16, 2**20, "cuda") == 16 and queries_at_once(64, 16, 2**20, "cuda") == 1
 
 
-def test_training_forwards_count_until_popped_and_evaluation_does_not(layout: AttentionConfig) -> None:
+def test_training_forwards_count_until_popped_and_evaluation_does_not(layout: AttentionOptions) -> None:
     model = build(config_of(layout)).train()
     for attn in model.attentions:
         attn.track_max_logits()
@@ -103,14 +94,14 @@ def test_training_forwards_count_until_popped_and_evaluation_does_not(layout: At
     for attn, logits in zip(model.attentions, expected, strict=True):
         torch.testing.assert_close(attn.pop_max_logits(), logits.amax((0, 2, 3)).float())
     with pytest.raises(AssertionError, match="no training forward"):
-        qk_clip_line(qk_clip(model.attentions, LogQKClipConfig()), LogQKClipConfig())
+        qk_clip_line(qk_clip(model.attentions, LogClipOptions()), LogClipOptions())
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.3, 0.5, 1.0])
-def test_logits_are_scaled_by_exactly_gamma(layout: AttentionConfig, balance: float) -> None:
+def test_logits_are_scaled_by_exactly_gamma(layout: AttentionOptions, balance: float) -> None:
     model, idx = build(config_of(layout)), random_tokens(3, 16)
     before = logits_of(model, idx)[0]  # the first layer: the second one's input changes
-    n_groups = model.attentions[0].n_kv_head if not isinstance(layout, MLAConfig) else 4
+    n_groups = model.attentions[0].n_kv_head if not isinstance(layout, MLAOptions) else 4
     gamma = torch.tensor([0.25, 0.5, 0.9, 1.0], dtype=torch.float64)
     model.attentions[0].scale_logits(gamma, balance)
     after = logits_of(model, idx)[0]
@@ -133,17 +124,17 @@ def test_values_and_the_shared_rope_key_stay_untouched() -> None:
     assert torch.equal(attn.c_attn.weight[-16:], values)
 
 
-def test_only_heads_above_the_threshold_are_clipped_and_to_exactly_it(layout: AttentionConfig) -> None:
+def test_only_heads_above_the_threshold_are_clipped_and_to_exactly_it(layout: AttentionOptions) -> None:
     model, idx = build(config_of(layout)).train(), random_tokens(3, 16)
     for attn in model.attentions:
         attn.track_max_logits()
     model(idx)
     maxima = logits_of(model.eval(), idx)[0].amax((0, 2, 3))
     threshold = maxima.sort().values[1].item() + 1e-9  # two of four heads are above
-    config = QKClipConfig(threshold=threshold)
+    config = QKClipOptions(threshold=threshold)
     line = qk_clip_line(qk_clip(model.attentions, config), config)
     after = logits_of(model, idx)[0].amax((0, 2, 3))
-    n_groups = 4 if isinstance(layout, MLAConfig) else model.attentions[0].n_kv_head
+    n_groups = 4 if isinstance(layout, MLAOptions) else model.attentions[0].n_kv_head
     of_group = maxima.view(n_groups, -1).amax(1).repeat_interleave(4 // n_groups)
     gamma = torch.where(of_group > threshold, threshold / of_group, 1.0)
     torch.testing.assert_close(after, maxima * gamma, rtol=1e-6, atol=1e-6)
@@ -159,7 +150,7 @@ def test_heads_of_negative_logits_are_left_alone_and_stay_finite() -> None:
         def scale_logits(self, gamma: Tensor, balance: float) -> None:
             raise AssertionError("nothing to clip")
 
-    config = QKClipConfig(threshold=100.0)
+    config = QKClipOptions(threshold=100.0)
     assert qk_clip_line(qk_clip([Head()], config), config)["qk_clip/gamma_min"] == 1
 
 
@@ -254,7 +245,7 @@ def test_generated_code_has_the_maxima_of_eager_code(attention: str) -> None:
             forward(x, (model.cos, model.sin))
             if i > 0:
                 found[-1].append(attn.max_logits)
-                qk_clip([attn], QKClipConfig(threshold=1.0))
+                qk_clip([attn], QKClipOptions(threshold=1.0))
     assert found[0][0].min() > 1 and not torch.equal(*found[0])
     for eager, generated in zip(*found, strict=True):
         torch.testing.assert_close(generated, eager)
@@ -263,13 +254,12 @@ def test_generated_code_has_the_maxima_of_eager_code(attention: str) -> None:
 def test_log_mode_sees_any_norm(corpus: Path, tmp_path: Path) -> None:
     norm = {"name": "lp", "p": 3.0}
     assert train.run(configured(corpus, tmp_path / "run", qk_norm=norm, qk_clip={"name": "log"})) == 0
-    assert LogQKClipConfig.name == "log" and lines(tmp_path / "run")[0]["qk_clip/max_logit"] > 0
+    assert LogClipOptions.name == "log" and lines(tmp_path / "run")[0]["qk_clip/max_logit"] > 0
 
 
 SPY = """
 import os, sys
 from hashlib import sha256
-sys.path.insert(0, {root!r})
 import train
 build_optimizer, qk_clip, qk_clip_line, models = train.build_optimizer, train.qk_clip, train.qk_clip_line, []
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from variants import NORMS, PAIRS, attended, build, config_of, raw_queries_and_keys
 
 from model.gpt import GPT, QK_NORMS, LayerNorm, MultiHeadLatentAttention, QKNorm, RMSNorm
-from training.config import LayerNormQKNormConfig, LpQKNormConfig, QKNormConfig, RMSQKNormConfig
+from model.options import LayerNormOptions, LpNormOptions, QKNormOptions, RMSNormOptions
 
 pytestmark = pytest.mark.usefixtures("each_implementation")
 
@@ -44,7 +44,7 @@ each_pair = pytest.mark.parametrize("layout, name", PAIRS)
 LARGEST = 2.0**59
 
 
-def new_norm(config: QKNormConfig, d: int, n_head: int = 1, gain: bool = False) -> Any:
+def new_norm(config: QKNormOptions, d: int, n_head: int = 1, gain: bool = False) -> Any:
     """A QK norm over d channels, of gain 1 or (gain) of random gains; learned p differ from head to head."""
     norm = QK_NORMS[config.name](config, d, n_head)
     norm.init_weights()
@@ -57,7 +57,7 @@ def new_norm(config: QKNormConfig, d: int, n_head: int = 1, gain: bool = False) 
 
 
 def mean_norm(name: str, d: int, eps: float, gain: bool = False) -> Any:
-    return new_norm({"rms": RMSQKNormConfig, "layernorm": LayerNormQKNormConfig}[name](eps=eps), d, gain=gain)
+    return new_norm({"rms": RMSNormOptions, "layernorm": LayerNormOptions}[name](eps=eps), d, gain=gain)
 
 
 @st.composite
@@ -645,7 +645,7 @@ class Symbolic:
         self.facts, self.duties = [self.eps > 0], []  # type: list[Any], list[Any]
         self.x = [[z3.Real(f"x{h}_{i}") for i in range(d)] for h in range(heads)]
         self.w = [z3.Real(f"w{i}") for i in range(d)]
-        self.norm = norm_class(RMSQKNormConfig(), d, heads)
+        self.norm = norm_class(RMSNormOptions(), d, heads)
         del self.norm.gain
         self.norm.eps = self.eps
 
@@ -767,7 +767,7 @@ def test_the_assumptions_of_the_proofs_hold_for_some_numbers_and_the_symbols_are
         x, w = torch.tensor([1.5, -2.0, 0.25]).double(), torch.tensor([0.5, -3.0, 2.0]).double()
         s.facts += [a == b for a, b in zip([*s.x[0], *s.w, s.eps], [*x.tolist(), *w.tolist(), 0.125], strict=True)]
         assert not s.always(z3.BoolVal(False))
-        norm = norm_class(RMSQKNormConfig(eps=0.125), 3, 1).double()
+        norm = norm_class(RMSNormOptions(eps=0.125), 3, 1).double()
         norm.gain = torch.nn.Parameter(w)
         for a, b in zip(y, norm(x).tolist(), strict=True):
             assert s.proves(a - b < 1e-12, b - a < 1e-12) and not s.proves(a - b > 1e-12)
@@ -781,7 +781,7 @@ lp_variants = pytest.mark.parametrize("p", [*PS, "learned"])
 
 
 def lp(p: float | str, d: int, n_head: int = 1) -> Any:
-    return new_norm(LpQKNormConfig(p=p), d, n_head).double()
+    return new_norm(LpNormOptions(p=p), d, n_head).double()
 
 
 def heads_of(n_head: int, d: int, seed: int) -> Tensor:
@@ -835,7 +835,7 @@ def test_lp_norm_is_finite_at_zero_and_at_underflow(
     p: float | str, dtype: torch.dtype, d: int, exponent: int, seed: int
 ) -> None:
     """From zero and the smallest subnormals (2^-133 in bf16) up: output at most 1, output and gradient finite."""
-    norm = new_norm(LpQKNormConfig(p=p), d)
+    norm = new_norm(LpNormOptions(p=p), d)
     x = torch.randn(1, 1, 3, d, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     x[:, :, 0] = 0
     x = x.to(dtype).requires_grad_()
@@ -852,13 +852,13 @@ def test_lp_norm_is_finite_at_zero_and_at_underflow(
 @given(d=st.integers(1, 96), seed=seeds)
 def test_l2_norm_times_root_d_is_rms_norm(d: int, seed: int) -> None:
     x = heads_of(1, d, seed)
-    rms = new_norm(RMSQKNormConfig(eps=1e-30), d).double()
+    rms = new_norm(RMSNormOptions(eps=1e-30), d).double()
     torch.testing.assert_close(lp(2.0, d)(x) * math.sqrt(d), rms(x), rtol=1e-13, atol=0)
 
 
 def test_tied_maxima_share_the_derivative_of_the_maximum_norm() -> None:
     x = torch.tensor([2.0, -2.0, 1.0], requires_grad=True)
-    new_norm(LpQKNormConfig(p=math.inf), 3)(x)[0].backward()
+    new_norm(LpNormOptions(p=math.inf), 3)(x)[0].backward()
     torch.testing.assert_close(x.grad, torch.tensor([0.25, 0.25, 0.0]), rtol=0, atol=0)
 
 

@@ -23,9 +23,9 @@ def blocks() -> dict[str, str]:
 
 @pytest.mark.parametrize("layout", ["mha", "mla", "unified"])
 def test_a_qk_norm_of_ones_own_is_what_the_readme_says(layout: str, corpus: Path, tmp_path: Path) -> None:
-    assert set(blocks()) == {"model/gpt.py", "training/config.py", "configs/qk_norm/soft.yaml"}
+    assert set(blocks()) == {"model/gpt.py", "model/options.py", "configs/qk_norm/soft.yaml"}
     copy = tmp_path / "copy"
-    for name in ("train.py", "sample.py", "model", "training", "data", "configs"):
+    for name in ("train.py", "sample.py", "core", "model", "training", "data", "configs"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))

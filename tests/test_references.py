@@ -24,7 +24,8 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from model.generate import generate
 from model.gpt import GPT, MultiHeadLatentAttention, rope_table, rotate
-from training.config import GQAConfig, MHAConfig, MLAConfig, ModelConfig, RMSQKNormConfig, TrainConfig
+from model.options import GQAOptions, MHAOptions, MLAOptions, ModelOptions, RMSNormOptions
+from training.config import TrainConfig
 
 V, T = 61, 24
 SHAPE: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 40, "block_size": 32, "dropout": 0.0, "mlp_hidden": 56}
@@ -138,7 +139,7 @@ def gpt2_pair() -> Pair:
         **HF, n_embd=40, n_layer=3, n_head=4, n_positions=32, n_inner=56, activation_function="gelu",
         layer_norm_epsilon=1e-4,
     )  # fmt: skip
-    ours = TrainConfig(model=ModelConfig(**SHAPE, bias=True, norm_eps=1e-4))
+    ours = TrainConfig(model=ModelOptions(**SHAPE, bias=True, norm_eps=1e-4))
     return GPT2LMHeadModel(config), ours, gpt2
 
 
@@ -146,9 +147,9 @@ def qwen3_pair(n_kv_head: int, tied: bool) -> Pair:
     config = Qwen3Config(
         **HF_LLAMA, head_dim=12, num_key_value_heads=n_kv_head, rms_norm_eps=1e-3, tie_word_embeddings=tied
     )
-    attention = MHAConfig(head_dim=12) if n_kv_head == 4 else GQAConfig(head_dim=12, n_kv_head=n_kv_head)
-    model = ModelConfig(**LLAMA, norm_eps=1e-3, tied=tied)
-    ours = TrainConfig(model=model, attention=attention, qk_norm=RMSQKNormConfig(eps=1e-3))
+    attention = MHAOptions(head_dim=12) if n_kv_head == 4 else GQAOptions(head_dim=12, n_kv_head=n_kv_head)
+    model = ModelOptions(**LLAMA, norm_eps=1e-3, tied=tied)
+    ours = TrainConfig(model=model, attention=attention, qk_norm=RMSNormOptions(eps=1e-3))
     return Qwen3ForCausalLM(config), ours, qwen3
 
 
@@ -159,8 +160,8 @@ def deepseek_v3_pair(q_rank: int | None, interleave: bool, tied: bool = False) -
         rms_norm_eps=1e-6, tie_word_embeddings=tied,
     )  # fmt: skip
     # theirs ignores rms_norm_eps in the two latents' norms, 1e-6 there; ours takes norm_eps everywhere
-    model = ModelConfig(**LLAMA, norm_eps=1e-6, tied=tied)
-    attention = MLAConfig(kv_rank=20, q_rank=q_rank, nope_dim=10, rope_dim=6, v_dim=14)
+    model = ModelOptions(**LLAMA, norm_eps=1e-6, tied=tied)
+    attention = MLAOptions(kv_rank=20, q_rank=q_rank, nope_dim=10, rope_dim=6, v_dim=14)
     return DeepseekV3ForCausalLM(config), TrainConfig(model=model, attention=attention), deepseek_v3
 
 

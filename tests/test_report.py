@@ -21,11 +21,14 @@ from browser import CHROMIUM, Page
 from conftest import ROOT, TINY, tiny_config
 from scipy import integrate, stats
 
+from core.schema import ConfigError
+from data.options import RandomOptions, TinyShakespeareOptions
+from model.options import LpNormOptions
 from scripts import report
-from scripts.paired import Comparison, Replicate, adjust, holm, interval, mean_curve, n_needed
-from scripts.report_figures import draw_loss, draw_metrics, image, loss_limits, styles
-from scripts.report_runs import METRICS, Sweep, families, read_sweep
-from scripts.report_tables import (
+from scripts.reporting.charts import draw_loss, draw_metrics, image, loss_limits, styles
+from scripts.reporting.runs import METRICS, Sweep, families, read_sweep
+from scripts.reporting.statistics import Comparison, Replicate, adjust, holm, interval, mean_curve, n_needed
+from scripts.reporting.tables import (
     Table,
     comparison_table,
     facts,
@@ -37,7 +40,7 @@ from scripts.report_tables import (
     stability_table,
     table_md,
 )
-from training.config import AdamWConfig, ConfigError, FaultConfig, LpQKNormConfig, RandomConfig, TinyShakespeareConfig
+from training.config import AdamWOptions, FaultOptions
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
 DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -166,8 +169,8 @@ class Made:
 
     def plan(self, setting: str, seed: int, fold: int | None, **changes: Any) -> Path:
         """Plan a run, with `changes` to its config. Returns its directory, which is not there."""
-        config = tiny_config(LpQKNormConfig(p=float(setting.partition("p=")[2])))
-        config = replace(config, seed=seed, max_iters=40, data=TinyShakespeareConfig(fold=fold), threads=1)
+        config = tiny_config(LpNormOptions(p=float(setting.partition("p=")[2])))
+        config = replace(config, seed=seed, max_iters=40, data=TinyShakespeareOptions(fold=fold), threads=1)
         config = replace(config, **changes)
         run_id = f"{setting.replace('/', '-')}-fold{fold}-s{seed}"
         line = {"id": run_id, "settings": [setting], "seed": seed, "fold": fold, "overrides": []}
@@ -375,7 +378,7 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
     sweep.definition["also"] = {"train/loss": "last"}
 
     def run(p: int, rate: float, final: float | None, seed: int) -> None:
-        path = sweep.plan(f"learning_rate={rate},p={p}", seed, None, optim=AdamWConfig(learning_rate=rate))
+        path = sweep.plan(f"learning_rate={rate},p={p}", seed, None, optim=AdamWOptions(learning_rate=rate))
         if final is None:
             finish(path, {0: 4.0}, status="diverged", reason="train/loss nan at iteration 7")
         else:
@@ -387,7 +390,7 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
         for rate, diverging in {0.1: 2.0, 0.2: 2.0, 0.4: None if seed == 2 else 2.0}.items():
             run(3, rate, diverging, seed)
     for rate, curve in {0.1: falling(2.0), 0.2: {0: 4.0, 20: 4.6, 40: 1.8}}.items():
-        finish(sweep.plan(f"learning_rate={rate},p=4", 1, None, optim=AdamWConfig(learning_rate=rate)), curve)
+        finish(sweep.plan(f"learning_rate={rate},p=4", 1, None, optim=AdamWOptions(learning_rate=rate)), curve)
     table = stability_table(sweep_of(sweep.path))
     assert final_losses(sweep_of(sweep.path))["p=3"] == {0.1: [2.0, 2.0], 0.2: [2.0, 2.0], 0.4: [2.0]}
     report.report(sweep.path, tmp_path / "out", "made", [])
@@ -411,7 +414,7 @@ def test_the_run_that_rises_most_decides_and_not_the_one_with_the_highest_loss(t
     sweep = Made(tmp_path / "sweep")
     for seed, (first, peak) in {1: (4.30, 4.85), 2: (4.45, 4.90)}.items():
         for rate, curve in {0.1: falling(2.0), 0.2: {0: first, 20: peak, 40: 2.0}}.items():
-            finish(sweep.plan(f"learning_rate={rate},p=2", seed, None, optim=AdamWConfig(learning_rate=rate)), curve)
+            finish(sweep.plan(f"learning_rate={rate},p=2", seed, None, optim=AdamWOptions(learning_rate=rate)), curve)
     table = stability_table(sweep_of(sweep.path))
     assert table is not None
     (row,) = rows_of(table)
@@ -432,7 +435,7 @@ def test_deliberate_faults_stand_in_a_table_of_their_own(made: Made, tmp_path: P
         ("p=3", "no_mask", False, [0.5, 0.7]),
         ("p=4", "no_mask", True, [4.148, 4.150]),
     ):
-        changes: dict[str, Any] = {"fault": FaultConfig(fault), **({"data": RandomConfig()} if random else {})}
+        changes: dict[str, Any] = {"fault": FaultOptions(fault), **({"data": RandomOptions()} if random else {})}
         for seed, loss in enumerate(last):
             path = sweep.plan(setting, seed, None, **changes)
             finish(path, falling(1.4))

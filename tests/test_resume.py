@@ -16,9 +16,9 @@ from conftest import QK_NORM_VARIANTS, ROOT
 from test_train import assert_same_run, configured, lines, weights
 
 import train
-from training import checkpoint
-from training.config import ConfigError
-from training.tracker import Metrics
+from core import checkpoint
+from core.metrics import Metrics
+from core.schema import ConfigError
 
 
 @pytest.mark.parametrize("name", QK_NORM_VARIANTS)

@@ -18,19 +18,14 @@ from typing import Any
 import pytest
 import yaml
 
+from core import rundir
+from core.files import finite, read_json, write_json
+from core.rundir import is_locked, open_run, read_config, read_status
+from core.schema import ConfigError
+from data.options import TextFileOptions
+from model.options import LpNormOptions, MLAOptions, ModelOptions
 from training import config as settings
-from training import rundir
-from training.config import (
-    ConfigError,
-    CosineConfig,
-    LpQKNormConfig,
-    MLAConfig,
-    ModelConfig,
-    TextConfig,
-    TrainConfig,
-    WandbConfig,
-)
-from training.rundir import finite, is_locked, open_run, read_config, read_json, read_status, write_json
+from training.config import CosineOptions, TrainConfig, WandbOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,7 +59,7 @@ def python(code: str, *args: object) -> subprocess.Popen[str]:
 HOLD = """
 import sys, time
 from training.config import TrainConfig
-from training.rundir import open_run
+from core.rundir import open_run
 run = open_run(TrainConfig(out_dir=sys.argv[1]))
 print("open", flush=True)
 time.sleep(60)
@@ -111,7 +106,7 @@ ODD_NAMES = ["a: b #c ${x}", "é\u2028\U0001f600", "1e-3", "null", "~", "'\"\\"]
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda v: next(iter(v.values())).__name__)
 def test_config_yaml_holds_every_variant(path: Path, changes: dict[str, Any]) -> None:
-    rope = ModelConfig(position="rope", rope_theta=1e4) if MLAConfig in changes.values() else ModelConfig()
+    rope = ModelOptions(position="rope", rope_theta=1e4) if MLAOptions in changes.values() else ModelOptions()
     config = config_for(path, model=rope, **{group: cls() for group, cls in changes.items()})
     open_run(config).close()
     assert read_config(path) == config
@@ -121,7 +116,10 @@ def test_config_yaml_holds_every_variant(path: Path, changes: dict[str, Any]) ->
 @pytest.mark.parametrize("text", ODD_NAMES)
 def test_config_yaml_holds_odd_numbers_and_names(path: Path, p: float, text: str) -> None:
     config = config_for(
-        path, qk_norm=LpQKNormConfig(p=p, alpha_init=1e-5), data=TextConfig(path=text), wandb=WandbConfig(group=text)
+        path,
+        qk_norm=LpNormOptions(p=p, alpha_init=1e-5),
+        data=TextFileOptions(path=text),
+        wandb=WandbOptions(group=text),
     )
     open_run(config).close()
     assert read_config(path) == config
@@ -209,8 +207,9 @@ def test_lock_dies_with_a_killed_owner(path: Path) -> None:
 
 RACE = """
 import sys, time
-from training.config import ConfigError, TrainConfig
-from training.rundir import open_run
+from core.schema import ConfigError
+from training.config import TrainConfig
+from core.rundir import open_run
 folder, start, fresh = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "True"
 runs = []  # held to the end
 for i in range(3):
@@ -289,10 +288,10 @@ def test_looking_at_a_run_never_keeps_it_from_starting(path: Path) -> None:
 
 
 def test_every_differing_setting_is_named(path: Path) -> None:
-    leave(config_for(path, qk_norm=LpQKNormConfig(p=3.0)), "stopped", 7)
+    leave(config_for(path, qk_norm=LpNormOptions(p=3.0)), "stopped", 7)
     before = snapshot(path)
     with pytest.raises(ConfigError) as refusal:
-        open_run(config_for(path, seed=1, model=ModelConfig(n_embd=192), max_iters=6000, device="cpu"))
+        open_run(config_for(path, seed=1, model=ModelOptions(n_embd=192), max_iters=6000, device="cpu"))
     message = str(refusal.value)
     assert message.startswith(f"out_dir={path} holds a run with other settings: ")
     assert message.endswith("; use another out_dir or fresh=true")
@@ -312,7 +311,7 @@ def test_every_differing_setting_is_named(path: Path) -> None:
 
 def test_partial_run_goes_on_with_the_new_free_settings(path: Path) -> None:
     leave(config_for(path), "stopped", 7)
-    config = config_for(path, log_interval=3, wandb=WandbConfig(mode="disabled"), device="cpu")
+    config = config_for(path, log_interval=3, wandb=WandbOptions(mode="disabled"), device="cpu")
     before = snapshot(path)
     run = open_run(config)
     assert not run.finished and snapshot(path) == before  # the caller may still refuse it
@@ -337,7 +336,7 @@ def test_partial_run_goes_on_with_the_new_free_settings(path: Path) -> None:
 def test_finished_runs_are_recognised(
     path: Path, state: str, iteration: int | None, max_iters: int, finished: bool
 ) -> None:
-    schedule = CosineConfig(warmup_iters=10, lr_decay_iters=100)
+    schedule = CosineOptions(warmup_iters=10, lr_decay_iters=100)
     leave(config_for(path, max_iters=100, schedule=schedule), state, iteration)
     before = snapshot(path)
     run = open_run(config_for(path, max_iters=max_iters, schedule=schedule))
@@ -405,6 +404,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_config_yaml_is_plain_yaml(path: Path) -> None:
-    open_run(replace(config_for(path), qk_norm=LpQKNormConfig(p=math.inf)))
+    open_run(replace(config_for(path), qk_norm=LpNormOptions(p=math.inf)))
     plain = yaml.safe_load((path / "config.yaml").read_text())
     assert plain["qk_norm"]["p"] == math.inf and plain["optim"]["betas"] == [0.9, 0.99]

@@ -13,11 +13,11 @@ from test_train import configured
 from variants import build, config_of
 
 import train
-from data.tokenizers import ByteTokenizer, CharTokenizer, build_tokenizer
+from core import checkpoint
+from core.schema import ConfigError
+from data.tokenizer import ByteTokenizer, CharTokenizer, build_tokenizer
 from model.generate import generate
 from sample import load_run, print_first, read_prompt
-from training import checkpoint
-from training.config import ConfigError
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -5,20 +5,13 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from training.config import (
-    ConfigError,
-    ConstantConfig,
-    CosineConfig,
-    LinearConfig,
-    ScheduleConfig,
-    TrainConfig,
-    WSDConfig,
-)
+from core.schema import ConfigError
+from training.config import ConstantOptions, CosineOptions, LinearOptions, ScheduleOptions, TrainConfig, WSDOptions
 from training.schedule import learning_rate
 
 
 def test_cosine_is_linear_then_half_a_cosine_then_flat() -> None:
-    config = TrainConfig(max_iters=1000, schedule=CosineConfig(warmup_iters=100, min_lr=1e-4))
+    config = TrainConfig(max_iters=1000, schedule=CosineOptions(warmup_iters=100, min_lr=1e-4))
     lr = [learning_rate(step, config) for step in range(1201)]
     assert lr[0] == pytest.approx(1e-3 / 101) and lr[49] == pytest.approx(1e-3 * 50 / 101)  # never zero
     assert lr[100] == max(lr) == pytest.approx(1e-3)
@@ -29,7 +22,7 @@ def test_cosine_is_linear_then_half_a_cosine_then_flat() -> None:
 
 
 def test_lr_decay_iters_frees_the_schedule_from_max_iters() -> None:
-    schedule = CosineConfig(lr_decay_iters=5000)
+    schedule = CosineOptions(lr_decay_iters=5000)
     short, long = TrainConfig(max_iters=10, schedule=schedule), TrainConfig(max_iters=5000, schedule=schedule)
     assert [learning_rate(s, short) for s in range(200)] == [learning_rate(s, long) for s in range(200)]
 
@@ -37,7 +30,7 @@ def test_lr_decay_iters_frees_the_schedule_from_max_iters() -> None:
 @pytest.mark.parametrize("min_lr", [0.0, 1e-4])
 def test_wsd_is_linear_then_flat_then_one_minus_a_root(min_lr: float) -> None:
     """Decay over the last fifth: 200 of 1,000 iterations."""
-    config = TrainConfig(max_iters=1000, schedule=WSDConfig(warmup_iters=100, min_lr=min_lr))
+    config = TrainConfig(max_iters=1000, schedule=WSDOptions(warmup_iters=100, min_lr=min_lr))
     lr = [learning_rate(step, config) for step in range(1201)]
     assert lr[0] == pytest.approx(1e-3 / 101) and lr[49] == pytest.approx(1e-3 * 50 / 101)
     assert set(lr[100:801]) == {1e-3}
@@ -50,7 +43,7 @@ def test_wsd_is_linear_then_flat_then_one_minus_a_root(min_lr: float) -> None:
 
 @pytest.mark.parametrize("decay_frac", [0.05, 0.9, 1.0])
 def test_wsds_decay_takes_its_fraction_of_lr_decay_iters(decay_frac: float) -> None:
-    schedule = WSDConfig(warmup_iters=0, decay_frac=decay_frac, lr_decay_iters=400)
+    schedule = WSDOptions(warmup_iters=0, decay_frac=decay_frac, lr_decay_iters=400)
     config = TrainConfig(max_iters=50, schedule=schedule)
     lr = [learning_rate(step, config) for step in range(401)]
     start = round(400 * (1 - decay_frac))
@@ -59,7 +52,7 @@ def test_wsds_decay_takes_its_fraction_of_lr_decay_iters(decay_frac: float) -> N
 
 @pytest.mark.parametrize("min_lr", [0.0, 1e-4])
 def test_linear_is_two_straight_lines_then_flat(min_lr: float) -> None:
-    config = TrainConfig(max_iters=1000, schedule=LinearConfig(warmup_iters=100, min_lr=min_lr))
+    config = TrainConfig(max_iters=1000, schedule=LinearOptions(warmup_iters=100, min_lr=min_lr))
     lr = [learning_rate(step, config) for step in range(1201)]
     assert lr[0] == pytest.approx(1e-3 / 101) and lr[49] == pytest.approx(1e-3 * 50 / 101)
     assert lr[100] == max(lr) == 1e-3
@@ -69,7 +62,7 @@ def test_linear_is_two_straight_lines_then_flat(min_lr: float) -> None:
 
 
 def test_constant_is_flat_after_its_warm_up_and_knows_no_end() -> None:
-    short, long = (TrainConfig(max_iters=n, schedule=ConstantConfig(warmup_iters=10)) for n in (5, 5000))
+    short, long = (TrainConfig(max_iters=n, schedule=ConstantOptions(warmup_iters=10)) for n in (5, 5000))
     lr = [learning_rate(step, short) for step in range(6000)]
     assert lr[0] == pytest.approx(1e-3 / 11) and lr[9] == pytest.approx(1e-3 * 10 / 11)
     assert set(lr[10:]) == {1e-3}
@@ -77,20 +70,20 @@ def test_constant_is_flat_after_its_warm_up_and_knows_no_end() -> None:
     assert short.trajectory == long.trajectory  # so that max_iters may grow
 
 
-@pytest.mark.parametrize("schedule", [CosineConfig(), LinearConfig(), WSDConfig()])
-def test_max_iters_is_part_of_the_trajectory_where_the_decay_ends_there(schedule: ScheduleConfig) -> None:
+@pytest.mark.parametrize("schedule", [CosineOptions(), LinearOptions(), WSDOptions()])
+def test_max_iters_is_part_of_the_trajectory_where_the_decay_ends_there(schedule: ScheduleOptions) -> None:
     short, long = (TrainConfig(max_iters=n, schedule=schedule) for n in (1000, 5000))
     assert short.trajectory != long.trajectory
 
 
 def test_wsds_warm_up_may_end_where_the_decay_begins_but_not_later() -> None:
-    TrainConfig(max_iters=1000, schedule=WSDConfig(warmup_iters=800)).check()
+    TrainConfig(max_iters=1000, schedule=WSDOptions(warmup_iters=800)).check()
     with pytest.raises(ConfigError, match="schedule.warmup_iters=801 must be <= 800, where the decay begins"):
-        TrainConfig(max_iters=1000, schedule=WSDConfig(warmup_iters=801)).check()
+        TrainConfig(max_iters=1000, schedule=WSDOptions(warmup_iters=801)).check()
 
 
 def test_a_vanishing_decay_is_a_step_to_min_lr() -> None:
-    config = TrainConfig(max_iters=1000, schedule=WSDConfig(decay_frac=1e-20))
+    config = TrainConfig(max_iters=1000, schedule=WSDOptions(decay_frac=1e-20))
     assert [learning_rate(step, config) for step in (999, 1000, 1001)] == [1e-3, 1e-3, 0.0]
 
 

@@ -17,11 +17,12 @@ from test_sweeps import eventually, launched, pending_signals, times_finished, t
 from test_train import assert_same_run
 
 import train
+from core.files import write_json
+from core.rundir import read_status
+from core.schema import ConfigError
 from sweeps.launchers import Slurm, SlurmConfig, Task
 from sweeps.plan import freeze, load_sweep, plan_runs, read_plan
 from sweeps.worker import is_claimed, read_claim
-from training.config import ConfigError
-from training.rundir import read_status, write_json
 
 SLURM = os.environ.get("NANOQK_SLURM")
 TWO_RUNS = "sweep.folds=[0]"

@@ -23,15 +23,18 @@ from test_train import assert_same_run
 
 import sweeps.plan
 import sweeps.status
+from core.cli import CONFIG_DIR
+from core.files import read_json
+from core.rundir import is_locked, read_status
+from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
-from scripts.report_runs import read_sweep
-from scripts.report_tables import runs_csv
+from scripts.reporting.runs import read_sweep
+from scripts.reporting.tables import runs_csv
 from sweeps import launchers, worker
 from sweeps.plan import PlannedRun, Sweep, compose, freeze, load_sweep, plan_runs, read_plan
 from sweeps.status import state_of
 from sweeps.worker import claimed, is_claimed, read_claim
-from training.config import CONFIG_DIR, ConfigError, load_config, to_yaml
-from training.rundir import is_locked, read_json, read_status
+from training.config import load_config, to_yaml
 
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
 LAUNCH = [sys.executable, str(ROOT / "sweeps" / "launch.py")]

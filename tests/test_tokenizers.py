@@ -16,8 +16,9 @@ from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data import tokenizers
-from data.tokenizers import (
+from core.schema import ConfigError
+from data import tokenizer as tokenizers
+from data.tokenizer import (
     BYTES,
     GPT2_FILES,
     PRE_TOKENS,
@@ -37,7 +38,6 @@ from data.tokenizers import (
     tiktoken_cache,
     tokenizer_sha256,
 )
-from training.config import ConfigError
 
 any_text = st.text(min_size=1)  # every character but lone surrogates
 SOME_TEXT = "the cat sat on the mat; the other cats' mats: 3 of 30.\n\n  naïve €5 — 😀!\n" * 3
@@ -190,7 +190,7 @@ def test_bpe_merges_the_most_frequent_pair_first() -> None:
 LEARN = """
 import sys
 from pydoc_data.topics import topics
-from data.tokenizers import build_tokenizer, tokenizer_sha256
+from data.tokenizer import build_tokenizer, tokenizer_sha256
 print(tokenizer_sha256(build_tokenizer("bpe", "\\n".join(topics[name] for name in sorted(topics)), 1000)))
 """
 
@@ -288,7 +288,7 @@ def test_gpt2_without_a_network_is_refused_in_one_line_within_5_seconds(case: st
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = f"http://127.0.0.1:{server.getsockname()[1]}"
     settings = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "HTTPS_PROXY": closed if case == "refused" else ""}
-    code = NETWORK[case] + "from data.tokenizers import build_tokenizer\nbuild_tokenizer('gpt2', '')"
+    code = NETWORK[case] + "from data.tokenizer import build_tokenizer\nbuild_tokenizer('gpt2', '')"
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60

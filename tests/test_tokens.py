@@ -14,12 +14,16 @@ from omegaconf import OmegaConf
 from test_train import configured, lines
 
 import train
+from core import checkpoint
+from core.cli import CONFIG_DIR
+from core.files import cache_folder
+from core.schema import ConfigError
 from data import tokens
-from data.corpora import cache_folder, load_text
-from data.tokenizers import build_tokenizer
+from data.corpora import load_text
+from data.options import PythonSourceOptions, TextFileOptions
+from data.tokenizer import build_tokenizer
 from data.tokens import Corpus, load_corpus, size_of_text
-from training import checkpoint
-from training.config import CONFIG_DIR, ConfigError, PythonSourceConfig, TextConfig, TrainConfig, load_config
+from training.config import TrainConfig, load_config
 
 GREEK = "μῆνιν ἄειδε θεὰ Πηληϊάδεω Ἀχιλῆος οὐλομένην, ἣ μυρί' Ἀχαιοῖς ἄλγε' ἔθηκε — "
 
@@ -81,12 +85,12 @@ def test_runs_with_other_tokens_have_other_names() -> None:
 
 
 def test_merges_and_tokens_are_computed_once(greek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TextConfig(path=str(greek), tokenizer="bpe", vocab_size=300)
+    config = TextFileOptions(path=str(greek), tokenizer="bpe", vocab_size=300)
     first = load_corpus(config, 16)
     assert first.tokenizer.vocab_size == 300
     assert first.tokenizer.decode(array_of(first)) == greek.read_text(encoding="utf-8")
     monkeypatch.setattr(tokens, "build_tokenizer", None)
-    monkeypatch.setattr("data.tokenizers.BPETokenizer.encode", None)
+    monkeypatch.setattr("data.tokenizer.BPETokenizer.encode", None)
     again = load_corpus(config, 16)
     assert isinstance(again.tokens, np.memmap) and again.tokens.dtype == array_of(first).dtype == np.uint16
     np.testing.assert_array_equal(again.tokens, first.tokens)
@@ -94,7 +98,7 @@ def test_merges_and_tokens_are_computed_once(greek: Path, monkeypatch: pytest.Mo
 
 
 def test_a_damaged_cache_is_made_again(greek: Path) -> None:
-    config = TextConfig(path=str(greek), tokenizer="bpe", vocab_size=300)
+    config = TextFileOptions(path=str(greek), tokenizer="bpe", vocab_size=300)
     first = np.array(load_corpus(config, 16).tokens)
     files = [file for file in cache_folder().rglob("*") if file.is_file() and file.suffix != ".lock"]
     assert sorted(file.parent.name for file in files) == ["bpe", "tokens"]
@@ -112,7 +116,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(
     (tmp_path / "a_file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
     with pytest.warns(UserWarning, match="cannot be written, the next run computes it again"):
-        found = load_corpus(TextConfig(path=str(greek), tokenizer="bpe", vocab_size=300), 16)
+        found = load_corpus(TextFileOptions(path=str(greek), tokenizer="bpe", vocab_size=300), 16)
     assert found.tokenizer.decode(array_of(found)) == greek.read_text(encoding="utf-8")
 
 
@@ -181,7 +185,7 @@ def test_bits_per_byte_are_exact_for_every_tokenizer(tokenizer: str, greek: Path
 
 
 def test_the_size_of_a_text_is_counted_in_chunks(greek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = load_corpus(TextConfig(path=str(greek), tokenizer="bpe", vocab_size=300), 16)
+    found = load_corpus(TextFileOptions(path=str(greek), tokenizer="bpe", vocab_size=300), 16)
     text = greek.read_text(encoding="utf-8")
     monkeypatch.setattr(tokens, "CHUNK", 7)
     assert size_of_text(found.tokenizer, found.tokens, ((0, len(found.tokens)),)) == (len(text.encode()), len(text))
@@ -192,7 +196,7 @@ def test_the_size_of_a_text_is_counted_in_chunks(greek: Path, monkeypatch: pytes
 
 
 def test_python_source_is_the_standard_library_in_the_order_of_its_paths() -> None:
-    text = load_text(PythonSourceConfig())
+    text = load_text(PythonSourceOptions())
     root = Path(sysconfig.get_path("stdlib"))
     assert len(text) > 5_000_000
     where = [
@@ -208,7 +212,7 @@ def test_python_source_leaves_out_what_a_machine_adds(tmp_path: Path, monkeypatc
         file.write_bytes(f"# {name} é\r\n".encode())
     (tmp_path / "lib" / "latin1.py").write_bytes("é".encode("latin-1"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
-    assert load_text(PythonSourceConfig()) == "# a.py é\r\n\n# a/z.py é\r\n\n# b.py é\r\n"
+    assert load_text(PythonSourceOptions()) == "# a.py é\r\n\n# a/z.py é\r\n\n# b.py é\r\n"
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="^data=python_source needs the standard library's source files"):
-        load_text(PythonSourceConfig())
+        load_text(PythonSourceOptions())

@@ -18,10 +18,13 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from training import tracker
-from training.config import LpQKNormConfig, TrainConfig, WandbConfig
-from training.rundir import open_run, read_json
-from training.tracker import Metrics, Tracker, plot, spike_score, wandb_mode
+from core import tracker
+from core.files import read_json
+from core.metrics import Metrics, spike_score
+from core.rundir import open_run
+from core.tracker import Tracker, plot, wandb_mode
+from model.options import LpNormOptions
+from training.config import TrainConfig, WandbOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = "0123456789" * 4
@@ -173,7 +176,7 @@ def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: Path) -> None:
     config = TrainConfig(
-        out_dir=str(tmp_path / "a run: #1"), qk_norm=LpQKNormConfig(p=math.inf), wandb=WandbConfig(mode="offline")
+        out_dir=str(tmp_path / "a run: #1"), qk_norm=LpNormOptions(p=math.inf), wandb=WandbOptions(mode="offline")
     )
     run = open_run(config)
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
@@ -209,13 +212,13 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
 TRAINER = """
 import os, signal, sys, time
 out_dir, mode, init_timeout, patience, end = sys.argv[1:]
-from training.config import TrainConfig, WandbConfig
-from training.rundir import open_run
+from training.config import TrainConfig, WandbOptions
+from core.rundir import open_run
 from training import tracker
 tracker.INIT_TIMEOUT, tracker.PATIENCE = float(init_timeout), float(patience)
 asked = []
 signal.signal(signal.SIGINT, lambda *_: asked.append(1))
-config = TrainConfig(out_dir=out_dir, wandb=WandbConfig(mode=mode))
+config = TrainConfig(out_dir=out_dir, wandb=WandbOptions(mode=mode))
 run = open_run(config)
 recorder = tracker.Tracker(run, config, {})
 began = time.perf_counter()
@@ -345,7 +348,7 @@ def test_interrupted_trainer_without_terminal_or_key_is_recorded_offline_in_full
 
 
 def test_wandb_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainConfig(out_dir=str(tmp_path / "run"), wandb=WandbConfig(mode="offline"))
+    config = TrainConfig(out_dir=str(tmp_path / "run"), wandb=WandbOptions(mode="offline"))
     run = open_run(config)
     printed: list[str] = []
     run.print_line = printed.append

@@ -26,15 +26,17 @@ from variants import LAYOUTS, PAIRS
 
 import model.gpt
 import train
+from core import checkpoint
+from core.dist import World
+from core.metrics import Metrics
+from core.schema import ConfigError
 from data.batches import Batches
 from data.folds import Split, split
-from data.tokenizers import build_tokenizer
+from data.tokenizer import build_tokenizer
 from model.gpt import GPT
-from training import checkpoint
-from training.config import ConfigError, LpQKNormConfig, TrainConfig, load_config
-from training.dist import World
+from model.options import LpNormOptions
+from training.config import TrainConfig, load_config
 from training.evaluate import mean_loss
-from training.tracker import Metrics
 
 QK_CLIP = {"name": "clip", "threshold": 0.02, "balance": 0.5}
 TIMED = {"tok_per_sec", "mfu"}
@@ -242,7 +244,7 @@ def test_one_compilation_serves_every_p_fold_and_seed(graphs: Callable[[], int],
     for p, fold, seed in ((2.0, 0, 1), (3.0, 1, 1), (1.0, 0, 2), (1.5, 2, 3), (3.5, 0, 1), (7.25, 1, 4)):
         changes = {
             "data": {"name": "text", "path": str(corpus), "fold": fold}, "seed": seed,
-            "qk_norm": train.asdict(LpQKNormConfig(p=p)), "model": {**SETTINGS["model"], "dropout": 0.0},
+            "qk_norm": train.asdict(LpNormOptions(p=p)), "model": {**SETTINGS["model"], "dropout": 0.0},
         }  # fmt: skip
         compiled, eager = tmp_path / f"{p}", tmp_path / f"{p} eager"
         assert train.run(configured(corpus, compiled, compile=True, **changes)) == 0
@@ -761,7 +763,7 @@ def test_bf16_trains_with_fp32_weights(corpus: Path, tmp_path: Path) -> None:
 
 PAGE_FAULTS = """
 import resource, sys, torch
-from training.device import keep_freed_memory
+from core.device import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 for i in range(101):

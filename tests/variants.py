@@ -12,37 +12,37 @@ from torch import Tensor
 
 import model.gpt
 from model.gpt import GPT, MultiHeadLatentAttention
-from training.config import (
-    AttentionConfig,
-    GQAConfig,
-    LayerNormQKNormConfig,
-    LpQKNormConfig,
-    MHAConfig,
-    MLAConfig,
-    ModelConfig,
-    NoQKNormConfig,
-    QKNormConfig,
-    RMSQKNormConfig,
-    TrainConfig,
+from model.options import (
+    AttentionOptions,
+    GQAOptions,
+    LayerNormOptions,
+    LpNormOptions,
+    MHAOptions,
+    MLAOptions,
+    ModelOptions,
+    NoNormOptions,
+    QKNormOptions,
+    RMSNormOptions,
 )
+from training.config import TrainConfig
 
 V = 11
-NORMS: dict[str, QKNormConfig] = {
-    "none": NoQKNormConfig(),
-    "rms": RMSQKNormConfig(),
-    "layernorm": LayerNormQKNormConfig(),
-    "lp1": LpQKNormConfig(p=1.0),
-    "lp1.5": LpQKNormConfig(p=1.5),
-    "lp2": LpQKNormConfig(p=2.0),
-    "lp3": LpQKNormConfig(p=3.0, alpha_per="head"),
-    "lpinf": LpQKNormConfig(p=float("inf")),
-    "lp_learned": LpQKNormConfig(p="learned"),
+NORMS: dict[str, QKNormOptions] = {
+    "none": NoNormOptions(),
+    "rms": RMSNormOptions(),
+    "layernorm": LayerNormOptions(),
+    "lp1": LpNormOptions(p=1.0),
+    "lp1.5": LpNormOptions(p=1.5),
+    "lp2": LpNormOptions(p=2.0),
+    "lp3": LpNormOptions(p=3.0, alpha_per="head"),
+    "lpinf": LpNormOptions(p=float("inf")),
+    "lp_learned": LpNormOptions(p="learned"),
 }
-BLOCKWISE = MLAConfig(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6)
-LAYOUTS: dict[str, AttentionConfig] = {
-    "mha": MHAConfig(),
-    "gqa": GQAConfig(n_kv_head=2),
-    "mqa": GQAConfig(n_kv_head=1),
+BLOCKWISE = MLAOptions(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6)
+LAYOUTS: dict[str, AttentionOptions] = {
+    "mha": MHAOptions(),
+    "gqa": GQAOptions(n_kv_head=2),
+    "mqa": GQAOptions(n_kv_head=1),
     "mla": BLOCKWISE,
     "mla_q_rank": replace(BLOCKWISE, q_rank=10),
     "mla_unified": replace(BLOCKWISE, qk_norm_layout="unified"),
@@ -50,14 +50,14 @@ LAYOUTS: dict[str, AttentionConfig] = {
 PAIRS = [(a, n) for a in LAYOUTS for n in NORMS if (a, n) != ("mla_unified", "none")]  # which the config refuses
 
 
-def config_of(attention: str | AttentionConfig, qk_norm: str | QKNormConfig, **settings: Any) -> TrainConfig:
+def config_of(attention: str | AttentionOptions, qk_norm: str | QKNormOptions, **settings: Any) -> TrainConfig:
     """Two layers of four heads; plain MHA with learned positions and LayerNorm, all else with RoPE and RMSNorm."""
     attention = LAYOUTS[attention] if isinstance(attention, str) else attention
     qk_norm = NORMS[qk_norm] if isinstance(qk_norm, str) else qk_norm
     settings = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, **settings}
-    if type(attention) is not MHAConfig:
+    if type(attention) is not MHAOptions:
         settings = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0, **settings}
-    config = TrainConfig(model=ModelConfig(**settings), attention=attention, qk_norm=qk_norm)
+    config = TrainConfig(model=ModelOptions(**settings), attention=attention, qk_norm=qk_norm)
     config.check()
     return config
 

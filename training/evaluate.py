@@ -7,9 +7,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from training import dist
-from training.device import move
-from training.dist import World
+from core import dist
+from core.device import move
+from core.dist import World
 
 Batch = tuple[Tensor, Tensor]
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from training import dist
-from training.config import AdamWConfig, MuonConfig, NoQKClipConfig, QKClipConfig, TrainConfig, require
-from training.device import resolve_dtype
+from core import dist
+from core.device import resolve_dtype
+from core.schema import require
+from training.config import AdamWOptions, MuonOptions, NoClipOptions, QKClipOptions, TrainConfig
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
@@ -87,7 +88,7 @@ class MuonAndAdamW:
     orthogonalise several as one matrix would tie their singular vectors.
     """
 
-    def __init__(self, model: nn.Module, o: MuonConfig, exact: bool):
+    def __init__(self, model: nn.Module, o: MuonOptions, exact: bool):
         self.weights: list[tuple[nn.Parameter, list[Tensor]]] = []  # each with its projections
         self.projections: dict[str, Tensor] = {}
         for name, (weight, rows) in hidden_matrices(model).items():
@@ -137,7 +138,7 @@ class MuonAndAdamW:
 Optimizer = torch.optim.AdamW | MuonAndAdamW
 
 
-def new_adamw(parameters: Iterable[Tensor], o: AdamWConfig) -> torch.optim.AdamW:
+def new_adamw(parameters: Iterable[Tensor], o: AdamWOptions) -> torch.optim.AdamW:
     # fused: one kernel for all parameters, on CUDA and on CPU alike
     return torch.optim.AdamW(
         parameter_groups(parameters, o.weight_decay), lr=o.learning_rate, betas=o.betas, fused=True
@@ -148,7 +149,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """The optimizer of config.optim over all parameters; each is in exactly one group."""
     o = config.optim
     optimizer: Optimizer
-    if isinstance(o, MuonConfig):
+    if isinstance(o, MuonOptions):
         optimizer = MuonAndAdamW(model, o, exact=config.dtype == "float32")
     else:
         require(o.name == "adamw", f"optim={o.name} is none that build_optimizer() makes")
@@ -176,7 +177,7 @@ def assert_each_row_in_one_group(model: nn.Module, optimizer: Optimizer) -> None
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:
     """Bytes of state once training has begun: AdamW keeps two moments of a weight, Muon one."""
     count = 2 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if isinstance(config.optim, MuonConfig):
+    if isinstance(config.optim, MuonOptions):
         count -= sum(weight.numel() for weight, _ in hidden_matrices(model).values())
     return 4 * count
 
@@ -216,7 +217,7 @@ def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict
 
 
 @torch.no_grad()
-def qk_clip(attentions: list[Any], config: NoQKClipConfig) -> Tensor:
+def qk_clip(attentions: list[Any], config: NoClipOptions) -> Tensor:
     """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches, which it
     returns: (n_layer, n_head). The host does not wait for a GPU.
 
@@ -225,24 +226,24 @@ def qk_clip(attentions: list[Any], config: NoQKClipConfig) -> Tensor:
     """
     maxima = torch.stack([attention.pop_max_logits() for attention in attentions])
     maxima = dist.all_reduce(maxima, maximum=True)
-    if isinstance(config, QKClipConfig):
+    if isinstance(config, QKClipOptions):
         for attention, gamma in zip(attentions, gammas(maxima, config), strict=True):
             if maxima.device.type != "cpu" or (gamma < 1).any():
                 attention.scale_logits(gamma, config.balance)
     return maxima
 
 
-def gammas(maxima: Tensor, config: QKClipConfig) -> Tensor:
+def gammas(maxima: Tensor, config: QKClipOptions) -> Tensor:
     return torch.where(maxima > config.threshold, config.threshold / maxima, 1.0)
 
 
-def qk_clip_line(maxima: Tensor, config: NoQKClipConfig) -> dict[str, float]:
+def qk_clip_line(maxima: Tensor, config: NoClipOptions) -> dict[str, float]:
     """What is logged of maxima (n_layer, n_head): the maximum, of all and a layer; with qk_clip=clip how many heads are
     clipped, and the smallest gamma."""
     line = {"qk_clip/max_logit": maxima.max().item()}
     assert line["qk_clip/max_logit"] != -math.inf, "no training forward since the last update"
     line |= {f"qk_clip/max_logit/layer_{i}": m for i, m in enumerate(maxima.amax(1).tolist())}
-    if isinstance(config, QKClipConfig):
+    if isinstance(config, QKClipOptions):
         gamma = gammas(maxima, config)
         line |= {"qk_clip/clipped": (gamma < 1).sum().item(), "qk_clip/gamma_min": gamma.min().item()}
     return line

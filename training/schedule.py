@@ -2,7 +2,7 @@
 
 import math
 
-from training.config import DecayConfig, TrainConfig
+from training.config import DecayOptions, TrainConfig
 
 
 def constant(step: int, config: TrainConfig) -> float:
@@ -29,7 +29,7 @@ def wsd(step: int, config: TrainConfig) -> float:
 def decayed(step: int, config: TrainConfig) -> float:
     """How much of the decay is over: 0 until it starts, 1 from lr_decay_iters on."""
     end = config.lr_decay_iters
-    assert isinstance(config.schedule, DecayConfig) and end is not None
+    assert isinstance(config.schedule, DecayOptions) and end is not None
     start = config.schedule.decay_start(end)
     if step <= start:
         return 0.0
@@ -38,7 +38,7 @@ def decayed(step: int, config: TrainConfig) -> float:
 
 def between(height: float, step: int, config: TrainConfig) -> float:
     """The factor at `height`, 1 at learning_rate and 0 at min_lr; in the warm-up that of the warm-up."""
-    assert isinstance(config.schedule, DecayConfig)
+    assert isinstance(config.schedule, DecayOptions)
     if step < config.schedule.warmup_iters:
         return constant(step, config)
     floor = config.schedule.min_lr / config.optim.learning_rate

@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from training.config import ConfigError, read_words, refuse, require
+from core.cli import read_words, refuse
+from core.schema import ConfigError, require
 
 Work = Callable[[int], dict[str, Any]]  # does n units of work; returns what it wants reported of them
 
@@ -147,8 +148,8 @@ def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
     """What a figure depends on. device, threads: the words of train.py that it was measured with."""
     import torch
 
-    from training.device import device_name, resolve_device
-    from training.rundir import commit
+    from core.device import device_name, resolve_device
+    from core.rundir import commit
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)

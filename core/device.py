@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from training.config import ConfigError, require
+from core.schema import ConfigError, require
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from the vendors' data sheets. The first name found in the device's wins.
 GPU_BF16_TFLOPS = {

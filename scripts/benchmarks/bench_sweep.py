@@ -1,4 +1,6 @@
-"""Sweep speed: python scripts/bench_sweep.py [sweep=p_sweep_cpu] [runs=8] [rounds=3] [workers=2] [words of train.py]
+"""Sweep speed
+
+python scripts/benchmarks/bench_sweep.py [sweep=p_sweep_cpu] [runs=8] [rounds=3] [workers=2] [words of train.py]
 
 `runs` runs of a sweep (seeds of its first setting), each with one thread, by one worker and by `workers`, by turns.
 speed_up: a turn's time with one worker over that with `workers`, median over rounds. Of a turn: start_and_end_s are the
@@ -16,14 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from scripts.bench import machine, run_benchmark
+from core.schema import at_least, require
+from scripts.benchmarks.timing import machine, run_benchmark
 from sweeps.plan import load_sweep, read_plan
-from training.config import at_least, require
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def turn(sweep: str, seeds: int, workers: int, words: list[str]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scripts.paired import Comparison, Replicate, adjust
+from core.files import read_json
+from core.schema import ConfigError, require, show
+from data.options import FoldedTextOptions
+from scripts.reporting.statistics import Comparison, Replicate, adjust
 from sweeps.plan import REDUCTIONS, PlannedRun, check_evaluation, read_plan
 from sweeps.status import State, state_of
-from training.config import ConfigError, DataConfig, require, show
-from training.rundir import read_json
 
 Definition = Mapping[str, Any]
 
@@ -194,7 +195,7 @@ def read_run(sweep_dir: Path, plan: PlannedRun, also: Sequence[str] = ()) -> Run
 
 
 def evaluation(run: Path) -> dict[str, float]:
-    """What scripts/evaluate.py has left in a run directory: eval/TASK/METRIC -> value."""
+    """What scripts/evaluate_lm.py has left in a run directory: eval/TASK/METRIC -> value."""
     about = read_json(run / "evaluation.json").get("about", {})
     try:
         found = about.get("metrics", {}).items()
@@ -267,7 +268,7 @@ def test_over_train(runs: Sequence[Run]) -> float | None:
     """How much text the runs are tested on over how much they are trained on, where they are of several folds."""
     data = [run.plan.config.data for run in runs]
     several = len({run.plan.fold for run in runs if run.plan.fold is not None}) > 1
-    return 1 / (data[0].folds - 1) if several and isinstance(data[0], DataConfig) else None
+    return 1 / (data[0].folds - 1) if several and isinstance(data[0], FoldedTextOptions) else None
 
 
 def families(sweep: Sweep) -> list[Family]:

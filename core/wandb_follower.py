@@ -26,7 +26,7 @@ def start(job: dict[str, Any], stdin: int = subprocess.PIPE, stdout: int = subpr
     env = {"WANDB_ERROR_REPORTING": "false", **os.environ}
     env.pop("WANDB_SERVICE", None)  # a service of its own, never a shared one
     return subprocess.Popen(
-        [sys.executable, "-m", "training.wandb_follower", json.dumps(job)],
+        [sys.executable, "-m", "core.wandb_follower", json.dumps(job)],
         cwd=Path(__file__).resolve().parent.parent,
         env=env,
         stdin=stdin,

@@ -1,5 +1,5 @@
 """Text <-> token ids. A tokenizer of your own is one class and one entry in TOKENIZERS, and its name in the check() of
-training/config.py's DataConfig."""
+training/config.py's FoldedTextOptions."""
 
 import functools
 import hashlib
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
+from core.schema import ConfigError, require
 from data.corpora import PROBE_SECONDS, one_line, probe
-from training.config import ConfigError, require
 
 if TYPE_CHECKING:
     import tiktoken

@@ -11,14 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
 
-from scripts.paired import Comparison, lowest, mean_curve
-from scripts.report_figures import replicate_name
-from scripts.report_runs import METRICS, Family, Metric, Run, Sweep
+from core.rundir import short
+from core.schema import flatten, show
+from scripts.reporting.charts import replicate_name
+from scripts.reporting.runs import METRICS, Family, Metric, Run, Sweep
+from scripts.reporting.statistics import Comparison, lowest, mean_curve
 from sweeps.status import STATES, tally
-from training.config import FaultConfig, flatten, show
-from training.rundir import short
+from training.config import FaultOptions
 
-HONEST = FaultConfig()
+HONEST = FaultOptions()
 FLOOR_TOLERANCE = 0.01  # nats; as in scripts/audit.py
 
 

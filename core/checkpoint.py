@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from training.config import ConfigError
+from core.schema import ConfigError
 
 FORMAT = 1
 KEEP = 2  # newest checkpoints that survive pruning, besides the best

@@ -1,4 +1,4 @@
-"""Training speed: python scripts/bench_train.py peer=PATH [rounds=5] [iters=N] [words of train.py]
+"""Training speed: python scripts/benchmarks/bench_train.py peer=PATH [rounds=5] [iters=N] [words of train.py]
 
 peer=PATH     a checkout of nanoGPT: its model.py and the update of its train.py take turns with ours, at our settings
 variants=A;B  or: our own settings against one another, each a list of train.py's words: "qk_norm=none;qk_norm=rms".
@@ -27,15 +27,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from scripts.bench import Work, alternate, machine, median, peer_model, ratio, run_benchmark, start
+from core.schema import require
+from scripts.benchmarks.timing import Work, alternate, machine, median, peer_model, ratio, run_benchmark, start
 from sweeps.plan import compose
-from training.config import AdamWConfig, TrainConfig, load_config, require
+from training.config import AdamWOptions, TrainConfig, load_config
 from training.schedule import learning_rate
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 5.0  # of a turn, where iters= does not say
 
 
@@ -44,10 +42,10 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
     import torch
 
     import train
+    from core.device import keep_freed_memory, peak_flops, resolve_device, resolve_dtype, synchronize
+    from core.dist import World
     from data.batches import Batches
     from model.gpt import GPT
-    from training.device import keep_freed_memory, peak_flops, resolve_device, resolve_dtype, synchronize
-    from training.dist import World
     from training.evaluate import mean_loss
     from training.optim import build_optimizer, qk_clip
 
@@ -128,9 +126,9 @@ def peers(path: str, words: list[str], evaluation: bool = False, alike: bool = F
     import torch
 
     import train
+    from core.device import resolve_device, synchronize
     from data.batches import Batches
     from model.gpt import GPT
-    from training.device import resolve_device, synchronize
 
     config = load_config(compose(words))
     torch.set_num_threads(config.threads or torch.get_num_threads())
@@ -212,7 +210,7 @@ def check_comparable(config: TrainConfig) -> None:
     m = config.model
     plain = config.qk_norm.name == "none" and config.attention.name == "mha"
     plain = plain and (m.norm, m.mlp, m.position, m.tied) == ("layernorm", "gelu", "learned", True)
-    require(plain and type(config.optim) is AdamWConfig, "peer= needs nanoGPT's own settings: MHA without a QK norm")
+    require(plain and type(config.optim) is AdamWOptions, "peer= needs nanoGPT's own settings: MHA without a QK norm")
 
 
 def machine_of(words: list[str]) -> dict[str, Any]:

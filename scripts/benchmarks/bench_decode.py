@@ -1,4 +1,6 @@
-"""MLA decode speed: python scripts/bench_decode.py [contexts=[4096,65536]] [batch=[1]] [rounds=25] [out=FOLDER]
+"""MLA decode speed
+
+python scripts/benchmarks/bench_decode.py [contexts=[4096,65536]] [batch=[1]] [rounds=25] [out=FOLDER]
 
 One step of one DeepSeek-V3-width MLA layer as one of 8 tensor-parallel shards has it (QK-Normed MLA, 5.3 and Table 2):
 absorbed     the latent cache alone
@@ -31,12 +33,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from scripts.bench import Side, Work, alternate, machine, median, ratio, run_benchmark, start
+from core.schema import ConfigError, require
+from model.options import MLAOptions
+from scripts.benchmarks.timing import Side, Work, alternate, machine, median, ratio, run_benchmark, start
 from sweeps.plan import compose
-from training.config import ConfigError, MLAConfig, TrainConfig, load_config, require
+from training.config import TrainConfig, load_config
 
 LAYER = [
     "model=mla_400m", "model.n_layer=1", "model.n_head=16", "model.n_embd=7168", "model.mlp_hidden=1",
@@ -67,7 +68,7 @@ def settings(name: str, words: list[str], context: int) -> TrainConfig:
 
 def layers(names: list[str], words: list[str], batch: int, context: int) -> tuple[Work, dict[str, Any]]:
     """Sides in one process: what they do and are, by name. What they can, they share."""
-    from training.device import resolve_device, synchronize
+    from core.device import resolve_device, synchronize
 
     shared: dict[str, Any] = {}
     built = {name: layer(name, words, batch, context, shared) for name in names}
@@ -99,9 +100,9 @@ def layer(
     import torch
     from torch import Tensor
 
+    from core.device import resolve_device, resolve_dtype
     from model.generate import keys_dtype
     from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope, causal_attention
-    from training.device import resolve_device, resolve_dtype
 
     torch.set_grad_enabled(False)
     config = settings(name, words, context)
@@ -208,7 +209,7 @@ def copying(device_word: str, threads: int | None) -> tuple[Work, dict[str, Any]
     """The bandwidth of a copy that no cache holds: bytes read and written."""
     import torch
 
-    from training.device import resolve_device, synchronize
+    from core.device import resolve_device, synchronize
 
     torch.set_num_threads(threads or torch.get_num_threads())
     device = resolve_device(device_word)
@@ -230,7 +231,7 @@ def needed_bytes(name: str, config: TrainConfig, batch: int, itemsize: int, of_k
     """About what a side holds at its largest: cache, logits, and what is formed from the latents. `of_keys` is the item
     size of cached keys and values."""
     m, a = config.model, config.attention
-    assert isinstance(a, MLAConfig)
+    assert isinstance(a, MLAOptions)
     latents = (a.kv_rank + a.rope_dim + m.n_head) * itemsize + 12 * m.n_head
     keys = m.n_head * (a.nope_dim + a.rope_dim + a.v_dim)
     formed = keys * itemsize + 2 * m.n_head * a.nope_dim * (itemsize + 4)
@@ -241,7 +242,7 @@ def needed_bytes(name: str, config: TrainConfig, batch: int, itemsize: int, of_k
 def free_bytes(device_word: str) -> int:
     import torch
 
-    from training.device import resolve_device
+    from core.device import resolve_device
 
     device = resolve_device(device_word)
     if device.type == "cuda":
@@ -293,8 +294,8 @@ def take_turns(
     names: list[str], words: list[str], batch: int, context: int, rounds: int, seconds: float
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]], dict[str, str]]:
     """One start: what the sides say of themselves, the turns of each and of "copy", and why sides were left out."""
+    from core.device import resolve_device, resolve_dtype
     from model.generate import keys_dtype
-    from training.device import resolve_device, resolve_dtype
 
     configs = {name: settings(name, words, context) for name in names}
     any_config = configs[names[0]]
@@ -424,8 +425,8 @@ def short(context: int) -> str:
 
 
 def write_results(result: dict[str, Any], folder: Path) -> None:
-    from scripts.report_figures import DASHES, OKABE_ITO, SYMBOLS, image, log_scale, new_figure
-    from training.rundir import write_atomic
+    from core.files import write_atomic
+    from scripts.reporting.charts import DASHES, OKABE_ITO, SYMBOLS, image, log_scale, new_figure
 
     write_atomic(folder / "bench.json", (json.dumps(result, indent=1) + "\n").encode())
     batches = sorted({p["batch"] for p in result["points"]})
@@ -479,7 +480,7 @@ def whole_numbers(key: str, text: str, least: int) -> list[int]:
 
 
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    from training.device import resolve_device, resolve_dtype
+    from core.device import resolve_device, resolve_dtype
 
     batches = whole_numbers("batch", values["batch"], 1)
     for key in ("rounds", "starts"):
@@ -514,7 +515,7 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     result = {
         "points": points, "dtype": str(dtype).removeprefix("torch."), "words": words,
-        "command": " ".join(["python scripts/bench_decode.py", *sys.argv[1:]]),
+        "command": " ".join(["python scripts/benchmarks/bench_decode.py", *sys.argv[1:]]),
         **machine(config.device, config.threads),
     }  # fmt: skip
     for batch in batches:

@@ -8,8 +8,6 @@ lock           held (flock) by the process that trains here: it goes with its ow
 
 import fcntl
 import hashlib
-import json
-import math
 import os
 import socket
 import subprocess
@@ -22,7 +20,10 @@ from typing import Any, Self
 
 import yaml
 
-from training.config import CONFIG_DIR, ConfigError, TrainConfig, leave_output, load_config, require, show, to_yaml
+from core.cli import CONFIG_DIR, leave_output
+from core.files import read_json, try_lock, write_atomic, write_json
+from core.schema import ConfigError, require, show
+from training.config import TrainConfig, load_config, to_yaml
 
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
 LEFTOVERS = {"lock", "config.yaml.tmp"}
@@ -136,19 +137,6 @@ def take_lock(path: Path) -> int:
         time.sleep(0.02)
 
 
-def try_lock(path: Path, flags: int, how: int) -> int | None:
-    """The descriptor of `path`/lock, locked; None when somebody else holds it."""
-    lock = os.open(path / "lock", flags, 0o666)
-    try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise
-    return lock
-
-
 def start_afresh(path: Path, lock: int) -> int:
     """Move the locked run aside to `path`.old-N, and lock a new directory."""
     require(path.name != "", f"out_dir={path} cannot be moved aside for fresh=true")
@@ -242,30 +230,3 @@ def git(*words: str) -> bytes | None:
         return subprocess.run(command, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} where the file is absent or damaged."""
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_bytes())
-        return content if isinstance(content, dict) else {}
-    return {}
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomic(path, (json.dumps(finite(content), indent=2, allow_nan=False) + "\n").encode())
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file so that a crash leaves the old or the new content, never a part. One writer a file."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy without missing (None) values, and with null for nan and inf, which JSON lacks."""
-    return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items() if v is not None}

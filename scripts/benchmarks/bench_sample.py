@@ -1,4 +1,6 @@
-"""Sampling speed: python scripts/bench_sample.py peer=PATH [rounds=5] [tokens=500] [start=TEXT] [words of train.py]
+"""Sampling speed
+
+python scripts/benchmarks/bench_sample.py peer=PATH [rounds=5] [tokens=500] [start=TEXT] [words of train.py]
 
 peer=PATH     a checkout of nanoGPT: the generate() of its model.py takes turns with ours, with the same weights
 variants=A;B  or: our own models against one another, each a list of train.py's words: "qk_norm=none;qk_norm=rms"
@@ -17,14 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from scripts.bench import machine, median, peer_model, ratio, run_benchmark
+from core.schema import require
+from scripts.benchmarks.timing import machine, median, peer_model, ratio, run_benchmark
 from sweeps.plan import compose
-from training.config import load_config, require
+from training.config import load_config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def fresh_run(folder: Path, words: list[str]) -> Path:
@@ -40,8 +40,8 @@ def convert(run: Path, peer: Path, folder: Path, start: str) -> list[int]:
     """Save the weights of `run` as nanoGPT's ckpt.pt in `folder`. Returns the tokens of `start`."""
     import torch
 
+    from core import checkpoint
     from sample import load_run
-    from training import checkpoint
 
     model, tokenizer, _ = load_run(checkpoint.resolve(run, "best"), torch.device("cpu"))
     m = model.config.model
@@ -64,13 +64,12 @@ def convert(run: Path, peer: Path, folder: Path, start: str) -> list[int]:
 # epoch. nanoGPT's sequences stand in one batch, which is faster than one after the other, as its sample.py has them.
 OURS = """
 import sys, time
-sys.path.insert(0, {root!r})
 from pathlib import Path
 import torch
 from model.generate import generate
 from sample import load_run
-from training import checkpoint
-from training.device import resolve_device, resolve_dtype
+from core import checkpoint
+from core.device import resolve_device, resolve_dtype
 device = resolve_device("auto")
 model, tokenizer, _ = load_run(checkpoint.resolve(Path({run!r}), "best"), device)
 loaded = time.time()

@@ -1,4 +1,4 @@
-"""Downstream tasks through lm-evaluation-harness: python scripts/evaluate.py run=RUN tasks=arc_easy,piqa
+"""Downstream tasks through lm-evaluation-harness: python scripts/evaluate_lm.py run=RUN tasks=arc_easy,piqa
 
 tasks: names of lm_eval's tasks, and `paper`: the eight of the QK-Normed MLA paper, 3-shot, beside its Table 1. `cloze`
 needs no network: which of four passages goes on with one of the text that the run held out (chance: 25 %)?
@@ -19,19 +19,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-if __name__ == "__main__":  # in this folder's place: lm_eval imports a package named evaluate
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
 import numpy as np
 
+from core.cli import run_script
+from core.device import resolve_device, resolve_dtype
+from core.files import write_atomic
+from core.schema import ConfigError, at_least, did_you_mean, one_of, require, show
 from data.corpora import one_line, probe_hub
-from data.tokenizers import NoText, Tokenizer
+from data.tokenizer import NoText, Tokenizer
 from data.tokens import load_corpus
 from model.gpt import GPT
 from sample import open_run
-from training.config import ConfigError, at_least, check_common, did_you_mean, one_of, require, run_script, show
-from training.device import resolve_device, resolve_dtype
-from training.rundir import write_atomic
+from training.config import check_common
 
 INSTALL = "pip install -c constraints.txt -e '.[eval]'"
 
@@ -207,7 +206,7 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     try:
         import lm_eval
     except ImportError as error:
-        raise ConfigError(f"scripts/evaluate.py needs lm_eval ({error}): {INSTALL}") from error
+        raise ConfigError(f"scripts/evaluate_lm.py needs lm_eval ({error}): {INSTALL}") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its resamples are one task: a pool of forks would add but a risk
     device = resolve_device(words.get("device", "auto"))

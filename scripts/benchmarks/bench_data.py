@@ -1,4 +1,6 @@
-"""How fast do batches come? python scripts/bench_data.py [path=FOLDER of token shards] [tokens_per_second=1000000]
+"""How fast do batches come?
+
+python scripts/benchmarks/bench_data.py [path=FOLDER of token shards] [tokens_per_second=1000000]
 
 Draws batches as train.py does, first as fast as they come, then at the pace of a model that takes so many tokens a
 second, and counts how long that model would wait. Without a path it writes shards of random tokens to a temporary
@@ -15,15 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import numpy as np
 
+from core.schema import ConfigError, at_least, did_you_mean
 from data.batches import Batches
 from data.folds import Split
+from data.options import FineWebOptions
 from data.shards import Shards, open_shards
-from scripts.bench import machine, run_benchmark
-from training.config import ConfigError, FineWebConfig, at_least, did_you_mean
+from scripts.benchmarks.timing import machine, run_benchmark
 
 
 def random_shards(folder: Path, n_tokens: int) -> list[Path]:
@@ -83,7 +84,7 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         "asked_tok_per_sec": values["tokens_per_second"],
     }
     if values["path"]:
-        _, _, tokens, n_train = open_shards(FineWebConfig(path=values["path"]))
+        _, _, tokens, n_train = open_shards(FineWebOptions(path=values["path"]))
         split = Split(train=((0, n_train),), val=((n_train, len(tokens)),))
         batches = Batches(tokens, split, T, batch_size, seed=0)
         return {**found, "tokens": len(tokens), "as_found": measure(lambda: batches, values, 0), **machine()}

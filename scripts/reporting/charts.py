@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from scripts.paired import Comparison, Point, Replicate, mean_curve
+from scripts.reporting.statistics import Comparison, Point, Replicate, mean_curve
 
 LOSS = "validation loss (nats per token)"
 OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]

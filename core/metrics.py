@@ -1,0 +1,65 @@
+"""metrics.jsonl: the record of a run, one JSON object a line."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from core.files import finite, write_atomic
+
+
+class Metrics:
+    """metrics.jsonl: one JSON object a line, "iter" first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line, in the hands of the OS on return. None is left out; nan and inf become null."""
+        data = (json.dumps(finite({"iter": line["iter"], **line}), allow_nan=False) + "\n").encode()
+        if self._file.write(data) != len(data):  # one write call: a line cannot be torn by a kill
+            raise OSError(f"{self.path}: disk full")
+
+    def sync(self) -> None:
+        """Wait until the lines are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def cut(self, step: int) -> None:
+        """Keep the lines with iter < step, byte by byte. Drops later, torn and damaged ones, atomically."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith(b"\n") and iter_of(line) < step]
+        if kept != lines:
+            write_atomic(self.path, b"".join(kept))
+            self.close()
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+
+    def close(self) -> None:
+        self._file.close()
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, Any]]:
+        """The lines of a metrics.jsonl, which may be growing: a torn last line is not there yet."""
+        return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def iter_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["iter"])
+    except (ValueError, TypeError, KeyError):
+        return float("inf")
+
+
+def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, least: int = 30) -> float | None:
+    """Percentage of losses at least `sigmas` standard deviations from the mean of the `window` before them (OLMo 2).
+
+    None while no loss has `least` others before it.
+    """
+    counted = spikes = 0
+    for i in range(least, len(losses)):
+        past = losses[max(0, i - window) : i]
+        mean = sum(past) / len(past)
+        std = (sum((x - mean) ** 2 for x in past) / len(past)) ** 0.5
+        counted += 1
+        spikes += abs(losses[i] - mean) >= sigmas * std > 0
+    return 100 * spikes / counted if counted else None
