@@ -1,17 +1,18 @@
 # make quickstart: train a small GPT and read text from it, about a minute on two cores, no network, no account
-# make test:       ruff, mypy and the whole test suite
+# make check:      ruff, mypy and the quick tests, for every minute
+# make test:       ruff, mypy and every test, for every commit
 # make setup:      .venv alone
-# Each sets .venv up first; all they need is Python 3.11 or 3.12 (PYTHON=… names another one than python3).
+# Each sets .venv up first. Needed: Python 3.11 to 3.14 (PYTHON=/path/to/python names another one than python3).
 
-PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
-	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$python && break; done)
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $$python && break; done)
 RUN := runs/quickstart
 
-.PHONY: quickstart test setup
+.PHONY: quickstart check test setup lint
 setup: .venv/setup
 
 .venv/setup: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.12"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 is needed: make PYTHON=/path/to/python3.13"; exit 1; }
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
@@ -31,8 +32,13 @@ quickstart: .venv/setup
 	@echo "  python train.py model=nano_cpu qk_norm=rms data.fold=4   # Tiny Shakespeare"
 	@echo "  python train.py dry_run=true                             # what the full-size run would cost"
 
-test: .venv/setup-test
+lint: .venv/setup-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+check: lint
+	.venv/bin/python -m pytest -n 2 -m "not slow and not browser and not slurm and not gpu"
+
+test: lint
 	.venv/bin/python -m pytest -n 2
