@@ -208,7 +208,7 @@ def hub(tiny_shakespeare_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_fetched_text_is_cached_and_fetched_once(hub: list[str], tmp_path: Path) -> None:
     first = load_text(TinyShakespeareOptions())
     folder = tmp_path / "cache" / "nanoqk" / "tiny_shakespeare"
-    assert [f.name for f in folder.iterdir()] == ["input.txt"]
+    assert {f.name for f in folder.iterdir()} == {"input.txt", "input.txt.lock"}
     assert (folder / "input.txt").read_bytes() == first.encode()
     assert load_text(TinyShakespeareOptions()) == first
     assert hub == ["asked"]
