@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.schema import ConfigError
-from data.batches import AHEAD, OF_A_TASK, THREADS, Batches
+from data.batches import BATCHES_PER_TASK, PREFETCHED_TASKS, THREADS, Batches
 from data.folds import Split, split
 
 # Most tests use tokens that are their own positions: what a batch holds says where it was taken from.
@@ -93,12 +93,12 @@ def test_a_batch_depends_on_seed_step_and_micro_step_only() -> None:
     assert len({tuple(x[:, 0].tolist()) for x, _ in others}) == len(others)
 
 
-@pytest.mark.parametrize("of_a_task", [1, OF_A_TASK])
+@pytest.mark.parametrize("of_a_task", [1, BATCHES_PER_TASK])
 def test_batches_made_ahead_are_the_same_ones_in_order_and_not_far_ahead(
     of_a_task: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches, places = positions(), [(step, micro) for step in range(21) for micro in range(2)]
-    monkeypatch.setattr("data.batches.SMALL", batches.batch_size * batches.block_size - (of_a_task == 1))
+    monkeypatch.setattr("data.batches.SMALL_BATCH", batches.batch_size * batches.block_size - (of_a_task == 1))
     expected, get_batch = [batches.get_batch(*place) for place in places], batches.get_batch
     asked: list[tuple[int, ...]] = []
 
@@ -107,25 +107,25 @@ def test_batches_made_ahead_are_the_same_ones_in_order_and_not_far_ahead(
         return get_batch(*place)
 
     monkeypatch.setattr(batches, "get_batch", spy)
-    for i, found in enumerate(batches.ahead(iter(places))):
-        assert same(found, expected[i]) and i < len(asked) <= i + of_a_task * (1 + AHEAD)
+    for i, found in enumerate(batches.prefetch(iter(places))):
+        assert same(found, expected[i]) and i < len(asked) <= i + of_a_task * (1 + PREFETCHED_TASKS)
     assert sorted(asked) == places
     before = set(threading.enumerate())
-    fed = batches.ahead((step, 0) for step in itertools.count())
+    fed = batches.prefetch((step, 0) for step in itertools.count())
     assert same(next(fed), expected[0])
     fed.close()  # ends its threads
     assert set(threading.enumerate()) <= before
     asked.clear()
     gate = threading.Event()
     monkeypatch.setattr(batches, "get_batch", lambda *place: (place[0] < of_a_task or gate.wait(), spy(*place))[1])
-    fed = batches.ahead((step, 0) for step in itertools.count())
+    fed = batches.prefetch((step, 0) for step in itertools.count())
     next(fed)
     threading.Timer(0.5, gate.set).start()
     fed.close()  # makes what is begun, not what has been asked for as well
-    assert len(asked) <= of_a_task * (1 + THREADS) < of_a_task * (1 + AHEAD)
+    assert len(asked) <= of_a_task * (1 + THREADS) < of_a_task * (1 + PREFETCHED_TASKS)
     monkeypatch.setattr(batches, "get_batch", lambda *place: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        next(batches.ahead(iter(places)))
+        next(batches.prefetch(iter(places)))
 
 
 def test_streams_of_neighbouring_steps_do_not_overlap() -> None:

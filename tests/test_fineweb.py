@@ -687,7 +687,7 @@ def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: 
 
     monkeypatch.setattr(batches, "get_batch", slow)
     start = time.perf_counter()
-    for _ in batches.ahead((step, 0) for step in range(16)):
+    for _ in batches.prefetch((step, 0) for step in range(16)):
         time.sleep(0.1)
     assert time.perf_counter() - start < 2.6  # one after the other: 3.2 at least
 

@@ -214,7 +214,7 @@ def test_a_text_encoded_in_parts_has_the_tokens_of_the_whole(text: str) -> None:
     assert isinstance(tokenizer, BPETokenizer)
     whole = tokenizer.encoder.encode_ordinary(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizers, "PART", 3)
+        patch.setattr(tokenizers, "PART_CHARS", 3)
         assert "".join(parts(text)) == text
         assert tokenizer.encode(text).tolist() == whole
 
