@@ -1,4 +1,7 @@
-"""Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3 (configs/sample.yaml)"""
+"""Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3
+
+configs/sample.yaml lists the settings. `load_run` and `open_run` are what scripts share.
+"""
 
 import codecs
 import io
@@ -22,43 +25,6 @@ from model.gpt import GPT
 from training.config import SampleConfig, load_config
 
 
-def load_run(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """The model, in evaluation mode, the tokenizer and the saved state of a checkpoint directory."""
-    saved = checkpoint.load(path)
-    config = load_config(saved.state["config"])
-    tokenizer = from_dict(saved.state["tokenizer"])
-    with torch.device("meta"):
-        model = GPT(config, tokenizer.vocab_size)
-    model.load_state_dict(saved.tensors["model"], assign=True)
-    model.init_rope()
-    return model.to(device).eval(), tokenizer, saved.state
-
-
-def open_run(run: str, which: str, device: torch.device) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """load_run() for the words run= and checkpoint=. Raises: ConfigError where there is nothing that can be loaded."""
-    try:
-        model, tokenizer, state = load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which), device)
-    except checkpoint.CorruptCheckpoint as error:
-        raise ConfigError(f"run={run} cannot be loaded: {error}") from error
-    if model.config.fault.name != "none":
-        print(f"warning: run={run} was trained with fault={model.config.fault.name}", file=sys.stderr)
-    return model, tokenizer, state
-
-
-def read_prompt(start: str) -> str:
-    """`start` itself, the text of FILE:path, or standard input for -."""
-    if start == "-":
-        start = sys.stdin.read()
-    elif start.startswith("FILE:"):
-        path = Path(os.path.expanduser(start.removeprefix("FILE:")))
-        try:
-            start = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"start=FILE:{path} cannot be read: {error}") from error
-    require(start != "", "start= must hold at least one character")
-    return start
-
-
 def sample(config: SampleConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
@@ -76,8 +42,45 @@ def sample(config: SampleConfig) -> int:
     return 0
 
 
+def open_run(run: str, which: str, device: torch.device) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """load_run() for the settings run= and checkpoint=. Raises: ConfigError where nothing can be loaded."""
+    try:
+        model, tokenizer, state = load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which), device)
+    except checkpoint.CorruptCheckpoint as error:
+        raise ConfigError(f"run={run} cannot be loaded: {error}") from error
+    if model.config.fault.name != "none":
+        print(f"warning: run={run} was trained with fault={model.config.fault.name}", file=sys.stderr)
+    return model, tokenizer, state
+
+
+def load_run(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """The model in evaluation mode, the tokenizer and the saved state of a checkpoint directory."""
+    saved = checkpoint.load(path)
+    config = load_config(saved.state["config"])
+    tokenizer = from_dict(saved.state["tokenizer"])
+    with torch.device("meta"):
+        model = GPT(config, tokenizer.vocab_size)
+    model.load_state_dict(saved.tensors["model"], assign=True)
+    model.init_rope()
+    return model.to(device).eval(), tokenizer, saved.state
+
+
+def read_prompt(start: str) -> str:
+    """`start` itself, the text of FILE:path, or standard input for -. Raises: ConfigError."""
+    if start == "-":
+        start = sys.stdin.read()
+    elif start.startswith("FILE:"):
+        path = Path(os.path.expanduser(start.removeprefix("FILE:")))
+        try:
+            start = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"start=FILE:{path} cannot be read: {error}") from error
+    require(start != "", "start= must hold at least one character")
+    return start
+
+
 def print_first(prompt: str, tokens: Iterable[Tensor], tokenizer: Tokenizer) -> Iterator[Tensor]:
-    """Pass the tokens (B,) on, printing the first row as it comes: a character when its last byte is there."""
+    """Yield the tokens (B,), and print the first row while they come, a character as soon as its last byte is there."""
     print(prompt, end="", flush=True)
     utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
@@ -89,7 +92,7 @@ def print_first(prompt: str, tokens: Iterable[Tensor], tokenizer: Tokenizer) -> 
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the text
-    # The prompt is taken as it is: in Hydra's hands commas, braces and quotes would be syntax.
+    # Hydra never sees the prompt: commas, braces and quotes are its syntax.
     prompts = [a.removeprefix("start=") for a in sys.argv[1:] if a.startswith("start=")]
     sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith("start=")]
     run_app("sample", SampleConfig, lambda config: sample(replace(config, start=prompts[-1]) if prompts else config))

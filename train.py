@@ -205,7 +205,7 @@ def run(config: TrainConfig) -> int:
         # The loop. Iteration k: evaluate and save what k updates have made, then make update k.
         micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
         places = ((s, micro_step) for s in range(start, config.max_iters) for micro_step in micro_steps)
-        fed = loop.enter_context(closing(batches.ahead(places)))
+        fed = loop.enter_context(closing(batches.prefetch(places)))
         bar = tqdm(
             total=config.max_iters, initial=start, unit="it", disable=None if world.main else True, dynamic_ncols=True
         )

@@ -1,9 +1,9 @@
 """Checkpoints on disk: saved whole or not at all, verified when loaded, and without pickle.
 
-A run's `ckpt/` holds `step_000500/` directories, each with one `<group>.safetensors` a group of tensors, `state.json`
-and `MANIFEST.json` (size and SHA-256 of the others), and the symlinks `latest` and `best`. A checkpoint is built in a
-temporary directory, flushed to the disk and renamed: whenever a crash comes, what carries the name is complete.
-One process at a time may save into a folder. Nothing here knows models or optimizers.
+A run's `ckpt/` holds directories `step_000500/` and the symlinks `latest` and `best`. Each directory has one
+`<group>.safetensors` per group of tensors, `state.json`, and `MANIFEST.json` with the size and SHA-256 of the others.
+A checkpoint is written to a temporary directory, flushed to the disk and renamed, so that a directory with the final
+name is complete whenever a crash comes. One process at a time may save into a folder.
 """
 
 import hashlib
@@ -21,18 +21,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from core.schema import ConfigError
+from core.files import read_json
+from core.schema import ConfigError, require
 
 FORMAT = 1
-KEEP = 2  # newest checkpoints that survive pruning, besides the best
+KEEP = 2  # the newest checkpoints that pruning keeps, besides the best
 MANIFEST, STATE = "MANIFEST.json", "state.json"
 TENSOR_FILE = re.compile(r"(\w+)\.safetensors")
-STEP_DIR = re.compile(r"step_(\d{6,})(_replaced)?")  # _replaced: set aside while a new one takes its name
-TEMPORARY = re.compile(r"\.tmp-(\d{1,9})-.+")  # the number is the pid of the process that made it
+STEP_DIR = re.compile(r"step_(\d{6,})(_replaced)?")  # _replaced: moved aside while its successor is renamed
+TEMPORARY = re.compile(r"\.tmp-(\d{1,9})-.+")  # the number is the pid of its writer
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint that must not be used. The message is one line: the file, and what is wrong with it."""
+    """A checkpoint that must not be used. The message is one line that names the file and its damage."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ def save(
     tensors: Mapping[str, Mapping[str, Tensor]],
     state: Mapping[str, Any],
     best: bool,
-    spare: int | None = None,
+    keep_step: int | None = None,
 ) -> Path:
-    """Write `folder/step_<step>`, point `latest` (and `best`) at it, remove old ones but `spare`. Returns its path.
+    """Write `folder/step_<step>`, point `latest` (and `best`) at it, and prune old ones but `keep_step`.
 
-    `state` is what JSON can hold, with text keys; NaN, infinities and integers of any size come back as they were.
-    Raises: OSError (a full disk, say); then the earlier checkpoints stand and nothing half-written is left.
+    state: JSON values under text keys; NaN, infinities and integers of any size are loaded as they were saved.
+    Returns: the new directory. Raises: OSError (a full disk, say); the earlier checkpoints then stay as they were.
     """
     assert step >= 0 and all(TENSOR_FILE.fullmatch(f"{group}.safetensors") for group in tensors), (step, list(tensors))
     if not folder.is_dir():
@@ -86,7 +87,7 @@ def save(
             point(folder, "best", step)
     finally:
         tidy(folder)
-    prune(folder, step, spare)
+    prune(folder, step, keep_step)
     return final
 
 
@@ -96,26 +97,23 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        packed[name] = tensor.clone() if storage in storages else tensor  # safetensors refuses tied weights
+        packed[name] = tensor.clone() if storage in storages else tensor  # safetensors refuses shared storage
         storages.add(storage)
     try:
         save_file(packed, file)
-    except SafetensorError as error:  # say "disk full" as Python does
+    except SafetensorError as error:  # as the OSError that Python raises
         code = re.search(r"os error (\d+)", str(error))
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) if code else error from None
-    # safetensors lets only the owner read: give the file the mode that the umask gave its neighbour
+    # safetensors lets only the owner read: copy the mode that the umask gave to state.json
     file.chmod(stat.S_IMODE((file.parent / STATE).stat().st_mode))
 
 
 def point(folder: Path, name: str, step: int) -> None:
-    """Make the symlink `folder/name` lead to the checkpoint of `step`, atomically.
-
-    Raises: FileNotFoundError when there is no such checkpoint.
-    """
+    """Point the symlink `folder/name` at the checkpoint of `step`, atomically. Raises: FileNotFoundError."""
     target = folder / f"step_{step:06d}"
     target.stat()
     link = folder / name
-    if link.is_dir() and not link.is_symlink():  # the run was copied by a tool that follows links, such as scp -r
+    if link.is_dir() and not link.is_symlink():  # a copy by scp -r, which follows links
         discard(link)
     temporary = temporary_name(link)
     remove(temporary)
@@ -125,16 +123,18 @@ def point(folder: Path, name: str, step: int) -> None:
 
 
 def restore_best(folder: Path, step: int | None) -> None:
-    """Point `best` at the checkpoint of `step`, where there is one; it may lead to one of a later evaluation, of which
-    a run that goes on from there knows nothing."""
+    """Point `best` at the checkpoint of `step` if it exists.
+
+    After a resume from an earlier checkpoint, `best` may still point at one of an evaluation that is now repeated.
+    """
     if step is not None and (folder / f"step_{step:06d}").is_dir():
         point(folder, "best", step)
 
 
-def prune(folder: Path, step: int, spare: int | None = None) -> None:
-    """Keep the newest checkpoints up to `step`, the best one, `spare`, and those beyond `step` that are valid."""
+def prune(folder: Path, step: int, keep_step: int | None = None) -> None:
+    """Keep the newest checkpoints up to `step`, the best, that of `keep_step`, and valid ones beyond `step`."""
     kept = [path for path in step_dirs(folder) if number(path) <= step][:KEEP]
-    kept += [] if spare is None else [folder / f"step_{spare:06d}"]
+    kept += [] if keep_step is None else [folder / f"step_{keep_step:06d}"]
     if (folder / "best").is_symlink():
         kept.append(folder / os.readlink(folder / "best"))
     for path in step_dirs(folder):
@@ -143,15 +143,15 @@ def prune(folder: Path, step: int, spare: int | None = None) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Clear what an interrupted save left: temporary entries of dead processes, checkpoints set aside."""
+    """Clean up after an interrupted save: temporary entries of dead processes, and checkpoints moved aside."""
     for entry in folder.iterdir():
         match = TEMPORARY.fullmatch(entry.name)
-        # our own pid: a save of ours that failed, or an earlier process with our number (in a container, often 1)
+        # our own pid: a failed save of ours, or an earlier process with our pid (in a container often 1)
         if match and (int(match[1]) == os.getpid() or not is_alive(int(match[1]))):
             remove(entry)
     for aside in folder.glob("step_*_replaced"):
         original = aside.with_name(aside.name.removesuffix("_replaced"))
-        if original.exists():  # complete, or it would not have the name
+        if original.exists():  # it is complete, since it has the final name
             discard(aside)
         else:
             os.rename(aside, original)
@@ -162,7 +162,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def discard(directory: Path) -> None:
-    """Remove a directory so that a crash cannot leave a part of it under its name."""
+    """Remove a directory. A crash leaves the whole of it, or a part under a temporary name."""
     moved = temporary_name(directory.with_name(f"old-{directory.name}"))
     os.rename(directory, moved)
     remove(moved)
@@ -170,7 +170,7 @@ def discard(directory: Path) -> None:
 
 def remove(entry: Path) -> None:
     if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry, ignore_errors=True)  # what a network disk still holds goes with the next save
+        shutil.rmtree(entry, ignore_errors=True)  # a network disk may keep files: the next save retries
     else:
         entry.unlink(missing_ok=True)
 
@@ -185,6 +185,7 @@ def sync(path: Path) -> None:
 
 
 def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
     try:
         os.kill(pid, 0)
     except OSError as error:
@@ -197,9 +198,9 @@ def measure(file: Path) -> dict[str, Any]:
         return {"size": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def render(form: int, step: int, files: Mapping[str, Any]) -> str:
-    """The manifest's text. It carries its own SHA-256 and is compared whole, so no byte of it changes unseen."""
-    body = {"format": form, "step": step, "files": files}
+def render(version: int, step: int, files: Mapping[str, Any]) -> str:
+    """The manifest's text with its own SHA-256. verify() compares the whole text, so any changed byte is noticed."""
+    body = {"format": version, "step": step, "files": files}
     return json.dumps(body | {"sha256": hashlib.sha256(json.dumps(body).encode()).hexdigest()}, indent=1) + "\n"
 
 
@@ -208,16 +209,13 @@ def render(form: int, step: int, files: Mapping[str, Any]) -> str:
 
 
 def load(path: Path) -> Checkpoint:
-    """The checkpoint in the directory `path`, every file of it verified. Nothing is unpickled.
-
-    Raises: CorruptCheckpoint naming the file and what is wrong with it.
-    """
+    """The checkpoint in the directory `path`, every file of it verified. Raises: CorruptCheckpoint."""
     path = path.resolve()
     step, files = verify(path)
     tensors: dict[str, dict[str, Tensor]] = {}
     for name in files:
         if match := TENSOR_FILE.fullmatch(name):
-            try:  # clone: load_file maps the file, which may be pruned while the tensors live
+            try:  # clone: load_file maps the file, which may be pruned while the tensors are in use
                 tensors[match[1]] = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
             except SafetensorError as error:
                 raise CorruptCheckpoint(f"{path / name}: {error}") from error
@@ -225,20 +223,20 @@ def load(path: Path) -> Checkpoint:
 
 
 def verify(path: Path) -> tuple[int, list[str]]:
-    """Step and file names of a checkpoint that is as it was saved; files beside it are ignored."""
+    """Step and file names of an unchanged checkpoint; other files in its directory are ignored."""
     try:
         raw = (path / MANIFEST).read_bytes()
         manifest = json.loads(raw)
-        form, step, files = (manifest[key] for key in ("format", "step", "files"))
-        intact = render(form, step, files).encode() == raw
+        version, step, files = (manifest[key] for key in ("format", "step", "files"))
+        intact = render(version, step, files).encode() == raw
     except OSError as error:
         raise CorruptCheckpoint(f"{path / MANIFEST}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:
         raise CorruptCheckpoint(f"{path / MANIFEST}: checksum is wrong")
-    if form != FORMAT:
-        raise CorruptCheckpoint(f"{path / MANIFEST}: format is {form}, not {FORMAT}")
+    if version != FORMAT:
+        raise CorruptCheckpoint(f"{path / MANIFEST}: format is {version}, not {FORMAT}")
     if STEP_DIR.fullmatch(path.name) and number(path) != step:
         raise CorruptCheckpoint(f"{path}: holds step {step}")
     for name, expected in files.items():
@@ -271,10 +269,10 @@ def step_dirs(folder: Path) -> list[Path]:
 
 
 def load_latest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest valid checkpoint, or None when there is none at all. `warn` gets a line for each one passed over.
+    """The newest valid checkpoint, or None where there is none at all. `warn` gets a line for each one skipped.
 
-    The symlink `latest` is for people: a crash just before its update must not lose the newer checkpoint.
-    Raises: CorruptCheckpoint when none of those there is valid: a run must not start again from nothing unasked.
+    The symlink `latest` is not used: a crash just before its update must not lose the newer checkpoint.
+    Raises: CorruptCheckpoint where all are corrupt: a run must not silently start again from step 0.
     """
     reasons: list[str] = []
     for path in step_dirs(folder):
@@ -292,21 +290,17 @@ def load_latest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def peek(folder: Path) -> dict[str, Any]:
-    """The state of the newest checkpoint, not verified; {} where there is none that can be read."""
-    for path in step_dirs(folder)[:1]:
-        try:
-            state = json.loads((path / STATE).read_bytes())
-            return state if isinstance(state, dict) else {}
-        except (OSError, ValueError):
-            pass
-    return {}
+    """The state of the newest checkpoint, not verified; {} where it is absent or cannot be read."""
+    newest = step_dirs(folder)[:1]
+    return read_json(newest[0] / STATE) if newest else {}
 
 
 def resolve(run: Path, which: str) -> Path:
-    """The checkpoint directory that `run` means: itself, or the `best` or `latest` one of a run directory.
+    """The checkpoint directory that `run` names: itself, or the `best` or `latest` one of a run directory.
 
-    Raises: ConfigError naming run, what was not found, and which checkpoints there are.
+    Raises: ConfigError naming run, what was not found, and the checkpoints that exist.
     """
+    require(os.path.exists(run), f"run={run} does not exist")
     if (run / MANIFEST).is_file():
         return run.resolve()
     found = step_dirs(run / "ckpt")

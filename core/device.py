@@ -1,4 +1,4 @@
-"""The machine at hand: device and dtype choice, peak FLOP/s, memory."""
+"""The machine: choice of device and dtype, peak FLOP/s, memory."""
 
 import ctypes
 import functools
@@ -11,7 +11,7 @@ import torch
 
 from core.schema import ConfigError, require
 
-# Dense bf16 tensor-core peaks in TFLOP/s, from the vendors' data sheets. The first name found in the device's wins.
+# Dense bf16 tensor-core peaks in TFLOP/s, from the vendors' data sheets. The first name within the device's name wins.
 GPU_BF16_TFLOPS = {
     "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A800": 312,
     "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "A40": 150, "A6000": 155, "RTX 4090": 165,
@@ -20,10 +20,7 @@ GPU_BF16_TFLOPS = {
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """`auto` is CUDA, then MPS, then the CPU; each rank of torchrun has its own CUDA device.
-
-    Raises: ConfigError where the device asked for is absent.
-    """
+    """`auto` is CUDA, else MPS, else the CPU. Each rank of torchrun has its own CUDA device. Raises: ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda" and torch.cuda.is_available():
@@ -39,22 +36,25 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x on the device; to CUDA without waiting for what that is still to do."""
+    """x on the device. A copy to CUDA does not wait for the work that is queued there."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what PyTorch frees on a CPU for its next tensors. By default glibc gives large blocks
-    back to the system and takes them again, a page fault for every 4 KiB: up to a sixth of a training step."""
+    """Make glibc keep the memory of freed CPU tensors for the next ones.
+
+    By default it returns large blocks to the system, and each later use costs a page fault per 4 KiB: up to a sixth of
+    a training step. Without glibc nothing happens.
+    """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:  # glibc's; M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3
-            mallopt(-1, -1)  # never trim
-            mallopt(-3, 2**25)  # the most that is allowed: larger blocks come from the system each time
+        if mallopt is not None:
+            mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory
+            mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the maximum; larger blocks still come from the system each time
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies in it, else float32; weights stay in float32 either way."""
+    """`auto` is bfloat16 where the hardware has it, else float32. Weights are float32 either way."""
     if name == "auto":
         name = "bfloat16" if has_bfloat16(device) and bfloat16_works(device) else "float32"
     if name == "bfloat16" and device.type == "cuda" and not has_bfloat16(device):
@@ -67,7 +67,7 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type == "mps":
-        return False  # autocast is younger there: float32 unless asked for
+        return False  # autocast on MPS is young: float32 unless it is asked for
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & cpu_flags())
 
 
@@ -82,7 +82,7 @@ def cpu_flags() -> frozenset[str]:
 
 @functools.lru_cache
 def bfloat16_works(device: torch.device) -> bool:
-    """Whether a bf16 product agrees with its fp32 value: virtual machines advertise what they do not have."""
+    """Whether a bf16 matmul agrees with fp32: some virtual machines announce bf16 instructions that they lack."""
     try:
         a = torch.linspace(-1, 1, 64 * 64, device=device).view(64, 64).bfloat16()
         exact = a.float() @ a.float()
@@ -92,7 +92,7 @@ def bfloat16_works(device: torch.device) -> bool:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of matrix products: a data sheet's figure for a known GPU in bf16, else measured in about 0.2 s."""
+    """Peak FLOP/s of matmuls: from the data sheet for a known GPU in bf16, else measured in about 0.2 s."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         tflops = data_sheet_tflops(torch.cuda.get_device_name(device))
         if tflops is not None:
@@ -101,7 +101,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def data_sheet_tflops(device_name: str) -> float | None:
-    """None for an unknown GPU, and for a slice of one."""
+    """None for an unknown GPU, and for a MIG slice of one."""
     if "MIG" in device_name:
         return None
     found = (tflops for key, tflops in GPU_BF16_TFLOPS.items() if re.search(rf"\b{key}\b", device_name))
@@ -110,7 +110,7 @@ def data_sheet_tflops(device_name: str) -> float | None:
 
 @functools.lru_cache
 def measured_peak_flops(device: torch.device, dtype: torch.dtype, threads: int, seconds: float = 0.2) -> float:
-    """The best rate of repeated square matrix products with `threads` CPU threads, in FLOP/s."""
+    """The best FLOP/s of repeated square matmuls. `threads` is only a key of the cache: the number of CPU threads."""
     n = 1024 if device.type == "cpu" else 4096
     a = torch.full((n, n), 0.5, device=device, dtype=dtype)
     b = torch.full((n, n), 0.5, device=device, dtype=dtype)
@@ -133,7 +133,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Readable: "NVIDIA H200", or "cpu (AMD EPYC, 2 threads)"."""
+    """A name for people: "NVIDIA H200", or "cpu (AMD EPYC, 2 threads)"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":

@@ -1,5 +1,8 @@
-"""A corpus is one text: `load_text(config.data)`. A corpus of your own is one function and one entry in LOADERS, beside
-its settings: one dataclass and one entry in training/config.py's CORPORA, and one file in configs/data/."""
+"""A corpus is one text: `load_text(config.data)`.
+
+To add a corpus: a function and its entry in LOADERS; its settings and their entry in CORPORA, in data/options.py; a
+file in configs/data/.
+"""
 
 import contextlib
 import hashlib
@@ -11,11 +14,11 @@ import sysconfig
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from core.files import cache_folder
+from core.files import FileLock, cache_folder, write_atomic
 from core.schema import ConfigError, require
 from data.options import (
     FoldedTextOptions,
@@ -27,27 +30,24 @@ from data.options import (
 
 HUB_REPO = "karpathy/tiny_shakespeare"
 HUB_REVISION = "refs/convert/parquet"  # the main branch holds a loading script, which datasets >= 4 refuses to run
-PROBE_SECONDS = 2.0  # with the start of the program it must stay under 5 s
+PROBE_SECONDS = 2.0  # together with the start of the program it must stay under 5 s
 
 TINY_SHAKESPEARE_BYTES = 1_115_394
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 def load_text(config: FoldedTextOptions) -> str:
-    """The whole corpus that `config` names.
-
-    Raises: ConfigError of one line, when the text is missing, unreadable or not what it should be.
-    """
+    """The whole text of a corpus. Raises: ConfigError where it is missing, unreadable or not the expected one."""
     return LOADERS[config.name](config)
 
 
 def corpus_sha256(text: str) -> str:
-    """Hex SHA-256 of the text as UTF-8: recorded with a run, so that two runs on different texts are told apart."""
+    """Hex SHA-256 of the text as UTF-8. A run records it, so that runs on different texts are told apart."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 # -----------------------------------------------------------------------------
-# What every CPython brings: its language reference, its own source; and any file
+# Texts that need no download: the language reference and the source of every CPython, and any file
 
 
 def load_python_docs(config: PythonDocsOptions) -> str:
@@ -62,14 +62,16 @@ def load_python_docs(config: PythonDocsOptions) -> str:
 
 
 def load_python_source(config: PythonSourceOptions) -> str:
-    """The standard library's *.py files, its own tests included, in the order of their paths. What a machine adds is
-    left out (installed packages, build settings), so that one version of Python is one text wherever it is whole."""
+    """The standard library's *.py files with its tests, in the order of their paths.
+
+    Installed packages and build settings are left out: they differ between machines with the same Python.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
     added = re.compile(r"(.*/)?(site-packages|dist-packages|config-[^/]*)/.*|_sysconfigdata_[^/]*")
     texts = []
     for name in sorted(name for name in files if not added.fullmatch(name)):
-        with contextlib.suppress(UnicodeDecodeError):  # some test other encodings
+        with contextlib.suppress(UnicodeDecodeError):  # a few files test other encodings
             texts.append(read_bytes(files[name], str(files[name])).decode())
     require(
         len(texts) > 0,
@@ -83,7 +85,7 @@ def load_text_file(config: TextFileOptions) -> str:
     raw = read_bytes(expand(config.path), f"data.path={config.path}")
     require(len(raw) > 0, f"data.path={config.path} is empty")
     try:
-        return raw.decode()  # bytes, not text mode: \r\n stays \r\n
+        return raw.decode()  # text mode would change \r\n to \n
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"data.path={config.path} must be UTF-8 text; "
@@ -92,15 +94,18 @@ def load_text_file(config: TextFileOptions) -> str:
 
 
 def data_folders() -> list[Path]:
-    """Where corpora are looked for: $NANOQK_DATA when it is set, then the cache."""
-    return [*([expand(os.environ["NANOQK_DATA"])] if os.environ.get("NANOQK_DATA") else []), cache_folder()]
+    """The folders that are searched for corpora: $NANOQK_DATA if it is set, then the cache."""
+    chosen = os.environ.get("NANOQK_DATA")
+    return [expand(chosen), cache_folder()] if chosen else [cache_folder()]
 
 
 def expand(path: str) -> Path:
-    return Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown ~user; this leaves it as it is
+    """The path with ~ expanded. An unknown ~user stays as it is, where Path.expanduser would raise."""
+    return Path(os.path.expanduser(path))
 
 
 def read_bytes(path: Path, name: str) -> bytes:
+    """The content of a file. Raises: ConfigError that begins with `name` and says why it cannot be read."""
     try:
         mode = path.stat().st_mode
         require(stat.S_ISREG(mode) or stat.S_ISDIR(mode), f"{name} must be a regular file")  # a pipe would block
@@ -114,16 +119,15 @@ def read_bytes(path: Path, name: str) -> bytes:
 
 
 # -----------------------------------------------------------------------------
-# Tiny Shakespeare: data.path, else $NANOQK_DATA, else the cache, else the Hugging Face Hub
+# Tiny Shakespeare, from the first of: data.path, $NANOQK_DATA, the cache, the Hugging Face Hub
 
 
 def load_tiny_shakespeare(config: TinyShakespeareOptions) -> str:
     if config.path is not None:
         return check_tiny_shakespeare(read_tiny_shakespeare(config.path), f"data.path={config.path}")
     files = [folder / "tiny_shakespeare" / "input.txt" for folder in data_folders()]
-    for file in files:
-        if os.path.exists(file):
-            return check_tiny_shakespeare(read_bytes(file, str(file)), str(file))
+    if (text := find_tiny_shakespeare(files)) is not None:
+        return text
     problem = probe_hub()
     require(
         problem is None,
@@ -131,17 +135,22 @@ def load_tiny_shakespeare(config: TinyShakespeareOptions) -> str:
         f"({problem}): set data.path or NANOQK_DATA to a folder with tiny_shakespeare/input.txt, "
         "or use data=python_docs",
     )
-    raw = join_rows(HUB_REPO, f"data={config.name} from the Hugging Face Hub")
-    text = check_tiny_shakespeare(raw, f"{HUB_REPO} on the Hugging Face Hub")
-    try:
-        write_atomically(files[-1], raw)
-    except OSError as error:  # a read-only home costs a download a run, not the run
-        warnings.warn(f"{files[-1]} cannot be written, the next run downloads again: {error}", stacklevel=2)
+    with creating(files[-1]):
+        if (text := find_tiny_shakespeare(files)) is not None:  # another process downloaded it
+            return text
+        raw = join_rows(HUB_REPO, f"data={config.name} from the Hugging Face Hub")
+        text = check_tiny_shakespeare(raw, f"{HUB_REPO} on the Hugging Face Hub")
+        write_cache(files[-1], raw, "downloads again")
     return text
 
 
+def find_tiny_shakespeare(files: list[Path]) -> str | None:
+    file = next((file for file in files if os.path.exists(file)), None)
+    return None if file is None else check_tiny_shakespeare(read_bytes(file, str(file)), str(file))
+
+
 def read_tiny_shakespeare(path: str) -> bytes:
-    """The bytes at an explicit data.path: the file, a folder that holds it, or a copy of the Hub's repository."""
+    """The bytes at data.path: the file itself, a folder that holds it, or a copy of the Hub's repository."""
     name, place = f"data.path={path}", expand(path)
     if not place.is_dir():
         return read_bytes(place, name)
@@ -166,33 +175,37 @@ def check_tiny_shakespeare(raw: bytes, source: str) -> str:
 
 
 def join_rows(path: str, name: str) -> bytes:
-    """The column `text` of train, validation and test, joined; `path`: a repository on the Hub or a folder like it."""
+    """The rows of train, validation and test, joined, of a repository on the Hub or a folder with the same layout."""
     try:
         import datasets
 
         datasets.disable_progress_bars()
-        with tempfile.TemporaryDirectory() as folder:  # the text is kept, an Arrow copy of it under ~/.cache is not
+        with tempfile.TemporaryDirectory() as folder:  # datasets would keep a second copy under ~/.cache
             splits = datasets.load_dataset(path, revision=HUB_REVISION, cache_dir=folder)
             return "".join(row for split in ("train", "validation", "test") for row in splits[split]["text"]).encode()
-    except Exception as error:  # datasets, its network stack and pyarrow share no base class
+    except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
         raise ConfigError(f"{name} cannot be loaded: {one_line(error)}") from error
 
 
 def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION) -> str | None:
-    """Why the Hub cannot be used, or None: one request of the Hub's own client, which knows HF_ENDPOINT,
-    HF_HUB_OFFLINE, proxies and certificates. load_dataset would retry for minutes where a server accepts and never
-    answers."""
+    """Why the Hub cannot be used, or None if it can.
+
+    The Hub's own client knows HF_ENDPOINT, HF_HUB_OFFLINE, proxies and certificates. load_dataset is not asked: it
+    retries for minutes if a server accepts and never answers.
+    """
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
         return one_line(error)
-    # Without `expand` the answer lists every file: of FineWeb that takes too long.
+    # without `expand` the answer lists every file, which takes too long for FineWeb
     return probe(lambda: HfApi().dataset_info(repo, revision=revision, expand=["sha"], timeout=PROBE_SECONDS))
 
 
 def probe(ask: Callable[[], object]) -> str | None:
-    """Why `ask()`, a request, fails or has no answer within PROBE_SECONDS; None when it has one. Resolving a name can
-    outlast every timeout, so the request is given a thread, and abandoned."""
+    """Why the request `ask()` fails or takes longer than PROBE_SECONDS; None if it succeeds.
+
+    It runs in a thread that is abandoned after that time, since name resolution can outlast every timeout.
+    """
     answer: queue.Queue[str | None] = queue.Queue()
 
     def run() -> None:
@@ -213,17 +226,27 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def write_atomically(path: Path, raw: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())  # a power cut must not leave a full-named empty file: it would fail every later run
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+# -----------------------------------------------------------------------------
+# Files in the cache
+
+
+@contextlib.contextmanager
+def creating(path: Path) -> Iterator[None]:
+    """Use it around the creation of a cache file: of the processes that start together one works, the others wait."""
+    lock = contextlib.ExitStack()
+    with contextlib.suppress(OSError):  # a read-only folder has no lock, and nothing is written to it
+        lock.enter_context(FileLock(path.with_name(f"{path.name}.lock")))
+    with lock:
+        yield
+
+
+def write_cache(path: Path, content: bytes, cost: str) -> None:
+    """Write a cache file, or warn what it costs the next run: a read-only home must not stop this one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
+    except OSError as error:
+        warnings.warn(f"{path} cannot be written, the next run {cost}: {error}", stacklevel=3)
 
 
 LOADERS: dict[str, Callable[[Any], str]] = {

@@ -1,10 +1,10 @@
-"""Which tokens are held out. Folds are contiguous: shuffled windows leak a validation token's neighbours."""
+"""Which tokens are held out. Folds are contiguous by default: shuffled windows leak a validation token's neighbours."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-Ranges = tuple[tuple[int, int], ...]  # half-open, in order, none empty, none touching another
+Ranges = tuple[tuple[int, int], ...]  # half-open, in order, not empty, with a gap between neighbours
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,11 @@ class Split:
 
 
 def split(n_tokens: int, folds: int, fold: int | None, window: int | None = None) -> Split:
-    """Hold out fold `fold` of `folds`, whose sizes differ by one token at most; None: the last 10 %, as nanoGPT.
+    """Hold out fold `fold` of `folds`, or the last 10 % as nanoGPT does if `fold` is None.
 
-    window: None for one contiguous block; else the text is cut into windows of that many tokens, the windows are
-    dealt out to the folds in an order drawn once for all folds, and sizes differ by one window at most.
+    A fold is one contiguous block; block sizes differ by at most one token. With `window` the text is cut into windows
+    of that many tokens instead, and each fold gets a random part of them, the same for every run; sizes differ by at
+    most one window.
     """
     if window is not None:
         assert fold is not None
@@ -38,6 +39,6 @@ def split(n_tokens: int, folds: int, fold: int | None, window: int | None = None
 
 
 def runs_of(chosen: np.ndarray, window: int, n_tokens: int) -> Ranges:
-    """Token ranges of the chosen windows, neighbours joined."""
-    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)) * window  # starts and ends by turns
+    """Token ranges of the chosen windows, with neighbours joined."""
+    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)) * window  # start, end, start, end, …
     return tuple((start, min(end, n_tokens)) for start, end in edges.reshape(-1, 2).tolist())

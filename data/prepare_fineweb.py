@@ -1,12 +1,10 @@
-"""FineWeb, or any data set with a column of text, as token shards: python data/prepare_fineweb.py max_tokens=1000000000
+"""Turn FineWeb, or any data set with a text column, into shards: python data/prepare_fineweb.py max_tokens=1000000000
 
-(configs/prepare_fineweb.yaml has every setting; data/shards.py says what is written.) The result is a function of the
-settings and the data set, whatever the workers, and however often the program is killed: progress.json says how much
-of each file counts. The same command goes on from there.
+configs/prepare_fineweb.yaml lists the settings, data/shards.py describes the files. The result depends on the settings
+and the data set only. A killed preparation continues with the same command: progress.json says how much is done.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -15,17 +13,17 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from core.cli import run_app
-from core.files import cache_folder
+from core.files import FileLock, cache_folder, read_json, write_atomic
 from core.schema import ConfigError, require, show
 from data.corpora import expand, one_line, probe_hub
 from data.options import PrepareFineWebConfig
@@ -34,135 +32,156 @@ from data.tokenizer import BPETokenizer, Tokenizer, build_tokenizer, from_dict, 
 
 SAVE_SECONDS = 5.0
 PRINT_SECONDS = 30.0
-BATCH_CHARS, BATCH_DOCUMENTS = 2**20, 1024  # of text, that a worker gets at a time
+BATCH_CHARS, BATCH_DOCUMENTS = 2**20, 1024  # a worker's task ends at the first limit that it reaches
 
-Batch = tuple[np.ndarray, list[int], list[int], list[bool]]  # tokens, and of each document: tokens, bytes, held out?
+
+class Batch(NamedTuple):
+    """The tokens of some documents, joined, and for each document: tokens, UTF-8 bytes, whether it is held out."""
+
+    tokens: np.ndarray
+    lengths: list[int]
+    n_bytes: list[int]
+    held_out: list[bool]
 
 
 def prepare(config: PrepareFineWebConfig) -> int:
     out = cache_folder() / "fineweb" if config.out is None else expand(config.out)
-    if config.verify:  # whatever settings they were made with
+    if config.verify:  # whatever settings the shards were made with
         require((out / INDEX).exists(), f"verify=true: {out} holds no finished shards")
         verify(out)
-        return finished(out, " and intact")
+        return report_finished(out, " and intact")
     dataset = expand(config.dataset).resolve()
     require(dataset not in [out.resolve(), *out.resolve().parents], f"out={out} must not lie in dataset={dataset}")
     check_usable(out, config)
     if (out / INDEX).exists():
-        return finished(out)
-    begun: dict[str, Any] = {}
-    with contextlib.suppress(FileNotFoundError):
-        begun = json.loads((out / PROGRESS).read_bytes())["source"]
-    documents = Documents(config, begun)
+        return report_finished(out)
+    documents = Documents(config, begun=read_json(out / PROGRESS).get("source", {}))
     tokenizer = load_tokenizer(out, config, documents)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = os.open(out / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with this process, however it dies
-    except BlockingIOError as error:
-        raise ConfigError(f"out={out} is in use by another process") from error
+        lock = FileLock(out / "lock", timeout=0)
     except OSError as error:
         raise ConfigError(f"out={out} cannot be written: {error.strerror}") from error
-    try:
-        check_usable(out, config)  # again, now that no other process writes: one may have come to its end
+    with lock:
+        require(lock.held, f"out={out} is in use by another process")
+        check_usable(out, config)  # again: another process may have written before this one had the lock
         if (out / INDEX).exists():
-            return finished(out)
+            return report_finished(out)
         return write_shards(out, config, documents, tokenizer)
-    finally:
-        os.close(lock)
 
 
 def check_usable(out: Path, config: PrepareFineWebConfig) -> None:
-    """Raise ConfigError for a folder that is somebody else's, or was begun with other settings."""
+    """Raise ConfigError for a folder with other files, or one that was begun with other settings."""
     try:
-        held = set(os.listdir(out)) if out.exists() else set()
-        state = json.loads((out / (INDEX if INDEX in held else PROGRESS)).read_bytes()) if held else {}
-        begun = state.get("settings", {}) if isinstance(state, dict) else {}
+        names = set(os.listdir(out)) if out.exists() else set()
+        if not names:
+            return
+        state = json.loads((out / (INDEX if INDEX in names else PROGRESS)).read_bytes())
     except FileNotFoundError:
-        require(held <= {"lock", f"{PROGRESS}.tmp"}, f"out={out} is neither empty nor a folder of token shards")
+        require(names <= {"lock", f"{PROGRESS}.tmp"}, f"out={out} is neither empty nor a folder of token shards")
         return
     except OSError as error:
         raise ConfigError(f"out={out} cannot be used: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"out={out} holds a damaged {PROGRESS} or {INDEX}: remove the folder") from error
+    state = state if isinstance(state, dict) else {}
+    require(
+        INDEX in names or isinstance(state.get("source"), dict),
+        f"out={out} holds a {PROGRESS} that does not say of which files: remove the folder",
+    )
+    begun = state.get("settings", {})
     changes = [
         f"{key} {show(begun.get(key))} -> {show(value)}"
         for key, value in config.settings.items()
-        if held and begun.get(key) != value
+        if begun.get(key) != value
     ]
-    whole = not held or INDEX in held or isinstance(state.get("source"), dict)
-    require(whole, f"out={out} holds a {PROGRESS} that does not say of which files: remove the folder")
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
 
 
-def finished(out: Path, intact: str = "") -> int:
+def report_finished(out: Path, intact: str = "") -> int:
     clean_up(out)
-    print(f"{out} is complete{intact}: {summary(json.loads((out / INDEX).read_bytes()))}")
+    print(f"{out} is complete{intact}: {summary(read_json(out / INDEX))}")
     return 0
 
 
 def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents", tokenizer: Tokenizer) -> int:
-    state: dict[str, Any] = {"settings": config.settings, "source": documents.source}
-    state |= {"documents": 0, "stream": None, "finished": False}
-    state |= {split: {"shards": [], "tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
-    if (out / PROGRESS).exists():
-        state = json.loads((out / PROGRESS).read_bytes())
-        require(
-            state["source"] == documents.source,
-            f"dataset={config.dataset} is not what {out} was begun on: its files have changed; use another folder",
-        )
-    else:
-        save_json(out / PROGRESS, state)
+    state = load_progress(out, config, documents)
     if not (out / TOKENIZER).exists():
-        save_json(out / TOKENIZER, tokenizer.to_dict())
+        write_json(out / TOKENIZER, tokenizer.to_dict())
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     writers = {split: ShardWriter(out, split, dtype, config.shard_tokens, state[split]) for split in SPLITS}
-    n_tokens = sum(writer.total("tokens") for writer in writers.values())
-    if state["documents"]:
-        print(f"{out}: goes on after {state['documents']:,} documents, {n_tokens:,} tokens")
-
-    def save() -> None:
-        for split, writer in writers.items():
-            state[split] = writer.flushed_state()
-        save_json(out / PROGRESS, state)
-
-    saved = printed = time.monotonic()
-    bar = tqdm(total=config.max_tokens, initial=n_tokens, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True)
-    with bar, contextlib.closing(tokenised(documents, state, tokenizer, config)) as batches:
-        for (tokens, lengths, sizes, held_out), stream in batches:
-            at, before = 0, n_tokens
-            for length, size, is_val in zip(lengths, sizes, held_out, strict=True):
-                writers["val" if is_val else "train"].add(tokens[at : at + length], size)
-                at += length
-                n_tokens += length
-                state["documents"] += 1
-                if config.max_tokens is not None and n_tokens >= config.max_tokens:
-                    state["finished"] = True
-                    break
-            state["stream"] = stream
-            bar.update(n_tokens - before)
-            if time.monotonic() - saved > SAVE_SECONDS:  # here every file and `stream` are at the same document
-                save()
-                saved = time.monotonic()
-            if bar.disable and time.monotonic() - printed > PRINT_SECONDS:
-                print(f"{state['documents']:,} documents, {n_tokens:,} tokens", flush=True)
-                printed = time.monotonic()
-            if state["finished"]:
-                break
-    state["finished"] = True
-    save()
+    with contextlib.closing(tokenised(documents, state, tokenizer, config)) as batches:
+        write_documents(out, config.max_tokens, state, writers, batches)
     index: dict[str, Any] = {
         "format": FORMAT, "settings": config.settings, "source": documents.source, "dtype": dtype.name,
         "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer_sha256(tokenizer),
     }  # fmt: skip
     index |= {split: writer.finish() for split, writer in writers.items()}
-    save_json(out / INDEX, index)
+    write_json(out / INDEX, index)
     clean_up(out)
     print(f"{out}: {summary(index)}")
     for split in SPLITS:
         if index[split]["tokens"] < 2:
             print(f"warning: {split} is empty: data=fineweb refuses these shards; change val_fraction= or max_tokens=")
     return 0
+
+
+def load_progress(out: Path, config: PrepareFineWebConfig, documents: "Documents") -> dict[str, Any]:
+    """The content of progress.json, which is written where there is none.
+
+    stream: the position of the data set after `documents` documents. finished: no document is left to write.
+    """
+    state = read_json(out / PROGRESS)
+    if state:
+        require(
+            state["source"] == documents.source,
+            f"dataset={config.dataset} is not what {out} was begun on: its files have changed; use another folder",
+        )
+        return state
+    state = {"settings": config.settings, "source": documents.source, "documents": 0, "stream": None, "finished": False}
+    state |= {split: {"shards": [], "tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
+    write_json(out / PROGRESS, state)
+    return state
+
+
+def save_progress(out: Path, state: dict[str, Any], writers: dict[str, "ShardWriter"]) -> None:
+    state |= {split: writer.flushed_state() for split, writer in writers.items()}
+    write_json(out / PROGRESS, state)
+
+
+def write_documents(
+    out: Path,
+    max_tokens: int | None,
+    state: dict[str, Any],
+    writers: dict[str, "ShardWriter"],
+    batches: Iterable[tuple[Batch, dict[str, Any]]],
+) -> None:
+    """Write the documents up to the one that reaches `max_tokens`, and save the progress now and then."""
+    n_tokens = sum(writer.total("tokens") for writer in writers.values())
+    if state["documents"]:
+        print(f"{out}: continues after {state['documents']:,} documents, {n_tokens:,} tokens")
+    saved = printed = time.monotonic()
+    with tqdm(total=max_tokens, initial=n_tokens, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True) as bar:
+        for batch, stream in batches:
+            documents = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
+            for tokens, n_bytes, held_out in zip(documents, batch.n_bytes, batch.held_out, strict=True):
+                writers["val" if held_out else "train"].add(tokens, n_bytes)
+                n_tokens += len(tokens)
+                state["documents"] += 1
+                if max_tokens is not None and n_tokens >= max_tokens:
+                    state["finished"] = True
+                    break
+            state["stream"] = stream
+            bar.update(n_tokens - bar.n)
+            if state["finished"]:
+                break
+            if time.monotonic() - saved > SAVE_SECONDS:  # now all files and `stream` are at the same document
+                save_progress(out, state, writers)
+                saved = time.monotonic()
+            if bar.disable and time.monotonic() - printed > PRINT_SECONDS:
+                print(f"{state['documents']:,} documents, {n_tokens:,} tokens", flush=True)
+                printed = time.monotonic()
+    state["finished"] = True
+    save_progress(out, state, writers)
 
 
 def summary(index: dict[str, Any]) -> str:
@@ -174,23 +193,13 @@ def summary(index: dict[str, Any]) -> str:
 
 
 def clean_up(out: Path) -> None:
-    """What is of no use once the index is there."""
+    """Remove the files that only an unfinished preparation needs."""
     for file in (out / PROGRESS, *out.glob("*.offsets"), *out.glob("*.tmp")):
         file.unlink(missing_ok=True)
 
 
-def save_json(file: Path, content: dict[str, Any]) -> None:
-    save_bytes(file, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def save_bytes(file: Path, content: bytes) -> None:
-    """Whole or not at all; the lock sees to it that there is one writer."""
-    temporary = file.with_name(f"{file.name}.tmp")
-    with open(temporary, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    write_atomic(file, (json.dumps(content, indent=1) + "\n").encode())
 
 
 # -----------------------------------------------------------------------------
@@ -198,16 +207,17 @@ def save_bytes(file: Path, content: bytes) -> None:
 
 
 class Documents:
-    """The texts of a data set in its own order, streamed; and where in it the last one was.
+    """The texts of a data set, streamed in its own order.
 
-    source: which data set that is, {"revision": …} of the Hub's, that of `begun` where there is one, or the files of a
-    folder. Raises: ConfigError when the data set cannot be had, or its first row has no such text.
+    source: identifies the data set, by {"revision": …} on the Hub, or by the files of a folder. `begun` is the source
+    of the preparation that continues: its revision is used again.
+    Raises: ConfigError where the data set cannot be loaded, or its first row has no such text.
     """
 
     def __init__(self, config: PrepareFineWebConfig, begun: dict[str, Any]) -> None:
         self.config = config
-        place, name = expand(config.dataset), config.settings["name"]
-        if not place.is_dir():
+        folder, name = expand(config.dataset), config.settings["name"]
+        if not folder.is_dir():
             problem = probe_hub(config.dataset, None)
             require(
                 problem is None,
@@ -220,15 +230,15 @@ class Documents:
 
             datasets.disable_progress_bars()
             self.source: dict[str, Any]
-            if place.is_dir():
-                path, revision, self.source = str(place), None, source_of(place)
+            if folder.is_dir():
+                path, revision, self.source = str(folder), None, source_of(folder)
             else:
                 path, revision = config.dataset, begun.get("revision")
                 revision = revision or HfApi().dataset_info(config.dataset, expand=["sha"], timeout=10).sha
                 self.source = {"revision": revision}
             self.rows = datasets.load_dataset(path, name, split=config.split, streaming=True, revision=revision)
             first = next(iter(self.rows.take(1)), None)
-        except Exception as error:  # datasets, its network stack and pyarrow share no base class
+        except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
             raise ConfigError(
                 f"dataset={config.dataset} name={show(name)} split={config.split} cannot be loaded: {one_line(error)}"
             ) from error
@@ -240,7 +250,7 @@ class Documents:
         self.rows = self.rows.select_columns([config.column])
 
     def batches(self, stream: dict[str, Any] | None) -> Iterator[tuple[list[str], dict[str, Any]]]:
-        """Texts after `stream`, and where they end; a row without a text is left out."""
+        """Some texts at a time, and the position after them. Begins at the position `stream`; skips empty rows."""
         if stream is not None:
             self.rows.load_state_dict(stream)
         texts: list[str] = []
@@ -262,7 +272,7 @@ class Documents:
 
 
 def source_of(folder: Path) -> dict[str, Any]:
-    """The files of a folder by name and size, but for hidden ones: what a position in a stream of them refers to."""
+    """The names and sizes of a folder's files, without hidden ones. A position in the stream refers to these files."""
     found = {file.relative_to(folder): file for file in folder.rglob("*") if file.is_file()}
     hidden = {name for name in found if any(part.startswith(".") for part in name.parts)}
     sizes = sorted((str(name), file.stat().st_size) for name, file in found.items() if name not in hidden)
@@ -270,7 +280,7 @@ def source_of(folder: Path) -> dict[str, Any]:
 
 
 def is_held_out(text: bytes, fraction: float) -> bool:
-    """By a hash of the text: copies of a document are on the same side."""
+    """By a hash of the text, so that all copies of a document are in the same split."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) < fraction * 2**64
 
 
@@ -286,7 +296,7 @@ def load_tokenizer(out: Path, config: PrepareFineWebConfig, documents: Documents
 
 
 def learn(config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
-    """A BPE of the first training documents: nothing is learnt from held-out ones."""
+    """A BPE tokenizer learnt from the first training documents, none of them held out."""
     settings, learnt_from, size = config.settings, [], 0
     for texts, _ in documents.batches(None):
         for text in texts:
@@ -302,7 +312,7 @@ def learn(config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
 
 
 # -----------------------------------------------------------------------------
-# Tokens, by many processes, in the order of the documents
+# Tokens: many processes encode, in the order of the documents
 
 
 def tokenised(
@@ -331,11 +341,11 @@ def tokenised(
         pool.shutdown(cancel_futures=True)
 
 
-worker: dict[str, Any] = {}  # of a worker process: its tokenizer and the held-out fraction
+worker: dict[str, Any] = {}  # the tokenizer and the held-out fraction, in a worker process
 
 
 def start_worker(tokenizer: dict[str, Any], val_fraction: float) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=die_with_parent, daemon=True).start()
     worker.update(tokenizer=from_dict(tokenizer), val_fraction=val_fraction)
 
@@ -353,7 +363,7 @@ def encode(texts: list[str]) -> Batch:
     end = np.array([tokenizer.separator], dtype=token_dtype(tokenizer.vocab_size))
     tokens = [np.concatenate([tokenizer.encode(text), end]) for text in texts]
     held_out = [is_held_out(text, worker["val_fraction"]) for text in raw]
-    return np.concatenate(tokens), [len(part) for part in tokens], [len(text) for text in raw], held_out
+    return Batch(np.concatenate(tokens), [len(part) for part in tokens], [len(text) for text in raw], held_out)
 
 
 # -----------------------------------------------------------------------------
@@ -361,72 +371,74 @@ def encode(texts: list[str]) -> Batch:
 
 
 class ShardWriter:
-    """The shards of one split. Its state says which are complete and how much of the open one counts: what else is
-    on the disk was written after the state was saved: it is cut off, and the same is written again."""
+    """The shards of one split. `state` lists the complete ones and says how much of the current one is valid.
+
+    Bytes beyond that were written after the state was saved. They are cut off, and the same documents written again.
+    """
 
     def __init__(self, out: Path, split: str, dtype: np.dtype, limit: int, state: dict[str, Any]) -> None:
         self.out, self.split, self.dtype, self.limit = out, split, dtype, limit
         self.shards: list[dict[str, Any]] = list(state["shards"])
-        self.open: dict[str, int] = {key: state[key] for key in ("tokens", "documents", "bytes")}
+        self.current: dict[str, int] = {key: state[key] for key in ("tokens", "documents", "bytes")}
         self.files: tuple[BinaryIO, BinaryIO] | None = None
-        if self.open["tokens"]:
+        if self.current["tokens"]:
             self.reopen()
 
     def path(self, number: int, kind: str) -> Path:
         return self.out / f"{self.split}_{number:06d}.{kind}"
 
     def total(self, key: str) -> int:
-        return self.open[key] + sum(shard[key] for shard in self.shards)
+        return self.current[key] + sum(shard[key] for shard in self.shards)
 
     def add(self, tokens: np.ndarray, n_bytes: int) -> None:
-        """A document with its separator."""
-        if self.open["tokens"] and self.open["tokens"] + len(tokens) > self.limit:
+        """Append a document, whose last token is the separator."""
+        if self.current["tokens"] and self.current["tokens"] + len(tokens) > self.limit:
             self.close()
         if self.files is None:
             self.reopen()
         assert self.files is not None
         self.files[0].write(tokens.astype(self.dtype).tobytes())
-        self.files[1].write(self.open["tokens"].to_bytes(8, "little"))
-        self.open["tokens"] += len(tokens)
-        self.open["documents"] += 1
-        self.open["bytes"] += n_bytes
+        self.files[1].write(self.current["tokens"].to_bytes(8, "little"))
+        self.current["tokens"] += len(tokens)
+        self.current["documents"] += 1
+        self.current["bytes"] += n_bytes
 
     def reopen(self) -> None:
         number = len(self.shards)
         self.files = (
-            open_at(self.path(number, "bin"), self.open["tokens"] * self.dtype.itemsize),
-            open_at(self.path(number, "offsets"), 8 * self.open["documents"]),
+            open_at(self.path(number, "bin"), self.current["tokens"] * self.dtype.itemsize),
+            open_at(self.path(number, "offsets"), 8 * self.current["documents"]),
         )
 
     def flushed_state(self) -> dict[str, Any]:
         for file in self.files or ():
             file.flush()
             os.fsync(file.fileno())
-        return {"shards": self.shards, **self.open}
+        return {"shards": self.shards, **self.current}
 
     def close(self) -> None:
-        """Complete the open shard."""
+        """Complete the current shard."""
         self.flushed_state()
         for stream in self.files or ():
             stream.close()
         file = self.path(len(self.shards), "bin")
-        self.shards.append({"file": file.name, **self.open, "sha256": file_sha256(file)})
-        self.open, self.files = dict.fromkeys(self.open, 0), None
+        self.shards.append({"file": file.name, **self.current, "sha256": file_sha256(file)})
+        self.current, self.files = dict.fromkeys(self.current, 0), None
 
     def finish(self) -> dict[str, Any]:
-        """Complete the last shard and write where the documents begin. Returns the split's part of the index."""
-        if self.open["tokens"]:
+        """Complete the last shard and write the offsets of the documents. Returns the split's part of the index."""
+        if self.current["tokens"]:
             self.close()
         for number, shard in enumerate(self.shards):
             offsets = np.fromfile(self.path(number, "offsets"), dtype="<u8").tolist()
             file = self.path(number, "json")
-            save_bytes(file, json.dumps({"offsets": offsets}).encode())
+            write_atomic(file, json.dumps({"offsets": offsets}).encode())
             shard |= {"offsets": file.name, "offsets_sha256": file_sha256(file)}
-        return {**{key: self.total(key) for key in self.open}, "shards": self.shards}
+        return {**{key: self.total(key) for key in self.current}, "shards": self.shards}
 
 
 def open_at(file: Path, length: int) -> BinaryIO:
-    """The file, cut to `length` bytes, to be written on."""
+    """The file, truncated to `length` bytes and open for appending."""
     with contextlib.suppress(FileExistsError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o666))
     stream = open(file, "r+b")  # noqa: SIM115 (ShardWriter closes it)

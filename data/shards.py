@@ -1,10 +1,10 @@
 """Token shards on disk, as data/prepare_fineweb.py writes them: a corpus that is larger than memory.
 
-index.json            settings, counts and, for each shard, tokens, documents, bytes of text, SHA-256 of both its files
+index.json            settings, totals, and for each shard: tokens, documents, bytes of text, SHA-256 of both files
 train_000000.bin, …   token ids, uint16 or uint32 as index.json says; each document ends with the separator
-train_000000.json     {"offsets": [where each document begins]}
-val_000000.bin, …     the documents that are held out, alike
-tokenizer.json        the tokenizer, whose SHA-256 is in the index too
+train_000000.json     {"offsets": [the first token of each document]}
+val_000000.bin, …     the same for the held-out documents
+tokenizer.json        the tokenizer; index.json has its SHA-256
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from core.files import read_json
 from core.schema import ConfigError, require, show
 from data.corpora import data_folders, expand, read_bytes
 from data.options import FineWebOptions, PrepareFineWebConfig
@@ -28,10 +29,10 @@ SPLITS = ("train", "val")
 
 
 class Shards:
-    """Memory-mapped arrays, one after the other, as one sequence: `shards[a:b]` is a copy of its tokens a to b."""
+    """Memory-mapped arrays as one sequence: `shards[a:b]` has the tokens a to b - 1 of all arrays joined."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self.arrays = [np.asarray(array) for array in arrays]  # a view without np.memmap's overhead a slice
+        self.arrays = [np.asarray(array) for array in arrays]  # slices of a plain view are cheaper than np.memmap's
         self.ends = np.cumsum([len(array) for array in arrays])
 
     def __len__(self) -> int:
@@ -53,10 +54,10 @@ Tokens = np.ndarray | Shards
 
 
 def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
-    """SHA-256 of the index, the tokenizer, all tokens, and how many of them are for training; these come first.
+    """SHA-256 of the index, the tokenizer, all tokens, and the number of training tokens, which come first.
 
-    Raises: ConfigError when the shards are absent, unfinished, or not those of their index. Sizes are compared here;
-    `python data/prepare_fineweb.py verify=true` reads every byte.
+    Raises: ConfigError where the shards are absent, unfinished, or differ in size from their index.
+    `python data/prepare_fineweb.py verify=true` compares every byte.
     """
     folder = find_shards(config)
     raw = read_bytes(folder / INDEX, str(folder / INDEX))
@@ -92,26 +93,24 @@ def find_shards(config: FineWebOptions) -> Path:
 
 
 def command_that_began(folder: Path) -> str:
-    """By the settings in progress.json; a damaged one has none."""
-    try:
-        settings = json.loads((folder / PROGRESS).read_bytes())["settings"].items()
-    except (ValueError, KeyError, TypeError, AttributeError):
-        settings = ()
-    plain = PrepareFineWebConfig().settings
-    return prepare_command(folder, [f"{key}={show(value)}" for key, value in settings if value != plain.get(key)])
+    """The command with the settings of progress.json that are not the defaults. A damaged file has none."""
+    settings, defaults = read_json(folder / PROGRESS).get("settings"), PrepareFineWebConfig().settings
+    settings = settings if isinstance(settings, dict) else {}
+    changed = [f"{key}={show(value)}" for key, value in settings.items() if value != defaults.get(key)]
+    return prepare_command(folder, changed)
 
 
-def prepare_command(out: Path, words: list[str]) -> str:
-    return shlex.join(["python", "data/prepare_fineweb.py", f"out={out}", *words])
+def prepare_command(out: Path, overrides: list[str]) -> str:
+    return shlex.join(["python", "data/prepare_fineweb.py", f"out={out}", *overrides])
 
 
 def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
     try:
         index = json.loads(raw)
-        form = index["format"]
+        found = index["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / INDEX} is not an index of token shards") from error
-    require(form == FORMAT, f"{folder / INDEX} has format {form}, not {FORMAT}")
+    require(found == FORMAT, f"{folder / INDEX} has format {found}, not {FORMAT}")
     return index
 
 

@@ -1,5 +1,7 @@
-"""Text <-> token ids. A tokenizer of your own is one class and one entry in TOKENIZERS, and its name in the check() of
-training/config.py's FoldedTextOptions."""
+"""Text <-> token ids.
+
+To add a tokenizer: a class, its entry in TOKENIZERS, and its name in FoldedTextOptions.check() of data/options.py.
+"""
 
 import functools
 import hashlib
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """pieces: the UTF-8 bytes that each token stands for. separator: the token between two documents, or None; it is
-    the last one, and no part of any text."""
+    """pieces: the UTF-8 bytes of each token. separator: the token that ends a document, the last of the vocabulary, or
+    None; encode() never returns it."""
 
     vocab_size: int
     pieces: list[bytes]
@@ -38,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One token a character; the vocabulary is the sorted set of the characters of the whole corpus."""
+    """One token per character. The vocabulary is the sorted set of the characters of the whole corpus."""
 
     separator: int | None = None
 
@@ -48,7 +50,7 @@ class CharTokenizer:
         self.pieces = [char.encode(errors="surrogatepass") for char in chars]
         self.dtype = token_dtype(self.vocab_size)
         points = code_points(chars)
-        self.table = np.full(points.max(initial=0) + 2, -1, dtype=np.int32)  # code point -> token; the last: none
+        self.table = np.full(points.max(initial=0) + 2, -1, dtype=np.int32)  # code point -> token, or -1
         self.table[points] = np.arange(self.vocab_size)
 
     @classmethod
@@ -78,7 +80,7 @@ class CharTokenizer:
 
 
 class NoText:
-    """vocab_size tokens that stand for no text: data=random."""
+    """vocab_size tokens without a text: data=random."""
 
     separator: int | None = None
 
@@ -108,7 +110,7 @@ class NoText:
 
 
 class ByteTokenizer:
-    """One token a UTF-8 byte. A sequence of tokens need not be text: `decode` puts U+FFFD where it is not."""
+    """One token per UTF-8 byte. `decode` replaces bytes that are not UTF-8 by U+FFFD."""
 
     vocab_size = 256
     pieces = [bytes([byte]) for byte in range(256)]
@@ -130,14 +132,14 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return bytes(map(int, tokens)).decode(errors="replace")  # bytes(array) would read an array's raw memory
+        return bytes(map(int, tokens)).decode(errors="replace")  # bytes(array) would copy the array's raw memory
 
 
 class BPETokenizer:
-    """Byte-level BPE: GPT-2's pre-tokens, each merged into ever longer tokens, those with the smallest id first.
+    """Byte-level BPE: each of GPT-2's pre-tokens is merged into longer tokens, smallest token id first.
 
-    The first 256 tokens are the bytes, in GPT-2's order. `learnt`: the bytes of all tokens but the separator.
-    The `tokenizers` library learns them; `tiktoken`, several times faster, encodes.
+    learnt: the bytes of all tokens but the separator; the first 256 are the single bytes, in GPT-2's order.
+    The `tokenizers` library learns them. `tiktoken` encodes: it is several times faster.
     """
 
     name = "bpe"
@@ -152,7 +154,7 @@ class BPETokenizer:
 
     @classmethod
     def build(cls, text: str, vocab_size: int | None = None) -> Self:
-        """Learn `vocab_size` tokens from the text. Raises: ConfigError when the text is too short for so many."""
+        """Learn `vocab_size` tokens from the text. Raises: ConfigError where the text is too short for so many."""
         assert vocab_size is not None
         return cls(learn_bpe([text], vocab_size))
 
@@ -165,19 +167,19 @@ class BPETokenizer:
         return {"name": self.name, "separator": self.separator is not None, "tokens": tokens}
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of the text; what looks like a separator in it is text."""
+        """Token ids of the text. A "<|endoftext|>" in it is encoded as ordinary text."""
         try:
             text.encode()
-        except UnicodeEncodeError:  # a command line that is not UTF-8 arrives as lone surrogates
+        except UnicodeEncodeError:  # bytes of the command line that are not UTF-8 arrive as lone surrogates
             text = text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
         encode = functools.partial(self.encoder.encode_to_numpy, disallowed_special=())
-        if len(text) <= PART:
+        if len(text) <= PART_CHARS:
             return np.asarray(encode(text), dtype=self.dtype)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             return np.concatenate([np.asarray(part, dtype=self.dtype) for part in threads.map(encode, parts(text))])
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text, with U+FFFD for bytes that are none."""
+        """The text, with U+FFFD for bytes that are not UTF-8."""
         return b"".join(self.pieces[token] for token in tokens).decode(errors="replace")
 
     @functools.cached_property
@@ -189,23 +191,23 @@ class BPETokenizer:
 
 
 class GPT2Tokenizer(BPETokenizer):
-    """GPT-2's own tokens, as `tiktoken` fetches and keeps them. Saved with a run, they need no network again."""
+    """GPT-2's own tokens, which `tiktoken` downloads and caches. A checkpoint holds them, so sampling needs neither."""
 
     name = "gpt2"
 
     @classmethod
     def build(cls, text: str, vocab_size: int | None = None) -> Self:
-        """Raises: ConfigError when neither tiktoken's cache nor the network has the vocabulary."""
+        """Raises: ConfigError where neither tiktoken's cache nor the network has the vocabulary."""
         return cls(fetch_gpt2(), has_separator=True)
 
 
 SEPARATOR = "<|endoftext|>"
-PRE_TOKENS = (  # GPT-2's, as tiktoken writes them
+PRE_TOKENS = (  # the pattern of GPT-2's pre-tokens, as tiktoken writes it
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 )
-PART = 2**19  # characters that are encoded at a time
+PART_CHARS = 2**19  # a thread encodes about this many characters at a time
 
-# GPT-2 writes a byte as a printable character: itself, or one from U+0100 on.
+# GPT-2's files write each byte as a printable character: itself, or one from U+0100 on.
 PLAIN = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
 OTHER = [byte for byte in range(256) if byte not in PLAIN]
 BYTES = [bytes([byte]) for byte in (*PLAIN, *OTHER)]  # in the order of GPT-2's first 256 tokens
@@ -222,11 +224,11 @@ def printable_to_bytes(token: str) -> bytes:
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
-    """The tokens of a byte-level BPE, the 256 bytes first; a function of the joined texts, whatever the threads.
+    """The tokens of a byte-level BPE, the 256 bytes first. They depend on the texts only, not on the threads.
 
-    Raises: ConfigError when the texts hold less than vocab_size of them.
+    Raises: ConfigError where the texts have fewer than vocab_size tokens.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, it warns wherever a process forks later
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, the library warns if the process forks later
     from tokenizers import Tokenizer as Learner
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -246,19 +248,20 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
 
 
 def parts(text: str) -> Iterator[str]:
-    """The text in parts of about PART characters. A part begins where a pre-token does, whatever comes before: with
-    white space after something else, or with the last white space of several. So the tokens of the parts are those of
-    the text. And no white space that something follows is longer than a part: of a million spaces before a word the
-    pattern would have to try every one."""
+    """The text in parts of about PART_CHARS characters, whose tokens are those of the whole text.
+
+    A part begins at a sure start of a pre-token: at white space after another character, or at the last of several
+    white spaces. The second also splits a long run of spaces before a word, on which tiktoken's pattern gives up.
+    """
     start = 0
     while start < len(text):
-        cut = CUT.search(text, start + PART)
+        cut = CUT.search(text, start + PART_CHARS)
         end = len(text) if cut is None else cut.start()
         yield text[start:end]
         start = end
 
 
-SPACE = r"[^\S\x1c-\x1f]"  # to Python these four are white space as well
+SPACE = r"[^\S\x1c-\x1f]"  # without the four characters that only Python counts as white space
 CUT = re.compile(rf"(?<=\S)[ \n]|(?<={SPACE}){SPACE}(?=\S)")
 
 # -----------------------------------------------------------------------------
@@ -266,14 +269,14 @@ CUT = re.compile(rf"(?<=\S)[ \n]|(?<={SPACE}){SPACE}(?=\S)")
 
 GPT2_FILES = [
     f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
-]  # as tiktoken_ext.openai_public has them
+]  # the same as in tiktoken_ext.openai_public
 
 
 def fetch_gpt2() -> list[bytes]:
     import tiktoken
 
     if not all(os.path.exists(file) for file in tiktoken_cache(GPT2_FILES)):
-        import requests  # with which tiktoken waits without end
+        import requests  # tiktoken uses it without a timeout
 
         problem = probe(lambda: requests.head(GPT2_FILES[0], timeout=PROBE_SECONDS).raise_for_status())
         require(
@@ -289,7 +292,7 @@ def fetch_gpt2() -> list[bytes]:
 
 
 def tiktoken_cache(urls: list[str]) -> list[str]:
-    """Where tiktoken keeps what it downloads."""
+    """The files in which tiktoken caches these downloads."""
     default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)
     return [os.path.join(folder, hashlib.sha1(url.encode()).hexdigest()) for url in urls]
@@ -299,7 +302,7 @@ def tiktoken_cache(urls: list[str]) -> list[str]:
 
 
 def code_points(text: str) -> np.ndarray:
-    # surrogatepass: a command line that is not UTF-8 arrives as lone surrogates
+    # surrogatepass: bytes of the command line that are not UTF-8 arrive as lone surrogates
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")  # (len(text),)
 
 
@@ -316,11 +319,10 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {
 
 
 def build_tokenizer(name: str, text: str, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer `data.tokenizer=name` for the corpus `text`; vocab_size: of bpe.
+    """The tokenizer `data.tokenizer=name` for the corpus `text`. vocab_size is for bpe only.
 
-    It is learnt from the whole text, the held-out part included, as nanoGPT's characters are: which characters or
-    merges there are is all that it can tell of that part, and every fold and seed has the same tokens, so that their
-    losses compare. Folds are counted in tokens: there are none before there is a tokenizer.
+    It is learnt from the whole text, held-out part included, as nanoGPT's vocabulary is. So every fold and seed has the
+    same tokens and their losses compare. All that leaks of the held-out part is which characters or merges exist.
     """
     return TOKENIZERS[name].build(text, vocab_size)
 
@@ -337,7 +339,7 @@ def tokenizer_sha256(tokenizer: Tokenizer) -> str:
 
 
 def text_size(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and characters of each token, (V,) each. A character is counted where it begins."""
+    """Bytes and characters of each token, (V,) each. A character counts in the token that holds its first byte."""
     pieces = [b"" if token == tokenizer.separator else piece for token, piece in enumerate(tokenizer.pieces)]
     n_chars = [sum(byte & 0xC0 != 0x80 for byte in piece) for piece in pieces]
     return np.array([len(piece) for piece in pieces]), np.array(n_chars)

@@ -1,12 +1,8 @@
-"""A corpus as tokens: `load_corpus(config.data, …)`. What takes long to make is kept in the cache."""
+"""A corpus as tokens: `load_corpus(config.data, …)`. BPE merges and the tokens of a text are cached."""
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,28 +10,27 @@ import numpy as np
 
 from core.files import cache_folder
 from core.schema import require
-from data.corpora import corpus_sha256, load_text, write_atomically
+from data.corpora import corpus_sha256, creating, load_text, write_cache
 from data.folds import Ranges, Split, split
 from data.options import CorpusOptions, FineWebOptions, RandomOptions
 from data.shards import Tokens, open_shards
 from data.tokenizer import NoText, Tokenizer, build_tokenizer, from_dict, text_size, token_dtype, tokenizer_sha256
 
-CHUNK = 2**20  # tokens that are counted at a time
+CHUNK = 2**20  # tokens whose bytes are counted at a time, to bound the memory
 
 
 class Corpus(NamedTuple):
-    sha256: str  # of the text or the shards' index: recorded with a run, so that runs on different texts are told apart
+    sha256: str  # of the text, or of the shards' index
     tokenizer: Tokenizer
     tokens: Tokens
     split: Split
 
 
 def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
-    """The tokens that `config` names, and which of them are held out.
+    """The tokens of a corpus, and which of them are held out.
 
-    saved: the state of a checkpoint. Merges that a run was begun with on the same text are taken from there, whatever
-    the library would learn today.
-    Raises: ConfigError of one line.
+    saved: the state of a checkpoint. A run that resumes on the same text keeps its BPE merges, even if a newer library
+    would learn others. Raises: ConfigError.
     """
     if isinstance(config, FineWebOptions):
         return load_fineweb(config)
@@ -66,7 +61,7 @@ def load_fineweb(config: FineWebOptions) -> Corpus:
 
 
 def random_tokens(config: RandomOptions) -> Corpus:
-    """Independent and uniform: on tokens that a model has not seen, its expected loss is at least ln vocab_size."""
+    """Independent uniform tokens. The expected loss on those that a model has not seen is at least ln vocab_size."""
     bits = np.random.Philox(key=config.seed)
     dtype = token_dtype(config.vocab_size)
     tokens = np.random.Generator(bits).integers(config.vocab_size, size=config.n_tokens, dtype=dtype)
@@ -77,7 +72,7 @@ def random_tokens(config: RandomOptions) -> Corpus:
 
 
 def size_of_text(tokenizer: Tokenizer, tokens: Tokens, ranges: Ranges) -> tuple[int, int]:
-    """Bytes and characters of the text that the tokens of `ranges` stand for."""
+    """(bytes, characters) of the text that the tokens of `ranges` stand for."""
     totals = np.zeros(2, dtype=np.int64)
     sizes = np.stack(text_size(tokenizer))  # (2, V)
     for start, end in ranges:
@@ -104,41 +99,22 @@ def encoded(text: str, sha256: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def cached(key: str, make: Callable[[], bytes]) -> np.ndarray:
-    """What `make` returns, as bytes, from the cache if it is there and intact: a file is a SHA-256 and the bytes."""
+    """The bytes of the cache file `key`, uint8; if it is absent or damaged, those of `make`, which are then cached."""
     path = cache_folder() / key
-    found = read_cached(path)
-    if found is not None:
+    if (found := read_cached(path)) is not None:
         return found
-    with one_at_a_time(path):
-        found = read_cached(path)  # another process may have made it meanwhile
-        if found is not None:
+    with creating(path):
+        if (found := read_cached(path)) is not None:  # another process has made it
             return found
         content = make()
-        try:
-            write_atomically(path, hashlib.sha256(content).digest() + content)
-        except OSError as error:  # a read-only home costs time, not the run
-            warnings.warn(f"{path} cannot be written, the next run computes it again: {error}", stacklevel=2)
+        write_cache(path, hashlib.sha256(content).digest() + content, "computes it again")
     return np.frombuffer(content, dtype=np.uint8)
 
 
 def read_cached(path: Path) -> np.ndarray | None:
+    """The content of a cache file, memory-mapped; None where it is absent or damaged. It begins with its SHA-256."""
     try:
         raw = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError):  # absent, or empty
         return None
     return raw[32:] if hashlib.sha256(raw[32:].data).digest() == raw[:32].tobytes() else None
-
-
-@contextlib.contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """Runs that start together do not all compute the same: the others wait for the first."""
-    lock = None
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)

@@ -1,4 +1,7 @@
-"""What a model does, measured without gradients and without drawing from the training generator."""
+"""Separate passes over a model that return numbers: attention heads, leaks from the future, memory of activations.
+
+Shapes: B batch, T positions, nh query heads, nkv key heads, hs channels a head, V vocabulary.
+"""
 
 import functools
 import math
@@ -11,29 +14,32 @@ from torch import Tensor, nn
 
 from model.gpt import GPT, LpNorm, QKNorm, causal_bias, visible_logits
 
-LEAK_TOLERANCE = 1e-4  # of future_leak: round-off, in bfloat16 too
+LEAK_TOLERANCE = 1e-4  # a smaller future_leak is round-off, also in bfloat16
 
 
 @torch.no_grad()
 def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
-    """What the attention heads do on the sequences idx (B, T), in evaluation mode.
+    """Values of every attention head on the sequences idx (B, T), in evaluation mode. Draws no random numbers.
 
-    Values a head: max_logit; entropy of the attention in nats and effective_keys, its exponential, both means over
-    the queries; q_norm and k_norm, mean 2-norms before the QK norm; with Lp QK-norm alpha (one a layer or a head), q_p
-    and k_p, and mean and spread of g = ||x||_2 / ||x||_p, which is what p changes beside the direction: q_g_mean,
-    q_g_std, k_g_mean, k_g_std. MLA's RoPE blocks, where they have norms of their own, are q_rope_norm, k_rope_p, …
-    Keys are attn/VALUE/layer_I/head_J; attn/VALUE is the maximum over layers and heads for max_logit, else the mean.
+    max_logit
+    entropy, effective_keys            of the attention weights in nats, and its exponential; means over the queries
+    q_norm, k_norm                     mean 2-norm before the QK norm
+    With the Lp norm:
+    alpha, q_p, k_p                    one per layer or per head
+    q_g_mean, q_g_std, k_g_mean, …     mean and standard deviation of g = ||x||_2 / ||x||_p
+    Where MLA normalises its RoPE channels on their own, they are the sides q_rope and k_rope.
+    Keys are attn/VALUE/layer_I/head_J. attn/VALUE is the mean over layers and heads; for max_logit the maximum.
     """
     tables: list[dict[str, Tensor]] = [{} for _ in model.attentions]
     hooks = []
     for attn, table in zip(model.attentions, tables, strict=True):
-        attn.probe = functools.partial(look_at_logits, table)
+        attn.probe = functools.partial(measure_logits, table)
         for side, norm in qk_norms(attn).items():
-            hooks.append(norm.register_forward_hook(functools.partial(look_at_vectors, table, side)))
+            hooks.append(norm.register_forward_hook(functools.partial(measure_vectors, table, side)))
     was_training = model.training
     model.eval()
     try:
-        model(idx, last_only=True)  # what is looked at comes before the logits
+        model(idx, last_only=True)  # all measurements are in the layers: one position's logits are enough
     finally:
         model.train(was_training)
         for hook in hooks:
@@ -55,12 +61,12 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
 
 
 def qk_norms(attn: nn.Module) -> dict[str, Any]:
-    """{"q": its norm, "k": …}, and in MLA's blockwise layout "q_rope" and "k_rope"."""
+    """The QK norms of a layer by side: "q" and "k", in MLA's blockwise layout also "q_rope" and "k_rope"."""
     return {name.removesuffix("_norm"): norm for name, norm in attn.named_children() if isinstance(norm, QKNorm)}
 
 
-def look_at_logits(table: dict[str, Tensor], q: Tensor, k: Tensor, scale: float) -> None:
-    """Logits and attention of q (B, nh, T, dk) on k (B, nkv, T, dk) -> values (nh,)."""
+def measure_logits(table: dict[str, Tensor], q: Tensor, k: Tensor, scale: float) -> None:
+    """Put the values (nh,) of the logits of q (B, nh, T, hs) and k (B, nkv, T, hs) into `table`."""
     B, nh, T, _ = q.shape
     largest = torch.full((nh,), -math.inf, device=q.device)
     entropy, keys = torch.zeros(2, nh, device=q.device)
@@ -73,8 +79,8 @@ def look_at_logits(table: dict[str, Tensor], q: Tensor, k: Tensor, scale: float)
     table |= {"max_logit": largest, "entropy": entropy, "effective_keys": keys}
 
 
-def look_at_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs: Any, output: Tensor) -> None:
-    """Vectors (B, n, T, hs) on their way into a QK norm -> values (n,), n query or key heads."""
+def measure_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs: Any, output: Tensor) -> None:
+    """A forward hook: put the values (n,) of a QK norm's input (B, n, T, hs) into `table`, n query or key heads."""
     x = inputs[0].float()
     length = torch.linalg.vector_norm(x, 2, -1)  # (B, n, T)
     table[f"{side}_norm"] = length.mean((0, 2))
@@ -84,8 +90,7 @@ def look_at_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
 
 
 def future_leak(model: nn.Module, idx: Tensor) -> float:
-    """How much of later tokens' influence reaches earlier positions of idx (B, T): 0 for a causal model, inf where it
-    is not finite."""
+    """The largest of future_leaks() at three positions of idx (B, T): 0 for a causal model, inf where not finite."""
     T = idx.size(1)
     if T == 1 or model.vocab_size == 1:
         return 0.0
@@ -93,49 +98,53 @@ def future_leak(model: nn.Module, idx: Tensor) -> float:
 
 
 def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dict[int, tuple[float, int | None]]:
-    """What changing the tokens of idx (B, T) from some t > 0 on does: t -> the largest change of a logit before t,
-    relative to the largest one from it on, and the first position before t where that is more than round-off.
+    """Whether the model sees the future: for each t of `positions` the tokens idx[:, t:] are changed. idx is (B, T).
 
-    Where the logits are never held whole, of the loss, and no position. In the mode that the model is in; dropout draws
-    the same masks each time.
+    Returns: t -> (the leak, the first position where it exceeds LEAK_TOLERANCE, or None). The leak is the largest
+    change of a logit before t, relative to the largest change from t on. A model that returns no logits is compared by
+    its loss, which gives no position. The model stays in its mode, and dropout draws the same masks each time.
     """
-
-    def outcome(idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:
-        """Logits (B, T, V) and the loss of the positions `part`."""
-        torch.manual_seed(0)
-        targets = torch.full_like(idx, -1)
-        targets[:, part] = idx[:, part]
-        logits, loss = model(idx, targets)
-        return None if logits is None else logits.detach(), loss.detach()
-
-    before = outcome(idx, slice(None))[0]
+    original = forward(model, idx, slice(None))[0]
     leaks: dict[int, tuple[float, int | None]] = {}
     for t in positions:
         changed = idx.clone()
         changed[:, t:] = torch.where(idx[:, t:] > 0, 0, 1)
-        if before is None:
+        if original is None:
             earlier, later = (
-                (outcome(changed, part)[1] - outcome(idx, part)[1]).abs() for part in (slice(t), slice(t, None))
+                (forward(model, changed, part)[1] - forward(model, idx, part)[1]).abs()
+                for part in (slice(t), slice(t, None))
             )
-            leaks[t] = share_of(earlier, later).item(), None
-            continue
-        after = outcome(changed, slice(None))[0]
-        assert after is not None
-        change = (after - before).abs().amax((0, 2))  # (T,)
-        share = share_of(change[:t], change[t:].max())  # (t,)
-        moved = (share >= LEAK_TOLERANCE).nonzero()
-        leaks[t] = share.max().item(), int(moved[0]) if len(moved) else None
+            leaks[t] = relative(earlier, later).item(), None
+        else:
+            logits = forward(model, changed, slice(None))[0]
+            assert logits is not None
+            change = (logits - original).abs().amax((0, 2))  # (T,)
+            leak = relative(change[:t], change[t:].max())  # (t,)
+            leaking = (leak >= LEAK_TOLERANCE).nonzero()
+            leaks[t] = leak.max().item(), int(leaking[0]) if len(leaking) else None
     return leaks
 
 
-def share_of(earlier: Tensor, later: Tensor) -> Tensor:
-    """earlier / later: 0 where nothing moves earlier, though nothing may move later either, inf where not finite."""
+def forward(model: nn.Module, idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:
+    """The logits (B, T, V), or None, and the loss of predicting the positions `part` of idx (B, T) itself."""
+    torch.manual_seed(0)
+    targets = torch.full_like(idx, -1)
+    targets[:, part] = idx[:, part]
+    logits, loss = model(idx, targets)
+    return None if logits is None else logits.detach(), loss.detach()
+
+
+def relative(earlier: Tensor, later: Tensor) -> Tensor:
+    """earlier / later: 0 where nothing changes earlier, even if nothing changes later; inf where it is not finite."""
     return torch.where(earlier == 0, 0.0, earlier / later).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def activation_bytes(model: GPT, batch_size: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes that a forward pass of (batch_size, block_size) on `device` in `dtype` keeps for the backward one; with
-    activation checkpointing also those of a block that the backward pass makes again. Nothing of it is allocated."""
+    """Bytes that a training forward of (batch_size, block_size) on `device` in `dtype` saves for the backward pass.
+
+    With activation checkpointing the bytes of one recomputed block are added. Nothing is computed or allocated:
+    PyTorch's fake tensors have shapes only.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     kept: dict[int, int] = {}
@@ -145,12 +154,12 @@ def activation_bytes(model: GPT, batch_size: int, device: torch.device, dtype: t
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
             kept[storage._cdata] = storage.nbytes()
-        alive.append(storage)  # so that no address is used twice
+        alive.append(storage)  # a freed storage's address could be used again
         return tensor
 
     where = "cuda" if device.type == "cuda" else "cpu"
-    causal_bias.cache_clear()  # a real tensor is none for this mode, and what it makes is none outside
-    with FakeTensorMode(), torch.device(where):  # which takes the branches and kernels of that device
+    causal_bias.cache_clear()  # real and fake tensors must not meet, neither here nor afterwards
+    with FakeTensorMode(), torch.device(where):  # takes the branches and kernels of that device
         idx = torch.empty(batch_size, model.block_size, dtype=torch.int64)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         state = {name: torch.empty(t.shape, requires_grad=t.requires_grad) for name, t in tensors}

@@ -148,7 +148,7 @@ if not torch.backends.mps.is_available():
 
 BAD_SAMPLE: dict[str, list[str]] = {
     "": ["run", "given"],
-    "run=nowhere": ["run=nowhere"],
+    "run=nowhere": ["run=nowhere does not exist"],
     "run=folder": ["run=folder"],
     "run=x checkpoint=newest": ["checkpoint=newest", "best, latest"],
     "run=x num_samples=0": ["num_samples=0", ">= 1"],

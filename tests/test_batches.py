@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.schema import ConfigError
-from data.batches import AHEAD, OF_A_TASK, THREADS, Batches
+from data.batches import BATCHES_PER_TASK, PREFETCHED_TASKS, THREADS, Batches
 from data.folds import Split, split
+from data.shards import Shards
 
 # Most tests use tokens that are their own positions: what a batch holds says where it was taken from.
 
@@ -28,7 +29,7 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
 
 @given(data=st.data(), n_tokens=st.integers(20, 300), folds=st.integers(2, 10), block_size=st.integers(1, 40))
 @settings(deadline=None)
-def test_train_windows_lie_within_one_training_range(
+def test_train_windows_are_neighbours_within_one_training_range_and_targets_the_next_tokens(
     data: st.DataObject, n_tokens: int, folds: int, block_size: int
 ) -> None:
     fold = data.draw(st.none() | st.integers(0, folds - 1))
@@ -38,18 +39,10 @@ def test_train_windows_lie_within_one_training_range(
     assume(max((end - start for start, end in one.val), default=0) > 1)
     batches = Batches(np.arange(n_tokens), one, block_size, 64, seed=data.draw(st.integers(0, 2**63 - 1)))
     for x, y in (batches.get_batch(data.draw(st.integers(0, 10**9)), 3), batches.sampled_batch("train", 0)):
+        assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
+        assert torch.equal(x, x[:, :1] + torch.arange(block_size)) and torch.equal(y, x + 1) and len(x) == 64
         for first, last in zip(x[:, 0].tolist(), y[:, -1].tolist(), strict=True):
-            assert last - first == block_size
             assert any(start <= first and last < end for start, end in one.train)
-
-
-def test_targets_are_the_next_tokens() -> None:
-    x, y = positions().get_batch(step=0)
-    assert x.shape == y.shape == (32, 16)
-    assert x.dtype == y.dtype == torch.int64
-    assert x.is_contiguous() and y.is_contiguous()
-    assert torch.equal(x - x[:, :1], torch.arange(16).expand(32, 16))
-    assert torch.equal(y, x + 1)
 
 
 @pytest.mark.parametrize("fold", [None, 0, 4, 9])
@@ -61,14 +54,6 @@ def test_train_windows_are_uniform_over_all_starts(fold: int | None) -> None:
     assert set(drawn) == expected
     mean = n_steps * 1000 / len(expected)
     assert max(abs(count - mean) for count in drawn.values()) < 5 * mean**0.5
-
-
-def test_shuffled_folds_predict_every_held_out_token_but_each_ranges_first() -> None:
-    one = split(1000, 10, 3, window=16)
-    batches = Batches(np.arange(1000), one, block_size=16, batch_size=4, seed=0)
-    targets = [t for _, y in batches.eval_batches(3) for t in y[y != -1].tolist()]
-    assert targets == [t for start, end in one.val for t in range(start + 1, end)]
-    assert len(one.val) > 3
 
 
 def test_a_range_too_short_for_a_window_is_left_out() -> None:
@@ -93,39 +78,37 @@ def test_a_batch_depends_on_seed_step_and_micro_step_only() -> None:
     assert len({tuple(x[:, 0].tolist()) for x, _ in others}) == len(others)
 
 
-@pytest.mark.parametrize("of_a_task", [1, OF_A_TASK])
-def test_batches_made_ahead_are_the_same_ones_in_order_and_not_far_ahead(
-    of_a_task: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches, places = positions(), [(step, micro) for step in range(21) for micro in range(2)]
-    monkeypatch.setattr("data.batches.SMALL", batches.batch_size * batches.block_size - (of_a_task == 1))
-    expected, get_batch = [batches.get_batch(*place) for place in places], batches.get_batch
+@pytest.mark.parametrize("per_task", [1, BATCHES_PER_TASK])
+def test_prefetched_batches_are_the_same_ones_in_order_and_few(per_task: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, steps = positions(), [(step, micro) for step in range(21) for micro in range(2)]
+    monkeypatch.setattr("data.batches.SMALL_BATCH", batches.batch_size * batches.block_size - (per_task == 1))
+    expected, get_batch = [batches.get_batch(*at) for at in steps], batches.get_batch
     asked: list[tuple[int, ...]] = []
 
-    def spy(*place: int) -> Any:
-        asked.append(place)
-        return get_batch(*place)
+    def spy(*at: int) -> Any:
+        asked.append(at)
+        return get_batch(*at)
 
     monkeypatch.setattr(batches, "get_batch", spy)
-    for i, found in enumerate(batches.ahead(iter(places))):
-        assert same(found, expected[i]) and i < len(asked) <= i + of_a_task * (1 + AHEAD)
-    assert sorted(asked) == places
+    for i, found in enumerate(batches.prefetch(iter(steps))):
+        assert same(found, expected[i]) and i < len(asked) <= i + per_task * (1 + PREFETCHED_TASKS)
+    assert sorted(asked) == steps
     before = set(threading.enumerate())
-    fed = batches.ahead((step, 0) for step in itertools.count())
-    assert same(next(fed), expected[0])
-    fed.close()  # ends its threads
+    stream = batches.prefetch((step, 0) for step in itertools.count())
+    assert same(next(stream), expected[0])
+    stream.close()  # must end its threads
     assert set(threading.enumerate()) <= before
     asked.clear()
     gate = threading.Event()
-    monkeypatch.setattr(batches, "get_batch", lambda *place: (place[0] < of_a_task or gate.wait(), spy(*place))[1])
-    fed = batches.ahead((step, 0) for step in itertools.count())
-    next(fed)
+    monkeypatch.setattr(batches, "get_batch", lambda *at: (at[0] < per_task or gate.wait(), spy(*at))[1])
+    stream = batches.prefetch((step, 0) for step in itertools.count())
+    next(stream)
     threading.Timer(0.5, gate.set).start()
-    fed.close()  # makes what is begun, not what has been asked for as well
-    assert len(asked) <= of_a_task * (1 + THREADS) < of_a_task * (1 + AHEAD)
-    monkeypatch.setattr(batches, "get_batch", lambda *place: 1 / 0)
+    stream.close()  # makes what is begun, not what has been asked for as well
+    assert len(asked) <= per_task * (1 + THREADS) < per_task * (1 + PREFETCHED_TASKS)
+    monkeypatch.setattr(batches, "get_batch", lambda *at: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        next(batches.ahead(iter(places)))
+        next(batches.prefetch(iter(steps)))
 
 
 def test_streams_of_neighbouring_steps_do_not_overlap() -> None:
@@ -135,17 +118,19 @@ def test_streams_of_neighbouring_steps_do_not_overlap() -> None:
 
 
 @given(
-    n_tokens=st.integers(2, 300),
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3).filter(lambda lengths: max(lengths) > 1),
     start=st.integers(0, 50),
     block_size=st.integers(1, 40),
     max_batch=st.integers(1, 9),
 )
 @settings(deadline=None)
-def test_every_held_out_token_but_the_first_is_predicted_exactly_once(
-    n_tokens: int, start: int, block_size: int, max_batch: int
+def test_every_held_out_token_but_each_ranges_first_is_predicted_exactly_once(
+    lengths: list[int], start: int, block_size: int, max_batch: int
 ) -> None:
-    end = start + n_tokens
-    one = Split(train=((end, end + 100),), val=((start, end),))
+    starts = [start + sum(lengths[:i]) + 9 * i for i in range(len(lengths))]
+    val = tuple((first, first + length) for first, length in zip(starts, lengths, strict=True))
+    end = val[-1][1]
+    one = Split(train=((end, end + 100),), val=val)
     found = list(Batches(np.arange(end + 100, dtype=np.uint16), one, block_size, 1, 0).eval_batches(max_batch))
     targets: list[int] = []
     for x, y in found:
@@ -158,7 +143,7 @@ def test_every_held_out_token_but_the_first_is_predicted_exactly_once(
         assert (x[~real] == 0).all()
         assert not (real[:, 1:] & ~real[:, :-1]).any()  # padding only after the tokens: it is nobody's context
         targets += y[real].tolist()
-    assert targets == list(range(start + 1, end))
+    assert targets == [token for first, last in val for token in range(first + 1, last)]
 
 
 def test_eval_batches_fill_up_to_max_batch() -> None:
@@ -176,13 +161,17 @@ def test_sampled_batches_of_val_lie_in_the_held_out_block() -> None:
     assert not same(batches.sampled_batch("val", 7), batches.sampled_batch("val", 8))
 
 
+@pytest.mark.parametrize("cuts", [[], [10, 700, 701, 1900]], ids=["memmap", "shards"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
-def test_a_memmap_gives_the_batches_of_the_array(tmp_path: Path, dtype: type) -> None:
-    tokens: np.ndarray = (np.arange(3000) * 7919 % 251).astype(dtype)
-    tokens.tofile(tmp_path / "tokens.bin")
-    on_disk = np.memmap(tmp_path / "tokens.bin", dtype=dtype, mode="r")
-    a, b = (Batches(t, split(3000, 5, 2), 32, 8, seed=3) for t in (tokens, on_disk))
-    assert same(a.get_batch(11, 2), b.get_batch(11, 2))
+def test_a_memmap_and_shards_give_the_batches_of_the_array(tmp_path: Path, dtype: type, cuts: list[int]) -> None:
+    tokens: np.ndarray = (np.arange(3000) * 40503 % 65521 + 70_000).astype(dtype)
+    arrays = []
+    for i, part in enumerate(np.split(tokens, cuts)):
+        part.tofile(tmp_path / f"{i}.bin")
+        arrays.append(np.memmap(tmp_path / f"{i}.bin", dtype=dtype, mode="r"))
+    on_disk = Shards(arrays) if cuts else arrays[0]
+    a, b = (Batches(t, split(3000, 5, 2), 32, 100, seed=3) for t in (tokens, on_disk))
+    assert same(a.get_batch(11, 2), b.get_batch(11, 2)) and same(a.get_batch(0), b.get_batch(0))
     assert same(a.sampled_batch("val", 0), b.sampled_batch("val", 0))
     pairs = list(zip(a.eval_batches(3), b.eval_batches(3), strict=True))
     assert all(same(one, other) for one, other in pairs)

@@ -4,8 +4,10 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,13 +22,13 @@ REAL_DATA = os.environ.get("NANOQK_DATA")
 
 
 @pytest.fixture
-def tiny_shakespeare_dir() -> Path:
-    """The folder that holds tiny_shakespeare/input.txt."""
+def shakespeare() -> bytes:
+    """The text in $NANOQK_DATA."""
     if not REAL_DATA:
         if os.environ.get("CI"):
             pytest.fail("NANOQK_DATA must name a folder with tiny_shakespeare/input.txt in CI")
         pytest.skip("NANOQK_DATA is not set")
-    return Path(REAL_DATA)
+    return (Path(REAL_DATA) / "tiny_shakespeare" / "input.txt").read_bytes()
 
 
 @pytest.fixture(autouse=True)
@@ -120,21 +122,19 @@ def test_unusable_text_is_an_error_of_one_line(
 
 
 @pytest.mark.parametrize("place", ["tiny_shakespeare/input.txt", "tiny_shakespeare", ""])
-def test_data_path_takes_the_file_its_folder_or_the_folder_above(tiny_shakespeare_dir: Path, place: str) -> None:
-    raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
-    assert load_text(TinyShakespeareOptions(path=str(tiny_shakespeare_dir / place))).encode() == raw
+def test_data_path_takes_the_file_its_folder_or_the_folder_above(shakespeare: bytes, place: str) -> None:
+    assert load_text(TinyShakespeareOptions(path=os.path.join(REAL_DATA or "", place))).encode() == shakespeare
 
 
 def test_nanoqk_data_and_the_cache_are_found(
-    tiny_shakespeare_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
-    write(tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt", raw)
+    in_cache = write(tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt", shakespeare)
     monkeypatch.setenv("NANOQK_DATA", str(tmp_path / "nothing_here"))
-    assert load_text(TinyShakespeareOptions()).encode() == raw
-    (tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt").unlink()
-    monkeypatch.setenv("NANOQK_DATA", str(tiny_shakespeare_dir))
-    assert load_text(TinyShakespeareOptions()).encode() == raw
+    assert load_text(TinyShakespeareOptions()).encode() == shakespeare
+    in_cache.unlink()
+    monkeypatch.setenv("NANOQK_DATA", str(REAL_DATA))
+    assert load_text(TinyShakespeareOptions()).encode() == shakespeare
 
 
 def test_data_path_comes_before_nanoqk_data_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,17 +153,16 @@ def test_data_path_comes_before_nanoqk_data_before_the_cache(tmp_path: Path, mon
         load_text(TinyShakespeareOptions())
 
 
-def test_one_changed_byte_is_refused(tiny_shakespeare_dir: Path, tmp_path: Path) -> None:
-    raw = bytearray((tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes())
-    raw[-1] ^= 1
+def test_one_changed_byte_is_refused(shakespeare: bytes, tmp_path: Path) -> None:
+    file = write(tmp_path / "input.txt", shakespeare[:-1] + bytes([shakespeare[-1] ^ 1]))
     with pytest.raises(ConfigError, match="has 1115394 bytes and SHA-256"):
-        load_text(TinyShakespeareOptions(path=str(write(tmp_path / "input.txt", bytes(raw)))))
+        load_text(TinyShakespeareOptions(path=str(file)))
 
 
 def test_an_explicit_path_is_never_replaced_by_another_source(
-    tiny_shakespeare_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NANOQK_DATA", str(tiny_shakespeare_dir))
+    monkeypatch.setenv("NANOQK_DATA", str(REAL_DATA))
     with pytest.raises(ConfigError, match=r"^data.path=nowhere does not exist$"):
         load_text(TinyShakespeareOptions(path="nowhere"))
     with pytest.raises(ConfigError, match=f"^data.path={tmp_path} holds neither input.txt nor"):
@@ -175,11 +174,10 @@ def test_an_explicit_path_is_never_replaced_by_another_source(
 
 
 def test_a_folder_laid_out_like_the_hub_gives_the_same_bytes(
-    tiny_shakespeare_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    shakespeare: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
-    folder = hub_folder(tmp_path / "repo", raw.decode())
-    assert load_text(TinyShakespeareOptions(path=str(folder))).encode() == raw
+    folder = hub_folder(tmp_path / "repo", shakespeare.decode())
+    assert load_text(TinyShakespeareOptions(path=str(folder))).encode() == shakespeare
     assert "examples/s" not in capfd.readouterr().err  # no progress bars
 
 
@@ -196,30 +194,35 @@ def test_a_folder_with_another_text_or_without_a_split_is_refused(tmp_path: Path
 
 
 @pytest.fixture
-def hub(tiny_shakespeare_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def hub(shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The Hub played by a local folder; the list records each probe."""
-    raw = (tiny_shakespeare_dir / "tiny_shakespeare" / "input.txt").read_bytes()
     probes: list[str] = []
-    monkeypatch.setattr(corpora, "HUB_REPO", str(hub_folder(tmp_path / "repo", raw.decode())))
+    monkeypatch.setattr(corpora, "HUB_REPO", str(hub_folder(tmp_path / "repo", shakespeare.decode())))
     monkeypatch.setattr(corpora, "probe_hub", lambda: probes.append("asked"))
     return probes
 
 
-def test_a_fetched_text_is_cached_and_fetched_once(hub: list[str], tmp_path: Path) -> None:
-    first = load_text(TinyShakespeareOptions())
-    folder = tmp_path / "cache" / "nanoqk" / "tiny_shakespeare"
-    assert [f.name for f in folder.iterdir()] == ["input.txt"]
-    assert (folder / "input.txt").read_bytes() == first.encode()
-    assert load_text(TinyShakespeareOptions()) == first
-    assert hub == ["asked"]
-
-
-def test_a_cache_that_cannot_be_written_costs_a_warning_only(
+def test_a_fetched_text_is_cached_and_fetched_once_or_where_it_cannot_be_costs_a_warning_only(
     hub: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    first = load_text(TinyShakespeareOptions())
+    folder = tmp_path / "cache" / "nanoqk" / "tiny_shakespeare"
+    assert {f.name for f in folder.iterdir()} == {"input.txt", "input.txt.lock"}
+    assert (folder / "input.txt").read_bytes() == first.encode()
+    assert load_text(TinyShakespeareOptions()) == first and hub == ["asked"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(write(tmp_path / "a_file", b"")))
     with pytest.warns(UserWarning, match="input.txt cannot be written, the next run downloads again"):
-        assert len(load_text(TinyShakespeareOptions())) == 1_115_394
+        assert load_text(TinyShakespeareOptions()) == first
+
+
+def test_processes_that_start_together_download_once(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for the first. Threads stand for processes: each opens the lock file itself."""
+    download, downloads, ready = corpora.join_rows, [], threading.Barrier(3)
+    monkeypatch.setattr(corpora, "probe_hub", lambda: [ready.wait(), None][1])  # all have found no file
+    monkeypatch.setattr(corpora, "join_rows", lambda *args: downloads.append(1) or download(*args))
+    with ThreadPoolExecutor(3) as threads:
+        texts = set(threads.map(load_text, [TinyShakespeareOptions()] * 3))
+    assert len(downloads) == len(texts) == 1
 
 
 # -----------------------------------------------------------------------------
@@ -240,41 +243,30 @@ HANGING_DNS = "import socket, time\nsocket.getaddrinfo = lambda *args, **kwargs:
 
 
 @pytest.fixture
-def silent_server() -> Iterator[str]:
-    """Accepts connections (into its backlog) and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
-@pytest.fixture
-def closed_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"http://127.0.0.1:{server.getsockname()[1]}"
+def servers() -> Iterator[dict[str, str]]:
+    """closed: refuses connections. silent: accepts them (into its backlog) and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            ports = {"closed": closed.getsockname()[1], "silent": silent.getsockname()[1]}
+        yield {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"),
+    ("variable", "value", "reason"),
     [
-        ("closed_port", "refused"),
-        ("closed_proxy", "refused"),
-        ("silent_server", "no answer in 2 s|[Tt]ime"),
-        ("hanging_dns", "no answer in 2 s"),
-        ("unknown_host", "no answer in 2 s|[Nn]ame"),
-        ("offline", "offline"),
+        ("HF_ENDPOINT", "closed", "refused"),
+        ("HTTPS_PROXY", "closed", "refused"),
+        ("HF_ENDPOINT", "silent", "no answer in 2 s|[Tt]ime"),
+        ("HF_ENDPOINT", "http://hanging.invalid", "no answer in 2 s"),
+        ("HF_ENDPOINT", "http://hub.invalid", "no answer in 2 s|[Nn]ame"),
+        ("HF_HUB_OFFLINE", "1", "offline"),
     ],
 )
 def test_without_a_network_one_line_says_what_to_do_within_5_seconds(
-    case: str, reason: str, silent_server: str, closed_port: str, tmp_path: Path
+    variable: str, value: str, reason: str, servers: dict[str, str], tmp_path: Path
 ) -> None:
-    settings = {
-        "closed_port": {"HF_ENDPOINT": closed_port},
-        "closed_proxy": {"HTTPS_PROXY": closed_port},
-        "silent_server": {"HF_ENDPOINT": silent_server},
-        "hanging_dns": {"HF_ENDPOINT": "http://hub.invalid"},
-        "unknown_host": {"HF_ENDPOINT": "http://hub.invalid"},
-        "offline": {"HF_HUB_OFFLINE": "1"},
-    }[case]
-    code = HANGING_DNS + LOAD if case == "hanging_dns" else LOAD
+    settings = {variable: servers.get(value, value)}
+    code = HANGING_DNS + LOAD if "hanging" in value else LOAD
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
@@ -38,7 +37,7 @@ from data.folds import Split
 from data.options import CORPORA, FineWebOptions, PrepareFineWebConfig
 from data.prepare_fineweb import prepare
 from data.shards import Shards, open_shards
-from data.tokenizer import BYTES, BPETokenizer, from_dict, learn_bpe
+from data.tokenizer import BYTES, BPETokenizer, Tokenizer, from_dict, learn_bpe
 from data.tokens import load_corpus
 from sweeps.launch import read_request
 from sweeps.plan import load_sweep
@@ -47,14 +46,20 @@ __all__ = ["outcome"]  # a fixture
 
 WORDS = "the naïve cat sat on a mat — of €5 and 😀, while other cats' mats lay there\n\n in 1999"
 CHOICES = WORDS.split(" ")
+Parquet = tuple[Path, list[str]]  # a folder of parquet files, and the texts in their order
 
 
-@pytest.fixture(scope="module")
-def parquet(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Three files laid out and typed like FineWeb's sample-10BT, and the texts in their order."""
+def write_parquet(file: Path, **columns: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), file, row_group_size=64)
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory: pytest.TempPathFactory) -> Parquet:
+    """Three files laid out and typed like FineWeb's sample-10BT."""
     folder = tmp_path_factory.mktemp("fineweb")
     draw = random.Random(0)
     texts = [" ".join(draw.choices(CHOICES, k=draw.randrange(120))) for _ in range(600)]
@@ -62,36 +67,23 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     for i in range(3):
         part = texts[200 * i : 200 * (i + 1)]
         n = len(part)
-        columns = {
-            "text": part,
-            "id": [f"<urn:uuid:{i}-{row}>" for row in range(n)],
-            "dump": ["CC-MAIN-2013-20"] * n,
-            "url": ["http://example.com"] * n,
-            "date": ["2013-05-18T05:48:54Z"] * n,
-            "file_path": ["s3://commoncrawl/x.warc.gz"] * n,
-            "language": ["en"] * n,
-            "language_score": pa.array([0.9] * n, pa.float64()),
-            "token_count": pa.array([len(text) for text in part], pa.int64()),
-        }
-        file = folder / "sample" / "10BT" / f"{i:03d}_00000.parquet"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table(columns), file, row_group_size=64)
+        write_parquet(
+            folder / "sample" / "10BT" / f"{i:03d}_00000.parquet",
+            text=part, id=[f"<urn:uuid:{i}-{row}>" for row in range(n)], dump=["CC-MAIN-2013-20"] * n,
+            url=["http://example.com"] * n, date=["2013-05-18T05:48:54Z"] * n,
+            file_path=["s3://commoncrawl/x.warc.gz"] * n, language=["en"] * n, language_score=[0.9] * n,
+            token_count=[len(text) for text in part],
+        )  # fmt: skip
     return folder, texts
 
 
-def settings_of(parquet: tuple[Path, list[str]], out: Path, **changes: Any) -> PrepareFineWebConfig:
-    some: dict[str, Any] = {
-        "tokenizer": "bpe",
-        "vocab_size": 300,
-        "shard_tokens": 5000,
-        "val_fraction": 0.1,
-        "workers": 2,
-    }
-    return PrepareFineWebConfig(dataset=str(parquet[0]), out=str(out), **(some | changes))
+def settings_of(parquet: Parquet, out: Path, **changes: Any) -> PrepareFineWebConfig:
+    defaults = {"tokenizer": "bpe", "vocab_size": 300, "shard_tokens": 5000, "val_fraction": 0.1, "workers": 2}
+    return PrepareFineWebConfig(dataset=str(parquet[0]), out=str(out), **(defaults | changes))
 
 
 @pytest.fixture(scope="module")
-def shards(parquet: tuple[Path, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(parquet: Parquet, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shards") / "out"
     assert prepare(settings_of(parquet, out)) == 0
     return out
@@ -99,6 +91,15 @@ def shards(parquet: tuple[Path, list[str]], tmp_path_factory: pytest.TempPathFac
 
 def files(out: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in out.iterdir() if file.name != "lock"}
+
+
+def index_of(out: Path) -> dict[str, Any]:
+    index: dict[str, Any] = json.loads((out / "index.json").read_bytes())
+    return index
+
+
+def tokenizer_of(out: Path) -> Tokenizer:
+    return from_dict(json.loads((out / "tokenizer.json").read_bytes()))
 
 
 def held_out(text: str, fraction: float) -> bool:
@@ -130,11 +131,9 @@ def serial(monkeypatch: pytest.MonkeyPatch) -> None:
 # What is written
 
 
-def test_shards_hold_every_document_once_in_order_with_its_separator(
-    parquet: tuple[Path, list[str]], shards: Path
-) -> None:
-    index = json.loads((shards / "index.json").read_bytes())
-    tokenizer = from_dict(json.loads((shards / "tokenizer.json").read_bytes()))
+def test_shards_hold_every_document_once_in_order_with_its_separator(parquet: Parquet, shards: Path) -> None:
+    index = index_of(shards)
+    tokenizer = tokenizer_of(shards)
     assert tokenizer.vocab_size == index["vocab_size"] == 300 and tokenizer.separator == 299
     for split in ("train", "val"):
         texts = [text for text in parquet[1] if held_out(text, 0.1) == (split == "val")]
@@ -158,7 +157,7 @@ def test_shards_hold_every_document_once_in_order_with_its_separator(
 
 
 def test_the_number_of_workers_and_the_size_of_batches_change_nothing(
-    parquet: tuple[Path, list[str]], shards: Path, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+    parquet: Parquet, shards: Path, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_fineweb, "BATCH_DOCUMENTS", 3)
     assert prepare(settings_of(parquet, tmp_path / "out", workers=1)) == 0
@@ -166,11 +165,11 @@ def test_the_number_of_workers_and_the_size_of_batches_change_nothing(
 
 
 def test_a_token_budget_stops_after_the_document_that_reaches_it(
-    parquet: tuple[Path, list[str]], shards: Path, tmp_path: Path, serial: None
+    parquet: Parquet, shards: Path, tmp_path: Path, serial: None
 ) -> None:
     assert prepare(settings_of(parquet, tmp_path / "out", max_tokens=9000)) == 0
-    index = json.loads((tmp_path / "out" / "index.json").read_bytes())
-    tokenizer = from_dict(json.loads((shards / "tokenizer.json").read_bytes()))
+    index = index_of(tmp_path / "out")
+    tokenizer = tokenizer_of(shards)
     lengths = np.cumsum([len(tokenizer.encode(text)) + 1 for text in parquet[1]])
     n = int(np.searchsorted(lengths, 9000)) + 1
     assert index["train"]["documents"] + index["val"]["documents"] == n
@@ -178,17 +177,13 @@ def test_a_token_budget_stops_after_the_document_that_reaches_it(
 
 
 def test_rows_without_a_text_are_left_out(
-    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, capsys: pytest.CaptureFixture[str]
+    parquet: Parquet, tmp_path: Path, serial: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    (tmp_path / "in").mkdir()
     texts = [None, *parquet[1][:40], None, *parquet[1][40:80], None]
-    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / "in" / "0.parquet")
+    write_parquet(tmp_path / "in" / "0.parquet", text=texts)
     config = settings_of((tmp_path / "in", []), tmp_path / "out")
     assert prepare(config) == 0
-    index = json.loads((tmp_path / "out" / "index.json").read_bytes())
+    index = index_of(tmp_path / "out")
     assert index["train"]["documents"] + index["val"]["documents"] == 80
     assert "warning" not in capsys.readouterr().out
     assert prepare(settings_of((tmp_path / "in", []), tmp_path / "all", val_fraction=1e-9)) == 0
@@ -199,8 +194,9 @@ class Killed(BaseException):
     pass
 
 
-def killed_after(n_documents: int) -> Callable[..., None]:
-    add, left = prepare_fineweb.ShardWriter.add, n_documents
+def interrupted(config: PrepareFineWebConfig) -> None:
+    """Prepare, saving after every batch of 29 documents, and be killed after 100 of them."""
+    add, left = prepare_fineweb.ShardWriter.add, 100
 
     def killed(*args: Any) -> None:
         nonlocal left
@@ -209,50 +205,44 @@ def killed_after(n_documents: int) -> Callable[..., None]:
             raise Killed
         add(*args)
 
-    return killed
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(prepare_fineweb, "SAVE_SECONDS", 0.0)
+        patch.setattr(prepare_fineweb, "BATCH_DOCUMENTS", 29)
+        patch.setattr(prepare_fineweb.ShardWriter, "add", killed)
+        prepare(config)
 
 
 def test_a_crash_at_any_write_neither_doubles_nor_loses_a_document(
-    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+    parquet: Parquet, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saved after every batch; stopped before the n-th replacement of a file, then before the n-th of the rest, …"""
     monkeypatch.setattr(prepare_fineweb, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(prepare_fineweb, "BATCH_DOCUMENTS", 29)
     config = settings_of(parquet, tmp_path / "whole", max_tokens=12_000, shard_tokens=2500)
     assert prepare(config) == 0
-    expected, replace_, add = files(tmp_path / "whole"), os.replace, prepare_fineweb.ShardWriter.add
-    for what in ("replace", "add"):
-        for gap in (1, 2, 3, 7) if what == "replace" else (3, 40, 100):
-            left, crashes, out = gap, 0, tmp_path / f"{what}{gap}"
+    expected = files(tmp_path / "whole")
+    places = [(os, "replace", (1, 2, 3, 7)), (prepare_fineweb.ShardWriter, "add", (3, 40, 100))]
+    for owner, name, gap in [(owner, name, gap) for owner, name, gaps in places for gap in gaps]:
+        call, left, crashes, out = getattr(owner, name), gap, 0, tmp_path / f"{name}{gap}"
 
-            def count() -> None:
-                nonlocal left
-                left -= 1
-                if left < 0:
-                    raise Killed
+        def counted(*args: Any, call: Callable[..., None] = call, first: bool = name == "add") -> None:
+            nonlocal left
+            left -= 1
+            if first or left >= 0:
+                call(*args)  # with something of the document in the file
+            if left < 0:
+                raise Killed
 
-            def counted_replace(*args: Any) -> None:
-                count()
-                replace_(*args)
-
-            def counted_add(*args: Any) -> None:
-                add(*args)  # with something of the document in the file
-                count()
-
-            for _ in range(60):
-                left = gap + crashes * gap  # a little further each time
-                with monkeypatch.context() as patch:
-                    if what == "replace":
-                        patch.setattr(os, "replace", counted_replace)
-                    else:
-                        patch.setattr(prepare_fineweb.ShardWriter, "add", counted_add)
-                    try:
-                        assert prepare(settings_of(parquet, out, max_tokens=12_000, shard_tokens=2500)) == 0
-                        break
-                    except Killed:
-                        crashes += 1
-            assert crashes >= 1, (what, gap)
-            assert files(out) == expected, (what, gap)
+        for _ in range(60):
+            left = gap + crashes * gap  # a little further each time
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, counted)
+                try:
+                    assert prepare(replace(config, out=str(out))) == 0
+                    break
+                except Killed:
+                    crashes += 1
+        assert crashes >= 1 and files(out) == expected, (name, gap)
 
 
 SLOWLY = """
@@ -266,9 +256,9 @@ if __name__ == "__main__":
 
 
 def test_kill_9_at_random_moments_neither_doubles_nor_loses_a_document(
-    parquet: tuple[Path, list[str]], shards: Path, tmp_path: Path
+    parquet: Parquet, shards: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "slowly.py").write_text(SLOWLY.format(root=str(ROOT)))
+    (tmp_path / "slowly.py").write_text(SLOWLY)
     out = tmp_path / "out"
     words = [f"dataset={parquet[0]}", f"out={out}", "tokenizer=bpe", "vocab_size=300", "shard_tokens=5000"]
     command = [sys.executable, str(tmp_path / "slowly.py"), *words, "val_fraction=0.1", "workers=1"]
@@ -298,18 +288,13 @@ def test_kill_9_at_random_moments_neither_doubles_nor_loses_a_document(
 
 
 def test_a_data_set_that_changes_between_a_kill_and_the_next_start_is_refused(
-    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+    parquet: Parquet, tmp_path: Path, serial: None
 ) -> None:
     """A position in the stream counts files: one more that sorts first would make it another document's."""
-    monkeypatch.setattr(prepare_fineweb, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(prepare_fineweb, "BATCH_DOCUMENTS", 29)
     folder, out = tmp_path / "growing", tmp_path / "out"
     shutil.copytree(parquet[0], folder)
     config = settings_of((folder, parquet[1]), out)
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_fineweb.ShardWriter, "add", killed_after(100))
-        with pytest.raises(Killed):
-            prepare(config)
+    interrupted(config)
     parts = folder / "sample" / "10BT"
     shutil.copy(parts / "002_00000.parquet", parts / "000_0.parquet")
     before = files(out)
@@ -318,12 +303,12 @@ def test_a_data_set_that_changes_between_a_kill_and_the_next_start_is_refused(
     assert files(out) == before
     (parts / "000_0.parquet").unlink()
     assert prepare(config) == 0
-    index = json.loads((out / "index.json").read_bytes())
+    index = index_of(out)
     assert sum(index[split]["documents"] for split in ("train", "val")) == 600 and index["source"]["files"] == 3
 
 
 @pytest.fixture
-def hub(parquet: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def hub(parquet: Parquet, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The Hub played by a local folder. sha: its newest revision; asked, loaded: what it was asked for."""
     import datasets
     import huggingface_hub
@@ -346,21 +331,15 @@ def hub(parquet: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 def test_a_resumed_preparation_keeps_the_revision_of_the_hub_that_it_was_begun_on(
-    parquet: tuple[Path, list[str]], hub: dict[str, Any], shards: Path, tmp_path: Path, serial: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(prepare_fineweb, "BATCH_DOCUMENTS", 29)
+    parquet: Parquet, hub: dict[str, Any], shards: Path, tmp_path: Path, serial: None
+) -> None:
     fineweb, out = "HuggingFaceFW/fineweb", tmp_path / "out"
     config = replace(settings_of(parquet, out, split="test"), dataset=fineweb)
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_fineweb, "SAVE_SECONDS", 0.0)
-        patch.setattr(prepare_fineweb.ShardWriter, "add", killed_after(100))
-        with pytest.raises(Killed):
-            prepare(config)
+    interrupted(config)
     hub["sha"] = "new"
     assert prepare(config) == 0
     assert hub["loaded"] == [(fineweb, "sample-10BT", "test", "old")] * 2
-    index = json.loads((out / "index.json").read_bytes())
+    index = index_of(out)
     assert index["source"] == {"revision": "old"} and index["settings"]["name"] == "sample-10BT"
     assert {**files(out), "index.json": b""} == {**files(shards), "index.json": b""}
     assert prepare(replace(config, out=str(tmp_path / "later"), max_tokens=1)) == 0
@@ -370,7 +349,7 @@ def test_a_resumed_preparation_keeps_the_revision_of_the_hub_that_it_was_begun_o
 
 
 def test_a_process_that_comes_late_leaves_finished_shards_alone(
-    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+    parquet: Parquet, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another one finishes between its look at the folder and its lock."""
     config, flock, write, calls = settings_of(parquet, tmp_path / "out"), fcntl.flock, prepare_fineweb.write_shards, 0
@@ -391,8 +370,8 @@ def test_a_process_that_comes_late_leaves_finished_shards_alone(
     assert calls == 1
 
 
-def test_a_worker_that_dies_is_one_line(parquet: tuple[Path, list[str]], tmp_path: Path) -> None:
-    (tmp_path / "dying.py").write_text(DYING.format(root=str(ROOT)))
+def test_a_worker_that_dies_is_one_line(parquet: Parquet, tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
     words = [f"dataset={parquet[0]}", f"out={tmp_path / 'out'}", "tokenizer=bpe", "vocab_size=300", "workers=1"]
     command = [sys.executable, str(tmp_path / "dying.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -411,7 +390,7 @@ else:
 
 
 def test_a_finished_folder_is_left_alone_and_can_be_verified(
-    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, capsys: pytest.CaptureFixture[str]
+    parquet: Parquet, tmp_path: Path, serial: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert prepare(settings_of(parquet, out)) == 0
@@ -438,11 +417,9 @@ def test_verify_reads_every_byte_whatever_settings_the_shards_were_made_with(
         (out / name).write_bytes(intact)
 
 
-def test_nothing_is_learnt_from_held_out_documents(
-    parquet: tuple[Path, list[str]], shards: Path, tmp_path: Path
-) -> None:
+def test_nothing_is_learnt_from_held_out_documents(parquet: Parquet, shards: Path, tmp_path: Path) -> None:
 
-    tokenizer = from_dict(json.loads((shards / "tokenizer.json").read_bytes()))
+    tokenizer = tokenizer_of(shards)
     texts = [text for text in parquet[1] if not held_out(text, 0.1)]
     assert tokenizer.pieces[:-1] == learn_bpe(texts, 299)
 
@@ -493,9 +470,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("overrides", BAD)
-def test_bad_setting_of_prepare(
-    overrides: str, folder: Path, outcome: Outcome, parquet: tuple[Path, list[str]]
-) -> None:
+def test_bad_setting_of_prepare(overrides: str, folder: Path, outcome: Outcome, parquet: Parquet) -> None:
     before = contents(folder)
     given = overrides.split()
     base = [f"dataset={parquet[0]}", "out=out", "tokenizer=bpe", "vocab_size=300"]
@@ -562,25 +537,8 @@ def test_shards_are_sliced_like_one_array(lengths: list[int], data: st.DataObjec
     np.testing.assert_array_equal(shards[start:end], whole[start:end])
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_batches_of_shards_are_those_of_the_joined_array(dtype: type, tmp_path: Path) -> None:
-    whole = (np.arange(5000) * 40503 % 65521).astype(dtype) + (np.array(70_000, dtype) if dtype is np.uint32 else 0)
-    whole = whole.astype(dtype)
-    arrays = []
-    for i, part in enumerate(np.split(whole, [10, 700, 701, 3000])):
-        part.tofile(tmp_path / f"{i}.bin")
-        arrays.append(np.memmap(tmp_path / f"{i}.bin", dtype=dtype, mode="r"))
-    split = Split(train=((0, 4000),), val=((4000, 4900),))
-    one, other = (Batches(tokens, split, 64, 200, seed=5) for tokens in (whole, Shards(arrays)))
-    for at in ((0, 0), (0, 1), (7, 3)):
-        for a, b in zip(one.get_batch(*at), other.get_batch(*at), strict=True):
-            assert torch.equal(a, b)
-    for (x, y), (also_x, also_y) in zip(one.eval_batches(3), other.eval_batches(3), strict=True):
-        assert torch.equal(x, also_x) and torch.equal(y, also_y)
-
-
 def test_a_large_vocabulary_makes_shards_of_four_bytes_a_token(
-    parquet: tuple[Path, list[str]], tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+    parquet: Parquet, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = BPETokenizer([*BYTES, *(a + b for a in BYTES for b in BYTES)], has_separator=True)
     monkeypatch.setattr(prepare_fineweb, "load_tokenizer", lambda *args: large)
@@ -605,15 +563,13 @@ def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards
     assert train.run(fineweb_run(shards, tmp_path / "halves", max_iters=3)) == 0
     assert train.run(fineweb_run(shards, tmp_path / "halves")) == 0
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
-    index = json.loads((shards / "index.json").read_bytes())
+    index = index_of(shards)
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert summary["held_out_tokens"] == index["val"]["tokens"]
     assert summary["corpus_sha256"] == hashlib.sha256((shards / "index.json").read_bytes()).hexdigest()
     assert "tokenizer" not in summary
     line = lines(tmp_path / "whole")[-1]
-    first = from_dict(json.loads((shards / "tokenizer.json").read_bytes())).pieces[
-        int(np.fromfile(shards / "val_000000.bin", dtype=np.uint16, count=1)[0])
-    ]
+    first = tokenizer_of(shards).pieces[int(np.fromfile(shards / "val_000000.bin", dtype=np.uint16, count=1)[0])]
     nats = line["val/loss"] * (index["val"]["tokens"] - 1)
     assert line["val/bpb"] == pytest.approx(nats / np.log(2) / (index["val"]["bytes"] - len(first)), rel=1e-12)
 
@@ -687,7 +643,7 @@ def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: 
 
     monkeypatch.setattr(batches, "get_batch", slow)
     start = time.perf_counter()
-    for _ in batches.ahead((step, 0) for step in range(16)):
+    for _ in batches.prefetch((step, 0) for step in range(16)):
         time.sleep(0.1)
     assert time.perf_counter() - start < 2.6  # one after the other: 3.2 at least
 

@@ -2,29 +2,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.folds import split
+from data.folds import Ranges, split
+
+
+def tokens_of(ranges: Ranges) -> list[int]:
+    return [token for start, end in ranges for token in range(start, end)]
 
 
 @given(n_tokens=st.integers(0, 200), folds=st.integers(2, 20))
 def test_folds_hold_out_every_token_exactly_once_in_blocks_of_equal_size(n_tokens: int, folds: int) -> None:
-    blocks = [split(n_tokens, folds, fold).val[0] for fold in range(folds)]
-    assert [token for start, end in blocks for token in range(start, end)] == list(range(n_tokens))
-    sizes = [end - start for start, end in blocks]
-    assert max(sizes) - min(sizes) <= 1
-
-
-@given(n_tokens=st.integers(0, 200), folds=st.integers(2, 20), data=st.data())
-def test_train_is_everything_but_the_held_out_block(n_tokens: int, folds: int, data: st.DataObject) -> None:
-    one = split(n_tokens, folds, data.draw(st.none() | st.integers(0, folds - 1)))
-    assert all(start < end for start, end in one.train)
-    train = [token for start, end in one.train for token in range(start, end)]
-    assert train == [token for token in range(n_tokens) if not one.val[0][0] <= token < one.val[0][1]]
-
-
-def test_ranges_of_the_first_a_middle_and_the_last_fold() -> None:
-    assert (split(100, 10, 0).train, split(100, 10, 0).val) == (((10, 100),), ((0, 10),))
-    assert (split(100, 10, 4).train, split(100, 10, 4).val) == (((0, 40), (50, 100)), ((40, 50),))
-    assert (split(100, 10, 9).train, split(100, 10, 9).val) == (((0, 90),), ((90, 100),))
+    splits = [split(n_tokens, folds, fold) for fold in range(folds)]
+    assert [token for one in splits for token in tokens_of(one.val)] == list(range(n_tokens))
+    sizes = [end - start for one in splits for start, end in one.val]
+    assert len(sizes) == folds and max(sizes) - min(sizes) <= 1
+    for one in (*splits, split(n_tokens, folds, None)):  # train is the rest
+        held_out = set(tokens_of(one.val))
+        assert all(start < end for start, end in one.train)
+        assert tokens_of(one.train) == [token for token in range(n_tokens) if token not in held_out]
 
 
 # The sizes that nanoGPT's data/shakespeare_char/prepare.py prints: 1,003,854 and 111,540.
@@ -45,11 +39,10 @@ def test_shuffled_folds_are_whole_windows_and_hold_out_every_token_exactly_once(
     n_tokens: int, folds: int, window: int
 ) -> None:
     splits = [split(n_tokens, folds, fold, window) for fold in range(folds)]
-    held_out = [[token for start, end in one.val for token in range(start, end)] for one in splits]
+    held_out = [tokens_of(one.val) for one in splits]
     assert sorted(token for tokens in held_out for token in tokens) == list(range(n_tokens))
     for one, tokens in zip(splits, held_out, strict=True):
-        train = [token for start, end in one.train for token in range(start, end)]
-        assert sorted(train + tokens) == list(range(n_tokens))
+        assert sorted(tokens_of(one.train) + tokens) == list(range(n_tokens))
         for (_, end), (start, _) in zip(one.val, one.val[1:], strict=False):
             assert end < start  # neighbours are joined
         assert all(start % window == 0 and (end % window == 0 or end == n_tokens) for start, end in one.val)

@@ -80,12 +80,6 @@ def test_sampling_does_not_load_pytorchs_compiler(
     assert "torch" in imported and not imported & {"torch._dynamo", "sympy", "transformers", "tokenizers"}
 
 
-def test_an_unknown_character_is_named(run: Path, program: Program) -> None:
-    done = program("sample.py", "run=run", "start=to be {or}, 'ñ'")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "'{'" in done.stderr and "U+007B" in done.stderr
-
-
 def test_a_terminal_that_lacks_a_character_gets_a_question_mark(corpus: Path, tmp_path: Path, program: Program) -> None:
     corpus.write_text("é" * 1000)
     assert train.run(configured(corpus, tmp_path / "run", max_iters=1)) == 0
@@ -96,14 +90,14 @@ def test_a_terminal_that_lacks_a_character_gets_a_question_mark(corpus: Path, tm
     assert done.returncode == 0 and done.stdout == "???\n---------------\n", done.stderr
 
 
-def test_a_prompt_is_taken_as_it_is(run: Path, program: Program) -> None:
-    done = program("sample.py", "run=run", "start='tis, the question", "num_samples=1", "max_new_tokens=1")
-    assert done.returncode == 2 and "','" in done.stderr  # the comma is not Hydra's: the corpus lacks it
+def test_prompts_are_taken_as_they_are_unknown_characters_named_and_corrupt_checkpoints_refused(
+    run: Path, program: Program
+) -> None:
     done = program("sample.py", "run=run", "start='tis the", "num_samples=1", "max_new_tokens=1")
     assert done.stdout.startswith("'tis the")
-
-
-def test_a_corrupt_checkpoint_is_refused(run: Path, program: Program) -> None:
+    for prompt, named in (("'tis, {or}", "',' (U+002C)"), ("to be {or}, 'ñ'", "'{' (U+007B)")):  # Hydra's syntax
+        done = program("sample.py", "run=run", f"start={prompt}")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and named in done.stderr
     file = run / "ckpt" / "best" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

@@ -100,18 +100,12 @@ def test_decode_inverts_encode_and_survives_json(name: str, text: str) -> None:
 
 @given(text=any_text)
 @settings(deadline=None)
-def test_char_tokens_are_ranks_in_the_sorted_vocabulary(text: str) -> None:
+def test_char_tokens_are_ranks_in_the_sorted_vocabulary_and_byte_tokens_the_utf8_bytes(text: str) -> None:
     rank = {char: i for i, char in enumerate(sorted(set(text)))}  # nanoGPT's stoi
     tokenizer = CharTokenizer.build(text)
-    assert tokenizer.vocab_size == len(rank)
-    assert tokenizer.encode(text).tolist() == [rank[char] for char in text]
-
-
-@given(text=any_text)
-def test_byte_tokens_are_the_utf8_bytes(text: str) -> None:
+    assert tokenizer.vocab_size == len(rank) and tokenizer.encode(text).tolist() == [rank[char] for char in text]
     tokens = ByteTokenizer().encode(text)
-    assert tokens.dtype == np.uint8
-    assert tokens.tolist() == list(text.encode())
+    assert tokens.dtype == np.uint8 and tokens.tolist() == list(text.encode())
 
 
 @pytest.mark.parametrize(
@@ -129,24 +123,20 @@ def test_an_unknown_character_is_named(text: str, named: str) -> None:
         CharTokenizer.build("cab").encode(text)
 
 
-def test_a_byte_sequence_that_is_not_utf8_decodes_with_replacement() -> None:
-    assert ByteTokenizer().decode([0x68, 0xC3, 0x69, 0xFF]) == "h\ufffdi\ufffd"
-
-
-def test_char_tokens_take_two_bytes_while_the_vocabulary_fits() -> None:
+def test_tokens_take_two_bytes_while_the_vocabulary_fits() -> None:
     most = "".join(chr(0x10000 + i) for i in range(2**16))
     assert CharTokenizer.build(most).encode(most).dtype == np.uint16
-    more = most + "a"
-    tokenizer = CharTokenizer.build(more)
-    assert tokenizer.encode(more).dtype == np.uint32
-    assert tokenizer.encode(most[-1]).tolist() == [2**16]
+    tokens = CharTokenizer.build(most + "a").encode(most[-1])
+    assert tokens.dtype == np.uint32 and tokens.tolist() == [2**16]
+    pairs = [a + b for a in BYTES for b in BYTES][: 2**16 - 256]
+    assert BPETokenizer([*BYTES, *pairs]).encode("ab").dtype == np.uint16
+    tokenizer = BPETokenizer([*BYTES, *pairs], has_separator=True)
+    assert tokenizer.encode("ab").dtype == np.uint32 and tokenizer.separator == 2**16
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_an_empty_text_has_no_tokens(name: str) -> None:
-    tokenizer = of_text(name, "abc")
-    assert len(tokenizer.encode("")) == 0
-    assert tokenizer.decode([]) == ""
+    assert len(of_text(name, "abc").encode("")) == 0 and of_text(name, "abc").decode([]) == ""
 
 
 # -----------------------------------------------------------------------------
@@ -214,7 +204,7 @@ def test_a_text_encoded_in_parts_has_the_tokens_of_the_whole(text: str) -> None:
     assert isinstance(tokenizer, BPETokenizer)
     whole = tokenizer.encoder.encode_ordinary(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizers, "PART", 3)
+        patch.setattr(tokenizers, "PART_CHARS", 3)
         assert "".join(parts(text)) == text
         assert tokenizer.encode(text).tolist() == whole
 
@@ -232,17 +222,11 @@ def test_a_text_too_short_for_the_vocabulary_is_refused() -> None:
         build_tokenizer("bpe", "ab", 300)
 
 
-def test_a_prompt_that_is_not_text_is_encoded_with_replacement() -> None:
+def test_what_is_not_text_is_encoded_and_decoded_with_replacement() -> None:
+    assert ByteTokenizer().decode([0x68, 0xC3, 0x69, 0xFF]) == "h\ufffdi\ufffd"
     tokenizer = built("bpe")
     assert tokenizer.decode(tokenizer.encode("a\udce9b")) == "a\ufffdb"
     assert tokenizer.decode([BYTES.index(b"\xc3"), BYTES.index(b"a")]) == "\ufffda"
-
-
-def test_bpe_tokens_take_four_bytes_where_two_do_not_suffice() -> None:
-    pairs = [a + b for a in BYTES for b in BYTES][: 2**16 - 256]
-    assert BPETokenizer([*BYTES, *pairs]).encode("ab").dtype == np.uint16
-    tokenizer = BPETokenizer([*BYTES, *pairs], has_separator=True)
-    assert tokenizer.encode("ab").dtype == np.uint32 and tokenizer.separator == 2**16
 
 
 # -----------------------------------------------------------------------------
@@ -277,18 +261,16 @@ def test_a_damaged_file_of_gpt2_is_an_error_of_one_line(monkeypatch: pytest.Monk
         build_tokenizer("gpt2", "")
 
 
-NETWORK = {
-    "refused": "import socket\n",
-    "silence": "import socket\nsocket.getaddrinfo = lambda *args, **kwargs: __import__('time').sleep(60)\n",
-}
+HANGING_DNS = "import socket, time\nsocket.getaddrinfo = lambda *args, **kwargs: time.sleep(60)\n"
 
 
-@pytest.mark.parametrize("case", NETWORK)
+@pytest.mark.parametrize("case", ["refused", "silence"])
 def test_gpt2_without_a_network_is_refused_in_one_line_within_5_seconds(case: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = f"http://127.0.0.1:{server.getsockname()[1]}"
     settings = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "HTTPS_PROXY": closed if case == "refused" else ""}
-    code = NETWORK[case] + "from data.tokenizer import build_tokenizer\nbuild_tokenizer('gpt2', '')"
+    code = "from data.tokenizer import build_tokenizer\nbuild_tokenizer('gpt2', '')"
+    code = HANGING_DNS + code if case == "silence" else code
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60

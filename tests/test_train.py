@@ -173,7 +173,7 @@ def test_on_a_cpu_few_windows_go_through_the_model_at_a_time(
             return network(x, y)
 
     monkeypatch.setattr(train, "CPU_TOKENS", tokens)
-    fed = batches.ahead([(3, 0), (3, 1)])
+    fed = batches.prefetch([(3, 0), (3, 1)])
     total = train.accumulate_gradients(Forward(), fed, 2, nullcontext, torch.device("cpu"))
     assert seen == rows
     torch.testing.assert_close(total.double(), loss.detach(), rtol=1e-6, atol=0)
@@ -211,7 +211,7 @@ def test_weights_are_cast_once_for_all_of_a_batch(checkpointing: bool, monkeypat
     monkeypatch.setattr(train, "CPU_TOKENS", 16)
     for _ in range(2):
         with Casts():
-            fed = batches.ahead([(3, 0), (3, 1)])
+            fed = batches.prefetch([(3, 0), (3, 1)])
             train.accumulate_gradients(network, fed, 2, autocast, cpu)
         assert len(cast) == len(set(cast)) == len(multiplied)
         cast.clear()

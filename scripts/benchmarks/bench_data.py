@@ -55,7 +55,7 @@ def measure(fresh: Callable[[], Batches], values: dict[str, Any], first: int) ->
         seconds.append(time.perf_counter() - start)
     del batches  # what is mapped cannot be dropped from the page cache
     compute, waits = n_tokens / values["tokens_per_second"], []
-    fed = fresh().ahead((step, 0) for step in range(first + steps, first + 2 * steps + 2))
+    fed = fresh().prefetch((step, 0) for step in range(first + steps, first + 2 * steps + 2))
     next(fed)
     for _ in range(steps):
         time.sleep(compute)

@@ -66,7 +66,7 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
     for attention in model.attentions if config.qk_clip.name != "none" else []:
         attention.track_max_logits()
     step = 0
-    fed = batches.ahead(divmod(i, config.gradient_accumulation_steps) for i in itertools.count())
+    fed = batches.prefetch(divmod(i, config.gradient_accumulation_steps) for i in itertools.count())
 
     def autocast() -> AbstractContextManager[None]:
         return torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
