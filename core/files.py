@@ -1,30 +1,32 @@
-"""The only atomic write, JSON read, lock and cache folder."""
+"""The only atomic write, JSON read, file lock and cache folder. It imports nothing of this project."""
 
-import fcntl
 import json
 import math
 import os
+import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+ROOT = Path(__file__).resolve().parent.parent  # the checkout: the folder of train.py and configs/
+POLL_SECONDS = 0.01
 
 
 def cache_folder() -> Path:
-    """Where downloads, tokens and compiled kernels are kept: $XDG_CACHE_HOME/nanoqk, by default ~/.cache/nanoqk."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "nanoqk"
+    """The folder of downloads, tokens and compiled kernels: $XDG_CACHE_HOME/nanoqk, by default ~/.cache/nanoqk.
 
-
-def try_lock(path: Path, flags: int, how: int) -> int | None:
-    """The descriptor of `path`/lock, locked; None when somebody else holds it."""
-    lock = os.open(path / "lock", flags, 0o666)
-    try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise
-    return lock
+    For a user without a home it is a path that cannot be created, so each caller needs its answer to an OSError.
+    """
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "nanoqk"
+    home = os.path.expanduser("~")
+    return Path("/nonexistent" if home == "~" else home, ".cache", "nanoqk")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -36,19 +38,127 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write the `finite` form of `content` atomically."""
     write_atomic(path, (json.dumps(finite(content), indent=2, allow_nan=False) + "\n").encode())
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file so that a crash leaves the old or the new content, never a part. One writer a file."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy without missing (None) values, and with null for nan and inf, which JSON lacks."""
+    """A copy in which `None` values are dropped, and NaN and infinities are None, since JSON lacks them."""
     return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items() if v is not None}
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace a file so that a crash leaves the old or the new content, never a part of it.
+
+    The folder must exist. Two processes must not write one file at a time: hold a FileLock where they could.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # without it a power cut can leave an empty file under the final name
+        os.replace(temporary, path)
+    except OSError:  # a full disk, say: give the space back
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+# -----------------------------------------------------------------------------
+# Locks
+
+
+class FileLock:
+    """An exclusive lock on a file. Ends with release(), with the `with` block, or with the process, however it dies.
+
+        with FileLock(folder / "plan.lock"):                    # waits for the process that holds it
+        with FileLock(folder / "lock", timeout=0.5) as lock:    # waits for half a second
+            if not lock.held: ...                               # another process holds it
+
+    The file and its folder are created where absent. The file stays, since removing it would let two processes lock
+    two files of one name. If a process moves the folder away while another one waits, the latter locks a new file.
+    Give a timeout above 0 where another process may call is_locked(), which holds the lock for a moment.
+    Raises: OSError where the file cannot be opened or the file system has no locks.
+
+    This is flock(2). Windows lacks it: every lock is then granted, with one warning.
+    """
+
+    def __init__(self, file: Path, timeout: float | None = None) -> None:
+        self._descriptor: int | None = None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._acquire(file, wait=deadline is None):
+            if deadline is not None:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_SECONDS)
+
+    def _acquire(self, file: Path, wait: bool) -> bool:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if flock(descriptor, exclusive=True, wait=wait) and is_at(descriptor, file):
+                self._descriptor = descriptor
+        finally:
+            if not self.held:
+                os.close(descriptor)
+        return self.held
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a process holds the FileLock of `file`. Needs no right to write; False where there is no file."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not flock(descriptor, exclusive=False, wait=False)
+    finally:
+        os.close(descriptor)
+
+
+def flock(descriptor: int, exclusive: bool, wait: bool) -> bool:
+    """Lock an open file. False if another process holds it and `wait` is not set."""
+    if fcntl is None:
+        warnings.warn("this system has no flock: start no two processes on one folder", stacklevel=4)
+        return True
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_at(descriptor: int, file: Path) -> bool:
+    """Whether the open file still has this name: its folder may have been moved since it was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except FileNotFoundError:
+        return False
+
+
+def try_lock(path: Path, flags: int, how: int) -> int | None:  # until core/rundir.py uses FileLock
+    lock = os.open(path / "lock", flags, 0o666)
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return lock
