@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from core.tracker import wandb_job
 from safetensors.torch import save_file
 from test_train import configured, lines, weights
 from torch import nn
@@ -24,7 +25,6 @@ import model.gpt
 import train
 from core import checkpoint
 from core.schema import ConfigError
-from core.tracker import wandb_job
 from data.batches import Batches
 from data.options import RandomOptions
 from data.tokenizer import NoText, from_dict, text_size

@@ -16,13 +16,13 @@ from typing import Any
 import matplotlib.font_manager  # noqa: F401  (here: its cache lies in the real HOME)
 import numpy as np
 import pytest
+from core.tracker import Tracker, plot, wandb_mode
 from matplotlib.image import imread
 
 from core import tracker
 from core.files import read_json
 from core.metrics import Metrics, spike_score
 from core.rundir import open_run
-from core.tracker import Tracker, plot, wandb_mode
 from model.options import LpNormOptions
 from training.config import TrainConfig, WandbOptions
 
