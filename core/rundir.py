@@ -70,15 +70,15 @@ class RunDir:
     def begin(self, config_yaml: str, step: int = 0, wandb: Mapping[str, Any] | None = None) -> None:
         """Claim the run from iteration `step` on: metrics.jsonl and diagnostics.jsonl are cut back to it.
 
-        wandb: the mode, and "init", the arguments of wandb.init(); None: off. After a resume W&B gets the lines from
-        `step` on again. They are the same bit by bit, so points double on the curves but do not move.
+        wandb: the "mode", and "init", the arguments of wandb.init(). After a resume W&B gets the lines from `step` on
+        again. They are the same bit by bit, so points double on the curves but do not move.
         """
         self.claim(config_yaml)
         self._metrics, self._diagnostics = (Metrics(self.path / f"{name}.jsonl") for name in ("metrics", "diagnostics"))
         for file in (self._metrics, self._diagnostics):
             self._held.callback(file.close)
             file.cut(step)
-        if wandb is not None:
+        if wandb is not None and wandb["mode"] != "disabled":
             try:
                 self._wandb = WandbRun(self._metrics.path, wandb, self.log)
             except OSError as error:

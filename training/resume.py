@@ -129,11 +129,9 @@ def commits(about: Mapping[str, Any]) -> list[str]:
     return about["commit"].split(", ") if about.get("commit") else []
 
 
-def wandb_settings(config: TrainConfig, path: Path, about: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What W&B is told of a run: its mode, and the arguments of wandb.init(). None: W&B is off."""
-    mode, name = wandb_mode(config.wandb.mode), path.resolve().name
-    if mode == "disabled":
-        return None
+def wandb_settings(config: TrainConfig, path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What W&B is told of a run: the mode, and the arguments of wandb.init()."""
+    name = path.resolve().name
     init = {
         "project": config.wandb.project,
         "group": config.wandb.group or config.group,  # W&B then averages folds and seeds by itself
@@ -144,4 +142,4 @@ def wandb_settings(config: TrainConfig, path: Path, about: Mapping[str, Any]) ->
         **({"tags": [f"fault={config.fault.name}"]} if config.fault.name != "none" else {}),
         "resume": "allow",
     }
-    return {"mode": mode, "init": init}
+    return {"mode": wandb_mode(config.wandb.mode), "init": init}
