@@ -150,15 +150,3 @@ def is_at(descriptor: int, file: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
     except FileNotFoundError:
         return False
-
-
-def try_lock(path: Path, flags: int, how: int) -> int | None:  # until core/rundir.py uses FileLock
-    lock = os.open(path / "lock", flags, 0o666)
-    try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise
-    return lock

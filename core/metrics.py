@@ -1,4 +1,4 @@
-"""metrics.jsonl: the record of a run, one JSON object a line."""
+"""metrics.jsonl: the record of a run. What is read off it: the spike score, a plot of the losses."""
 
 import json
 import os
@@ -16,7 +16,7 @@ class Metrics:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line, in the hands of the OS on return. None is left out; nan and inf become null."""
+        """Append a line, handed to the OS on return. `None` values are dropped; nan and inf become null."""
         data = (json.dumps(finite({"iter": line["iter"], **line}), allow_nan=False) + "\n").encode()
         if self._file.write(data) != len(data):  # one write call: a line cannot be torn by a kill
             raise OSError(f"{self.path}: disk full")
@@ -63,3 +63,23 @@ def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, le
         counted += 1
         spikes += abs(losses[i] - mean) >= sigmas * std > 0
     return 100 * spikes / counted if counted else None
+
+
+def plot(metrics_path: Path, png_path: Path, title: str) -> None:
+    """Draw the loss curves of a metrics.jsonl as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)  # no display, no global state
+    axes = figure.add_subplot()
+    lines = Metrics.read(metrics_path)
+    for key, colour, marker in (("train/loss", "#0072B2", ""), ("val/loss", "#D55E00", "o")):  # Okabe and Ito's
+        points = [(line["iter"], line[key]) for line in lines if line.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=key)
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(png_path, dpi=150)

@@ -1,53 +1,90 @@
-"""A run directory is all that a run needs to go on.
+"""A run directory holds all that a run needs to go on.
 
-config.yaml    the resolved settings           status.json   running, stopped, done, failed or diverged; pid, host
-metrics.jsonl  every logged line               summary.json  the final numbers
-train.log      what was printed                ckpt/         checkpoints
-lock           held (flock) by the process that trains here: it goes with its owner, however that one dies
+config.yaml    the resolved settings           status.json        running, stopped, done, failed or diverged; pid, host
+metrics.jsonl  every logged line               diagnostics.jsonl  values of each layer and head, at each evaluation
+train.log      what was printed                summary.json       the final numbers
+ckpt/          checkpoints                     lock               lock file of the process that trains here
 """
 
-import fcntl
 import hashlib
 import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
+from tqdm import tqdm
 
-from core.cli import CONFIG_DIR, leave_output
-from core.files import read_json, try_lock, write_atomic, write_json
+from core import files
+from core.cli import leave_output
+from core.files import ROOT, FileLock, read_json, write_atomic, write_json
+from core.metrics import Metrics, plot
 from core.schema import ConfigError, require, show
-from training.config import TrainConfig, load_config, to_yaml
+from core.wandb_run import WandbRun
 
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
 LEFTOVERS = {"lock", "config.yaml.tmp"}
-LOCK_PATIENCE = 0.5  # seconds; is_locked() of another process holds a lock for microseconds
+LOCK_TIMEOUT = 0.5  # seconds; is_locked() of another process holds a lock for microseconds
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What open_run() must know of a program's settings."""
+
+    path: Path
+    config_yaml: str
+    changes: Callable[[Any], list[str]]  # content of an older config.yaml -> "key old -> new" where the numbers change
+    max_iters: int
+    fresh: bool = False
+    must_exist: bool = False
 
 
 class RunDir:
-    """An open, locked run directory.
+    """An open, locked run directory. begin() starts the record: before it, record(), save() and finish() do not work.
 
     state: of status.json, as found and then as written; None for a new run. finished: nothing is left to train.
-    print_line: what log() prints with; tqdm.write beside a progress bar.
+    print_line: what log() prints with.
     """
 
-    def __init__(self, path: Path, lock: int | None, finished: bool = False) -> None:
+    def __init__(self, path: Path, lock: FileLock | None, finished: bool = False) -> None:
         self.path = path
         self.state: str | None = read_status(path).get("state")
         self.finished = finished
         self.print_line: Callable[[str], Any] = print
-        self._lock = lock
+        self._held = ExitStack()  # what close() gives back
+        if lock is not None:
+            self._held.callback(lock.release)
+        self._wandb: WandbRun | None = None
 
-    def begin(self, config: TrainConfig) -> None:
-        """Write config.yaml and the state "running": from here on the run is this config's."""
-        write_atomic(self.path / "config.yaml", to_yaml(config).encode())
+    def claim(self, config_yaml: str) -> None:
+        """Write config.yaml and the state "running": from here on the run has these settings."""
+        write_atomic(self.path / "config.yaml", config_yaml.encode())
         self.status("running")
+
+    def begin(self, config_yaml: str, step: int = 0, wandb: Mapping[str, Any] | None = None) -> None:
+        """Claim the run from iteration `step` on: metrics.jsonl and diagnostics.jsonl are cut back to it.
+
+        wandb: the "mode", and "init", the arguments of wandb.init(). After a resume W&B gets the lines from `step` on
+        again. They are the same bit by bit, so points double on the curves but do not move.
+        """
+        self.claim(config_yaml)
+        self._metrics, self._diagnostics = (Metrics(self.path / f"{name}.jsonl") for name in ("metrics", "diagnostics"))
+        for file in (self._metrics, self._diagnostics):
+            self._held.callback(file.close)
+            file.cut(step)
+        if wandb is not None and wandb["mode"] != "disabled":
+            try:
+                self._wandb = WandbRun(self._metrics.path, wandb, self.log)
+            except OSError as error:
+                self.log(f"W&B is off: {error}")
+            else:
+                self._held.callback(self._wandb.close)
 
     def status(self, state: str, **extra: Any) -> None:
         """Write status.json. extra: iter (kept from the last status when not given), reason, …"""
@@ -66,6 +103,59 @@ class RunDir:
         with open(self.path / "train.log", "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
+    def record(self, line: dict[str, Any]) -> None:
+        """Append {"iter": …, key: value, …} to metrics.jsonl."""
+        self._metrics.write(line)
+
+    def record_diagnostics(self, line: dict[str, Any]) -> None:
+        self._diagnostics.write(line)
+
+    def recorded(self, key: str) -> dict[int, float]:
+        """{iteration: value} of a key of metrics.jsonl, where it has a finite value."""
+        lines = Metrics.read(self._metrics.path)
+        return {line["iter"]: line[key] for line in lines if line.get(key) is not None}
+
+    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any], best: bool, extra: int | None) -> None:
+        """Write a checkpoint, as core.checkpoint.save() does."""
+        from core import checkpoint  # which loads torch
+
+        self._metrics.sync()
+        checkpoint.save(self.path / "ckpt", step, tensors, state, best, extra)
+        self.status("running", iter=step)
+
+    def restore_best(self, step: int | None) -> None:
+        """Point ckpt/best at the checkpoint of `step`."""
+        from core import checkpoint
+
+        checkpoint.restore_best(self.path / "ckpt", step)
+
+    def plot(self) -> None:
+        """Draw metrics.jsonl's losses into curve.png."""
+        plot(self._metrics.path, self.path / "curve.png", self.path.name)
+
+    def finish(self, summary: dict[str, Any] | None = None) -> None:
+        """Write summary.json and end W&B, whose run counts as failed unless summary["status"] is "done".
+
+        Without a summary, of a run that is to go on, none is written.
+        """
+        self._metrics.sync()
+        if summary is not None:
+            write_json(self.path / "summary.json", summary)
+        if self._wandb is not None:
+            self._wandb.finish(summary or {})
+
+    @contextmanager
+    def progress_bar(self, total: int, initial: int) -> Iterator[tqdm]:
+        """A bar on a terminal; log() prints above it."""
+        with tqdm(total=total, initial=initial, unit="it", disable=self._no_bar, dynamic_ncols=True) as bar:
+            self.print_line = bar.write
+            try:
+                yield bar
+            finally:
+                self.print_line = print
+
+    _no_bar: bool | None = None  # tqdm: None is "where there is no terminal"
+
     def __enter__(self) -> Self:
         return self
 
@@ -79,34 +169,53 @@ class RunDir:
             self.close()
 
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._held.close()
 
 
-def open_run(config: TrainConfig) -> RunDir:
-    """Create or reopen `config.run_dir`, and lock it. What is in an old one stays as it is until `begin`.
+class ReadOnlyRunDir(RunDir):
+    """The run directory as ranks other than 0 see it: they read it, and what they write goes nowhere."""
+
+    _no_bar = True
+
+    def __init__(self, path: Path, finished: bool) -> None:
+        super().__init__(path, None, finished)
+
+    def _skip(self, *_: Any, **__: Any) -> None:
+        """Rank 0 does it."""
+
+    begin = status = log = record = record_diagnostics = save = restore_best = plot = finish = _skip
+
+    def recorded(self, key: str) -> dict[int, float]:
+        return {}
+
+
+# -----------------------------------------------------------------------------
+# Opening
+
+
+def open_run(request: RunRequest) -> RunDir:
+    """Create or reopen a run directory, and lock it. What is in an old one stays as it is until begin().
 
     Raises: ConfigError, before anything is written, where the directory is not writable, somebody else's folder, in
     use, or holds a run with another trajectory.
     """
-    path = config.run_dir
+    path = request.path
     try:
-        check_usable(path, config)
+        check_usable(request)
         lock = take_lock(path)
         try:
-            if config.fresh and (path / "config.yaml").exists():
+            if request.fresh and (path / "config.yaml").exists():
                 lock = start_afresh(path, lock)
-            return settle(path, config, lock)
+            return open_locked(request, lock)
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
     except OSError as error:
         raise ConfigError(f"out_dir={path} cannot be used: {error.strerror or error}") from error
 
 
-def check_usable(path: Path, config: TrainConfig) -> None:
-    existing = path
+def check_usable(request: RunRequest) -> None:
+    path = existing = request.path
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     require(existing.is_dir(), f"out_dir={path} cannot be made: {existing} is not a directory")
@@ -116,28 +225,19 @@ def check_usable(path: Path, config: TrainConfig) -> None:
         "config.yaml" in held or held <= LEFTOVERS,
         f"out_dir={path} is neither empty nor a run directory (it has no config.yaml)",
     )
-    require("config.yaml" in held or not config.eval_only, f"out_dir={path} holds no run: eval_only=true needs one")
+    require("config.yaml" in held or not request.must_exist, f"out_dir={path} holds no run: eval_only=true needs one")
 
 
-def take_lock(path: Path) -> int:
-    """Create the directory when absent, and lock it. Returns the descriptor of its lock."""
-    patience = time.monotonic() + LOCK_PATIENCE
-    while True:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = try_lock(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
-        if lock is not None:
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), os.stat(path / "lock")):
-                    return lock
-            os.close(lock)  # fresh=true moved it aside since it was opened: this lock guards the old run
-        elif time.monotonic() > patience:
-            owner = read_status(path)
-            who = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"
-            raise ConfigError(f"out_dir={path} is in use by {who}")
-        time.sleep(0.02)
+def take_lock(path: Path) -> FileLock:
+    lock = FileLock(path / "lock", LOCK_TIMEOUT)
+    if not lock.held:
+        owner = read_status(path)
+        who = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"
+        raise ConfigError(f"out_dir={path} is in use by {who}")
+    return lock
 
 
-def start_afresh(path: Path, lock: int) -> int:
+def start_afresh(path: Path, lock: FileLock) -> FileLock:
     """Move the locked run aside to `path`.old-N, and lock a new directory."""
     require(path.name != "", f"out_dir={path} cannot be moved aside for fresh=true")
     n = 1
@@ -145,35 +245,40 @@ def start_afresh(path: Path, lock: int) -> int:
         n += 1
     path.rename(aside)
     new = take_lock(path)
-    os.close(lock)
+    lock.release()
     return new
 
 
-def settle(path: Path, config: TrainConfig, lock: int) -> RunDir:
-    """What a locked directory is: new, partial or finished."""
+def open_locked(request: RunRequest, lock: FileLock) -> RunDir:
+    """A locked directory as a new, partial or finished run."""
+    path = request.path
     run = RunDir(path, lock)
-    if (path / "config.yaml").exists():
-        changes = differences(read_config(path), config)
-        require(
-            not changes,
-            f"out_dir={path} holds a run with other settings: {', '.join(changes)}; use another out_dir or fresh=true",
-        )
-        last = read_json(path / "summary.json").get("iter", -1)
-        run.finished = run.state == "diverged" or (run.state == "done" and last >= config.max_iters)
-    else:
-        run.begin(config)
+    if not (path / "config.yaml").exists():
+        run.claim(request.config_yaml)
+        return run
+    try:
+        changes = request.changes(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
+    except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
+    require(
+        not changes,
+        f"out_dir={path} holds a run with other settings: {', '.join(changes)}; use another out_dir or fresh=true",
+    )
+    last = read_json(path / "summary.json").get("iter", -1)
+    run.finished = run.state == "diverged" or (run.state == "done" and last >= request.max_iters)
     return run
 
 
-def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """ "key old -> new" for every setting that decides the numbers and differs."""
-    before, after = ({key: show(value) for key, value in c.trajectory.items()} for c in (old, new))
-    changes = []
-    for key in {**before, **after}:
-        if before.get(key) != after.get(key):
-            note = " (by default max_iters)" if key == "schedule.lr_decay_iters" else ""
-            changes.append(f"{key}{note} {before.get(key, 'unset')} -> {after.get(key, 'unset')}")
-    return changes
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """ "key old -> new" for each key of two flat mappings that differs, "unset" where one of them lacks it."""
+    before, after = ({key: show(value) for key, value in settings.items()} for settings in (old, new))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [f"{key} {before.get(key, 'unset')} -> {after.get(key, 'unset')}" for key in keys]
+
+
+# -----------------------------------------------------------------------------
+# Looking at a run
 
 
 def at_end(path: Path) -> bool:
@@ -184,12 +289,7 @@ def at_end(path: Path) -> bool:
 
 def is_locked(path: Path) -> bool:
     """Whether a live process has the run open. A run "running" without a lock died."""
-    if not (path / "lock").exists():
-        return False
-    lock = try_lock(path, os.O_RDONLY, fcntl.LOCK_SH)
-    if lock is not None:
-        os.close(lock)
-    return lock is None
+    return files.is_locked(path / "lock")
 
 
 def read_status(path: Path) -> dict[str, Any]:
@@ -197,12 +297,8 @@ def read_status(path: Path) -> dict[str, Any]:
     return read_json(path / "status.json")
 
 
-def read_config(path: Path) -> TrainConfig:
-    try:
-        return load_config(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
+# -----------------------------------------------------------------------------
+# The code's commit
 
 
 def commit() -> str | None:
@@ -226,7 +322,7 @@ def uncommitted() -> bytes:
 
 def git(*words: str) -> bytes | None:
     try:
-        command = ["git", "-C", str(CONFIG_DIR.parent), *words]
+        command = ["git", "-C", str(ROOT), *words]
         return subprocess.run(command, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None

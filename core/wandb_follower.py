@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
-LINGER = 60  # seconds after which the W&B process of an ended run is killed, whatever it does
+LINGER = 60  # seconds after which the W&B process of an ended run is killed
 
 
 def start(job: dict[str, Any], stdin: int = subprocess.PIPE, stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
@@ -40,7 +40,7 @@ def start(job: dict[str, Any], stdin: int = subprocess.PIPE, stdout: int = subpr
 def follow(job: dict[str, Any]) -> None:
     """Send the lines of metrics.jsonl to W&B until standard input closes, which it also does when the trainer dies.
 
-    What is left on standard input then is the summary. Each line on standard output is for the run's log.
+    The summary is then left on standard input. Each line on standard output is for the run's log.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -69,9 +69,7 @@ def follow(job: dict[str, Any]) -> None:
 
 
 def wait_for_end(ended: threading.Event) -> None:
-    poll = select.poll()
-    poll.register(0, 0)  # hang-up only: the summary stays in the pipe
-    poll.poll()
+    select.select([0], [], [])  # until the trainer writes its summary, which stays in the pipe, or dies
     signal.alarm(LINGER)
     ended.set()
 

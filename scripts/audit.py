@@ -42,14 +42,15 @@ from data.corpora import one_line
 from data.options import RandomOptions
 from data.tokens import load_corpus
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
-from model.gpt import GPT, positions_with_logits
+from model.gpt import positions_with_logits
 from sample import open_run
 from training import faults
+from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
 from training.config import ConstantOptions, WandbOptions, check_common
+from training.session import build_model
 
 T = 64  # positions of a Hugging Face model that are looked at, where it has as many
 CONTEXT = 512  # for future leakage
-STEP_0_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats, as in train.py
 SIGMAS, LEAST = 5, 0.01  # how far below the floor a loss is no chance: standard errors, and nats
 AGREE = 1e-3  # relative difference that round-off explains
 SEED = 20251028  # of the random tokens: not those that a run with data=random was trained on
@@ -100,7 +101,7 @@ class Run:
         faults.spoil_model(self.config, model)
 
     def fresh(self) -> nn.Module:
-        model = GPT(self.config, self.vocab_size)
+        model = build_model(self.config, self.vocab_size)
         model.init_weights(self.config.seed)
         faults.spoil_model(self.config, model)
         return model.to(self.device)
@@ -265,7 +266,7 @@ def step_0_loss(subject: Subject) -> Finding:
     model = subject.fresh()
     device = next(model.parameters()).device
     x, y = subject.batches(subject.vocab_size).get_batch(0)
-    crowded = train.crowding(y, np.arange(subject.vocab_size))
+    crowded = crowding(y, np.arange(subject.vocab_size))
     few = positions_with_logits(len(x), subject.vocab_size)
     x, y = x[:, :few].to(device), y[:, :few].to(device)
     numbers: dict[str, Any] = {"ln_vocab_size": math.log(subject.vocab_size), "one_token": crowded}
@@ -283,7 +284,7 @@ def step_0_loss(subject: Subject) -> Finding:
         f"{found['cross_entropy']:.3f}, a guess with them has {found['guess']:.3f}, ln {subject.vocab_size} is "
         f"{math.log(subject.vocab_size):.3f}{'; of the targets ' * bool(crowded)}{crowded}"
     )
-    caught = bool(crowded) or not off[mode] <= STEP_0_TOLERANCE or not wrong[mode] <= CROSS_ENTROPY_TOLERANCE
+    caught = bool(crowded) or not off[mode] <= INITIAL_LOSS_TOLERANCE or not wrong[mode] <= CROSS_ENTROPY_TOLERANCE
     return Finding("step-0 loss", caught, text, numbers)
 
 

@@ -212,9 +212,9 @@ def die_with(parent: int) -> None:
 
 def answer(question: str) -> int:
     """Read a JSON list of configs; print {"error": text}, or {"answers": [[seconds, bytes], …]}; check answers null."""
-    import train
+    from training import estimate
 
-    ask = {"check": train.check, "estimate": train.estimate}[question]
+    ask = {"check": estimate.check, "estimate": estimate.estimate}[question]
     try:
         reply: dict[str, Any] = {"answers": [ask(build(TrainConfig, config)) for config in json.load(sys.stdin)]}
     except ConfigError as error:

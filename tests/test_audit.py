@@ -24,16 +24,17 @@ import model.gpt
 import train
 from core import checkpoint
 from core.schema import ConfigError
-from core.tracker import wandb_job
 from data.batches import Batches
 from data.options import RandomOptions
 from data.tokenizer import NoText, from_dict, text_size
 from data.tokens import load_corpus
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
+from model.gpt import GPT
 from sample import load_run, open_run
 from scripts import audit
 from training import faults
 from training.config import FAULTS, FaultOptions, TrainConfig, load_config
+from training.resume import wandb_settings
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 DATA = {"name": "random", "n_tokens": 20_000, "vocab_size": 32, "val_tokens": 600}
@@ -154,7 +155,7 @@ def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pyte
     assert "fault" not in summary and "start_up_warnings" not in summary
     assert "fault" not in (tmp_path / "run" / "train.log").read_text()
     assert "fault.name" not in config.trajectory and "FAULT" not in config.label
-    assert "tags" not in wandb_job(tmp_path / "run", config, {}, "offline")["init"]
+    assert "tags" not in wandb_settings(config, tmp_path / "run", {})["init"]
 
 
 @pytest.mark.parametrize("tied", [True, False])  # a tied model's first guess is its input
@@ -181,7 +182,7 @@ def test_a_run_with_a_fault_says_so_everywhere(
     assert all(f"warning: {w}" in err for w in summary["start_up_warnings"])
     assert f"warning: fault={fault}" in (run / "train.log").read_text()
     assert f"FAULT_{fault}" in replace(config, out_dir=None).run_dir.name and f"FAULT_{fault}" in config.group
-    init = wandb_job(run, config, summary, "offline")["init"]
+    init = wandb_settings(config, run, summary)["init"]
     assert init["tags"] == [f"fault={fault}"] and init["config"]["fault"] == {"name": fault}
     assert train.run(replace(config, eval_only=True)) == 0
     assert f"warning: fault={fault}" in capsys.readouterr().out
@@ -215,7 +216,7 @@ def test_the_fault_needs_what_it_divides_by() -> None:
 
 def save_run(config: TrainConfig, folder: Path) -> Path:
     """A run directory with fresh weights, V tokens."""
-    model = train.GPT(config, V)
+    model = GPT(config, V)
     model.init_weights(0)
     state = {"config": asdict(config), "tokenizer": NoText(V).to_dict(), "step": 1}
     checkpoint.save(folder / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
@@ -281,7 +282,7 @@ def test_the_audit_finds_nothing_in_an_honest_model(
 def test_a_mask_that_is_missing_without_a_fault_is_caught_though_train_py_refuses_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train.GPT, "__init__", breaking(train.GPT.__init__))
+    monkeypatch.setattr(GPT, "__init__", breaking(GPT.__init__))
     status, found = audited(capsys, f"run={save_run(small('mha', 'none'), tmp_path / 'run')}", "steps=20")
     assert status == 1 and found["caught"] == ["future leakage", "random-token floor", "accumulation"]
     assert "sees the future" in found["checks"]["accumulation"]["refused"]

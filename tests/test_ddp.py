@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 from test_train import assert_same_run, lines, weights
 
-from train import seed_of_update
+from training.updates import seed_of_update
 
 WORDS = ["model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=6", "schedule.lr_decay_iters=6"]
 
@@ -57,7 +57,7 @@ train.main()
 
 
 def test_each_rank_and_each_update_draws_from_a_seed_of_its_own(tiny_run: list[str], tmp_path: Path) -> None:
-    (tmp_path / "spy.py").write_text(SPY.format(root=str(ROOT)))
+    (tmp_path / "spy.py").write_text(SPY)
     done = torchrun(tmp_path, *tiny_run, *WORDS, "model.dropout=0.5", script=tmp_path / "spy.py")
     assert done.returncode == 0, done.stderr
     seeds = [[int(s) for s in (tmp_path / f"seeds-{rank}").read_text().split() if s != "0"] for rank in (0, 1)]

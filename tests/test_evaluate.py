@@ -1,12 +1,10 @@
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
 from conftest import tiny_config
 from test_gpt import V, build
+from test_train import FP32
 
-from core.dist import World
 from data.batches import Batches
 from data.folds import split
 from training.evaluate import mean_loss
@@ -27,7 +25,7 @@ def test_exact_evaluation_predicts_each_held_out_token_once(n_tokens: int, batch
         losses += [-log_probs[i, target].item() for i, target in enumerate(window[1:])]
     assert len(losses) == end - start - 1
     batches = Batches(tokens, folds, 16, batch_size, seed=1)
-    loss = mean_loss(model, batches.eval_batches(batch_size), nullcontext, World())
+    loss = mean_loss(model, batches.eval_batches(batch_size), FP32)
     assert loss == pytest.approx(np.mean(losses), rel=1e-12)
 
 
@@ -35,7 +33,7 @@ def test_evaluation_draws_nothing_and_leaves_the_mode_as_it_was() -> None:
     model = build(tiny_config(dropout=0.5)).train()
     batches = Batches(np.arange(300) % V, split(300, 10, None), 16, 4, seed=1)
     state = torch.get_rng_state()
-    first = mean_loss(model, batches.eval_batches(4), nullcontext, World())
+    first = mean_loss(model, batches.eval_batches(4), FP32)
     assert model.training and torch.equal(state, torch.get_rng_state())
-    assert first == mean_loss(model.eval(), batches.eval_batches(4), nullcontext, World())
+    assert first == mean_loss(model.eval(), batches.eval_batches(4), FP32)
     assert not model.training and all(p.grad is None for p in model.parameters())

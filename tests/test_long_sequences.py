@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from test_ddp import torchrun
 from test_train import assert_same_run, configured, lines, weights
 from torch import Tensor
@@ -26,6 +25,7 @@ from model.diagnostics import activation_bytes, future_leak
 from model.gpt import GPT, LinearCrossEntropy, at_least_fp32
 from sweeps.plan import compose
 from training.config import load_config
+from training.evaluate import EVAL_TOKENS
 
 CHECKPOINTED = {"activation_checkpointing": True}
 
@@ -108,7 +108,7 @@ def test_presets_on_characters_keep_their_logits() -> None:
     """Their runs are older than LinearCrossEntropy, and stay the same bit by bit."""
     for name in ("baby_gpt", "nano_cpu", "gqa_nano", "mla_nano"):
         config = load_config(compose([f"model={name}"]))
-        sequences = max(config.batch_size, train.EVAL_TOKENS["cuda"] // config.model.block_size)
+        sequences = max(config.batch_size, EVAL_TOKENS["cuda"] // config.model.block_size)
         assert sequences * config.model.block_size * 65 <= model.gpt.LOGITS_AT_ONCE
         assert config.tokens_per_iter * 4096 <= model.gpt.LOGITS_AT_ONCE  # nor with data.tokenizer=bpe
 
@@ -246,7 +246,7 @@ train.main()
 
 
 def test_two_ranks_equal_one(tiny_run: list[str], tmp_path: Path) -> None:
-    (tmp_path / "long.py").write_text(SCRIPT.format(root=str(ROOT)))
+    (tmp_path / "long.py").write_text(SCRIPT)
     words = [*tiny_run, "model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=4", "dtype=float32"]
     checkpointing = "model.activation_checkpointing=true"
     done = torchrun(tmp_path, *words, checkpointing, "out_dir=two", script=tmp_path / "long.py")
@@ -339,7 +339,7 @@ def test_a_step_of_8192_tokens_takes_half_the_memory() -> None:
     """Plain: 0.5 GiB for the logits, two or three times over, and all activations."""
     found = []
     for which in ("plain", "long"):
-        command = [sys.executable, "-c", STEP.format(root=str(ROOT)), which]
+        command = [sys.executable, "-c", STEP, which]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found.append([float(word) for word in done.stdout.split()])
     (plain, *expected), (long, *actual) = found

@@ -20,7 +20,6 @@ from training.optim import (
     load_optimizer_tensors,
     optimizer_bytes,
     optimizer_tensors,
-    over_updates,
     parameter_groups,
     update_ratios,
 )
@@ -394,19 +393,6 @@ def test_the_ratio_to_weights_that_are_all_zero_is_missing() -> None:
     model = new_model(tiny_config(LpNormOptions(alpha_init=1.0)))  # log(1) = 0
     ratios = update_ratios(model, {name: p.detach().clone() for name, p in model.named_parameters()})
     assert "update/alpha" not in ratios and ratios["update/mlp"] == 0
-
-
-def test_several_updates_join_to_the_largest_maxima_the_smallest_gamma_and_all_clips() -> None:
-    lines = [
-        {"qk_clip/max_logit": m, "qk_clip/max_logit/layer_0": -m, "qk_clip/clipped": c, "qk_clip/gamma_min": g}
-        for m, c, g in ((3.0, 2, 0.5), (7.0, 0, 1.0), (-1.0, 4, 0.25))
-    ]
-    joined: dict[str, float] = {}
-    for line in lines:
-        joined = over_updates(joined, line)
-    assert joined == {
-        "qk_clip/max_logit": 7, "qk_clip/max_logit/layer_0": 1, "qk_clip/clipped": 6, "qk_clip/gamma_min": 0.25,
-    }  # fmt: skip
 
 
 def test_an_optimizer_that_nobody_makes_is_refused_and_is_not_adamw() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from test_ddp import torchrun
 from test_gpt import build, random_tokens
 from test_train import assert_same_run, configured, lines, weights
@@ -22,7 +21,7 @@ import train
 from model.gpt import GPT, max_logits, queries_at_once
 from model.options import AttentionOptions, GQAOptions, MHAOptions, MLAOptions, ModelOptions
 from training.config import LogClipOptions, QKClipOptions, TrainConfig, load_config
-from training.optim import qk_clip, qk_clip_line
+from training.qk_clip import over_updates, qk_clip, qk_clip_line
 
 LAYOUTS: dict[str, AttentionOptions] = {
     "mha": MHAOptions(),
@@ -154,6 +153,19 @@ def test_heads_of_negative_logits_are_left_alone_and_stay_finite() -> None:
     assert qk_clip_line(qk_clip([Head()], config), config)["qk_clip/gamma_min"] == 1
 
 
+def test_several_updates_join_to_the_largest_maxima_the_smallest_gamma_and_all_clips() -> None:
+    lines = [
+        {"qk_clip/max_logit": m, "qk_clip/max_logit/layer_0": -m, "qk_clip/clipped": c, "qk_clip/gamma_min": g}
+        for m, c, g in ((3.0, 2, 0.5), (7.0, 0, 1.0), (-1.0, 4, 0.25))
+    ]
+    joined: dict[str, float] = {}
+    for line in lines:
+        joined = over_updates(joined, line)
+    assert joined == {
+        "qk_clip/max_logit": 7, "qk_clip/max_logit/layer_0": 1, "qk_clip/clipped": 6, "qk_clip/gamma_min": 0.25,
+    }  # fmt: skip
+
+
 QK_CLIP = {"name": "clip", "threshold": 0.02, "balance": 0.5}
 
 
@@ -261,11 +273,13 @@ SPY = """
 import os, sys
 from hashlib import sha256
 import train
-build_optimizer, qk_clip, qk_clip_line, models = train.build_optimizer, train.qk_clip, train.qk_clip_line, []
+from training.qk_clip import qk_clip, qk_clip_line
+setup, models = train.setup, []
 
-def keep(model, config):
-    models.append(model)
-    return build_optimizer(model, config)
+def keep(config):
+    session = setup(config)
+    models.append(session.model)
+    return session
 
 def spy(attentions, config):
     maxima = qk_clip(attentions, config)
@@ -274,14 +288,14 @@ def spy(attentions, config):
         print(sha256(state).hexdigest(), qk_clip_line(maxima, config)["qk_clip/clipped"], file=file)
     return maxima
 
-train.build_optimizer, train.qk_clip = keep, spy
+train.setup, train.qk_clip = keep, spy
 train.main()
 """
 
 
 def test_two_ranks_clip_alike_and_keep_identical_weights(tiny_run: list[str], tmp_path: Path) -> None:
     """The maximum is taken over the ranks: each rank alone would scale by another gamma and drift apart."""
-    (tmp_path / "spy.py").write_text(SPY.format(root=str(ROOT)))
+    (tmp_path / "spy.py").write_text(SPY)
     words = [*tiny_run, "model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=4", "optim.learning_rate=0.01"]
     clip = ["qk_clip=clip", "qk_clip.threshold=0.02"]
     done = torchrun(tmp_path, *words, *clip, "out_dir=two", script=tmp_path / "spy.py")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import train
 from core import checkpoint
 from core.metrics import Metrics
 from core.schema import ConfigError
+from training import session
 
 
 @pytest.mark.parametrize("name", QK_NORM_VARIANTS)
 def test_six_iterations_equal_three_and_three(name: str, corpus: Path, tmp_path: Path) -> None:
     """With dropout; the two accumulated micro-batches draw from the same generator."""
-    changes = {"qk_norm": train.asdict(QK_NORM_VARIANTS[name]), "gradient_accumulation_steps": 2}
+    changes = {"qk_norm": asdict(QK_NORM_VARIANTS[name]), "gradient_accumulation_steps": 2}
     assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
     assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **changes)) == 0
     assert checkpoint.load(tmp_path / "halves" / "ckpt" / "latest").step == 3
@@ -89,7 +91,7 @@ def test_other_code_is_warned_of_and_every_commit_is_kept(
 ) -> None:
     run = tmp_path / "run"
     for max_iters, commit in ((2, "a"), (4, "b+12"), (5, "b+12"), (6, "a")):
-        monkeypatch.setattr(train, "commit", lambda commit=commit: commit)
+        monkeypatch.setattr(session, "commit", lambda commit=commit: commit)
         assert train.run(configured(corpus, run, max_iters=max_iters)) == 0
     summary = json.loads((run / "summary.json").read_text())
     assert summary["commit"] == "a, b+12" == checkpoint.load(run / "ckpt" / "latest").state["commit"]

@@ -11,23 +11,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from conftest import ROOT
 
 from core import rundir
 from core.files import finite, read_json, write_json
-from core.rundir import is_locked, open_run, read_config, read_status
+from core.rundir import ReadOnlyRunDir, RunDir, differences, is_locked, open_run, read_status
 from core.schema import ConfigError
 from data.options import TextFileOptions
 from model.options import LpNormOptions, MLAOptions, ModelOptions
 from training import config as settings
-from training.config import CosineOptions, TrainConfig, WandbOptions
-
-ROOT = Path(__file__).resolve().parent.parent
+from training.config import CosineOptions, TrainConfig, WandbOptions, load_config, to_yaml
+from training.resume import run_request
 
 
 @pytest.fixture
@@ -35,32 +34,34 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def config_for(path: Path, **changes: Any) -> TrainConfig:
-    return TrainConfig(**{"out_dir": str(path), **changes})
+def opened(path: Path, **changes: Any) -> RunDir:
+    return open_run(run_request(TrainConfig(out_dir=str(path), **changes)))
 
 
-def leave(config: TrainConfig, state: str, iteration: int | None = None) -> None:
-    """A run that ended in `state`, as train.py leaves it."""
-    run = open_run(config)
+def saved_config(path: Path) -> TrainConfig:
+    return load_config(yaml.safe_load((path / "config.yaml").read_text()))
+
+
+def leave(path: Path, state: str, iteration: int | None = None, **changes: Any) -> dict[str, bytes]:
+    """A run that ended in `state`, as train.py leaves it. Returns its files."""
+    run = opened(path, **changes)
     if iteration is not None:
-        write_json(run.path / "summary.json", {"iter": iteration})
+        write_json(path / "summary.json", {"iter": iteration})
     run.status(state, iter=iteration)
     run.close()
+    return snapshot(path)
 
 
 def snapshot(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
-def python(code: str, *args: object) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
+# Processes of their own, which need no settings: core/ knows none.
 HOLD = """
 import sys, time
-from training.config import TrainConfig
-from core.rundir import open_run
-run = open_run(TrainConfig(out_dir=sys.argv[1]))
+from pathlib import Path
+from core.rundir import RunRequest, open_run
+run = open_run(RunRequest(Path(sys.argv[1]), "", lambda old: [], 1))
 print("open", flush=True)
 time.sleep(60)
 """
@@ -68,7 +69,8 @@ time.sleep(60)
 
 @contextmanager
 def held_elsewhere(path: Path) -> Iterator[subprocess.Popen[str]]:
-    process = python(HOLD, path)
+    command = [sys.executable, "-c", HOLD, str(path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "open\n"
         yield process
@@ -82,10 +84,9 @@ def held_elsewhere(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_new_run_has_its_config_and_is_running(path: Path) -> None:
-    config = config_for(path / "deep" / "down")
-    run = open_run(config)
+    run = opened(path / "deep" / "down", seed=3)
     assert not run.finished
-    assert read_config(run.path) == config
+    assert saved_config(run.path) == TrainConfig(out_dir=str(run.path), seed=3)
     status = read_status(run.path)
     assert (status["state"], status["pid"]) == ("running", os.getpid())
     assert is_locked(run.path)
@@ -100,30 +101,23 @@ GROUPS: dict[str, dict[str, Any]] = {
     "schedule": settings.SCHEDULES,
     "data": settings.CORPORA,
 }
-VARIANTS = [{group: variants[name]} for group, variants in GROUPS.items() for name in variants if name != "text"]
-ODD_NAMES = ["a: b #c ${x}", "é\u2028\U0001f600", "1e-3", "null", "~", "'\"\\"]
+VARIANTS = [{group: cls()} for group, variants in GROUPS.items() for name, cls in variants.items() if name != "text"]
+ODD_NUMBERS = [{"qk_norm": LpNormOptions(p=p, alpha_init=1e-5)} for p in (1.0, 2.5, 1e22, math.inf)]
+ODD_NAMES = [
+    {"data": TextFileOptions(path=text), "wandb": WandbOptions(group=text)}
+    for text in ("a: b #c ${x}", "é\u2028\U0001f600", "1e-3", "null", "~", "'\"\\")
+]
 
 
-@pytest.mark.parametrize("changes", VARIANTS, ids=lambda v: next(iter(v.values())).__name__)
-def test_config_yaml_holds_every_variant(path: Path, changes: dict[str, Any]) -> None:
-    rope = ModelOptions(position="rope", rope_theta=1e4) if MLAOptions in changes.values() else ModelOptions()
-    config = config_for(path, model=rope, **{group: cls() for group, cls in changes.items()})
-    open_run(config).close()
-    assert read_config(path) == config
-
-
-@pytest.mark.parametrize("p", [1.0, 2.5, 1e22, math.inf])
-@pytest.mark.parametrize("text", ODD_NAMES)
-def test_config_yaml_holds_odd_numbers_and_names(path: Path, p: float, text: str) -> None:
-    config = config_for(
-        path,
-        qk_norm=LpNormOptions(p=p, alpha_init=1e-5),
-        data=TextFileOptions(path=text),
-        wandb=WandbOptions(group=text),
-    )
-    open_run(config).close()
-    assert read_config(path) == config
-    assert open_run(config).finished is False  # and it is the same trajectory
+@pytest.mark.parametrize("changes", [*VARIANTS, *ODD_NUMBERS, *ODD_NAMES], ids=str)
+def test_config_yaml_holds_every_variant_odd_numbers_and_names(path: Path, changes: dict[str, Any]) -> None:
+    rope = isinstance(changes.get("attention"), MLAOptions)
+    changes = {"model": ModelOptions(position="rope", rope_theta=1e4)} | changes if rope else changes
+    opened(path, **changes).close()
+    assert saved_config(path) == TrainConfig(out_dir=str(path), **changes)
+    assert opened(path, **changes).finished is False  # and it is the same trajectory
+    numbers = yaml.safe_load((path / "config.yaml").read_text())["optim"]  # plain YAML, any program's
+    assert type(numbers["learning_rate"]) is float and type(numbers["betas"]) is list
 
 
 # -----------------------------------------------------------------------------
@@ -135,20 +129,16 @@ def test_users_folder_is_refused_untouched(path: Path) -> None:
     (path / "thesis.tex").write_text("years of work")
     for fresh in (False, True):
         with pytest.raises(ConfigError, match=f"out_dir={path} is neither empty nor a run directory"):
-            open_run(config_for(path, fresh=fresh))
+            opened(path, fresh=fresh)
         assert snapshot(path.parent) == {"run/thesis.tex": b"years of work"}
 
 
-def test_empty_directory_is_used(path: Path) -> None:
+@pytest.mark.parametrize("names", [[], ["lock", "config.yaml.tmp"]])
+def test_a_directory_that_is_empty_or_whose_creation_was_cut_short_is_used(names: list[str], path: Path) -> None:
     path.mkdir()
-    assert not open_run(config_for(path)).finished
-
-
-def test_directory_whose_creation_was_cut_short_is_used(path: Path) -> None:
-    path.mkdir()
-    (path / "lock").touch()
-    (path / "config.yaml.tmp").write_text("see")
-    assert not open_run(config_for(path)).finished
+    for name in names:
+        (path / name).write_text("see")
+    assert not opened(path).finished
 
 
 def test_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -156,7 +146,7 @@ def test_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     file.write_text("mine")
     for place in (file, file / "run", file / "deep" / "run", Path("/proc/nanoqk/run")):
         with pytest.raises(ConfigError, match=f"^out_dir={place} ") as refusal:
-            open_run(config_for(place))
+            opened(place)
         assert "\n" not in str(refusal.value)
     assert snapshot(tmp_path) == {"file": b"mine"}
 
@@ -165,58 +155,71 @@ def test_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_read_only_parent_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="is not writable"):
-        open_run(config_for(tmp_path / "run"))
+        opened(tmp_path / "run")
 
 
 def test_eval_only_needs_a_run_and_changes_nothing(path: Path) -> None:
     with pytest.raises(ConfigError, match="eval_only=true needs one"):
-        open_run(config_for(path, eval_only=True))
+        opened(path, eval_only=True)
     assert not path.exists()
-    leave(config_for(path), "stopped", 7)
-    before = snapshot(path)
-    run = open_run(config_for(path, eval_only=True, log_interval=3))
+    before = leave(path, "stopped", 7)
+    run = opened(path, eval_only=True, log_interval=3)
     assert snapshot(path) == before
     run.close()
+
+
+def test_other_ranks_read_the_directory_and_write_nothing(path: Path) -> None:
+    before = leave(path, "stopped", 7)
+    with ReadOnlyRunDir(path, finished=False) as run, run.progress_bar(3, 0) as bar:
+        run.begin("seed: 2", 0, {"mode": "offline"})
+        run.log("a warning")
+        for write in (run.record, run.record_diagnostics):
+            write({"iter": 1})
+        run.save(1, {}, {}, True, None)
+        run.restore_best(1)
+        run.finish({"status": "done"})
+        run.plot()
+        assert run.state == "stopped" and run.recorded("val/loss") == {} and bar.disable
+    assert snapshot(path) == before
 
 
 # -----------------------------------------------------------------------------
 # The lock
 
 
-def test_run_in_use_is_refused_naming_its_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rundir, "LOCK_PATIENCE", 0.05)
+def test_run_in_use_is_refused_naming_its_owner_and_the_lock_dies_with_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "LOCK_TIMEOUT", 0.05)
     with held_elsewhere(path) as owner:
         before = snapshot(path)
-        for changes in ({}, {"fresh": True}, {"eval_only": True}, {"seed": 2}):
+        changed: list[dict[str, Any]] = [{}, {"fresh": True}, {"eval_only": True}, {"seed": 2}]
+        for changes in changed:
             with pytest.raises(ConfigError, match=f"out_dir={path} is in use by process {owner.pid} on "):
-                open_run(config_for(path, **changes))
-        assert snapshot(path) == before
-        assert is_locked(path)
-
-
-def test_lock_dies_with_a_killed_owner(path: Path) -> None:
-    with held_elsewhere(path) as owner:
+                opened(path, **changes)
+        assert snapshot(path) == before and is_locked(path)
+        (path / "config.yaml").write_text(to_yaml(TrainConfig(out_dir=str(path))))
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         assert read_status(path)["state"] == "running" and not is_locked(path)
-        run = open_run(config_for(path))
-        run.begin(config_for(path))
+        run = opened(path)
+        run.begin("")
         assert read_status(path)["pid"] == os.getpid() and not run.finished
         run.close()
 
 
 RACE = """
 import sys, time
+from pathlib import Path
 from core.schema import ConfigError
-from training.config import TrainConfig
-from core.rundir import open_run
+from core.rundir import RunRequest, open_run
 folder, start, fresh = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "True"
 runs = []  # held to the end
 for i in range(3):
     while time.time() < start + 0.65 * i:
         pass
     try:
-        runs.append(open_run(TrainConfig(out_dir=f"{folder}/run-{i}", fresh=fresh)))
+        runs.append(open_run(RunRequest(Path(folder, f"run-{i}"), "new", lambda old: [], 1, fresh)))
         print("won", flush=True)
     except ConfigError as error:
         print(error, flush=True)
@@ -228,7 +231,7 @@ sys.stdin.read()
 def test_of_two_processes_that_start_at_once_exactly_one_wins(tmp_path: Path, fresh: bool) -> None:
     if fresh:
         for i in range(3):
-            leave(config_for(tmp_path / f"run-{i}"), "stopped")
+            leave(tmp_path / f"run-{i}", "stopped")
     start = time.time() + 0.6
     command = [sys.executable, "-c", RACE, str(tmp_path), str(start), str(fresh)]
     racers = [
@@ -239,7 +242,7 @@ def test_of_two_processes_that_start_at_once_exactly_one_wins(tmp_path: Path, fr
         racer.communicate("")
     for i, answers in enumerate(zip(*told, strict=True)):
         assert sorted(answer == "won" for answer in answers) == [False, True], answers
-        assert read_config(tmp_path / f"run-{i}").fresh is fresh
+        assert (tmp_path / f"run-{i}" / "config.yaml").read_text() == "new"
         assert len(list(tmp_path.glob(f"run-{i}.old-*"))) == fresh
 
 
@@ -247,24 +250,24 @@ def test_of_two_processes_that_start_at_once_exactly_one_wins(tmp_path: Path, fr
 def test_lock_of_a_run_that_was_just_moved_aside_is_not_taken_for_the_new_ones(
     path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
-    leave(config_for(path), "stopped")
+    leave(path, "stopped")
     aside, flock = path.with_name("run.old-1"), fcntl.flock
 
     def move_first(lock: int, how: int) -> None:  # what another process's fresh=true does between open and flock
         if not aside.exists():
             path.rename(aside)
             if replaced:
-                leave(config_for(path), "stopped")
+                leave(path, "stopped")
         flock(lock, how)
 
     monkeypatch.setattr(fcntl, "flock", move_first)
-    run = open_run(config_for(path))
+    run = opened(path)
     assert is_locked(path) and not is_locked(aside)
     run.close()
 
 
 def test_looking_at_a_run_never_keeps_it_from_starting(path: Path) -> None:
-    leave(config_for(path), "stopped")
+    leave(path, "stopped")
     over = threading.Event()
 
     def look() -> None:
@@ -276,7 +279,7 @@ def test_looking_at_a_run_never_keeps_it_from_starting(path: Path) -> None:
         thread.start()
     try:
         for _ in range(30):
-            open_run(config_for(path)).close()
+            opened(path).close()
     finally:
         over.set()
         for thread in onlookers:
@@ -288,10 +291,9 @@ def test_looking_at_a_run_never_keeps_it_from_starting(path: Path) -> None:
 
 
 def test_every_differing_setting_is_named(path: Path) -> None:
-    leave(config_for(path, qk_norm=LpNormOptions(p=3.0)), "stopped", 7)
-    before = snapshot(path)
+    before = leave(path, "stopped", 7, qk_norm=LpNormOptions(p=3.0))
     with pytest.raises(ConfigError) as refusal:
-        open_run(config_for(path, seed=1, model=ModelOptions(n_embd=192), max_iters=6000, device="cpu"))
+        opened(path, seed=1, model=ModelOptions(n_embd=192), max_iters=6000, device="cpu")
     message = str(refusal.value)
     assert message.startswith(f"out_dir={path} holds a run with other settings: ")
     assert message.endswith("; use another out_dir or fresh=true")
@@ -307,16 +309,16 @@ def test_every_differing_setting_is_named(path: Path) -> None:
         "schedule.lr_decay_iters (by default max_iters) 5000 -> 6000",
     }
     assert snapshot(path) == before and not is_locked(path)
+    assert differences({"a": True, "b": None}, {"b": None, "c": 1.5}) == ["a true -> unset", "c unset -> 1.5"]
 
 
 def test_partial_run_goes_on_with_the_new_free_settings(path: Path) -> None:
-    leave(config_for(path), "stopped", 7)
-    config = config_for(path, log_interval=3, wandb=WandbOptions(mode="disabled"), device="cpu")
-    before = snapshot(path)
-    run = open_run(config)
+    before = leave(path, "stopped", 7)
+    free: dict[str, Any] = {"log_interval": 3, "wandb": WandbOptions(mode="disabled"), "device": "cpu"}
+    run = opened(path, **free)
     assert not run.finished and snapshot(path) == before  # the caller may still refuse it
-    run.begin(config)
-    assert read_config(path) == config
+    run.begin(to_yaml(TrainConfig(out_dir=str(path), **free)))
+    assert saved_config(path).log_interval == 3
     assert read_status(path)["state"] == "running" and read_status(path)["iter"] == 7
 
 
@@ -337,37 +339,32 @@ def test_finished_runs_are_recognised(
     path: Path, state: str, iteration: int | None, max_iters: int, finished: bool
 ) -> None:
     schedule = CosineOptions(warmup_iters=10, lr_decay_iters=100)
-    leave(config_for(path, max_iters=100, schedule=schedule), state, iteration)
-    before = snapshot(path)
-    run = open_run(config_for(path, max_iters=max_iters, schedule=schedule))
+    before = leave(path, state, iteration, max_iters=100, schedule=schedule)
+    with pytest.raises(ConfigError, match="seed 1337 -> 2"):  # finished or not
+        opened(path, seed=2, schedule=schedule)
+    run = opened(path, max_iters=max_iters, schedule=schedule)
     assert run.finished is finished
     assert snapshot(path) == before and run.state == state
 
 
-def test_finished_run_with_other_settings_is_refused(path: Path) -> None:
-    leave(config_for(path), "done", 5000)
-    with pytest.raises(ConfigError, match="seed 1337 -> 2"):
-        open_run(config_for(path, seed=2))
-
-
 def test_fresh_moves_the_old_run_aside(path: Path) -> None:
     for n in (1, 2):
-        leave(config_for(path, seed=n, fresh=True), "done", 5000)
-    run = open_run(config_for(path, seed=3, fresh=True))
-    assert not run.finished and read_config(path).seed == 3
-    assert [read_config(path.with_name(f"run.old-{n}")).seed for n in (1, 2)] == [1, 2]
+        leave(path, "done", 5000, seed=n, fresh=True)
+    run = opened(path, seed=3, fresh=True)
+    assert not run.finished and saved_config(path).seed == 3
+    assert [saved_config(path.with_name(f"run.old-{n}")).seed for n in (1, 2)] == [1, 2]
     assert read_json(path.with_name("run.old-2") / "summary.json") == {"iter": 5000}
     assert is_locked(path) and not is_locked(path.with_name("run.old-2"))
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "seed: {", "seed: one", "sneed: 1", "\x00", "a" * 10])
 def test_damaged_config_yaml_is_refused_in_one_line(path: Path, content: str) -> None:
-    leave(config_for(path), "stopped")
+    leave(path, "stopped")
     (path / "config.yaml").write_text(content)
     with pytest.raises(ConfigError, match="config.yaml that cannot be read.*fresh=true") as refusal:
-        open_run(config_for(path))
+        opened(path)
     assert "\n" not in str(refusal.value) and not is_locked(path)
-    assert not open_run(config_for(path, fresh=True)).finished
+    assert not opened(path, fresh=True).finished
 
 
 # -----------------------------------------------------------------------------
@@ -375,7 +372,7 @@ def test_damaged_config_yaml_is_refused_in_one_line(path: Path, content: str) ->
 
 
 def test_log_prints_and_appends(path: Path) -> None:
-    run = open_run(config_for(path))
+    run = opened(path)
     printed: list[str] = []
     run.print_line = printed.append
     run.log("iter 0: loss 4.17")
@@ -386,12 +383,8 @@ def test_log_prints_and_appends(path: Path) -> None:
 
 
 def test_missing_is_missing_and_nan_is_null(tmp_path: Path) -> None:
-    assert finite({"a": None, "b": math.nan, "c": math.inf, "d": 0.0, "e": "x"}) == {
-        "b": None,
-        "c": None,
-        "d": 0.0,
-        "e": "x",
-    }
+    values = {"a": None, "b": math.nan, "c": math.inf, "d": 0.0, "e": "x"}
+    assert finite(values) == {"b": None, "c": None, "d": 0.0, "e": "x"}
     write_json(tmp_path / "x.json", {"a": None, "b": math.nan, "c": 0.1})
     assert json.loads((tmp_path / "x.json").read_text()) == {"b": None, "c": 0.1}
 
@@ -401,9 +394,3 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_json(tmp_path / "x.json", {"a": object()})
     assert read_json(tmp_path / "x.json") == {"a": 1}
-
-
-def test_config_yaml_is_plain_yaml(path: Path) -> None:
-    open_run(replace(config_for(path), qk_norm=LpNormOptions(p=math.inf)))
-    plain = yaml.safe_load((path / "config.yaml").read_text())
-    assert plain["qk_norm"]["p"] == math.inf and plain["optim"]["betas"] == [0.9, 0.99]

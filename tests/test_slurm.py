@@ -288,14 +288,14 @@ def test_a_task_that_is_preempted_saves_before_it_is_requeued(signals: list[sign
 
 
 def test_a_signal_before_the_loop_begins_is_not_lost(endless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build_optimizer = train.build_optimizer
+    setup = train.setup
 
     def interrupted(*args: object) -> object:
         os.kill(os.getpid(), signal.SIGUSR2)
         time.sleep(0.2)  # until the first look whether the loop has begun is over
-        return build_optimizer(*args)  # type: ignore[arg-type]
+        return setup(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(train, "build_optimizer", interrupted)
+    monkeypatch.setattr(train, "setup", interrupted)
     assert exit_status(fork(lambda: task(endless))) == REQUEUED
     assert_saved(endless)
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,23 @@ import model.gpt
 import train
 from core import checkpoint
 from core.dist import World
-from core.metrics import Metrics
+from core.metrics import Metrics, spike_score
 from core.schema import ConfigError
 from data.batches import Batches
 from data.folds import Split, split
 from data.tokenizer import build_tokenizer
+from model.diagnostics import diagnose
 from model.gpt import GPT
 from model.options import LpNormOptions
+from training import evaluate, updates
+from training.checks import repetition
 from training.config import TrainConfig, load_config
 from training.evaluate import mean_loss
+from training.optim import build_optimizer, update_ratios
+from training.session import Machine, read_corpus
+from training.updates import accumulate_gradients
 
+FP32 = Machine(World(), torch.device("cpu"), torch.float32)
 QK_CLIP = {"name": "clip", "threshold": 0.02, "balance": 0.5}
 TIMED = {"tok_per_sec", "mfu"}
 
@@ -59,6 +66,10 @@ def weights(run: Path) -> dict[str, Tensor]:
     return {f"{group}/{name}": t for group, tensors in saved.tensors.items() for name, t in tensors.items()}
 
 
+def saved_json(run: Path, name: str) -> dict[str, Any]:
+    return json.loads((run / f"{name}.json").read_text())
+
+
 def lines(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what the clock decides."""
     return [{k: v for k, v in line.items() if k not in TIMED} for line in Metrics.read(run / "metrics.jsonl")]
@@ -66,16 +77,15 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 def assert_same_run(a: Path, b: Path) -> None:
     """Bit for bit: weights, optimizer state, every metric line; and the same best checkpoint and minimum."""
-    ours, theirs = weights(a), weights(b)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
+    tensors, others = weights(a), weights(b)
+    assert tensors.keys() == others.keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
     assert lines(a) == lines(b)
     assert (a / "diagnostics.jsonl").read_bytes() == (b / "diagnostics.jsonl").read_bytes()
     assert (a / "ckpt" / "best").readlink() == (b / "ckpt" / "best").readlink()
-    summaries = [json.loads((run / "summary.json").read_text()) for run in (a, b)]
+    ours, theirs = saved_json(a, "summary"), saved_json(b, "summary")
     for key in ("status", "iter", "val/loss", "val/loss_min", "iter_of_min", "train/loss"):
-        assert summaries[0][key] == summaries[1][key], key
+        assert ours[key] == theirs[key], key
 
 
 def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path: Path) -> None:
@@ -83,19 +93,9 @@ def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path
     schedule = {"name": "cosine", "warmup_iters": 10, "min_lr": 1e-3}
     optim = {"name": "adamw", "learning_rate": 1e-2}
     config = configured(corpus, run, max_iters=150, eval_interval=50, log_interval=10, plot=True, schedule=schedule)
-    assert train.run(load_config({**json.loads(json.dumps(train.asdict(config))), "optim": optim})) == 0
-    names = {
-        "config.yaml",
-        "metrics.jsonl",
-        "train.log",
-        "ckpt",
-        "status.json",
-        "summary.json",
-        "lock",
-        "curve.png",
-        "diagnostics.jsonl",
-    }
-    assert {p.name for p in run.iterdir()} == names
+    assert train.run(load_config({**json.loads(json.dumps(asdict(config))), "optim": optim})) == 0
+    names = "ckpt config.yaml curve.png diagnostics.jsonl lock metrics.jsonl status.json summary.json train.log"
+    assert sorted(p.name for p in run.iterdir()) == names.split()
     assert (run / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     logged = Metrics.read(run / "metrics.jsonl")
     assert [line["iter"] for line in logged] == list(range(0, 151, 10))
@@ -106,14 +106,14 @@ def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path
     assert evaluated[-1]["val/bpc"] == pytest.approx(evaluated[-1]["val/loss"] / math.log(2))
     for line in logged[:-1]:
         assert {"train/loss", "lr", "grad_norm", "tok_per_sec", "mfu"} <= line.keys() and 0 < line["mfu"] < 2
-    summary = json.loads((run / "summary.json").read_text())
+    summary = saved_json(run, "summary")
     best = min(evaluated, key=lambda line: line["val/loss"])
     assert summary["status"] == "done" and summary["iter"] == 150
     assert (summary["val/loss_min"], summary["iter_of_min"]) == (best["val/loss"], best["iter"])
     assert summary["val/loss"] == evaluated[-1]["val/loss"]
     assert {"train/loss", "seconds", "tok_per_sec", "parameters", "device"} <= summary.keys()
     assert (run / "ckpt" / "best").resolve().name == f"step_{best['iter']:06d}"
-    assert json.loads((run / "status.json").read_text())["state"] == "done"
+    assert saved_json(run, "status")["state"] == "done"
 
 
 def unigram_entropy(corpus: Path) -> float:
@@ -137,7 +137,7 @@ def test_every_layout_trains_with_every_norm_below_the_entropy_of_single_charact
 ) -> None:
     norm, run = QK_NORM_VARIANTS[name], tmp_path / "run"
     model = FAST["model"] | ({} if layout == "mha" else {"position": "rope", "rope_theta": 100.0})
-    groups = {"attention": train.asdict(LAYOUTS[layout]), "qk_norm": train.asdict(norm), "model": model}
+    groups = {"attention": asdict(LAYOUTS[layout]), "qk_norm": asdict(norm), "model": model}
     assert train.run(configured(corpus, run, **{**FAST, **groups})) == 0
     assert lines(run)[-1]["val/loss"] < unigram_entropy(corpus)
     squares = {key: t for key, t in weights(run).items() if key.startswith("optimizer/exp_avg_sq/")}
@@ -172,9 +172,8 @@ def test_on_a_cpu_few_windows_go_through_the_model_at_a_time(
             seen.append(len(x))
             return network(x, y)
 
-    monkeypatch.setattr(train, "CPU_TOKENS", tokens)
-    fed = batches.prefetch([(3, 0), (3, 1)])
-    total = train.accumulate_gradients(Forward(), fed, 2, nullcontext, torch.device("cpu"))
+    monkeypatch.setattr(updates, "CPU_TOKENS", tokens)
+    total = accumulate_gradients(Forward(), batches.prefetch([(3, 0), (3, 1)]), 2, FP32)
     assert seen == rows
     torch.testing.assert_close(total.double(), loss.detach(), rtol=1e-6, atol=0)
     for parameter, gradient in zip(network.parameters(), expected, strict=True):
@@ -188,7 +187,7 @@ def test_weights_are_cast_once_for_all_of_a_batch(checkpointing: bool, monkeypat
     network = GPT(tiny_config(activation_checkpointing=checkpointing), vocab_size=11)
     network.init_weights(0)
     batches = Batches(np.arange(500) % 11, split(500, 10, 0, 16), 16, batch_size=7, seed=1)
-    cpu, parameters = torch.device("cpu"), list(network.parameters())
+    bf16, parameters = replace(FP32, dtype=torch.bfloat16), list(network.parameters())
     multiplied = [*(m for m in network.modules() if isinstance(m, torch.nn.Linear)), network.transformer.wte]
     cast: list[str] = []
 
@@ -198,28 +197,24 @@ def test_weights_are_cast_once_for_all_of_a_batch(checkpointing: bool, monkeypat
             cast.extend(names if func is torch.ops.aten._to_copy.default else [])
             return func(*args, **kwargs or {})
 
-    def autocast() -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16)
-
     gradients = [torch.zeros_like(p) for p in parameters]
     for micro_step in range(2):
         for x, y in zip(*(t.split(1) for t in batches.get_batch(3, micro_step)), strict=True):
-            with autocast():
+            with bf16.autocast():
                 loss = network(x, y)[1] / 14
             for total, gradient in zip(gradients, torch.autograd.grad(loss, parameters), strict=True):
                 total += gradient
-    monkeypatch.setattr(train, "CPU_TOKENS", 16)
+    monkeypatch.setattr(updates, "CPU_TOKENS", 16)
     for _ in range(2):
         with Casts():
-            fed = batches.prefetch([(3, 0), (3, 1)])
-            train.accumulate_gradients(network, fed, 2, autocast, cpu)
+            accumulate_gradients(network, batches.prefetch([(3, 0), (3, 1)]), 2, bf16)
         assert len(cast) == len(set(cast)) == len(multiplied)
         cast.clear()
         for parameter, expected in zip(parameters, gradients, strict=True):
             assert parameter.grad is not None and torch.equal(parameter.grad, expected)
             parameter.grad = None
     with Casts():
-        mean_loss(network, [batches.get_batch(i) for i in range(9)], autocast, World())
+        mean_loss(network, [batches.get_batch(i) for i in range(9)], bf16)
     assert len(cast) == len(set(cast)) == len(multiplied)
 
 
@@ -244,7 +239,7 @@ def test_one_compilation_serves_every_p_fold_and_seed(graphs: Callable[[], int],
     for p, fold, seed in ((2.0, 0, 1), (3.0, 1, 1), (1.0, 0, 2), (1.5, 2, 3), (3.5, 0, 1), (7.25, 1, 4)):
         changes = {
             "data": {"name": "text", "path": str(corpus), "fold": fold}, "seed": seed,
-            "qk_norm": train.asdict(LpNormOptions(p=p)), "model": {**SETTINGS["model"], "dropout": 0.0},
+            "qk_norm": asdict(LpNormOptions(p=p)), "model": {**SETTINGS["model"], "dropout": 0.0},
         }  # fmt: skip
         compiled, eager = tmp_path / f"{p}", tmp_path / f"{p} eager"
         assert train.run(configured(corpus, compiled, compile=True, **changes)) == 0
@@ -263,7 +258,7 @@ def test_a_process_compiles_every_model_that_it_trains(
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     names = ["none", "rms", "layernorm", "lp2", "lp_learned", "lpinf", "lp1.5"]
     for n, name in enumerate(names, 1):
-        norm = train.asdict(QK_NORM_VARIANTS[name])
+        norm = asdict(QK_NORM_VARIANTS[name])
         model = {**SETTINGS["model"], "dropout": 0.0}
         assert train.run(configured(corpus, tmp_path / name, compile=True, qk_norm=norm, model=model)) == 0
         assert graphs() == 2 * n, name
@@ -277,10 +272,10 @@ def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus
     text = corpus.read_text()
     tokenizer = build_tokenizer("char", text)
     tokens = tokenizer.encode(text)
-    batches = train.Batches(tokens, split(len(tokens), 10, None), 16, 4, config.seed)
-    gpt = train.GPT(config, tokenizer.vocab_size)
+    batches = Batches(tokens, split(len(tokens), 10, None), 16, 4, config.seed)
+    gpt = GPT(config, tokenizer.vocab_size)
     gpt.init_weights(config.seed)
-    optimizer = train.build_optimizer(gpt, config)
+    optimizer = build_optimizer(gpt, config)
     for step, line in zip(range(6), lines(tmp_path / "run"), strict=False):
         parts = [batches.get_batch(step, micro_step) for micro_step in range(4)]
         x, y = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -297,7 +292,7 @@ def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus
         optimizer.zero_grad()
         updates = {key: value for key, value in line.items() if key.startswith("update/")}
         evaluated = step % config.eval_interval == 0
-        assert updates == (pytest.approx(train.update_ratios(gpt, before), rel=1e-3) if evaluated else {})
+        assert updates == (pytest.approx(update_ratios(gpt, before), rel=1e-3) if evaluated else {})
 
 
 def test_grad_clip_bounds_the_update_but_not_the_logged_norm(
@@ -346,76 +341,49 @@ def test_each_evaluation_has_diagnostics_of_the_same_held_out_sequences(corpus: 
     for line, table in zip(evaluated, tables, strict=True):
         summary = {key: value for key, value in table.items() if key.startswith("attn/") and "/layer_" not in key}
         assert summary == {key: value for key, value in line.items() if key.startswith("attn/")} and len(table) > 30
-    _, tokenizer, tokens, _ = train.read_corpus(config)
+    _, tokenizer, tokens, _ = read_corpus(config)
     held_out = torch.from_numpy(tokens[5400:6000].astype(np.int64))  # the last tenth
-    gpt = train.GPT(config, tokenizer.vocab_size)
+    gpt = GPT(config, tokenizer.vocab_size)
     gpt.load_state_dict(checkpoint.load(tmp_path / "run" / "ckpt" / "latest").tensors["model"])
-    values = train.diagnose(gpt, held_out[: 4 * 16].view(4, 16))
+    values = diagnose(gpt, held_out[: 4 * 16].view(4, 16))
     assert tables[-1] == {"iter": 40, **values}
     assert "train/spike_score" not in evaluated[0]  # of no past
     losses = [line["train/loss"] for line in logged[:40]]
-    assert evaluated[-1]["train/spike_score"] == train.spike_score(losses)
+    assert evaluated[-1]["train/spike_score"] == spike_score(losses)
 
 
 # -----------------------------------------------------------------------------
 # Start-up checks, divergence
 
 
-def test_a_model_without_causal_mask_is_refused_at_start(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wrong", ["unmasked", "one_ahead", "training", "evaluation", "nan"])
+def test_a_model_that_sees_the_future_is_refused_at_start(
+    wrong: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
-        return torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
+    """In both modes or in one, with a mask that is off by one, or with logits that are not numbers."""
+    causal_attention, forward = model.gpt.causal_attention, GPT.forward
 
-    monkeypatch.setattr(model.gpt, "causal_attention", unmasked)
+    def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+        # evaluation has no gradients: there it takes another attention product
+        if wrong in ("training", "evaluation") and torch.is_grad_enabled() == (wrong == "evaluation"):
+            return causal_attention(q, k, v, scale, p_dropout)
+        hidden = torch.ones(q.size(-2), k.size(-2)).triu(2 if wrong == "one_ahead" else q.size(-2)).bool()
+        return torch.softmax((scale * q @ k.transpose(-2, -1)).masked_fill(hidden, -math.inf), -1) @ v
+
+    def nan(self: GPT, *args: Any, **options: Any) -> Any:
+        logits, loss = forward(self, *args, **options)
+        return logits * math.nan, loss
+
+    monkeypatch.setattr(*((GPT, "forward", nan) if wrong == "nan" else (model.gpt, "causal_attention", attention)))
     with pytest.raises(ConfigError, match="attention=mha sees the future"):
         train.run(configured(corpus, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def test_an_off_by_one_mask_is_refused_too(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_ahead(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
-        hidden = torch.ones(q.size(-2), k.size(-2)).triu(2).bool()
-        return torch.softmax((scale * q @ k.transpose(-2, -1)).masked_fill(hidden, -math.inf), -1) @ v
-
-    monkeypatch.setattr(model.gpt, "causal_attention", one_ahead)
-    with pytest.raises(ConfigError, match="sees the future"):
-        train.run(configured(corpus, tmp_path / "run"))
-
-
-@pytest.mark.parametrize("where", ["training", "evaluation"])
-def test_a_mask_missing_in_training_or_in_evaluation_alone_is_refused_too(
-    where: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Evaluation is told by having no gradients: there it takes another attention product."""
-    causal_attention = model.gpt.causal_attention
-
-    def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
-        if p_dropout == 0 if where == "training" else torch.is_grad_enabled():
-            return causal_attention(q, k, v, scale, p_dropout)
-        return torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
-
-    monkeypatch.setattr(model.gpt, "causal_attention", unmasked)
-    with pytest.raises(ConfigError, match="sees the future"):
-        train.run(configured(corpus, tmp_path / "run"))
-
-
-def test_a_model_of_nans_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward: Any = train.GPT.forward
-
-    def broken(self: Any, *args: Any, **options: Any) -> Any:
-        logits, loss = forward(self, *args, **options)
-        return logits * math.nan, loss
-
-    monkeypatch.setattr(train.GPT, "forward", broken)
-    with pytest.raises(ConfigError, match="sees the future"):
-        train.run(configured(corpus, tmp_path / "run"))
-
-
 def scripted_losses(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
-    """Evaluations return these, the first of each run() belonging to the start-up check."""
+    """Evaluations return these."""
     left = iter(losses)
-    monkeypatch.setattr(train, "mean_loss", lambda *args: next(left))
+    monkeypatch.setattr(evaluate, "mean_loss", lambda *args: next(left))
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4])
@@ -424,14 +392,14 @@ def test_the_minimum_and_the_best_checkpoint_survive_a_rising_loss_and_a_resume(
 ) -> None:
     losses = [3.0, 2.0, 1.5, 1.5, 1.8, 1.6, 1.9]
     changes = {"eval_interval": 1, "checkpoint_interval": 1}
-    scripted_losses(monkeypatch, [2.8, *losses])
+    scripted_losses(monkeypatch, losses)
     assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
-    scripted_losses(monkeypatch, [2.8, *losses[: cut + 1], 2.8, *losses[cut:]])
+    scripted_losses(monkeypatch, [*losses[: cut + 1], *losses[cut:]])
     assert train.run(configured(corpus, tmp_path / "halves", max_iters=cut, **changes)) == 0
     assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
     assert_same_run(tmp_path / "straight", tmp_path / "halves")
     assert (tmp_path / "straight" / "ckpt" / "best").readlink().name == "step_000002"
-    assert json.loads((tmp_path / "halves" / "summary.json").read_text())["val/loss_min"] == 1.5
+    assert saved_json(tmp_path / "halves", "summary")["val/loss_min"] == 1.5
 
 
 @pytest.mark.parametrize("last", [2.0, 3.5])
@@ -439,23 +407,23 @@ def test_an_evaluation_at_an_earlier_end_does_not_stay_the_minimum(
     last: float, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     often = {"eval_interval": 100, "checkpoint_interval": 1}
-    scripted_losses(monkeypatch, [2.8, 3.0, last])
+    scripted_losses(monkeypatch, [3.0, last])
     assert train.run(configured(corpus, tmp_path / "straight", **often)) == 0
-    scripted_losses(monkeypatch, [2.8, 3.0, 1.0, 2.8, last])  # 0, 3 (the end, off the interval); then 6
+    scripted_losses(monkeypatch, [3.0, 1.0, last])  # 0, 3 (the end, off the interval); then 6
     assert train.run(configured(corpus, tmp_path / "run", max_iters=3, **often)) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["iter_of_min"] == 3
+    assert saved_json(tmp_path / "run", "summary")["iter_of_min"] == 3
     assert (tmp_path / "run" / "ckpt" / "best").readlink().name == "step_000003"
     assert train.run(configured(corpus, tmp_path / "run", **often)) == 0
     assert_same_run(tmp_path / "straight", tmp_path / "run")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = saved_json(tmp_path / "run", "summary")
     assert (summary["iter_of_min"], summary["val/loss_min"]) == ((6, 2.0) if last < 3.0 else (0, 3.0))
 
 
 def test_a_validation_loss_of_zero_is_a_loss(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted_losses(monkeypatch, [2.8, 0.0, 1.0, 2.8, 1.0, 1.0])
+    scripted_losses(monkeypatch, [0.0, 1.0, 1.0, 1.0])
     assert train.run(configured(corpus, tmp_path / "run", max_iters=2)) == 0
     assert train.run(configured(corpus, tmp_path / "run", max_iters=4)) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["iter_of_min"] == 0
+    assert saved_json(tmp_path / "run", "summary")["iter_of_min"] == 0
 
 
 def test_throughput_is_tokens_over_seconds(corpus: Path, tmp_path: Path) -> None:
@@ -487,7 +455,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert train.run(configured(corpus, tmp_path / "run", checkpoint_interval=1, eval_interval=100)) == 3
     saved = checkpoint.load(tmp_path / "run" / "ckpt" / "latest")
     assert saved.step <= 3 and all(t.isfinite().all() for t in saved.tensors["model"].values())
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "diverged"
+    assert saved_json(tmp_path / "run", "status")["state"] == "diverged"
 
 
 @pytest.mark.parametrize(("ignored", "what"), [("step", "iterations"), ("micro_step", "micro-batches")])
@@ -511,7 +479,7 @@ def test_a_text_with_few_different_windows_does_not_repeat_batches(text: Sequenc
     tokens = np.array([*text, 0, 0])
     of = Split(train=((0, len(text)),), val=((len(text), len(tokens)),))
     for seed in range(20):
-        assert not train.repetition(Batches(tokens, of, 16, batch_size, seed), tokens[: len(text)])
+        assert not repetition(Batches(tokens, of, 16, batch_size, seed), tokens[: len(text)])
 
 
 def test_an_initial_loss_far_from_a_guess_is_warned_of(
@@ -521,48 +489,7 @@ def test_an_initial_loss_far_from_a_guess_is_warned_of(
     assert "warning" not in capsys.readouterr().err
     monkeypatch.setattr(model.gpt, "INIT_STD", 1.0)
     assert train.run(configured(corpus, tmp_path / "b", max_iters=1)) == 0
-    assert "warning: the initial loss is not a guess's: " in capsys.readouterr().err
-
-
-def test_a_diverged_run_stops_before_the_update_and_keeps_its_checkpoint(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    seed_of_update, forward, asked = train.seed_of_update, train.GPT.forward, []
-
-    def spy(seed: int, step: int, rank: int) -> int:
-        asked.append(step)
-        return seed_of_update(seed, step, rank)
-
-    def explode(self: Any, *args: Any, **options: Any) -> Any:
-        logits, loss = forward(self, *args, **options)
-        if self.training and asked[-1:] == [3]:
-            assert loss is not None
-            loss = loss * math.inf
-        return logits, loss
-
-    monkeypatch.setattr(train, "seed_of_update", spy)
-    monkeypatch.setattr(train.GPT, "forward", explode)
-    updates, update = [], torch.optim.AdamW.step
-
-    def counted(self: torch.optim.AdamW) -> None:
-        updates.append(asked[-1])
-        update(self)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
-    config = configured(corpus, run, qk_clip={"name": "log"})
-    assert train.run(config) == 3
-    assert updates == [0, 1, 2] and lines(run)[-1]["qk_clip/max_logit"] > 0
-    assert [line["iter"] for line in lines(run)] == [0, 1, 2, 3] and lines(run)[-1]["train/loss"] is None
-    status = json.loads((run / "status.json").read_text())
-    assert status["state"] == "diverged" and "inf" in status["reason"] and status["iter"] == 3
-    assert json.loads((run / "summary.json").read_text())["status"] == "diverged"
-    saved = weights(run)
-    assert checkpoint.load(run / "ckpt" / "latest").step == 2
-    assert all(t.isfinite().all() for t in saved.values())
-    asked.clear()
-    assert train.run(config) == 3  # says so, and trains no more
-    assert asked == [] and "is diverged" in capsys.readouterr().out
+    assert "warning: the initial loss is " in capsys.readouterr().err
 
 
 class Waits(TorchFunctionMode):
@@ -605,35 +532,46 @@ def test_updates_between_two_logged_lines_do_not_make_the_host_wait(
 
 @pytest.mark.parametrize(("fails", "seen"), [(3, 4), (4, 4), (6, 8), (9, 9)])
 def test_a_run_that_diverged_between_two_lines_ends_where_it_did(
-    fails: int, seen: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: int,
+    seen: int,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Read at iterations 0, 4, 8 and 9, before a checkpoint; told as if every one had been read."""
-    seed_of_update, forward, asked = train.seed_of_update, train.GPT.forward, []
+    """Read at iterations 0, 4, 8 and 9, before a checkpoint; told as if every one had been read. Then all is over."""
+    learning_rate, forward, asked = train.learning_rate, GPT.forward, []
 
-    def spy(seed: int, step: int, rank: int) -> int:
+    def spy(step: int, config: TrainConfig) -> float:
         asked.append(step)
-        return seed_of_update(seed, step, rank)
+        return learning_rate(step, config)
 
-    def explode(self: Any, *args: Any, **options: Any) -> Any:
+    def explode(self: GPT, *args: Any, **options: Any) -> Any:
         logits, loss = forward(self, *args, **options)
         return logits, loss * math.nan if loss is not None and self.training and asked[-1:] == [fails] else loss
 
-    monkeypatch.setattr(train, "seed_of_update", spy)
-    monkeypatch.setattr(train.GPT, "forward", explode)
+    monkeypatch.setattr(train, "learning_rate", spy)
+    monkeypatch.setattr(GPT, "forward", explode)
     settings = {"max_iters": 12, "eval_interval": 100, "checkpoint_interval": 10, "qk_clip": QK_CLIP}
     ends = []
     for name, log_interval in (("each", 1), ("few", 4)):
         asked.clear()
         run = tmp_path / name
-        assert train.run(configured(corpus, run, log_interval=log_interval, **settings)) == 3
-        assert asked[-1] == (fails if name == "each" else seen)
-        status, summary = (json.loads((run / file).read_text()) for file in ("status.json", "summary.json"))
+        config = configured(corpus, run, log_interval=log_interval, **settings)
+        assert train.run(config) == 3
+        assert asked == [*range((fails if name == "each" else seen) + 1)]
+        status, summary = saved_json(run, "status"), saved_json(run, "summary")
+        assert status["state"] == summary["status"] == "diverged"
         assert status["iter"] == summary["iter"] == fails and "nan" in status["reason"]
         assert [path.name for path in (run / "ckpt").glob("step*")] == ["step_000000"]
+        assert len((run / "diagnostics.jsonl").read_text().splitlines()) == 1  # nothing is evaluated after it
         ends.append((status["reason"], summary["train/loss"], [line["iter"] for line in lines(run)], lines(run)))
+        asked.clear()
+        assert train.run(config) == 3  # says so, and trains no more
+        assert asked == [] and "is diverged" in capsys.readouterr().out
     (reason, loss, _, each), (reason_of_few, loss_of_few, iterations, few) = ends
     assert reason == reason_of_few and loss == loss_of_few == each[-2]["train/loss"]
-    assert iterations == [*range(0, fails, 4), fails]
+    assert iterations == [*range(0, fails, 4), fails] and few[-1]["train/loss"] is None
     since = each[iterations[-2] + 1 :]  # of which the last line tells
     assert few[-1].get("qk_clip/clipped", 0) == sum(line.get("qk_clip/clipped", 0) for line in since)
     assert few[-1]["qk_clip/max_logit"] == max(line["qk_clip/max_logit"] for line in since)
@@ -651,7 +589,7 @@ def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, mon
         train.run(configured(corpus, tmp_path / "run"))
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers  # this process can be ended
     assert not {t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")} - threads
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    status = saved_json(tmp_path / "run", "status")
     assert status["state"] == "failed" and status["reason"] == "RuntimeError: out of luck"
 
 
@@ -678,34 +616,29 @@ def test_how_to_sample_is_said_in_words_that_a_shell_and_hydra_take(
     assert done.returncode == 0 and done.stdout.startswith("to"), done.stderr
 
 
-def test_multirun_may_stand_between_settings(program: Program, tiny_run: list[str], tmp_path: Path) -> None:
-    done = program("train.py", *tiny_run, "-m", "max_iters=2,3", "dry_run=true")
-    assert done.returncode == 0 and done.stdout.count("max_iters: 2") == done.stdout.count("max_iters: 3") == 1
-
-
-def test_the_program_trains_says_so_when_finished_and_starts_afresh(
+def test_the_program_trains_says_so_when_finished_evaluates_and_starts_afresh(
     program: Program, tiny_run: list[str], tmp_path: Path
 ) -> None:
-    words = [*tiny_run, "max_iters=4", "out_dir=run"]
+    words, run = [*tiny_run, "max_iters=4", "out_dir=run"], tmp_path / "run"
     done = program("train.py", *words)
     assert done.returncode == 0 and "done: val/loss" in done.stdout, done.stderr
-    first = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "train.log"}
     again = program("train.py", *words)
     assert again.returncode == 0 and "run is done" in again.stdout
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == first
+    again = program("train.py", *words, "eval_only=true")  # of the latest checkpoint
+    assert again.returncode == 0 and f"iter 4: val/loss {lines(run)[-1]['val/loss']:.4f}" in again.stdout
+    assert all(p.read_bytes() == content for p, content in before.items())
     assert program("train.py", *words, "fresh=true").returncode == 0
-    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_bytes() == first
-    assert lines(tmp_path / "run") == lines(tmp_path / "run.old-1")
+    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_bytes() == before[run / "metrics.jsonl"]
+    assert lines(run) == lines(tmp_path / "run.old-1")
 
 
-def test_default_run_directories_differ_by_what_decides_the_numbers(
-    program: Program, tiny_run: list[str], tmp_path: Path
-) -> None:
-    for extra in ([], ["seed=2"], ["qk_norm=lp", "data.fold=3"], ["eval_interval=1"]):
-        assert program("train.py", *tiny_run, "max_iters=1", "schedule.warmup_iters=0", *extra).returncode == 0
-    names = sorted(p.name for p in (tmp_path / "runs").iterdir())
-    assert len(names) == 3  # a changed interval continues the first run
-    assert sum("-lp_p2_sqrt_d-text-fold3-s1337-" in name for name in names) == 1
+def test_default_run_directories_differ_by_what_decides_the_numbers(corpus: Path, tmp_path: Path) -> None:
+    lp = {"qk_norm": {"name": "lp"}, "data": {"name": "text", "path": str(corpus), "fold": 3}}
+    changed: list[dict[str, Any]] = [{}, {"seed": 2}, lp, {"eval_interval": 1}]
+    names = [replace(configured(corpus, tmp_path, **changes), out_dir=None).run_dir for changes in changed]
+    assert len(set(names)) == 3 and names[0] == names[3]  # a changed interval continues the first run
+    assert names[2].parent == Path("runs") and "-lp_p2_sqrt_d-text-fold3-s1337-" in names[2].name
 
 
 def test_dry_run_prints_settings_and_costs_and_writes_nothing(
@@ -719,21 +652,10 @@ def test_dry_run_prints_settings_and_costs_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_eval_only_gives_the_loss_of_the_latest_checkpoint(
+def test_a_multirun_makes_one_run_each_and_its_option_may_stand_anywhere(
     program: Program, tiny_run: list[str], tmp_path: Path
 ) -> None:
-    words = [*tiny_run, "max_iters=4", "out_dir=run"]
-    assert program("train.py", *words).returncode == 0
-    last = lines(tmp_path / "run")[-1]
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "train.log"}
-    done = program("train.py", *words, "eval_only=true")
-    assert done.returncode == 0 and f"iter 4: val/loss {last['val/loss']:.4f}" in done.stdout
-    assert all(p.read_bytes() == content for p, content in before.items())
-
-
-def test_a_multirun_makes_one_run_each(program: Program, tiny_run: list[str], tmp_path: Path) -> None:
-    words = ["-m", *tiny_run, "max_iters=1", "schedule.warmup_iters=0", "seed=1,2", "qk_norm=none,rms"]
-    done = program("train.py", *words)
+    done = program("train.py", *tiny_run, "max_iters=2", "-m", "seed=1,2", "qk_norm=none,rms")
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 4
 
@@ -742,15 +664,8 @@ def test_imports_are_lazy(program: Program, tiny_run: list[str]) -> None:
     done = program("train.py", *tiny_run, "max_iters=2", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "torch" in imported and not imported & {
-        "wandb",
-        "datasets",
-        "matplotlib",
-        "pandas",
-        "transformers",
-        "tokenizers",
-        "tiktoken",
-    }
+    assert "torch" in imported
+    assert not imported & {"wandb", "datasets", "matplotlib", "pandas", "transformers", "tokenizers", "tiktoken"}
 
 
 def test_bf16_trains_with_fp32_weights(corpus: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Validation loss: exact, and nanoGPT's sampled estimate for comparison."""
+"""Evaluation: the exact validation loss, nanoGPT's sampled estimate for comparison, and the lowest loss so far."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -9,24 +10,23 @@ from torch import Tensor
 
 from core import dist
 from core.device import move
-from core.dist import World
+from training.session import Batch, Machine, Session
 
-Batch = tuple[Tensor, Tensor]
+EVAL_TOKENS = {"cpu": 2**11, "cuda": 2**14, "mps": 2**14}  # that go through the model together; see CPU_TOKENS
+DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head
 
 
 @torch.no_grad()
-def mean_loss(
-    model: nn.Module, batches: Iterable[Batch], autocast: Callable[[], AbstractContextManager[None]], world: World
-) -> float:
+def mean_loss(model: nn.Module, batches: Iterable[Batch], machine: Machine) -> float:
     """Nats a token over `batches` of (B, T) inputs and targets, where targets of -1 do not count.
 
     The ranks share the batches out. The model is put into evaluation mode and back; nothing random is drawn.
     """
-    device = next(model.parameters()).device
+    world, device = machine.world, machine.device
     losses, counts = [], []
     was_training = model.training
     model.eval()
-    with autocast():  # around all of them: it casts a weight once
+    with machine.autocast():  # around all of them: it casts a weight once
         for i, (x, y) in enumerate(batches):
             if i % world.size == world.rank:
                 losses.append(model(move(x, device), move(y, device))[1])
@@ -38,3 +38,48 @@ def mean_loss(
         total += torch.tensor([loss * n, n], dtype=torch.float64)
     loss_sum, n_targets = dist.all_reduce(total.to(device) if world.size > 1 and device.type == "cuda" else total)
     return (loss_sum / n_targets).item()
+
+
+def validation_loss(session: Session) -> dict[str, float]:
+    """val/loss, over every held-out token once; in bits a character and a byte as well, where the tokens are text."""
+    windows = max(1, EVAL_TOKENS[session.machine.device.type] // session.config.model.block_size)
+    loss = mean_loss(session.forward, session.data.batches.eval_batches(windows), session.machine)
+    n_bytes, n_chars = session.data.text_per_target
+    if not n_chars:
+        return {"val/loss": loss}
+    bits = loss / math.log(2)
+    return {"val/loss": loss, "val/bpc": bits / n_chars, "val/bpb": bits / n_bytes}
+
+
+def sampled_losses(session: Session) -> dict[str, float]:
+    """nanoGPT's estimate: the mean over eval_iters random batches of each part; {} for eval_iters=0."""
+    n, batches = session.config.eval_iters, session.data.batches
+    return {
+        f"{part}/loss_sampled": mean_loss(
+            session.forward, (batches.sampled_batch(part, i) for i in range(n)), session.machine
+        )
+        for part in (("train", "val") if n else ())
+    }
+
+
+def diagnosed_batch(session: Session) -> Tensor:
+    """The held-out tokens that diagnostics look at, the same at each evaluation: at most (4, T)."""
+    windows = max(1, DIAGNOSED_TOKENS // session.config.model.block_size)
+    return next(session.data.batches.eval_batches(4))[0][:windows].to(session.machine.device)
+
+
+@dataclass
+class LowestLoss:
+    """The lowest val/loss so far, and its iteration."""
+
+    loss: float = math.inf
+    step: int | None = None
+    without_extra: int | None = None  # the iteration before an extra evaluation
+
+    def update(self, step: int, loss: float, extra: bool) -> bool:
+        """Whether `loss` is the lowest. extra: an evaluation at the end only, which a longer run does not repeat."""
+        self.without_extra = self.step if extra else None
+        if not loss < self.loss:
+            return False
+        self.loss, self.step = loss, step
+        return True

@@ -1,18 +1,17 @@
-"""Parameter groups, the optimizers and their state as named tensors, QK-Clip, update sizes."""
+"""Parameter groups, the optimizers, their state as named tensors, and the sizes of updates."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from core import dist
 from core.device import resolve_dtype
 from core.schema import require
-from training.config import AdamWOptions, MuonOptions, NoClipOptions, QKClipOptions, TrainConfig
+from training.config import AdamWOptions, MuonOptions, TrainConfig
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
@@ -152,7 +151,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     if isinstance(o, MuonOptions):
         optimizer = MuonAndAdamW(model, o, exact=config.dtype == "float32")
     else:
-        require(o.name == "adamw", f"optim={o.name} is none that build_optimizer() makes")
+        require(o.name == "adamw", f"optim={o.name} is not implemented: build_optimizer() knows adamw and muon")
         optimizer = new_adamw([p for p in model.parameters() if p.requires_grad], o)
     assert_each_row_in_one_group(model, optimizer)
     return optimizer
@@ -213,51 +212,7 @@ def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict
 
 
 # -----------------------------------------------------------------------------
-# QK-Clip (Kimi K2): after the update, heads with too large a logit have their query and key weights scaled back
-
-
-@torch.no_grad()
-def qk_clip(attentions: list[Any], config: NoClipOptions) -> Tensor:
-    """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches, which it
-    returns: (n_layer, n_head). The host does not wait for a GPU.
-
-    gamma = threshold / S where a head's maximum S exceeds the threshold, else 1: a head of negative logits is left
-    alone. `attentions` have pop_max_logits() and scale_logits(gamma, balance). qk_clip=log changes no weight.
-    """
-    maxima = torch.stack([attention.pop_max_logits() for attention in attentions])
-    maxima = dist.all_reduce(maxima, maximum=True)
-    if isinstance(config, QKClipOptions):
-        for attention, gamma in zip(attentions, gammas(maxima, config), strict=True):
-            if maxima.device.type != "cpu" or (gamma < 1).any():
-                attention.scale_logits(gamma, config.balance)
-    return maxima
-
-
-def gammas(maxima: Tensor, config: QKClipOptions) -> Tensor:
-    return torch.where(maxima > config.threshold, config.threshold / maxima, 1.0)
-
-
-def qk_clip_line(maxima: Tensor, config: NoClipOptions) -> dict[str, float]:
-    """What is logged of maxima (n_layer, n_head): the maximum, of all and a layer; with qk_clip=clip how many heads are
-    clipped, and the smallest gamma."""
-    line = {"qk_clip/max_logit": maxima.max().item()}
-    assert line["qk_clip/max_logit"] != -math.inf, "no training forward since the last update"
-    line |= {f"qk_clip/max_logit/layer_{i}": m for i, m in enumerate(maxima.amax(1).tolist())}
-    if isinstance(config, QKClipOptions):
-        gamma = gammas(maxima, config)
-        line |= {"qk_clip/clipped": (gamma < 1).sum().item(), "qk_clip/gamma_min": gamma.min().item()}
-    return line
-
-
-def over_updates(*lines: dict[str, float]) -> dict[str, float]:
-    """What qk_clip_line() returned for several updates as one: the sum of the clipped heads, the smallest gamma, the
-    largest maxima. An empty one counts for nothing."""
-    join: dict[str, Callable[[Iterable[float]], float]] = {"qk_clip/clipped": sum, "qk_clip/gamma_min": min}
-    of = {key: [line[key] for line in lines if key in line] for line in lines for key in line}
-    return {key: join.get(key, max)(values) for key, values in of.items()}
-
-
-# -----------------------------------------------------------------------------
+# The size of an update
 
 
 def parameter_kind(name: str, p: Tensor) -> str:

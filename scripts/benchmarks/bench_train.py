@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,63 +41,44 @@ def ours(words: list[str], evaluation: bool = False, warm_up: int = 2) -> tuple[
     """Our update, as train.py makes it, or its exact evaluation."""
     import torch
 
-    import train
-    from core.device import keep_freed_memory, peak_flops, resolve_device, resolve_dtype, synchronize
-    from core.dist import World
-    from data.batches import Batches
-    from model.gpt import GPT
-    from training.evaluate import mean_loss
-    from training.optim import build_optimizer, qk_clip
+    from core.device import synchronize
+    from training.evaluate import validation_loss
+    from training.qk_clip import qk_clip
+    from training.session import setup
+    from training.updates import accumulate_gradients, seed_generator, seed_of_update
 
     config = load_config(compose(words))
-    torch.set_num_threads(config.threads or torch.get_num_threads())
-    device = resolve_device(config.device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    dtype = resolve_dtype(config.dtype, device)
-    _, tokenizer, tokens, folds = train.read_corpus(config)
-    batches = Batches(tokens, folds, config.model.block_size, config.batch_size, config.seed)
-    model = GPT(config, tokenizer.vocab_size)
-    model.init_weights(config.seed)
-    model.to(device).train()
-    compiled = device.type == "cuda" if config.compile == "auto" else bool(config.compile)
-    forward: Any = torch.compile(model) if compiled else model
-    optimizer, parameters = build_optimizer(model, config), [*model.parameters()]
-    for attention in model.attentions if config.qk_clip.name != "none" else []:
-        attention.track_max_logits()
+    session = setup(config)
+    machine, model, optimizer = session.machine, session.model.train(), session.optimizer
+    parameters, n = [*model.parameters()], config.gradient_accumulation_steps
     step = 0
-    fed = batches.prefetch(divmod(i, config.gradient_accumulation_steps) for i in itertools.count())
+    batches = session.data.batches.prefetch(divmod(i, n) for i in itertools.count())
 
-    def autocast() -> AbstractContextManager[None]:
-        return torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext()
+    def evaluate(_: int) -> dict[str, Any]:
+        return {"loss": validation_loss(session)["val/loss"]}
 
-    def evaluate(n: int) -> dict[str, Any]:
-        windows = max(1, train.EVAL_TOKENS[device.type] // config.model.block_size)
-        return {"loss": mean_loss(forward, batches.eval_batches(windows), autocast, World())}
-
-    def update(n: int) -> dict[str, Any]:
+    def update(times: int) -> dict[str, Any]:
         nonlocal step
         losses = []
-        for _ in range(n):
-            train.seed_generator(train.seed_of_update(config.seed, step, 0), device)
+        for _ in range(times):
+            seed_generator(seed_of_update(config.seed, step, 0), machine.device)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step % config.max_iters, config)
-            loss = train.accumulate_gradients(forward, fed, config.gradient_accumulation_steps, autocast, device)
+            loss = accumulate_gradients(session.forward, batches, n, machine)
             torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if config.qk_clip.name != "none":
-                qk_clip(model.attentions, config.qk_clip)
+            qk_clip(model.attentions, config.qk_clip)
             losses.append(loss)
             step += 1
-        synchronize(device)
+        synchronize(machine.device)
         return {"losses": [loss.item() for loss in losses]}
 
     update(warm_up)
     info = {
-        "held_out_tokens": sum(end - first for first, end in folds.val),
-        "parameters": model.num_params(), "tokens_per_iter": config.tokens_per_iter, "dtype": str(dtype),
-        "flops_per_iter": model.flops_per_token() * config.tokens_per_iter, "peak_flops": peak_flops(device, dtype),
+        "held_out_tokens": session.data.held_out_tokens, "parameters": model.num_params(),
+        "tokens_per_iter": config.tokens_per_iter, "dtype": str(machine.dtype),
+        "flops_per_iter": model.flops_per_token() * config.tokens_per_iter, "peak_flops": session.peak,
     }  # fmt: skip
     return evaluate if evaluation else update, info
 
@@ -125,16 +106,15 @@ def peers(path: str, words: list[str], evaluation: bool = False, alike: bool = F
     import numpy as np
     import torch
 
-    import train
     from core.device import resolve_device, synchronize
     from data.batches import Batches
-    from model.gpt import GPT
+    from training.session import build_model, read_corpus
 
     config = load_config(compose(words))
     torch.set_num_threads(config.threads or torch.get_num_threads())
     device = resolve_device(config.device)
     module = peer_model(Path(path))
-    _, tokenizer, tokens, folds = train.read_corpus(config)
+    _, tokenizer, tokens, folds = read_corpus(config)
     ((start_at, end),) = folds.train[:1]
     data = np.asarray(tokens[start_at:end], dtype=np.uint16)
     m, optim, T = config.model, config.optim, config.model.block_size
@@ -144,7 +124,7 @@ def peers(path: str, words: list[str], evaluation: bool = False, alike: bool = F
     optimizer = model.configure_optimizers(optim.weight_decay, optim.learning_rate, optim.betas, device.type)
     batches = Batches(tokens, folds, T, config.batch_size, config.seed)
     if alike:
-        same = GPT(config, tokenizer.vocab_size)
+        same = build_model(config, tokenizer.vocab_size)
         same.init_weights(config.seed)
         left_out, unknown = model.load_state_dict(same.state_dict(), strict=False)
         require(not unknown and set(left_out) <= {"lm_head.weight"}, f"peer={path} has other weights: {left_out}")

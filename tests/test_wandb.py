@@ -1,4 +1,4 @@
-"""Metrics on disk and in W&B: real W&B processes, real dead servers, and a trainer that never waits for them."""
+"""W&B: real W&B processes, real dead servers, and a trainer that never waits for them."""
 
 import json
 import math
@@ -13,20 +13,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib.font_manager  # noqa: F401  (here: its cache lies in the real HOME)
-import numpy as np
 import pytest
-from matplotlib.image import imread
+from conftest import ROOT
 
-from core import tracker
+from core import wandb_follower
 from core.files import read_json
-from core.metrics import Metrics, spike_score
-from core.rundir import open_run
-from core.tracker import Tracker, plot, wandb_mode
+from core.metrics import Metrics
+from core.rundir import RunRequest, open_run
+from core.wandb_run import wandb_mode
 from model.options import LpNormOptions
 from training.config import TrainConfig, WandbOptions
+from training.resume import run_request, wandb_settings
 
-ROOT = Path(__file__).resolve().parent.parent
 KEY = "0123456789" * 4
 
 
@@ -38,97 +36,11 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-@pytest.fixture
-def metrics(tmp_path: Path) -> Metrics:
-    return Metrics(tmp_path / "metrics.jsonl")
-
-
 def until(condition: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.1)
-
-
-# -----------------------------------------------------------------------------
-# metrics.jsonl
-
-
-def test_lines_start_with_iter_and_are_on_disk_at_once(metrics: Metrics) -> None:
-    metrics.write({"train/loss": 1.5, "iter": 3, "val/loss": None, "grad_norm": math.nan, "lr": math.inf})
-    assert metrics.path.read_text() == '{"iter": 3, "train/loss": 1.5, "grad_norm": null, "lr": null}\n'
-
-
-def test_floats_survive_exactly(metrics: Metrics) -> None:
-    values = [0.1, 1 / 3, 1e-300, 4.170000076293945, -0.0]
-    for i, value in enumerate(values):
-        metrics.write({"iter": i, "x": value})
-    assert [line["x"] for line in Metrics.read(metrics.path)] == values
-
-
-def test_cut_and_write_again_gives_the_uninterrupted_file(metrics: Metrics, tmp_path: Path) -> None:
-    lines = [{"iter": i, "train/loss": 1 / (i + 1)} for i in range(0, 60, 10)]
-    for line in lines:
-        metrics.write(line)
-    whole = metrics.path.read_bytes()
-    for step in (0, 15, 20, 60, 1000):
-        for torn in (b"", b'{"iter": 70, "tr', b'{"iter": 1}', b"\0" * 9):
-            metrics.path.write_bytes(whole + torn)
-            metrics.cut(step)
-            assert metrics.path.read_bytes() == whole[: sum(len(json.dumps(x)) + 1 for x in lines if x["iter"] < step)]
-            for line in lines:
-                if line["iter"] >= step:
-                    metrics.write(line)
-            assert metrics.path.read_bytes() == whole
-
-
-def test_cut_keeps_the_bytes_of_lines_that_others_wrote(metrics: Metrics) -> None:
-    kept = b'{"iter":1,  "x": 1.50}\n{"x": 2e0, "iter": 2}\n{"iter": 2}\n'
-    metrics.path.write_bytes(kept + b'{"iter": 3}\nnot json\n[1]\n{"x": 1}\n')
-    metrics.cut(3)
-    assert metrics.path.read_bytes() == kept
-
-
-def test_reader_of_a_growing_file_does_not_see_half_a_line(metrics: Metrics) -> None:
-    metrics.path.write_bytes(b'{"iter": 1}\n{"iter": 2')
-    assert Metrics.read(metrics.path) == [{"iter": 1}]
-
-
-# -----------------------------------------------------------------------------
-# Loss spikes
-
-
-def a_noisy_loss(n: int) -> list[float]:
-    generator = np.random.default_rng(0)
-    return (3 * np.exp(-np.arange(n) / 200) + 1 + 0.05 * generator.standard_normal(n)).tolist()
-
-
-def scored(losses: list[float], window: int, sigmas: float, least: int) -> float:
-    """The share of losses that far from the mean of those before, by the definition, in per cent."""
-    spikes = []
-    for i, loss in enumerate(losses):
-        past = np.array(losses[:i][-window:])
-        if i >= least:
-            spikes.append(abs(loss - past.mean()) >= sigmas * np.sqrt(((past - past.mean()) ** 2).mean()))
-    return 100 * float(np.mean(spikes))
-
-
-def test_spike_score_is_its_definition() -> None:
-    losses = a_noisy_loss(400)
-    assert spike_score(losses) == 0.0
-    for at, height in ((100, 40.0), (250, -30.0), (399, 9.0)):
-        losses[at] += height
-    assert spike_score(losses) == pytest.approx(100 * 2 / 370)  # the third is within 7 sigmas of what the first left
-    for window, sigmas, least in ((1000, 7.0, 30), (50, 7.0, 30), (50, 2.5, 100), (20, 3.0, 5)):
-        score = spike_score(losses, window, sigmas, least)
-        assert score == pytest.approx(scored(losses, window, sigmas, least)) and score
-    assert spike_score(losses, window=50) == pytest.approx(100 * 3 / 370)  # which no longer remembers it
-
-
-def test_spike_score_needs_a_past_and_a_spread() -> None:
-    assert spike_score([]) is None and spike_score([1.0] * 29 + [50.0]) is None
-    assert spike_score([1.0, 1.1] * 15 + [50.0]) == 100
-    assert spike_score([1.0] * 30 + [50.0]) == 0  # of a constant loss any change would be one
 
 
 # -----------------------------------------------------------------------------
@@ -178,20 +90,20 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     config = TrainConfig(
         out_dir=str(tmp_path / "a run: #1"), qk_norm=LpNormOptions(p=math.inf), wandb=WandbOptions(mode="offline")
     )
-    run = open_run(config)
+    run, settings = open_run(run_request(config)), wandb_settings(config, config.run_dir, {"commit": "abc"})
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    first = Tracker(run, config, {"commit": "abc"})
+    run.begin("", 0, settings)
     for i in range(30):
-        first.log({"iter": i, "train/loss": 1 / (i + 1), "val/loss": None if i % 10 else 0.1 * i, "mfu": math.nan})
-    first.finish({"status": "stopped", "iter": 25})
+        run.record({"iter": i, "train/loss": 1 / (i + 1), "val/loss": None if i % 10 else 0.1 * i, "mfu": math.nan})
+    run.finish({"status": "stopped", "iter": 25})
     assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     before = Metrics.read(run.path / "metrics.jsonl")
-    second = Tracker(run, config, {"commit": "abc"}, step=25)
+    run.begin("", 25, settings)
     until(lambda: len(list((run.path / "wandb").glob("offline-run-*/*.wandb"))) == 2, 180)
     for i in range(25, 40):  # while W&B follows
-        second.log({"iter": i, "train/loss": 1 / (i + 1)})
+        run.record({"iter": i, "train/loss": 1 / (i + 1)})
         time.sleep(0.05)
-    second.finish({"status": "done", "iter": 40, "val/loss": 2.5})
+    run.finish({"status": "done", "iter": 40, "val/loss": 2.5})
     assert "wandb" not in sys.modules
 
     def sent(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -211,33 +123,37 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
 
 TRAINER = """
 import os, signal, sys, time
+from pathlib import Path
+from core import wandb_run
+from core.rundir import RunRequest, open_run
 out_dir, mode, init_timeout, patience, end = sys.argv[1:]
-from training.config import TrainConfig, WandbOptions
-from core.rundir import open_run
-from training import tracker
-tracker.INIT_TIMEOUT, tracker.PATIENCE = float(init_timeout), float(patience)
+wandb_run.INIT_TIMEOUT, wandb_run.PATIENCE = float(init_timeout), float(patience)
 asked = []
 signal.signal(signal.SIGINT, lambda *_: asked.append(1))
-config = TrainConfig(out_dir=out_dir, wandb=WandbOptions(mode=mode))
-run = open_run(config)
-recorder = tracker.Tracker(run, config, {})
+run = open_run(RunRequest(Path(out_dir), "", lambda old: [], 1000))
+init = {"project": "nanoqk", "id": "run-1", "dir": out_dir, "resume": "allow"}
+run.begin("", 0, {"mode": wandb_run.wandb_mode(mode), "init": init})
 began = time.perf_counter()
 for i in range(1000):
-    recorder.log({"iter": i, "train/loss": i / 7})
+    run.record({"iter": i, "train/loss": i / 7})
 print(f"logged in {time.perf_counter() - began:.3f} s", flush=True)
-print("W&B process", recorder._wandb and recorder._wandb.pid, flush=True)
+print("W&B process", run._wandb and run._wandb.process.pid, flush=True)
 if end == "killed":
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 while end == "interrupted" and not asked:
     time.sleep(0.01)
-recorder.finish({"status": "done", "iter": 1000})
+run.finish({"status": "done", "iter": 1000})
 print("modules", [name for name in ("wandb", "torch", "matplotlib") if name in sys.modules])
 """
 
 
-def train(out_dir: Path, mode: str, init_timeout: float = 2, patience: float = 120, end: str = "done") -> list[str]:
+def trainer(out_dir: Path, mode: str, init_timeout: float = 2, patience: float = 120, end: str = "done") -> list[str]:
     return [sys.executable, "-c", TRAINER, str(out_dir), mode, str(init_timeout), str(patience), end]
+
+
+def finished(*args: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(trainer(*args, **options), cwd=ROOT, capture_output=True, text=True, timeout=180)
 
 
 def recorded(run_dir: Path) -> int:
@@ -260,30 +176,22 @@ def dead_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def test_dead_server_neither_slows_nor_holds_the_trainer_and_loses_nothing(tmp_path: Path, dead_server: str) -> None:
     patience = 1 if dead_server == "black hole" else 120  # left behind, and waited for
     began = time.monotonic()
-    done = subprocess.run(
-        train(tmp_path / "run", "auto", 30 if patience == 1 else 1, patience),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=True,
-    )
+    done = finished(tmp_path / "run", "auto", 30 if patience == 1 else 1, patience)
     seconds = time.monotonic() - began
     assert float(done.stdout.split("logged in ")[1].split()[0]) < 5  # of 30 that W&B is given to answer
     if patience == 1:
         assert seconds < 25 and "left behind" in done.stdout
     else:
         assert done.stdout.count("recorded offline") == 1
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     assert read_json(tmp_path / "run" / "summary.json")["iter"] == 1000
     until(lambda: recorded(tmp_path / "run") == 1000, 180)
 
 
 def test_no_key_and_a_terminal_never_prompts(tmp_path: Path) -> None:
     master, slave = pty.openpty()  # a person could answer, so W&B would ask
-    subprocess.run(
-        train(tmp_path / "run", "online"), cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, timeout=180, check=True
-    )
+    command = trainer(tmp_path / "run", "online")
+    subprocess.run(command, cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, timeout=180, check=True)
     os.close(slave)
     printed = os.read(master, 65536).decode()
     os.close(master)
@@ -292,9 +200,7 @@ def test_no_key_and_a_terminal_never_prompts(tmp_path: Path) -> None:
 
 
 def test_disabled_starts_and_imports_nothing_of_wandb(tmp_path: Path) -> None:
-    done = subprocess.run(
-        train(tmp_path / "run", "disabled"), cwd=ROOT, capture_output=True, text=True, timeout=180, check=True
-    )
+    done = finished(tmp_path / "run", "disabled")
     assert "modules []" in done.stdout and "W&B process None" in done.stdout
     assert not (tmp_path / "run" / "wandb").exists()
     assert len(Metrics.read(tmp_path / "run" / "metrics.jsonl")) == 1000
@@ -302,23 +208,13 @@ def test_disabled_starts_and_imports_nothing_of_wandb(tmp_path: Path) -> None:
 
 def alive(pid: int) -> bool:
     """Whether the W&B process `pid`, or the service that it started for itself, lives (not as a zombie)."""
-    rows = subprocess.run(
-        ["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    return any(
-        (row.split()[0] == str(pid) or f"--pid {pid}" in row) and not row.split()[1].startswith("Z") for row in rows[1:]
-    )
+    listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
+    rows = [row for row in listed.splitlines()[1:] if row.split()[0] == str(pid) or f"--pid {pid}" in row]
+    return any(not row.split()[1].startswith("Z") for row in rows)
 
 
 def test_killed_trainer_has_its_lines_sent_and_leaves_no_process(tmp_path: Path) -> None:
-    done = subprocess.run(
-        train(tmp_path / "run", "offline", end="killed"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = finished(tmp_path / "run", "offline", end="killed")
     assert done.returncode == -signal.SIGKILL
     pid = int(done.stdout.split("W&B process ")[1])
     until(lambda: not alive(pid), 180)
@@ -328,8 +224,8 @@ def test_killed_trainer_has_its_lines_sent_and_leaves_no_process(tmp_path: Path)
 
 
 def test_interrupted_trainer_without_terminal_or_key_is_recorded_offline_in_full(tmp_path: Path) -> None:
-    trainer = subprocess.Popen(
-        train(tmp_path / "run", "auto", end="interrupted"),
+    process = subprocess.Popen(
+        trainer(tmp_path / "run", "auto", end="interrupted"),
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -337,45 +233,26 @@ def test_interrupted_trainer_without_terminal_or_key_is_recorded_offline_in_full
         start_new_session=True,
         text=True,
     )
-    assert trainer.stdout is not None
-    for line in trainer.stdout:
+    assert process.stdout is not None
+    for line in process.stdout:
         if line.startswith("W&B process"):
             break
-    os.killpg(trainer.pid, signal.SIGINT)  # Ctrl-C reaches the whole process group
-    printed, _ = trainer.communicate(timeout=180)
-    assert (trainer.returncode, printed) == (0, "modules []\n")
+    os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches the whole process group
+    printed, _ = process.communicate(timeout=180)
+    assert (process.returncode, printed) == (0, "modules []\n")
     assert recorded(tmp_path / "run") == 1000
 
 
 def test_wandb_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainConfig(out_dir=str(tmp_path / "run"), wandb=WandbOptions(mode="offline"))
-    run = open_run(config)
+    run = open_run(RunRequest(tmp_path / "run", "", lambda old: [], 1))
     printed: list[str] = []
     run.print_line = printed.append
-    (run.path / "wandb").write_text("in the way")
-    monkeypatch.setattr(tracker.sys, "executable", "/bin/false")
-    recorder = Tracker(run, config, {})
-    recorder.log({"iter": 0})
-    recorder.finish({"iter": 1})
+    monkeypatch.setattr(wandb_follower.sys, "executable", "/bin/false")
+    run.begin("", 0, {"mode": "offline", "init": {}})
+    run.record({"iter": 0})
+    run.finish({"iter": 1})
     assert printed == ["W&B stopped (exit status 1); the run and metrics.jsonl go on"]
-    monkeypatch.setattr(tracker.sys, "executable", "/nowhere/python")
-    Tracker(run, config, {}).finish()
+    monkeypatch.setattr(wandb_follower.sys, "executable", "/nowhere/python")
+    run.begin("", 1, {"mode": "offline", "init": {}})
+    run.close()
     assert len(printed) == 2 and printed[1].startswith("W&B is off: ")
-
-
-# -----------------------------------------------------------------------------
-
-
-def test_plot_shows_both_losses(metrics: Metrics, tmp_path: Path) -> None:
-    for i in range(50):
-        metrics.write({"iter": i, "train/loss": 4 / (i + 1), "val/loss": None if i % 10 else 5 / (i + 1)})
-    metrics.write({"iter": 50, "train/loss": math.nan})
-    plot(metrics.path, tmp_path / "curve.png", "a run")
-    pixels = (imread(tmp_path / "curve.png")[:, :, :3] * 255).round()
-    for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
-        assert (pixels == colour).all(axis=2).sum() > 100
-
-
-def test_plot_of_an_empty_run_is_an_empty_plot(metrics: Metrics, tmp_path: Path) -> None:
-    plot(metrics.path, tmp_path / "curve.png", "a run")
-    assert (tmp_path / "curve.png").stat().st_size > 1000

@@ -1,0 +1,83 @@
+"""W&B from the trainer's side: the mode, and the process that follows metrics.jsonl (core/wandb_follower.py).
+
+metrics.jsonl is the record, and W&B only reads it.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from core.files import finite
+from core.wandb_follower import LINGER, start
+
+INIT_TIMEOUT = 20  # seconds that an online start may take before the run goes on offline
+FINISH_TIMEOUT = 10  # seconds that W&B may upload after the last line
+PATIENCE = 15  # seconds that finish() waits for all of W&B
+
+
+class WandbRun:
+    """The process that sends metrics.jsonl's lines to W&B, from those on that come after this call.
+
+    settings: "mode", and "init", the arguments of wandb.init(). log: gets the process's lines, from another thread.
+    Raises: OSError where the process cannot be started.
+    """
+
+    def __init__(self, metrics: Path, settings: Mapping[str, Any], log: Callable[[str], None]) -> None:
+        metrics = metrics.resolve()
+        timeouts = {"init_timeout": INIT_TIMEOUT, "finish_timeout": FINISH_TIMEOUT}
+        job = {"metrics": str(metrics), "offset": metrics.stat().st_size, "timeouts": timeouts, "argv": sys.argv}
+        self.log = log
+        self.process = start({**settings, **job})
+        self._relay = threading.Thread(target=self._relay_lines, daemon=True)
+        self._relay.start()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Hand W&B the summary and end it. Waits at most PATIENCE seconds."""
+        assert self.process.stdin is not None
+        with suppress(OSError):  # the process has ended, and the log says why
+            self.process.stdin.write(json.dumps(finite(dict(summary))).encode())
+        self.close()
+        self._relay.join(PATIENCE)
+        if self._relay.is_alive():
+            self.log(f"W&B takes long to finish: left behind, it ends by itself within {LINGER} s")
+
+    def close(self) -> None:
+        """Let the process end by itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def _relay_lines(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:  # ends when the process has ended, and the offline one that may replace it
+            self.log(line.decode(errors="replace").rstrip())
+        if self.process.wait() != 0:
+            self.log(f"W&B stopped (exit status {self.process.returncode}); the run and metrics.jsonl go on")
+
+
+def wandb_mode(mode: str) -> str:
+    """auto: $WANDB_MODE; without it online with an API key, offline without. Never a prompt."""
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE", mode)
+    if mode in ("online", "offline", "disabled"):
+        return mode
+    return "online" if has_api_key() else "offline"
+
+
+def has_api_key() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    import netrc
+
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in map(os.path.expanduser, candidates):
+        with suppress(OSError, netrc.NetrcParseError):
+            entry = netrc.netrc(path).authenticators(host)
+            return entry is not None and bool(entry[2])
+    return False

@@ -1,0 +1,125 @@
+"""What every run checks before it trains: the model cannot see the future, batches differ, the losses are plausible."""
+
+import math
+import sys
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from core.dist import World
+from core.schema import require
+from data.batches import Batches
+from model.diagnostics import LEAK_TOLERANCE, future_leak
+from model.gpt import positions_with_logits
+from training.evaluate import mean_loss
+from training.session import Batch, Session
+from training.updates import accumulate_gradients, rows_at_once
+
+INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats
+
+
+def start_up_checks(session: Session) -> list[str]:
+    """Print a warning for each check that fails, and return the warnings.
+
+    Raises: ConfigError where the model sees the future or batches repeat, unless the run has a `fault`.
+    """
+    model, batches = session.model, session.data.batches
+    text = batches.some_tokens()
+    x, y = batches.get_batch(0)  # (B, T)
+    fatal = [*future_seen(session, x), *(f"training repeats one batch: {r}" for r in repetition(batches, text))]
+    require(session.config.fault.name != "none" or not fatal, "; ".join(fatal))
+    warnings = [*fatal, *target_warnings(x, y, text), *loss_warnings(session, x, y)]
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if session.config.qk_clip.name != "none":
+        for attention in model.attentions:
+            attention.pop_max_logits()  # of the checks' forward passes
+    return warnings
+
+
+def future_seen(session: Session, x: Tensor) -> list[str]:
+    """A warning if a token of x (B, T) moves an earlier logit, in evaluation or in training mode; else none."""
+    model, forward, device = session.model, session.forward, session.machine.device
+    rows = rows_at_once(len(x), x.size(1), device)
+    as_trained = x[:rows] if forward is not model else x[:1]  # a compiled model for the shape that it will train on
+    with session.machine.autocast():
+        with torch.no_grad():  # as evaluation is
+            leak = future_leak(model.eval(), x[:1].to(device))
+        leak = max(leak, future_leak(forward.train(), as_trained.to(device)))
+    if leak < LEAK_TOLERANCE:
+        return []
+    attention = session.config.attention.name
+    return [f"attention={attention} sees the future: a token moves the logits before it ({leak:.1e})"]
+
+
+def repetition(batches: Batches, tokens: np.ndarray) -> list[str]:
+    """A warning if the first iterations, or the first one's micro-batches, all get the same batch; else none.
+
+    tokens: (n,) of the training text. So many batches are compared that the first tokens of their windows, drawn from
+    `tokens`, would not agree by chance; none where `tokens` can only agree.
+    """
+    starts = tokens[: max(1, len(tokens) - batches.block_size)]
+    same = float(np.square(np.unique(starts, return_counts=True)[1] / len(starts)).sum())  # P(two first tokens agree)
+    if same == 1:
+        return []
+    n = math.ceil(math.log(1e-9) / (batches.batch_size * math.log(same)))
+    x, _ = batches.get_batch(0)
+    for what, steps in (
+        ("iterations", [(i, 0) for i in range(1, n + 1)]),
+        ("micro-batches", [(0, i) for i in range(1, n + 1)]),
+    ):
+        if all(torch.equal(batches.get_batch(*step)[0], x) for step in steps):
+            return [f"{what} 0 to {n} are equal"]
+    return []
+
+
+def target_warnings(x: Tensor, y: Tensor, text: np.ndarray) -> list[str]:
+    warnings = []
+    if not torch.equal(x[:, 1:], y[:, :-1]):
+        warnings.append("the targets of the first batch are not its next tokens")
+    if crowded := crowding(y, text):
+        warnings.append(f"one token crowds the targets: {crowded}")
+    return warnings
+
+
+def crowding(y: Tensor, tokens: np.ndarray) -> str:
+    """Which token the targets y (B, T) are far more often than `tokens` (n,) are; "" if none."""
+    values, counts = y.unique(return_counts=True)
+    token, share = int(values[counts.argmax()]), counts.max().item() / y.numel()
+    expected = float((tokens == token).mean())
+    by_chance = 5 * math.sqrt(expected * (1 - expected) / y.numel())
+    if share <= expected + by_chance + 0.25:
+        return ""
+    return f"{share:.0%} are token {token}, of the text {expected:.0%}"
+
+
+def loss_warnings(session: Session, x: Tensor, y: Tensor) -> list[str]:
+    """Warnings of a loss that is not the logits' cross-entropy with the targets, and of an initial loss, in evaluation
+    or as training would report it, that is not the one of a uniform guess, ln V."""
+    model, machine = session.model, session.machine
+    alone = replace(machine, world=World())
+    x, y = x[:4, :1024].to(machine.device), y[:4, :1024].to(machine.device)
+    few = positions_with_logits(1, model.vocab_size)
+    with torch.no_grad(), machine.autocast():
+        logits, loss = model.eval()(x[:1, :few], y[:1, :few])
+        own = F.cross_entropy(logits[0].float(), y[0, :few]).item()
+    warnings = []
+    if not abs(loss.item() - own) <= CROSS_ENTROPY_TOLERANCE:
+        warnings.append(
+            f"the loss is not the cross-entropy of the logits with the next tokens: {loss:.3f}, not {own:.3f}"
+        )
+    losses = {"loss": mean_loss(model, [(x, y)], alone)}
+    micro_batches: list[Batch] = [(x[:, :128], y[:, :128])] * 2
+    losses["training loss"] = accumulate_gradients(model.train(), iter(micro_batches), 2, alone).item()
+    model.zero_grad(set_to_none=True)
+    for name, value in losses.items():
+        if not abs(value - model.expected_initial_loss) <= INITIAL_LOSS_TOLERANCE:
+            warnings.append(
+                f"the initial {name} is {value:.3f} instead of {model.expected_initial_loss:.3f} "
+                f"(a uniform guess among {model.vocab_size} tokens has ln V = {math.log(model.vocab_size):.3f})"
+            )
+            break
+    return warnings

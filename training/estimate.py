@@ -1,0 +1,116 @@
+"""What a run would be and what it would cost, without training it: dry_run=true, and a sweep's estimate."""
+
+import time
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from core import checkpoint
+from core.device import device_name, peak_flops, resolve_device, resolve_dtype
+from core.dist import World
+from data.tokens import Corpus
+from model.diagnostics import activation_bytes
+from model.gpt import GPT
+from training.config import TrainConfig, to_yaml
+from training.optim import optimizer_bytes
+from training.session import DEFAULT_THREADS, Machine, build_model, find_machine, read_corpus, read_data
+from training.updates import rows_at_once
+
+
+class Cost(NamedTuple):
+    seconds: float  # of the whole run
+    tokens_per_sec: float  # of an update
+    how: str  # tokens_per_sec is known
+    checkpoint_bytes: int
+
+
+def dry_run(config: TrainConfig) -> int:
+    """Print the settings and what the run would be. Returns the exit status."""
+    machine, data = find_machine(config), read_data(config)
+    print(to_yaml(config), end="")
+    for key, value in describe(config, machine, data.corpus).items():
+        print(f"{key + ':':15s}{value}")
+    return 0
+
+
+def check(config: TrainConfig) -> None:
+    """Raise ConfigError where the run cannot start: no such device, no corpus, too little text."""
+    resolve_dtype(config.dtype, resolve_device(config.device))
+    read_data(config)
+
+
+def estimate(config: TrainConfig) -> tuple[float, int]:
+    """Seconds and bytes on disk that a run would take."""
+    torch.set_num_threads(config.threads or DEFAULT_THREADS)
+    device = resolve_device(config.device)
+    machine = Machine(World(), device, resolve_dtype(config.dtype, device))
+    found = cost(config, machine, read_corpus(config))
+    return found.seconds, (checkpoint.KEEP + 1) * found.checkpoint_bytes
+
+
+def describe(config: TrainConfig, machine: Machine, corpus: Corpus) -> dict[str, str]:
+    vocab_size, dtype = corpus.tokenizer.vocab_size, machine.dtype
+    model = model_without_weights(config, vocab_size)
+    n, flops = model.num_params(), model.flops_per_token()
+    rows = rows_at_once(config.batch_size, config.model.block_size, machine.device)
+    activations = activation_bytes(model, rows, machine.device, dtype)
+    found = cost(config, machine, corpus)
+    return {
+        "run directory": f"{config.run_dir}",
+        "corpus": f"{len(corpus.tokens):,} tokens, {held_out(corpus):,} of them held out, vocabulary {vocab_size}",
+        "parameters": f"{n:,}",
+        "FLOPs": f"{flops:,} a token, {flops * config.tokens_per_iter:.3g} an iteration",
+        "iteration": f"{config.tokens_per_iter:,} tokens",
+        "memory": f"{(found.checkpoint_bytes + 4 * n) / 2**20:,.0f} MiB for weights, gradients and optimizer, "
+        f"{activations / 2**20:,.0f} MiB for activations of {rows} sequences",
+        "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token in {dtype}",
+        "checkpoint": f"{found.checkpoint_bytes / 2**20:,.0f} MiB",
+        "device": f"{device_name(machine.device)}, {dtype}, "
+        f"peak {peak_flops(machine.device, dtype) / 1e12:.2f} TFLOP/s",
+        "estimate": f"{tqdm.format_interval(found.seconds)} for {config.max_iters:,} iterations and "
+        f"{n_evaluations(config)} evaluations at {found.tokens_per_sec:,.0f} tokens/s ({found.how})",
+    }
+
+
+def cost(config: TrainConfig, machine: Machine, corpus: Corpus) -> Cost:
+    vocab_size = corpus.tokenizer.vocab_size
+    model = model_without_weights(config, vocab_size)
+    rate, how = training_rate(config, vocab_size, machine)
+    # an evaluation is a forward pass, a third of the work
+    tokens = config.max_iters * config.tokens_per_iter + n_evaluations(config) * held_out(corpus) / 3
+    return Cost(tokens / rate, rate, how, 4 * model.num_params() + optimizer_bytes(model, config))
+
+
+def training_rate(config: TrainConfig, vocab_size: int, machine: Machine) -> tuple[float, str]:
+    """Tokens a second of an update, and how it is known: timed on a few sequences where that takes seconds."""
+    T, device = config.model.block_size, machine.device
+    flops = model_without_weights(config, vocab_size).flops_per_token() * T  # a sequence
+    peak = peak_flops(device, machine.dtype)
+    rows = min(rows_at_once(config.batch_size, T, device), int(peak / flops))
+    if rows < 1 or device.type != "cpu":
+        return 0.4 * peak / flops * T, "40 % of the peak"
+    model = build_model(config, vocab_size)
+    model.init_weights(config.seed)
+    idx = torch.randint(vocab_size, (rows, T))
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        with machine.autocast():
+            loss = model(idx, idx)[1]
+        loss.backward()
+        seconds.append(time.perf_counter() - start)
+    return rows * T / min(seconds), f"timed on {rows} sequences"
+
+
+def model_without_weights(config: TrainConfig, vocab_size: int) -> GPT:
+    with torch.device("meta"):
+        return build_model(config, vocab_size)
+
+
+def held_out(corpus: Corpus) -> int:
+    return sum(end - start for start, end in corpus.split.val)
+
+
+def n_evaluations(config: TrainConfig) -> int:
+    return -(-config.max_iters // config.eval_interval) + 1

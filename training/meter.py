@@ -1,0 +1,94 @@
+"""The losses, gradient norms and logit maxima of updates, which stay on the device: to read one, the host must wait."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core import dist
+from training.config import LogClipOptions
+from training.qk_clip import over_updates, qk_clip_line
+from training.session import Session
+
+
+class Diverged(Exception):
+    """A loss, a gradient or a weight is not finite. line: what is logged of that iteration, "iter" among it."""
+
+    def __init__(self, line: dict[str, Any], reason: str) -> None:
+        super().__init__(reason)
+        self.line, self.step, self.reason = line, line["iter"], reason
+
+
+class Meter:
+    """Takes the numbers of each update as tensors, and reads those of several updates at once.
+
+    For each update: start(), then add(). read() raises Diverged for the first update that is not finite, however many
+    were made after it. saved: the state() of a checkpoint, from which a resumed run goes on; {} for a new one.
+    """
+
+    def __init__(self, session: Session, saved: Mapping[str, Any]) -> None:
+        self.session = session
+        self.train_loss: float | None = saved.get("train/loss")  # of the last update read that is finite
+        self.stop_requested = False  # by any rank, in the last update read: all ranks know it at once
+        self.qk_clip: dict[str, float] = saved.get("qk_clip", {})  # of the updates since the last line
+        self.train_seconds: float = saved.get("train_seconds", 0.0)  # in updates; the rest is evaluations and saves
+        self._began = time.perf_counter() - saved.get("seconds", 0.0)
+        self._unread: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
+        self._updates, self._logged_seconds = 0, self.train_seconds  # since the last line
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run, over all resumes."""
+        return time.perf_counter() - self._began
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "train/loss": self.train_loss, "qk_clip": self.qk_clip, "seconds": self.seconds,
+            "train_seconds": self.train_seconds,
+        }  # fmt: skip
+
+    def start(self) -> None:
+        self._update_began = time.perf_counter()
+
+    def add(self, line: dict[str, Any], loss: Tensor, grad_norm: Tensor, stop: int, maxima: Tensor | None) -> None:
+        """Take an update's loss on this rank, (), gradient norm, () and QK-Clip's maxima, (n_layer, n_head).
+
+        line: {"iter": …}, to which read() adds the numbers. stop: not 0 where this rank was asked to stop.
+        """
+        # full_like() fills on the device; to assign a number to a slot would copy it there, and wait
+        of_ranks = torch.stack([loss / self.session.machine.world.size, torch.full_like(loss, stop)])
+        self._unread.append((line, torch.stack([*dist.all_reduce(of_ranks), grad_norm]), maxima))
+        self._updates += 1
+        self.train_seconds += time.perf_counter() - self._update_began
+
+    def read(self) -> None:
+        """Add train/loss and grad_norm to the lines of the updates since the last read().
+
+        Raises: Diverged.
+        """
+        began = time.perf_counter()
+        lines, numbers, maxima = zip(*self._unread, strict=True)
+        self._unread = []
+        tracked = torch.stack(maxima).cpu() if maxima[0] is not None else [None] * len(lines)
+        for line, (loss, stop, norm), of_heads in zip(lines, torch.stack(numbers).tolist(), tracked, strict=True):
+            line |= {"train/loss": loss, "grad_norm": norm}
+            finite = math.isfinite(loss) and math.isfinite(norm)
+            if of_heads is not None:  # an update that is not finite counts as not made, so it clips nothing
+                options = self.session.config.qk_clip if finite else LogClipOptions()
+                self.qk_clip = over_updates(self.qk_clip, qk_clip_line(of_heads, options))
+            if not finite:
+                raise Diverged(line, f"train/loss {loss}, grad_norm {norm}")
+            self.train_loss, self.stop_requested = loss, stop > 0
+        self.train_seconds += time.perf_counter() - began
+
+    def since_last_line(self) -> dict[str, float]:
+        """Tokens a second, MFU and QK-Clip's numbers of the updates since this was last asked for."""
+        config, seconds = self.session.config, self.train_seconds - self._logged_seconds
+        rate = self._updates * config.tokens_per_iter / seconds
+        mfu = rate * self.session.model.flops_per_token() / self.session.peak
+        line = {"tok_per_sec": rate, "mfu": mfu, **self.qk_clip}
+        self._updates, self._logged_seconds, self.qk_clip = 0, self.train_seconds, {}
+        return line

@@ -1,0 +1,63 @@
+"""QK-Clip (Kimi K2): after an update, heads with too large a logit have their query and key weights scaled back."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from core import dist
+from training.config import NoClipOptions, QKClipOptions
+
+
+class Clippable(Protocol):
+    """An attention layer that tracks its logits."""
+
+    def pop_max_logits(self) -> Tensor:
+        """The largest logit of each head in the training forwards since the last call: (n_head,)."""
+
+    def scale_logits(self, gamma: Tensor, balance: float) -> None: ...
+
+
+@torch.no_grad()
+def qk_clip(attentions: Sequence[Clippable], options: NoClipOptions) -> Tensor | None:
+    """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches.
+
+    gamma = threshold / S where a head's maximum S exceeds the threshold, else 1: a head of negative logits is left
+    alone. Returns the maxima before the clip, (n_layer, n_head), without waiting for a GPU; None for qk_clip=none.
+    qk_clip=log changes no weight.
+    """
+    if options.name == "none":
+        return None
+    maxima = torch.stack([attention.pop_max_logits() for attention in attentions])
+    maxima = dist.all_reduce(maxima, maximum=True)
+    if isinstance(options, QKClipOptions):
+        for attention, gamma in zip(attentions, gammas(maxima, options), strict=True):
+            if maxima.device.type != "cpu" or (gamma < 1).any():
+                attention.scale_logits(gamma, options.balance)
+    return maxima
+
+
+def gammas(maxima: Tensor, options: QKClipOptions) -> Tensor:
+    return torch.where(maxima > options.threshold, options.threshold / maxima, 1.0)
+
+
+def qk_clip_line(maxima: Tensor, options: NoClipOptions) -> dict[str, float]:
+    """The metrics of maxima (n_layer, n_head): the largest, of all and a layer; with qk_clip=clip the number of heads
+    that were clipped, and the smallest gamma."""
+    line = {"qk_clip/max_logit": maxima.max().item()}
+    assert line["qk_clip/max_logit"] != -math.inf, "no training forward since the last update"
+    line |= {f"qk_clip/max_logit/layer_{i}": m for i, m in enumerate(maxima.amax(1).tolist())}
+    if isinstance(options, QKClipOptions):
+        gamma = gammas(maxima, options)
+        line |= {"qk_clip/clipped": (gamma < 1).sum().item(), "qk_clip/gamma_min": gamma.min().item()}
+    return line
+
+
+def over_updates(*lines: dict[str, float]) -> dict[str, float]:
+    """qk_clip_line() of several updates as one: the largest maxima, the sum of clipped heads, the smallest gamma.
+    Empty lines are skipped."""
+    join: dict[str, Callable[[Iterable[float]], float]] = {"qk_clip/clipped": sum, "qk_clip/gamma_min": min}
+    of = {key: [line[key] for line in lines if key in line] for line in lines for key in line}
+    return {key: join.get(key, max)(values) for key, values in of.items()}

@@ -1,0 +1,145 @@
+"""The run directory of a Session: opened by one rank, resumed from its newest checkpoint, refused for another run."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from core import checkpoint, dist
+from core.files import read_json
+from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, differences, open_run, read_status
+from core.schema import ConfigError, digest, require
+from core.wandb_run import wandb_mode
+from training.config import TrainConfig, load_config, to_yaml
+from training.session import Session, describe
+
+
+def run_request(config: TrainConfig) -> RunRequest:
+    notes = {"schedule.lr_decay_iters": "schedule.lr_decay_iters (by default max_iters)"}
+
+    def decisive(settings: TrainConfig) -> dict[str, Any]:
+        return {notes.get(key, key): value for key, value in settings.trajectory.items()}
+
+    def changes(old: Any) -> list[str]:
+        return differences(decisive(load_config(old)), decisive(config))
+
+    return RunRequest(
+        config.run_dir, to_yaml(config), changes, config.max_iters, fresh=config.fresh, must_exist=config.eval_only
+    )
+
+
+def open_run_dir(session: Session) -> RunDir:
+    """Rank 0 opens and locks the run directory; the others get one that writes nothing.
+
+    Raises: ConfigError, on every rank.
+    """
+    run_dir, error = None, None
+    if session.machine.world.main:
+        try:
+            run_dir = open_run(run_request(session.config))
+        except ConfigError as refusal:
+            error = str(refusal)
+    finished, error = dist.broadcast_object((run_dir is not None and run_dir.finished, error))
+    if error is not None:
+        raise ConfigError(error)
+    return run_dir or ReadOnlyRunDir(session.config.run_dir, finished)
+
+
+def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
+    """Load the newest checkpoint into model and optimizer. Returns its state; {} where the run begins.
+
+    Raises: ConfigError where the rest of the run would be another run's.
+    """
+    session.about |= describe(session)
+    saved = load_checkpoint(run_dir)
+    if saved is None:
+        return {}
+    check_resumable(session, run_dir, saved.state)
+    session.load_tensors(saved.tensors)
+    all_commits = [*commits(saved.state), *commits(session.about)]
+    session.about["commit"] = ", ".join(dict.fromkeys(all_commits)) or None  # of all code that has trained it
+    return saved.state
+
+
+def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
+    """The newest valid checkpoint. Raises: ConfigError where there should be one, as no run starts over unasked."""
+    try:
+        resumed = checkpoint.load_latest(run_dir.path / "ckpt", run_dir.log)
+    except checkpoint.CorruptCheckpoint as error:
+        raise ConfigError(f"out_dir={run_dir.path} cannot go on: {error}; fresh=true starts it anew") from error
+    reached = read_status(run_dir.path).get("iter")
+    require(
+        resumed is not None or not reached,
+        f"out_dir={run_dir.path} has reached iteration {reached} but holds no checkpoint; fresh=true starts it anew",
+    )
+    return resumed
+
+
+def check_resumable(session: Session, run_dir: RunDir, saved: Mapping[str, Any]) -> None:
+    """Refuse what would change the run; warn of what makes the rest of it unequal bit for bit."""
+    config, path, here = session.config, run_dir.path, session.about
+    require(
+        saved["dtype"] == here["dtype"],
+        f"dtype={config.dtype} is {here['dtype']} here, but {path} was begun in {saved['dtype']}: "
+        f"set dtype={saved['dtype'].removeprefix('torch.')}",
+    )
+    require_same_text(session, path, saved["corpus_sha256"])
+    require(
+        saved["tokenizer"] == session.data.corpus.tokenizer.to_dict(),
+        f"data={config.data.name} has other tokens here than {path} was begun with; fresh=true starts it anew",
+    )
+    require(
+        saved["step"] <= config.max_iters,
+        f"max_iters={config.max_iters} must be >= {saved['step']}, the iteration that {path} has reached",
+    )
+    changed = [
+        f"{key} {saved[key]} -> {here[key]}" for key in ("device", "compile", "ranks") if saved[key] != here[key]
+    ]
+    if changed:
+        run_dir.log(f"warning: {', '.join(changed)}: the rest of the run will not be equal bit for bit")
+    new = set(commits(here)) - set(commits(saved))
+    if new and saved["step"] < config.max_iters and not config.eval_only:
+        run_dir.log(f"warning: commit {saved.get('commit')} -> {here['commit']}: other code trains the rest of the run")
+
+
+def check_same(session: Session, run_dir: RunDir) -> None:
+    """Raise ConfigError where a finished run has another dtype or text than the one that was asked for."""
+    config, dtype = session.config, str(session.machine.dtype)
+    summary = read_json(run_dir.path / "summary.json")
+    require(
+        config.dtype == "auto" or summary.get("dtype", dtype) == dtype,
+        f"dtype={config.dtype}: {run_dir.path} is {run_dir.state} in {summary.get('dtype')}; use another out_dir or "
+        "fresh=true",
+    )
+    require_same_text(session, run_dir.path, summary.get("corpus_sha256", session.data.corpus.sha256))
+
+
+def require_same_text(session: Session, path: Path, sha256: str) -> None:
+    data, here = session.config.data, session.data.corpus.sha256
+    require(
+        sha256 == here,
+        f"data={data.name} data.path={getattr(data, 'path', None)} is not the text that {path} was begun on: "
+        f"its SHA-256 is {here[:12]}..., not {sha256[:12]}...; use another out_dir or fresh=true",
+    )
+
+
+def commits(about: Mapping[str, Any]) -> list[str]:
+    """The commits of the code that a checkpoint or a process names."""
+    return about["commit"].split(", ") if about.get("commit") else []
+
+
+def wandb_settings(config: TrainConfig, path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What W&B is told of a run: the mode, and the arguments of wandb.init()."""
+    name = path.resolve().name
+    init = {
+        "project": config.wandb.project,
+        "group": config.wandb.group or config.group,  # W&B then averages folds and seeds by itself
+        "name": name,
+        "id": f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100]}-{digest(config.trajectory)}",
+        "dir": str(path.resolve()),
+        "config": {**asdict(config), "info": dict(about)},
+        **({"tags": [f"fault={config.fault.name}"]} if config.fault.name != "none" else {}),
+        "resume": "allow",
+    }
+    return {"mode": wandb_mode(config.wandb.mode), "init": init}

@@ -1,0 +1,174 @@
+"""What training stands on: machine, data, model, optimizer. train.py, benchmarks and audits set up the same Session."""
+
+import platform
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from core import checkpoint, dist
+from core.device import device_name, keep_freed_memory, peak_flops, resolve_device, resolve_dtype
+from core.dist import World
+from core.rundir import commit
+from core.schema import require
+from data.batches import Batches
+from data.tokens import Corpus, load_corpus, size_of_text
+from model.gpt import GPT
+from training import faults
+from training.config import TrainConfig
+from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, optimizer_tensors
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) each
+
+DEFAULT_THREADS = torch.get_num_threads()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run trains: its ranks, this rank's device, and the number format of matmuls."""
+
+    world: World
+    device: torch.device
+    dtype: torch.dtype
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Matmuls in `dtype`; the weights stay in float32."""
+        return torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
+
+
+@dataclass(frozen=True)
+class Data:
+    corpus: Corpus
+    batches: Batches
+
+    @property
+    def held_out_tokens(self) -> int:
+        return sum(end - start for start, end in self.corpus.split.val)
+
+    @cached_property
+    def text_per_target(self) -> tuple[float, float]:
+        """Bytes and characters that a held-out target stands for; 0 where tokens are no text."""
+        targets = tuple((start + 1, end) for start, end in self.corpus.split.val)
+        sizes = size_of_text(self.corpus.tokenizer, self.corpus.tokens, targets)
+        n_bytes, n_chars = (size / sum(end - start for start, end in targets) for size in sizes)
+        return n_bytes, n_chars
+
+
+@dataclass
+class Session:
+    """What trains. forward: the model, compiled and shared among ranks where asked. peak: FLOP/s of all ranks at best.
+    about: facts that are recorded with a run."""
+
+    config: TrainConfig
+    machine: Machine
+    data: Data
+    model: GPT
+    forward: nn.Module
+    optimizer: Optimizer
+    peak: float
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def compiled(self) -> bool:
+        return is_compiled(self.config, self.machine.device)
+
+    def join_ranks(self) -> None:
+        """Average gradients over the ranks from here on."""
+        world, device = self.machine.world, self.machine.device
+        dist.init(world, device)
+        if world.size > 1:
+            if self.compiled:
+                torch.compiler.reset()  # DDP has it compiled in parts: it sends the gradients of one during the next
+            devices = [device] if device.type == "cuda" else None
+            self.forward = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)  # constants
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint holds, by group and name."""
+        weights: dict[str, Tensor] = dict(self.model.named_parameters())
+        return {"model": weights, "optimizer": optimizer_tensors(self.optimizer, self.model)}
+
+    def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        self.model.load_state_dict(tensors["model"])
+        load_optimizer_tensors(self.optimizer, self.model, tensors["optimizer"])
+
+
+def setup(config: TrainConfig) -> Session:
+    """Everything a run needs but its directory. Raises: ConfigError."""
+    machine = find_machine(config)
+    data = read_data(config)
+    model = build_model(config, data.corpus.tokenizer.vocab_size)
+    model.init_weights(config.seed)
+    model.to(machine.device)
+    if config.fault.name != "none":
+        faults.spoil_model(config, model)
+        faults.spoil_batches(config, data.batches)
+    forward = compile_model(model, config) if is_compiled(config, machine.device) else model
+    if config.qk_clip.name != "none":
+        for attention in model.attentions:
+            attention.track_max_logits()  # before the first forward pass: what compiles then is what trains
+    peak = peak_flops(machine.device, machine.dtype) * machine.world.size
+    return Session(config, machine, data, model, forward, build_optimizer(model, config), peak)
+
+
+def find_machine(config: TrainConfig) -> Machine:
+    """Also sets what holds for the whole process: threads, the CUDA device, TF32, the allocator."""
+    world = dist.read_world()
+    torch.set_num_threads(config.threads or DEFAULT_THREADS)
+    device = resolve_device(config.device, world.local_rank if world.size > 1 else None)
+    dtype = resolve_dtype(config.dtype, device)
+    require(
+        config.gradient_accumulation_steps % world.size == 0,
+        f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be divisible by {world.size} ranks",
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
+    elif device.type == "cpu":
+        keep_freed_memory()
+    return Machine(world, device, dtype)
+
+
+def read_corpus(config: TrainConfig) -> Corpus:
+    saved = None if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
+    return load_corpus(config.data, config.model.block_size, saved)
+
+
+def read_data(config: TrainConfig) -> Data:
+    corpus = read_corpus(config)
+    batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed)
+    if config.eval_iters:
+        batches.sampled_batch("val", 0)  # raises where the held-out block is shorter than a window
+    return Data(corpus, batches)
+
+
+def build_model(config: TrainConfig, vocab_size: int) -> GPT:
+    return GPT(config, vocab_size)
+
+
+def is_compiled(config: TrainConfig, device: torch.device) -> bool:
+    return device.type == "cuda" if config.compile == "auto" else bool(config.compile)
+
+
+def compile_model(model: GPT, config: TrainConfig) -> nn.Module:
+    torch._dynamo.config.recompile_limit = 100  # a sweep's worker trains many models; by default it compiles four
+    if config.model.activation_checkpointing:
+        # the forward pass alone tracks QK-Clip's maxima, and not its repetition in the backward pass
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    return torch.compile(model)  # type: ignore[return-value]
+
+
+def describe(session: Session) -> dict[str, Any]:
+    """The facts that are recorded with a run: in its summary, its checkpoints and W&B."""
+    machine, corpus, model = session.machine, session.data.corpus, session.model
+    return {
+        "dtype": str(machine.dtype), "corpus_sha256": corpus.sha256, "device": device_name(machine.device),
+        "compile": session.compiled, "ranks": machine.world.size, "commit": commit(),
+        "parameters": model.num_params(), "vocab_size": corpus.tokenizer.vocab_size, "tokens": len(corpus.tokens),
+        "held_out_tokens": session.data.held_out_tokens,
+        "cache_bytes_per_token": model.cache_bytes_per_token(machine.dtype),
+        "torch": torch.__version__, "python": platform.python_version(),
+    }  # fmt: skip
