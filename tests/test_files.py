@@ -1,0 +1,61 @@
+"""core/files.py: locks between processes, writes that fail, and a user without a home."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core import files
+from core.files import FileLock, cache_folder, is_locked, read_json, write_atomic, write_json
+
+HOLD = """
+import sys
+from pathlib import Path
+from core.files import FileLock
+lock = FileLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_excludes_other_processes_until_its_owner_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "a" / "lock"
+    assert not is_locked(file)
+    command = [sys.executable, "-c", HOLD, str(file)]
+    with subprocess.Popen(command, cwd=files.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"held\n"
+        assert is_locked(file)
+        with FileLock(file, timeout=0) as lock, FileLock(file, timeout=0.05) as patient:
+            assert not lock.held and not patient.held
+        owner.kill()
+    with FileLock(file) as lock:
+        assert lock.held and is_locked(file)
+    assert not lock.held and not is_locked(file) and file.exists()
+
+
+def test_without_flock_every_lock_is_granted_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "fcntl", None)
+    with pytest.warns(UserWarning, match="start no two processes on one folder"):
+        assert FileLock(tmp_path / "lock", timeout=0).held and not is_locked(tmp_path / "lock")
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_content(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError("no space left")
+
+    write_json(tmp_path / "x.json", {"a": 1, "b": float("nan"), "c": None})
+    monkeypatch.setattr(os, function, full)
+    with pytest.raises(OSError, match="no space left"):
+        write_atomic(tmp_path / "x.json", b"{}")
+    assert read_json(tmp_path / "x.json") == {"a": 1, "b": None} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_user_without_a_home_has_no_folder_in_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert cache_folder() == Path("/nonexistent/.cache/nanoqk") and not os.access(cache_folder(), os.W_OK)
