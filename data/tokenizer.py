@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -22,47 +22,59 @@ if TYPE_CHECKING:
     import tiktoken
 
 
-class Tokenizer(Protocol):
-    """pieces: the UTF-8 bytes of each token. separator: the token that ends a document, the last of the vocabulary, or
-    None; encode() never returns it."""
+class Tokenizer:
+    """Base class. name: in data.tokenizer= and in checkpoints. pieces: the UTF-8 bytes of each token.
 
+    separator: the token that ends a document, the last of the vocabulary, or None; encode() never returns it.
+    """
+
+    name: str
     vocab_size: int
     pieces: list[bytes]
-    separator: int | None
+    separator: int | None = None
 
     @classmethod
-    def build(cls, text: str, vocab_size: int | None = None) -> Self: ...
+    def build(cls, text: str, vocab_size: int | None = None) -> Self:
+        return cls()
+
     @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Self: ...
-    def to_dict(self) -> dict[str, Any]: ...
-    def encode(self, text: str) -> np.ndarray: ...
-    def decode(self, tokens: Iterable[int]) -> str: ...
+    def from_dict(cls, saved: dict[str, Any]) -> Self:
+        return cls()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def encode(self, text: str) -> np.ndarray:
+        """(n,) token ids, unsigned. Raises: ConfigError."""
+        raise NotImplementedError
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        raise NotImplementedError
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One token per character. The vocabulary is the sorted set of the characters of the whole corpus."""
 
-    separator: int | None = None
+    name = "char"
 
     def __init__(self, chars: str) -> None:
         self.chars = chars
         self.vocab_size = len(chars)
         self.pieces = [char.encode(errors="surrogatepass") for char in chars]
-        self.dtype = token_dtype(self.vocab_size)
         points = code_points(chars)
         self.table = np.full(points.max(initial=0) + 2, -1, dtype=np.int32)  # code point -> token, or -1
         self.table[points] = np.arange(self.vocab_size)
 
     @classmethod
-    def build(cls, text: str, vocab_size: int | None = None) -> "CharTokenizer":
+    def build(cls, text: str, vocab_size: int | None = None) -> Self:
         return cls("".join(sorted(set(text))))
 
     @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> "CharTokenizer":
+    def from_dict(cls, saved: dict[str, Any]) -> Self:
         return cls(saved["chars"])
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": "char", "chars": self.chars}
+        return {"name": self.name, "chars": self.chars}
 
     def encode(self, text: str) -> np.ndarray:
         """(len(text),) token ids. Raises: ConfigError naming the first character that the vocabulary lacks."""
@@ -73,35 +85,29 @@ class CharTokenizer:
             raise ConfigError(
                 f"the character {char!r} (U+{ord(char):04X}) is not among the {self.vocab_size} that the corpus has"
             )
-        return np.asarray(tokens, dtype=self.dtype)
+        return np.asarray(tokens, dtype=token_dtype(self.vocab_size))
 
     def decode(self, tokens: Iterable[int]) -> str:
         return "".join(self.chars[token] for token in tokens)
 
 
-class NoText:
+class NoText(Tokenizer):
     """vocab_size tokens without a text: data=random."""
 
-    separator: int | None = None
+    name = "none"
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.pieces = [b""] * vocab_size
 
     @classmethod
-    def build(cls, text: str, vocab_size: int | None = None) -> "NoText":
-        assert vocab_size is not None
-        return cls(vocab_size)
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> "NoText":
+    def from_dict(cls, saved: dict[str, Any]) -> Self:
         return cls(saved["vocab_size"])
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": "none", "vocab_size": self.vocab_size}
+        return {"name": self.name, "vocab_size": self.vocab_size}
 
     def encode(self, text: str) -> np.ndarray:
-        """Raises: ConfigError."""
         raise ConfigError("data=random has tokens that stand for no text")
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -109,23 +115,12 @@ class NoText:
         raise ConfigError("data=random has tokens that stand for no text")
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte. `decode` replaces bytes that are not UTF-8 by U+FFFD."""
 
+    name = "byte"
     vocab_size = 256
     pieces = [bytes([byte]) for byte in range(256)]
-    separator: int | None = None
-
-    @classmethod
-    def build(cls, text: str, vocab_size: int | None = None) -> "ByteTokenizer":
-        return cls()
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> "ByteTokenizer":
-        return cls()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": "byte"}
 
     def encode(self, text: str) -> np.ndarray:
         """(bytes of text,) uint8."""
@@ -135,7 +130,7 @@ class ByteTokenizer:
         return bytes(map(int, tokens)).decode(errors="replace")  # bytes(array) would copy the array's raw memory
 
 
-class BPETokenizer:
+class BPETokenizer(Tokenizer):
     """Byte-level BPE: each of GPT-2's pre-tokens is merged into longer tokens, smallest token id first.
 
     learnt: the bytes of all tokens but the separator; the first 256 are the single bytes, in GPT-2's order.
@@ -311,10 +306,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 
 
 TOKENIZERS: dict[str, type[Tokenizer]] = {
-    "char": CharTokenizer,
-    "byte": ByteTokenizer,
-    "bpe": BPETokenizer,
-    "gpt2": GPT2Tokenizer,
+    tokenizer.name: tokenizer for tokenizer in (CharTokenizer, ByteTokenizer, BPETokenizer, GPT2Tokenizer)
 }
 
 
@@ -329,9 +321,7 @@ def build_tokenizer(name: str, text: str, vocab_size: int | None = None) -> Toke
 
 def from_dict(saved: dict[str, Any]) -> Tokenizer:
     """The tokenizer whose `to_dict()` was saved."""
-    if saved["name"] == "none":
-        return NoText.from_dict(saved)
-    return TOKENIZERS[saved["name"]].from_dict(saved)
+    return {**TOKENIZERS, NoText.name: NoText}[saved["name"]].from_dict(saved)
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:

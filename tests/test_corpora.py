@@ -217,9 +217,15 @@ def test_a_fetched_text_is_cached_and_fetched_once_or_where_it_cannot_be_costs_a
 
 def test_processes_that_start_together_download_once(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for the first. Threads stand for processes: each opens the lock file itself."""
-    download, downloads, ready = corpora.join_rows, [], threading.Barrier(3)
+    download, ready = corpora.join_rows, threading.Barrier(3)
+    downloads: list[str] = []
+
+    def counted(path: str, name: str) -> bytes:
+        downloads.append(path)
+        return download(path, name)
+
     monkeypatch.setattr(corpora, "probe_hub", lambda: [ready.wait(), None][1])  # all have found no file
-    monkeypatch.setattr(corpora, "join_rows", lambda *args: downloads.append(1) or download(*args))
+    monkeypatch.setattr(corpora, "join_rows", counted)
     with ThreadPoolExecutor(3) as threads:
         texts = set(threads.map(load_text, [TinyShakespeareOptions()] * 3))
     assert len(downloads) == len(texts) == 1
