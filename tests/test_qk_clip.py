@@ -21,7 +21,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import train
 from model.gpt import GPT, max_logits, queries_at_once
 from model.options import AttentionOptions, GQAOptions, MHAOptions, MLAOptions, ModelOptions
-from training.config import LogClipOptions, QKClipOptions, TrainConfig, load_config
+from training.config import LogClipOptions, NoClipOptions, QKClipOptions, TrainConfig, load_config
 from training.qk_clip import over_updates, qk_clip, qk_clip_line
 
 LAYOUTS: dict[str, AttentionOptions] = {
@@ -65,6 +65,12 @@ def logits_of(model: GPT, idx: Tensor) -> list[Tensor]:
     return found
 
 
+def clip_line(attentions: Any, options: NoClipOptions) -> dict[str, float]:
+    maxima = qk_clip(attentions, options)
+    assert maxima is not None
+    return qk_clip_line(maxima, options)
+
+
 def test_maxima_are_exact_and_signed() -> None:
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 3, 16, 8, generator=g), torch.randn(2, 3, 16, 8, generator=g)
@@ -94,7 +100,7 @@ def test_training_forwards_count_until_popped_and_evaluation_does_not(layout: At
     for attn, logits in zip(model.attentions, expected, strict=True):
         torch.testing.assert_close(attn.pop_max_logits(), logits.amax((0, 2, 3)).float())
     with pytest.raises(AssertionError, match="no training forward"):
-        qk_clip_line(qk_clip(model.attentions, LogClipOptions()), LogClipOptions())
+        clip_line(model.attentions, LogClipOptions())
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.3, 0.5, 1.0])
@@ -132,7 +138,7 @@ def test_only_heads_above_the_threshold_are_clipped_and_to_exactly_it(layout: At
     maxima = logits_of(model.eval(), idx)[0].amax((0, 2, 3))
     threshold = maxima.sort().values[1].item() + 1e-9  # two of four heads are above
     config = QKClipOptions(threshold=threshold)
-    line = qk_clip_line(qk_clip(model.attentions, config), config)
+    line = clip_line(model.attentions, config)
     after = logits_of(model, idx)[0].amax((0, 2, 3))
     n_groups = 4 if isinstance(layout, MLAOptions) else model.attentions[0].n_kv_head
     of_group = maxima.view(n_groups, -1).amax(1).repeat_interleave(4 // n_groups)
@@ -151,7 +157,7 @@ def test_heads_of_negative_logits_are_left_alone_and_stay_finite() -> None:
             raise AssertionError("nothing to clip")
 
     config = QKClipOptions(threshold=100.0)
-    assert qk_clip_line(qk_clip([Head()], config), config)["qk_clip/gamma_min"] == 1
+    assert clip_line([Head()], config)["qk_clip/gamma_min"] == 1
 
 
 def test_several_updates_join_to_the_largest_maxima_the_smallest_gamma_and_all_clips() -> None:
