@@ -23,6 +23,7 @@ from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
 from model.gpt import GPT
 from training.config import SampleConfig, load_config
+from training.session import build_model
 
 
 def sample(config: SampleConfig) -> int:
@@ -59,7 +60,7 @@ def load_run(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict[str
     config = load_config(saved.state["config"])
     tokenizer = from_dict(saved.state["tokenizer"])
     with torch.device("meta"):
-        model = GPT(config, tokenizer.vocab_size)
+        model = build_model(config, tokenizer.vocab_size)
     model.load_state_dict(saved.tensors["model"], assign=True)
     model.init_rope()
     return model.to(device).eval(), tokenizer, saved.state

@@ -41,8 +41,8 @@ EXIT_DIVERGED = 3  # done, stopped and failed are the shell's own: 0, 128 + sign
 def run(config: TrainConfig) -> int:
     """Train, resume or evaluate the run that `config` describes.
 
-    Returns the exit status: 0, 3 (diverged: a number became non-finite) or 128 + the signal that stopped it.
-    Raises: ConfigError before anything is written.
+    Returns the exit status: 0, 3 (diverged: a loss, gradient or weight is not finite) or 128 + the signal that stopped
+    it. Raises: ConfigError before anything is written.
     """
     if config.dry_run:
         return dry_run(config)
@@ -94,9 +94,10 @@ def train(
         StopSignal() as stop,
     ):
         model.train()
-        for step in range(start, config.max_iters + 1):  # evaluate and save what `step` updates made; make one more
+        for step in range(start, config.max_iters + 1):  # evaluate and save what was made; make update `step`
             line: dict[str, Any] = {"iter": step}
-            evaluated, ends = evaluates(config, step), step == config.max_iters or meter.stop_requested
+            ends = step == config.max_iters or meter.stop_requested
+            evaluated = evaluates(config, step)
             if evaluated:
                 evaluate(session, run_dir, line)  # raises Diverged, as save() and meter.read() do
             best = evaluated and lowest.update(step, line["val/loss"], extra=step % config.eval_interval != 0)

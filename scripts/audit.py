@@ -98,17 +98,17 @@ class Run:
         self.about = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
         require(self.block_size > 1, f"run={run} has model.block_size=1: no token is before another")
         self.trained: nn.Module = model
-        faults.spoil_model(self.config, model)
+        faults.inject_into_model(self.config, model)
 
     def fresh(self) -> nn.Module:
         model = build_model(self.config, self.vocab_size)
         model.init_weights(self.config.seed)
-        faults.spoil_model(self.config, model)
+        faults.inject_into_model(self.config, model)
         return model.to(self.device)
 
     def batches(self, vocab_size: int) -> Batches:
         found = random_batches(vocab_size, self.block_size, max(1, 512 // self.block_size))
-        faults.spoil_batches(self.config, found)
+        faults.inject_into_batches(self.config, found)
         return found
 
     def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:

@@ -76,18 +76,25 @@ def test_updates_equal_adamw_written_out() -> None:
         torch.testing.assert_close(model.get_parameter(name).detach(), w, rtol=1e-10, atol=1e-12)
 
 
-def test_optimizer_state_by_name_continues_bit_for_bit(qk_norm: QKNormOptions) -> None:
-    config = tiny_config(qk_norm)
+def continued(config: TrainConfig) -> tuple[GPT, dict[str, Tensor]]:
+    """Assert that six steps are three and, by the state of the optimizer as named tensors, three. Returns a model and
+    that state."""
     straight, first, second = (new_model(config) for _ in range(3))
     train(straight, build_optimizer(straight, config), range(6))
     before = build_optimizer(first, config)
     train(first, before, range(3))
+    saved = optimizer_tensors(before, first)
     second.load_state_dict(first.state_dict())
     after = build_optimizer(second, config)
-    load_optimizer_tensors(after, second, optimizer_tensors(before, first))
+    load_optimizer_tensors(after, second, saved)
     train(second, after, range(3, 6))
     for name, p in straight.named_parameters():
         assert torch.equal(p, second.get_parameter(name)), name
+    return first, saved
+
+
+def test_optimizer_state_by_name_continues_bit_for_bit(qk_norm: QKNormOptions) -> None:
+    continued(tiny_config(qk_norm))
 
 
 def test_loaded_state_does_not_share_memory_with_the_checkpoint() -> None:
@@ -297,20 +304,10 @@ def test_a_parameter_left_out_or_taken_twice_is_found_when_the_optimizer_is_buil
 
 def test_muon_by_name_continues_bit_for_bit(stack: tuple[TrainConfig, dict[str, list[int]]]) -> None:
     config, matrices = stack
-    straight, first, second = (new_model(config) for _ in range(3))
-    train(straight, build_optimizer(straight, config), range(6))
-    before = build_optimizer(first, config)
-    train(first, before, range(3))
-    saved = optimizer_tensors(before, first)
+    model, saved = continued(config)
     momenta = {re.sub(r"\[\d+:\d+\]$", "", n.split("/")[1]) for n in saved if n.startswith("momentum_buffer/")}
     assert momenta == matrices.keys()
-    assert {n.split("/")[1] for n in saved if n.startswith("exp_avg/")} == first.state_dict().keys() - momenta
-    second.load_state_dict(first.state_dict())
-    after = build_optimizer(second, config)
-    load_optimizer_tensors(after, second, saved)
-    train(second, after, range(3, 6))
-    for name, p in straight.named_parameters():
-        assert torch.equal(p, second.get_parameter(name)), name
+    assert {n.split("/")[1] for n in saved if n.startswith("exp_avg/")} == model.state_dict().keys() - momenta
 
 
 @pytest.mark.parametrize("variant", [AdamWOptions, MuonOptions])
@@ -354,14 +351,7 @@ def test_weights_that_were_moved_after_the_optimizer_was_built_are_noticed() -> 
 
 KINDS = {
     "embedding": ["wte.weight", "wpe.weight", "lm_head.weight"],
-    "attention": [
-        "c_attn.weight",
-        "attn.c_proj.weight",
-        "c_q.weight",
-        "c_q_a.weight",
-        "c_kv_a.weight",
-        "c_kv_b.weight",
-    ],
+    "attention": [f"{name}.weight" for name in ("c_attn", "attn.c_proj", "c_q", "c_q_a", "c_kv_a", "c_kv_b")],
     "mlp": ["c_fc.weight", "mlp.c_proj.weight"],
     "norm": [".bias", "ln_1.weight", "ln_2.weight", "ln_f.weight", "a_norm.weight", ".gain"],
     "alpha": ["alpha.raw", "raw_p"],

@@ -13,14 +13,15 @@ import pytest
 import torch
 from test_ddp import torchrun
 from test_gpt import build, random_tokens
-from test_train import assert_same_run, configured, lines, weights
+from test_resume import assert_halves_equal_straight
+from test_train import QK_CLIP, configured, lines, weights
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 import train
 from model.gpt import GPT, max_logits, queries_at_once
 from model.options import AttentionOptions, GQAOptions, MHAOptions, MLAOptions, ModelOptions
-from training.config import LogClipOptions, QKClipOptions, TrainConfig, load_config
+from training.config import LogClipOptions, NoClipOptions, QKClipOptions, TrainConfig, load_config
 from training.qk_clip import over_updates, qk_clip, qk_clip_line
 
 LAYOUTS: dict[str, AttentionOptions] = {
@@ -64,6 +65,12 @@ def logits_of(model: GPT, idx: Tensor) -> list[Tensor]:
     return found
 
 
+def clip_line(attentions: Any, options: NoClipOptions) -> dict[str, float]:
+    maxima = qk_clip(attentions, options)
+    assert maxima is not None
+    return qk_clip_line(maxima, options)
+
+
 def test_maxima_are_exact_and_signed() -> None:
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 3, 16, 8, generator=g), torch.randn(2, 3, 16, 8, generator=g)
@@ -93,7 +100,7 @@ def test_training_forwards_count_until_popped_and_evaluation_does_not(layout: At
     for attn, logits in zip(model.attentions, expected, strict=True):
         torch.testing.assert_close(attn.pop_max_logits(), logits.amax((0, 2, 3)).float())
     with pytest.raises(AssertionError, match="no training forward"):
-        qk_clip_line(qk_clip(model.attentions, LogClipOptions()), LogClipOptions())
+        clip_line(model.attentions, LogClipOptions())
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.3, 0.5, 1.0])
@@ -131,7 +138,7 @@ def test_only_heads_above_the_threshold_are_clipped_and_to_exactly_it(layout: At
     maxima = logits_of(model.eval(), idx)[0].amax((0, 2, 3))
     threshold = maxima.sort().values[1].item() + 1e-9  # two of four heads are above
     config = QKClipOptions(threshold=threshold)
-    line = qk_clip_line(qk_clip(model.attentions, config), config)
+    line = clip_line(model.attentions, config)
     after = logits_of(model, idx)[0].amax((0, 2, 3))
     n_groups = 4 if isinstance(layout, MLAOptions) else model.attentions[0].n_kv_head
     of_group = maxima.view(n_groups, -1).amax(1).repeat_interleave(4 // n_groups)
@@ -150,7 +157,7 @@ def test_heads_of_negative_logits_are_left_alone_and_stay_finite() -> None:
             raise AssertionError("nothing to clip")
 
     config = QKClipOptions(threshold=100.0)
-    assert qk_clip_line(qk_clip([Head()], config), config)["qk_clip/gamma_min"] == 1
+    assert clip_line([Head()], config)["qk_clip/gamma_min"] == 1
 
 
 def test_several_updates_join_to_the_largest_maxima_the_smallest_gamma_and_all_clips() -> None:
@@ -166,19 +173,16 @@ def test_several_updates_join_to_the_largest_maxima_the_smallest_gamma_and_all_c
     }  # fmt: skip
 
 
-QK_CLIP = {"name": "clip", "threshold": 0.02, "balance": 0.5}
-
-
 def test_a_clipped_run_logs_its_clips_keeps_below_the_threshold_and_resumes(corpus: Path, tmp_path: Path) -> None:
     """A threshold that binds from the first update on; the logged maximum is the one before the clip."""
     optim = {"name": "adamw", "learning_rate": 1e-2}
     changes: dict[str, Any] = {"qk_clip": QK_CLIP, "optim": optim, "gradient_accumulation_steps": 2}
-    assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **changes)) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    assert_halves_equal_straight(corpus, tmp_path, **changes)
     logged = lines(tmp_path / "straight")[:-1]
     assert sum(line["qk_clip/clipped"] for line in logged) > 0
+    norm = {"qk_norm": {"name": "lp", "p": 3.0}, "qk_clip": {"name": "log"}, "max_iters": 1}
+    assert train.run(configured(corpus, tmp_path / "norm", **norm)) == 0
+    assert lines(tmp_path / "norm")[0]["qk_clip/max_logit"] > 0  # of any norm
     unclipped = {**changes, "qk_clip": {"name": "log"}}
     assert train.run(configured(corpus, tmp_path / "log", **unclipped)) == 0
     free = lines(tmp_path / "log")[:-1]
@@ -186,9 +190,8 @@ def test_a_clipped_run_logs_its_clips_keeps_below_the_threshold_and_resumes(corp
     assert "qk_clip/clipped" not in free[-1]
     none = {k: v for k, v in changes.items() if k != "qk_clip"}
     assert train.run(configured(corpus, tmp_path / "none", **none)) == 0
-    assert weights(tmp_path / "none").keys() == weights(tmp_path / "log").keys()
-    for name, w in weights(tmp_path / "none").items():
-        assert torch.equal(w, weights(tmp_path / "log")[name])  # logging changes nothing
+    logging = weights(tmp_path / "log")  # which changes nothing
+    assert all(torch.equal(w, logging[name]) for name, w in weights(tmp_path / "none").items())
 
 
 def test_a_line_tells_of_all_updates_since_the_one_before_and_no_clip_goes_unlogged(
@@ -261,12 +264,6 @@ def test_generated_code_has_the_maxima_of_eager_code(attention: str) -> None:
     assert found[0][0].min() > 1 and not torch.equal(*found[0])
     for eager, generated in zip(*found, strict=True):
         torch.testing.assert_close(generated, eager)
-
-
-def test_log_mode_sees_any_norm(corpus: Path, tmp_path: Path) -> None:
-    norm = {"name": "lp", "p": 3.0}
-    assert train.run(configured(corpus, tmp_path / "run", qk_norm=norm, qk_clip={"name": "log"})) == 0
-    assert LogClipOptions.name == "log" and lines(tmp_path / "run")[0]["qk_clip/max_logit"] > 0
 
 
 SPY = """

@@ -1,6 +1,5 @@
 """A run that was stopped and started again ends as if nothing had happened, bit for bit."""
 
-import json
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import QK_NORM_VARIANTS, ROOT
-from test_train import assert_same_run, configured, lines, weights
+from test_train import assert_same_run, configured, lines, saved_json, weights
 
 import train
 from core import checkpoint
@@ -23,15 +22,20 @@ from core.schema import ConfigError
 from training import session
 
 
+def assert_halves_equal_straight(corpus: Path, folder: Path, **changes: Any) -> None:
+    """Train six iterations in folder/straight, and three and three in folder/halves."""
+    assert train.run(configured(corpus, folder / "straight", **changes)) == 0
+    assert train.run(configured(corpus, folder / "halves", **{"max_iters": 3, **changes})) == 0
+    assert checkpoint.load(folder / "halves" / "ckpt" / "latest").step == 3
+    assert train.run(configured(corpus, folder / "halves", **changes)) == 0
+    assert_same_run(folder / "straight", folder / "halves")
+
+
 @pytest.mark.parametrize("name", QK_NORM_VARIANTS)
 def test_six_iterations_equal_three_and_three(name: str, corpus: Path, tmp_path: Path) -> None:
     """With dropout; the two accumulated micro-batches draw from the same generator."""
-    changes = {"qk_norm": asdict(QK_NORM_VARIANTS[name]), "gradient_accumulation_steps": 2}
-    assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **changes)) == 0
-    assert checkpoint.load(tmp_path / "halves" / "ckpt" / "latest").step == 3
-    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    norm = asdict(QK_NORM_VARIANTS[name])
+    assert_halves_equal_straight(corpus, tmp_path, qk_norm=norm, gradient_accumulation_steps=2)
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
@@ -40,18 +44,10 @@ def test_six_iterations_equal_three_and_three(name: str, corpus: Path, tmp_path:
 def test_every_recipe_resumes_bit_for_bit(dtype: str, optim: str, schedule: str, corpus: Path, tmp_path: Path) -> None:
     """The constant schedule does not depend on max_iters, and so need not be told where the run will end."""
     end = {} if schedule == "constant" else {"lr_decay_iters": 6}
-    changes: dict[str, Any] = {
-        "dtype": dtype,
-        "optim": {"name": optim},
-        "schedule": {"name": schedule, "warmup_iters": 1, **end},
-    }
-    assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **changes)) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "halves")
-    assert any(name.startswith("optimizer/momentum_buffer") for name in weights(tmp_path / "halves")) == (
-        optim == "muon"
-    )
+    schedules = {"name": schedule, "warmup_iters": 1, **end}
+    assert_halves_equal_straight(corpus, tmp_path, dtype=dtype, optim={"name": optim}, schedule=schedules)
+    momenta = [name for name in weights(tmp_path / "halves") if name.startswith("optimizer/momentum_buffer")]
+    assert bool(momenta) == (optim == "muon")
 
 
 def test_the_seed_decides_so_that_equality_is_not_an_accident(corpus: Path, tmp_path: Path) -> None:
@@ -77,10 +73,7 @@ def test_a_changed_eval_interval_does_not_change_the_training(first: int, corpus
 def test_a_resumed_compiled_run_is_bit_exact(corpus: Path, tmp_path: Path) -> None:
     if shutil.which("g++") is None and not os.environ.get("CI"):
         pytest.skip("torch.compile on a CPU needs g++")
-    assert train.run(configured(corpus, tmp_path / "straight", compile=True)) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, compile=True)) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", compile=True)) == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    assert_halves_equal_straight(corpus, tmp_path, compile=True)
     assert train.run(configured(corpus, tmp_path / "eager")) == 0
     compiled, eager = (lines(tmp_path / name)[0]["val/loss"] for name in ("straight", "eager"))
     assert compiled == pytest.approx(eager, rel=1e-5)
@@ -93,73 +86,55 @@ def test_other_code_is_warned_of_and_every_commit_is_kept(
     for max_iters, commit in ((2, "a"), (4, "b+12"), (5, "b+12"), (6, "a")):
         monkeypatch.setattr(session, "commit", lambda commit=commit: commit)
         assert train.run(configured(corpus, run, max_iters=max_iters)) == 0
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["commit"] == "a, b+12" == checkpoint.load(run / "ckpt" / "latest").state["commit"]
+    assert saved_json(run, "summary")["commit"] == "a, b+12" == checkpoint.load(run / "ckpt" / "latest").state["commit"]
     log = (run / "train.log").read_text()
     assert log.count("warning: commit") == log.count("warning: commit a -> b+12: other code trains the rest") == 1
 
 
-def test_a_finished_run_is_not_handed_back_for_another_dtype(corpus: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_handed_back_for_another_dtype_or_text(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "run")) == 0
     with pytest.raises(ConfigError, match=r"dtype=bfloat16: .*run is done in torch.float32; .*fresh=true"):
         train.run(configured(corpus, tmp_path / "run", dtype="bfloat16"))
     for dtype in ("float32", "auto"):
         assert train.run(configured(corpus, tmp_path / "run", dtype=dtype)) == 0
-
-
-def test_a_finished_run_is_not_handed_back_for_another_text(corpus: Path, tmp_path: Path) -> None:
-    assert train.run(configured(corpus, tmp_path / "run")) == 0
-    other = tmp_path / corpus.name
-    other.write_text(corpus.read_text()[::-1])
+    corpus.write_text(corpus.read_text()[::-1])
     with pytest.raises(ConfigError, match=r"is not the text that .*run was begun on: .*; use another out_dir"):
-        train.run(configured(other, tmp_path / "run"))
+        train.run(configured(corpus, tmp_path / "run"))
 
 
-def test_what_would_change_the_numbers_is_refused_and_named(corpus: Path, tmp_path: Path) -> None:
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
+def test_what_would_change_the_numbers_is_refused_and_named_and_a_moved_corpus_is_not(
+    corpus: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert train.run(configured(corpus, run, max_iters=3)) == 0
     with pytest.raises(ConfigError, match=r"seed 1337 -> 7.*batch_size 4 -> 8|batch_size 4 -> 8.*seed 1337 -> 7"):
-        train.run(configured(corpus, tmp_path / "run", seed=7, batch_size=8))
+        train.run(configured(corpus, run, seed=7, batch_size=8))
     with pytest.raises(ConfigError, match=r"dtype=bfloat16 is torch.bfloat16 here.*set dtype=float32"):
-        train.run(configured(corpus, tmp_path / "run", dtype="bfloat16"))
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    with pytest.raises(ConfigError, match="max_iters=2"):
-        (tmp_path / "run" / "summary.json").unlink()
-        train.run(configured(corpus, tmp_path / "run", max_iters=2))
-    corpus.write_text(corpus.read_text() + "!")
+        train.run(configured(corpus, run, dtype="bfloat16"))
+    (run / "summary.json").unlink()  # as if killed at the very end
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match="max_iters=2 must be >= 3"):
+        train.run(configured(corpus, run, max_iters=2))
+    text = corpus.read_text()
+    corpus.write_text(text + "!")
     with pytest.raises(ConfigError, match="not the text"):
-        train.run(configured(corpus, tmp_path / "run"))
-    assert all(p.read_bytes() == before[p] for p in before if p.exists())  # a refusal writes nothing
+        train.run(configured(corpus, run))
+    assert all(p.read_bytes() == before[p] for p in before)  # a refusal writes nothing
+    corpus.write_text(text)
+    assert train.run(configured(corpus, run, max_iters=3)) == 0 and (run / "summary.json").exists()
+    assert train.run(configured(corpus.rename(tmp_path / "moved.txt"), run)) == 0
 
 
-def test_a_moved_corpus_goes_on(corpus: Path, tmp_path: Path) -> None:
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
-    moved = corpus.rename(tmp_path / "moved.txt")
-    assert train.run(configured(moved, tmp_path / "run")) == 0
-
-
-def test_a_run_that_lost_its_checkpoints_is_not_begun_anew_unasked(corpus: Path, tmp_path: Path) -> None:
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
-    shutil.rmtree(tmp_path / "run" / "ckpt")
-    with pytest.raises(ConfigError, match="reached iteration 3 but holds no checkpoint; fresh=true"):
-        train.run(configured(corpus, tmp_path / "run"))
-    assert train.run(configured(corpus, tmp_path / "run", fresh=True)) == 0
-
-
-def test_a_run_whose_checkpoints_are_all_corrupt_is_refused_in_one_line(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_lost_or_corrupt_is_not_begun_anew_unasked(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
     for file in (tmp_path / "run" / "ckpt").glob("step_*/model.safetensors"):
         file.write_bytes(b"")
     with pytest.raises(ConfigError, match="cannot go on.*fresh=true"):
         train.run(configured(corpus, tmp_path / "run"))
-
-
-def test_fewer_iterations_than_are_made_are_refused(corpus: Path, tmp_path: Path) -> None:
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=4)) == 0
-    (tmp_path / "run" / "summary.json").unlink()  # as if killed at the very end
-    with pytest.raises(ConfigError, match="max_iters=2"):
-        train.run(configured(corpus, tmp_path / "run", max_iters=2))
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=4)) == 0
-    assert (tmp_path / "run" / "summary.json").exists()
+    shutil.rmtree(tmp_path / "run" / "ckpt")
+    with pytest.raises(ConfigError, match="reached iteration 3 but holds no checkpoint; fresh=true"):
+        train.run(configured(corpus, tmp_path / "run"))
+    assert train.run(configured(corpus, tmp_path / "run", fresh=True)) == 0
 
 
 def test_a_corrupt_checkpoint_is_replaced_by_the_one_before_it_and_the_numbers_stay(
@@ -193,7 +168,7 @@ def test_a_signal_saves_stops_and_says_how_to_go_on(
         out = process.communicate(timeout=180)[0]
     assert process.returncode == status
     assert f"stopped by {number.name}" in out and "the same command goes on from there" in out
-    state = json.loads((tmp_path / "stopped" / "status.json").read_text())
+    state = saved_json(tmp_path / "stopped", "status")
     assert state["state"] == "stopped" and state["reason"] == number.name
     assert checkpoint.load(tmp_path / "stopped" / "ckpt" / "latest").step == state["iter"]
     assert [line["iter"] for line in Metrics.read(metrics)] == list(range(state["iter"]))

@@ -172,6 +172,7 @@ def test_other_ranks_read_the_directory_and_write_nothing(path: Path) -> None:
     before = leave(path, "stopped", 7)
     with ReadOnlyRunDir(path, finished=False) as run, run.progress_bar(3, 0) as bar:
         run.begin("seed: 2", 0, {"mode": "offline"})
+        run.status("failed")
         run.log("a warning")
         for write in (run.record, run.record_diagnostics):
             write({"iter": 1})

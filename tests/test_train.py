@@ -361,7 +361,8 @@ def test_a_model_that_sees_the_future_is_refused_at_start(
     wrong: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In both modes or in one, with a mask that is off by one, or with logits that are not numbers."""
-    causal_attention, forward = model.gpt.causal_attention, GPT.forward
+    causal_attention = model.gpt.causal_attention
+    forward: Any = GPT.forward
 
     def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
         # evaluation has no gradients: there it takes another attention product

@@ -1,6 +1,6 @@
-"""Known ways to a loss that is too good to be true: fault=NAME, for sweep=gqa_audit and to test the detectors.
+"""Known bugs that report a loss that is too good to be true: fault=NAME, for sweep=gqa_audit and to test the checks.
 
-They change one model and one Batches object; an honest run never gets here.
+Each changes one model or one Batches object. A run without a fault calls nothing here.
 """
 
 import types
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from model.gpt import GPT
 from training.config import TrainConfig
 
-PADDED = 15 / 16  # of a window, in padding_in_mean
+PADDING = 15 / 16  # of a window, in padding_in_mean
 
 
-def spoil_model(config: TrainConfig, model: Any) -> None:
-    """Give `model`, before it is compiled, the fault that `config` names."""
+def inject_into_model(config: TrainConfig, model: GPT) -> None:
+    """Give `model` the fault that `config` names. Call it before the model is compiled."""
     if config.fault.name == "no_mask":
         for attention in model.attentions:
             attention.attend = types.MethodType(attend_to_all, attention)
@@ -27,7 +28,7 @@ def spoil_model(config: TrainConfig, model: Any) -> None:
         model.register_forward_hook(lambda model, _, output: misreport(output, n) if model.training else output)
 
 
-def spoil_batches(config: TrainConfig, batches: Any) -> None:
+def inject_into_batches(config: TrainConfig, batches: Any) -> None:
     """Give a Batches object the fault that `config` names."""
     get_batch, sampled_batch, eval_batches = batches.get_batch, batches.sampled_batch, batches.eval_batches
     if config.fault.name == "repeated_batches":
@@ -45,7 +46,7 @@ def attend_to_all(self: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> T
 
 
 def unshift(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(idx, targets), each token as its own target: labels for a model that shifts them, in one that does not."""
+    """(idx, targets) with each token as its own target: right only for a model that shifts them."""
     idx, *rest = inputs
     if not rest or rest[0] is None:
         return inputs
@@ -53,8 +54,8 @@ def unshift(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def misreport(output: tuple[Tensor, Tensor | None], n: int) -> tuple[Tensor, Tensor | None]:
-    """The loss that is scaled for one of n micro-batches, taken for the loss. The gradient is the right one (so it was
-    in espnet 5090 and allennlp 4706), so that the weights are those of the honest run bit for bit."""
+    """Report the loss of a micro-batch divided by their number n, as espnet 5090 and allennlp 4706 did. The gradient
+    stays right, so the weights equal those of the run without a fault bit for bit."""
     logits, loss = output
     return logits, None if loss is None else Misreported.apply(loss, n)
 
@@ -70,6 +71,6 @@ class Misreported(torch.autograd.Function):
 
 
 def pad(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x, y (B, T), the last 15/16 of each row's targets token 0, where there was a target, and the inputs with them."""
-    position, kept = torch.arange(x.size(1)), x.size(1) * (1 - PADDED)
+    """x, y (B, T) in which token 0 replaces the last 15/16 of each row's targets, and the same inputs."""
+    position, kept = torch.arange(x.size(1)), x.size(1) * (1 - PADDING)
     return x.masked_fill(position > kept, 0), y.masked_fill((position >= kept) & (y >= 0), 0)

@@ -35,9 +35,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon, but all matrices of a shape are orthogonalised together, and in fp32 where the hardware has no
-    bf16 or `exact` asks for it. torch's own takes one after the other, in bf16: its emulation was nine tenths of
-    mla_nano's training step."""
+    """torch.optim.Muon, except that it orthogonalises all matrices of one shape together, and in fp32 where the
+    hardware has no bf16 or where `exact` is set. torch's own takes them one by one and in bf16, slow to emulate."""
 
     exact = False
 
@@ -68,8 +67,8 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz iterations of Muon (Jordan et al.) on matrices (n, rows, columns), each on its own: about U V^T of
-    x = U S V^T. Five steps bring singular values of 0.005 to 1, of a norm of 1, to 0.68 to 1.16; smaller ones grow."""
+    """Newton-Schulz iterations of Muon (Jordan et al.) on n matrices x = U S V^T, (n, rows, columns): about U V^T each.
+    x is scaled to norm 1. Five steps then bring singular values in 0.005..1 into 0.68..1.16; smaller ones grow."""
     a, b, c = coefficients
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
@@ -81,10 +80,10 @@ def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: in
 
 
 class MuonAndAdamW:
-    """Muon for the hidden matrices and AdamW for all else, in the part of an optimizer's interface that training uses.
+    """Muon for the hidden matrices and AdamW for all else, with the optimizer methods that training uses.
 
-    Muon is handed each projection of a fused matrix as a tensor of its own, a view of rows of the weight: to
-    orthogonalise several as one matrix would tie their singular vectors.
+    Muon gets each projection of a fused matrix as a view of the weight's rows. Orthogonalised as one matrix, they would
+    share singular vectors.
     """
 
     def __init__(self, model: nn.Module, o: MuonOptions, exact: bool):
@@ -158,7 +157,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def assert_each_row_in_one_group(model: nn.Module, optimizer: Optimizer) -> None:
-    """By memory: what the groups hold of each parameter's storage must tile it."""
+    """Compares memory: the groups' parts of each parameter's storage must tile it."""
     held: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for group in optimizer.param_groups:
         for t in group["params"]:
