@@ -57,7 +57,7 @@ PART_KEYS = [f.name for f in fields(Part)]
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of Sweep.also
     "last": lambda v: v[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
     # the mean distance of a value from the middle of its two neighbours: 0 on a straight line, however steep
-    "roughness": lambda v: fmean(abs(b - (a + c) / 2) for a, b, c in zip(v, v[1:], v[2:], strict=False)) if len(v) > 2 else 0.0,
+    "roughness": lambda v: fmean(abs(v[i] - (v[i - 1] + v[i + 1]) / 2) for i in range(1, len(v) - 1)) if v[2:] else 0.0,
 }  # fmt: skip
 
 # -----------------------------------------------------------------------------
