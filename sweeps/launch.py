@@ -10,7 +10,6 @@ The same command continues a sweep: it skips done runs, resumes partial ones and
                             sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
 """
 
-import io
 import json
 import os
 import signal
@@ -20,7 +19,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -158,8 +156,8 @@ def cost_key(run: PlannedRun) -> str:
 
 
 def ask(question: str, configs: dict[str, TrainConfig]) -> dict[str, Any]:
-    """What that function of training/estimate.py, check or estimate, returns for each config, called in a process of its own: the launcher stays
-    free of torch and of the corpus. Raises: ConfigError where a run cannot start."""
+    """The results of training.estimate's `question`, check or estimate, for each config. Another process computes them,
+    so that the launcher holds neither torch nor the corpus. Raises: ConfigError where a run cannot start."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         try:
             return pool.submit(answer, question, configs).result() if configs else {}
@@ -170,8 +168,7 @@ def ask(question: str, configs: dict[str, TrainConfig]) -> dict[str, Any]:
 def answer(question: str, configs: dict[str, TrainConfig]) -> dict[str, Any]:
     from training import estimate
 
-    with redirect_stdout(io.StringIO()):
-        return {key: getattr(estimate, question)(config) for key, config in configs.items()}
+    return {key: getattr(estimate, question)(config) for key, config in configs.items()}
 
 
 # -----------------------------------------------------------------------------
