@@ -57,7 +57,7 @@ from scripts.reporting.tables import (
     stability_table,
     table_md,
 )
-from sweeps.plan import REDUCTIONS
+from sweeps.definition import REDUCTIONS
 from sweeps.status import sweep_directory, tally
 
 POINTS = 100  # of a curve that figures and the page show of a metric other than the loss

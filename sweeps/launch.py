@@ -1,10 +1,10 @@
-"""Launch a sweep: python sweeps/launch.py sweep=NAME [launcher=local|slurm] [settings] [words for every train.py run]
+"""Launch a sweep: python sweeps/launch.py sweep=NAME [launcher=local|slurm] [settings] [overrides for every run]
 
-Starting it again goes on: done runs are skipped, partial ones resumed, failed ones tried again. Settings:
-  sweep_dir=PATH            where everything is kept, by default runs/NAME
+The same command continues a sweep: it skips done runs, resumes partial ones and retries failed ones. Settings:
+  sweep_dir=PATH            the directory of the plan and of all runs, by default runs/NAME
   dry_run=true              list the runs with an estimate of time and disk; write nothing
   keep_going | fail_fast    after a failed run: go on (the default), or stop the others at a checkpoint
-  retries=N                 more tries for a run that fails, by default 1
+  retries=N                 further tries of a run that fails, by default 1
   launcher.KEY=VALUE        configs/launcher/ has them: workers, threads, runs_per_gpu, ranks, partition, ...
   sweep.KEY=VALUE           instead of what configs/sweep/NAME.yaml says: sweep.folds=[0,1] sweep.seeds=[1,2]
                             sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
@@ -14,11 +14,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,20 +28,22 @@ from typing import Any
 from tqdm import tqdm
 
 from core.cli import CONFIG_DIR, leave_output, parse_yaml, read_words, refuse
-from core.files import read_json, write_json
+from core.files import read_json
 from core.rundir import at_end
 from core.schema import ConfigError, at_least, build, require
-from sweeps.launchers import LAUNCHERS, WORKER, Launcher
-from sweeps.plan import PlannedRun, freeze, load_sweep, plan_runs
-from sweeps.status import State, state_of, sweep_directory, tally
-from sweeps.worker import FINAL
+from sweeps.claims import Launch
+from sweeps.definition import load_sweep
+from sweeps.launchers import LAUNCHERS, Launcher
+from sweeps.plan import PlannedRun, freeze, plan_runs
+from sweeps.status import FINAL, State, failures, state_of, sweep_directory, tally
+from training.config import TrainConfig
 
 POLL = 0.5  # seconds between two looks at the runs
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """What the command line asks for. launcher: the options of one of LAUNCHERS."""
 
     name: str
     sweep_dir: Path
@@ -64,10 +68,10 @@ def main(argv: list[str]) -> int:
                 leave_output()
             return 0
         left = [run for run in request.runs if not at_end(request.sweep_dir / run.id)]
-        configs = distinct(left, ("data", "device", "dtype", "model"))
-        if request.launcher.name == "slurm":  # its devices are not this machine's
-            configs = [{**config, "device": "cpu", "dtype": "float32"} for config in configs]
-        ask_worker("check", configs)
+        if request.launcher.name == "slurm":  # this machine may lack the devices of its nodes
+            left = [replace(run, config=replace(run.config, device="cpu", dtype="float32")) for run in left]
+        keys = ("data", "device", "dtype", "model")  # runs that agree in these can all start, or none of them
+        ask("check", {json.dumps([asdict(run.config)[key] for key in keys]): run.config for run in left})
         freeze_plan()
     except (ConfigError, OSError) as error:
         return refuse(str(error))
@@ -83,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_request(argv: list[str]) -> tuple[Request, Callable[[], None]]:
-    """The command line, with every run composed and checked, and what writes the plan to the sweep's directory."""
+    """The command line, with every run composed and checked, and a function that writes the plan."""
     argv = [{"keep_going": "fail_fast=false", "fail_fast": "fail_fast=true"}.get(word, word) for word in argv]
     known = {"sweep": str, "sweep_dir": str, "launcher": str, "dry_run": bool, "fail_fast": bool, "retries": int}
     values, others = read_words(argv, known)
@@ -118,140 +122,134 @@ def read_request(argv: list[str]) -> tuple[Request, Callable[[], None]]:
 
 
 # -----------------------------------------------------------------------------
-# What it would be
+# Before the launch
 
 
 def list_runs(request: Request) -> None:
-    """Print every run, and what they take together."""
+    """Print every run with its state and the time that is left, and what all of them take together."""
     states = {run.id: state_of(request.sweep_dir, run) for run in request.runs}
     launcher = LAUNCHERS[request.launcher.name][1](request.launcher, request.sweep_dir, "")
-    costly = {cost_key(run): asdict(run.config) for run in reversed(request.runs)}
-    for config in costly.values():
-        config["threads"] = config["threads"] or launcher.threads
-    cost = dict(zip(costly, ask_worker("estimate", list(costly.values())), strict=True))
+    configs = {cost_key(run): run.config for run in reversed(request.runs)}
+    cost = ask("estimate", {key: replace(c, threads=c.threads or launcher.threads) for key, c in configs.items()})
     seconds, size = 0.0, 0
     for run in request.runs:
         state, (run_seconds, run_bytes) = states[run.id], cost[cost_key(run)]
         left = 0 if state.state in FINAL else run_seconds * (1 - (state.iter or 0) / run.config.max_iters)
         seconds, size = seconds + left, size + run_bytes
-        print(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.settings)}")
-    workers, ranks = launcher.workers, request.launcher.ranks
-    each = f" of {ranks} ranks" * (ranks > 1)
+        print(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.points)}")
     print(
-        f"{len(request.runs)} runs ({tally(list(states.values()))}) in {request.sweep_dir}: about "
-        f"{tqdm.format_interval(seconds / workers / ranks)} on {workers} workers{each}, {size / 2**30:.1f} GiB of disk"
+        f"{len(request.runs)} runs ({tally(states.values())}) in {request.sweep_dir}: about "
+        f"{tqdm.format_interval(seconds / launcher.workers / request.launcher.ranks)} on "
+        f"{workers(request, launcher)}, {size / 2**30:.1f} GiB of disk"
     )
 
 
+def workers(request: Request, launcher: Launcher) -> str:
+    ranks = request.launcher.ranks
+    return f"{launcher.workers} workers" + f" of {ranks} ranks" * (ranks > 1)
+
+
 def cost_key(run: PlannedRun) -> str:
-    """Runs of one key cost the same: they differ in fold, seed, and the values of their QK norm."""
+    """Equal for runs that cost the same: they differ in fold, seed, and the values of their QK norm."""
     config = {key: value for key, value in asdict(run.config).items() if key not in ("seed", "data", "qk_norm")}
     return json.dumps([config, run.config.data.name, run.config.qk_norm.name], sort_keys=True)
 
 
-def distinct(runs: list[PlannedRun], keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """One config for each value of the settings `keys`."""
-    configs = [asdict(run.config) for run in runs]
-    return list({json.dumps([config[key] for key in keys]): config for config in configs}.values())
+def ask(question: str, configs: dict[str, TrainConfig]) -> dict[str, Any]:
+    """The results of training.estimate's `question`, check or estimate, for each config. Another process computes them,
+    so that the launcher holds neither torch nor the corpus. Raises: ConfigError where a run cannot start."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        try:
+            return pool.submit(answer, question, configs).result() if configs else {}
+        except BrokenProcessPool as error:
+            raise OSError(f"the process that should {question} the runs died") from error
 
 
-def ask_worker(question: str, configs: list[dict[str, Any]]) -> list[Any]:
-    """A worker's answers, who has torch and the corpus. Raises: ConfigError where a run could not start."""
-    if not configs:
-        return []
-    command = [sys.executable, str(WORKER), question]
-    asked = subprocess.run(command, input=json.dumps(configs).encode(), stdout=subprocess.PIPE)
-    if asked.returncode != 0:
-        raise OSError(f"a worker that should {question} the runs ended with exit status {asked.returncode}")
-    reply = json.loads(asked.stdout.splitlines()[-1])
-    if "error" in reply:
-        raise ConfigError(reply["error"])
-    answers: list[Any] = reply["answers"]
-    return answers
+def answer(question: str, configs: dict[str, TrainConfig]) -> dict[str, Any]:
+    from training import estimate
+
+    return {key: getattr(estimate, question)(config) for key, config in configs.items()}
 
 
 # -----------------------------------------------------------------------------
-# Running it
+# The launch
 
 
 def launch(request: Request) -> int:
-    """Have workers run what is left. Returns 0, 1 where a run failed, or 128 + the signal that stopped it."""
-    sweep_dir, runs = request.sweep_dir, {run.id: run for run in request.runs}
+    """Have workers train what is left. Returns 0, 1 where a run failed, or 128 + the signal that stopped it."""
+    sweep_dir = request.sweep_dir
     for folder in ("claims", "launches", "logs"):
         (sweep_dir / folder).mkdir(exist_ok=True)
     name = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
     launcher: Launcher = LAUNCHERS[request.launcher.name][1](request.launcher, sweep_dir, name)
-    tries = 1 + request.retries
-    write_json(
-        sweep_dir / "launches" / f"{name}.json",
-        {
-            "runs": list(runs),
-            "tries": tries,
-            "threads": launcher.threads,
-            "fail_fast": request.fail_fast,
-            "ranks": request.launcher.ranks,
-        },
-    )
-    states = {run_id: state_of(sweep_dir, run, name) for run_id, run in runs.items()}
-    first = sum(state.state in FINAL for state in states.values())
-    each = f" of {request.launcher.ranks} ranks" * (request.launcher.ranks > 1)
-    print(f"{sweep_dir}: {len(runs)} runs ({tally(list(states.values()))}), {launcher.workers} workers{each}")
-    stop = Stop()
-    began, trouble = time.monotonic(), None
-    with tqdm(total=len(runs), initial=first, unit="run", disable=None, dynamic_ncols=True) as bar:
-        while True:
-            taken, tried = set(os.listdir(sweep_dir / "claims")), sum(s.launch_tries for s in states.values())
-            for run_id, state in states.items():
-                # to look at 10,000 runs takes a second; without a claim only others change them
-                if state.state not in FINAL and (run_id in taken or not launcher.alive()):
-                    states[run_id] = state_of(sweep_dir, runs[run_id], name)
-                    if states[run_id].state in FINAL:
-                        bar.update()
-                        say(bar, runs[run_id], states, sweep_dir, began, first)
-            if tried != sum(s.launch_tries for s in states.values()):
-                launcher.deaths = 0  # a worker that took a run has not died as soon as it started
-            left = [s for s in states.values() if s.state not in FINAL and s.launch_tries < tries]
-            failed = any(s.state == "failed" and s.launch_tries >= tries for s in states.values())
-            running = any(s.state == "running" for s in states.values())
-            trouble = launcher.failure()
-            if stop.signal or trouble or (failed and request.fail_fast) or (not left and not running):
-                break
-            waiting = [s for s in left if s.state != "running"]
-            launcher.start(min(launcher.workers, launcher.alive() + len(waiting)))
-            bar.set_postfix_str(tally(list(states.values())), refresh=True)
-            stop.wait(POLL)
-        launcher.stop()
-    states = {run_id: state_of(sweep_dir, run, name) for run_id, run in runs.items()}
-    counts = tally(list(states.values()))
+    ids, ranks = [run.id for run in request.runs], request.launcher.ranks
+    asked = Launch(sweep_dir, name, ids, 1 + request.retries, launcher.threads, request.fail_fast, ranks)
+    asked.write()
+    states = {run.id: state_of(sweep_dir, run, name) for run in request.runs}
+    print(f"{sweep_dir}: {len(ids)} runs ({tally(states.values())}), {workers(request, launcher)}")
+    stop, began = Stop(), time.monotonic()
+    trouble = follow(request.runs, states, asked, launcher, stop)
+    states = {run.id: state_of(sweep_dir, run, name) for run in request.runs}
+    counts = tally(states.values())
     if stop.signal:
         print(f"stopped by {signal.Signals(stop.signal).name}: {counts}; the same command goes on from there")
         return 128 + stop.signal
     print(f"{sweep_dir}: {counts} in {tqdm.format_interval(time.monotonic() - began)}")
-    ends = [(run_id, state) for run_id, state in states.items() if state.state in ("failed", "diverged")]
-    for run_id, state in ends:
-        print(f"{state.state}: {run_id}: {state.reason}; {sweep_dir / 'logs' / run_id}.log")
+    for line in failures(sweep_dir, states):
+        print(line)
     if trouble:
         print(f"error: {trouble}", file=sys.stderr)
     return 0 if all(state.state in FINAL for state in states.values()) else 1
 
 
-def say(bar: Any, run: PlannedRun, states: dict[str, State], sweep_dir: Path, began: float, first: int) -> None:
-    """A line for a run that has ended, where no bar is drawn."""
-    if bar.disable:
-        ended = sum(state.state in FINAL for state in states.values())
-        left = (time.monotonic() - began) / (ended - first) * (len(states) - ended)
-        summary = read_json(sweep_dir / run.id / "summary.json")
-        loss = summary.get("val/loss")  # null where it is not finite
-        loss = "" if loss is None else f"val/loss {loss:.4f}, "
-        print(
-            f"[{ended}/{len(states)}] {run.id} {states[run.id].state}: {loss}{summary.get('seconds', 0):.0f} s; "
-            f"{tqdm.format_interval(left)} left",
-            flush=True,
-        )
+def follow(
+    runs: list[PlannedRun], states: dict[str, State], asked: Launch, launcher: Launcher, stop: "Stop"
+) -> str | None:
+    """Keep workers alive while there are runs for them, and `states` up to date; then stop the workers.
+
+    Returns why no further worker can live, or None.
+    """
+    began, ended = time.monotonic(), [state.state in FINAL for state in states.values()].count(True)
+    with tqdm(total=len(runs), initial=ended, unit="run", disable=None, dynamic_ncols=True) as bar:
+        while True:
+            claimed, tries = set(os.listdir(asked.sweep_dir / "claims")), sum(s.launch_tries for s in states.values())
+            for run in runs:
+                # to look at 10,000 runs takes a second, and a run that has no claim changes without our workers only
+                if states[run.id].state not in FINAL and (run.id in claimed or not launcher.alive()):
+                    states[run.id] = state_of(asked.sweep_dir, run, asked.name)
+                    if states[run.id].state in FINAL:
+                        bar.update()
+                        if bar.disable:
+                            print(line_of(run.id, states, asked.sweep_dir, began, ended), flush=True)
+            if tries != sum(s.launch_tries for s in states.values()):
+                launcher.deaths = 0  # a worker that took a run did not die at its start
+            left = [s for s in states.values() if s.state not in FINAL and s.launch_tries < asked.tries]
+            failed = any(s.state == "failed" and s.launch_tries >= asked.tries for s in states.values())
+            running = any(s.state == "running" for s in states.values())
+            trouble = launcher.failure()
+            if stop.signal or trouble or (failed and asked.fail_fast) or not (left or running):
+                break
+            waiting = sum(s.state != "running" for s in left)
+            launcher.start(min(launcher.workers, launcher.alive() + waiting))
+            bar.set_postfix_str(tally(states.values()), refresh=True)
+            time.sleep(POLL)
+        launcher.stop()
+    return trouble
+
+
+def line_of(run_id: str, states: dict[str, State], sweep_dir: Path, began: float, ended_before: int) -> str:
+    """What is printed for a run that has ended, where no bar is drawn."""
+    ended = sum(state.state in FINAL for state in states.values())
+    left = (time.monotonic() - began) / (ended - ended_before) * (len(states) - ended)
+    summary = read_json(sweep_dir / run_id / "summary.json")
+    loss = summary.get("val/loss")  # null where it is not finite
+    loss = "" if loss is None else f"val/loss {loss:.4f}, "
+    seconds = f"{summary.get('seconds', 0):.0f} s; {tqdm.format_interval(left)} left"
+    return f"[{ended}/{len(states)}] {run_id} {states[run_id].state}: {loss}{seconds}"
 
 
 class Stop:
-    """SIGINT and SIGTERM ask for the end; a second one raises KeyboardInterrupt."""
+    """The first SIGINT or SIGTERM sets `signal`; the second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -262,11 +260,6 @@ class Stop:
         if self.signal:
             raise KeyboardInterrupt
         self.signal = number
-
-    def wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not self.signal and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, 0.1))
 
 
 if __name__ == "__main__":

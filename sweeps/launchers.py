@@ -1,10 +1,8 @@
-"""Where a sweep's workers run: processes of this machine, or tasks of a SLURM job array.
-
-A launcher has start(n), which brings the number of live workers up to n, alive() and stop().
-"""
+"""Launchers, which start the workers of a sweep: as processes of this machine, or as tasks of a SLURM job array."""
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import re
@@ -17,19 +15,20 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
+from core.files import ROOT
 from core.schema import ConfigError, at_least, require, show
-from sweeps.worker import PATIENCE, RESTART
+from sweeps.worker import PATIENCE, RESTART, WORKER
 
-WORKER = Path(__file__).resolve().parent / "worker.py"
-SQUEUE_EVERY = 5.0  # seconds between two questions to SLURM's controller
+YOUNG = 60  # seconds; a worker that dies before that, without having taken a run, died at its start
+SQUEUE_EVERY = 5.0  # seconds between two calls of squeue
 SBATCH_AGAIN = 60.0  # seconds after which tasks that SLURM refused are submitted again
-USR2_AFTER_TERM = 60  # seconds; SLURM preempts with SIGTERM, then the signal that was asked for, then SIGKILL
+USR2_AFTER_TERM = 60  # seconds; SLURM preempts with SIGTERM, then with the signal that submitit asks for, then SIGKILL
 
 
 @dataclass(frozen=True)
-class LocalConfig:
+class LocalOptions:
     name: str = "local"
     workers: int | None = None
     threads: int | None = None
@@ -50,7 +49,7 @@ class LocalConfig:
 
 
 @dataclass(frozen=True)
-class SlurmConfig:
+class SlurmOptions:
     name: str = "slurm"
     workers: int = 1
     threads: int = 1
@@ -62,7 +61,7 @@ class SlurmConfig:
     max_requeues: int = 100
     options: dict = field(default_factory=dict)
     setup: list = field(default_factory=list)
-    ranks = 1  # of a run; no setting here
+    ranks = 1  # processes that train one run; not a setting here
 
     def check(self) -> None:
         for key in ("workers", "threads", "save_s"):
@@ -70,77 +69,70 @@ class SlurmConfig:
         require(self.gpus in (0, 1), f"launcher.gpus={self.gpus} must be 0 or 1: a run uses one")
         at_least("launcher.max_requeues", self.max_requeues, 0)
         require(
-            60 * self.timeout_min > self.save_s + 60,  # SLURM is up to a minute early
+            60 * self.timeout_min > self.save_s + 60,  # SLURM can be a minute early
             f"launcher.timeout_min={self.timeout_min} must be more than launcher.save_s={self.save_s} and a minute",
         )
         require(self.mem_gb is None or self.mem_gb > 0, f"launcher.mem_gb={self.mem_gb} must be > 0")
-        for key, value in self.options.items():
-            good = isinstance(key, str) and isinstance(value, str | int)
-            require(good, f"launcher.options={show(self.options)} must be names and values, as {{account: lab}}")
+        good = all(isinstance(key, str) and isinstance(value, str | int) for key, value in self.options.items())
+        require(good, f"launcher.options={show(self.options)} must be names and values, as {{account: lab}}")
         good = all(isinstance(line, str) for line in self.setup)
         require(good, f"launcher.setup={show(self.setup)} must be a list of shell lines")
         require(shutil.which("sbatch") is not None, "launcher=slurm needs sbatch, which is not here")
 
 
-class Launcher(Protocol):
-    workers: int
-    threads: int  # of a rank
-    deaths: int  # workers that died one after the other, none of them having lived for a minute or taken a run
-
-    def start(self, n: int) -> None: ...
-    def alive(self) -> int: ...
-    def stop(self) -> None: ...
-    def failure(self) -> str | None: ...
-
-
 class Local:
-    """Worker processes on this machine, each with a share of the CPUs, or of a GPU, or with a GPU a rank. They end with
-    their launcher."""
+    """Worker processes on this machine, each with a share of the CPUs and of a GPU, or with one GPU a rank.
 
-    def __init__(self, config: LocalConfig, sweep_dir: Path, launch: str) -> None:
+    They stop when their launcher dies, since it holds the other end of their standard input. workers: the most that
+    live at a time. threads: of a rank. deaths: of workers at their start, in a row.
+    """
+
+    def __init__(self, options: LocalOptions, sweep_dir: Path, launch: str) -> None:
         self.sweep_dir, self.launch = sweep_dir, launch
-        cpus, gpus, ranks = len(os.sched_getaffinity(0)), visible_gpus(), config.ranks
-        self.workers = config.workers or max(1, (len(gpus) * config.runs_per_gpu if gpus else cpus) // ranks)
-        self.threads = config.threads or max(1, cpus // (self.workers * ranks))
+        cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        gpus, ranks = visible_gpus(), options.ranks
+        self.workers = options.workers or max(1, (len(gpus) * options.runs_per_gpu if gpus else cpus) // ranks)
+        self.threads = options.threads or max(1, cpus // (self.workers * ranks))
+        endless = itertools.cycle(gpus)
+        self.gpus = [",".join(itertools.islice(endless, ranks)) for _ in range(self.workers)]
         self.slots: list[subprocess.Popen[bytes] | None] = [None] * self.workers
-        places = range(0, self.workers * ranks, ranks)
-        self.gpus = [
-            ",".join(gpus[(first + i) % len(gpus)] for i in range(ranks)) if gpus else None for first in places
-        ]
-        self.deaths = 0
         self.started = [0.0] * self.workers
+        self.deaths = 0
 
     def start(self, n: int) -> None:
+        """Start workers until n are alive."""
         for i, process in enumerate(self.slots):
             if process is not None and process.poll() is not None:
-                died_young = process.returncode not in (0, RESTART) and time.monotonic() - self.started[i] < 60
+                died_young = process.returncode not in (0, RESTART) and time.monotonic() - self.started[i] < YOUNG
                 self.deaths = self.deaths + 1 if died_young else 0
                 self.slots[i] = None
-        for i in range(self.workers):
+        for i, gpus in enumerate(self.gpus):
             if self.slots[i] is None and self.alive() < n:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-                if (gpus := self.gpus[i]) is not None:
-                    environment["CUDA_VISIBLE_DEVICES"] = gpus
-                command = [sys.executable, str(WORKER), "work", str(self.sweep_dir), self.launch, str(os.getpid())]
+                environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+                command = [sys.executable, WORKER, "work", str(self.sweep_dir), self.launch]
                 with open(self.sweep_dir / "logs" / f"worker_{i}.log", "ab") as log:
                     self.slots[i] = subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
-                        start_new_session=True,  # Ctrl-C is the launcher's, which tells them once
+                        command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
+                        start_new_session=True,  # Ctrl-C reaches the launcher alone, which sends one SIGTERM
                     )  # fmt: skip
                 self.started[i] = time.monotonic()
 
     def alive(self) -> int:
-        return sum(process is not None and process.poll() is None for process in self.slots)
+        return len(self.live())
+
+    def live(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self.slots if process is not None and process.poll() is None]
 
     def failure(self) -> str | None:
-        """Why it makes no sense to start another worker, or None."""
+        """Why a further worker would die too, or None."""
         if self.deaths >= 3 * self.workers:
             return f"workers die as soon as they start: see {self.sweep_dir / 'logs' / 'worker_0.log'}"
         return None
 
     def stop(self) -> None:
-        """Have each worker save its run and end; KeyboardInterrupt during that ends them at once."""
-        live = [process for process in self.slots if process is not None and process.poll() is None]
+        """Have each worker save its run and end. KeyboardInterrupt during that kills them."""
+        live = self.live()
         try:
             for process in live:
                 process.send_signal(signal.SIGTERM)
@@ -153,7 +145,7 @@ class Local:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that CUDA would show, as values of CUDA_VISIBLE_DEVICES."""
+    """The GPUs that CUDA would use, as values of CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
     if shutil.which("nvidia-smi") is None:
@@ -169,21 +161,21 @@ def visible_gpus() -> list[str]:
 class Slurm:
     """Tasks of SLURM job arrays, submitted by submitit, each a worker. They outlive a launcher that is killed.
 
-    squeue alone tells which of them live: what it does not list is gone, however it ended; no accounting is needed.
+    squeue tells which tasks live. A task that it does not list has ended; SLURM's accounting is not needed.
     """
 
-    def __init__(self, config: SlurmConfig, sweep_dir: Path, launch: str) -> None:
-        self.config, self.sweep_dir, self.launch = config, sweep_dir, launch
-        self.workers, self.threads = config.workers, config.threads
+    def __init__(self, options: SlurmOptions, sweep_dir: Path, launch: str) -> None:
+        self.options, self.sweep_dir, self.launch = options, sweep_dir, launch
+        self.workers, self.threads = options.workers, options.threads
         self.name = "nanoqk-" + re.sub(r"[^\w.-]", "_", sweep_dir.name)
-        self.tasks: dict[str, Any] = {}  # those queued or running: job id -> submitit's job
-        self.ran_from: dict[str, float] = {}  # job id -> when it was first seen to run
-        self.deaths, self.log = 0, sweep_dir  # as in Local; the last one's log
-        self.asked = self.submitted = -math.inf
-        self.refusals, self.refusal = 0, ""
+        self.tasks: dict[str, Any] = {}  # queued or running: job id -> submitit's job
+        self.ran_from: dict[str, float] = {}  # job id -> when squeue first said that it runs
+        self.deaths, self.log = 0, sweep_dir  # log: of the task that ended last
+        self.asked = self.submitted = -math.inf  # when squeue and sbatch were last called
+        self.refusals, self.refusal = 0, ""  # by sbatch, in a row; what it said
 
     def start(self, n: int) -> None:
-        """Raises: ConfigError where SLURM refuses the first tasks; later it is asked again."""
+        """Submit tasks until n are queued or running. Raises: ConfigError where SLURM refuses the first ones."""
         import submitit
 
         missing = n - self.alive()
@@ -191,7 +183,7 @@ class Slurm:
             return
         first, self.submitted = self.submitted == -math.inf, time.monotonic()
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what sbatch says, then raises it
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints sbatch's message, then raises it
                 jobs = self.executor().map_array(Task(), [self.sweep_dir] * missing, [self.launch] * missing)
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
             lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in str(error).splitlines()]
@@ -204,10 +196,10 @@ class Slurm:
             self.tasks |= {job.job_id: job for job in jobs}
 
     def executor(self) -> Any:
-        """submitit's, with the settings of the tasks."""
+        """submitit's executor, with the options of the tasks."""
         import submitit
 
-        c = self.config
+        c = self.options
         executor = submitit.SlurmExecutor(self.sweep_dir / "slurm", max_num_timeout=c.max_requeues)
         executor.update_parameters(
             job_name=self.name,
@@ -219,10 +211,10 @@ class Slurm:
             mem=None if c.mem_gb is None else f"{c.mem_gb}GB",
             array_parallelism=c.workers,
             stderr_to_stdout=True,
-            srun_args=[f"--cpus-per-task={c.threads}"],  # which srun does not take over from sbatch
+            srun_args=[f"--cpus-per-task={c.threads}"],  # srun does not inherit it from sbatch
             setup=[
                 *c.setup,
-                f"export PYTHONPATH={shlex.quote(str(WORKER.parent.parent))}${{PYTHONPATH:+:$PYTHONPATH}}",
+                f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
                 f"export OMP_NUM_THREADS={c.threads}",
             ],
             additional_parameters={"requeue": True, **c.options},
@@ -230,7 +222,7 @@ class Slurm:
         return executor
 
     def alive(self) -> int:
-        """The number of tasks queued or running, by a look at the queue that is at most SQUEUE_EVERY old."""
+        """The number of tasks queued or running. squeue is called at most once in SQUEUE_EVERY seconds."""
         if not self.tasks or time.monotonic() - self.asked < SQUEUE_EVERY:
             return len(self.tasks)
         queue, self.asked = self.queue(), time.monotonic()
@@ -243,13 +235,13 @@ class Slurm:
             elif state is None:
                 del self.tasks[job_id]
                 died = not task.paths.result_pickle.exists() or task.exception() is not None
-                died_young = died and self.asked - self.ran_from.get(job_id, self.asked) < 60
+                died_young = died and self.asked - self.ran_from.get(job_id, self.asked) < YOUNG
                 self.deaths = self.deaths + 1 if died_young else 0
                 self.log = task.paths.stdout
         return len(self.tasks)
 
     def queue(self) -> dict[str, str] | None:
-        """Job id -> state, of what is queued or running under this sweep's name; None when SLURM does not answer."""
+        """Job id -> state of the jobs that have this sweep's name; None when SLURM does not answer."""
         command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", f"--name={self.name}", "--format=%i %T"]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
         try:
@@ -259,22 +251,20 @@ class Slurm:
         return dict(line.split() for line in asked.stdout.splitlines()) if asked.returncode == 0 else None
 
     def failure(self) -> str | None:
-        """Why it makes no sense to submit another task, or None."""
         if self.refusals >= 3 and not self.tasks:
             return self.refusal
         if self.deaths >= 3 * self.workers:
-            shared = "" if self.log.exists() else ", which is not there: is it on a file system that all nodes share?"
+            shared = "" if self.log.exists() else ", which does not exist: do all nodes share its file system?"
             return f"SLURM tasks die as soon as they start: see {self.log}{shared}"
         return None
 
     def stop(self) -> None:
-        """Have each task save its run and end; KeyboardInterrupt during that ends them at once."""
-        (self.sweep_dir / "launches" / f"{self.launch}.stop").touch()  # for those that are about to start
+        (self.sweep_dir / "launches" / f"{self.launch}.stop").touch()  # for tasks that are about to start
         deadline = time.monotonic() + PATIENCE
         try:
             while self.tasks and time.monotonic() < deadline:
                 self.scancel("--state=PENDING")
-                self.scancel("--state=RUNNING", "--signal=TERM")  # to the worker, not to the shell around it
+                self.scancel("--state=RUNNING", "--signal=TERM")  # to the worker, not to its shell
                 time.sleep(SQUEUE_EVERY)
                 self.alive()
         except KeyboardInterrupt:
@@ -287,10 +277,10 @@ class Slurm:
 
 
 class Task:
-    """What a SLURM task runs: a worker that saves and is requeued when its time is nearly up, or when it is preempted.
+    """What a SLURM task runs: a worker. It saves its run and is requeued when its time is nearly up, or is preempted.
 
-    SLURM then sends USR2 (after SIGTERM, when it preempts). submitit's handler of USR2 has the task requeued and ends
-    the process; here the run that is on stops at a checkpoint first.
+    SLURM then sends USR2, after SIGTERM when it preempts. submitit's handler of USR2 has the task requeued and ends the
+    process at once; so here both signals first stop the run at a checkpoint, and that handler is called afterwards.
     """
 
     def __call__(self, sweep_dir: Path, launch: str) -> int:
@@ -304,7 +294,7 @@ class Task:
             signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0)
 
         def tell_the_run(number: int, frame: FrameType | None) -> None:
-            """A run listens to SIGTERM once its loop has begun: until then, every second, look whether it has."""
+            """Send the SIGTERM that stops a run. Its training loop has a handler; until then, try every second."""
             if signal.getsignal(signal.SIGTERM) is not receive:
                 signal.raise_signal(signal.SIGTERM)
 
@@ -314,7 +304,7 @@ class Task:
         stopped = sweep_dir / "launches" / f"{launch}.stop"
         status = 0 if stopped.exists() else work(sweep_dir, launch)
         for number in (signal.SIGALRM, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # from here on it ends by itself
+            signal.signal(number, signal.SIG_IGN)  # from here on the task ends by itself
         if status > 128 and not stopped.exists():
             deadline = time.monotonic() + USR2_AFTER_TERM
             while signal.SIGUSR2 not in received and time.monotonic() < deadline:
@@ -324,10 +314,11 @@ class Task:
         return status
 
     def checkpoint(self, sweep_dir: Path, launch: str) -> Any:
-        """What submitit requeues: the same again, as the runs' directories hold all else."""
+        """What submitit requeues: the same task, since the directories of the runs hold the rest."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, sweep_dir, launch)
 
 
-LAUNCHERS: dict[str, tuple[type, Any]] = {"local": (LocalConfig, Local), "slurm": (SlurmConfig, Slurm)}
+Launcher = Local | Slurm
+LAUNCHERS: dict[str, tuple[type, Any]] = {"local": (LocalOptions, Local), "slurm": (SlurmOptions, Slurm)}

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,20 @@ from typing import Any
 from core.cli import run_script
 from core.rundir import at_end, is_locked, read_status
 from core.schema import require
+from sweeps.claims import is_claimed, read_claim
 from sweeps.plan import PlannedRun, read_plan
-from sweeps.worker import FINAL, is_claimed, read_claim
 
-NEVER = 10**9  # launch_tries of what no try mends
+NEVER = 10**9  # launch_tries of a run that another try does not help
 STATES = ("done", "diverged", "running", "stopped", "failed", "pending")
+FINAL = ("done", "diverged")
 
 
 @dataclass(frozen=True)
 class State:
-    """state: one of STATES; stopped is a run that has begun and that nobody is at. iter: that is safe on disk."""
+    """state: one of STATES; a stopped run has begun, and no process trains it now. iter: of its last checkpoint.
+
+    launch_tries: how often the launch in question has tried it.
+    """
 
     state: str
     iter: int | None = None
@@ -28,22 +33,22 @@ class State:
 
 
 def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> State:
-    """What a run is at, from its files and its locks. launch: whose tries to count."""
+    """The state of a run, from its files and locks. launch: the one whose tries are counted."""
     path = sweep_dir / run.id
     held = not at_end(path) and (is_claimed(sweep_dir, run.id) or is_locked(path))
-    status = read_status(path)  # after the locks: it may have come to its end since the first look
+    status = read_status(path)  # after the locks: the run may have ended since the first look
     state, step, reason = status.get("state"), status.get("iter"), str(status.get("reason", ""))
     if not held and at_end(path):
         metrics = path / "metrics.jsonl"
         if state == "done" and not (metrics.exists() and metrics.stat().st_size):
-            return State("failed", step, f"done, but its metrics.jsonl is lost; without {path} it is made again", NEVER)
+            return State("failed", step, f"done, but metrics.jsonl is lost; delete {path} to train it again", NEVER)
         return State(str(state), step, reason)
-    if state == "done" and not held:
-        reason = "done, but its summary.json is lost"
     claim = read_claim(sweep_dir, run.id)
     tries = claim["tries"].get(launch, 0)
     if held:
         return State("running", step, "", tries)
+    if state == "done":
+        reason = "done, but summary.json is lost"
     if state == "failed" or claim["error"]:
         return State("failed", step, claim["error"] or reason, tries)
     if max(claim["tries"].values(), default=0) >= claim["limit"]:
@@ -51,27 +56,31 @@ def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> Sta
     return State("pending" if state is None else "stopped", step, reason, tries)
 
 
-def tally(states: list[State]) -> str:
+def tally(states: Iterable[State]) -> str:
     """ "12 done, 2 running, 56 pending" """
     counts = Counter(state.state for state in states)
     return ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]) or "no run"
 
 
-def show_status(sweep_dir: Path, runs: list[PlannedRun]) -> bool:
-    """Print a line a setting, and what runs and what failed. Returns whether every run is at its end."""
-    states = {run.id: state_of(sweep_dir, run) for run in runs}
-    print(f"{sweep_dir}: {len(runs)} runs, {tally(list(states.values()))}")
-    width = max(len(setting) for run in runs for setting in run.settings)
-    for setting in dict.fromkeys(setting for run in runs for setting in run.settings):
-        print(f"  {setting:{width}s}  {tally([states[run.id] for run in runs if setting in run.settings])}")
-    for run in runs:
-        state = states[run.id]
-        if state.state == "running":
-            print(f"running: {run.id}: iteration {state.iter or 0} of {run.config.max_iters} is saved")
-    for run in runs:
-        state = states[run.id]
+def failures(sweep_dir: Path, states: Mapping[str, State]) -> Iterator[str]:
+    """A line for each run that failed or diverged: the reason, and where its log is."""
+    for run_id, state in states.items():
         if state.state in ("failed", "diverged"):
-            print(f"{state.state}: {run.id}: {state.reason}; {sweep_dir / 'logs' / run.id}.log")
+            yield f"{state.state}: {run_id}: {state.reason}; {sweep_dir / 'logs' / run_id}.log"
+
+
+def show_status(sweep_dir: Path, runs: list[PlannedRun]) -> bool:
+    """Print a line a point, then what runs and what failed. Returns whether every run has ended."""
+    states = {run.id: state_of(sweep_dir, run) for run in runs}
+    print(f"{sweep_dir}: {len(runs)} runs, {tally(states.values())}")
+    points = dict.fromkeys(point for run in runs for point in run.points)
+    for point in points:
+        print(f"  {point:{max(map(len, points))}s}  {tally(states[run.id] for run in runs if point in run.points)}")
+    for run in runs:
+        if states[run.id].state == "running":
+            print(f"running: {run.id}: iteration {states[run.id].iter or 0} of {run.config.max_iters} is saved")
+    for line in failures(sweep_dir, states):
+        print(line)
     return all(state.state in FINAL for state in states.values())
 
 

@@ -39,8 +39,8 @@ from data.prepare_fineweb import prepare
 from data.shards import Shards, open_shards
 from data.tokenizer import BYTES, BPETokenizer, Tokenizer, from_dict, learn_bpe
 from data.tokens import load_corpus
+from sweeps.definition import load_sweep
 from sweeps.launch import read_request
-from sweeps.plan import load_sweep
 
 __all__ = ["outcome"]  # a fixture
 

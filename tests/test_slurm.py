@@ -11,18 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT
 from test_faults import exit_status, fork
-from test_sweeps import eventually, launched, pending_signals, times_finished, tiny_sweep
+from test_sweeps import eventually, frozen, launched, pending_signals, times_finished, tiny_sweep
 from test_train import assert_same_run
 
 import train
-from core.files import write_json
 from core.rundir import read_status
 from core.schema import ConfigError
-from sweeps.launchers import Slurm, SlurmConfig, Task
-from sweeps.plan import freeze, load_sweep, plan_runs, read_plan
-from sweeps.worker import is_claimed, read_claim
+from sweeps.claims import Launch, is_claimed, read_claim
+from sweeps.launchers import Slurm, SlurmOptions, Task
+from sweeps.plan import read_plan
 
 SLURM = os.environ.get("NANOQK_SLURM")
 TWO_RUNS = "sweep.folds=[0]"
@@ -78,8 +77,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     corpus = folder / "corpus.txt"
     corpus.write_text("to be or not to be that is the question whether 'tis nobler " * 100)
-    overrides = ["data=text", f"data.path={corpus}", *TINY, "max_iters=150", "wandb.mode=disabled"]
-    sweep = tiny_sweep(folder, corpus, overrides=overrides, grid={"qk_norm": ["none", "rms"]})
+    sweep = tiny_sweep(folder, corpus, "max_iters=150", grid={"qk_norm": ["none", "rms"]})
     launched(sweep, "launcher.threads=1")
     return sweep
 
@@ -243,16 +241,11 @@ def test_tasks_that_die_at_once_are_one_line_with_their_log(sweep: OnSlurm) -> N
 @pytest.fixture
 def endless(tmp_path: Path, corpus: Path) -> Path:
     """The directory of a sweep of one long run, and of the launch "here" of it."""
-    overrides = ["data=text", f"data.path={corpus}", *TINY, "max_iters=1000", "wandb.mode=disabled"]
-    file = tiny_sweep(tmp_path, corpus, overrides=overrides, grid={}, folds=[0])
-    definition = load_sweep(str(file), {})
-    runs = plan_runs(definition, [])
+    (run,) = frozen(tiny_sweep(tmp_path, corpus, "max_iters=1000", grid={}, folds=[0]))
     path = tmp_path / "sweep"
-    freeze(path, "tiny", definition, [], runs)
     for folder in ("claims", "launches", "logs"):
         (path / folder).mkdir()
-    launch = {"runs": [run.id for run in runs], "tries": 1, "threads": 1, "fail_fast": False}
-    write_json(path / "launches" / "here.json", launch)
+    Launch(path, "here", [run.id], tries=1, threads=1).write()
     return path
 
 
@@ -323,7 +316,7 @@ def test_tasks_stay_alive_while_slurm_does_not_answer(tmp_path: Path, monkeypatc
     monkeypatch.setattr("sweeps.launchers.SQUEUE_EVERY", 0.0)
     (bin_dir / "squeue").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
     (bin_dir / "squeue").chmod(0o755)
-    launcher = Slurm(SlurmConfig(workers=2), tmp_path / "sweep", "here")
+    launcher = Slurm(SlurmOptions(workers=2), tmp_path / "sweep", "here")
     launcher.tasks = {"7_0": None, "7_1": None}
     assert launcher.alive() == 2
     (bin_dir / "squeue").write_text("#!/bin/sh\necho 7_0 PENDING\necho 7_1 COMPLETING\necho 9 RUNNING\n")
@@ -343,5 +336,5 @@ def test_tasks_stay_alive_while_slurm_does_not_answer(tmp_path: Path, monkeypatc
 )
 def test_a_setting_that_cannot_be_is_refused(settings: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        SlurmConfig(**settings).check()  # type: ignore[arg-type]
+        SlurmOptions(**settings).check()  # type: ignore[arg-type]
     assert all(word in str(error.value) for word in words), error.value

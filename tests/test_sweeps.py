@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import random
 import resource
@@ -24,47 +23,71 @@ from test_train import assert_same_run
 import sweeps.plan
 import sweeps.status
 from core.cli import CONFIG_DIR
-from core.files import read_json
+from core.files import read_json, write_atomic
 from core.rundir import is_locked, read_status
 from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
 from scripts.reporting.runs import read_sweep
 from scripts.reporting.tables import runs_csv
 from sweeps import launchers, worker
-from sweeps.plan import PlannedRun, Sweep, compose, freeze, load_sweep, plan_runs, read_plan
+from sweeps.claims import Launch, claimed, is_claimed, read_claim
+from sweeps.definition import load_sweep
+from sweeps.launch import main, read_request
+from sweeps.plan import PlannedRun, compose, freeze, plan_runs, read_plan
 from sweeps.status import state_of
-from sweeps.worker import claimed, is_claimed, read_claim
 from training.config import load_config, to_yaml
 
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
-LAUNCH = [sys.executable, str(ROOT / "sweeps" / "launch.py")]
 
 
-def tiny_sweep(folder: Path, corpus: Path, **changes: Any) -> Path:
-    """A sweep of eight runs of a second: two norms, dropout or not, two folds."""
-    definition = {
-        "title": "a tiny sweep",
-        "overrides": ["data=text", f"data.path={corpus}", *TINY, "max_iters=60", "wandb.mode=disabled"],
-        "folds": [0, 1],
-        "grid": {"qk_norm": ["none", "rms"], "model.dropout": [0.0, 0.2]},
-        **changes,
-    }
+def tiny_sweep(folder: Path, corpus: Path, *overrides: str, **changes: Any) -> Path:
+    """The file of a sweep of eight runs of a second: two norms, dropout or not, two folds."""
+    words = ["data=text", f"data.path={corpus}", *TINY, "max_iters=60", "wandb.mode=disabled", *overrides]
+    grid = {"qk_norm": ["none", "rms"], "model.dropout": [0.0, 0.2]}
     file = folder / "tiny.yaml"
+    definition = {"title": "a tiny sweep", "overrides": words, "folds": [0, 1], "grid": grid, **changes}
     file.write_text(yaml.safe_dump(definition))
     return file
 
 
-def launcher(sweep: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
-    command = [*LAUNCH, f"sweep={sweep}", f"sweep_dir={sweep.parent / 'sweep'}", "launcher.workers=2", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+def frozen(sweep: Path, changes: dict[str, Any] | None = None, *words: str) -> list[PlannedRun]:
+    """Plan a sweep, freeze the plan in the directory beside its file, and read it back."""
+    definition, folder = load_sweep(str(sweep), changes or {}), sweep.parent / "sweep"
+    freeze(folder, "tiny", definition, [*words], plan_runs(definition, [*words]))
+    return read_plan(folder)
 
 
-def launched(sweep: Path, *words: str, status: int = 0, **options: Any) -> str:
-    """Launch, wait, check the exit status. Returns what was printed."""
-    process = launcher(sweep, *words, **options)
+def spoil(folder: Path, run: PlannedRun, refused: bool) -> None:
+    """Have every try at a run fail: its directory is somebody else's, or a file of it cannot be written."""
+    (folder / run.id).mkdir(parents=True)
+    if refused:
+        (folder / run.id / "thesis.tex").touch()
+    else:
+        (folder / run.id / "config.yaml").write_text(to_yaml(run.config))
+        (folder / run.id / "metrics.jsonl").mkdir()
+
+
+def launcher(sweep: Path, *words: str, code: Path = ROOT, **options: Any) -> subprocess.Popen[str]:
+    where = [f"sweep={sweep}", f"sweep_dir={sweep.parent / 'sweep'}", "launcher.workers=2"]
+    command = [sys.executable, str(code / "sweeps" / "launch.py"), *where, *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, **{**pipes, **options})
+
+
+def output_of(process: subprocess.Popen[str], status: int = 0) -> str:
+    """Wait for a launcher. Returns what it printed."""
     output, _ = process.communicate(timeout=300)
     assert process.returncode == status, output
     return output
+
+
+def launched(sweep: Path, *words: str, status: int = 0, **options: Any) -> str:
+    return output_of(launcher(sweep, *words, **options), status)
+
+
+def begun(folder: Path) -> list[PlannedRun]:
+    """The plan of a sweep that a launcher has just frozen."""
+    return read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))
 
 
 def workers_of(sweep_dir: Path) -> list[int]:
@@ -156,9 +179,9 @@ def test_the_p_sweep_is_seven_p_by_ten_folds_under_each_protocol() -> None:
     runs = plan_runs(load_sweep("p_sweep_cpu", {"parts": "all"}), [])
     assert len(plan_runs(load_sweep("p_sweep", {}), [])) == 70
     for part in ("alpha_1", "sqrt_d", "matched", "henry"):
-        mine = [run for run in runs if any(s.startswith(f"{part}/") for s in run.settings)]
-        points = {(run.config.qk_norm.p, run.fold) for run in mine}  # type: ignore[union-attr]
-        assert points == {(p, fold) for p in (1, 1.5, 2, 2.5, 3, 3.5, 4) for fold in range(10)}
+        mine = [run for run in runs if any(point.startswith(f"{part}/") for point in run.points)]
+        found = {(run.config.qk_norm.p, run.fold) for run in mine}  # type: ignore[union-attr]
+        assert found == {(p, fold) for p in (1, 1.5, 2, 2.5, 3, 3.5, 4) for fold in range(10)}
         assert len(mine) == 70
 
 
@@ -166,7 +189,7 @@ def test_the_p_sweep_is_seven_p_by_ten_folds_under_each_protocol() -> None:
 def test_the_control_has_the_temperature_of_each_p(name: str) -> None:
     runs = plan_runs(load_sweep(name, {"parts": ["control"], "folds": [0]}), [])
     for run in runs:
-        p = float(run.settings[0].removeprefix("control/as_p"))
+        p = float(run.points[0].removeprefix("control/as_p"))
         head_dim = run.config.model.n_embd // run.config.model.n_head
         assert run.config.qk_norm.alpha_init == pytest.approx(mean_norm_ratio(p, head_dim) ** 2, rel=1e-3)  # type: ignore[union-attr]
     assert len(runs) == 6
@@ -186,9 +209,9 @@ def test_the_gqa_sweep_reads_the_papers_32768_tokens_both_ways_and_shares_keys_i
     def points(part: str) -> dict[tuple[int, str], list[PlannedRun]]:
         found: dict[tuple[int, str], list[PlannedRun]] = {}
         for run in planned:
-            if any(setting.startswith(f"{part}/") for setting in run.settings):
+            if any(point.startswith(f"{part}/") for point in run.points):
                 n_kv_head = run.config.attention.n_kv_head  # type: ignore[union-attr]
-                found.setdefault((n_kv_head, run.settings[0].partition("/")[2]), []).append(run)
+                found.setdefault((n_kv_head, run.points[0].partition("/")[2]), []).append(run)
         return found
 
     step, sequence, heads = (points(part) for part in ("per_step", "per_sequence", "kv_heads"))
@@ -201,14 +224,14 @@ def test_the_gqa_sweep_reads_the_papers_32768_tokens_both_ways_and_shares_keys_i
     assert all(c.model.activation_checkpointing and c.dtype == "bfloat16" and c.max_iters == 640 for c in long)
     for name in ("none", "rms"):
         assert heads[3, name] == step[3, name]  # run once
-        assert {k for k, setting in heads if setting.split(",")[0] == name} == {k for k in range(1, 10) if 9 % k == 0}
+        assert {k for k, point in heads if point.split(",")[0] == name} == {k for k in range(1, 10) if 9 % k == 0}
 
 
 def test_gqa_nano_is_every_norm_at_every_number_of_key_heads_over_three_seeds() -> None:
     runs = plan_runs(load_sweep("gqa_nano", {}), [])
     assert len(runs) == 5 * 3 * 3 and {run.seed for run in runs} == {1, 2, 3}
     assert {run.config.attention.n_kv_head for run in runs} == {1, 2, 4}  # type: ignore[union-attr]
-    names = {setting for run in runs for setting in run.settings}
+    names = {point for run in runs for point in run.points}
     compare = load_sweep("gqa_nano", {}).compare.values()
     assert len(names) == 15 and all(family["baseline"] in names for family in compare)
 
@@ -227,18 +250,20 @@ def test_ten_thousand_runs_are_planned_and_frozen_in_under_a_minute(tmp_path: Pa
     assert time.process_time() - began < 60
 
 
-def test_runs_that_two_settings_share_are_planned_once(tmp_path: Path, corpus: Path) -> None:
+def test_runs_that_two_points_share_are_planned_once(tmp_path: Path, corpus: Path) -> None:
     parts: dict[str, Any] = {"a": {"grid": {"qk_norm": ["none", "rms"]}}, "b": {"overrides": ["qk_norm=rms"]}}
-    runs = plan_runs(load_sweep(str(tiny_sweep(tmp_path, corpus, grid={}, parts=parts)), {}), [])
-    assert [run.settings for run in runs] == 2 * [["a/qk_norm=none"], ["a/qk_norm=rms", "b"]]
+    runs = frozen(tiny_sweep(tmp_path, corpus, grid={}, parts=parts))
+    assert [run.points for run in runs] == 2 * [["a/qk_norm=none"], ["a/qk_norm=rms", "b"]]
 
 
-def test_the_command_line_changes_grid_folds_and_seeds() -> None:
-    changes = {"folds": [3], "seeds": [1, 2], "parts": ["sqrt_d"], "grid.qk_norm.p": [2, 3.5]}
-    runs = plan_runs(load_sweep("p_sweep_cpu", changes), ["max_iters=700"])
-    settings = ["sqrt_d/p=2", "sqrt_d/p=3.5"]
-    assert [(run.settings, run.seed, run.fold) for run in runs] == [([s], seed, 3) for seed in (1, 2) for s in settings]
-    assert {run.config.max_iters for run in runs} == {700}
+def test_the_command_line_changes_grid_folds_seeds_and_parts() -> None:
+    words = "sweep.folds=[3] sweep.seeds=[1,2] sweep.parts=[sqrt_d] sweep.grid.qk_norm.p=[2,3.5] max_iters=700"
+    request, _ = read_request(["sweep=p_sweep_cpu", *words.split(), "sweep.grid.optim.learning_rate=[1e-3,2E-3]"])
+    points = [f"sqrt_d/learning_rate={rate},p={p}" for rate in (0.001, 0.002) for p in (2, 3.5)]
+    assert [(r.points, r.seed, r.fold) for r in request.runs] == [([p], seed, 3) for seed in (1, 2) for p in points]
+    assert {run.config.max_iters for run in request.runs} == {700}
+    assert {run.config.optim.learning_rate for run in request.runs} == {0.001, 0.002}
+    assert load_sweep("gqa_nano", {"parts": "all"}) == load_sweep("gqa_nano", {})  # it has no parts
 
 
 BAD = {
@@ -254,6 +279,7 @@ BAD = {
     "sweep=p_sweep_cpu fresh=true": ["fresh=true", "another sweep_dir"],
     "sweep=p_sweep_cpu eval_only=true": ["eval_only=true", "trains"],
     "sweep=p_sweep_cpu sweep.overrides=[seed=3]": ["seed=3", "sweep.seeds"],
+    "sweep=gqa_nano sweep.grid=3": ["sweep.grid=3", "group of settings"],
     "sweep=p_sweep_cpu sweep.overrides=qk_norm=lp": ["sweep.overrides=qk_norm=lp", "list"],
     'sweep=p_sweep_cpu sweep.grid={"data.fold":[0,1]}': ["data.fold", "sweep.folds"],
     'sweep=gqa_nano sweep.grid={"seed":[0,1]}': ["grid.seed", "sweep.seeds"],
@@ -278,12 +304,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("words", BAD)
-def test_bad_input_gets_one_line_and_status_2_before_anything_is_written(words: str, tmp_path: Path) -> None:
-    ended = subprocess.run([*LAUNCH, *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
+def test_bad_input_gets_one_line_and_status_2_before_anything_is_written(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
     for part in BAD[words]:
-        assert part in ended.stderr
+        assert part in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -304,10 +333,6 @@ def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
         load_sweep(str(circle[0]), {})
 
 
-def test_all_parts_of_a_sweep_without_parts_are_the_sweep() -> None:
-    assert load_sweep("gqa_nano", {"parts": "all"}) == load_sweep("gqa_nano", {})
-
-
 @pytest.mark.parametrize("damage", ["torn", "no text", "empty"])
 def test_a_plan_that_cannot_be_read_is_said_in_one_line(damage: str, undisturbed: Path, tmp_path: Path) -> None:
     plan = (undisturbed.parent / "sweep" / "plan.jsonl").read_bytes()
@@ -321,84 +346,73 @@ def test_a_plan_that_cannot_be_read_is_said_in_one_line(damage: str, undisturbed
 def test_settings_that_do_not_tell_runs_apart_cannot_be_swept(tmp_path: Path, corpus: Path) -> None:
     file = tiny_sweep(tmp_path, corpus, grid={"dtype": ["float32", "bfloat16"]})
     with pytest.raises(ConfigError, match="the same run to a sweep, .* by dtype float32 -> bfloat16"):
-        plan_runs(load_sweep(str(file), {}), [])
+        frozen(file)
 
 
-def test_one_value_is_one_setting_however_it_is_written(tmp_path: Path, corpus: Path) -> None:
-    file, folder = tiny_sweep(tmp_path, corpus, grid={"batch_size": [2], "qk_norm.p": [2, 3]}), tmp_path / "sweep"
-    words, expected = ["qk_norm=lp"], ["batch_size=2,p=2", "batch_size=2,p=3"]
+def test_one_value_is_one_point_however_it_is_written(tmp_path: Path, corpus: Path) -> None:
+    file = tiny_sweep(tmp_path, corpus, "qk_norm=lp", grid={"batch_size": [2], "qk_norm.p": [2, 3]})
     for values in ([2, 3], [2.0, 3.0], [3.0, 2]):
-        sweep = load_sweep(str(file), {"grid.qk_norm.p": values})
-        freeze(folder, "tiny", sweep, words, plan_runs(sweep, words))
-        plan = read_plan(folder)
-        assert [run.settings for run in plan] == 2 * [[name] for name in expected]
-    changed = load_sweep(str(file), {"grid.qk_norm.p": [2.0]})
+        plan = frozen(file, {"grid.qk_norm.p": values})
+        assert [run.points for run in plan] == 2 * [["batch_size=2,p=2"], ["batch_size=2,p=3"]]
     with pytest.raises(ConfigError, match="max_iters 60 -> 61"):
-        freeze(folder, "tiny", changed, words, plan_runs(changed, [*words, "max_iters=61"]))
+        frozen(file, {"grid.qk_norm.p": [2.0]}, "max_iters=61")
     with pytest.raises(ConfigError, match="twice"):
         load_sweep(str(file), {"grid.qk_norm.p": [2, 2.0]})
 
 
 def test_a_frozen_plan_may_grow_but_not_change(tmp_path: Path, corpus: Path) -> None:
     file, folder = tiny_sweep(tmp_path, corpus), tmp_path / "sweep"
-
-    def put(changes: dict[str, Any], *words: str) -> int:
-        sweep: Sweep = load_sweep(str(file), changes)
-        freeze(folder, "tiny", sweep, list(words), plan_runs(sweep, list(words)))
-        return len(read_plan(folder))
-
-    assert put({"folds": [0]}) == 4
-    assert put({}) == 8
+    assert len(frozen(file, {"folds": [0]})) == 4
+    assert len(frozen(file)) == 8
     before = (folder / "plan.jsonl").read_bytes(), (folder / "sweep.json").read_bytes()
-    assert put({"folds": [1], "grid.qk_norm": ["rms"]}) == 8  # fewer: they alone are launched
-    with pytest.raises(ConfigError, match="max_iters 60 -> 61"):
-        put({}, "max_iters=61")
-    with pytest.raises(ConfigError, match="optim.learning_rate"):
-        put({}, "optim.learning_rate=0.01")
-    with pytest.raises(ConfigError, match="eval_interval 2 -> 3"):
-        put({}, "eval_interval=3")
+    assert len(frozen(file, {"folds": [1], "grid.qk_norm": ["rms"]})) == 8  # fewer: they alone are launched
+    for word, change in {
+        "max_iters=61": "max_iters 60 -> 61", "optim.learning_rate=0.01": "optim.learning_rate",
+        "eval_interval=3": "eval_interval 2 -> 3",
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=change):
+            frozen(file, {}, word)
     assert before == ((folder / "plan.jsonl").read_bytes(), (folder / "sweep.json").read_bytes())
-    frozen = read_json(folder / "sweep.json")["frozen"]
-    assert [(one["overrides"], one["runs"]) for one in frozen] == [([], 4), ([], 8)]
-    compare = {"norm": {"baseline": "dropout=0.0,qk_norm=none"}}
-    assert put({"folds": [1], "compare": compare}) == 8  # what the report makes of the runs is as last asked for
     about = read_json(folder / "sweep.json")
-    assert (about["sweep"]["compare"], about["sweep"]["folds"]) == (compare, [0, 1]) and about["frozen"] == frozen
+    assert about["name"] == "tiny"
+    assert about["sweep"]["grid"]["qk_norm"] == {"qk_norm=none": "none", "qk_norm=rms": "rms"}
+    assert [(one["overrides"], one["runs"]) for one in about["frozen"]] == [([], 4), ([], 8)]
+    compare = {"norm": {"baseline": "dropout=0.0,qk_norm=none"}}
+    assert len(frozen(file, {"folds": [1], "compare": compare})) == 8  # what the report compares is as last asked for
+    after = read_json(folder / "sweep.json")
+    assert (after["sweep"]["compare"], after["sweep"]["folds"]) == (compare, [0, 1])
+    assert after["frozen"] == about["frozen"]
 
 
 def test_a_plan_that_grows_by_a_part_keeps_the_others_definition(tmp_path: Path, corpus: Path) -> None:
     parts = {name: {"title": name.upper(), "overrides": [f"qk_norm={name}"]} for name in ("none", "rms")}
-    file, folder = tiny_sweep(tmp_path, corpus, grid={}, parts=parts), tmp_path / "sweep"
-    for part, words in (("none", ["max_iters=5"]), ("rms", [])):
-        sweep = load_sweep(str(file), {"parts": part})
-        freeze(folder, "tiny", sweep, words, plan_runs(sweep, words))
-    about = read_json(folder / "sweep.json")
+    file = tiny_sweep(tmp_path, corpus, grid={}, parts=parts)
+    frozen(file, {"parts": "none"}, "max_iters=5")
+    frozen(file, {"parts": "rms"})
+    about = read_json(tmp_path / "sweep" / "sweep.json")
     assert {name: part["title"] for name, part in about["sweep"]["parts"].items()} == {"none": "NONE", "rms": "RMS"}
     assert [(one["overrides"], one["runs"]) for one in about["frozen"]] == [(["max_iters=5"], 2), ([], 4)]
 
 
+@pytest.mark.parametrize("left", [1, 2, 3])
 def test_a_crash_while_a_plan_is_frozen_is_mended_by_the_next_launch(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    left: int, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep, folder = load_sweep(str(tiny_sweep(tmp_path, corpus)), {}), tmp_path / "sweep"
-    written = sweeps.plan.write_atomic
-    for left in (1, 2, 3):  # files that are written before the disk is full
+    """left: files that are written before the disk is full."""
+    file, folder = tiny_sweep(tmp_path, corpus), tmp_path / "sweep"
+    written: list[Path] = []
 
-        def write(path: Path, content: bytes) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise OSError("no space")
-            written(path, content)
+    def write(path: Path, content: bytes) -> None:
+        if len(written) == left:
+            raise OSError("no space")
+        written.append(path)
+        write_atomic(path, content)
 
-        monkeypatch.setattr(sweeps.plan, "write_atomic", write)
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
-            freeze(folder, "tiny", sweep, [], plan_runs(sweep, []))
-        monkeypatch.setattr(sweeps.plan, "write_atomic", written)
-        freeze(folder, "tiny", sweep, [], plan_runs(sweep, []))
-        assert len(read_sweep(folder, "tiny").runs) == 8
-        assert len(read_json(folder / "sweep.json")["frozen"]) == 1
+    with monkeypatch.context() as patch, suppress(OSError):
+        patch.setattr(sweeps.plan, "write_atomic", write)
+        frozen(file)
+    assert len(frozen(file)) == len(read_sweep(folder, "tiny").runs) == 8
+    assert len(read_json(folder / "sweep.json")["frozen"]) == 1
 
 
 def test_the_checkouts_commit_and_changes_are_frozen_with_the_plan(tmp_path: Path, corpus: Path) -> None:
@@ -410,7 +424,8 @@ def test_the_checkouts_commit_and_changes_are_frozen_with_the_plan(tmp_path: Pat
     script = f"""
 import sys; sys.path.insert(0, "{code}")
 from pathlib import Path
-from sweeps.plan import freeze, load_sweep, plan_runs
+from sweeps.definition import load_sweep
+from sweeps.plan import freeze, plan_runs
 sweep = load_sweep("{file}", {{}})
 freeze(Path("{tmp_path}/sweep"), "tiny", sweep, [], plan_runs(sweep, []))
 """
@@ -431,7 +446,8 @@ def test_another_commit_is_said_and_kept_while_runs_are_left(
         monkeypatch.setattr(sweeps.plan, "commit", lambda commit=commit: commit)
         monkeypatch.setattr(sweeps.plan, "uncommitted", lambda commit=commit: b"diff" * ("+" in commit))
         freeze(folder, "tiny", sweep, [], runs)
-    assert capsys.readouterr().out == f"warning: planned at commit {'a' * 40}, and what is left is made by {commit}\n"
+    warning = f"warning: the sweep was planned at commit {'a' * 40}; the runs that are left use {commit}\n"
+    assert capsys.readouterr().out == warning
     assert [one["commit"] for one in read_json(folder / "sweep.json")["frozen"]] == ["a" * 40, commit]
     assert (folder / f"code_{'b' * 12}+1234567.diff").read_bytes() == b"diff"
     done = tmp_path / "done"
@@ -445,22 +461,16 @@ def test_another_commit_is_said_and_kept_while_runs_are_left(
 # Launching
 
 
-def test_a_dry_run_lists_every_run_and_writes_nothing(undisturbed: Path, tmp_path: Path) -> None:
-    command = [*LAUNCH, f"sweep={undisturbed}", "dry_run=true"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    for run in read_plan(undisturbed.parent / "sweep"):
-        assert f"{run.id}  pending" in ended.stdout
-    assert "GiB of disk" in ended.stdout and "workers" in ended.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_reader_that_leaves_ends_a_dry_run_quietly(undisturbed: Path) -> None:
-    words = [f"sweep={undisturbed}", f"sweep_dir={undisturbed.parent / 'sweep'}", "dry_run=true"]
-    with subprocess.Popen([*LAUNCH, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait() == 0
+def test_a_dry_run_lists_every_run_and_writes_nothing(sweep: Path) -> None:
+    output = launched(sweep, "dry_run=true")
+    for run in plan_runs(load_sweep(str(sweep), {}), []):
+        assert f"{run.id}  pending" in output
+    assert "GiB of disk" in output and "on 2 workers" in output
+    assert list(sweep.parent.iterdir()) == [sweep]
+    unread = launcher(sweep, "dry_run=true", stderr=subprocess.PIPE)
+    assert unread.stdout is not None and unread.stderr is not None
+    unread.stdout.close()  # a reader that leaves, as head does
+    assert unread.stderr.read() == "" and unread.wait() == 0
 
 
 def test_starting_a_finished_sweep_again_runs_nothing(undisturbed: Path) -> None:
@@ -481,13 +491,13 @@ def test_a_done_run_whose_files_are_lost_is_mended_or_named(undisturbed: Path, t
     assert_same_sweep(undisturbed.parent / "sweep", folder, (1, 2))
     (third / "metrics.jsonl").write_text("")
     output = launched(file, status=1)
-    assert f"failed: {third.name}: done, but its metrics.jsonl is lost; without {third} it is made again" in output
+    assert f"failed: {third.name}: done, but metrics.jsonl is lost; delete {third} to train it again" in output
     shutil.rmtree(third)
     assert "8 done" in launched(file)
     assert_same_sweep(undisturbed.parent / "sweep", folder, (1, 2))
 
 
-def test_status_counts_the_runs_of_each_setting(undisturbed: Path) -> None:
+def test_status_counts_the_runs_of_each_point(undisturbed: Path) -> None:
     command = [sys.executable, str(ROOT / "sweeps" / "status.py"), f"sweep_dir={undisturbed.parent / 'sweep'}"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "8 runs, 8 done" in output
@@ -518,8 +528,7 @@ def test_kills_at_random_moments_change_nothing(undisturbed: Path, sweep: Path) 
             if what != "workers":
                 process.communicate()
                 process = launcher(sweep, "retries=100")
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    output_of(process)
     assert sum(kills.values()) >= 6, kills
     # none: killed after its status was written, before it said so
     assert_same_sweep(undisturbed.parent / "sweep", folder, finished=(0, 1))
@@ -528,7 +537,7 @@ def test_kills_at_random_moments_change_nothing(undisturbed: Path, sweep: Path) 
 def test_two_launchers_at_once_run_nothing_twice(undisturbed: Path, sweep: Path) -> None:
     folder = sweep.parent / "sweep"
     first = launcher(sweep, "launcher.workers=1")
-    run = read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))[0]
+    run = begun(folder)[0]
     eventually(lambda: (folder / run.id / "config.yaml").exists())
     (slow,) = workers_of(folder)
     os.kill(slow, signal.SIGSTOP)  # until the other launcher has taken a run
@@ -537,34 +546,33 @@ def test_two_launchers_at_once_run_nothing_twice(undisturbed: Path, sweep: Path)
         lambda: any(f"-{second.pid}-" in n for r in read_plan(folder) for n in read_claim(folder, r.id)["tries"])
     )
     os.kill(slow, signal.SIGCONT)
-    for process in (first, second):
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0 and "8 done" in output, output
+    assert all("8 done" in output_of(process) for process in (first, second))
     assert_same_sweep(undisturbed.parent / "sweep", folder)
     began = [(folder / run.id / "train.log").read_text().count(" parameters, ") for run in read_plan(folder)]
     assert began == 8 * [1]
     assert len({tuple(read_claim(folder, run.id)["tries"]) for run in read_plan(folder)}) == 2  # both took some
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_at_a_checkpoint_and_the_same_command_goes_on(
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_ends_stops_its_runs_at_a_checkpoint_and_the_same_command_goes_on(
     number: signal.Signals, undisturbed: Path, sweep: Path
 ) -> None:
-    folder = sweep.parent / "sweep"
+    folder, killed = sweep.parent / "sweep", number == signal.SIGKILL
     process = launcher(sweep)
-    run = read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))[0]
+    run = begun(folder)[0]
     eventually(lambda: (read_status(folder / run.id).get("iter") or 0) > 0)
     workers = workers_of(folder)
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)  # so that the run is not over before they are told
     process.send_signal(number)
+    if killed:
+        process.wait()
     for pid in workers:
-        eventually(lambda: pending_signals(pid))  # noqa: B023
+        eventually(lambda: killed or pending_signals(pid))  # noqa: B023
         os.kill(pid, signal.SIGCONT)
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 128 + number, output
-    assert f"stopped by {number.name}" in output and "the same command goes on" in output
-    assert workers_of(folder) == []
+    output = output_of(process, -number if killed else 128 + number)
+    assert killed or (f"stopped by {number.name}" in output and "the same command goes on" in output)
+    eventually(lambda: workers_of(folder) == [], 60 * killed)
     states = {state_of(folder, run).state for run in read_plan(folder)}
     assert "stopped" in states and "running" not in states
     assert "8 done" in launched(sweep)
@@ -572,36 +580,40 @@ def test_a_signal_stops_at_a_checkpoint_and_the_same_command_goes_on(
 
 
 def test_a_run_may_be_of_several_ranks(tmp_path: Path, corpus: Path) -> None:
-    """By torchrun; stopped at a checkpoint, it goes on to the same end."""
-    words = ["data=text", f"data.path={corpus}", *TINY, "max_iters=200", "wandb.mode=disabled"]
-    words += ["gradient_accumulation_steps=2", "checkpoint_interval=10"]
-    ends = []
+    """By torchrun. A stopped launcher stops it at a checkpoint, and so does the death of its worker."""
+    ends, ranks = [], ["launcher.workers=1", "launcher.ranks=2"]
+    words = ["max_iters=200", "gradient_accumulation_steps=2", "checkpoint_interval=10"]
     for name in ("straight", "stopped"):
         (tmp_path / name).mkdir()
-        sweep = tiny_sweep(tmp_path / name, corpus, overrides=words, grid={}, folds=None)
+        sweep = tiny_sweep(tmp_path / name, corpus, *words, grid={}, folds=None)
         (run,) = plan_runs(load_sweep(str(sweep), {}), [])
         folder = tmp_path / name / "sweep" / run.id
+        process = launcher(sweep, *ranks)
         if name == "stopped":
-            process = launcher(sweep, "launcher.workers=1", "launcher.ranks=2")
             eventually(lambda: (folder / "ckpt" / "latest").exists())  # noqa: B023
             process.terminate()
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode == 143 and "1 stopped" in output, output
-            assert read_status(folder)["state"] == "stopped" and 0 < read_status(folder)["iter"] < 200
-        assert "1 workers of 2 ranks" in launched(sweep, "launcher.workers=1", "launcher.ranks=2")
-        ends.append(json.loads((folder / "summary.json").read_text()))
-        assert {path.suffix for path in (tmp_path / name / "sweep" / "launches").iterdir()} == {".json"}
+            assert "1 stopped" in output_of(process, 143)
+            first = read_status(folder)
+            assert first["state"] == "stopped" and 0 < first["iter"] < 200
+            process = launcher(sweep, *ranks)
+            eventually(lambda: read_status(folder)["iter"] > first["iter"])  # noqa: B023
+            (pid,) = workers_of(folder.parent)
+            os.kill(pid, signal.SIGKILL)  # and the launcher starts another worker
+            log = folder / "train.log"
+            eventually(lambda: log.read_text().count("resumed at iteration") == 2)  # noqa: B023
+            assert log.read_text().count("SIGTERM") == 2
+        output = output_of(process)
+        assert "1 workers of 2 ranks" in output and "1 done" in output
+        ends.append(read_json(folder / "summary.json"))
     assert ends[0]["ranks"] == ends[1]["ranks"] == 2 and ends[0]["val/loss"] == ends[1]["val/loss"]
 
 
 def test_a_run_of_several_ranks_that_fails_says_so(tmp_path: Path, corpus: Path) -> None:
-    words = ["data=text", f"data.path={corpus}", *TINY, "wandb.mode=disabled", "gradient_accumulation_steps=2"]
-    sweep = tiny_sweep(tmp_path, corpus, overrides=words, grid={}, folds=None)
+    sweep = tiny_sweep(tmp_path, corpus, "gradient_accumulation_steps=2", grid={}, folds=None)
     (run,) = plan_runs(load_sweep(str(sweep), {}), [])
-    (tmp_path / "sweep" / run.id).mkdir(parents=True)
-    (tmp_path / "sweep" / run.id / "thesis.tex").touch()
+    spoil(tmp_path / "sweep", run, refused=True)
     output = launched(sweep, "launcher.workers=1", "launcher.ranks=2", "retries=0", status=1)
-    assert f"failed: {run.id}: a rank of it failed" in output
+    assert f"failed: {run.id}: one of its ranks failed" in output
     assert "neither empty nor a run directory" in (tmp_path / "sweep" / "logs" / f"{run.id}.log").read_text()
 
 
@@ -609,31 +621,25 @@ def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Two runs a GPU of two: four workers, each of which sees one GPU; here they only say which."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "worker.py").write_text("import os; print('GPU', os.environ['CUDA_VISIBLE_DEVICES'])")
-    monkeypatch.setattr(launchers, "WORKER", tmp_path / "worker.py")
+    monkeypatch.setattr(launchers, "WORKER", str(tmp_path / "worker.py"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5ee")
-    local = launchers.Local(launchers.LocalConfig(runs_per_gpu=2), tmp_path, "launch")
+    local = launchers.Local(launchers.LocalOptions(runs_per_gpu=2), tmp_path, "launch")
     assert local.workers == 4 and local.threads == max(1, len(os.sched_getaffinity(0)) // 4)
     local.start(4)
     eventually(lambda: local.alive() == 0)
     said = [(tmp_path / "logs" / f"worker_{i}.log").read_text().split()[-1] for i in range(4)]
     assert sorted(said) == ["3", "3", "GPU-5ee", "GPU-5ee"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
-    assert launchers.Local(launchers.LocalConfig(ranks=2), tmp_path, "launch").gpus == ["0,1", "2,3"]
+    assert launchers.Local(launchers.LocalOptions(ranks=2), tmp_path, "launch").gpus == ["0,1", "2,3"]
     with pytest.raises(ConfigError, match="launcher.ranks=2 and launcher.workers=3 need 6 GPUs of 5"):
-        launchers.LocalConfig(ranks=2, workers=3).check()
+        launchers.LocalOptions(ranks=2, workers=3).check()
 
 
 def test_a_run_that_always_fails_is_tried_again_named_and_does_not_stop_the_others(sweep: Path) -> None:
     folder = sweep.parent / "sweep"
-    definition = load_sweep(str(sweep), {})
-    runs = plan_runs(definition, [])
-    freeze(folder, "tiny", definition, [], runs)
-    broken, foreign = runs[1], runs[2]
-    (folder / broken.id).mkdir()
-    (folder / broken.id / "config.yaml").write_text(to_yaml(broken.config))
-    (folder / broken.id / "metrics.jsonl").mkdir()  # cannot be written: fails in the run, every time
-    (folder / foreign.id).mkdir()
-    (folder / foreign.id / "thesis.tex").touch()  # refused: no second try would help
+    broken, foreign = frozen(sweep)[1:3]
+    spoil(folder, broken, refused=False)
+    spoil(folder, foreign, refused=True)  # no second try would help
     output = launched(sweep, "retries=2", status=1)
     assert "6 done, 2 failed" in output
     assert f"failed: {broken.id}: IsADirectoryError" in output
@@ -648,20 +654,12 @@ def test_a_run_that_always_fails_is_tried_again_named_and_does_not_stop_the_othe
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_fail_fast_stops_the_other_runs(refused: bool, sweep: Path) -> None:
-    folder = sweep.parent / "sweep"
-    definition = load_sweep(str(sweep), {})
-    runs = plan_runs(definition, [])
-    freeze(folder, "tiny", definition, [], runs)
-    (folder / runs[0].id).mkdir()
-    if refused:
-        (folder / runs[0].id / "thesis.tex").touch()
-    else:
-        (folder / runs[0].id / "config.yaml").write_text(to_yaml(runs[0].config))
-        (folder / runs[0].id / "metrics.jsonl").mkdir()  # fails in the run, and again when it is tried again
+    folder, run = sweep.parent / "sweep", frozen(sweep)[0]
+    spoil(folder, run, refused)
     output = launched(sweep, "fail_fast", "launcher.workers=1", status=1)
     assert "1 failed, 7 pending" in output
-    assert [*read_claim(folder, runs[0].id)["tries"].values()] == [2]
-    assert (folder / "logs" / f"{runs[0].id}.log").read_text().count("Error: ") == (0 if refused else 2)
+    assert [*read_claim(folder, run.id)["tries"].values()] == [2]
+    assert (folder / "logs" / f"{run.id}.log").read_text().count("Error: ") == (0 if refused else 2)
     assert workers_of(folder) == []
 
 
@@ -670,41 +668,34 @@ def test_a_run_whose_worker_always_dies_is_given_up_and_the_others_are_not(undis
     sweep = tiny_sweep(tmp_path, undisturbed.parent / "corpus.txt", grid=grid, folds=[0])
     folder = tmp_path / "sweep"
     process = launcher(sweep, "launcher.workers=1")
-    run, other = read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))
+    run, other = begun(folder)
     for tries in (1, 2):
         (worker,) = eventually(lambda: is_locked(folder / run.id) and workers_of(folder))
         os.kill(worker, signal.SIGKILL)
         eventually(lambda: worker not in workers_of(folder))  # noqa: B023
         assert [*read_claim(folder, run.id)["tries"].values()] >= [tries]  # it may be at it again
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 1, output
+    output = output_of(process, 1)
     assert "1 done, 1 failed" in output and f"failed: {run.id}: its worker died" in output
     assert "2 done" in launched(sweep)
     assert times_finished(folder / run.id) == times_finished(folder / other.id) == 1
 
 
-def test_a_worker_that_an_error_may_have_spoilt_gives_way_to_another(
-    sweep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a CUDA error: it ends after each failed try, and its place is taken, which is no death."""
-    folder = sweep.parent / "sweep"
-    definition = load_sweep(str(sweep), {})
-    broken = plan_runs(definition, [])[0]
-    freeze(folder, "tiny", definition, [], [broken])
-    for name in ("claims", "launches", "logs", f"{broken.id}/metrics.jsonl"):  # the last cannot be written
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    (folder / broken.id / "config.yaml").write_text(to_yaml(broken.config))
-    asked = {"runs": [broken.id], "tries": 2, "fail_fast": False, "threads": 1, "ranks": 1}
-    (folder / "launches" / "one.json").write_text(json.dumps(asked))
-    monkeypatch.setattr(worker, "spoilt", lambda: True)
+def test_a_worker_whose_device_may_be_broken_gives_way_to_another(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a CUDA error: it ends after each failed try, and another one is started, which counts as no death."""
+    folder, broken = sweep.parent / "sweep", frozen(sweep)[0]
+    spoil(folder, broken, refused=False)
+    for name in ("claims", "launches", "logs"):
+        (folder / name).mkdir()
+    Launch(folder, "one", [broken.id], tries=2, threads=1).write()
+    monkeypatch.setattr(worker, "device_may_be_broken", lambda: True)
     assert [worker.work(folder, "one") for _ in range(3)] == [worker.RESTART, worker.RESTART, 0]
     assert read_claim(folder, broken.id)["tries"] == {"one": 2}
 
     deaths = []
     for status in (worker.RESTART, 1):
         (folder / "worker.py").write_text(f"raise SystemExit({status})")
-        monkeypatch.setattr(launchers, "WORKER", folder / "worker.py")
-        local = launchers.Local(launchers.LocalConfig(workers=1), folder, "one")
+        monkeypatch.setattr(launchers, "WORKER", str(folder / "worker.py"))
+        local = launchers.Local(launchers.LocalOptions(workers=1), folder, "one")
         for _ in range(4):
             local.start(1)
             eventually(lambda: local.alive() == 0)  # noqa: B023
@@ -728,9 +719,7 @@ def test_a_full_disk_fails_the_runs_and_loses_nothing(undisturbed: Path, sweep: 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    definition = load_sweep(str(sweep), {})
-    # before the limit: the changes of a checkout may be large
-    freeze(sweep.parent / "sweep", "tiny", definition, [], plan_runs(definition, []))
+    frozen(sweep)  # before the limit: the changes of a checkout may be large
     output = launched(sweep, "retries=0", status=1, preexec_fn=limit)
     assert "8 failed" in output and "File too large" in output
     assert "8 done" in launched(sweep)
@@ -740,13 +729,12 @@ def test_a_full_disk_fails_the_runs_and_loses_nothing(undisturbed: Path, sweep: 
 def test_a_checkout_edited_while_the_sweep_runs_does_not_change_later_configs(undisturbed: Path, sweep: Path) -> None:
     code, folder = sweep.parent / "code", sweep.parent / "sweep"
     shutil.copytree(ROOT, code, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "results", "*.egg-info"))
-    command = [sys.executable, str(code / "sweeps" / "launch.py"), f"sweep={sweep}", f"sweep_dir={folder}"]
-    process = subprocess.Popen([*command, "launcher.workers=1"], stdout=subprocess.DEVNULL)
-    first = read_plan(eventually(lambda: (folder / "plan.jsonl").exists() and folder))[0]
+    process = launcher(sweep, "launcher.workers=1", code=code, env={**os.environ, "PYTHONPATH": str(code)})
+    first = begun(folder)[0]
     eventually(lambda: (folder / first.id / "config.yaml").exists())
     for file in [sweep, *(code / "configs").rglob("*.yaml")]:
         file.write_text("name: edited\n")
-    assert process.wait(timeout=300) == 0
+    output_of(process)
     assert_same_sweep(undisturbed.parent / "sweep", folder)
 
 
@@ -773,24 +761,13 @@ def test_a_claim_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
 def test_a_diverged_run_is_a_result_and_not_a_failure(
     tmp_path: Path, corpus: Path, eval_interval: int, reason: str
 ) -> None:
-    words = ["data=text", f"data.path={corpus}", *TINY, "max_iters=30", "wandb.mode=disabled", "grad_clip=0"]
-    words.append(f"eval_interval={eval_interval}")
-    grid = {"optim.learning_rate": [1e-3, 1e30]}
-    sweep = tiny_sweep(tmp_path, corpus, overrides=words, grid=grid, folds=None)
+    words, grid = (
+        ["max_iters=30", "grad_clip=0", f"eval_interval={eval_interval}"],
+        {"optim.learning_rate": [1e-3, 1e30]},
+    )
+    sweep = tiny_sweep(tmp_path, corpus, *words, grid=grid, folds=None)
     output = launched(sweep)
     assert "1 done, 1 diverged" in output
     (line,) = (line for line in output.splitlines() if line.startswith("diverged: "))
     assert reason in line and "nan" in line
     assert "1 done, 1 diverged" in launched(sweep)
-
-
-def test_a_number_with_an_exponent_is_a_number(tmp_path: Path, corpus: Path) -> None:
-    sweep = tiny_sweep(tmp_path, corpus, grid={"optim.learning_rate": [1]}, folds=None, seeds=[1])
-    output = launched(sweep, "sweep.grid.optim.learning_rate=[1e-3,2E-3]", "dry_run=true")
-    assert "learning_rate=0.001" in output and "learning_rate=0.002" in output
-
-
-def test_json_of_a_frozen_sweep_names_every_part(undisturbed: Path) -> None:
-    about = json.loads((undisturbed.parent / "sweep" / "sweep.json").read_text())
-    norms = {"qk_norm=none": "none", "qk_norm=rms": "rms"}
-    assert about["name"] == "tiny" and about["sweep"]["grid"]["qk_norm"] == norms

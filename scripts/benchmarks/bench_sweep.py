@@ -20,7 +20,8 @@ from typing import Any
 
 from core.schema import at_least, require
 from scripts.benchmarks.timing import machine, run_benchmark
-from sweeps.plan import load_sweep, read_plan
+from sweeps.definition import load_sweep
+from sweeps.plan import read_plan
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

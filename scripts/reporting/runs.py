@@ -13,7 +13,8 @@ from core.files import read_json
 from core.schema import ConfigError, require, show
 from data.options import FoldedTextOptions
 from scripts.reporting.statistics import Comparison, Replicate, adjust
-from sweeps.plan import REDUCTIONS, PlannedRun, check_evaluation, read_plan
+from sweeps.definition import REDUCTIONS, check_evaluation
+from sweeps.plan import PlannedRun, read_plan
 from sweeps.status import State, state_of
 
 Definition = Mapping[str, Any]
@@ -63,7 +64,7 @@ class Sweep:
         """Setting -> its runs, in the order of the plan."""
         found: dict[str, dict[Replicate, Run]] = {}
         for run in self.runs:
-            for setting in run.plan.settings:
+            for setting in run.plan.points:
                 found.setdefault(setting, {})[run.replicate] = run
         return found
 
@@ -148,7 +149,7 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     definition = sweep.definition
     check_evaluation(definition.get("compare") or {}, definition.get("also") or {}, definition.get("paper") or {})
     sweep.runs.extend(read_run(sweep_dir, run, list(sweep.logged)) for run in plan)
-    places = Counter((setting, run.replicate) for run in sweep.runs for setting in run.plan.settings)
+    places = Counter((setting, run.replicate) for run in sweep.runs for setting in run.plan.points)
     (setting, (seed, fold)), n = places.most_common(1)[0]
     require(n == 1, f"sweep_dir={sweep_dir} has {n} runs of {setting} with seed {seed} and fold {show(fold)}")
     for key, value in ((m.key, run.value(m)) for m in sweep.metrics for run in sweep.runs):

@@ -236,7 +236,7 @@ def worst_loss(run: Run) -> tuple[float, float]:
 def missing_table(sweep: Sweep) -> Table:
     """Every run that is not done, with the reason."""
     rows = [
-        [run.plan.id, ", ".join(run.plan.settings), replicate_name(run.replicate), run.state.state, run.state.reason]
+        [run.plan.id, ", ".join(run.plan.points), replicate_name(run.replicate), run.state.state, run.state.reason]
         for state in STATES
         for run in sweep.runs
         if run.state.state == state != "done"
@@ -332,6 +332,6 @@ def runs_csv(sweep: Sweep) -> str:
         plan, state = run.plan, run.state
         values = [show(config[key]) if key in config else None for key in varied]
         found = [run.summary.get(key) for key in measured]
-        row = [plan.id, ";".join(plan.settings), *values, plan.seed, plan.fold, state.state, *found]
+        row = [plan.id, ";".join(plan.points), *values, plan.seed, plan.fold, state.state, *found]
         writer.writerow([*row, run.summary.get("iter", state.iter), state.reason])
     return text.getvalue()

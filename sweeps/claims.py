@@ -1,0 +1,61 @@
+"""What a launcher and its workers tell each other, in files of the sweep's directory.
+
+launches/NAME.json  what one start of sweeps/launch.py asks of its workers
+launches/NAME.stop  tells the workers of a launch to end; so does NAME.failed, after a failed run and with fail_fast
+claims/RUN_ID       locked by the process that has the run; counts the tries of each launch
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from core.files import FileLock, is_locked, read_json, write_json
+
+
+@dataclass(frozen=True)
+class Launch:
+    """runs: their ids. tries: of each run. threads: of a rank. ranks: processes that train one run together."""
+
+    sweep_dir: Path
+    name: str
+    runs: list[str]
+    tries: int
+    threads: int | None = None
+    fail_fast: bool = False
+    ranks: int = 1
+
+    @classmethod
+    def read(cls, sweep_dir: Path, name: str) -> Self:
+        return cls(sweep_dir, name, **read_json(sweep_dir / "launches" / f"{name}.json"))
+
+    def write(self) -> None:
+        write_json(self.file(".json"), {k: v for k, v in vars(self).items() if k not in ("sweep_dir", "name")})
+
+    def file(self, suffix: str) -> Path:
+        return self.sweep_dir / "launches" / f"{self.name}{suffix}"
+
+
+@contextmanager
+def claimed(sweep_dir: Path, run_id: str) -> Iterator[dict[str, Any] | None]:
+    """The content of a run's claim while this process holds it; None if another process does."""
+    with FileLock(sweep_dir / "claims" / run_id, timeout=0.03) as lock:  # is_claimed() holds it for a moment
+        yield read_claim(sweep_dir, run_id) if lock.held else None
+
+
+def is_claimed(sweep_dir: Path, run_id: str) -> bool:
+    return is_locked(sweep_dir / "claims" / run_id)
+
+
+def read_claim(sweep_dir: Path, run_id: str) -> dict[str, Any]:
+    """tries: launch -> number; limit: of tries; error: of the last try, or None."""
+    return {"tries": {}, "limit": 1, "error": None, **read_json(sweep_dir / "claims" / run_id)}
+
+
+def write_claim(sweep_dir: Path, run_id: str, claim: dict[str, Any]) -> None:
+    """Write in place, since the lock is on the file itself. What a crash leaves half written reads as no tries."""
+    with open(sweep_dir / "claims" / run_id, "r+") as file:  # overwritten, not emptied first: works on a full disk
+        file.write(json.dumps(claim))
+        file.truncate()
