@@ -357,7 +357,7 @@ def test_a_leak_is_told_from_none_where_the_logits_are_not_held(
     finding = audit.future_leakage(audit.Run(str(run), "best", torch.device("cpu")))
     assert {of["from"] for mode in finding.numbers.values() for of in mode.values()} == {None}
     assert finding.caught == (fault == "no_mask")
-    assert ("move the loss before: by" in finding.text, "move no logit" in finding.text) == (
+    assert ("changes the earlier loss in" in finding.text, "no earlier logit" in finding.text) == (
         (True, False) if finding.caught else (False, True)
     )
 
