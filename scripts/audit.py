@@ -19,13 +19,13 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,31 +70,9 @@ class Undecided(Exception):
     """A check cannot be made, and that is no evidence either way."""
 
 
-class Subject(Protocol):
-    """What is audited. Models are forward(idx, targets), both (B, T) -> logits (B, T, V), mean loss."""
-
-    about: dict[str, Any]
-    trained: nn.Module
-    vocab_size: int
-    block_size: int
-    context: int  # the longest input, at least block_size
-    device: torch.device
-
-    def fresh(self) -> nn.Module:
-        """The model as it is initialised."""
-
-    def batches(self, vocab_size: int) -> Batches:
-        """Random tokens."""
-
-    def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
-        """Train a fresh model on random tokens. Returns the losses it reports and the tokens of each."""
-
-    def update(self, micro_batches: int) -> tuple[float, Tensor]:
-        """Loss and gradient (or its norm) of four sequences, the same ones for every number of micro-batches."""
-
-
 class Run:
-    """The model of a run directory, with the run's fault."""
+    """The model of a run directory, with the run's fault. Models are forward(idx, targets), both (B, T) -> logits
+    (B, T, V), mean loss. block_size: positions that are used; context: that are possible, at least as many."""
 
     def __init__(self, run: str, which: str, device: torch.device):
         model, _, state = open_run(run, which, device)
@@ -106,17 +84,20 @@ class Run:
         faults.spoil_model(self.config, model)
 
     def fresh(self) -> nn.Module:
+        """The model as it is initialised."""
         model = build_model(self.config, self.vocab_size)
         model.init_weights(self.config.seed)
         faults.spoil_model(self.config, model)
         return model.to(self.device)
 
     def batches(self, vocab_size: int) -> Batches:
+        """Random tokens."""
         found = random_batches(vocab_size, self.block_size, max(1, 512 // self.block_size))
         faults.spoil_batches(self.config, found)
         return found
 
     def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
+        """Train a fresh model on random tokens. Returns the losses that it reports and the tokens of each."""
         drawn, val = steps * self.config.tokens_per_iter, 2 * self.block_size
         # ten times as many tokens as are drawn: too many to memorise
         data = RandomOptions("random", min(max(10 * drawn, 10**6), 10**9), vocab_size, val, SEED)
@@ -129,6 +110,7 @@ class Run:
         return losses, self.config.tokens_per_iter
 
     def update(self, micro_batches: int) -> tuple[float, Tensor]:
+        """Loss and gradient (or its norm) of four sequences, the same ones for every number of micro-batches."""
         # the training text is one window: all sequences are equal, in whichever micro-batch they are
         n, val = self.block_size + 1, 2 * self.block_size
         line = self.metrics(
@@ -170,7 +152,7 @@ class WithLabels(nn.Module):
 
 
 class HuggingFace:
-    """A folder that AutoModelForCausalLM loads."""
+    """A folder that AutoModelForCausalLM loads, with the methods of Run."""
 
     def __init__(self, folder: str, trust_remote_code: bool, device: torch.device):
         try:
@@ -224,6 +206,9 @@ class HuggingFace:
             loss.backward()
             total += loss.item()
         return total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+Subject = Run | HuggingFace
 
 
 def random_batches(vocab_size: int, block_size: int, batch_size: int) -> Batches:
@@ -347,12 +332,13 @@ def accumulation(subject: Subject) -> Finding:
 def audit(subject: Subject, steps: int, vocab_size: int) -> list[Finding]:
     """All checks, each printed as it ends. A model that train.py refuses counts as caught."""
     findings = []
-    for name, check in {
+    checks: dict[str, Callable[[Subject], Finding]] = {
         "future leakage": future_leakage,
         "step-0 loss": step_0_loss,
         "random-token floor": partial(random_token_floor, steps=steps, vocab_size=vocab_size),
         "accumulation": accumulation,
-    }.items():
+    }
+    for name, check in checks.items():
         try:
             finding = check(subject)
         except ConfigError as error:

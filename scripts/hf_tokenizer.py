@@ -39,8 +39,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
 
 def merges(tokens: list[bytes]) -> list[list[str]]:
-    """The pairs that BPE joins, in the order of their tokens. Our encoder joins any two tokens that form another one, so
-    a token is listed with every pair that forms it."""
+    """The pairs that BPE joins, in the order of the tokens that they form. Every token has all its pairs, since our
+    encoder joins any two tokens that form another one."""
     known = set(tokens)
     pairs = []
     for token in tokens:
