@@ -1,8 +1,8 @@
 """A run as a Hugging Face folder: python scripts/export_hf.py run=RUN out=FOLDER [checkpoint=best|latest]
 
-FOLDER gets config.json, model.safetensors and the tokenizer's files; transformers loads it with
-AutoModelForCausalLM.from_pretrained(FOLDER) and computes the same logits. The architecture is the one that the run's
-settings fit: GPT-2, Llama, Qwen3 or DeepSeek-V3. Settings that fit none, an Lp QK norm for one, are refused by name.
+Writes config.json, model.safetensors and the tokenizer's files. transformers loads the folder with
+AutoModelForCausalLM.from_pretrained(FOLDER) and computes the same logits. The settings of the run decide the
+architecture: GPT-2, Llama, Qwen3 or DeepSeek-V3. Settings that no architecture has, such as an Lp QK norm, are refused.
 """
 
 import json
@@ -30,7 +30,7 @@ Config = dict[str, Any]
 State = dict[str, Tensor]
 
 LLAMA = {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu",), "model.position": ("rope",)}
-ARCHITECTURES: dict[str, dict[str, tuple[Any, ...]]] = {  # what each can be: setting -> values
+ARCHITECTURES: dict[str, dict[str, tuple[Any, ...]]] = {  # setting -> the values that it supports
     "GPT2": {
         "attention.name": ("mha",), "qk_norm.name": ("none",), "model.norm": ("layernorm",), "model.mlp": ("gelu",),
         "model.position": ("learned",),
@@ -39,11 +39,11 @@ ARCHITECTURES: dict[str, dict[str, tuple[Any, ...]]] = {  # what each can be: se
     "Qwen3": {"attention.name": ("mha", "gqa"), "qk_norm.name": ("rms",), **LLAMA, "model.bias": (False,)},
     "Llama": {"attention.name": ("mha", "gqa"), "qk_norm.name": ("none",), **LLAMA},
 }  # fmt: skip
-LATENT_EPS = 1e-6  # DeepSeek-V3's two latent norms have this eps, whatever rms_norm_eps
+LATENT_EPS = 1e-6  # of DeepSeek-V3's two latent norms; they ignore rms_norm_eps
 
 
 def misfits(config: TrainConfig, architecture: str) -> list[str]:
-    """What keeps an architecture from being the run's."""
+    """The settings of the run that an architecture does not support."""
     settings = flatten(asdict(config))
     found = [
         f"{key.removesuffix('.name')}={show(settings[key])} (only {' or '.join(map(show, values))})"
@@ -59,21 +59,24 @@ def misfits(config: TrainConfig, architecture: str) -> list[str]:
 
 
 def architecture_of(config: TrainConfig) -> str:
-    """The architecture that computes what the run's model does. Raises: ConfigError naming what does not fit."""
-    found = {name: misfits(config, name) for name in ARCHITECTURES}
-    reasons = {name: ", ".join(found[name]) for name in found}
-    closest = min(
-        found, key=lambda name: (len(found[name]), "attention=" in reasons[name], "qk_norm=" in reasons[name])
-    )
+    """The architecture that computes the same as the run's model. Raises: ConfigError naming what does not fit."""
+    reasons = {name: misfits(config, name) for name in ARCHITECTURES}
+
+    def distance(name: str) -> tuple[Any, ...]:
+        text = ", ".join(reasons[name])
+        return len(reasons[name]), "attention=" in text, "qk_norm=" in text
+
+    closest = min(reasons, key=distance)
     require(
-        not found[closest],
-        f"no Hugging Face architecture fits this run; the closest, {closest}, does not have {reasons[closest]}",
+        not reasons[closest],
+        f"no Hugging Face architecture fits this run; the closest, {closest}, does not have "
+        + ", ".join(reasons[closest]),
     )
     return closest
 
 
 # -----------------------------------------------------------------------------
-# config.json and the weights under Hugging Face's names; tests/test_references.py maps the other way
+# config.json, and the weights under Hugging Face's names; tests/test_references.py maps the other way
 
 
 def hugging_face(model: GPT) -> tuple[Config, State]:
@@ -91,7 +94,7 @@ def hugging_face(model: GPT) -> tuple[Config, State]:
         "dtype": str(model.transformer.wte.weight.dtype).removeprefix("torch."),
     }
     if model.config.fault.name != "none":
-        config["fault"] = model.config.fault.name  # transformers keeps it, and computes without it
+        config["fault"] = model.config.fault.name  # transformers keeps the key and ignores it
     return config, state
 
 
@@ -112,7 +115,7 @@ def gpt2(model: GPT) -> tuple[Config, State]:
 
 
 def llama(model: Any, architecture: str) -> tuple[Config, State]:
-    """What Llama, Qwen3 and DeepSeek-V3 share."""
+    """Llama, Qwen3 and DeepSeek-V3."""
     m = model.config.model
     config: Config = {
         "hidden_size": m.n_embd, "intermediate_size": m.mlp_hidden or 4 * m.n_embd, "num_hidden_layers": m.n_layer,
@@ -146,14 +149,14 @@ def llama(model: Any, architecture: str) -> tuple[Config, State]:
     return config, state
 
 
-# Theirs have one eps where ours have several. c x normalised with eps is x normalised with eps / c^2, so the rows that
-# make x take c = sqrt(their eps / ours).
+# Hugging Face's models have one eps where ours have several. Normalising c x with eps is normalising x with eps / c^2,
+# so the rows of the projection that computes x are scaled by c = sqrt(their eps / our eps).
 
 
 def gqa(attn: Any, norm_eps: float) -> State:
     state = {f"o_proj.{kind}": w for kind, w in attn.c_proj.named_parameters()}
     c = 1.0
-    if attn.q_norm.gain is not None:  # normalised with qk_norm.eps; Qwen3 has rms_norm_eps there
+    if attn.q_norm.gain is not None:  # ours uses qk_norm.eps, Qwen3 uses rms_norm_eps
         c = math.sqrt(norm_eps / attn.q_norm.eps)
         state |= {"q_norm.weight": attn.q_norm.gain, "k_norm.weight": attn.k_norm.gain}
     for kind, w in attn.c_attn.named_parameters():
@@ -180,12 +183,12 @@ def mla(attn: Any, norm_eps: float) -> State:
 
 
 def export(model: GPT, tokenizer: Tokenizer, out: Path) -> list[str]:
-    """Write the folder, whole or not at all. Returns the names of its files.
+    """Write the folder, completely or not at all. Returns the names of its files.
 
-    Raises: ConfigError before anything is written, where no architecture fits or `out` is taken; OSError.
+    Raises: ConfigError before anything is written, where no architecture fits or `out` exists; OSError.
     """
     config, state = hugging_face(model)
-    config["eos_token_id"] = separator = tokenizer.separator  # generation stops there
+    config["eos_token_id"] = separator = tokenizer.separator  # it ends generation
     out = out.expanduser().resolve()
     require(not out.exists() or out.is_dir(), f"out={out} is not a folder")
     require(not out.exists() or not any(out.iterdir()), f"out={out} is not empty")
@@ -221,7 +224,7 @@ def export_run(values: dict[str, Any]) -> int:
     files = export(model, tokenizer, out)
     print(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")
     if "tokenizer.json" not in files:
-        print(f"without a tokenizer: the format has none like data.tokenizer={tokenizer.to_dict()['name']}")
+        print(f"without a tokenizer: tokenizer.json cannot hold data.tokenizer={tokenizer.to_dict()['name']}")
     return 0
 
 

@@ -14,12 +14,12 @@ from data.tokenizer import (
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """tokenizer.json of a tokenizer, or None for one that the format cannot hold."""
+    """The content of tokenizer.json, or None for a tokenizer that the format cannot hold."""
     absent = ("truncation", "padding", "normalizer", "post_processor")
     common: dict[str, Any] = {"version": "1.0", "added_tokens": [], **dict.fromkeys(absent)}
     model: dict[str, Any]
     if isinstance(tokenizer, CharTokenizer):
-        # without an unknown token the library refuses what the vocabulary lacks, as ours does
+        # without an unknown token the library raises for a character outside the vocabulary, as ours does
         split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         model = {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(tokenizer.chars)}, "unk_token": ""}
         return {**common, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}
@@ -33,14 +33,14 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
         if tokenizer.separator is not None:
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             common["added_tokens"] = [{"id": tokenizer.separator, "content": SEPARATOR, "special": True, **flags}]
-        # the regular expression is GPT-2's pre-tokens
+        # the regular expression splits as GPT-2's does
         return {**common, "pre_tokenizer": {**level, "use_regex": True}, "decoder": level, "model": model}
     return None
 
 
 def merges(tokens: list[bytes]) -> list[list[str]]:
-    """The pairs that BPE joins, those of the smallest token first: every way to make a token of two others, as our
-    encoder joins whatever two make it."""
+    """The pairs that BPE joins, in the order of the tokens that they form. Every token has all its pairs, since our
+    encoder joins any two tokens that form another one."""
     known = set(tokens)
     pairs = []
     for token in tokens:

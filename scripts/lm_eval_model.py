@@ -1,9 +1,9 @@
-"""Our model in lm-evaluation-harness (lm_eval 0.4.13): NanoQK(model, tokenizer) is one of its LMs.
+"""Our model as an LM of lm-evaluation-harness (lm_eval 0.4.13): NanoQK(model, tokenizer).
 
-Shapes: B requests of a batch, G contexts of it that differ, T positions, V vocabulary.
+Shapes: B requests of a batch, G distinct contexts among them, T positions, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -14,34 +14,35 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from core.schema import require
 from data.tokenizer import Tokenizer
 from model.generate import generate
 from model.gpt import GPT, Cache, at_least_fp32
 
-Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (context, continuation) as text, and their tokens
-Score = tuple[float, bool]  # the continuation's log-likelihood in nats, and whether it is the greedy one
+Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (context, continuation) as text, and as tokens
+Score = tuple[float, bool]  # log-likelihood of the continuation in nats; whether greedy decoding gives it
 
 
 class NanoQK(TemplateLM):
-    """`dtype` is the autocast and cache type. Nothing random is drawn but by tasks that sample, from a fixed seed."""
+    """`dtype` is the autocast and cache type. Only tasks that sample draw random numbers, from a fixed seed."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, batch_size: int = 16, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.model, self.ours, self.batch_size, self.dtype = model, tokenizer, batch_size, dtype
         self._device = model.transformer.wte.weight.device
         self.max_length = model.block_size
-        self.truncated = 0  # prompts that have lost their first tokens, for which block_size has no room
+        self.truncated = 0  # prompts that were longer than block_size and lost their first tokens
 
     @property
     def separator(self) -> int | None:
-        """The token between documents, where the tokenizer has one."""
+        """The token between documents, if the tokenizer has one."""
         return getattr(self.ours, "separator", None)
 
     @property
     def eot_token_id(self) -> int:
-        """What an empty context stands for: the separator, else a new line, else the vocabulary's first token."""
+        """Stands for an empty context: the separator, else a new line, else the vocabulary's first token."""
         if self.separator is not None:
             return self.separator
         vocabulary = self.ours.to_dict().get("chars", "\n")
@@ -56,7 +57,7 @@ class NanoQK(TemplateLM):
     # Log-likelihoods
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[Score]:
-        """In the requests' order. Too long ones lose their first tokens, as with lm_eval's own adapter."""
+        """In the order of the requests. Too long ones lose their first tokens, as in lm_eval's own adapter."""
         cut = []
         for i, (_, context, continuation) in enumerate(requests):
             require(
@@ -69,7 +70,7 @@ class NanoQK(TemplateLM):
             self.truncated += len(whole) > len(tokens)
             n = len(continuation)
             cut.append((tokens[:-n], tokens[-n:], i))
-        # neighbours share their context, or have one of about its length
+        # equal contexts become neighbours, and contexts of similar length
         cut.sort(key=lambda request: (-len(request[0]), request[0], -len(request[1])))
         scores: list[Score] = [(0.0, False)] * len(cut)
         for start in range(0, len(cut), self.batch_size):
@@ -84,13 +85,12 @@ class NanoQK(TemplateLM):
 
     @torch.inference_mode()
     def score(self, contexts: list[list[int]], continuations: list[list[int]]) -> list[Score]:
-        """Each context goes through the model once. What all contexts are long enough for, but a last token, fills a
-        cache; the rest of a context and its continuation follow it, a row a request, padded on the right, which no
-        token before sees."""
-        distinct = [context for context, _ in groupby(contexts)]  # neighbours
+        """Runs each distinct context once: its first tokens (one less than the shortest context has) fill a cache. Its
+        other tokens and the continuation follow, one row per request. Padding on the right changes no earlier token."""
+        distinct = [context for context, _ in groupby(contexts)]  # equal contexts are neighbours
         shared = min(map(len, distinct)) - 1
         tails = [(x + y)[shared:-1] for x, y in zip(contexts, continuations, strict=True)]
-        idx = torch.tensor(padded(tails), device=self._device)  # (B, T)
+        idx = pad_sequence([torch.tensor(tail) for tail in tails], batch_first=True).to(self._device)  # (B, T)
         with self.autocast():
             caches = None
             if shared > 0:
@@ -110,7 +110,7 @@ class NanoQK(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows of block_size that each predict their own part of the text."""
+        """Log-likelihoods of whole texts. Each window of block_size predicts its own part of the text."""
         windows: list[tuple[int, Request]] = []
         for i, request in enumerate(requests):
             rolling = utils.get_rolling_token_windows(
@@ -127,13 +127,13 @@ class NanoQK(TemplateLM):
     # Generation
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Prompts of one length and the same options go together; too long ones lose their first tokens."""
+        """Batches hold prompts of equal length and options. Too long ones lose their first tokens."""
         prepared = []
         for i, request in enumerate(requests):
             context, options = request.args
             options = normalize_gen_kwargs(options, default_max_gen_toks=256)
             room = self.max_length - options["max_gen_toks"]
-            room = room if room > 0 else max(1, self.max_length // 2)  # generate() moves its window on
+            room = room if room > 0 else max(1, self.max_length // 2)  # generate() slides its window
             whole = self.tok_encode(context) or [self.eot_token_id]
             tokens = whole[-room:]
             self.truncated += len(whole) > len(tokens)
@@ -151,7 +151,7 @@ class NanoQK(TemplateLM):
         return texts
 
     def continue_prompts(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
-        """Texts up to the first stop sequence, which is left out."""
+        """Texts up to the first stop sequence, without it."""
         until = handle_stop_sequences(list(options["until"]), eos=None)
         idx = torch.tensor(prompts, device=self._device)  # (B, T)
         temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
@@ -173,13 +173,6 @@ class NanoQK(TemplateLM):
         return [postprocess_generated_text(text, until, None) for text in texts]
 
 
-def padded(rows: Iterable[list[int]]) -> list[list[int]]:
-    """Rows made as long as the longest, with token 0 on the right."""
-    rows = list(rows)
-    longest = max(map(len, rows))
-    return [row + [0] * (longest - len(row)) for row in rows]
-
-
 def take_rows(cache: Cache, rows: Tensor) -> Cache:
-    """A cache whose row i is the old one's rows[i]."""
+    """A cache whose row i is row rows[i] of `cache`."""
     return replace(cache, **{name: x[rows] for name, x in vars(cache).items() if x is not None})

@@ -331,10 +331,6 @@ def test_where_no_logit_moves_nothing_leaks() -> None:
 
 def test_a_leak_between_distant_positions_is_found_in_the_whole_context() -> None:
     class LeakFrom90(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Parameter(torch.zeros(1))  # says on which device the model is
-
         def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             x = F.one_hot(idx, 7).double()
             late = (torch.arange(idx.size(1)) >= 90)[:, None]
@@ -342,7 +338,7 @@ def test_a_leak_between_distant_positions_is_found_in_the_whole_context() -> Non
             return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def finding(context: int) -> audit.Finding:
-        subject = SimpleNamespace(trained=LeakFrom90(), vocab_size=7, context=context)
+        subject: Any = SimpleNamespace(trained=LeakFrom90(), vocab_size=7, context=context, device="cpu")
         return audit.future_leakage(subject)
 
     assert finding(200).caught and not finding(80).caught
@@ -357,7 +353,7 @@ def test_a_leak_is_told_from_none_where_the_logits_are_not_held(
     finding = audit.future_leakage(audit.Run(str(run), "best", torch.device("cpu")))
     assert {of["from"] for mode in finding.numbers.values() for of in mode.values()} == {None}
     assert finding.caught == (fault == "no_mask")
-    assert ("move the loss before: by" in finding.text, "move no logit" in finding.text) == (
+    assert ("changes the earlier loss in" in finding.text, "no earlier logit" in finding.text) == (
         (True, False) if finding.caught else (False, True)
     )
 

@@ -6,14 +6,15 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from scipy.stats import binom
 
 from scripts.benchmarks import bench_decode
-from scripts.benchmarks.timing import alternate, machine, rank_of_interval, ratio, run_benchmark
+from scripts.benchmarks.bench_decode import settings
+from scripts.benchmarks.decode_results import NORMS, PAPER
+from scripts.benchmarks.timing import Side, Turn, machine, rank_of_interval, ratio, run_benchmark
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 TINY = [
@@ -29,7 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(
-    dtype: str, program: Program, tmp_path: Path
+    dtype: str, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["contexts=[48]", "batch=[2]", "rounds=6", "seconds=0.01", "out=it", *TINY[:-2], f"dtype={dtype}", TINY[-1]]
     done = program("scripts/benchmarks/bench_decode.py", *words, timeout=600)
@@ -60,17 +61,16 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(
     low, high = overhead["lp"]["low"], overhead["lp"]["high"]
     assert low <= overhead["lp"]["median"] <= high and f"({low:+.2f} to {high:+.2f})" in table
     assert "mathdefault" not in (tmp_path / "it" / "decode.svg").read_text()
-    assert program("scripts/benchmarks/bench_decode.py", "from=it/bench.json", "out=again").returncode == 0
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "from=it/bench.json", "out=again") == 0
     for file in (tmp_path / "it").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
     more = {**result, "command": "another", "points": [{**point, "context": 24, "rounds": 7, "starts": 8}]}
     (tmp_path / "more.json").write_text(json.dumps(more))
-    assert program("scripts/benchmarks/bench_decode.py", "from=it/bench.json,more.json", "out=both").returncode == 0
+    assert run(monkeypatch, "from=it/bench.json,more.json", "out=both") == 0
     rows = (tmp_path / "both" / "table.md").read_text().splitlines()
-    assert [row[: row.index("|", 10) + 1] for row in rows if row.startswith("| 2 |")] == [
-        "| 2 | 24 | 8 × 7 |",
-        "| 2 | 48 | 1 × 6 |",
-    ]
+    points = [row.split("|")[2:4] for row in rows if row.startswith("| 2 |")]
+    assert points == [[" 24 ", " 8 × 7 "], [" 48 ", " 1 × 6 "]]
     assert rows[3].startswith("python scripts/benchmarks/bench_decode.py contexts=[48]") and rows[4] == "another"
 
 
@@ -78,7 +78,7 @@ def test_of_several_starts_the_medians_of_each_are_compared() -> None:
     turns = {"a": [{"ms": ms} for ms in (1, 2, 9, 4, 4, 40)], "b": [{"ms": 1}] * 6}
     assert ratio(turns, "a", "b", "ms", 2) == {"median": 3, "lowest": 2, "highest": 4}
     assert ratio(turns, "a", "b", "ms")["highest"] == 40
-    point = bench_decode.bench_point(["absorbed", "lp"], TINY, 1, 16, 1, 2, 0.01)
+    point = bench_decode.bench_point(settings(["absorbed", "lp"], TINY, 16), 1, 1, 2, 0.01)
     assert point["starts"] == 2 and [*point["sides"]] == ["absorbed", "lp"]
     of_starts = point["time_over_absorbed"]["lp"]
     assert of_starts["lowest"] < of_starts["median"] < of_starts["highest"]
@@ -122,8 +122,8 @@ def test_sides_and_points_that_do_not_fit_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_decode, "free_bytes", lambda device: 2**20)
-    point = bench_decode.bench_point([*bench_decode.NORMS], TINY, 1, 64, 1, 1, 0.01)
-    assert set(point["skipped"]) == set(bench_decode.NORMS) and point["sides"] == {}
+    point = bench_decode.bench_point(settings([*NORMS], TINY, 64), 1, 1, 1, 0.01)
+    assert set(point["skipped"]) == set(NORMS) and point["sides"] == {}
     assert "full_keys is skipped: needs about" in capsys.readouterr().out
 
 
@@ -144,12 +144,13 @@ def test_points_before_a_side_dies_are_kept(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    def deadly(sides: list[Any], rounds: int, n: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
-        if (tmp_path / "bench.json").exists():
-            os.kill(sides[0].process.pid, killed_with)
-        return alternate(sides, rounds, n)
+    def deadly(side: Side, n: int) -> Turn:
+        if (tmp_path / "bench.json").exists() and side.name == "rms":
+            os.kill(side.process.pid, killed_with)
+        return take_turn(side, n)
 
-    monkeypatch.setattr(bench_decode, "alternate", deadly)
+    take_turn = Side.take_turn
+    monkeypatch.setattr(Side, "take_turn", deadly)
     words = ["contexts=[24,48]", "sides=rms", "rounds=1", "seconds=0.01", f"out={tmp_path}", *TINY]
     assert run(monkeypatch, *words) == status
     table = (tmp_path / "table.md").read_text()
@@ -183,5 +184,5 @@ def test_a_cpu_is_named_with_the_threads_that_were_used() -> None:
 
 def test_the_papers_overheads_are_those_of_its_times() -> None:
     """Within what rounding the times to a microsecond allows."""
-    for plain, normed, percent in bench_decode.PAPER.values():
+    for plain, normed, percent in PAPER.values():
         assert 100 * (normed / plain - 1) == pytest.approx(percent, abs=0.005 + 100 * 0.001 / plain)

@@ -1,11 +1,11 @@
-"""How fast do batches come?
+"""Speed of the batches
 
 python scripts/benchmarks/bench_data.py [path=FOLDER of token shards] [tokens_per_second=1000000]
 
-Draws batches as train.py does, first as fast as they come, then at the pace of a model that takes so many tokens a
-second, and counts how long that model would wait. Without a path it writes shards of random tokens to a temporary
-folder, and measures them once dropped from the page cache and once in it. Other words: block_size=1024 batch_size=32
-steps=100 shard_tokens=100000000, of each of the four random shards. The last line is JSON.
+Draws batches as train.py does: first as fast as possible, then for a model that takes so many tokens a second, to
+measure how long that model would wait. Without a path it writes four shards of random tokens to a temporary folder and
+measures them twice: dropped from the page cache, and in it. Other words: block_size=1024 batch_size=32 steps=100
+shard_tokens=100000000 (tokens of each random shard). The last line is JSON.
 """
 
 import os
@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,9 @@ def drop_from_page_cache(files: list[Path]) -> None:
 
 
 def measure(fresh: Callable[[], Batches], values: dict[str, Any], first: int) -> dict[str, float]:
-    """tok_per_sec: as fast as they come, by the median step, and slowest_ms the slowest. Then, made ahead as in
-    train.py, for a model of the asked pace: wait_ms, the median time that it waits for a batch, and stall, the part of
-    its time that it waits."""
+    """As fast as possible, from step `first` on: tok_per_sec of the median step, slowest_ms. Then prefetched as in
+    train.py, for a model of the asked speed: wait_ms, the median wait for a batch, and stall, the share of time spent
+    waiting. `fresh` opens the tokens anew."""
     batches = fresh()
     n_tokens, steps = batches.batch_size * batches.block_size, values["steps"]
     seconds = []
@@ -53,16 +52,16 @@ def measure(fresh: Callable[[], Batches], values: dict[str, Any], first: int) ->
         start = time.perf_counter()
         batches.get_batch(step)
         seconds.append(time.perf_counter() - start)
-    del batches  # what is mapped cannot be dropped from the page cache
+    del batches  # mapped files cannot be dropped from the page cache
     compute, waits = n_tokens / values["tokens_per_second"], []
-    fed = fresh().prefetch((step, 0) for step in range(first + steps, first + 2 * steps + 2))
-    next(fed)
+    prefetched = fresh().prefetch((step, 0) for step in range(first + steps, first + 2 * steps + 2))
+    next(prefetched)
     for _ in range(steps):
         time.sleep(compute)
         start = time.perf_counter()
-        next(fed)
+        next(prefetched)
         waits.append(time.perf_counter() - start)
-    fed.close()
+    prefetched.close()
     return {
         "tok_per_sec": round(n_tokens / float(np.median(seconds))),
         "slowest_ms": round(1000 * max(seconds), 3),
@@ -78,32 +77,32 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         if key != "path":
             at_least(key, value, 1)
     T, batch_size = values["block_size"], values["batch_size"]
-    found: dict[str, Any] = {
-        "block_size": T,
-        "batch_size": batch_size,
-        "asked_tok_per_sec": values["tokens_per_second"],
-    }
+
+    def batches_of(tokens: Any, n_train: int) -> Batches:
+        split = Split(train=((0, n_train),), val=((n_train, len(tokens)),))
+        return Batches(tokens, split, T, batch_size, seed=0)
+
+    rate = values["tokens_per_second"]
+    found: dict[str, Any] = {"block_size": T, "batch_size": batch_size, "asked_tok_per_sec": rate}
     if values["path"]:
         _, _, tokens, n_train = open_shards(FineWebOptions(path=values["path"]))
-        split = Split(train=((0, n_train),), val=((n_train, len(tokens)),))
-        batches = Batches(tokens, split, T, batch_size, seed=0)
-        return {**found, "tokens": len(tokens), "as_found": measure(lambda: batches, values, 0), **machine()}
+        measured = measure(lambda: batches_of(tokens, n_train), values, 0)
+        return {**found, "tokens": len(tokens), "as_found": measured, **machine()}
     with tempfile.TemporaryDirectory() as folder:
         files = random_shards(Path(folder), values["shard_tokens"])
 
-        def fresh(cold: bool) -> Batches:
-            if cold:
-                drop_from_page_cache(files)
-            else:
-                for file in files:
-                    file.read_bytes()
-            shards = Shards([np.memmap(file, dtype=np.uint16, mode="r") for file in files])
-            n_train = len(shards) - T
-            split = Split(train=((0, n_train),), val=((n_train, len(shards)),))
-            return Batches(shards, split, T, batch_size, seed=0)
+        def shards() -> Batches:
+            found = Shards([np.memmap(file, dtype=np.uint16, mode="r") for file in files])
+            return batches_of(found, len(found) - T)
 
-        for name, first in (("cold", 0), ("warm", 10**6)):
-            found[name] = measure(partial(fresh, name == "cold"), values, first)
+        def cold() -> Batches:
+            drop_from_page_cache(files)
+            return shards()
+
+        for name, fresh, first in (("cold", cold, 0), ("warm", shards, 10**6)):  # other batches
+            for file in files if name == "warm" else []:
+                file.read_bytes()
+            found[name] = measure(fresh, values, first)
             print(f"{name}: {found[name]}")
     return {**found, "tokens": len(files) * values["shard_tokens"], **machine()}
 

@@ -2,68 +2,35 @@
 
 python scripts/benchmarks/bench_sample.py peer=PATH [rounds=5] [tokens=500] [start=TEXT] [words of train.py]
 
-peer=PATH     a checkout of nanoGPT: the generate() of its model.py takes turns with ours, with the same weights
-variants=A;B  or: our own models against one another, each a list of train.py's words: "qk_norm=none;qk_norm=rms"
-run=RUN       with peer=: the run to sample from; else fresh weights of the model that the words set are saved first
+peer=PATH     alternates our generate() and that of nanoGPT, from a checkout, with the same weights
+old=PATH      alternates our generate() and that of another checkout of this repository; also together with peer=
+variants=A;B  alternates models of ours, each a list of train.py's words: "qk_norm=none;qk_norm=rms"
+run=RUN       with peer= or old=: the run to sample from. By default the model that the words set, after one update
 
-From a checkpoint on disk to text, each time in a new process, for one sequence and ten. Tokens a second count what is
-generated in all sequences after the checkpoint is loaded; first_token_s is the time from the start of the program to
-its first token, imports and loading included; seconds that to its end. The last line is JSON.
+Each turn is a new process that reads a checkpoint and writes text: one sequence, then ten. tok_per_sec counts the
+tokens of all sequences and starts when the checkpoint is loaded. first_token_s and seconds start with the process, so
+they include imports. The last line is JSON.
 """
 
-import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from core.schema import require
-from scripts.benchmarks.timing import machine, median, peer_model, ratio, run_benchmark
-from sweeps.plan import compose
-from training.config import load_config
+from scripts.benchmarks.nanogpt import check_model, load_model, model_args
+from scripts.benchmarks.timing import ROOT, Turn, alternate, machine, median, program_of, ratio, run_benchmark, variants
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def fresh_run(folder: Path, words: list[str]) -> Path:
-    """A run directory of the model that `words` set, after one update."""
-    short = ["max_iters=1", "schedule.warmup_iters=0", "batch_size=1", "wandb.mode=disabled", f"out_dir={folder}"]
-    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *words, *short], capture_output=True, text=True)
-    require(done.returncode != 2, done.stderr.strip())
-    done.check_returncode()
-    return folder
-
-
-def convert(run: Path, peer: Path, folder: Path, start: str) -> list[int]:
-    """Save the weights of `run` as nanoGPT's ckpt.pt in `folder`. Returns the tokens of `start`."""
-    import torch
-
-    from core import checkpoint
-    from sample import load_run
-
-    model, tokenizer, _ = load_run(checkpoint.resolve(run, "best"), torch.device("cpu"))
-    m = model.config.model
-    plain = model.config.qk_norm.name == "none" and model.config.attention.name == "mha"
-    plain = plain and (m.norm, m.mlp, m.position, m.tied) == ("layernorm", "gelu", "learned", True)
-    require(plain, f"run={run} must be a model that nanoGPT has: MHA without a QK norm")
-    module = peer_model(peer)
-    sizes = {key: getattr(m, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")}
-    args = {**sizes, "vocab_size": tokenizer.vocab_size}
-    theirs = module.GPT(module.GPTConfig(**args)).state_dict()
-    weights = dict(model.state_dict())  # the names are nanoGPT's
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied
-    missing = {key for key in theirs if key not in weights and not key.endswith("attn.bias")}  # a mask, not a weight
-    assert not missing, missing
-    torch.save({"model": {k: weights[k] for k in theirs if k in weights}, "model_args": args}, folder / "ckpt.pt")
-    return tokenizer.encode(start).tolist()
-
-
-# Each program prints when its weights are loaded, when its first token is there and when all are: seconds since the
-# epoch. nanoGPT's sequences stand in one batch, which is faster than one after the other, as its sample.py has them.
+# Each program runs in the folder of its checkout, whose modules it imports. It prints three times in seconds since the
+# epoch: weights loaded, first token, all tokens. nanoGPT gets its sequences in one batch, which is faster than the loop
+# over sequences in its sample.py.
 OURS = """
-import sys, time
+import time
 from pathlib import Path
 import torch
 from model.generate import generate
@@ -83,9 +50,8 @@ for token in tokens:
 texts = [tokenizer.decode(row) for row in torch.stack(out, 1).tolist()]
 print(loaded, first, time.time())
 """
-PEERS = """
-import sys, time
-sys.path.insert(0, {peer!r})
+NANOGPT = """
+import time
 import torch
 from torch.nn import functional as F
 from model import GPT, GPTConfig
@@ -96,7 +62,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 model.eval().to(device)
 torch.manual_seed(1337)
 loaded = time.time()
-idx = torch.tensor({prompt!r}, device=device)[None].repeat({n}, 1)
+idx = torch.tensor(saved["prompt"], device=device)[None].repeat({n}, 1)
 ctx = torch.autocast("cuda", torch.bfloat16) if device == "cuda" else torch.no_grad()
 with torch.no_grad(), ctx:
     y = model.generate(idx, 1, temperature=0.8, top_k=200)
@@ -108,64 +74,96 @@ print(loaded, first, time.time())
 """
 
 
-def sample(script: str, n: int, tokens: int) -> dict[str, float]:
+def fresh_run(folder: Path, words: list[str], checkout: Path = ROOT) -> Path:
+    """A run directory of the model that `words` set, after one update."""
+    short = ["max_iters=1", "schedule.warmup_iters=0", "batch_size=1", "wandb.mode=disabled", f"out_dir={folder}"]
+    done = subprocess.run([sys.executable, str(checkout / "train.py"), *words, *short], capture_output=True, text=True)
+    require(done.returncode != 2, done.stderr.strip())
+    done.check_returncode()
+    return folder
+
+
+def convert(run: Path, peer: str, file: Path, start: str) -> None:
+    """Save the weights of `run` as nanoGPT's ckpt.pt, with the tokens of `start`."""
+    import torch
+
+    from core import checkpoint
+    from sample import load_run
+
+    model, tokenizer, _ = load_run(checkpoint.resolve(run, "best"), torch.device("cpu"))
+    check_model(model.config, f"run={run} with peer=")
+    module, args = load_model(peer), model_args(model.config, tokenizer.vocab_size)
+    theirs = module.GPT(module.GPTConfig(**args)).state_dict()
+    weights = dict(model.state_dict())  # the names are nanoGPT's
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied
+    missing = {key for key in theirs if key not in weights and not key.endswith("attn.bias")}  # a mask, not a weight
+    assert not missing, missing
+    state = {key: weights[key] for key in theirs if key in weights}
+    torch.save({"model": state, "model_args": args, "prompt": tokenizer.encode(start).tolist()}, file)
+
+
+Program = Callable[..., str]  # program(n=number of sequences) is its source
+
+
+def sides_of(values: dict[str, Any], words: list[str], folder: Path) -> dict[str, tuple[Path, Program]]:
+    """Side -> its checkout and its program. Writes runs and weights to `folder`."""
+    about = {"start": values["start"], "tokens": values["tokens"]}
+    if values["variants"]:
+        named = variants(values, words).items()
+        runs = {name: fresh_run(folder / f"run{i}", variant) for i, (name, variant) in enumerate(named)}
+        return {name: (ROOT, partial(OURS.format, run=str(run), **about)) for name, run in runs.items()}
+    old = Path(values["old"] or ROOT).resolve()
+    source = program_of(values["old"] or str(ROOT), "bench_sample.py").read_text()
+    if values["peer"]:
+        load_model(values["peer"])  # refuses a wrong path before a run is trained
+    run = str(Path(values["run"] or fresh_run(folder / "run", words, old)).resolve())  # old code cannot read new runs
+    sides: dict[str, tuple[Path, Program]] = {"ours": (ROOT, partial(OURS.format, run=run, **about))}
+    if values["old"]:
+        # its modules cannot be imported beside ours
+        program = re.findall(r'^OURS = """(.*?)"""', source, re.DOTALL | re.MULTILINE)[0]
+        sides["old"] = (old, partial(program.format, run=run, root=str(old), **about))
+    if values["peer"]:
+        convert(Path(run), values["peer"], folder / "ckpt.pt", values["start"])
+        sides["peer"] = (Path(values["peer"]).resolve(), partial(NANOGPT.format, ckpt=str(folder / "ckpt.pt"), **about))
+    return sides
+
+
+def sample(checkout: Path, program: Program, n: int, tokens: int) -> Turn:
     began = time.time()
-    command = [sys.executable, "-c", script]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout
+    command = [sys.executable, "-c", program(n=n)]
+    printed = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True).stdout
     loaded, first, end = map(float, printed.split()[-3:])
     return {"tok_per_sec": n * tokens / (end - loaded), "first_token_s": first - began, "seconds": end - began}
 
 
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    require(bool(values["peer"]) != bool(values["variants"]), "one of peer= and variants= must be given")
-    require(values["peer"] or not values["run"], "run= goes with peer=")
+    pair = bool(values["peer"] or values["old"])
+    require(pair != bool(values["variants"]), "one of peer=, old= and variants= must be given")
+    require(pair or not values["run"], "run= goes with peer= or old=")
     require(not (values["run"] and words), f"{words[:1]} cannot be set for a run that is there")
-    named = {part.strip(): [*words, *part.split()] for part in values["variants"].split(";") if part.strip()}
-    for variant in named.values():
-        load_config(compose(variant))
-    about = {"root": str(ROOT), "start": values["start"], "tokens": values["tokens"]}
     result: dict[str, Any] = {"rounds": values["rounds"], "tokens": values["tokens"], "words": words, **machine()}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        if values["peer"]:
-            peer_model(Path(values["peer"]))
-            run = Path(values["run"] or fresh_run(folder / "run", words)).resolve()
-            peer = Path(values["peer"]).resolve()
-            prompt = convert(run, peer, folder, values["start"])
-            theirs = {"peer": str(peer), "ckpt": str(folder / "ckpt.pt"), "prompt": prompt}
-            sides: dict[str, Any] = {"ours": (OURS, {"run": str(run)}), "peer": (PEERS, theirs)}
-        else:
-            sides = {
-                name: (OURS, {"run": str(fresh_run(folder / f"run{i}", variant))})
-                for i, (name, variant) in enumerate(named.items())
-            }
+    with tempfile.TemporaryDirectory() as folder:
+        sides = sides_of(values, words, Path(folder))
         for n in (1, 10):
-            scripts = {name: script.format(n=n, **about, **own) for name, (script, own) in sides.items()}
-            turns = take_turns(scripts, n, values["tokens"], values["rounds"])
+            print(f"{n} sequence{'s' * (n > 1)}")
+            named = {name: partial(sample, *side, n, values["tokens"]) for name, side in sides.items()}
+            turns = alternate(named, values["rounds"], "tok_per_sec", "tokens/s")
             rows = {name: {key: round(median(side, key), 2) for key in side[0]} for name, side in turns.items()}
             first, *others = turns
-            speeds = {name: ratio(turns, name, first, "tok_per_sec") for name in others}
-            result[f"{n}_sequences"] = (
-                {**rows, "ratio": ratio(turns, "ours", "peer", "tok_per_sec")}
-                if values["peer"]
-                else {"variants": rows, "speed_over_first": speeds}
-            )
+            if values["variants"]:
+                speeds = {name: ratio(turns, name, first, "tok_per_sec") for name in others}
+                result[f"{n}_sequences"] = {"variants": rows, "speed_over_first": speeds}
+                continue
+            names = {"peer": "ratio", "old": "ratio_to_old"}
+            ratios = {names[name]: ratio(turns, "ours", name, "tok_per_sec") for name in others}
+            result[f"{n}_sequences"] = {**rows, **ratios}
     return result
-
-
-def take_turns(scripts: dict[str, str], n: int, tokens: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in scripts}
-    for i in range(rounds):
-        for name in list(scripts)[:: 1 if i % 2 == 0 else -1]:
-            turns[name].append(sample(scripts[name], n, tokens))
-        speeds = ", ".join(f"{name} {side[-1]['tok_per_sec']:.0f} tokens/s" for name, side in turns.items())
-        print(f"{n} sequences, round {i + 1}: {speeds}", flush=True)
-    return turns
 
 
 if __name__ == "__main__":
     known = {
         "peer": (str, ""),
+        "old": (str, ""),
         "variants": (str, ""),
         "run": (str, ""),
         "start": (str, "\n"),

@@ -2,12 +2,13 @@
 
 python scripts/benchmarks/bench_sweep.py [sweep=p_sweep_cpu] [runs=8] [rounds=3] [workers=2] [words of train.py]
 
-`runs` runs of a sweep (seeds of its first setting), each with one thread, by one worker and by `workers`, by turns.
-speed_up: a turn's time with one worker over that with `workers`, median over rounds. Of a turn: start_and_end_s are the
-seconds before the first run and after the last, paid once, however many runs there are; gap_s those between a run's end
-and the next one's start; idle_end is the share of the workers' time in which one has no run left and another one has;
-overhead that in which no run is under way, without idle_end. Runs are meant to take 20 s or more: max_iters= decides.
-The last line is JSON.
+Alternates one worker and `workers` workers on `runs` runs of a sweep (seeds of its first point), one thread a run.
+speed_up: time with one worker / time with `workers`, median over rounds. Of each:
+start_and_end_s  seconds before the first run and after the last; they do not grow with the number of runs
+gap_s            seconds from the end of a run to the start of the next one
+idle_end         share of the workers' time in which a worker has no run left and another one has
+overhead         share of the workers' time without a run, idle_end excluded
+Runs should take 20 s or more: max_iters= decides. The last line is JSON.
 """
 
 import statistics
@@ -15,18 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from core.schema import at_least, require
-from scripts.benchmarks.timing import machine, run_benchmark
+from scripts.benchmarks.timing import ROOT, Turn, alternate, machine, median, ratio, run_benchmark
 from sweeps.definition import load_sweep
 from sweeps.plan import read_plan
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 
-
-def turn(sweep: str, seeds: int, workers: int, words: list[str]) -> dict[str, Any]:
+def launch(sweep: str, seeds: int, words: list[str], workers: int) -> Turn:
     """One launch in a new directory."""
     with tempfile.TemporaryDirectory() as folder:
         sweep_dir = Path(folder) / "sweep"
@@ -42,7 +42,7 @@ def turn(sweep: str, seeds: int, workers: int, words: list[str]) -> dict[str, An
         folders = [sweep_dir / run.id for run in read_plan(sweep_dir)]
         starts = sorted((run / "config.yaml").stat().st_mtime for run in folders)  # written as a run starts
         ends = sorted((run / "summary.json").stat().st_mtime for run in folders)
-    # the run that starts as number k + workers takes the place of the k-th that has ended
+    # the k-th run that ends makes room for start number k + workers
     gaps = [start - end for start, end in zip(starts[workers:], ends, strict=False)]
     busy, idle_end = sum(ends) - sum(starts), sum(ends[-1] - end for end in ends[-workers:])
     return {
@@ -56,34 +56,21 @@ def turn(sweep: str, seeds: int, workers: int, words: list[str]) -> dict[str, An
 
 
 def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    for key, least in {"rounds": 1, "workers": 2}.items():
-        at_least(key, values[key], least)
-    good = values["runs"] > values["workers"] and values["runs"] % values["workers"] == 0
-    require(good, f"runs={values['runs']} must be a multiple of workers={values['workers']}, and more")
+    rounds, runs, workers = values["rounds"], values["runs"], values["workers"]
+    at_least("rounds", rounds, 1)
+    at_least("workers", workers, 2)
+    good = runs > workers and runs % workers == 0
+    require(good, f"runs={runs} must be a multiple of workers={workers}, and more")
     sweep = load_sweep(values["sweep"], {})
     part = next(iter(sweep.parts.values()), sweep)
     first = [f"sweep.grid.{key}={[next(iter(grid.values()))]}" for key, grid in {**sweep.grid, **part.grid}.items()]
     words = [*first, *([] if sweep.folds is None else ["sweep.folds=[0]"]), *words]
-    turns: dict[int, list[dict[str, Any]]] = {1: [], values["workers"]: []}
-    for i in range(values["rounds"]):
-        for workers in sorted(turns, reverse=i % 2 == 1):
-            turns[workers].append(turn(values["sweep"], values["runs"], workers, words))
-        both = ", ".join(f"{n} workers {t[-1]['seconds']:.1f} s" for n, t in turns.items())
-        print(f"round {i + 1}: {both}", flush=True)
-    rows = {
-        f"{n}_workers": {key: round(statistics.median(t[key] for t in of), 4) for key in of[0]}
-        for n, of in turns.items()
-    }
-    ratios = sorted(a["seconds"] / b["seconds"] for a, b in zip(turns[1], turns[values["workers"]], strict=True))
-    speed_up = {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
-    return {
-        **rows,
-        "speed_up": speed_up,
-        "runs": values["runs"],
-        "rounds": values["rounds"],
-        "words": words,
-        **machine(threads=1),
-    }
+    sides = {f"{n}_workers": partial(launch, values["sweep"], runs, words, n) for n in (1, workers)}
+    turns = alternate(sides, rounds)
+    rows = {name: {key: round(median(side, key), 4) for key in side[0]} for name, side in turns.items()}
+    one, several = sides
+    speed_up = ratio(turns, one, several)
+    return {**rows, "speed_up": speed_up, "runs": runs, "rounds": rounds, "words": words, **machine(threads=1)}
 
 
 if __name__ == "__main__":

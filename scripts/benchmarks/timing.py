@@ -1,9 +1,9 @@
-"""What the benchmarks share: sides that are timed by turns, each in a process of its own, and the words they take.
+"""What the benchmarks share: sides that take turns, ratios with their intervals, and the command line.
 
-Timings of one machine drift; what holds is the ratio of two sides that took turns in one run, as a median over rounds.
+A side is one of the things that are compared. The speed of a machine drifts, so single times mean little. We alternate
+the sides on the same machine and report the median over rounds of the ratio within a round.
 """
 
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -13,7 +13,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,20 +23,23 @@ from typing import Any
 from core.cli import read_words, refuse
 from core.schema import ConfigError, require
 
-Work = Callable[[int], dict[str, Any]]  # does n units of work; returns what it wants reported of them
+ROOT = Path(__file__).resolve().parent.parent.parent
+Turn = dict[str, Any]  # what one turn measured: seconds, and more
+Turns = dict[str, list[Turn]]  # side -> its turn in each round
+Work = Callable[[int], Turn]  # does n units of work and reports on them
 
 
 @dataclass
 class Side:
-    """A process that builds its work once, and does some of it when told to."""
+    """A process that builds its work once and does n units of it in each turn."""
 
     name: str
     process: Any
     pipe: Connection
     info: dict[str, Any]
 
-    def take_turn(self, n: int) -> dict[str, Any]:
-        with suppress(BrokenPipeError):  # receive says how it died
+    def take_turn(self, n: int) -> Turn:
+        with suppress(BrokenPipeError):  # receive() reports how it died
             self.pipe.send(n)
         return self.receive()
 
@@ -59,7 +62,7 @@ class Side:
 
 
 def start(name: str, build: Callable[..., tuple[Work, dict[str, Any]]], *arguments: Any) -> Side:
-    """Start a side: `build(*arguments)`, called in the new process, returns its work and what is known of it."""
+    """Start a side. `build(*arguments)` runs in the new process and returns the work and the side's info."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, build, arguments), daemon=True)
@@ -71,6 +74,7 @@ def start(name: str, build: Callable[..., tuple[Work, dict[str, Any]]], *argumen
 
 
 def serve(pipe: Connection, build: Callable[..., tuple[Work, dict[str, Any]]], arguments: tuple[Any, ...]) -> None:
+    """The process of a side: build the work, then do as much of it as each message asks for."""
     try:
         work, info = build(*arguments)
         pipe.send(("ready", info))
@@ -90,62 +94,67 @@ def serve(pipe: Connection, build: Callable[..., tuple[Work, dict[str, Any]]], a
         raise
 
 
-def alternate(sides: list[Side], rounds: int, n: int | dict[str, int]) -> dict[str, list[dict[str, Any]]]:
-    """`rounds` turns of n units for each side (or of its own n), in an order that turns round with every round."""
-    units = n if isinstance(n, dict) else {side.name: n for side in sides}
-    turns: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
+def alternate(sides: Mapping[str, Callable[[], Turn]], rounds: int, key: str = "seconds", unit: str = "s") -> Turns:
+    """`rounds` turns of each side. Every other round has the reverse order. Prints `key` of each turn."""
+    turns: Turns = {name: [] for name in sides}
     for i in range(rounds):
-        for side in sides if i % 2 == 0 else sides[::-1]:
-            turns[side.name].append(side.take_turn(units[side.name]))
-        print(
-            f"round {i + 1}: " + ", ".join(f"{s.name} {turns[s.name][-1]['seconds']:.2f} s" for s in sides), flush=True
-        )
+        for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
+            turns[name].append(sides[name]())
+        print(f"round {i + 1}: " + ", ".join(f"{name} {turns[name][-1][key]:.2f} {unit}" for name in sides), flush=True)
     return turns
 
 
-def median(turns: list[dict[str, Any]], key: str) -> float:
+def median(turns: list[Turn], key: str) -> float:
     return statistics.median(turn[key] for turn in turns)
 
 
-def ratio(
-    turns: dict[str, list[dict[str, Any]]], a: str, b: str, key: str = "seconds", starts: int = 1
-) -> dict[str, float]:
-    """Seconds of a over seconds of b, round by round: the median, from 6 rounds on its 95 % interval (low, high), the
-    lowest and the highest. Of rounds from several starts, one after the other, the same of the starts' medians."""
+def ratio(turns: Turns, a: str, b: str, key: str = "seconds", starts: int = 1) -> dict[str, float]:
+    """spread() over rounds of a's `key` / b's. With rounds from several starts of the processes, one start after the
+    other: spread() over starts of the median ratio of each."""
     ratios = [x[key] / y[key] for x, y in zip(turns[a], turns[b], strict=True)]
-    if starts > 1:
-        n = len(ratios) // starts
-        ratios = [statistics.median(ratios[i * n : (i + 1) * n]) for i in range(starts)]
-    ratios.sort()
-    found = {"median": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
-    if (k := rank_of_interval(len(ratios))) > 0:
-        found |= {"low": ratios[k - 1], "high": ratios[-k]}
+    n = len(ratios) // starts
+    return spread([statistics.median(ratios[i * n : (i + 1) * n]) for i in range(starts)] if starts > 1 else ratios)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, lowest and highest, and with 6 values or more the 95 % interval of the median: low, high."""
+    values = sorted(values)
+    found = {"median": statistics.median(values), "lowest": values[0], "highest": values[-1]}
+    if (k := rank_of_interval(len(values))) > 0:
+        found |= {"low": values[k - 1], "high": values[-k]}
     return found
 
 
 def rank_of_interval(n: int) -> int:
-    """k such that the k-th lowest and the k-th highest of n values hold the median between them in at least 95 % of
-    samples, whatever the distribution (the sign test's interval: binomial, 1/2); 0 where n is too small."""
-    k, below = 0, math.comb(n, 0)  # of 2^n samples, those with at most k values below the median
+    """The largest k such that the k-th lowest and the k-th highest of n values enclose the median with a probability of
+    at least 95 %, for any distribution (sign test: binomial with 1/2); 0 where n is too small."""
+    k, below = 0, math.comb(n, 0)  # of 2^n equally likely samples, those with at most k values below the median
     while 40 * below <= 2**n:
         k += 1
         below += math.comb(n, k)
     return k
 
 
-def peer_model(peer: Path) -> Any:
-    """The module model.py of a checkout of nanoGPT. Raises: ConfigError where there is none."""
-    spec = importlib.util.spec_from_file_location("peer_model", peer / "model.py")
-    require((peer / "model.py").exists(), f"peer={peer} must be a checkout of nanoGPT: it has no model.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["peer_model"] = module
-    spec.loader.exec_module(module)
-    return module
+def variants(values: dict[str, Any], words: list[str]) -> dict[str, list[str]]:
+    """variants=A;B -> {"A": words of A, "B": words of B}, each after the common `words`. Raises: ConfigError."""
+    from sweeps.plan import compose
+    from training.config import load_config
+
+    named = {part.strip(): [*words, *part.split()] for part in values["variants"].split(";") if part.strip()}
+    for variant in named.values():
+        load_config(compose(variant))
+    return named
+
+
+def program_of(checkout: str, name: str) -> Path:
+    """The file of the benchmark `name` in another checkout of this repository. Raises: ConfigError."""
+    files = [*Path(checkout).resolve().glob(f"scripts/**/{name}")]  # it has not always been in scripts/benchmarks/
+    require(len(files) == 1, f"old={checkout} must be a checkout of this repository: it has no {name}")
+    return files[0]
 
 
 def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
-    """What a figure depends on. device, threads: the words of train.py that it was measured with."""
+    """The conditions of a measurement. device, threads: as in train.py's settings."""
     import torch
 
     from core.device import device_name, resolve_device

@@ -1,0 +1,200 @@
+"""What bench_decode.py times: one decoding step of an MLA layer with each kind of cache, and a copy.
+
+Shapes: B batch, T context, nh heads, kr = kv_rank, dn, dr and dv channels of a head: nope, RoPE, value.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.device import resolve_device, resolve_dtype, synchronize
+from model.generate import keys_dtype
+from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope, causal_attention
+from scripts.benchmarks.timing import Turn, Work
+from training.config import TrainConfig
+
+GRAPH = 10  # steps of a CUDA graph
+CHUNK = 4096  # positions that are written together
+ROOM = 64  # free positions of a cache of latents, as during generation: its sequences are then not contiguous
+
+Step = Callable[[], Any]
+Shared = dict[str, Tensor]  # weights and latents that sides of one process share
+
+
+class Layer:
+    """An attention module with a cache for `context` tokens.
+
+    allocate() returns the tensors that a step must read. write() caches latent (B, n, kr) and k_rope (B, 1, n, dr) of
+    the tokens from `pos` on. attend() caches the last token and returns the output (B, nh, 1, dv) of its queries
+    (B, nh, 1, dn) and (B, nh, 1, dr).
+    """
+
+    allocate: Callable[..., list[Tensor]]
+    write: Callable[..., None]
+    attend: Callable[..., Tensor]
+
+    def __init__(self, attn: Any, rope: Rope, batch: int, context: int, shared: Shared) -> None:
+        self.attn, self.rope, self.last = attn, rope, context - 1
+        self.held = self.allocate(batch, context, attn.c_proj.weight, shared)
+
+
+class FullKeys(Layer):
+    """Caches the normalised keys and the values of every token."""
+
+    def allocate(self, batch: int, context: int, weight: Tensor, shared: Shared) -> list[Tensor]:
+        attn = self.attn
+        dtype = keys_dtype(weight.dtype, weight.device)
+
+        def empty(n: int) -> Tensor:
+            return torch.empty(batch, attn.n_head, context, n, dtype=dtype, device=weight.device)
+
+        self.k, self.v = empty(attn.nope_dim + attn.rope_dim), empty(attn.v_dim)  # (B, nh, T, dn + dr), (B, nh, T, dv)
+        return [self.k, self.v]
+
+    def write(self, latent: Tensor, k_rope: Tensor, pos: int) -> None:
+        new = slice(pos, pos + latent.size(1))
+        self.k[:, :, new], self.v[:, :, new] = self.attn.keys_and_values(latent, k_rope, self.rope, pos)
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        self.write(latent, k_rope, self.last)
+        return causal_attention(torch.cat([q_nope, q_rope], -1), self.k, self.v, self.attn.logit_scale.left)
+
+
+class Reexpanded(Layer):
+    """Caches latents; computes the keys and values of all tokens at every step."""
+
+    def allocate(self, batch: int, context: int, weight: Tensor, shared: Shared) -> list[Tensor]:
+        self.latents = weight.new_empty(batch, context, self.attn.kv_rank)  # (B, T, kr)
+        self.k_ropes = weight.new_empty(batch, 1, context, self.attn.rope_dim)  # (B, 1, T, dr)
+        return [self.latents, self.k_ropes]
+
+    def write(self, latent: Tensor, k_rope: Tensor, pos: int) -> None:
+        self.latents[:, pos : pos + latent.size(1)] = latent
+        self.k_ropes[:, :, pos : pos + latent.size(1)] = k_rope
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        self.write(latent, k_rope, self.last)
+        return self.attn.explicit(q_nope, q_rope, self.latents, self.k_ropes, self.rope)
+
+
+class Absorbed(Layer):
+    """Caches latents, and with a QK norm its scalar of every token and head; never forms keys or values."""
+
+    def allocate(self, batch: int, context: int, weight: Tensor, shared: Shared) -> list[Tensor]:
+        cache: LatentCache = self.attn.new_cache(batch, context + ROOM, weight.dtype)
+        cache.latent = shared.setdefault("latent", cache.latent)
+        self.cache = cache
+        tensors = (cache.latent, cache.k_rope, cache.s, cache.shift)
+        return [tensor[:, :context] for tensor in tensors if tensor is not None]
+
+    def write(self, latent: Tensor, k_rope: Tensor, pos: int) -> None:
+        self.attn.extend(self.cache, latent, self.attn.contents(latent), k_rope, self.rope, pos)
+
+    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        return self.attn.absorbed(q_nope, q_rope, latent, k_rope, self.cache, self.last, self.rope)
+
+
+def layers(configs: dict[str, TrainConfig], batch: int) -> tuple[Work, dict[str, Any]]:
+    """Sides that share a process, weights and latents. A turn is n steps of each; the info is by name as well."""
+    shared: Shared = {}
+    built = {name: layer(name, config, batch, shared) for name, config in configs.items()}
+    device = resolve_device(next(iter(configs.values())).device)
+    order, steps = random.Random(0), GRAPH if device.type == "cuda" else 1
+
+    def work(n: int) -> Turn:
+        ms = {name: {"ms": 0.0, "attend_ms": 0.0} for name in built}
+        for key in ("ms", "attend_ms"):
+            for timed in [False, *[True] * n]:  # first once untimed: the processor's cache holds other data
+                for name in order.sample([*built], len(built)):
+                    began = time.perf_counter()
+                    built[name][0][key]()
+                    synchronize(device)
+                    if timed:
+                        ms[name][key] += 1000 * (time.perf_counter() - began) / (n * steps)
+        return ms
+
+    work(1)  # warm-up
+    return work, {name: info for name, (_, info) in built.items()}
+
+
+def layer(name: str, config: TrainConfig, batch: int, shared: Shared) -> tuple[dict[str, Step], dict[str, Any]]:
+    """Steps at position T - 1 of a full cache, which they do not change. Returns "ms", a step (on CUDA a graph of GRAPH
+    of them), "attend_ms", its attention alone, and the side's info."""
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    gpt = GPT(config, vocab_size=1)
+    gpt.init_weights(config.seed)
+    attn: MultiHeadLatentAttention = gpt.attentions[0].to(device, dtype).eval()
+    for key, weight in attn.named_parameters():
+        weight.data = shared.setdefault(key, weight.data)
+    rope: Rope = (gpt.cos.to(device), gpt.sin.to(device))  # type: ignore[assignment]
+    context, generator = config.model.block_size, torch.Generator(device).manual_seed(config.seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    kind = {"full_keys": FullKeys, "reexpanded": Reexpanded}.get(name, Absorbed)
+    side: Layer = kind(attn, rope, batch, context, shared)
+    x = draw(batch, 1, config.model.n_embd)
+    for pos in range(0, context, CHUNK):
+        n = min(CHUNK, context - pos)
+        k_rope = draw(batch, 1, n, attn.rope_dim)
+        latent = attn.kv_a_norm(draw(batch, n, attn.kv_rank))
+        side.write(latent, k_rope if attn.unified else attn.k_rope_norm(k_rope), pos)
+    inputs = attn.inputs(x, rope, side.last)
+
+    def step() -> Tensor:  # MultiHeadLatentAttention.forward, with this side's cache
+        y = side.attend(*attn.inputs(x, rope, side.last))
+        return attn.c_proj(y.transpose(1, 2).reshape(batch, 1, -1))
+
+    y = step()
+    steps: dict[str, Step] = {"ms": step, "attend_ms": lambda: side.attend(*inputs)}
+    if device.type == "cuda":
+        steps = {key: graph_of(one) for key, one in steps.items()}
+    cached, weights = (sum(tensor.nbytes for tensor in tensors) for tensors in (side.held, attn.parameters()))
+    return steps, {
+        "cache_bytes": cached, "weight_bytes": weights, "dtype": str(dtype), "y": y.flatten().tolist(),
+    }  # fmt: skip
+
+
+def graph_of(step: Step) -> Step:
+    """GRAPH compiled steps as one CUDA graph. Its result must be that of the step."""
+    expected = step().float()
+    compiled = torch.compile(step)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # compilation and the first calls of kernels cannot be captured
+        for _ in range(3):
+            compiled()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH):
+            y = compiled()
+    graph.replay()
+    error = float((y.float() - expected).norm() / expected.norm())
+    assert error < 5e-2, f"the CUDA graph differs from the step by {error}"
+    return graph.replay
+
+
+def copying(device_word: str, threads: int | None) -> tuple[Work, dict[str, Any]]:
+    """The bandwidth of a copy that is larger than any cache: bytes read and written a second."""
+    torch.set_num_threads(threads or torch.get_num_threads())
+    device = resolve_device(device_word)
+    source = torch.ones(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def work(n: int) -> Turn:
+        began = time.perf_counter()
+        for _ in range(n):
+            target.copy_(source)
+        synchronize(device)
+        return {"gb_per_s": 2 * n * source.nbytes / (time.perf_counter() - began) / 1e9}
+
+    work(1)
+    return work, {}
