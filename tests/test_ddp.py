@@ -23,15 +23,27 @@ def torchrun(cwd: Path, *overrides: str, script: Path = ROOT / "train.py") -> su
     )
 
 
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
+LONG = """
+import model.gpt, train
+model.gpt.LOGITS_AT_ONCE = 100
+train.main()
+"""
+
+
+@pytest.mark.parametrize("changes", ["optim=adamw", "optim=muon", "model.activation_checkpointing=true"])
 def test_two_ranks_equal_one_and_resume_bit_for_bit(
-    optim: str, program: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+    changes: str, program: Callable[..., Any], tiny_run: list[str], tmp_path: Path
 ) -> None:
-    words = [*tiny_run, *WORDS, f"optim={optim}"]
-    alone = program("train.py", *words, "out_dir=alone")
+    """The last, without logits, equals a run with logits and without checkpointing."""
+    script, long = ROOT / "train.py", changes.startswith("model")
+    if long:
+        script = tmp_path / "long.py"
+        script.write_text(LONG)
+    words = [*tiny_run, *WORDS]
+    alone = program("train.py", *words, *([] if long else [changes]), "out_dir=alone")
     assert alone.returncode == 0, alone.stderr
     for overrides in (["out_dir=two"], ["out_dir=halves", "max_iters=3"], ["out_dir=halves"]):
-        done = torchrun(tmp_path, *words, *overrides)
+        done = torchrun(tmp_path, *words, changes, *overrides, script=script)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("done: val/loss") == 1  # one rank speaks
     assert_same_run(tmp_path / "two", tmp_path / "halves")

@@ -1,21 +1,16 @@
 """Long sequences: the loss without the logits, activation checkpointing, and what they leave of a step's memory."""
 
-import functools
-import json
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from test_ddp import torchrun
-from test_train import assert_same_run, configured, lines, weights
+from test_train import assert_same_run, configured
 from torch import Tensor
-from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
 from variants import LAYOUTS, V, build, config_of, random_tokens
 
@@ -190,37 +185,6 @@ def test_it_neither_names_a_run_nor_stops_its_resume(corpus: Path, tmp_path: Pat
     assert replace(other, out_dir=None).run_dir == replace(config, out_dir=None).run_dir
 
 
-@pytest.mark.parametrize("attention", ["gqa", "mla"])
-def test_compiled_it_is_the_plain_run_in_one_graph(
-    attention: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without logits, checkpointed, with clipped heads, over two micro-batches; but for the code generator."""
-    graphs = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return aot_eager(graph, inputs)
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, fullgraph=True, backend=backend))
-    shape = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, "position": "rope"}
-    layout = {"name": "gqa", "n_kv_head": 2} if attention == "gqa" else {"name": "mla", "kv_rank": 12, "nope_dim": 8}
-    changes = {
-        "attention": layout, "qk_clip": {"name": "clip", "threshold": 0.02}, "gradient_accumulation_steps": 2,
-        "optim": {"name": "adamw", "learning_rate": 1e-2}, "dtype": "float32", "max_iters": 3,
-    }  # fmt: skip
-    plain, long = ({**shape, "rope_theta": 1e4, "activation_checkpointing": on} for on in (False, True))
-    assert train.run(configured(corpus, tmp_path / "plain", model=plain, **changes)) == 0
-    monkeypatch.setattr(model.gpt, "LOGITS_AT_ONCE", 300)
-    assert train.run(configured(corpus, tmp_path / "long", model=long, compile=True, **changes)) == 0
-    expected = lines(tmp_path / "plain")
-    assert sum(line["qk_clip/clipped"] for line in expected[:-1]) > 0
-    for a, b in zip(expected, lines(tmp_path / "long"), strict=True):
-        assert b == pytest.approx(a, rel=1e-5)
-    assert graphs == 2  # training and evaluation
-
-
 def test_generated_code_has_the_loss_and_gradients_of_eager_code() -> None:
     """torch.compile's own backend, under autocast."""
     if shutil.which("g++") is None and not os.environ.get("CI"):
@@ -235,30 +199,6 @@ def test_generated_code_has_the_loss_and_gradients_of_eager_code() -> None:
         loss.backward()
         found.append({"loss": loss.detach(), "x": x.grad, "weight": weight.grad})
     assert relative(*found) <= 5e-3
-
-
-SCRIPT = """
-import sys
-import model.gpt, train
-model.gpt.LOGITS_AT_ONCE = 100
-train.main()
-"""
-
-
-def test_two_ranks_equal_one(tiny_run: list[str], tmp_path: Path) -> None:
-    (tmp_path / "long.py").write_text(SCRIPT)
-    words = [*tiny_run, "model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=4", "dtype=float32"]
-    checkpointing = "model.activation_checkpointing=true"
-    done = torchrun(tmp_path, *words, checkpointing, "out_dir=two", script=tmp_path / "long.py")
-    assert done.returncode == 0, done.stderr
-    settings = json.loads((tmp_path / "two" / "ckpt" / "latest" / "state.json").read_text())["config"]
-    settings["model"]["activation_checkpointing"] = False
-    assert train.run(load_config({**settings, "out_dir": str(tmp_path / "alone")})) == 0
-    for a, b in zip(lines(tmp_path / "two"), lines(tmp_path / "alone"), strict=True):
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
-    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "alone")
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
 
 
 # -----------------------------------------------------------------------------

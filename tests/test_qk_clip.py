@@ -18,6 +18,7 @@ from test_train import QK_CLIP, configured, lines, weights
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
+import model.gpt
 import train
 from model.gpt import GPT, max_logits, queries_at_once
 from model.options import AttentionOptions, GQAOptions, MHAOptions, MLAOptions, ModelOptions
@@ -213,12 +214,14 @@ def test_a_line_tells_of_all_updates_since_the_one_before_and_no_clip_goes_unlog
             assert line[f"qk_clip/{key}"] == max(update[f"qk_clip/{key}"] for update in updates)
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("attention, optim", [("mha", "adamw"), ("gqa", "adamw"), ("mla", "adamw"), ("mla", "muon")])
 def test_compiled_runs_clip_as_eager_ones(
-    attention: str, optim: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    attention: str, optim: str, long: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole program, but for the code generator, whose turn is next: maxima are neither lost nor left over between
-    micro-batches, updates, evaluations and the start-up checks, and one graph trains."""
+    micro-batches, updates, evaluations and the start-up checks, and one graph trains. long: compiled with activation
+    checkpointing, and without the logits."""
     graphs = 0
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -228,16 +231,21 @@ def test_compiled_runs_clip_as_eager_ones(
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, fullgraph=True, backend=backend))
-    model = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, "position": "rope"}
+    shape = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, "position": "rope"}
     changes = {
-        "model": {**model, "rope_theta": 1e4}, "attention": asdict(LAYOUTS[attention]), "qk_clip": QK_CLIP,
-        "optim": {"name": optim, "learning_rate": 1e-2}, "gradient_accumulation_steps": 2, "dtype": "float32",
+        "attention": asdict(LAYOUTS[attention]), "qk_clip": QK_CLIP, "dtype": "float32", "max_iters": 4,
+        "optim": {"name": optim, "learning_rate": 1e-2}, "gradient_accumulation_steps": 2,
     }  # fmt: skip
     for name in ("eager", "compiled"):
-        assert train.run(configured(corpus, tmp_path / name, compile=name == "compiled", **changes)) == 0
-    eager, compiled = lines(tmp_path / "eager"), lines(tmp_path / "compiled")
+        compiled = name == "compiled"
+        with monkeypatch.context() as patch:
+            if compiled and long:
+                patch.setattr(model.gpt, "LOGITS_AT_ONCE", 300)
+            sizes = {**shape, "rope_theta": 1e4, "activation_checkpointing": compiled and long}
+            assert train.run(configured(corpus, tmp_path / name, compile=compiled, model=sizes, **changes)) == 0
+    eager, logged = lines(tmp_path / "eager"), lines(tmp_path / "compiled")
     assert sum(line["qk_clip/clipped"] for line in eager[:-1]) > 0
-    for a, b in zip(eager, compiled, strict=True):
+    for a, b in zip(eager, logged, strict=True):
         assert b == pytest.approx(a, rel=1e-5)
     assert graphs == 2  # training and evaluation
 
