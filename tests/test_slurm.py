@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from test_faults import exit_status, fork
 from test_sweeps import eventually, frozen, launched, pending_signals, times_finished, tiny_sweep
 from test_train import assert_same_run
@@ -27,7 +26,6 @@ SLURM = os.environ.get("NANOQK_SLURM")
 TWO_RUNS = "sweep.folds=[0]"
 PROGRAM = """
 import sys
-sys.path.insert(0, sys.argv.pop(1))
 import sweeps.launchers
 sweeps.launchers.SQUEUE_EVERY = 0.5
 from sweeps.launch import main
@@ -91,7 +89,7 @@ class OnSlurm:
 
     def launch(self, *words: str) -> subprocess.Popen[str]:
         where = [f"sweep={self.sweep}", f"sweep_dir={self.path}", "launcher=slurm", "launcher.timeout_min=10"]
-        command = [sys.executable, "-c", PROGRAM, str(ROOT), *where, *words]
+        command = [sys.executable, "-c", PROGRAM, *where, *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.launchers.append(subprocess.Popen(command, cwd=self.path.parent, **pipes))  # type: ignore[call-overload]
         return self.launchers[-1]

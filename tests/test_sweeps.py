@@ -336,9 +336,8 @@ def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["torn", "no text", "empty"])
 def test_a_plan_that_cannot_be_read_is_said_in_one_line(damage: str, undisturbed: Path, tmp_path: Path) -> None:
     plan = (undisturbed.parent / "sweep" / "plan.jsonl").read_bytes()
-    (tmp_path / "plan.jsonl").write_bytes(
-        {"torn": plan[: len(plan) // 2 + 7], "no text": b"\xff\xfe", "empty": b""}[damage]
-    )
+    damaged = {"torn": plan[: len(plan) // 2 + 7], "no text": b"\xff\xfe", "empty": b""}
+    (tmp_path / "plan.jsonl").write_bytes(damaged[damage])
     with pytest.raises(ConfigError, match=r"has a plan\.jsonl (that cannot be read|without a run)"):
         read_plan(tmp_path)
 
@@ -366,12 +365,9 @@ def test_a_frozen_plan_may_grow_but_not_change(tmp_path: Path, corpus: Path) -> 
     assert len(frozen(file)) == 8
     before = (folder / "plan.jsonl").read_bytes(), (folder / "sweep.json").read_bytes()
     assert len(frozen(file, {"folds": [1], "grid.qk_norm": ["rms"]})) == 8  # fewer: they alone are launched
-    for word, change in {
-        "max_iters=61": "max_iters 60 -> 61", "optim.learning_rate=0.01": "optim.learning_rate",
-        "eval_interval=3": "eval_interval 2 -> 3",
-    }.items():  # fmt: skip
-        with pytest.raises(ConfigError, match=change):
-            frozen(file, {}, word)
+    for key, old, new in (("max_iters", 60, 61), ("optim.learning_rate", "0.001", 0.01), ("eval_interval", 2, 3)):
+        with pytest.raises(ConfigError, match=f"{key} {old} -> {new}"):
+            frozen(file, {}, f"{key}={new}")
     assert before == ((folder / "plan.jsonl").read_bytes(), (folder / "sweep.json").read_bytes())
     about = read_json(folder / "sweep.json")
     assert about["name"] == "tiny"
@@ -422,14 +418,13 @@ def test_the_checkouts_commit_and_changes_are_frozen_with_the_plan(tmp_path: Pat
     (code / "README.md").write_text("changed\n")
     file = tiny_sweep(tmp_path, corpus)
     script = f"""
-import sys; sys.path.insert(0, "{code}")
 from pathlib import Path
 from sweeps.definition import load_sweep
 from sweeps.plan import freeze, plan_runs
 sweep = load_sweep("{file}", {{}})
 freeze(Path("{tmp_path}/sweep"), "tiny", sweep, [], plan_runs(sweep, []))
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=code)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=code, capture_output=True, text=True, check=True).stdout
     (frozen,) = read_json(tmp_path / "sweep" / "sweep.json")["frozen"]
     commit, _, changes = frozen.pop("commit").partition("+")
@@ -542,15 +537,13 @@ def test_two_launchers_at_once_run_nothing_twice(undisturbed: Path, sweep: Path)
     (slow,) = workers_of(folder)
     os.kill(slow, signal.SIGSTOP)  # until the other launcher has taken a run
     second = launcher(sweep)
-    eventually(
-        lambda: any(f"-{second.pid}-" in n for r in read_plan(folder) for n in read_claim(folder, r.id)["tries"])
-    )
+    plan = read_plan(folder)
+    eventually(lambda: any(f"-{second.pid}-" in name for run in plan for name in read_claim(folder, run.id)["tries"]))
     os.kill(slow, signal.SIGCONT)
     assert all("8 done" in output_of(process) for process in (first, second))
     assert_same_sweep(undisturbed.parent / "sweep", folder)
-    began = [(folder / run.id / "train.log").read_text().count(" parameters, ") for run in read_plan(folder)]
-    assert began == 8 * [1]
-    assert len({tuple(read_claim(folder, run.id)["tries"]) for run in read_plan(folder)}) == 2  # both took some
+    assert [(folder / run.id / "train.log").read_text().count(" parameters, ") for run in plan] == 8 * [1]
+    assert len({tuple(read_claim(folder, run.id)["tries"]) for run in plan}) == 2  # both took some
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -761,11 +754,8 @@ def test_a_claim_goes_with_the_process_that_holds_it(tmp_path: Path) -> None:
 def test_a_diverged_run_is_a_result_and_not_a_failure(
     tmp_path: Path, corpus: Path, eval_interval: int, reason: str
 ) -> None:
-    words, grid = (
-        ["max_iters=30", "grad_clip=0", f"eval_interval={eval_interval}"],
-        {"optim.learning_rate": [1e-3, 1e30]},
-    )
-    sweep = tiny_sweep(tmp_path, corpus, *words, grid=grid, folds=None)
+    words = ["max_iters=30", "grad_clip=0", f"eval_interval={eval_interval}"]
+    sweep = tiny_sweep(tmp_path, corpus, *words, grid={"optim.learning_rate": [1e-3, 1e30]}, folds=None)
     output = launched(sweep)
     assert "1 done, 1 diverged" in output
     (line,) = (line for line in output.splitlines() if line.startswith("diverged: "))
