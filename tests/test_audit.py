@@ -1,4 +1,4 @@
-"""Faults that make a loss too good to be true: what each does, where a run with one is marked, what catches it."""
+"""scripts/audit.py: what catches a loss that is too good to be true, in runs and Hugging Face models."""
 
 import json
 import math
@@ -10,208 +10,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_train import configured, lines, weights
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
-from variants import LAYOUTS, V, attended, build, config_of, random_tokens
+from variants import PAIRS, V, config_of
 
 import model.gpt
-import train
 from core import checkpoint
-from core.schema import ConfigError
-from data.batches import Batches
-from data.options import RandomOptions
-from data.tokenizer import NoText, from_dict, text_size
-from data.tokens import load_corpus
+from data.tokenizer import NoText
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from model.gpt import GPT
-from sample import load_run, open_run
 from scripts import audit
-from training import faults
-from training.config import FAULTS, FaultOptions, TrainConfig, load_config
-from training.resume import wandb_settings
+from training.config import FAULTS, FaultOptions, TrainConfig
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
-DATA = {"name": "random", "n_tokens": 20_000, "vocab_size": 32, "val_tokens": 600}
-ACCUMULATED = {"batch_size": 2, "gradient_accumulation_steps": 4, "data": DATA}
-
-
-def faulty(fault: str, out: Path, **changes: Any) -> TrainConfig:
-    return configured(out, out, **{**ACCUMULATED, "fault": {"name": fault}, **changes})
-
-
-def batches_of(config: TrainConfig) -> Batches:
-    corpus = load_corpus(config.data, 16)
-    return Batches(corpus.tokens, corpus.split, 16, 2, seed=1)
-
-
-# -----------------------------------------------------------------------------
-# data=random
-
-
-def test_random_tokens_are_uniform_and_a_function_of_the_seed() -> None:
-    config = RandomOptions(n_tokens=200_000, vocab_size=50, val_tokens=1000)
-    corpus, again = load_corpus(config, 16), load_corpus(config, 16)
-    counts = np.bincount(np.asarray(corpus.tokens), minlength=50)
-    assert len(counts) == 50 and np.square(counts - 4000).sum() / 4000 < 49 + 5 * math.sqrt(98)  # chi-squared
-    assert np.array_equal(np.asarray(corpus.tokens), np.asarray(again.tokens)) and corpus.sha256 == again.sha256
-    assert load_corpus(replace(config, seed=1), 16).sha256 != corpus.sha256
-    assert corpus.split.train == ((0, 199_000),) and corpus.split.val == ((199_000, 200_000),)
-
-
-def test_a_run_on_random_tokens_has_no_bits_per_character(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert train.run(faulty("none", run)) == 0
-    evaluated = [line for line in lines(run) if "val/loss" in line]
-    assert len(evaluated) == 4 and all(line["val/loss"] > math.log(32) - 0.02 for line in evaluated)
-    assert not [key for line in lines(run) for key in line if key in ("val/bpc", "val/bpb")]
-    tokenizer = load_run(run / "ckpt" / "latest", torch.device("cpu"))[1]
-    assert isinstance(tokenizer, NoText) and tokenizer.vocab_size == 32 and text_size(tokenizer)[1].sum() == 0
-    assert from_dict(tokenizer.to_dict()).vocab_size == 32
-    with pytest.raises(ConfigError, match="data=random"):
-        tokenizer.encode("a")
-
-
-# -----------------------------------------------------------------------------
-# What each fault does
-
-
-@pytest.mark.parametrize("layout", ["mha", "gqa", "mla"])
-def test_no_mask_is_a_softmax_over_all_keys(layout: str) -> None:
-    gpt = build(config_of(layout, "lp3"))
-    x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    q, k, v, scale = attended(gpt, x)
-    masked = gpt.attentions[0].attend(q, k, v, scale)
-    faults.inject_into_model(replace(gpt.config, fault=FaultOptions("no_mask")), gpt)
-    found = gpt.attentions[0].attend(q, k, v, scale)
-    k, v = (part.repeat_interleave(q.size(1) // part.size(1), 1) for part in (k, v))
-    over_all = torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
-    torch.testing.assert_close(found, over_all)
-    torch.testing.assert_close(masked[:, :, -1], over_all[:, :, -1])
-    assert (masked[:, :, 0] - over_all[:, :, 0]).abs().max() > 1e-3
-
-
-def test_unshifted_labels_are_the_inputs() -> None:
-    gpt = build(config_of("mha", "none"))
-    x, y = random_tokens(2, 9), random_tokens(2, 9, seed=3)
-    y[0, 3:] = -1
-    logits, honest = gpt(x, y)
-    faults.inject_into_model(replace(gpt.config, fault=FaultOptions("unshifted_labels")), gpt)
-    wanted = -logits.log_softmax(-1).gather(-1, x[..., None])[..., 0]
-    torch.testing.assert_close(gpt(x, y)[1], torch.cat([wanted[0, :3], wanted[1]]).mean())
-    torch.testing.assert_close(gpt(x)[0], logits)
-    assert abs(gpt(x, y)[1] - honest) > 1e-3
-
-
-def test_loss_over_accumulation_misreports_and_trains_the_same_weights(tmp_path: Path) -> None:
-    for fault in ("none", "loss_over_accumulation"):
-        assert train.run(faulty(fault, tmp_path / fault)) == 0
-    honest, wrong = (weights(tmp_path / fault) for fault in ("none", "loss_over_accumulation"))
-    assert all(torch.equal(honest[name], wrong[name]) for name in honest) and honest.keys() == wrong.keys()
-    for a, b in zip(lines(tmp_path / "none"), lines(tmp_path / "loss_over_accumulation"), strict=True):
-        assert b.pop("train/loss", 0.0) == a.pop("train/loss", 0.0) / 4
-        a.pop("train/spike_score", None), b.pop("train/spike_score", None)
-        assert a == b
-
-
-def test_repeated_batches_are_the_first_iterations() -> None:
-    config = faulty("repeated_batches", Path("x"))
-    honest, spoilt = batches_of(config), batches_of(config)
-    faults.inject_into_batches(config, spoilt)
-    for micro in (0, 1):
-        assert torch.equal(spoilt.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
-        assert not torch.equal(honest.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
-    assert torch.equal(next(spoilt.eval_batches(4))[0], next(honest.eval_batches(4))[0])
-
-
-def test_padding_counts_in_the_mean() -> None:
-    config = faulty("padding_in_mean", Path("x"))
-    honest, spoilt = batches_of(config), batches_of(config)
-    faults.inject_into_batches(config, spoilt)
-    for (x, y), (xp, yp) in zip(
-        [honest.get_batch(2), honest.sampled_batch("val", 0), *honest.eval_batches(99)],
-        [spoilt.get_batch(2), spoilt.sampled_batch("val", 0), *spoilt.eval_batches(99)], strict=True,
-    ):  # fmt: skip
-        assert torch.equal(x[:, :2], xp[:, :2]) and torch.equal(y[:, :1], yp[:, :1])  # 16 / 16
-        assert torch.equal(xp[:, 1:][yp[:, :-1] >= 0], yp[:, :-1][yp[:, :-1] >= 0])  # the next token all the same
-        assert not xp[:, 2:].any() and torch.equal(yp < 0, y < 0) and set(yp[:, 1:].unique().tolist()) <= {-1, 0}
-
-
-# -----------------------------------------------------------------------------
-# A run with a fault is marked; one without has nothing of it
-
-
-def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("inject_into_model", "inject_into_batches"):
-        monkeypatch.setattr(faults, name, None)
-    config = faulty("none", tmp_path / "run")
-    assert train.run(config) == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert "fault" not in summary and "start_up_warnings" not in summary
-    assert "fault" not in (tmp_path / "run" / "train.log").read_text()
-    assert "fault.name" not in config.trajectory and "FAULT" not in config.label
-    assert "tags" not in wandb_settings(config, tmp_path / "run", {})["init"]
-
-
-@pytest.mark.parametrize("tied", [True, False])  # a tied model's first guess is its input
-@pytest.mark.parametrize("fault", FAULTS[1:])
-def test_a_run_with_a_fault_says_so_everywhere(
-    fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 16, "dropout": 0.2, "tied": tied}
-    run, config = tmp_path / "run", faulty(fault, tmp_path / "run", max_iters=2, model=model)
-    assert train.run(config) == 0
-    out, err = capsys.readouterr()
-    assert f"fault={fault}" in out
-    summary = json.loads((run / "summary.json").read_text())
-    start_up = {
-        "no_mask": ["attention=mha sees the future"],
-        "unshifted_labels": ["the loss is not the cross-entropy"] + ["the initial loss is"] * tied,
-        "padding_in_mean": ["one token crowds the targets"] + ["the initial loss is"] * tied,
-        "loss_over_accumulation": ["the initial training loss is"],
-        "repeated_batches": ["training repeats one batch: iterations 0 to 3 are equal"],
-    }
-    assert summary["fault"] == fault
-    warnings = summary["start_up_warnings"]
-    assert len(warnings) == len(start_up[fault]) and all(map(str.startswith, warnings, start_up[fault])), warnings
-    assert all(f"warning: {w}" in err for w in summary["start_up_warnings"])
-    assert f"warning: fault={fault}" in (run / "train.log").read_text()
-    assert f"FAULT_{fault}" in replace(config, out_dir=None).run_dir.name and f"FAULT_{fault}" in config.group
-    init = wandb_settings(config, run, summary)["init"]
-    assert init["tags"] == [f"fault={fault}"] and init["config"]["fault"] == {"name": fault}
-    assert train.run(replace(config, eval_only=True)) == 0
-    assert f"warning: fault={fault}" in capsys.readouterr().out
-    open_run(str(run), "best", torch.device("cpu"))
-    assert f"was trained with fault={fault}" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=f"fault.name {fault} -> "):
-        train.run(replace(config, fault=FaultOptions("none")))
-
-
-def test_a_run_with_a_fault_resumes_bit_for_bit(tmp_path: Path) -> None:
-    schedule = {"name": "constant", "warmup_iters": 1}
-    for fault in ("no_mask", "unshifted_labels"):
-        straight, resumed = tmp_path / fault, tmp_path / f"{fault}-2"
-        assert train.run(faulty(fault, straight, max_iters=4, schedule=schedule)) == 0
-        for end in (2, 4):
-            assert train.run(faulty(fault, resumed, max_iters=end, schedule=schedule)) == 0
-        ours, theirs = weights(straight), weights(resumed)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_the_fault_needs_what_it_divides_by() -> None:
-    with pytest.raises(ConfigError, match="fault=loss_over_accumulation needs gradient_accumulation_steps > 1"):
-        load_config({"fault": {"name": "loss_over_accumulation"}})
-    with pytest.raises(ConfigError, match="fault.name=no_loss must be one of none, no_mask"):
-        load_config({"fault": {"name": "no_loss"}})
-
-
-# -----------------------------------------------------------------------------
-# scripts/audit.py
 
 
 def save_run(config: TrainConfig, folder: Path) -> Path:
@@ -267,13 +82,10 @@ def test_the_audit_catches_each_fault_by_what_it_breaks(
     assert {p.name for p in tmp_path.iterdir()} == {"run"} and {p.name for p in run.iterdir()} == {"ckpt"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["none", "rms", "lp3"])
+@pytest.mark.parametrize(("layout", "name"), [pair for pair in PAIRS if pair[1] in ("none", "rms", "lp3")])
 def test_the_audit_finds_nothing_in_an_honest_model(
     layout: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if (layout, name) == ("mla_unified", "none"):
-        pytest.skip("not a layout")
     subject = audit.Run(str(save_run(small(layout, name), tmp_path / "run")), "best", torch.device("cpu"))
     findings = audit.audit(subject, 20, V)
     assert [f.check for f in findings] == CHECKS and not any(f.caught for f in findings), capsys.readouterr().out
@@ -297,51 +109,46 @@ def breaking(init: Any) -> Any:
     return broken
 
 
+class Leaky(nn.Module):
+    """logits(idx) (B, T, 7) as a model."""
+
+    def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.logits(idx)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def one_back(idx: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """From position `first` on each token reaches one position back."""
+    x = F.one_hot(idx, 7).double()  # (B, T, 7)
+    return x + 0.25 * x.roll(-1, 1) * (torch.arange(idx.size(1)) >= first)[:, None]
+
+
+def last_to_first(idx: torch.Tensor, weight: float) -> torch.Tensor:
+    logits = torch.zeros(*idx.shape, 7)
+    logits[:, 0, 0] = weight * idx[:, -1]
+    return logits
+
+
 def test_a_leak_is_measured_where_it_is() -> None:
-    """Against changes made by hand, for a model in which a token reaches one position back."""
-
-    class OneBack(nn.Module):
-        def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            x = F.one_hot(idx, 7).double()  # (B, T, 7)
-            logits = x + 0.25 * x.roll(-1, 1)
-            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-
-    leaks = future_leaks(OneBack(), torch.randint(7, (1, 8), generator=torch.Generator().manual_seed(0)), [1, 5])
-    # tokens become 0: the logit of 0 moves by 0.25 just before t and by 1 + 0.25 from t on
-    assert leaks == {1: (0.25 / 1.25, 0), 5: (0.25 / 1.25, 4)}
-
-
-def test_where_no_logit_moves_nothing_leaks() -> None:
-    """As of an output layer that starts from zero; a leak is none the smaller where nothing moves later."""
-
-    class First(nn.Module):
-        def __init__(self, weight: float) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits = torch.zeros(*idx.shape, 7)
-            logits[:, 0, 0] = self.weight * idx[:, -1]
-            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-
+    """Against changes made by hand."""
     idx = torch.randint(1, 7, (1, 8), generator=torch.Generator().manual_seed(0))
-    assert future_leaks(First(0.0), idx, [1, 5]) == {1: (0.0, None), 5: (0.0, None)}
-    assert future_leaks(First(1.0), idx, [1, 5]) == {1: (torch.inf, 0), 5: (torch.inf, 0)}
+    # tokens become 0: the logit of 0 moves by 0.25 just before t and by 1 + 0.25 from t on
+    assert future_leaks(Leaky(one_back), idx, [1, 5]) == {1: (0.25 / 1.25, 0), 5: (0.25 / 1.25, 4)}
+    # where nothing moves, as with an output layer that is zero, nothing leaks; where nothing later moves, a leak counts
+    for weight, leak in ((0.0, (0.0, None)), (1.0, (torch.inf, 0))):
+        model = Leaky(lambda idx, weight=weight: last_to_first(idx, weight))
+        assert future_leaks(model, idx, [1, 5]) == {1: leak, 5: leak}
 
 
-def test_a_leak_between_distant_positions_is_found_in_the_whole_context() -> None:
-    class LeakFrom90(nn.Module):
-        def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            x = F.one_hot(idx, 7).double()
-            late = (torch.arange(idx.size(1)) >= 90)[:, None]
-            logits = x + 0.25 * x.roll(-1, 1) * late
-            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-
-    def finding(context: int) -> audit.Finding:
-        subject: Any = SimpleNamespace(trained=LeakFrom90(), vocab_size=7, context=context, device="cpu")
-        return audit.future_leakage(subject)
-
-    assert finding(200).caught and not finding(80).caught
+@pytest.mark.parametrize(("context", "caught"), [(200, True), (80, False)])
+def test_a_leak_between_distant_positions_is_found_in_the_whole_context(context: int, caught: bool) -> None:
+    trained = Leaky(lambda idx: one_back(idx, first=90))
+    subject: Any = SimpleNamespace(trained=trained, vocab_size=7, context=context, device="cpu")
+    assert audit.future_leakage(subject).caught == caught
 
 
 @pytest.mark.parametrize("fault", ["none", "no_mask"])
@@ -367,53 +174,43 @@ def test_a_model_that_diverges_is_no_evidence(tmp_path: Path, capsys: pytest.Cap
     assert floor["caught"] is None and "training on random tokens diverges at iteration" in floor["undecided"]
 
 
-def test_code_of_a_model_that_fails_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+class NoMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no\nmemory")
+
+
+@pytest.mark.parametrize(
+    ("broken", "caught", "why"),
+    [
+        ("loss", [None] * 4, "TypeError"),
+        ("backward", [False, False, None, None], "OutOfMemoryError: no memory"),
+        ("fresh", [False, None, None, None], "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_check_is_undecided_where_the_code_of_a_model_fails(
+    broken: str, caught: list[Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     AutoModelForCausalLM.from_config(THEIRS["GPT2LMHeadModel"]).save_pretrained(tmp_path / "hf")
     forward = GPT2LMHeadModel.forward
 
-    def without_a_loss(self: Any, *args: Any, **options: Any) -> Any:
+    def fails(self: Any, *args: Any, **options: Any) -> Any:
         out = forward(self, *args, **options)
-        out.loss = None
+        out.loss = NoMemory.apply(out.loss) if broken == "backward" else None
         return out
 
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", without_a_loss)
+    if broken == "fresh":
+        monkeypatch.setattr(audit.HuggingFace, "fresh", lambda self: 1 / 0)
+    else:
+        monkeypatch.setattr(GPT2LMHeadModel, "forward", fails)
     status, found = audited(capsys, f"model={tmp_path / 'hf'}", "steps=20")
-    assert status == 3 and found["caught"] == []
-    assert all("the check fails: TypeError" in check["undecided"] for check in found["checks"].values())
-
-
-def test_a_model_that_cannot_be_built_anew_or_differentiated_leaves_those_checks_undecided(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class NoMemory(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            raise torch.OutOfMemoryError("no\nmemory")
-
-    AutoModelForCausalLM.from_config(THEIRS["GPT2LMHeadModel"]).save_pretrained(tmp_path / "hf")
-    words = (f"model={tmp_path / 'hf'}", "steps=20")
-    forward = GPT2LMHeadModel.forward
-
-    def no_memory(self: Any, *args: Any, **options: Any) -> Any:
-        out = forward(self, *args, **options)
-        out.loss = NoMemory.apply(out.loss)
-        return out
-
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", no_memory)
-    status, found = audited(capsys, *words)
-    assert status == 3 and [found["checks"][name]["caught"] for name in CHECKS] == [False, False, None, None]
-    assert found["checks"]["accumulation"]["undecided"] == "the check fails: OutOfMemoryError: no memory"
-
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", forward)
-    monkeypatch.setattr(audit.HuggingFace, "fresh", lambda self: 1 / 0)
-    status, found = audited(capsys, *words)
-    assert status == 3 and [found["checks"][name]["caught"] for name in CHECKS] == [False, None, None, None]
+    assert status == 3 and found["caught"] == [] and [found["checks"][name]["caught"] for name in CHECKS] == caught
+    assert f"the check fails: {why}" in found["checks"]["accumulation"]["undecided"]
 
 
 @pytest.mark.parametrize("error", [OSError("disk\nfull"), torch.OutOfMemoryError("disk\nfull")])

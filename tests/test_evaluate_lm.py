@@ -103,14 +103,6 @@ def test_prompts_that_are_cut_are_counted_and_answers_that_do_not_fit_are_refuse
         lm._loglikelihood_tokens([(None, [1], [2] * 17)])
 
 
-@torch.no_grad()
-def test_an_empty_context_is_a_new_line() -> None:
-    model = build(config_of("mha", "none"))
-    lm = NanoQK(model, CHARS, 3, torch.float64)
-    (score,) = lm.loglikelihood([SimpleNamespace(args=("", "abj"))])
-    assert score[0] == pytest.approx(by_hand(model, [NEWLINE], CHARS.encode("abj").tolist())[0], rel=1e-12)
-
-
 def test_a_shared_context_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(config_of("mha", "none"))
     counted: list[int] = []
@@ -120,18 +112,20 @@ def test_a_shared_context_goes_through_the_model_once(monkeypatch: pytest.Monkey
         return GPT.forward(model, idx, **options)
 
     monkeypatch.setattr(model, "forward", forward)
+    lm = NanoQK(model, CHARS, 4, torch.float64)
     choices: list[Any] = [(None, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [i]) for i in range(4)]
-    NanoQK(model, CHARS, 4, torch.float64)._loglikelihood_tokens(choices)
-    assert counted == [9, 4]  # all but the context's last token; that one, a row a choice
-    counted.clear()
-    NanoQK(model, CHARS, 4, torch.float64)._loglikelihood_tokens([choices[0], (None, [3, 3], [1, 2])])
-    assert counted == [2 * 1, 2 * 9]
+    lm._loglikelihood_tokens(choices)
+    assert counted == [9, 4]  # all but the context's last token; then that one, a row a choice
+    lm._loglikelihood_tokens([choices[0], (None, [3, 3], [1, 2])])
+    assert counted[2:] == [2 * 1, 2 * 9]
 
 
 @torch.no_grad()
-def test_a_long_text_is_scored_once_a_token() -> None:
+def test_a_long_text_is_scored_once_a_token_and_an_empty_context_is_a_new_line() -> None:
     model = build(config_of("mla", "rms"))
     lm = NanoQK(model, CHARS, 2, torch.float64)
+    (score,) = lm.loglikelihood([SimpleNamespace(args=("", "abj"))])
+    assert score[0] == pytest.approx(by_hand(model, [NEWLINE], CHARS.encode("abj").tolist())[0], rel=1e-12)
     texts = ["abcjihgfeda" * 5, "a", "abcabcabcabcabcj"]
     expected = []
     for text in texts:
@@ -230,14 +224,8 @@ ALL = ["who_says", "who_says_shuffled", "last_word", "writing", "texts"]
 def test_known_answers_are_right_and_shuffled_ones_are_right_by_chance(
     run: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        f"run={run}",
-        f"tasks={','.join(ALL)}",
-        f"include_path={tasks}",
-        "device=cpu",
-        f"out={tmp_path / 'all.json'}",
-    ]
-    assert evaluate.main(words) == 0
+    words = [f"run={run}", f"tasks={','.join(ALL)}", f"include_path={tasks}", f"out={tmp_path / 'all.json'}"]
+    assert evaluate.main([*words, "device=cpu"]) == 0
     out = capsys.readouterr().out
     about = json.loads(out.splitlines()[-1])
     metrics = about["metrics"]
@@ -350,53 +338,33 @@ def test_the_papers_numbers_stand_beside_ours() -> None:
 
 
 CHOICES = {"text": ["water", "a stone", "wind", "wood"], "label": ["A", "B", "C", "D"]}
-SCHEMAS: dict[str, tuple[tuple[str, str | None], list[str], dict[str, Any]]] = {  # (path, name), splits, a row
-    "arc_challenge": (
-        ("allenai/ai2_arc", "ARC-Challenge"), ["train", "validation", "test"],
-        {"id": "M_1", "question": "Which one burns?", "choices": CHOICES, "answerKey": "D"},
-    ),
-    "arc_easy": (
-        ("allenai/ai2_arc", "ARC-Easy"), ["train", "validation", "test"],
-        {"id": "M_2", "question": "Which one flows?", "choices": CHOICES, "answerKey": "A"},
-    ),
-    "boolq": (
-        ("aps/super_glue", "boolq"), ["train", "validation", "test"],
-        {"question": "do cows fly", "passage": "Cows -- Cows walk.", "idx": 0, "label": 0},
-    ),
-    "hellaswag": (
-        ("Rowan/hellaswag", None), ["train", "validation", "test"],
-        {
-            "ind": 4, "activity_label": "Milking", "ctx_a": "A man sits by a cow.", "ctx_b": "he",
-            "ctx": "A man sits by a cow. he", "endings": ["sings.", "milks it. [title] Now", "flies.", "is a cow."],
-            "source_id": "wikihow~1", "split": "train", "split_type": "indomain", "label": "1",
-        },
-    ),
-    "lambada_openai": (
-        ("EleutherAI/lambada_openai", "default"), ["test"],
-        {"text": "the cow looked at the dog and the dog looked at the cow"},
-    ),
-    "openbookqa": (
-        ("allenai/openbookqa", "main"), ["train", "validation", "test"],
-        {"id": "7-980", "question_stem": "Fire needs", "choices": CHOICES, "answerKey": "D"},
-    ),
-    "piqa": (
-        ("baber/piqa", None), ["train", "validation", "test"],
-        {"goal": "milk a cow", "sol1": "sit down by it.", "sol2": "sit down on it.", "label": 0},
-    ),
-    "winogrande": (
-        ("allenai/winogrande", "winogrande_xl"), ["train", "validation", "test"],
-        {"sentence": "The cow kicked the dog as _ was mad.", "option1": "the cow", "option2": "the dog", "answer": "1"},
-    ),
+ROWS: dict[tuple[str, str | None], dict[str, Any]] = {  # (path, name) of a data set -> a row
+    ("allenai/ai2_arc", "ARC-Challenge"): {"id": "M_1", "question": "Which burns?", "choices": CHOICES, "answerKey": "D"},
+    ("allenai/ai2_arc", "ARC-Easy"): {"id": "M_2", "question": "Which flows?", "choices": CHOICES, "answerKey": "A"},
+    ("aps/super_glue", "boolq"): {"question": "do cows fly", "passage": "Cows -- Cows walk.", "idx": 0, "label": 0},
+    ("Rowan/hellaswag", None): {
+        "ind": 4, "activity_label": "Milking", "ctx_a": "A man sits by a cow.", "ctx_b": "he",
+        "ctx": "A man sits by a cow. he", "endings": ["sings.", "milks it. [title] Now", "flies.", "is a cow."],
+        "source_id": "wikihow~1", "split": "train", "split_type": "indomain", "label": "1",
+    },
+    ("EleutherAI/lambada_openai", "default"): {"text": "the cow looked at the dog and the dog looked at the cow"},
+    ("allenai/openbookqa", "main"): {
+        "id": "7-980", "question_stem": "Fire needs", "choices": CHOICES, "answerKey": "D",
+    },
+    ("baber/piqa", None): {"goal": "milk a cow", "sol1": "sit down by it.", "sol2": "sit down on it.", "label": 0},
+    ("allenai/winogrande", "winogrande_xl"): {
+        "sentence": "The cow kicked the dog as _ was mad.", "option1": "the cow", "option2": "the dog", "answer": "1",
+    },
 }  # fmt: skip
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the Hub, five numbered rows of each of the paper's data sets."""
-    places = {place: (splits, row) for place, splits, row in SCHEMAS.values()}
 
     def load_dataset(path: str, name: str | None = None) -> Any:
-        splits, row = places[path, name]
+        row = ROWS[path, name]
+        splits = ["test"] if "lambada" in path else ["train", "validation", "test"]
         text = next(key for key in ("question", "question_stem", "ctx_a", "goal", "sentence", "text") if key in row)
         rows = [{**row, text: f"{i}. {row[text]}"} for i in range(5)]
         return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split in splits})
@@ -416,17 +384,16 @@ def untrained(tmp_path: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("tasks", ["paper", "cloze,paper"])
 def test_the_papers_eight_tasks_run_with_three_examples_each(
-    tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 512, "dropout": 0.0}
     run, out = untrained(tmp_path, model=model), tmp_path / "found.json"
     capsys.readouterr()
-    assert evaluate.main([f"run={run}", f"tasks={tasks}", "limit=2", "device=cpu", f"out={out}"]) == 0
+    assert evaluate.main([f"run={run}", "tasks=cloze,paper", "limit=2", "device=cpu", f"out={out}"]) == 0
     printed = capsys.readouterr().out.splitlines()
     about = json.loads(printed[-1])
-    shots = dict.fromkeys(evaluate.PAPER, 3) | ({"cloze": 0} if "cloze" in tasks else {})
+    shots = {**dict.fromkeys(evaluate.PAPER, 3), "cloze": 0}
     assert about["num_fewshot"] == shots and about["questions"] == dict.fromkeys(shots, 2)
     assert about["truncated"] == 0 and "fault" not in about
     normalised = {"arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa"}
@@ -439,8 +406,8 @@ def test_the_papers_eight_tasks_run_with_three_examples_each(
     samples = json.loads(out.read_text())["samples"]
     prompt, answer = samples["arc_easy"][0]["arguments"][0]
     *examples, question = prompt.split("\n\n")
-    assert len(examples) == 3 and question == "Question: 0. Which one flows?\nAnswer:" and answer == " water"
-    assert all(re.fullmatch(r"Question: \d\. Which one flows\?\nAnswer: water", example) for example in examples)
+    assert len(examples) == 3 and question == "Question: 0. Which flows?\nAnswer:" and answer == " water"
+    assert all(re.fullmatch(r"Question: \d\. Which flows\?\nAnswer: water", example) for example in examples)
 
 
 def test_a_runs_fault_stands_in_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -478,18 +445,10 @@ def test_cloze_asks_what_follows_in_the_held_out_text(run: Path, tmp_path: Path,
 
 
 def test_cloze_is_refused_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = configured(
-        tmp_path, tmp_path / "run", data={"name": "random", "vocab_size": 8, "n_tokens": 2000, "val_tokens": 100}
-    )
-    assert train.run(config) == 0
+    data = {"name": "random", "vocab_size": 8, "n_tokens": 2000, "val_tokens": 100}
+    assert train.run(configured(tmp_path, tmp_path / "run", data=data)) == 0
     assert evaluate.main([f"run={tmp_path / 'run'}", "tasks=cloze", "device=cpu"]) == 2
     assert "tasks=cloze needs text: data=random has none" in capsys.readouterr().err
-
-
-def test_more_shots_than_documents_are_one_line(run: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"run={run}", "tasks=who_says", f"include_path={tasks}", "num_fewshot=6", "device=cpu"]
-    assert evaluate.main(words) == 2
-    assert "error: tasks=who_says num_fewshot=6: ValueError" in capsys.readouterr().err
 
 
 def test_without_network_the_tasks_are_named_at_once(
@@ -528,10 +487,15 @@ def test_bad_words_are_refused(words: list[str], said: str, capsys: pytest.Captu
     assert error.count("\n") == 1 and said in error
 
 
-def test_text_that_the_vocabulary_lacks_is_named(
+def test_what_a_task_asks_for_in_vain_is_named(
     run: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """More examples than there are documents, and text that the vocabulary lacks."""
     text = (tasks / "who_says.yaml").read_text().replace("{{q}}", "{{q}} €").replace("who_says\n", "euro\n")
     (tmp_path / "euro.yaml").write_text(text)
-    assert evaluate.main([f"run={run}", "tasks=euro", f"include_path={tmp_path}", "device=cpu"]) == 2
-    assert "U+20AC" in capsys.readouterr().err
+    for folder, words, said in (
+        (tasks, ["tasks=who_says", "num_fewshot=6"], "error: tasks=who_says num_fewshot=6: ValueError"),
+        (tmp_path, ["tasks=euro"], "U+20AC"),
+    ):
+        assert evaluate.main([f"run={run}", f"include_path={folder}", *words, "device=cpu"]) == 2
+        assert said in capsys.readouterr().err
