@@ -7,7 +7,12 @@ from statistics import fmean, stdev
 
 from scipy import stats
 
-Replicate = tuple[int, int | None]  # seed, fold: what pairs two runs
+Replicate = tuple[int, int | None]  # (seed, fold): two runs with the same one are a pair
+
+
+def replicate_name(replicate: Replicate) -> str:
+    seed, fold = replicate
+    return f"seed {seed}" if fold is None else f"fold {fold}, seed {seed}"
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from statistics import fmean, median, stdev
 
 from core.rundir import short
 from core.schema import flatten, show
-from scripts.reporting.charts import replicate_name
-from scripts.reporting.runs import METRICS, Family, Metric, Run, Sweep
-from scripts.reporting.statistics import Comparison, lowest, mean_curve
+from scripts.reporting.runs import METRICS, Metric, Run, Sweep
+from scripts.reporting.statistics import Comparison, lowest, mean_curve, replicate_name
 from sweeps.status import STATES, tally
 from training.config import FaultOptions
 
@@ -25,9 +24,13 @@ FLOOR_TOLERANCE = 0.01  # nats; as in scripts/audit.py
 
 @dataclass(frozen=True)
 class Table:
+    """words: how many columns, from the left, hold text; the others hold numbers. folded: the page shows it closed."""
+
     columns: list[str]
     rows: list[list[str]]
-    words: int = 1  # columns of text, from the left; the others are numbers
+    words: int = 1
+    title: str = ""
+    folded: bool = False
 
     def markdown(self) -> str:
         def line(cells: Sequence[str]) -> str:
@@ -293,28 +296,6 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "deliberate faults": ", ".join(dict.fromkeys(p.config.fault.name for p in plans if p.config.fault != HONEST)),
     }
     return {key: value for key, value in found.items() if value}
-
-
-def table_md(sweep: Sweep, compared: Sequence[Family], figures: Sequence[tuple[str | None, str, str]]) -> str:
-    """figures: (part, file, caption), those of learning rates without a part"""
-    text = [f"# {sweep.title}\n"]
-    text += [Table(["", ""], [[key, value] for key, value in facts(sweep).items()], words=2).markdown()]
-    for part, settings in sweep.parts.items():
-        text += [f"## {sweep.title_of(part)}\n", part_table(sweep, settings).markdown()]
-        text += [f"![{file}]({file})\n\n{caption}\n" for of, file, caption in figures if of == part]
-    for family in compared:
-        text += [f"## Comparison {': '.join(filter(None, [family.name, family.title]))}\n"]
-        for metric, comparisons in zip(sweep.metrics, family.metrics, strict=True):
-            table = comparison_table(sweep, comparisons, metric)
-            text += [f"### {metric.name.capitalize()}\n", table.markdown() if table.rows else "Nothing to compare.\n"]
-    if any(run.plan.config.fault != HONEST for run in sweep.runs):
-        text += [f"## Deliberate faults\n\n{FAULT_NOTE}\n", fault_table(sweep).markdown()]
-    if stability := stability_table(sweep):
-        text += [f"## Highest stable learning rate\n\n{STABILITY_NOTE}\n", stability.markdown()]
-        text += [f"![{file}]({file})\n\n{caption}\n" for of, file, caption in figures if of is None]
-    missing = missing_table(sweep)
-    text += ["## Runs that are not done\n", missing.markdown() if missing.rows else "None.\n"]
-    return "\n".join([*text, "## How to read this\n", NOTES])
 
 
 def runs_csv(sweep: Sweep) -> str:
