@@ -101,9 +101,8 @@ def ordered_value(name: str) -> tuple[str, float] | None:
 
 def viridis(place: float) -> str:
     """The colour at `place`, 0 to 1."""
-    left = min(int(place * (len(VIRIDIS) - 1)), len(VIRIDIS) - 2)
-    share = place * (len(VIRIDIS) - 1) - left
-    a, b = (bytes.fromhex(colour[1:]) for colour in VIRIDIS[left : left + 2])
+    left, share = divmod(min(place, 0.9999) * (len(VIRIDIS) - 1), 1)
+    a, b = (bytes.fromhex(colour[1:]) for colour in VIRIDIS[int(left) : int(left) + 2])
     return "#" + bytes(round(x + share * (y - x)) for x, y in zip(a, b, strict=True)).hex()
 
 
@@ -115,7 +114,7 @@ def theme(dark: bool) -> dict[str, Any]:
         "view": {"stroke": None}, "rule": {"color": soft}, "point": {"color": "#6cb6f5" if dark else "#0b5fa5"},
         "axis": {"labelColor": soft, "titleColor": soft, "gridColor": rule, "domainColor": rule, "tickColor": rule,
                  "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal", "titlePadding": 10,
-                 "labelFlush": False},
+                 "labelFlush": False, "labelLimit": 420},
         "legend": {"labelColor": ink, "labelFontSize": 13, "labelLimit": 400, "symbolSize": 90, "rowPadding": 5},
         "title": {"color": ink, "fontSize": 12, "fontWeight": "normal"},
     }  # fmt: skip
@@ -291,7 +290,7 @@ def time_chart(series: Sequence[Series]) -> alt.LayerChart:
     """A box for each setting: median, quartiles, whiskers to 1.5 IQR, outliers; the diamond is the mean."""
     names, times = [s.name for s in series], [value for s in series for value in s.seconds]
     rows = [{"setting": s.name, "seconds": value} for s in series for value in s.seconds]
-    base = alt.Chart(alt.Data(values=rows)).encode(y=whole_names("setting:N", names))
+    base = alt.Chart(alt.Data(values=rows)).encode(y=alt.Y("setting:N", sort=names, title=None))
     scale = alt.Scale(domain=[min(times), max(times)], nice=True, zero=False)
     x = alt.X("seconds:Q", title="training time (s)", scale=scale, axis=alt.Axis(tickCount=8))
     colour = alt.Color("setting:N", scale=alt.Scale(domain=names))
@@ -344,7 +343,7 @@ def difference_chart(family: Sequence[Comparison]) -> alt.LayerChart:
             means.append({"pair": pair, **asdict(c.point)})
             for replicate, (x, y) in c.values.items():
                 points.append({"pair": pair, "run": replicate_name(replicate), "difference": x - y, "A": x, "B": y})
-    names = whole_names("pair:N", [mean["pair"] for mean in means])
+    names = alt.Y("pair:N", sort=[mean["pair"] for mean in means], title=None)
     title = "difference in lowest validation loss (A − B; left of 0: A is lower)"
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(x="zero:Q")
     dots = alt.Chart(alt.Data(values=points)).mark_point(filled=True, size=45, opacity=0.55).encode(
@@ -357,7 +356,3 @@ def difference_chart(family: Sequence[Comparison]) -> alt.LayerChart:
     centres = base.mark_point(shape="diamond", filled=True, size=110, opacity=1).encode(x="mean:Q")
     intervals = [bars] if any(mean["low"] is not None for mean in means) else []  # a single pair has none
     return alt.layer(zero, dots, *intervals, centres).properties(width="container", height=34 * len(means))
-
-
-def whole_names(field: str, names: Sequence[str]) -> alt.Y:
-    return alt.Y(field, sort=names, title=None, axis=alt.Axis(labelLimit=420))

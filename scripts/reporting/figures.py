@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain, count
 
 from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, Curve, Figure, Series, Style
@@ -166,12 +167,9 @@ def unique_names(parts: Iterable[str]) -> dict[str, str]:
     """What each part adds to the names of its files; no two add the same."""
     suffixes: dict[str, str] = {}
     for part in parts:
-        plain = suffix = f"_{re.sub(r'[^A-Za-z0-9.-]+', '_', part)}" if part else ""
-        n = 1
-        while suffix in suffixes.values():
-            n += 1
-            suffix = f"{plain}_{n}"
-        suffixes[part] = suffix
+        plain = f"_{re.sub(r'[^A-Za-z0-9.-]+', '_', part)}" if part else ""
+        numbered = chain([plain], (f"{plain}_{n}" for n in count(2)))
+        suffixes[part] = next(suffix for suffix in numbered if suffix not in suffixes.values())
     return suffixes
 
 

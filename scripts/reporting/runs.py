@@ -3,9 +3,10 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +163,10 @@ def read_run(sweep_dir: Path, plan: PlannedRun, also: Sequence[str] = ()) -> Run
         return read_done(path, plan, state, also)
     if state.state == "diverged":
         where = "" if "iteration" in state.reason else f" at iteration {show(state.iter)}"
-        try:
-            curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
-        except (OSError, ValueError, KeyError):
-            curves = {}
         state = State("diverged", state.iter, (state.reason or "diverged") + where)
+        curves: dict[str, dict[int, float]] = {}
+        with suppress(ConfigError):
+            curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
         return Run(plan, state, read_json(path / "summary.json"), curves.pop("val/loss", {}), curves)
     saved = f"iteration {state.iter} of {plan.config.max_iters} is saved" if state.iter else ""
     reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")
@@ -174,23 +174,17 @@ def read_run(sweep_dir: Path, plan: PlannedRun, also: Sequence[str] = ()) -> Run
 
 
 def read_done(path: Path, plan: PlannedRun, state: State, also: Sequence[str]) -> Run:
-    """A run whose status is "done". It counts as failed where its files are damaged, and as stopped where the plan asks
-    for more iterations."""
+    """A run whose status is "done": as failed where its files are damaged, as stopped where the plan asks for more."""
     summary, max_iters = {**evaluation(path), **read_json(path / "summary.json")}, plan.config.max_iters
-    curves: dict[str, dict[int, float]] = {}
-    damage = ""
-    if missing := [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]:
-        damage = f"summary.json has no {', '.join(missing)}"
-    elif summary["iter"] < max_iters:
-        return Run(plan, State("stopped", summary["iter"], f"done at iteration {summary['iter']} of {max_iters}"))
-    else:
-        try:
-            curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
-        except (OSError, ValueError, KeyError) as error:
-            damage = f"metrics.jsonl cannot be read: {error}"
-        if not damage and curves.get("val/loss", {}).get(summary["iter_of_min"]) != summary["val/loss_min"]:
-            damage = "the minimum of summary.json is not in metrics.jsonl"
-    if damage:
+    try:
+        missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
+        require(not missing, f"summary.json has no {', '.join(missing)}")
+        if summary["iter"] < max_iters:
+            return Run(plan, State("stopped", summary["iter"], f"done at iteration {summary['iter']} of {max_iters}"))
+        curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
+        known = curves.get("val/loss", {}).get(summary["iter_of_min"]) == summary["val/loss_min"]
+        require(known, "the minimum of summary.json is not in metrics.jsonl")
+    except ConfigError as damage:
         return Run(plan, State("failed", state.iter, f"done, but {damage}"))
     return Run(plan, state, summary, curves.pop("val/loss"), curves)
 
@@ -206,16 +200,16 @@ def evaluation(run: Path) -> dict[str, float]:
 
 
 def read_curves(file: Path, patterns: Sequence[str]) -> dict[str, dict[int, float]]:
-    """Key -> iteration -> value, for the keys of a metrics.jsonl that match one of the patterns."""
+    """Key -> iteration -> value, for the keys that match one of the patterns. Raises: ConfigError."""
     curves: dict[str, dict[int, float]] = {}
-    wanted: dict[str, bool] = {}
-    for line in file.read_bytes().splitlines():
-        values = json.loads(line)
-        for key, value in values.items():
-            if key not in wanted:
-                wanted[key] = any(fnmatchcase(key, pattern) for pattern in patterns)
-            if wanted[key] and value is not None:
-                curves.setdefault(key, {})[values["iter"]] = value
+    wanted = cache(lambda key: any(fnmatchcase(key, pattern) for pattern in patterns))
+    try:
+        for values in map(json.loads, file.read_bytes().splitlines()):
+            for key, value in values.items():
+                if value is not None and wanted(key):
+                    curves.setdefault(key, {})[values["iter"]] = value
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"metrics.jsonl cannot be read: {error}") from error
     return curves
 
 

@@ -129,8 +129,8 @@ def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:
 
 
 def fault_table(sweep: Sweep) -> Table:
-    """Every setting with a deliberate fault, and what catches it: train.py's warnings, and on uniformly random tokens a
-    last training loss below ln V, by more than chance explains."""
+    """Each setting with a fault or random tokens, and what shows the fault: the warnings of train.py and, on uniformly
+    random tokens, a last training loss further below ln V than chance explains."""
     rows = []
     for setting, done in ((setting, sweep.done(setting)) for setting in sweep.settings):
         fault = next((run.plan.config.fault.name for run in sweep.of(setting).values()), "none")
@@ -155,8 +155,8 @@ STABILITY_NOTE = """\
 A learning rate counts as stable for a variant where every run is done, no loss of theirs (of the validation, or of \
 the training where the sweep's `also` has it) ever lies more than 0.5 above the first validation loss, that of an \
 untrained model, and the final validation loss, averaged over folds and seeds, has come down from the first one by at \
-least half of what it comes down at the variant's best rate. Beside the highest rate up to which all are stable \
-stands how the next one fails."""
+least half of what it comes down at the variant's best rate. The table has the highest rate up to which all are \
+stable, and how the next one fails."""
 WORSE = 0.5  # nats above an untrained model
 
 
@@ -208,7 +208,7 @@ def final_means(of: Mapping[float, Sequence[Run]]) -> dict[float, float]:
 
 
 def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str]:
-    """The highest rate, from the lowest on, up to which all are stable (STABILITY_NOTE), and how the next one fails."""
+    """The highest rate up to which all are stable (STABILITY_NOTE), and how the next one fails."""
     known = final_means(of)
     best = min(known.values(), default=math.inf)
     firsts = [run.curve[min(run.curve)] for runs in of.values() for run in runs if run.curve]
@@ -247,7 +247,7 @@ def missing_table(sweep: Sweep) -> Table:
     return Table(["run", "settings", "fold or seed", "state", "reason"], rows, words=5)
 
 
-FAULT_NOTE = "The losses of these runs are wrong on purpose (training/faults.py); beside them, honest ones."
+FAULT_NOTE = "The losses of these runs are wrong on purpose (training/faults.py), but where the fault is none."
 NOTES = """\
 **Two readings of an averaged minimum.** A paper's "averaged minimum" may be the minimum of the curve averaged over \
 folds, or the mean of each fold's own minimum, which is never larger. Both are given. Comparisons use each run's own \
@@ -261,13 +261,13 @@ yet counts as p = 1. A verdict is the paired t test's at Holm p ≤ 0.05. "Pairs
 seeds a paired t test (two-sided, 0.05, uncorrected) needs to find a difference of the observed size and spread with \
 probability 0.8: exact, from the noncentral t distribution.
 
-**Folds share training text**, and seeds share all of it, so that differences are not quite independent, as these \
-tests take them to be: near the threshold a verdict is worth less than its p says. Of K folds, "corrected t" is the \
-paired t test with the variance of the mean taken as (1/n + 1/(K − 1)) SD², not SD²/n (Nadeau and Bengio, 2003): what \
-is above 0.05 there is not told from the folds' own differences.
+**Folds share training text**, and seeds share all of it. The differences are thus not quite independent, as these \
+tests assume: near the threshold a verdict is worth less than its p says. For K folds, "corrected t" is the paired t \
+test with (1/n + 1/(K − 1)) SD² as the variance of the mean, in place of SD²/n (Nadeau and Bengio, 2003). A difference \
+with a p above 0.05 there cannot be told from the spread between the folds.
 
-**Seconds and tokens a second** measure training only where nothing else ran on the device: runs side by side slow one \
-another.
+**Seconds and tokens a second** measure training only where nothing else ran on the device: runs side by side slow \
+each other down.
 """
 
 
