@@ -19,7 +19,7 @@ lowest and highest. An overhead is computed within a round, against `absorbed`; 
 over starts of their medians. `attend` is the step without its projections of the hidden state, with its writes to the
 cache. Bandwidth is the bytes that a step must read over its time, compared with that of a copy that takes turns too. On
 CUDA steps are compiled, and ten of them form a graph.
-out= writes table.md, decode.svg, decode.png and bench.json after every point; with from=A.json,B.json it writes them
+out= writes table.md, decode.svg and bench.json after every point; with from=A.json,B.json it writes them
 from earlier results and measures nothing. The last line is JSON.
 """
 

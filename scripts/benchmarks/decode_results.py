@@ -24,8 +24,7 @@ Point = dict[str, Any]
 
 def write_results(result: dict[str, Any], folder: Path) -> None:
     write_atomic(folder / "bench.json", (json.dumps(result, indent=1) + "\n").encode())
-    for name, content in draw(result["points"]).items():
-        write_atomic(folder / name, content)
+    write_atomic(folder / "decode.svg", draw(result["points"]))
     write_atomic(folder / "table.md", table(result).encode())
 
 
@@ -101,26 +100,28 @@ def short(context: int) -> str:
     return f"{context // 1024}k" if context % 1024 == 0 else str(context)
 
 
-def draw(points: Sequence[Point]) -> dict[str, bytes]:
-    """Picture files of ms a step by context, one panel per batch size: medians, with bars from lowest to highest."""
-    from scripts.reporting.charts import DASHES, OKABE_ITO, SYMBOLS, image, log_scale, new_figure
+def draw(points: Sequence[Point]) -> bytes:
+    """An SVG of ms a step by context, one panel per batch size: medians, with bars from lowest to highest."""
+    import altair as alt
 
-    batches = sorted({p["batch"] for p in points})
-    figure = new_figure(1 + 4 * len(batches), 4)
-    for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False, sharey=True)[0], batches, strict=True):
-        for i, name in enumerate(NORMS):
+    from scripts.reporting.charts import Figure, Series, range_chart, styles, svg
+
+    look = styles({"": {name: name for name in NORMS}})
+    label = "datum.value % 1024 ? datum.value : datum.value / 1024 + 'k'"
+    panels = []
+    for batch in sorted({p["batch"] for p in points}):
+        rows = []
+        for name in NORMS:
             here = [p for p in points if p["batch"] == batch and name in p["sides"]]
             here.sort(key=lambda p: (p["context"], p["starts"] * p["rounds"]))  # the last of a context has most rounds
-            rows = {p["context"]: p["sides"][name] for p in here}
-            bars = [
-                [r["ms"] - r["ms_lowest"] for r in rows.values()],
-                [r["ms_highest"] - r["ms"] for r in rows.values()],
-            ]
-            axes.errorbar([*rows], [r["ms"] for r in rows.values()], bars, color=OKABE_ITO[i], marker=SYMBOLS[i][0],
-                          dashes=DASHES[i] or (None, None), label=name)  # fmt: skip
-        axes.set(title=f"batch {batch}", xlabel="context (tokens)", ylabel="ms a step")
-        contexts = sorted({p["context"] for p in points if p["batch"] == batch})
-        log_scale(axes, "x", 2, {context: short(context) for context in contexts})
-        log_scale(axes, "y")
-    axes.legend(frameon=False)
-    return {f"decode.{kind}": image(figure, kind) for kind in ("svg", "png")}
+            for context, side in {p["context"]: p["sides"][name] for p in here}.items():
+                ends = {"low": side["ms_lowest"], "high": side["ms_highest"]}
+                rows.append({"setting": name, "x": context, "value": side["ms"], **ends, "n": 1})
+        y = alt.Y("value:Q", title="ms a step", scale=alt.Scale(type="log", nice=False, padding=12))
+        y = y.axis(format="~g", tickCount=5)
+        series = [Series(name, look[name], {}) for name in NORMS]
+        chart = range_chart(rows, series, y, "context (tokens)", label)
+        panels.append(chart.properties(title=f"batch {batch}", width=300, height=300))
+    usermeta = {"light": [style.colour for style in look.values()]}
+    grid = alt.concat(*panels, columns=3, usermeta=usermeta).resolve_scale(y="shared")
+    return svg(Figure("decode", "Decode speed of MLA with a QK norm", grid, ""))

@@ -1,66 +1,97 @@
-"""How a report draws a sweep: figures by matplotlib, for paper, and Vega-Lite charts by Altair, for the page."""
+"""The charts of a report in Vega-Lite, by Altair: report.html draws them, and vl-convert saves the same ones as SVG."""
 
-import io
 import math
+import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
 import altair as alt
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullFormatter
+import vl_convert
 
-from scripts.reporting.statistics import Comparison, Point, Replicate, mean_curve
+from scripts.reporting.statistics import Comparison, Point, Replicate, mean_curve, replicate_name
 
+VEGA_LITE = "6.4"  # the version that Altair writes
 LOSS = "validation loss (nats per token)"
 OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
-SYMBOLS = [("o", "circle"), ("s", "square"), ("^", "triangle-up"), ("D", "diamond"), ("v", "triangle-down"),
-           ("P", "cross"), ("<", "triangle-left")]  # fmt: skip
-DASHES = [[], [6, 2], [2, 2], [8, 2, 2, 2], [4, 1], [1, 2], [8, 2, 2, 2, 2, 2]]
+VIRIDIS = ["#440154", "#472D7B", "#3B528B", "#2C728E", "#21918C", "#28AE80", "#5EC962", "#ADDC30", "#FDE725"]
+SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-left"]
+DASHES = [[1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 1], [1, 2], [8, 2, 2, 2, 2, 2]]
+CROSS = "M-1,-1L1,1M-1,1L1,-1"
+
+Curve = Mapping[int, float]  # iteration -> value
+Row = dict[str, Any]  # of the data that Vega-Lite draws
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a setting is drawn: dark is its colour on a dark ground. Colour is never the only sign."""
+    """How a setting is drawn; `dark` is its colour on a dark ground. Dashes and symbol repeat what the colour says."""
 
     colour: str
     dark: str
-    marker: str
     symbol: str
     dashes: list[int]
 
 
+@dataclass(frozen=True)
+class Series:
+    """The runs of one setting. `curves` are those of runs that are done; only these set the mean and the axes."""
+
+    name: str
+    style: Style
+    curves: Mapping[Replicate, Curve]
+    diverged: Mapping[Replicate, Curve] = field(default_factory=dict)
+    seconds: Sequence[float] = ()
+
+    @property
+    def mean(self) -> dict[int, Point]:
+        return mean_curve(self.curves.values())
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart, with the name of its SVG file (without ending), which is also its id in the page."""
+
+    name: str
+    title: str
+    chart: alt.LayerChart | alt.ConcatChart
+    caption: str
+
+
+# -----------------------------------------------------------------------------
+# Colours, dashes, symbols, themes
+
+
 def styles(parts: Mapping[str, Mapping[str, str]]) -> dict[str, Style]:
-    """parts: part -> {setting: its name in the part}. Names that differ in one number have ordered colours (viridis),
-    the same for the same number in every part; others have Okabe and Ito's."""
+    """A style for each setting of parts = {part: {setting: its name in the part}}.
+
+    Names that differ in one number have ordered colours (viridis), the same for a number in every part; others have
+    the colours of Okabe and Ito.
+    """
     scales: dict[str, list[float]] = {}
     for names in parts.values():
         for key, value in filter(None, map(ordered_value, names.values())):
             scales[key] = sorted({*scales.get(key, []), value})
-    found, viridis = {}, matplotlib.colormaps["viridis"]
+    found = {}
     for names in parts.values():
         for i, (setting, name) in enumerate(names.items()):
-            ordered = ordered_value(name)
-            if ordered is not None and len(scales[ordered[0]]) > 2:
-                i = scales[ordered[0]].index(ordered[1])
-                place = i / (len(scales[ordered[0]]) - 1)
-                colour, dark = (matplotlib.colors.to_hex(viridis(x)) for x in (0.88 * place, 0.3 + 0.7 * place))
+            key, value = ordered_value(name) or ("", 0.0)
+            if len(scales.get(key, [])) > 2:
+                i = scales[key].index(value)
+                place = i / (len(scales[key]) - 1)
+                colour, dark = viridis(0.88 * place), viridis(0.3 + 0.7 * place)
             else:
                 colour = OKABE_ITO[i % len(OKABE_ITO)]
                 dark = "#DDDDDD" if colour == "#000000" else colour
-            dashes = DASHES[(i + i // len(OKABE_ITO)) % len(DASHES)]  # past the colours, another pairing of the two
-            found[setting] = Style(colour, dark, *SYMBOLS[i % len(SYMBOLS)], dashes)
+            dashes = DASHES[(i + i // len(OKABE_ITO)) % len(DASHES)]  # colours and dashes repeat out of step
+            found[setting] = Style(colour, dark, SYMBOLS[i % len(SYMBOLS)], dashes)
     return found
 
 
 def ordered_value(name: str) -> tuple[str, float] | None:
-    """("p", 2.5) of "p=2.5"; None of any other name."""
+    """("p", 2.5) for "p=2.5"; None for any other name."""
     key, equals, text = name.partition("=")
     try:
         return (key, float(text)) if equals else None
@@ -68,376 +99,260 @@ def ordered_value(name: str) -> tuple[str, float] | None:
         return None
 
 
-@dataclass(frozen=True)
-class Series:
-    """A setting as a figure shows it. curves: of each run that is done, iteration -> val/loss; seconds: of each;
-    diverged: the curves of runs that diverged, which are no part of the mean and set no axis."""
-
-    name: str
-    style: Style
-    curves: Mapping[Replicate, Mapping[int, float]]
-    seconds: Sequence[float]
-    diverged: Mapping[Replicate, Mapping[int, float]] = field(default_factory=dict)
-
-    @property
-    def mean(self) -> dict[int, Point]:
-        return mean_curve(self.curves.values())
+def viridis(place: float) -> str:
+    """The colour at `place`, 0 to 1."""
+    left, share = divmod(min(place, 0.9999) * (len(VIRIDIS) - 1), 1)
+    a, b = (bytes.fromhex(colour[1:]) for colour in VIRIDIS[int(left) : int(left) + 2])
+    return "#" + bytes(round(x + share * (y - x)) for x, y in zip(a, b, strict=True)).hex()
 
 
-def replicate_name(replicate: Replicate) -> str:
-    seed, fold = replicate
-    return f"seed {seed}" if fold is None else f"fold {fold}, seed {seed}"
+def theme(dark: bool) -> dict[str, Any]:
+    """Vega-Lite's config for a light or a dark ground."""
+    ink, soft, rule = ("#e6e8eb", "#a2a9b4", "#343941") if dark else ("#1a1c20", "#5c626c", "#e3e6ea")
+    return {
+        "aria": False, "background": None, "font": "system-ui, -apple-system, 'Segoe UI', Arial, sans-serif",
+        "view": {"stroke": None}, "rule": {"color": soft}, "point": {"color": "#6cb6f5" if dark else "#0b5fa5"},
+        "axis": {"labelColor": soft, "titleColor": soft, "gridColor": rule, "domainColor": rule, "tickColor": rule,
+                 "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal", "titlePadding": 10,
+                 "labelFlush": False, "labelLimit": 420},
+        "legend": {"labelColor": ink, "labelFontSize": 13, "labelLimit": 400, "symbolSize": 90, "rowPadding": 5},
+        "title": {"color": ink, "fontSize": 12, "fontWeight": "normal"},
+    }  # fmt: skip
 
 
-# -----------------------------------------------------------------------------
-# Figures for paper
+def palette(series: Iterable[Series]) -> dict[str, list[str]]:
+    """A chart's colours in either theme, as its `usermeta`: they become `config.range.category` when it is drawn."""
+    look = {s.name: s.style for s in series}.values()
+    return {"light": [style.colour for style in look], "dark": [style.dark for style in look]}
 
 
-def draw_part(series: Sequence[Series], title: str) -> Iterator[tuple[str, Figure, str]]:
-    """The paper's three figures of a part: (kind, figure, caption)."""
-    counts = sorted({len(s.curves) for s in series})
-    timed = [s for s in series if s.seconds]
-    n = f"n = {' to '.join(str(c) for c in dict.fromkeys([counts[0], counts[-1]]))} runs a setting"
-    title = textwrap.fill(title, 70)
-    yield "loss", *draw_loss(series, title, n)
-    if timed:
-        yield "time", *draw_time(timed, title, n)
-    yield "folds", *draw_folds(series, title)
-
-
-def draw_metrics(groups: Mapping[str, Sequence[Series]], key: str, title: str, point: str) -> tuple[Figure, str]:
-    """Curves of other metrics than the loss, averaged over runs: a panel a metric (key -> series), as of the layers.
-    point: what one of the curve's is."""
-    columns = min(4, len(groups))
-    rows = -(-len(groups) // columns)
-    figure = new_figure(max(7, 1 + 2.5 * columns), 2.2 + 2.4 * rows)
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    lines: dict[str, Line2D] = {}
-    every = [s for series in groups.values() for s in series]
-    values = [value for s in every for value in values_of(s)]
-    steep = min(values, default=0) > 0 and max(values) > 50 * min(values)
-    for axes, (name, series) in zip(grid.flat, groups.items(), strict=False):
-        lines |= {s.name: draw_line(axes, s) for s in series}
-        axes.set_title(name if len(groups) > 1 else "", fontsize="small")
-        if steep:
-            log_scale(axes, "y")
-    for axes in grid.flat[len(groups) :]:
-        axes.set_visible(False)
-    figure.legend(list(lines.values()), list(lines), loc="outside right center", frameon=False, fontsize="small")
-    figure.suptitle(textwrap.fill(title, 70), x=0.01, ha="left")
-    figure.supxlabel("iteration", fontsize="medium")
-    figure.supylabel(key, fontsize="medium")
-    about = ABOUT_DIVERGED * any_diverged(every)
-    if key.endswith("loss") and not steep:
-        late = [p.mean for s in every for i, p in s.mean.items() if i > 0.1 * max(s.mean)]
-        grid[0, 0].set_ylim(*padded(late or values))
-        about = " The first tenth may lie above the axis." + about
-    return figure, f"{key} by iteration, averaged over folds and seeds; {point}.{about}"
-
-
-def log_scale(axes: Axes, which: str, base: float = 10, ticks: Mapping[float, str] | None = None) -> None:
-    """A logarithmic x or y axis with plain numbers, or `ticks`. (matplotlib's own are TeX, and titles are no TeX.)"""
-    (axes.set_xscale if which == "x" else axes.set_yscale)("log", base=base)
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    if ticks is not None:
-        axis.set_ticks(list(ticks), list(ticks.values()))
-    else:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def draw_loss(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str]:
-    figure = new_figure(7, 4.6)
-    axes = figure.add_subplot()
-    for s in series:
-        draw_line(axes, s)
-        ends = [(math.nan, math.nan) if p.low is None or p.high is None else (p.low, p.high) for p in s.mean.values()]
-        low, high = [low for low, _ in ends], [high for _, high in ends]
-        axes.fill_between(list(s.mean), low, high, color=s.style.colour, alpha=0.1, linewidth=0)
-    limits = loss_limits(series)
-    axes.set(xlabel="iteration", ylabel=LOSS, ylim=limits)
-    axes.set_title(title, loc="left")
-    axes.legend(frameon=False, fontsize="small")
-    caption = f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean."
-    if any(loss > limits[1] for curve in all_curves(series) for loss in curve.values()):
-        caption += " The first evaluations lie above the axis."
-    return figure, caption + ABOUT_DIVERGED * any_diverged(series)
-
-
-def draw_time(series: Sequence[Series], title: str, n: str) -> tuple[Figure, str]:
-    figure = new_figure(7, 4.2)
-    axes = figure.add_subplot()
-    key, names = shared_key([s.name for s in series])
-    boxes = axes.boxplot(
-        [s.seconds for s in series], tick_labels=names, whis=1.5, patch_artist=True, widths=0.6,
-        medianprops={"color": "black"}, flierprops={"marker": "o", "markersize": 4, "markerfacecolor": "none"},
-        showmeans=True, meanprops={"marker": "D", "markerfacecolor": "white", "markeredgecolor": "black"},
-    )  # fmt: skip
-    for box, s in zip(boxes["boxes"], series, strict=True):
-        box.set(facecolor=s.style.colour, alpha=0.6)
-    axes.set(xlabel=key, ylabel="training time (s)")
-    axes.set_title(title, loc="left")
-    if sum(map(len, names)) > 70:
-        axes.tick_params(axis="x", rotation=30)
-    return figure, f"Training time ({n}): median, box to the quartiles, whiskers to 1.5 IQR, outliers; diamond: mean."
-
-
-def draw_folds(series: Sequence[Series], title: str) -> tuple[Figure, str]:
-    def panel_of(replicate: Replicate) -> tuple[str, int]:
-        seed, fold = replicate
-        return ("seed", seed) if fold is None else ("fold", fold)
-
-    def of(panel: tuple[str, int], curves: Mapping[Replicate, Any]) -> dict[Replicate, Any]:
-        return {replicate: curve for replicate, curve in curves.items() if panel_of(replicate) == panel}
-
-    panels = sorted({panel_of(replicate) for s in series for replicate in [*s.curves, *s.diverged]})
-    columns = min(5, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = new_figure(max(7, 2 + 2 * columns), 1.4 + 1.9 * rows)
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True)
-    lines: dict[str, Line2D] = {}
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        here = [replace(s, curves=of(panel, s.curves), diverged=of(panel, s.diverged)) for s in series]
-        here = [s for s in here if s.curves or s.diverged]
-        lines |= {s.name: draw_line(axes, s) for s in here}
-        axes.set_title(f"{panel[0]} {panel[1]}", fontsize="small")
-        axes.set_ylim(loss_limits(here))
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    names = [s.name for s in series]
-    figure.legend([lines[n] for n in names], names, loc="outside right center", frameon=False, fontsize="small")
-    figure.suptitle(title, x=0.01, ha="left")
-    figure.supxlabel("iteration", fontsize="medium")
-    figure.supylabel(LOSS, fontsize="medium")
-    return figure, f"Validation loss by iteration for each {panels[0][0]}; every panel has its own vertical axis."
-
-
-STABILITY_CAPTION = (
-    "Final validation loss by learning rate: mean of the runs that are done, bars from lowest to highest."
-)
-
-
-def draw_stability(finals: Mapping[str, Mapping[float, Sequence[float]]], title: str) -> Figure:
-    """finals: variant -> learning rate -> final losses."""
-    figure = new_figure(7, 4.6)
-    axes = figure.add_subplot()
-    for i, (variant, of) in enumerate(finals.items()):
-        known = {rate: losses for rate, losses in of.items() if losses}
-        means = [fmean(losses) for losses in known.values()]
-        bars = [[mean - min(losses) for mean, losses in zip(means, known.values(), strict=True)],
-                [max(losses) - mean for mean, losses in zip(means, known.values(), strict=True)]]  # fmt: skip
-        dashes = DASHES[i % len(DASHES)]
-        axes.errorbar(
-            list(known), means, bars, color=OKABE_ITO[i % len(OKABE_ITO)], marker=SYMBOLS[i % len(SYMBOLS)][0],
-            markersize=4, linewidth=1.3, linestyle=(0, dashes) if dashes else "-", capsize=2, label=variant,
-        )  # fmt: skip
-    axes.set(xlabel="learning rate", ylabel="final " + LOSS)
-    rates = sorted({rate for of in finals.values() for rate in of})
-    log_scale(axes, "x", 2, {rate: f"{rate:g}" for rate in rates})
-    axes.set_title(textwrap.fill(title, 70), loc="left")
-    axes.legend(frameon=False, fontsize="small")
-    return figure
-
-
-def draw_line(axes: Axes, s: Series) -> Line2D:
-    losses = [point.mean for point in s.mean.values()]
-    line = axes.plot(
-        list(s.mean), losses, label=s.name, linewidth=1.3, color=s.style.colour, marker=s.style.marker, markersize=4,
-        linestyle=(0, s.style.dashes) if s.style.dashes else "-", markevery=max(1, len(losses) // 40),
-    )  # fmt: skip
-    for curve in s.diverged.values():
-        axes.plot(list(curve), list(curve.values()), linewidth=0.7, color=s.style.colour, marker="x", markevery=[-1])
-    return line[0]
-
-
-ABOUT_DIVERGED = " A thin line that ends in a cross is a run that diverged."
-
-
-def any_diverged(series: Sequence[Series]) -> bool:
-    return any(s.diverged for s in series)
-
-
-def all_curves(series: Sequence[Series]) -> list[Mapping[int, float]]:
-    """Of the runs that are done; where there is none, of those that diverged."""
-    done = [curve for s in series for curve in s.curves.values()]
-    return done or [curve for s in series for curve in s.diverged.values()]
-
-
-def values_of(s: Series) -> list[float]:
-    """All that draw_line draws, where finite."""
-    drawn = [point.mean for point in s.mean.values()] + [v for curve in s.diverged.values() for v in curve.values()]
-    return [value for value in drawn if math.isfinite(value)]
-
-
-def loss_limits(series: Sequence[Series]) -> tuple[float, float]:
-    """The range of all curves past a tenth of the run: before it, the loss falls from ln V and would set the scale."""
-    curves = all_curves(series)
-    return padded([loss for curve in curves for i, loss in curve.items() if i > 0.1 * max(curve)] or [0.0, 1.0])
-
-
-def full_range(series: Sequence[Series]) -> tuple[float, float]:
-    return padded([value for curve in all_curves(series) for value in curve.values()])
-
-
-def padded(values: Sequence[float]) -> tuple[float, float]:
-    margin = 0.04 * (max(values) - min(values)) or 0.01
-    return min(values) - margin, max(values) + margin
-
-
-def shared_key(names: Sequence[str]) -> tuple[str, list[str]]:
-    """("p", ["2", "3"]) of ["p=2", "p=3"]; ("", names) where the key differs."""
-    keys = {name.partition("=")[0] for name in names if name.count("=") == 1}
-    if len(keys) != 1 or not all(name.count("=") == 1 for name in names):
-        return "", list(names)
-    return keys.pop(), [name.partition("=")[2] for name in names]
-
-
-def new_figure(width: float, height: float) -> Figure:
-    rc = {"svg.hashsalt": "nanoqk", "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": "medium"}
-    rc["text.parse_math"] = False
-    matplotlib.rcParams.update({**matplotlib.rcParamsDefault, **rc, "figure.titlesize": "medium"})  # not the user's own
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # no display, no global state
-    return figure
-
-
-def image(figure: Figure, kind: str) -> bytes:
-    """The file of a figure: the same bytes for the same figure."""
-    file = io.BytesIO()
-    figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
-    return file.getvalue()
+def svg(figure: Figure) -> bytes:
+    """The figure in the light theme on white. The same figure gives the same bytes."""
+    title = {"text": textwrap.wrap(figure.title, 80), "fontSize": 14, "anchor": "start", "offset": 12}
+    spec = {**figure.chart.to_dict(), "background": "white", "title": title}
+    if spec.get("width") == "container":
+        spec["width"] = 560
+    colours = spec.get("usermeta", {}).get("light", OKABE_ITO)
+    config = theme(dark=False) | {"font": "sans-serif", "range": {"category": colours}}
+    text = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE, config=config)
+    ids = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(re.findall(r'id="(clip\d+)"', text)))}
+    text = re.sub(r"\bclip\d+\b", lambda match: ids.get(match[0], match[0]), text)  # vl-convert counts on and on
+    return re.sub(r' (d|transform)="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text).encode()
 
 
 # -----------------------------------------------------------------------------
-# Charts for the page
+# Curves
 
 
-def curve_chart(series: Sequence[Series], title: str = LOSS) -> alt.LayerChart:
-    """Curves of the mean or of single folds, with a legend that switches settings off and on."""
+def curve_chart(series: Sequence[Series], key: str) -> alt.LayerChart:
+    """Means with their intervals, or single runs by choice, with a legend that switches settings off and on."""
+    rows, axis = curve_rows(series), value_axis(series, key)
     names = [s.name for s in series]
-    rows: list[dict[str, Any]] = []
-    for s in series:
-        for i, point in s.mean.items():
-            rows.append({"setting": s.name, "of": "mean", "iteration": i, "loss": point.mean, **asdict(point)})
-        for replicate, curve in s.curves.items():
-            of = replicate_name(replicate)
-            rows += [{"setting": s.name, "of": of, "iteration": i, "loss": loss} for i, loss in curve.items()]
-        for replicate, curve in s.diverged.items():
-            of = f"{replicate_name(replicate)}, diverged"
-            rows += [{"setting": s.name, "of": of, "iteration": i, "loss": loss} for i, loss in curve.items()]
-    choices = ["mean", *dict.fromkeys(row["of"] for row in rows if row["of"] != "mean"), "every run"]
-    band = alt.param(name="band", value=True, bind=alt.binding_checkbox(name="95 % interval of the mean "))
+    choices = list(dict.fromkeys(["mean", *(row["run"] for row in rows), "every run"]))
     which = alt.param(name="which", value="mean", bind=alt.binding_select(options=choices, name="Curves "))
-    everything = [{"setting": name} for name in names]
+    band = alt.binding_checkbox(name="95 % interval of the mean ")
+    band = alt.param(name="band", value=axis["scale"]["type"] != "log", bind=band)
+    shown = [{"setting": name} for name in names]
     shown = alt.selection_point(
-        name="shown", fields=["setting"], bind="legend", toggle="true", clear=False, empty=False, value=everything
+        name="shown", fields=["setting"], bind="legend", toggle="true", clear=False, empty=False, value=shown
     )
-    zoom = alt.selection_interval(name="zoom", bind="scales")
-    chosen = "which === 'every run' ? datum.of !== 'mean' : datum.of === which"
-    low, high = loss_limits(series) if title == LOSS else full_range(series)
-    ends = [min(row["iteration"] for row in rows), max(row["iteration"] for row in rows)]
-
-    def scale(values: Sequence[Any]) -> alt.Scale:
-        return alt.Scale(domain=names, range=list(values))
-
+    chosen = "which === 'every run' ? datum.run !== 'mean' : datum.run === which || which === 'mean' && datum.diverged"
     base = (
-        alt.Chart(alt.Data(values=rows))
+        encoded(rows, series, axis)
+        .encode(color=colours(series, outline=0))
         .transform_filter(shown)
         .transform_filter(chosen)
-        .encode(
-            x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(tickCount=8), scale=alt.Scale(domain=ends)),
-            color=alt.Color("setting:N", title=None, scale=alt.Scale(domain=names), legend=alt.Legend(symbolOpacity=1)),
-        )
     )
-    loss = alt.Y("loss:Q", title=title, scale=alt.Scale(domain=[low, high], nice=False, zero=False))
-    dashes = [s.style.dashes or [1, 0] for s in series]
     bands = base.transform_filter("band && isValid(datum.low)").mark_area(opacity=0.1, clip=True)
-    line = base.mark_line(clip=True).encode(
-        y=loss, detail="of:N", strokeDash=alt.StrokeDash("setting:N", title=None, scale=scale(dashes))
-    )
-    tooltip = [
-        alt.Tooltip("setting:N"), alt.Tooltip("of:N", title="curve"), alt.Tooltip("iteration:Q", format=","),
-        alt.Tooltip("loss:Q", title="loss" if title == LOSS else title, format=".4f"),
-        alt.Tooltip("low:Q", title="95 % from", format=".4f"), alt.Tooltip("high:Q", title="95 % to", format=".4f"),
-        alt.Tooltip("n:Q", title="runs"),
-    ]  # fmt: skip
-    points = base.mark_point(size=45, filled=True, opacity=1, clip=True).encode(
-        y=loss, tooltip=tooltip,
-        shape=alt.Shape("setting:N", title=None, scale=scale([s.style.symbol for s in series])),
-    )  # fmt: skip
-    layers = alt.layer(bands.encode(y="low:Q", y2="high:Q"), line, points).add_params(which, band, shown, zoom)
+    bands = bands.transform_calculate(low=f"max(datum.low, {axis['scale']['domain'][0]})")  # a logarithm has no 0
+    named = {"run": "curve", "value": key, "low": "95 % from", "high": "95 % to", "n": "runs"}
+    tooltip = tooltips("setting:N", "run:N", "iteration:Q", "value:.4f", "low:.4f", "high:.4f", "n:Q", **named)
+    symbols = alt.Scale(domain=names, range=[s.style.symbol for s in series])
+    size = 45 if max((len(s.mean) for s in series), default=0) <= 30 else 16
+    points = base.transform_filter("!datum.diverged").mark_point(size=size, filled=True, opacity=1, clip=True)
+    points = points.encode(tooltip=tooltip, shape=alt.Shape("setting:N", title=None, scale=symbols))
+    layers = alt.layer(bands.encode(y="low:Q", y2="high:Q"), *lines(base, series), points)
+    layers = layers.add_params(which, band, shown, alt.selection_interval(name="zoom", bind="scales"))
     return layers.properties(width="container", height=360, usermeta=palette(series))
 
 
+def panel_chart(panels: Mapping[str, Sequence[Series]], key: str, own_axes: bool = False) -> alt.ConcatChart:
+    """A small chart of means for each panel, without intervals, with one legend. own_axes: each has its own y axis."""
+    columns = min(5 if own_axes else 4, len(panels))
+    every = list({s.name: s for series in panels.values() for s in series}.values())
+    common = value_axis([s for series in panels.values() for s in series], key)
+    charts = []
+    for i, (name, series) in enumerate(panels.items()):
+        rows = [row for row in curve_rows(series) if row["run"] == "mean" or "diverged" in row]
+        axis = value_axis(series, key) if own_axes else common
+        base = encoded(rows, every, axis, title_x=i + columns >= len(panels), title_y=i % columns == 0)
+        charts.append(alt.layer(*lines(base, every)).properties(title=name, width=170, height=140))
+    spacing = alt.RowColnumber(row=56, column=52)
+    return alt.concat(*charts, columns=columns, usermeta=palette(every), bounds="flush", spacing=spacing)
+
+
+def curve_rows(series: Sequence[Series]) -> list[Row]:
+    """A row for each value of each mean and of each run, where finite."""
+    rows: list[Row] = []
+
+    def add(s: Series, run: str, curve: Curve, **more: Any) -> None:
+        named = {"setting": s.name, "run": run, **more}
+        rows.extend({**named, "iteration": i, "value": value} for i, value in curve.items() if math.isfinite(value))
+
+    for s in series:
+        for i, point in s.mean.items():
+            ends = {} if point.low is None else {"low": point.low, "high": point.high}
+            add(s, "mean", {i: point.mean}, **ends, n=point.n)
+        for replicate, curve in s.curves.items():
+            add(s, replicate_name(replicate), curve)
+        for replicate, curve in s.diverged.items():
+            add(s, f"{replicate_name(replicate)}, diverged", curve, diverged=True)
+    return rows
+
+
+def encoded(
+    rows: list[Row], series: Sequence[Series], axis: Mapping[str, Any], title_x: bool = True, title_y: bool = True
+) -> alt.Chart:
+    """A chart of curves without a mark: axes and colours. axis: of the values."""
+    iterations = [row["iteration"] for row in rows] or [0]
+    scale = alt.Scale(domain=[min(iterations), max(iterations)], nice=False, padding=6)
+    x = alt.X("iteration:Q", title="iteration" if title_x else None, scale=scale, axis=alt.Axis(tickCount=5))
+    return alt.Chart(alt.Data(values=rows)).encode(
+        x=x, y=alt.Y("value:Q", **axis if title_y else {**axis, "title": None}), color=colours(series)
+    )
+
+
+def colours(series: Sequence[Series], outline: float = 1.5) -> alt.Color:
+    """outline: of the legend's symbols; it is dashed as the lines are, which filled symbols must not be."""
+    names, legend = alt.Scale(domain=[s.name for s in series]), alt.Legend(symbolOpacity=1, symbolStrokeWidth=outline)
+    return alt.Color("setting:N", title=None, scale=names, legend=legend)
+
+
+def lines(base: alt.Chart, series: Sequence[Series]) -> list[alt.Chart]:
+    """A line for each curve; that of a diverged run is thin and ends in a cross."""
+    dashes = alt.Scale(domain=[s.name for s in series], range=[s.style.dashes for s in series])
+    width = alt.condition("datum.diverged", alt.value(0.7), alt.value(1.6))
+    dashes = alt.StrokeDash("setting:N", title=None, scale=dashes)
+    line = base.mark_line(clip=True).encode(detail="run:N", strokeDash=dashes, strokeWidth=width)
+    if not any(s.diverged for s in series):
+        return [line]
+    ends = base.transform_filter("datum.diverged")
+    ends = ends.transform_joinaggregate(end="max(iteration)", groupby=["setting", "run"])
+    return [line, ends.transform_filter("datum.iteration === datum.end").mark_point(shape=CROSS, size=30, clip=True)]
+
+
+def value_axis(series: Sequence[Series], key: str) -> dict[str, Any]:
+    """The y axis of a metric: logarithmic where it spans more than a factor of 50, but never for the validation loss.
+
+    The range of a loss is that past a tenth of the run: before it, the loss falls from ln V and would set the scale.
+    """
+    drawn = [point.mean for s in series for point in s.mean.values()]
+    drawn += [value for s in series for curve in s.diverged.values() for value in curve.values()]
+    drawn = [value for value in drawn if math.isfinite(value)]
+    if key != LOSS and min(drawn, default=0) > 0 and max(drawn) > 50 * min(drawn):
+        scale = alt.Scale(type="log", domain=[min(drawn), max(drawn)], nice=False)
+        return {"title": key, "scale": scale, "axis": alt.Axis(tickCount=5, format="~g")}
+    curves = [curve for s in series for curve in s.curves.values()]
+    curves = curves or [curve for s in series for curve in s.diverged.values()]
+    start = 0.1 if is_loss(key) else -1
+    values = [value for curve in curves for i, value in curve.items() if i > start * max(curve)] or [0.0, 1.0]
+    margin = 0.04 * (max(values) - min(values)) or 0.01
+    scale = alt.Scale(domain=[min(values) - margin, max(values) + margin], nice=False, zero=False)
+    return {"title": key, "scale": scale, "axis": alt.Axis(tickCount=5)}
+
+
+def is_loss(key: str) -> bool:
+    return key == LOSS or key.endswith("loss")
+
+
+def remarks(series: Sequence[Series], key: str) -> str:
+    """What a caption adds: that a part lies above the axis, and what a cross is."""
+    top = value_axis(series, key)["scale"]["domain"][1]
+    above = is_loss(key) and any(point.mean > top for s in series for point in s.mean.values())
+    crosses = " A thin line that ends in a cross is a run that diverged." * any(s.diverged for s in series)
+    return " The start of the run lies above the axis." * above + crosses
+
+
+def tooltips(*shown: str, **titles: str) -> list[alt.Tooltip]:
+    """shown: "name:N", "name:Q", or "name:FORMAT" for a number."""
+    found = []
+    for name, how in (text.split(":") for text in shown):
+        kind = {"type": "nominal"} if how == "N" else {"type": "quantitative", "format": how.replace("Q", ",")}
+        found.append(alt.Tooltip(name, title=titles.get(name, name), **kind))
+    return found
+
+
+# -----------------------------------------------------------------------------
+# Times, learning rates, differences
+
+
 def time_chart(series: Sequence[Series]) -> alt.LayerChart:
-    names = [s.name for s in series]
+    """A box for each setting: median, quartiles, whiskers to 1.5 IQR, outliers; the diamond is the mean."""
+    names, times = [s.name for s in series], [value for s in series for value in s.seconds]
     rows = [{"setting": s.name, "seconds": value} for s in series for value in s.seconds]
     base = alt.Chart(alt.Data(values=rows)).encode(y=alt.Y("setting:N", sort=names, title=None))
-    times = [value for s in series for value in s.seconds] or [0.0]
-    x = alt.X(
-        "seconds:Q", title="training time (s)", scale=alt.Scale(domain=[min(times), max(times)], nice=True, zero=False)
-    )
-    boxes = base.mark_boxplot(extent=1.5, size=14).encode(
-        x=x, color=alt.Color("setting:N", scale=alt.Scale(domain=names), legend=None)
-    )
-    means = base.mark_point(shape="diamond", filled=True, size=70, color="white", stroke="black", opacity=1).encode(
-        x="mean(seconds):Q", tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("mean(seconds):Q", format=",.2f")]
-    )
+    scale = alt.Scale(domain=[min(times), max(times)], nice=True, zero=False)
+    x = alt.X("seconds:Q", title="training time (s)", scale=scale, axis=alt.Axis(tickCount=8))
+    colour = alt.Color("setting:N", scale=alt.Scale(domain=names))
+    boxes = base.mark_boxplot(extent=1.5, size=14, opacity=0.75).encode(x=x, color=colour)
+    means = base.mark_point(shape="diamond", filled=True, size=70, color="white", stroke="black", opacity=1)
+    means = means.encode(x="mean(seconds):Q", tooltip=["setting:N", alt.Tooltip("mean(seconds):Q", format=",.2f")])
     return alt.layer(boxes, means).properties(width="container", height=26 * len(names), usermeta=palette(series))
 
 
+def range_chart(
+    rows: list[Row], series: Sequence[Series], y: alt.Y, title: str, label: str = "format(datum.value, '~g')"
+) -> alt.LayerChart:
+    """A line for each series over doublings of x, with a bar at each value. rows: setting, x, value, low, high, n.
+
+    title: of the x axis; label: Vega's expression for its labels.
+    """
+    axis = alt.Axis(values=sorted({row["x"] for row in rows}), labelExpr=label, labelOverlap=True)
+    x = alt.X("x:Q", title=title, scale=alt.Scale(type="log", base=2, nice=False, padding=12), axis=axis)
+    base = alt.Chart(alt.Data(values=rows)).encode(x=x, y=y, color=colours(series, outline=0))
+    bars = base.mark_rule().encode(y="low:Q", y2="high:Q")
+    symbols = alt.Scale(domain=[s.name for s in series], range=[s.style.symbol for s in series])
+    tooltip = tooltips("setting:N", "x:~g", "value:.4f", "low:.4f", "high:.4f", "n:Q", x=title)
+    points = base.mark_point(size=45, filled=True, opacity=1)
+    points = points.encode(shape=alt.Shape("setting:N", title=None, scale=symbols), tooltip=tooltip)
+    return alt.layer(bars, *lines(base, series), points)
+
+
 def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]]) -> alt.LayerChart:
-    names = list(finals)
+    """Mean of the final losses by learning rate, a line a variant. finals: variant -> learning rate -> final losses."""
+    look = styles({"": {variant: variant for variant in finals}})
     rows = [
-        {"variant": variant, "rate": rate, "loss": fmean(of), "low": min(of), "high": max(of), "n": len(of)}
+        {"setting": variant, "x": rate, "value": fmean(of), "low": min(of), "high": max(of), "n": len(of)}
         for variant, losses in finals.items()
         for rate, of in losses.items()
         if of
-    ]  # fmt: skip
-    every = range(len(names))
-    base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("rate:Q", title="learning rate", scale=alt.Scale(type="log", base=2)),
-        color=alt.Color("variant:N", title=None, scale=alt.Scale(domain=names)),
-    )
-    loss = alt.Y("loss:Q", title="final " + LOSS, scale=alt.Scale(zero=False))
-    dashes = alt.Scale(domain=names, range=[DASHES[i % len(DASHES)] or [1, 0] for i in every])
-    shapes = alt.Scale(domain=names, range=[SYMBOLS[i % len(SYMBOLS)][1] for i in every])
-    line = base.mark_line().encode(y=loss, strokeDash=alt.StrokeDash("variant:N", title=None, scale=dashes))
-    bars = base.mark_rule().encode(y=alt.Y("low:Q"), y2="high:Q")
-    points = base.mark_point(size=45, filled=True, opacity=1).encode(
-        y=loss, shape=alt.Shape("variant:N", title=None, scale=shapes),
-        tooltip=["variant:N", "rate:Q", *(alt.Tooltip(f"{k}:Q", format=".4f") for k in ("loss", "low", "high")), "n:Q"],
-    )  # fmt: skip
-    colours = [OKABE_ITO[i % len(OKABE_ITO)] for i in every]
-    shades = {"light": colours, "dark": ["#DDDDDD" if colour == "#000000" else colour for colour in colours]}
-    return alt.layer(bars, line, points).properties(width="container", height=360, usermeta=shades)
+    ]
+    y = alt.Y("value:Q", title="final " + LOSS, scale=alt.Scale(zero=False))
+    series = [Series(variant, look[variant], {}) for variant in finals]
+    chart = range_chart(rows, series, y, "learning rate")
+    return chart.properties(width="container", height=360, usermeta=palette(series))
 
 
 def difference_chart(family: Sequence[Comparison]) -> alt.LayerChart:
-    points, means, names = [], [], []
-    for c in (c for c in family if c.point is not None):
-        (part_a, _, a), (part_b, _, b) = c.a.rpartition("/"), c.b.rpartition("/")
-        names.append(f"{a} − {b}" if part_a == part_b else f"{c.a} − {c.b}")
-        for replicate, (x, y) in c.values.items():
-            points.append({"pair": names[-1], "run": replicate_name(replicate), "difference": x - y, "A": x, "B": y})
-        assert c.point is not None
-        means.append({"pair": names[-1], **asdict(c.point)})
-    y = alt.Y("pair:N", sort=names, title=None, axis=alt.Axis(labelLimit=420))
-    x_title = "difference in lowest validation loss (A − B; left of 0: A is lower)"
+    """A point for each fold or seed of each comparison; a bar for the mean's 95 % interval, a diamond for the mean."""
+    points, means = [], []
+    for c in family:
+        if c.point is not None:
+            (part_a, _, a), (part_b, _, b) = c.a.rpartition("/"), c.b.rpartition("/")
+            pair = f"{a} − {b}" if part_a == part_b else f"{c.a} − {c.b}"
+            means.append({"pair": pair, **asdict(c.point)})
+            for replicate, (x, y) in c.values.items():
+                points.append({"pair": pair, "run": replicate_name(replicate), "difference": x - y, "A": x, "B": y})
+    names = alt.Y("pair:N", sort=[mean["pair"] for mean in means], title=None)
+    title = "difference in lowest validation loss (A − B; left of 0: A is lower)"
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(x="zero:Q")
     dots = alt.Chart(alt.Data(values=points)).mark_point(filled=True, size=45, opacity=0.55).encode(
-        y=y, x=alt.X("difference:Q", title=x_title, axis=alt.Axis(tickCount=8)),
-        tooltip=["pair:N", "run:N", *(alt.Tooltip(f"{key}:Q", format=".4f") for key in ("difference", "A", "B"))],
+        y=names, x=alt.X("difference:Q", title=title, axis=alt.Axis(tickCount=8)),
+        tooltip=tooltips("pair:N", "run:N", "difference:.4f", "A:.4f", "B:.4f"),
     )  # fmt: skip
-    base = alt.Chart(alt.Data(values=means)).encode(
-        y=y, tooltip=["pair:N", *(alt.Tooltip(f"{key}:Q", format=".4f") for key in ("mean", "low", "high")), "n:Q"]
-    )
+    tooltip = tooltips("pair:N", "mean:.4f", "low:.4f", "high:.4f", "n:Q")
+    base = alt.Chart(alt.Data(values=means)).encode(y=names, tooltip=tooltip)
     bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=3).encode(x="low:Q", x2="high:Q")
     centres = base.mark_point(shape="diamond", filled=True, size=110, opacity=1).encode(x="mean:Q")
-    intervals = [bars] if any(mean["low"] is not None for mean in means) else []  # of single pairs there are none
-    return alt.layer(zero, dots, *intervals, centres).properties(width="container", height=34 * len(names))
-
-
-def palette(series: Sequence[Series]) -> dict[str, list[str]]:
-    """The page makes one of them the chart's `config.range.category`."""
-    return {"light": [s.style.colour for s in series], "dark": [s.style.dark for s in series]}
+    intervals = [bars] if any(mean["low"] is not None for mean in means) else []  # a single pair has none
+    return alt.layer(zero, dots, *intervals, centres).properties(width="container", height=34 * len(means))

@@ -1,11 +1,12 @@
-"""A sweep as a report reads it: its runs from their directories, and the comparisons that its definition asks for."""
+"""Reads a sweep for its report: its runs, from their directories, and the comparisons that its definition asks for."""
 
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ Definition = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A planned run as it is on the disk. summary: {} unless done or diverged; so curve, iteration -> loss, and curves,
-    of every other metric that the definition names, iteration -> value."""
+    """A planned run, as found on disk. Only a run that is done or diverged has a summary and curves.
+
+    curve: iteration -> validation loss; curves: the same for each other metric that the definition's `also` names.
+    """
 
     plan: PlannedRun
     state: State
@@ -35,7 +38,7 @@ class Run:
     curves: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def value(self, metric: "Metric") -> float | None:
-        """The run's number: of its summary, or made of the metric's lines."""
+        """The run's value: read from its summary, or reduced from the metric's curve."""
         if metric.of is None:
             return self.summary.get(metric.key)
         values = list((self.curves | {"val/loss": self.curve}).get(metric.key, {}).values())
@@ -52,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """name: of its results. about: sweep.json. definition: about["sweep"], as in configs/sweep/."""
+    """name: of the folder in results/. about: sweep.json. definition: about["sweep"], as in configs/sweep/."""
 
     name: str
     about: dict[str, Any]
@@ -74,7 +77,7 @@ class Sweep:
 
     @property
     def parts(self) -> dict[str, list[str]]:
-        """Part -> its settings; the only part of a sweep without parts is ""."""
+        """Part -> its settings. A sweep without parts has one, named ""."""
         found: dict[str, list[str]] = {}
         for setting in self.settings:
             found.setdefault(setting.split("/")[0] if self.definition.get("parts") else "", []).append(setting)
@@ -107,35 +110,31 @@ class Sweep:
 
     @property
     def metrics(self) -> "list[Metric]":
-        """What is compared: METRICS, and each of the definition's `also` that is no pattern."""
-        return [
-            *METRICS,
-            *(
-                Metric(key, key, "lower", "higher", "+,.6g")
-                if how == "summary"
-                else Metric(
-                    key, f"{'last logged' if how == 'last' else how + ' of'} {key}", "lower", "higher", "+.4g", how
-                )
-                for key, several in self.also.items()
-                for how in several
-                if "*" not in key
-            ),
-        ]
+        """What is compared: METRICS, and each key of the definition's `also` that is not a pattern."""
+        found = list(METRICS)
+        for key, several in self.also.items():
+            for how in several if "*" not in key else []:
+                if how == "summary":
+                    found.append(Metric(key, key, "lower", "higher", "+,.6g"))
+                else:
+                    name = f"{'last logged' if how == 'last' else f'{how} of'} {key}"
+                    found.append(Metric(key, name, "lower", "higher", "+.4g", how))
+        return found
 
     @property
     def also(self) -> dict[str, list[str]]:
-        """The definition's: key or pattern -> how a run's lines become a number, in one way or several."""
+        """The definition's `also`: key or pattern of keys -> how a run's curve is reduced to a number, in each way."""
         also = self.definition.get("also") or {}
         return {key: how if isinstance(how, list) else [how] for key, how in also.items()}
 
     @property
     def logged(self) -> dict[str, list[str]]:
-        """Those of `also` that are in the runs' lines."""
+        """The entries of `also` that are in metrics.jsonl, and not in summary.json or evaluation.json."""
         found = {key: [one for one in how if one != "summary"] for key, how in self.also.items()}
         return {key: how for key, how in found.items() if how}
 
     def paper(self, setting: str, metric: str = "val_loss") -> float | None:
-        """The paper's number for a setting: its own, or that of the first pattern that matches."""
+        """The paper's number for a setting: under its name, or under the first pattern that matches."""
         numbers = self.definition.get("paper", {}).get(metric, {})
         return numbers.get(setting, next((v for key, v in numbers.items() if fnmatchcase(setting, key)), None))
 
@@ -158,45 +157,40 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
 
 
 def read_run(sweep_dir: Path, plan: PlannedRun, also: Sequence[str] = ()) -> Run:
-    """A run from its files; `also`: other metrics to read, or patterns of their keys.
-
-    One that is said to be done, and lacks what a done run has, has failed.
-    """
+    """A run from its files. also: keys, or patterns of keys, of other metrics to read."""
     state, path = state_of(sweep_dir, plan), sweep_dir / plan.id
-    max_iters = plan.config.max_iters
+    if state.state == "done":
+        return read_done(path, plan, state, also)
     if state.state == "diverged":
         where = "" if "iteration" in state.reason else f" at iteration {show(state.iter)}"
-        try:
-            curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
-        except (OSError, ValueError, KeyError):
-            curves = {}
         state = State("diverged", state.iter, (state.reason or "diverged") + where)
-        return Run(plan, state, read_json(path / "summary.json"), curves.pop("val/loss", {}), curves)
-    if state.state != "done":
-        saved = f"iteration {state.iter} of {max_iters} is saved" if state.iter else ""
-        reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")
-        return Run(plan, State(state.state, state.iter, reason))
-    summary, damage = {**evaluation(path), **read_json(path / "summary.json")}, ""
-    curves = {}
-    missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
-    if missing:
-        damage = f"summary.json has no {', '.join(missing)}"
-    elif summary["iter"] < max_iters:
-        return Run(plan, State("stopped", summary["iter"], f"done at iteration {summary['iter']} of {max_iters}"))
-    else:
-        try:
+        curves: dict[str, dict[int, float]] = {}
+        with suppress(ConfigError):
             curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
-        except (OSError, ValueError, KeyError) as error:
-            damage = f"metrics.jsonl cannot be read: {error}"
-        if not damage and curves.get("val/loss", {}).get(summary["iter_of_min"]) != summary["val/loss_min"]:
-            damage = "the minimum of summary.json is not in metrics.jsonl"
-    if damage:
+        return Run(plan, state, read_json(path / "summary.json"), curves.pop("val/loss", {}), curves)
+    saved = f"iteration {state.iter} of {plan.config.max_iters} is saved" if state.iter else ""
+    reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")
+    return Run(plan, State(state.state, state.iter, reason))
+
+
+def read_done(path: Path, plan: PlannedRun, state: State, also: Sequence[str]) -> Run:
+    """A run whose status is "done": as failed where its files are damaged, as stopped where the plan asks for more."""
+    summary, max_iters = {**evaluation(path), **read_json(path / "summary.json")}, plan.config.max_iters
+    try:
+        missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
+        require(not missing, f"summary.json has no {', '.join(missing)}")
+        if summary["iter"] < max_iters:
+            return Run(plan, State("stopped", summary["iter"], f"done at iteration {summary['iter']} of {max_iters}"))
+        curves = read_curves(path / "metrics.jsonl", ["val/loss", *also])
+        known = curves.get("val/loss", {}).get(summary["iter_of_min"]) == summary["val/loss_min"]
+        require(known, "the minimum of summary.json is not in metrics.jsonl")
+    except ConfigError as damage:
         return Run(plan, State("failed", state.iter, f"done, but {damage}"))
     return Run(plan, state, summary, curves.pop("val/loss"), curves)
 
 
 def evaluation(run: Path) -> dict[str, float]:
-    """What scripts/evaluate_lm.py has left in a run directory: eval/TASK/METRIC -> value."""
+    """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value."""
     about = read_json(run / "evaluation.json").get("about", {})
     try:
         found = about.get("metrics", {}).items()
@@ -206,16 +200,16 @@ def evaluation(run: Path) -> dict[str, float]:
 
 
 def read_curves(file: Path, patterns: Sequence[str]) -> dict[str, dict[int, float]]:
-    """Key -> iteration -> value, of the keys of a metrics.jsonl that match one of the patterns."""
+    """Key -> iteration -> value, for the keys that match one of the patterns. Raises: ConfigError."""
     curves: dict[str, dict[int, float]] = {}
-    wanted: dict[str, bool] = {}
-    for line in file.read_bytes().splitlines():
-        values = json.loads(line)
-        for key, value in values.items():
-            if key not in wanted:
-                wanted[key] = any(fnmatchcase(key, pattern) for pattern in patterns)
-            if wanted[key] and value is not None:
-                curves.setdefault(key, {})[values["iter"]] = value
+    wanted = cache(lambda key: any(fnmatchcase(key, pattern) for pattern in patterns))
+    try:
+        for values in map(json.loads, file.read_bytes().splitlines()):
+            for key, value in values.items():
+                if value is not None and wanted(key):
+                    curves.setdefault(key, {})[values["iter"]] = value
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"metrics.jsonl cannot be read: {error}") from error
     return curves
 
 
@@ -225,7 +219,10 @@ def read_curves(file: Path, patterns: Sequence[str]) -> dict[str, dict[int, floa
 
 @dataclass(frozen=True)
 class Metric:
-    """of: how a run's lines become its number, one of REDUCTIONS; None: summary.json has it, or evaluation.json."""
+    """A number of each run. less, more: how a verdict calls a difference; spec: the format of a difference.
+
+    of: the reduction of the run's curve to the number (REDUCTIONS); None: summary.json or evaluation.json has it.
+    """
 
     key: str
     name: str
@@ -244,11 +241,15 @@ METRICS = [
 
 @dataclass(frozen=True)
 class Family:
-    """Comparisons that are read together. metrics: for each of the sweep's, the comparisons in it."""
+    """Comparisons that share Holm's correction. metrics: the comparisons in each of the sweep's metrics."""
 
     name: str
     title: str
     metrics: list[list[Comparison]]
+
+    @property
+    def heading(self) -> str:
+        return f"Comparison {': '.join(filter(None, [self.name, self.title]))}"
 
 
 def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> list[Comparison]:
@@ -266,14 +267,14 @@ def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> l
 
 
 def test_over_train(runs: Sequence[Run]) -> float | None:
-    """How much text the runs are tested on over how much they are trained on, where they are of several folds."""
+    """The amount of validation text over that of training text, where the runs are of several folds."""
     data = [run.plan.config.data for run in runs]
     several = len({run.plan.fold for run in runs if run.plan.fold is not None}) > 1
     return 1 / (data[0].folds - 1) if several and isinstance(data[0], FoldedTextOptions) else None
 
 
-def families(sweep: Sweep) -> list[Family]:
-    """What the definition's `compare` asks for."""
+def compared_families(sweep: Sweep) -> list[Family]:
+    """The comparisons that the definition's `compare` asks for."""
     found = []
     for name, family in (sweep.definition.get("compare") or {}).items():
         pairs, patterns = family.get("pairs") or [], family.get("settings") or ["*"]

@@ -1,13 +1,19 @@
 """Means, intervals and paired comparisons: the statistics of a report, over plain numbers."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from scipy import stats
 
-Replicate = tuple[int, int | None]  # seed, fold: what pairs two runs
+Replicate = tuple[int, int | None]  # (seed, fold): two runs with the same one are a pair
+
+
+def replicate_name(replicate: Replicate) -> str:
+    seed, fold = replicate
+    return f"seed {seed}" if fold is None else f"fold {fold}, seed {seed}"
 
 
 @dataclass(frozen=True)
@@ -51,38 +57,29 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def n_needed(effect: float, power: float = 0.8, alpha: float = 0.05, limit: int = 1_000_000) -> float:
+def n_needed(effect: float, power: float = 0.8, alpha: float = 0.05) -> float:
     """The least number of pairs with which a two-sided paired t test at `alpha` finds a mean difference of `effect`
-    standard deviations with probability `power`: exact, from the noncentral t distribution. Infinity past `limit`."""
-    effect = min(abs(effect), 30.0)  # two pairs do by then, and past it scipy's tails are lost
+    standard deviations with probability `power`: exact, from the noncentral t distribution; infinite past 2^20."""
+    effect = min(abs(effect), 30.0)  # two pairs are enough by then, and scipy loses the tails of larger effects
 
     def reached(n: int) -> bool:
         t, shift = stats.t.isf(alpha / 2, n - 1), effect * math.sqrt(n)
-        other_side = stats.nct.cdf(-t, n - 1, shift)  # nan where it is nothing
-        return (
-            float(stats.nct.sf(t, n - 1, shift)) + float(max(other_side, 0.0) if other_side == other_side else 0.0)
-            >= power
-        )
+        other_side = float(stats.nct.cdf(-t, n - 1, shift))  # nan where it is 0
+        return float(stats.nct.sf(t, n - 1, shift)) + (other_side if other_side > 0 else 0.0) >= power
 
-    low, high = 1, 2
-    while not reached(high):
-        if high >= limit:
-            return math.inf
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reached(middle) else (middle, high)
-    return high
+    high = next((2**k for k in range(1, 21) if reached(2**k)), None)
+    return math.inf if high is None else bisect_left(range(high), True, lo=high // 2 + 1, key=reached)
 
 
 @dataclass
 class Comparison:
-    """A - B over the replicates that both have. planned: replicates that both will have.
+    """A - B, paired over the replicates that both have. planned: how many replicates both will have.
 
-    p: of the paired t test and of Wilcoxon's signed-rank test; adjusted: by Holm over the family. None: no test.
-    n_needed: see above, for a difference of this size and spread. test_over_train: sizes of what the replicates are
-    tested and trained on, where these are folds that share training text; corrected: the t test's p with the variance
-    of the mean difference that they make probable, (1/n + test_over_train) sd^2 (Nadeau and Bengio 2003), and by Holm.
+    p: of the paired t test and of Wilcoxon's signed-rank test, None where there is no test; adjusted: by Holm over the
+    family. n_needed: pairs for 80 % power, for a difference of this size and spread.
+    test_over_train: amount of validation text over that of training text, where the replicates are folds, which share
+    training text. corrected: p of the t test with the variance (1/n + test_over_train) sd^2 of the mean difference
+    (Nadeau and Bengio 2003), and by Holm.
     """
 
     a: str
@@ -127,7 +124,7 @@ class Comparison:
 
 
 def adjust(family: Sequence[Comparison]) -> None:
-    """Put Holm's adjustment over the family into each of its comparisons."""
+    """Set Holm's adjusted p in each comparison of the family."""
     t, wilcoxon = (holm([comparison.p[test] for comparison in family]) for test in (0, 1))
     corrected = holm([comparison.corrected[0] for comparison in family])
     for comparison, *adjusted, of_corrected in zip(family, t, wilcoxon, corrected, strict=True):

@@ -13,9 +13,8 @@ from statistics import fmean, median, stdev
 
 from core.rundir import short
 from core.schema import flatten, show
-from scripts.reporting.charts import replicate_name
-from scripts.reporting.runs import METRICS, Family, Metric, Run, Sweep
-from scripts.reporting.statistics import Comparison, lowest, mean_curve
+from scripts.reporting.runs import METRICS, Metric, Run, Sweep
+from scripts.reporting.statistics import Comparison, lowest, mean_curve, replicate_name
 from sweeps.status import STATES, tally
 from training.config import FaultOptions
 
@@ -25,9 +24,13 @@ FLOOR_TOLERANCE = 0.01  # nats; as in scripts/audit.py
 
 @dataclass(frozen=True)
 class Table:
+    """words: how many columns, from the left, hold text; the others hold numbers. folded: the page shows it closed."""
+
     columns: list[str]
     rows: list[list[str]]
-    words: int = 1  # columns of text, from the left; the others are numbers
+    words: int = 1
+    title: str = ""
+    folded: bool = False
 
     def markdown(self) -> str:
         def line(cells: Sequence[str]) -> str:
@@ -126,8 +129,8 @@ def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:
 
 
 def fault_table(sweep: Sweep) -> Table:
-    """Every setting with a deliberate fault, and what catches it: train.py's warnings, and on uniformly random tokens a
-    last training loss below ln V, by more than chance explains."""
+    """Each setting with a fault or random tokens, and what shows the fault: the warnings of train.py and, on uniformly
+    random tokens, a last training loss further below ln V than chance explains."""
     rows = []
     for setting, done in ((setting, sweep.done(setting)) for setting in sweep.settings):
         fault = next((run.plan.config.fault.name for run in sweep.of(setting).values()), "none")
@@ -152,8 +155,8 @@ STABILITY_NOTE = """\
 A learning rate counts as stable for a variant where every run is done, no loss of theirs (of the validation, or of \
 the training where the sweep's `also` has it) ever lies more than 0.5 above the first validation loss, that of an \
 untrained model, and the final validation loss, averaged over folds and seeds, has come down from the first one by at \
-least half of what it comes down at the variant's best rate. Beside the highest rate up to which all are stable \
-stands how the next one fails."""
+least half of what it comes down at the variant's best rate. The table has the highest rate up to which all are \
+stable, and how the next one fails."""
 WORSE = 0.5  # nats above an untrained model
 
 
@@ -205,7 +208,7 @@ def final_means(of: Mapping[float, Sequence[Run]]) -> dict[float, float]:
 
 
 def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str]:
-    """The highest rate, from the lowest on, up to which all are stable (STABILITY_NOTE), and how the next one fails."""
+    """The highest rate up to which all are stable (STABILITY_NOTE), and how the next one fails."""
     known = final_means(of)
     best = min(known.values(), default=math.inf)
     firsts = [run.curve[min(run.curve)] for runs in of.values() for run in runs if run.curve]
@@ -244,7 +247,7 @@ def missing_table(sweep: Sweep) -> Table:
     return Table(["run", "settings", "fold or seed", "state", "reason"], rows, words=5)
 
 
-FAULT_NOTE = "The losses of these runs are wrong on purpose (training/faults.py); beside them, honest ones."
+FAULT_NOTE = "The losses of these runs are wrong on purpose (training/faults.py), but where the fault is none."
 NOTES = """\
 **Two readings of an averaged minimum.** A paper's "averaged minimum" may be the minimum of the curve averaged over \
 folds, or the mean of each fold's own minimum, which is never larger. Both are given. Comparisons use each run's own \
@@ -258,13 +261,13 @@ yet counts as p = 1. A verdict is the paired t test's at Holm p ≤ 0.05. "Pairs
 seeds a paired t test (two-sided, 0.05, uncorrected) needs to find a difference of the observed size and spread with \
 probability 0.8: exact, from the noncentral t distribution.
 
-**Folds share training text**, and seeds share all of it, so that differences are not quite independent, as these \
-tests take them to be: near the threshold a verdict is worth less than its p says. Of K folds, "corrected t" is the \
-paired t test with the variance of the mean taken as (1/n + 1/(K − 1)) SD², not SD²/n (Nadeau and Bengio, 2003): what \
-is above 0.05 there is not told from the folds' own differences.
+**Folds share training text**, and seeds share all of it. The differences are thus not quite independent, as these \
+tests assume: near the threshold a verdict is worth less than its p says. For K folds, "corrected t" is the paired t \
+test with (1/n + 1/(K − 1)) SD² as the variance of the mean, in place of SD²/n (Nadeau and Bengio, 2003). A difference \
+with a p above 0.05 there cannot be told from the spread between the folds.
 
-**Seconds and tokens a second** measure training only where nothing else ran on the device: runs side by side slow one \
-another.
+**Seconds and tokens a second** measure training only where nothing else ran on the device: runs side by side slow \
+each other down.
 """
 
 
@@ -293,28 +296,6 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "deliberate faults": ", ".join(dict.fromkeys(p.config.fault.name for p in plans if p.config.fault != HONEST)),
     }
     return {key: value for key, value in found.items() if value}
-
-
-def table_md(sweep: Sweep, compared: Sequence[Family], figures: Sequence[tuple[str | None, str, str]]) -> str:
-    """figures: (part, file, caption), those of learning rates without a part"""
-    text = [f"# {sweep.title}\n"]
-    text += [Table(["", ""], [[key, value] for key, value in facts(sweep).items()], words=2).markdown()]
-    for part, settings in sweep.parts.items():
-        text += [f"## {sweep.title_of(part)}\n", part_table(sweep, settings).markdown()]
-        text += [f"![{file}]({file})\n\n{caption}\n" for of, file, caption in figures if of == part]
-    for family in compared:
-        text += [f"## Comparison {': '.join(filter(None, [family.name, family.title]))}\n"]
-        for metric, comparisons in zip(sweep.metrics, family.metrics, strict=True):
-            table = comparison_table(sweep, comparisons, metric)
-            text += [f"### {metric.name.capitalize()}\n", table.markdown() if table.rows else "Nothing to compare.\n"]
-    if any(run.plan.config.fault != HONEST for run in sweep.runs):
-        text += [f"## Deliberate faults\n\n{FAULT_NOTE}\n", fault_table(sweep).markdown()]
-    if stability := stability_table(sweep):
-        text += [f"## Highest stable learning rate\n\n{STABILITY_NOTE}\n", stability.markdown()]
-        text += [f"![{file}]({file})\n\n{caption}\n" for of, file, caption in figures if of is None]
-    missing = missing_table(sweep)
-    text += ["## Runs that are not done\n", missing.markdown() if missing.rows else "None.\n"]
-    return "\n".join([*text, "## How to read this\n", NOTES])
 
 
 def runs_csv(sweep: Sweep) -> str:

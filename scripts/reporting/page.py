@@ -1,0 +1,109 @@
+"""The outline of a report, and the two ways to show it: table.md and report.html."""
+
+import base64
+import gzip
+import html
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import vl_convert
+
+from scripts.reporting import tables
+from scripts.reporting.charts import VEGA_LITE, Figure, theme
+from scripts.reporting.figures import family_figures, part_figures, rate_figures
+from scripts.reporting.runs import Family, Sweep
+from scripts.reporting.tables import Table
+
+TEMPLATE = Path(__file__).with_name("page.html")
+LONG = 20  # rows: the page shows a table of more runs only when it is asked to
+
+
+@dataclass(frozen=True)
+class Section:
+    """items: paragraphs (with **bold** words), tables and figures."""
+
+    title: str
+    items: Sequence[str | Table | Figure]
+
+
+def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
+    """What the report says, in order."""
+    figures, differences, rates = part_figures(sweep), family_figures(families), rate_figures(sweep)
+    sections = [
+        Section(sweep.title_of(part), [tables.part_table(sweep, settings), *figures[part]])
+        for part, settings in sweep.parts.items()
+    ]
+    for family in families:
+        compared: list[str | Table | Figure] = []
+        for metric, comparisons in zip(sweep.metrics, family.metrics, strict=True):
+            table = tables.comparison_table(sweep, comparisons, metric)
+            title = metric.name.capitalize()
+            compared.append(Table(table.columns, table.rows, table.words, title, folded=bool(compared)))
+        sections.append(Section(family.heading, [*compared[:1], *differences[family.name], *compared[1:]]))
+    if any(run.plan.config.fault != tables.HONEST for run in sweep.runs):
+        sections.append(Section("Deliberate faults", [tables.FAULT_NOTE, tables.fault_table(sweep)]))
+    if stability := tables.stability_table(sweep):
+        sections.append(Section("Highest stable learning rate", [tables.STABILITY_NOTE, stability, *rates]))
+    missing = tables.missing_table(sweep)
+    sections.append(Section("Runs that are not done", [missing if missing.rows else "None."]))
+    return [*sections, Section("How to read this", tables.NOTES.strip().split("\n\n"))]
+
+
+def figures_of(sections: Sequence[Section]) -> list[Figure]:
+    return [item for section in sections for item in section.items if isinstance(item, Figure)]
+
+
+def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) -> str:
+    """table.md, with links to the figures' SVG files."""
+
+    def text(item: str | Table | Figure) -> str:
+        if isinstance(item, Table):
+            heading = f"### {item.title}\n\n" if item.title else ""
+            return heading + (item.markdown() if item.rows else "Nothing to compare.\n")
+        if isinstance(item, Figure):
+            return f"![{item.name}.svg]({item.name}.svg)\n\n{item.caption}\n"
+        return f"{item}\n"
+
+    blocks = [f"# {title}\n", Table(["", ""], [[key, value] for key, value in about.items()], words=2).markdown()]
+    for section in sections:
+        blocks += [f"## {section.title}\n", *map(text, section.items)]
+    return "\n".join(blocks)
+
+
+def page(title: str, state: str, about: Mapping[str, str], sections: Sequence[Section]) -> str:
+    """report.html: one page that needs no other file and no network. Its charts and Vega's runtime are compressed."""
+
+    def text(item: str | Table | Figure) -> str:
+        if isinstance(item, Table):
+            table = item.html() if item.rows else "<p>Nothing to compare.</p>"
+            if item.folded or len(item.rows) > LONG and not item.title:
+                name = item.title or f"{len(item.rows)} rows"
+                return f"<details><summary>{html.escape(name)}</summary>{table}</details>"
+            return f"<h3>{html.escape(item.title)}</h3>\n{table}" if item.title else table
+        if isinstance(item, Figure):
+            caption = f"<figcaption>{html.escape(item.caption)}</figcaption>"
+            return f'<figure><div class="chart" id="{item.name}"></div>{caption}</figure>'
+        bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html.escape(item, quote=False))
+        return f"<p>{bold}</p>"
+
+    body = [
+        "\n".join([f'<section id="section-{i}">\n<h2>{html.escape(section.title)}</h2>', *map(text, section.items)])
+        for i, section in enumerate(sections)
+    ]
+    charts = {figure.name: figure.chart.to_dict() for figure in figures_of(sections)}
+    runtime = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]  # its stub asks for more
+    return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=html.escape(title), state=html.escape(state), body="\n</section>\n".join([*body, ""]),
+        facts="".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in about.items()),
+        themes=json.dumps({"light": theme(dark=False), "dark": theme(dark=True)}),
+        charts=packed(json.dumps(charts)), runtime=packed(runtime),
+    )  # fmt: skip
+
+
+def packed(text: str) -> str:
+    """gzip in base64, which the page's unpack() reads."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
