@@ -321,7 +321,8 @@ def build_tokenizer(name: str, text: str, vocab_size: int | None = None) -> Toke
 
 def from_dict(saved: dict[str, Any]) -> Tokenizer:
     """The tokenizer whose `to_dict()` was saved."""
-    return {**TOKENIZERS, NoText.name: NoText}[saved["name"]].from_dict(saved)
+    known: dict[str, type[Tokenizer]] = {**TOKENIZERS, NoText.name: NoText}
+    return known[saved["name"]].from_dict(saved)
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,7 +141,7 @@ def test_a_leak_is_measured_where_it_is() -> None:
     assert future_leaks(Leaky(one_back), idx, [1, 5]) == {1: (0.25 / 1.25, 0), 5: (0.25 / 1.25, 4)}
     # where nothing moves, as with an output layer that is zero, nothing leaks; where nothing later moves, a leak counts
     for weight, leak in ((0.0, (0.0, None)), (1.0, (torch.inf, 0))):
-        model = Leaky(lambda idx, weight=weight: last_to_first(idx, weight))
+        model = Leaky(partial(last_to_first, weight=weight))
         assert future_leaks(model, idx, [1, 5]) == {1: leak, 5: leak}
 
 

@@ -339,7 +339,7 @@ def test_the_papers_numbers_stand_beside_ours() -> None:
 
 CHOICES = {"text": ["water", "a stone", "wind", "wood"], "label": ["A", "B", "C", "D"]}
 ROWS: dict[tuple[str, str | None], dict[str, Any]] = {  # (path, name) of a data set -> a row
-    ("allenai/ai2_arc", "ARC-Challenge"): {"id": "M_1", "question": "Which burns?", "choices": CHOICES, "answerKey": "D"},
+    ("allenai/ai2_arc", "ARC-Challenge"): {"id": "1", "question": "Which burns?", "choices": CHOICES, "answerKey": "D"},
     ("allenai/ai2_arc", "ARC-Easy"): {"id": "M_2", "question": "Which flows?", "choices": CHOICES, "answerKey": "A"},
     ("aps/super_glue", "boolq"): {"question": "do cows fly", "passage": "Cows -- Cows walk.", "idx": 0, "label": 0},
     ("Rowan/hellaswag", None): {

@@ -73,7 +73,7 @@ def test_no_mask_is_a_softmax_over_all_keys(layout: str) -> None:
     x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     q, k, v, scale = attended(gpt, x)
     masked = gpt.attentions[0].attend(q, k, v, scale)
-    faults.spoil_model(replace(gpt.config, fault=FaultOptions("no_mask")), gpt)
+    faults.inject_into_model(replace(gpt.config, fault=FaultOptions("no_mask")), gpt)
     found = gpt.attentions[0].attend(q, k, v, scale)
     k, v = (part.repeat_interleave(q.size(1) // part.size(1), 1) for part in (k, v))
     over_all = torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
@@ -87,7 +87,7 @@ def test_unshifted_labels_are_the_inputs() -> None:
     x, y = random_tokens(2, 9), random_tokens(2, 9, seed=3)
     y[0, 3:] = -1
     logits, honest = gpt(x, y)
-    faults.spoil_model(replace(gpt.config, fault=FaultOptions("unshifted_labels")), gpt)
+    faults.inject_into_model(replace(gpt.config, fault=FaultOptions("unshifted_labels")), gpt)
     wanted = -logits.log_softmax(-1).gather(-1, x[..., None])[..., 0]
     torch.testing.assert_close(gpt(x, y)[1], torch.cat([wanted[0, :3], wanted[1]]).mean())
     torch.testing.assert_close(gpt(x)[0], logits)
@@ -108,7 +108,7 @@ def test_loss_over_accumulation_misreports_and_trains_the_same_weights(tmp_path:
 def test_repeated_batches_are_the_first_iterations() -> None:
     config = faulty("repeated_batches", Path("x"))
     honest, spoilt = batches_of(config), batches_of(config)
-    faults.spoil_batches(config, spoilt)
+    faults.inject_into_batches(config, spoilt)
     for micro in (0, 1):
         assert torch.equal(spoilt.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
         assert not torch.equal(honest.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
@@ -118,7 +118,7 @@ def test_repeated_batches_are_the_first_iterations() -> None:
 def test_padding_counts_in_the_mean() -> None:
     config = faulty("padding_in_mean", Path("x"))
     honest, spoilt = batches_of(config), batches_of(config)
-    faults.spoil_batches(config, spoilt)
+    faults.inject_into_batches(config, spoilt)
     for (x, y), (xp, yp) in zip(
         [honest.get_batch(2), honest.sampled_batch("val", 0), *honest.eval_batches(99)],
         [spoilt.get_batch(2), spoilt.sampled_batch("val", 0), *spoilt.eval_batches(99)], strict=True,
@@ -133,7 +133,7 @@ def test_padding_counts_in_the_mean() -> None:
 
 
 def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("spoil_model", "spoil_batches"):
+    for name in ("inject_into_model", "inject_into_batches"):
         monkeypatch.setattr(faults, name, None)
     config = faulty("none", tmp_path / "run")
     assert train.run(config) == 0

@@ -94,7 +94,7 @@ def test_decode_inverts_encode_and_survives_json(name: str, text: str) -> None:
         assert b"".join(decoder.pieces[token] for token in tokens) == text.encode()
     assert again.vocab_size == tokenizer.vocab_size == len(tokenizer.pieces)
     np.testing.assert_array_equal(again.encode(text), tokens)
-    n_bytes, n_chars = sizes(tokenizer)  # type: ignore[arg-type]  # hashable: by identity
+    n_bytes, n_chars = sizes(tokenizer)  # hashable: by identity
     assert (n_bytes[tokens].sum(), n_chars[tokens].sum()) == (len(text.encode()), len(text))
 
 
