@@ -1,381 +1,229 @@
-"""Kernels for a CPU: QK norms (cpu_norms.cpp), causal attention (cpu_attention.cpp), and what a block does between its
-matrix products (cpu_block.cpp), forwards and backwards.
+"""The operators torch.ops.nanoqk of the C++ files, as differentiable functions.
 
-The first use compiles them, in about four seconds, with GCC ($CXX or g++), and keeps them in $XDG_CACHE_HOME/nanoqk, by
-default ~/.cache/nanoqk. Where there is no compiler every serves_...() is False, and the operations in gpt.py do the
-same, which are the reference as well.
+Each has a fake implementation, which says the shape of its results to a compiler and to estimates, and a derivative: an
+autograd.Function around it, twice as fast as torch.library.register_autograd. The C++ files check dtypes and shapes and
+raise RuntimeError. A derivative has no derivative.
 """
 
-import contextlib
-import ctypes
 import functools
-import hashlib
-import os
-import shlex
-import shutil
-import struct
-import subprocess
-import sys
-import tempfile
-import warnings
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-SOURCES = [Path(__file__).with_name(f"cpu_{name}.cpp") for name in ("norms", "attention", "block")]
-MAX_CHANNELS, CHUNKS = 2048, 64
-SMALL = 2**14  # elements: PyTorch's own operation on fewer is done before a kernel is called
-FLAGS = [
-    "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC",
-    f"-DMAX_CHANNELS={MAX_CHANNELS}", f"-DCHUNKS={CHUNKS}",
-]  # fmt: skip
-# the structs there
-NORM, FOLD, ATTENTION = struct.Struct("=27qd"), struct.Struct("=10q"), struct.Struct("=43qd")
-BLOCK_NORM, POINTWISE = struct.Struct("=13qd"), struct.Struct("=9q")
-NO_VECTORS = (0, 0, 0, 0)
+from model.kernels import build
+
+MAX_CHANNELS = 2048  # as in norms.cpp
+LP = (1, 1.5, 2, 2.5, 3, 3.5, 4)  # p of lp_norm
+DTYPES = (torch.float32, torch.bfloat16)
+
+nanoqk: Any = torch.ops.nanoqk
 
 
-@functools.lru_cache
-def library() -> Any:
-    """The compiled functions, or None."""
-    program, *options = shlex.split(os.environ.get("CXX") or "g++")
-    if sys.platform != "linux" or shutil.which(program) is None:
-        return None
-    try:
-        with open("/proc/cpuinfo") as cpu:  # a folder of the user's may be shared by machines with other instructions
-            instructions = next((line for line in cpu if line.startswith(("flags", "Features"))), "")
-        text = [path.read_text() for path in (*SOURCES, Path(__file__).with_suffix(".h"))]
-        made_of = text, FLAGS, shutil.which(program), options, instructions
-        kept = cache_folder() / f"cpu_kernels-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-        with contextlib.suppress(OSError):  # that there is none yet, or a damaged one
-            return ctypes.CDLL(str(kept))
-        with contextlib.suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-        may_keep = os.access(kept.parent, os.W_OK)
-        with tempfile.TemporaryDirectory(dir=kept.parent if may_keep else None) as scratch:
-            compiled, linked = [f"{scratch}/{path.stem}.o" for path in SOURCES], f"{scratch}/linked.so"
-            calls = [[*FLAGS, "-c", str(path), "-o", to] for path, to in zip(SOURCES, compiled, strict=True)]
-            with ThreadPoolExecutor() as pool:
-                for done in [pool.submit(call, [program, *options, *words]) for words in calls]:
-                    done.result()
-            # linked without OpenMP's library: that of PyTorch, already loaded, then serves, and its threads
-            call([program, *options, "-shared", *compiled, "-o", linked])
-            loaded = ctypes.CDLL(linked)
-            if may_keep:
-                with open(linked, "rb") as file:
-                    os.fsync(file.fileno())
-                os.replace(linked, kept)
-            return loaded
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else ""
-        warnings.warn(f"model/cpu_*.cpp cannot be used, training is slower without: {error}\n{said}", stacklevel=2)
-        return None
+def available(x: Tensor) -> bool:
+    """Whether there are kernels for x: it lies on a CPU, in fp32 or bf16, and they are compiled (by the first call)."""
+    return x.is_cpu and x.dtype in DTYPES and loaded()
 
 
-def call(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True)
+@torch.compiler.assume_constant_result
+def loaded() -> bool:
+    return load()
 
 
-def cache_folder() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoqk"
-    except RuntimeError:  # a user without a home
-        return Path("/nonexistent")
+@functools.cache
+def load() -> bool:
+    if not build.load():
+        return False
+    for name, result in FAKES.items():
+        torch.library.register_fake(f"nanoqk::{name}")(result)
+    return True
 
 
-def plain(*tensors: Tensor) -> bool:
-    """Whether there are kernels, and these are tensors for them: on a CPU, in fp32 or bf16, not of a compiler's."""
-    for x in tensors:
-        if type(x) not in TENSORS or x.device.type != "cpu" or x.dtype not in DTYPES:
-            return False
-    return not torch.compiler.is_compiling() and not torch.jit.is_tracing() and library() is not None
+def can_normalize(x: Tensor) -> bool:
+    return available(x) and x.ndim <= 4 and 0 < x.size(-1) <= MAX_CHANNELS
 
 
-TENSORS, DTYPES = (Tensor, torch.nn.Parameter, FakeTensor), (torch.float32, torch.bfloat16)
+def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether attention() takes these heads: bf16, on a CPU that multiplies in it, multiples of 16 channels."""
+    if not q.dtype == k.dtype == v.dtype == torch.bfloat16 or q.size(-1) % 16 or v.size(-1) % 16:
+        return False
+    return available(q) and attends()
+
+
+@torch.compiler.assume_constant_result
+def attends() -> bool:
+    """The operator is without an implementation where the CPU lacks the instructions."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("nanoqk::attention", "CPU")
+
+
+def first_derivative(backward: Callable[..., Any]) -> Any:
+    """As once_differentiable, without its two microseconds where nobody asks for a second derivative."""
+    careful: Callable[..., Any] = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def either(ctx: Any, *grads: Tensor) -> Any:
+        return careful(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return either
+
 
 # -----------------------------------------------------------------------------
-# QK norms
+# Norms of vectors x (..., n), of at most four dimensions
 
 
-def serves_norm(x: Tensor, p: float = 2.0) -> bool:
-    """Whether vectors x (..., n) can be normalised here with this p."""
-    return plain(x) and x.ndim <= 4 and 0 < x.size(-1) <= MAX_CHANNELS and p in (1, 1.5, 2, 2.5, 3, 3.5, 4)
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """gain * x / sqrt(mean(x^2) + eps), in x's dtype."""
+    return RMSNorm.apply(x, gain, eps) if torch.is_grad_enabled() else nanoqk.rms_norm(x, gain, eps)
 
 
-def rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """gain * x / sqrt(mean(x^2) + eps) for x (..., n) and gain (n,), differentiable in both, once."""
-    return normalise(x, gain, 0, eps)
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps), (..., 1) in fp32, without a derivative."""
+    return nanoqk.inverse_rms(x, eps)
 
 
-def lp(x: Tensor, p: float, alpha: Tensor | None = None) -> Tensor:
-    """x / ||x||_p for x (..., n), times alpha (nh or 1, 1, 1) for x (B, nh, T, n); differentiable in both, once."""
-    return normalise(x, alpha, int(2 * p), 0.0)
+def lp_norm(x: Tensor, p: float, alpha: Tensor | None = None) -> Tensor:
+    """x / ||x||_p for a p of LP, times alpha: one number, or (nh, 1, 1) for x (B, nh, T, n)."""
+    return LpNorm.apply(x, alpha, p) if torch.is_grad_enabled() else nanoqk.lp_norm(x, alpha, p)
 
 
-def rms_scale(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps), (..., n) -> (..., 1) in fp32, without a derivative."""
-    return scale_of(x, 0, eps)
+def inverse_lp_norm(x: Tensor, p: float) -> Tensor:
+    """1 / ||x||_p, of a zero vector 0, (..., 1) in fp32, without a derivative."""
+    return nanoqk.inverse_lp_norm(x, p)
 
 
-def lp_scale(x: Tensor, p: float) -> Tensor:
-    """1 / ||x||_p, of a zero vector 0, (..., n) -> (..., 1) in fp32, without a derivative."""
-    return scale_of(x, int(2 * p), 0.0)
-
-
-def normalise(x: Tensor, factor: Tensor | None, twice_p: int, eps: float) -> Tensor:
-    if factor is not None:
-        if twice_p == 0:
-            good = factor.shape == x.shape[-1:]
-        else:
-            good = factor.numel() == 1 or (x.ndim > 2 and factor.shape == (x.size(-3), 1, 1))
-        if not good:
-            raise ValueError(f"a factor of shape {tuple(factor.shape)} does not fit x of {tuple(x.shape)}")
-    x = side_by_side(x)
-    return CompiledNorm.apply(x, factor, twice_p, eps) if torch.is_grad_enabled() else run(x, factor, twice_p, eps)
-
-
-def scale_of(x: Tensor, twice_p: int, eps: float) -> Tensor:
-    scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    fill_norm(side_by_side(x), None, twice_p, eps, scale)
-    return scale
-
-
-def run(x: Tensor, factor: Tensor | None, twice_p: int, eps: float) -> Tensor:
-    y = empty_side_by_side(x)
-    fill_norm(x, factor, twice_p, eps, None, y)
-    return y
-
-
-class CompiledNorm(torch.autograd.Function):
+class RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor | None, twice_p: int, eps: float) -> Tensor:
-        ctx.save_for_backward(x, factor)  # x, in its own type, is all that is kept of the vectors
-        ctx.twice_p, ctx.eps = twice_p, eps
-        return run(x, factor, twice_p, eps)
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        ctx.eps = eps
+        return nanoqk.rms_norm(x, gain, eps)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        x, factor = ctx.saved_tensors
-        grad_x, grad = empty_side_by_side(x), side_by_side(grad.to(x.dtype))
-        parts = None if factor is None else x.new_zeros(CHUNKS, *factor.shape, dtype=torch.float32)
-        fill_norm(x, factor, ctx.twice_p, ctx.eps, None, None, grad, grad_x, parts)
-        return grad_x, None if parts is None else parts.sum(0), None, None
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain = ctx.saved_tensors
+        return *nanoqk.rms_norm_backward(grad, x, gain, ctx.eps), None
 
 
-def fill_norm(
-    x: Tensor, factor: Tensor | None, twice_p: int, eps: float, scale: Tensor | None = None, y: Tensor | None = None,
-    grad: Tensor | None = None, grad_x: Tensor | None = None, grad_factor: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Fill those of scale (..., 1), y, grad_x (..., n) and grad_factor (CHUNKS, *factor.shape) that are there, from
-    vectors x and grad (..., n) and a factor. All vectors lie side_by_side; the scalars are fp32."""
-    if isinstance(x, FakeTensor):
-        return
-    factor = None if factor is None else factor.float().contiguous()
-    words = [*(1,) * (4 - x.ndim), *x.shape, x.itemsize, twice_p]
-    for vectors in (x, y, grad, grad_x):
-        words += NO_VECTORS if vectors is None else (vectors.data_ptr(), *(0,) * (4 - x.ndim), *vectors.stride()[:-1])
-    words += [0, 0, 0] if factor is None else [factor.data_ptr(), pointer(grad_factor), factor.numel()]
-    library().qk_norm(NORM.pack(*words, pointer(scale), torch.get_num_threads(), eps))
+class LpNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha: Tensor | None, p: float) -> Tensor:
+        ctx.save_for_backward(x, alpha)
+        ctx.p = p
+        return nanoqk.lp_norm(x, alpha, p)
 
-
-def pointer(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def side_by_side(x: Tensor) -> Tensor:
-    """x (..., n) with the channels of each vector next to one another."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def empty_side_by_side(x: Tensor) -> Tensor:
-    """Room for as many vectors, in the order of those of x (..., n) where that has one."""
-    y = torch.empty_like(x)
-    return y if y.stride(-1) == 1 else x.new_empty(x.shape)
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, alpha = ctx.saved_tensors
+        grad_x, grad_alpha = nanoqk.lp_norm_backward(grad, x, alpha, ctx.p)
+        return grad_x, None if alpha is None else grad_alpha, None
 
 
 def fold(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
-    """What a token of absorbed MLA decoding is multiplied with an up-projection w (nh, n, kr) for, in one pass over it:
-    queries q (1, nh, 1, n) -> (1, nh, 1, kr), and with_keys its latent (1, 1, kr) -> (1, nh, 1, n), in fp32."""
-    nh, n, rank = w.shape
-    w, q, latent = w.contiguous(), q.contiguous(), latent.contiguous()
-    q_latent = q.new_empty(1, nh, 1, rank)
-    k = q.new_empty(1, nh, 1, n, dtype=torch.float32) if with_keys else None
-    if not isinstance(q, FakeTensor):
-        tensors = map(pointer, (w, q, latent, q_latent, k))
-        library().fold(FOLD.pack(nh, n, rank, w.itemsize, torch.get_num_threads(), *tensors))
-    return q_latent, k
+    """One token's queries and keys through an up-projection w (nh, n, rank) in one pass over it, without a derivative:
+    queries q (1, nh, 1, n) -> (1, nh, 1, rank), and with_keys its latent (1, 1, rank) -> (1, nh, 1, n) in fp32."""
+    q_latent, k = nanoqk.fold(w, q, latent, with_keys)
+    return q_latent, k if with_keys else None
 
 
 # -----------------------------------------------------------------------------
-# Causal attention
+# Attention
 
 
-def serves_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether queries and keys of the same positions can be multiplied here, times a scale > 0: bf16 on a CPU that
-    multiplies in it."""
-    for x in (q, k, v):
-        if x.dtype != torch.bfloat16 or x.size(-1) % 16 or x.stride(-1) != 1:
-            return False
-    (B, nh, T, dk), nkv = q.shape, k.size(1)
-    fit = k.shape == (B, nkv, T, dk) and v.shape[:3] == (B, nkv, T) and nh % nkv == 0
-    return fit and q.numel() > 0 and plain(q, k, v) and bool(library().has_attention())
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: Tensor | None) -> Tensor:
+    """softmax(scale q k^T) v, causal, for a scale > 0. Probabilities whose random byte is below `dropped` become 0.
+
+    q (B, nh, T, dk), k (B, nkv, T, dk), v (B, nkv, T, dv) -> (B, nh, T, dv), which lies in memory as (B, T, nh, dv).
+    """
+    return Attention.apply(q, k, v, scale, dropped, seed)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: int) -> Tensor:
-    """softmax(scale q k^T) v, causal: q (B, nh, T, dk), k (B, nkv, T, dk), v (B, nkv, T, dv) -> (B, nh, T, dv), whose
-    heads lie side by side; differentiable, once. What has a random byte below `dropped` becomes 0."""
-    return CompiledAttention.apply(q, k, v, scale, dropped, seed)
-
-
-class CompiledAttention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: int) -> Tensor:
-        y, of_softmax = heads_beside(q, v.size(-1)), q.new_empty(2, *q.shape[:3], dtype=torch.float32)
-        ctx.settings = scale, dropped, seed
-        fill_attention((q, k, v, y, None, None, None, None), of_softmax, *ctx.settings)
-        ctx.save_for_backward(q, k, v, of_softmax)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: Tensor | None) -> Tensor:
+        y, softmax = nanoqk.attention(q, k, v, scale, dropped, seed)
+        ctx.save_for_backward(q, k, v, softmax, seed)
+        ctx.settings = scale, dropped
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, of_softmax = ctx.saved_tensors
-        grad_q, *of_heads = (heads_beside(q, x.size(-1)) for x in (q, k, v))  # (B, nh, T, dk), dk and dv
-        fill_attention((q, k, v, None, side_by_side(grad), grad_q, *of_heads), of_softmax, *ctx.settings)
+        q, k, v, softmax, seed = ctx.saved_tensors
+        grads = nanoqk.attention_backward(grad, q, k, v, softmax, *ctx.settings, seed)
         group = q.size(1) // k.size(1)
-        grad_k, grad_v = (x if group == 1 else x.unflatten(1, (-1, group)).sum(2) for x in of_heads)
-        return grad_q, grad_k, grad_v, None, None, None
-
-
-def heads_beside(x: Tensor, n: int) -> Tensor:
-    """Room for (B, nh, T, n), shaped as x but for n, that lies as (B, T, nh, n)."""
-    B, nh, T, _ = x.shape
-    return x.new_empty(B, T, nh, n).transpose(1, 2)
-
-
-def fill_attention(heads: tuple[Tensor | None, ...], of_softmax: Tensor, scale: float, dropped: int, seed: int) -> None:
-    """From q, k, v fill y and of_softmax (2, B, nh, T); or with that and y's gradient those of q, and of k and v as
-    each query head has them: `heads`, in this order."""
-    q, k, v = heads[:3]
-    assert q is not None and k is not None and v is not None
-    if isinstance(q, FakeTensor):
-        return
-    B, nh, T, dk = q.shape
-    words = [B, nh, nh // k.size(1), T, dk, v.size(-1), dropped, seed, torch.get_num_threads()]
-    for x in heads:
-        words += NO_VECTORS if x is None else (x.data_ptr(), *x.stride()[:3])
-    library().attention(ATTENTION.pack(*words, *(x.data_ptr() for x in of_softmax), scale))
+        grad_k, grad_v = (x if group == 1 else x.unflatten(1, (-1, group)).sum(2) for x in grads[1:])
+        return grads[0], grad_k, grad_v, None, None, None
 
 
 # -----------------------------------------------------------------------------
-# Between a block's matrix products
-
-
-def serves_block(*tensors: Tensor) -> bool:
-    """Whether these, if dense and of one shape, are worth a call."""
-    shape = tensors[0].shape
-    if not plain(*tensors) or any(x.shape != shape or not x.is_contiguous() for x in tensors):
-        return False
-    return tensors[0].numel() >= SMALL
-
-
-def serves_layer_norm(x: Tensor, parameters: tuple[Tensor | None, ...], dtype: torch.dtype) -> bool:
-    """Whether x (..., n) is normalised here with weight and bias (n,) to `dtype`."""
-    given = [p for p in parameters if p is not None]
-    fit = all(p.shape == x.shape[-1:] and p.is_contiguous() for p in given) and plain(*given)
-    return fit and dtype in DTYPES and {p.dtype for p in (x, *given)} == {torch.float32} and serves_block(x)
+# Between a block's matmuls
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> Tensor:
     """weight * (x - mean) / sqrt(var + eps) + bias along the last dimension of x (..., n), fp32 -> (..., n) in `dtype`;
-    not centred: weight * x / sqrt(mean(x^2) + eps). Differentiable, once."""
-    return BlockNorm.apply(x, weight, bias, eps, centred, dtype)
+    not centred: weight * x / sqrt(mean(x^2) + eps)."""
+    return LayerNorm.apply(x, weight, bias, eps, centred, dtype)
 
 
-class BlockNorm(torch.autograd.Function):
+class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
     ) -> Tensor:
-        y = torch.empty_like(x, dtype=dtype)
         ctx.save_for_backward(x, weight)
-        ctx.settings, ctx.biased = (eps, centred), bias is not None
-        fill_block_norm(x, weight, bias, y, None, (None, None, None), *ctx.settings)
-        return y
+        ctx.settings = bias is not None, eps, centred
+        return nanoqk.layer_norm(x, weight, bias, eps, centred, dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x, grad = torch.empty_like(x), grad.contiguous()
-        sums = weight.new_zeros(1 + ctx.biased, CHUNKS, weight.numel())
-        fill_block_norm(x, weight, None, None, grad, (grad_x, sums[0], sums[1] if ctx.biased else None), *ctx.settings)
-        grad_weight, *grad_bias = sums.sum(1)
-        return grad_x, grad_weight, *(grad_bias or [None]), None, None, None
+        grad_x, grad_weight, grad_bias = nanoqk.layer_norm_backward(grad, *ctx.saved_tensors, *ctx.settings)
+        return grad_x, grad_weight, grad_bias if ctx.settings[0] else None, None, None, None
 
 
-def fill_block_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor | None, grad: Tensor | None,
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None], eps: float, centred: bool,
-) -> None:  # fmt: skip
-    """From x, weight and bias fill y; or with y's gradient those of x, weight and bias, the last two a row a chunk."""
-    given = y if grad is None else grad
-    if given is None or isinstance(x, FakeTensor):
-        return
-    words = x.numel() // x.size(-1), x.size(-1), given.itemsize, centred, torch.get_num_threads()
-    library().block_norm(BLOCK_NORM.pack(*words, *map(pointer, (x, weight, bias, y, grad, *gradients)), eps))
+def dropout_add(x: Tensor, y: Tensor, dropped: int, seed: Tensor | None) -> Tensor:
+    """x + dropout(y) of one shape, x in fp32. Elements whose random byte is below `dropped` become 0."""
+    return DropoutAdd.apply(x, y, dropped, seed)
 
 
-def residual(x: Tensor, y: Tensor, dropped: int, seed: int) -> Tensor:
-    """x + dropout(y) of one shape, x fp32, differentiable, once. Dropped is what has a random byte below `dropped`."""
-    return Residual.apply(x, y, dropped, seed)
-
-
-class Residual(torch.autograd.Function):
+class DropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, dropped: int, seed: int) -> Tensor:
-        out, ctx.settings = torch.empty_like(x), (dropped, seed, y.dtype)
-        fill_pointwise("residual", y, x, y, None, out, dropped, seed)
-        return out
+    def forward(ctx: Any, x: Tensor, y: Tensor, dropped: int, seed: Tensor | None) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.settings = dropped, y.dtype
+        return nanoqk.dropout_add(x, y, dropped, seed)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, masked(grad, *ctx.settings), None, None
+        dropped, dtype = ctx.settings
+        return grad, nanoqk.dropout(grad, dropped, *ctx.saved_tensors, dtype), None, None
 
 
-def dropout(x: Tensor, dropped: int, seed: int) -> Tensor:
-    """As in residual(), of x in fp32 alone; differentiable, once."""
+def dropout(x: Tensor, dropped: int, seed: Tensor) -> Tensor:
+    """As in dropout_add(), of x in fp32."""
     return Dropout.apply(x, dropped, seed)
 
 
 class Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dropped: int, seed: int) -> Tensor:
-        ctx.settings = dropped, seed, x.dtype
-        return masked(x, *ctx.settings)
+    def forward(ctx: Any, x: Tensor, dropped: int, seed: Tensor) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.dropped = dropped
+        return nanoqk.dropout(x, dropped, seed, x.dtype)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return masked(grad, *ctx.settings), None, None
-
-
-def masked(x: Tensor, dropped: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """x in fp32 times dropout's mask and scale, in `dtype`."""
-    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    fill_pointwise("residual", out, None, None, x.contiguous(), out, dropped, seed)
-    return out
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return nanoqk.dropout(grad, ctx.dropped, *ctx.saved_tensors, grad.dtype), None, None
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x Phi(x) for x in bf16, differentiable, once."""
+    """x Phi(x) for x in bf16."""
     return GELU.apply(x)
 
 
@@ -383,26 +231,69 @@ class GELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        y = torch.empty_like(x)
-        fill_pointwise("gelu", x, x, None, None, y)
-        return y
+        return nanoqk.gelu(x)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        grad_x = torch.empty_like(x)
-        fill_pointwise("gelu", x, x, None, grad.contiguous(), grad_x)
-        return grad_x
+        return nanoqk.gelu_backward(grad, *ctx.saved_tensors)
 
 
-def fill_pointwise(
-    name: str, like: Tensor, x: Tensor | None, y: Tensor | None, grad: Tensor | None, out: Tensor,
-    dropped: int = 0, seed: int = 0,
-) -> None:  # fmt: skip
-    """Fill `out` from x and y, or, where it is given, from the gradient; `like` has the type that may be bf16."""
-    if isinstance(out, FakeTensor):
-        return
-    tensors = map(pointer, (x, y, grad, out))
-    words = out.numel(), like.itemsize, dropped, seed, torch.get_num_threads()
-    getattr(library(), name)(POINTWISE.pack(*words, *tensors))
+# -----------------------------------------------------------------------------
+# The fake implementations: dtype, shape and strides of the results
+
+
+def like_vectors(x: Tensor) -> Tensor:
+    """As norms.cpp's empty_vectors."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = torch.empty_like(x)
+    return y if y.stride(-1) == 1 else x.new_empty(x.shape)
+
+
+def like_heads(x: Tensor, n: int) -> Tensor:
+    """(B, nh, T, n), shaped as x but for n, in the order (B, T, nh, n)."""
+    B, nh, T, _ = x.shape
+    return x.new_empty(B, T, nh, n).transpose(1, 2)
+
+
+def like_factor(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x.new_empty(0 if factor is None else factor.shape, dtype=torch.float32)
+
+
+def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def like_scale(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "rms_norm": lambda x, gain, eps: like_vectors(x),
+    "rms_norm_backward": lambda grad, x, gain, eps: (like_vectors(x), like_factor(x, gain)),
+    "inverse_rms": lambda x, eps: like_scale(x),
+    "lp_norm": lambda x, alpha, p: like_vectors(x),
+    "lp_norm_backward": lambda grad, x, alpha, p: (like_vectors(x), like_factor(x, alpha)),
+    "inverse_lp_norm": lambda x, p: like_scale(x),
+    "fold": lambda w, q, latent, with_keys: (
+        q.new_empty(1, w.size(0), 1, w.size(2)),
+        q.new_empty(int(with_keys), w.size(0), 1, w.size(1), dtype=torch.float32),
+    ),
+    "attention": lambda q, k, v, scale, dropped, seed: (
+        like_heads(q, v.size(-1)),
+        q.new_empty(2, *q.shape[:3], dtype=torch.float32),
+    ),
+    "attention_backward": lambda grad, q, k, v, softmax, scale, dropped, seed: tuple(
+        like_heads(q, x.size(-1)) for x in (q, k, v)
+    ),
+    "layer_norm": lambda x, weight, bias, eps, centred, dtype: dense(x, dtype),
+    "layer_norm_backward": lambda grad, x, weight, has_bias, eps, centred: (
+        dense(x),
+        dense(weight),
+        weight.new_empty(weight.size(0) if has_bias else 0),
+    ),
+    "dropout_add": lambda x, y, dropped, seed: dense(x),
+    "dropout": lambda x, dropped, seed, dtype: dense(x, dtype),
+    "gelu": lambda x: dense(x),
+    "gelu_backward": lambda grad, x: dense(x),
+}
