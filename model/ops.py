@@ -8,6 +8,7 @@ in MLA kr channels of a latent, dn of a head's content and dr of the rotated key
 """
 
 import contextlib
+import functools
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -186,7 +187,8 @@ def out_of_256(p: float) -> int:
 
 def draw_seed() -> Tensor:
     """64 bits of the CPU's generator, () in int64: the seed of one mask."""
-    return torch.empty((), dtype=torch.int64, device="cpu").random_(torch.iinfo(torch.int64).min, None)
+    info = torch.iinfo(torch.int64)
+    return torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu") ^ info.min
 
 
 def random_bytes(seed: int | Tensor, words: int, first: Tensor | None = None) -> Tensor:
@@ -245,11 +247,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= BlockedAttention.POSITIONS)):
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
         return BlockedAttention.apply(q, k, v, scale, out_of_256(p_dropout), draw_seed() if p_dropout else None)
-    hidden = None  # one query, the last, sees every key (is_causal would let it see key 0 alone)
-    if 1 < T < S:
-        hidden = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    causal = 1 < T == S
-    return F.scaled_dot_product_attention(q, k, v, hidden, p_dropout, causal, scale=scale, enable_gqa=group > 1)
+    attend = functools.partial(
+        F.scaled_dot_product_attention, q, k, v, dropout_p=p_dropout, scale=scale, enable_gqa=group > 1
+    )
+    if T == 1:  # one query, the last: it sees every key (is_causal would let it see key 0 alone)
+        return attend()
+    if T == S:
+        return attend(is_causal=True)
+    return attend(attn_mask=torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T))
 
 
 class BlockedAttention(torch.autograd.Function):

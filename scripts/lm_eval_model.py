@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from core.schema import require
 from data.tokenizer import Tokenizer
 from model.generate import generate
-from model.gpt import GPT, Cache, at_least_fp32
+from model.gpt import GPT, Cache
+from model.ops import at_least_fp32
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (context, continuation) as text, and their tokens
 Score = tuple[float, bool]  # the continuation's log-likelihood in nats, and whether it is the greedy one

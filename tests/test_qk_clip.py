@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 import train
-from model.gpt import GPT, max_logits, queries_at_once
+from model.gpt import GPT
+from model.ops import max_logits, queries_at_once
 from model.options import AttentionOptions, GQAOptions, MHAOptions, MLAOptions, ModelOptions
 from training.config import LogClipOptions, QKClipOptions, TrainConfig, load_config
 from training.optim import qk_clip, qk_clip_line

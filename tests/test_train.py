@@ -33,6 +33,7 @@ from core.schema import ConfigError
 from data.batches import Batches
 from data.folds import Split, split
 from data.tokenizer import build_tokenizer
+from model import ops
 from model.gpt import GPT
 from model.options import LpNormOptions
 from training.config import TrainConfig, load_config
@@ -367,7 +368,7 @@ def test_a_model_without_causal_mask_is_refused_at_start(
     def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
         return torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
 
-    monkeypatch.setattr(model.gpt, "causal_attention", unmasked)
+    monkeypatch.setattr(ops, "causal_attention", unmasked)
     with pytest.raises(ConfigError, match="attention=mha sees the future"):
         train.run(configured(corpus, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -378,7 +379,7 @@ def test_an_off_by_one_mask_is_refused_too(corpus: Path, tmp_path: Path, monkeyp
         hidden = torch.ones(q.size(-2), k.size(-2)).triu(2).bool()
         return torch.softmax((scale * q @ k.transpose(-2, -1)).masked_fill(hidden, -math.inf), -1) @ v
 
-    monkeypatch.setattr(model.gpt, "causal_attention", one_ahead)
+    monkeypatch.setattr(ops, "causal_attention", one_ahead)
     with pytest.raises(ConfigError, match="sees the future"):
         train.run(configured(corpus, tmp_path / "run"))
 
@@ -388,14 +389,14 @@ def test_a_mask_missing_in_training_or_in_evaluation_alone_is_refused_too(
     where: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluation is told by having no gradients: there it takes another attention product."""
-    causal_attention = model.gpt.causal_attention
+    causal_attention = ops.causal_attention
 
     def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
         if p_dropout == 0 if where == "training" else torch.is_grad_enabled():
             return causal_attention(q, k, v, scale, p_dropout)
         return torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
 
-    monkeypatch.setattr(model.gpt, "causal_attention", unmasked)
+    monkeypatch.setattr(ops, "causal_attention", unmasked)
     with pytest.raises(ConfigError, match="sees the future"):
         train.run(configured(corpus, tmp_path / "run"))
 

@@ -102,7 +102,8 @@ def layer(
 
     from core.device import resolve_device, resolve_dtype
     from model.generate import keys_dtype
-    from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope, causal_attention
+    from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope
+    from model.ops import causal_attention
 
     torch.set_grad_enabled(False)
     config = settings(name, words, context)
