@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.gpt import GPT, LpNorm, QKNorm, causal_bias, visible_logits
+from model.gpt import GPT, LpNorm, QKNorm
+from model.ops import visible_logits
 
 LEAK_TOLERANCE = 1e-4  # a smaller future_leak is round-off, also in bfloat16
 
@@ -158,7 +159,6 @@ def activation_bytes(model: GPT, batch_size: int, device: torch.device, dtype: t
         return tensor
 
     where = "cuda" if device.type == "cuda" else "cpu"
-    causal_bias.cache_clear()  # real and fake tensors must not meet, neither here nor afterwards
     with FakeTensorMode(), torch.device(where):  # takes the branches and kernels of that device
         idx = torch.empty(batch_size, model.block_size, dtype=torch.int64)
         tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -167,7 +167,6 @@ def activation_bytes(model: GPT, batch_size: int, device: torch.device, dtype: t
         low = torch.autocast(where, dtype, enabled=dtype != torch.float32)
         with low, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             torch.func.functional_call(model.train(), state, (idx, idx))
-    causal_bias.cache_clear()
     total, m = sum(kept.values()), model.config.model
     if m.activation_checkpointing:
         with torch.device("meta"):

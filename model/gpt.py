@@ -7,38 +7,30 @@ Shapes: B batch, T positions, S cached positions, C = n_embd, nh heads, nkv key 
 V vocabulary; in MLA kr = kv_rank, and a head's query and key are dn = nope_dim channels and dr = rope_dim rotated ones.
 """
 
-import contextlib
 import functools
-import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import cpu_kernels
+from model import ops
+from model.ops import at_least_fp32
 from model.options import GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions, QKNormOptions, RMSNormOptions
 from training.config import TrainConfig
 
 INIT_STD = 0.02
 LOGITS_AT_ONCE = 2**26  # elements; a loss of more is made some positions at a time
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def positions_with_logits(batch: int, vocab_size: int) -> int:
     """How many positions a window may have for its loss to come with logits."""
     return max(1, LOGITS_AT_ONCE // (batch * vocab_size))
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 # -----------------------------------------------------------------------------
@@ -111,43 +103,11 @@ class RMSNorm(QKNorm):
         self.gain = nn.Parameter(torch.empty(head_dim))
 
     def scale(self, x: Tensor) -> Tensor:
-        if cpu_kernels.serves_norm(x) and not torch.is_grad_enabled():
-            return cpu_kernels.rms_scale(x, self.eps)
-        return inverse_rms(at_least_fp32(x), self.eps)
+        return ops.inverse_rms(x, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.gain is not None
-        if cpu_kernels.serves_norm(x):
-            return cpu_kernels.rms(x, self.gain, self.eps)  # (..., hs)
-        y = at_least_fp32(x)
-        if torch.is_grad_enabled():
-            return (DivideByRMS.apply(y, self.eps) * self.gain).to(x.dtype)  # (..., hs)
-        return F.rms_norm(y, y.shape[-1:], self.gain.to(y.dtype), self.eps).to(x.dtype)
-
-
-class DivideByRMS(torch.autograd.Function):
-    """y = x / sqrt(mean(x^2) + eps) along the last dimension of x (..., hs).
-
-    The derivative is written out, in fewer passes than autograd's: dx = (dy - y mean(dy y)) / sqrt(mean(x^2) + eps).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        scale = inverse_rms(x, eps)
-        y = x * scale
-        ctx.save_for_backward(y, scale)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        y, scale = ctx.saved_tensors
-        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale), None
-
-
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps), (..., hs) -> (..., 1)."""
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return ops.rms_norm(x, self.gain, self.eps)  # (..., hs)
 
 
 class LayerNorm(RMSNorm):
@@ -174,12 +134,11 @@ class LpNorm(QKNorm):
     zero with zero gradient. For p != 2 the norm is not invariant under rotations, RoPE's among them.
     """
 
-    TINY = 1e-30
     p_as_data: Tensor  # ()
 
     def __init__(self, config: LpNormOptions, head_dim: int, n_head: int):
         super().__init__(config, head_dim, n_head)
-        self.learned, self.infinite = config.p == "learned", config.p == math.inf
+        self.learned = config.p == "learned"
         if isinstance(config.p, str):
             self.raw_p = nn.Parameter(torch.empty(n_head))
         else:
@@ -195,112 +154,14 @@ class LpNorm(QKNorm):
         """A number, or a tensor, (nh, 1, 1) where it is learned and () where a compiler traces."""
         if self.learned:
             return 1 + F.softplus(self.raw_p)[:, None, None]
-        return self.p_as_data if torch.compiler.is_compiling() and not self.infinite else self.fixed_p
+        return ops.number_or_data(self.fixed_p, self.p_as_data)
 
     def scale(self, x: Tensor) -> Tensor:
-        p = self.p
-        if isinstance(p, float) and cpu_kernels.serves_norm(x, p) and not torch.is_grad_enabled():
-            return cpu_kernels.lp_scale(x, p)
-        u, largest = unit(at_least_fp32(x))
-        return inverse_norm(u, p) / largest
+        return ops.inverse_lp_norm(x, self.p)
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         """x / ||x||_p, (..., hs), times alpha (nh or 1, 1, 1): queries take it with their norm."""
-        p = self.p
-        if isinstance(p, float) and cpu_kernels.serves_norm(x, p):
-            return cpu_kernels.lp(x, p, alpha)
-        y = at_least_fp32(x)
-        if isinstance(p, float) and torch.is_grad_enabled():
-            y = Normalise.apply(y, p)
-        else:
-            u, _ = unit(y)
-            y = u * inverse_norm(u, p)
-        return (y if alpha is None else y * alpha).to(x.dtype)
-
-
-def unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x / max|x| and max|x|, of a zero vector 0 and inf. max|x| is a constant to autograd: no norm depends on it."""
-    largest = x.detach().abs().amax(-1, keepdim=True)  # (..., 1)
-    largest = F.threshold(largest, LpNorm.TINY, math.inf)
-    return x / largest, largest
-
-
-def inverse_norm(u: Tensor, p: float | Tensor) -> Tensor:
-    """1 / ||u||_p along the last dimension, (..., hs) -> (..., 1), for u with max|u| = 1; 1 for a zero vector.
-
-    For p (nh, 1, 1) or () and u (B, nh, T, hs) differentiable in both, for a number p in u. With a tensor p, |u|^p is
-    exp(p log|u|): torch's pow with a tensor as exponent rounds a whole SIMD register and a remainder differently, so
-    that the vectors beside this one would show.
-    """
-    if isinstance(p, Tensor):
-        log = u.abs().clamp(min=torch.finfo(u.dtype).tiny).log()
-        total = torch.exp(p * log).sum(-1, keepdim=True)  # (B, nh, T, 1); >= 1, but for zero vectors
-        return torch.exp(-torch.log(total.clamp(min=1)) / p)
-    if math.isinf(p):
-        return 1 / u.abs().amax(-1, keepdim=True).clamp(min=1)  # 1, with its derivative
-    total = (u * signed_power(u, p - 1)).sum(-1, keepdim=True)
-    return total.clamp(min=1) ** (-1 / p)
-
-
-class Normalise(torch.autograd.Function):
-    """y = x / ||x||_p along the last dimension of x (..., hs), for a number p.
-
-    The derivative is written out, dx = (dy - sgn(y) |y|^(p-1) sum(dy y)) / ||x||_p: it is finite at zeros of x, where
-    autograd through roots is not. sgn(u) |u|^(p-1) of u = x / max|x| is made once, for the norm and the derivative; it
-    is kept beside y, but for p = 2, where it is y but for a factor. For p = inf, ties share the derivative evenly.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        u, largest = unit(x)
-        if math.isinf(p):
-            peak = u.abs() == 1
-            direction, s = torch.sgn(u) * peak / peak.sum(-1, keepdim=True).clamp(min=1), torch.ones_like(largest)
-        else:
-            direction = signed_power(u, p - 1)
-            s = (u * direction).sum(-1, keepdim=True).clamp(min=1) ** (-1 / p)  # 1 / ||u||_p; 1 for a zero vector
-        y = u.mul_(s)
-        of_y = torch.ones_like(s) if direction is u else s ** (p - 1)  # direction times it is sgn(y) |y|^(p-1)
-        ctx.save_for_backward(y, direction, of_y, s / largest)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        y, direction, of_y, scale = ctx.saved_tensors
-        along = (grad * y).sum(-1, keepdim=True) * of_y
-        return torch.addcmul(grad, direction, along, value=-1).mul_(scale), None
-
-
-def power(u: Tensor, p: float) -> Tensor:
-    """u**p for u >= 0, for whole p for all u. Small multiples of 1/2 take products and a square root, several times
-    cheaper than pow."""
-    whole, half = divmod(p, 1)
-    if p > 8 or half not in (0, 0.5) or p < 0.5:
-        return u**p
-    result = u.sqrt() if half else None
-    square = u
-    count = int(whole)
-    while count:  # binary exponentiation
-        if count & 1:
-            result = square if result is None else result * square
-        count >>= 1
-        square = square * square if count else square
-    return u if result is None else result
-
-
-def signed_power(x: Tensor, q: float) -> Tensor:
-    """sgn(x) |x|**q, with sgn(0) = 0 when q = 0. Its derivative is finite, at zeros as well."""
-    if q == 0:
-        return torch.sgn(x)
-    if q == 0.5:  # x / sqrt|x|: half the time of a square root and its sign
-        return x * x.abs().clamp_(min=torch.finfo(x.dtype).tiny ** 0.6).rsqrt_()  # of which the cube is finite too
-    if q <= 8 and q % 2 == 1:
-        return power(x, q)
-    size = x.abs()
-    if q % 1:  # the derivative of a root is infinite at 0
-        size = size.clamp_(min=torch.finfo(x.dtype).tiny)
-    return torch.sgn(x) * power(size, q) if q < 1 else x * power(size, q - 1)
+        return ops.lp_norm(x, self.p, alpha)
 
 
 # The names are those of training/config.py's QK_NORMS.
@@ -362,7 +223,7 @@ def mean_norm_ratio(p: float, head_dim: int) -> float:
 
 
 # -----------------------------------------------------------------------------
-# Fused projections, dropout, the attention product
+# Projections
 
 
 class Linear(nn.Linear):
@@ -386,176 +247,6 @@ class FusedLinear(Linear):
     def __init__(self, n_in: int, projections: list[int], bias: bool):
         super().__init__(n_in, sum(projections), bias=bias)
         self.projections = projections
-
-
-def dropout(x: Tensor, p: float) -> Tensor:
-    """Zero each element with probability p and scale the rest by 1 / (1 - p).
-
-    On a CPU F.dropout draws its mask serially, a third of a training step. There p is rounded to one of 1/256 ..
-    255/256 (0.2 becomes 0.1992, and the scale follows), one draw from the generator is the seed of a call's mask, and
-    a random 64-bit integer decides for eight elements. The compiled kernels make the same masks.
-    """
-    if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.dropout(x, p)
-    seed = draw_seed(x)
-    if x.dtype == torch.float32 and cpu_kernels.serves_block(x):
-        return cpu_kernels.dropout(x, out_of_256(p), seed)
-    keep = random_bytes(seed, (x.numel() + 7) // 8)[: x.numel()].view(x.shape)
-    return ApplyMask.apply(x, *dropout_mask(keep, out_of_256(p), x.dtype))
-
-
-def residual(x: Tensor, y: Tensor, p: float) -> Tensor:
-    """x + dropout(y, p)."""
-    if x.dtype == torch.float32 and cpu_kernels.serves_block(x, y):
-        return cpu_kernels.residual(x, y, out_of_256(p), draw_seed(y) if p else 0)
-    return x + dropout(y, p)
-
-
-def out_of_256(p: float) -> int:
-    """How many of the values of a byte drop an element."""
-    return min(max(round(256 * p), 1), 255) if p else 0
-
-
-def draw_seed(x: Tensor) -> int:
-    """64 bits of the CPU's generator, for a mask of x; of a tensor that is not real, as in an estimate, none."""
-    if isinstance(x, FakeTensor):
-        return 0
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(torch.iinfo(torch.int64).min, None))
-
-
-def random_bytes(seed: int, words: int, first: Tensor | None = None) -> Tensor:
-    """Bytes of the words first .. first + words - 1, first (...) or 0, of SplitMix64 (Steele et al. 2014) from `seed`:
-    (..., 8 words). Integers wrap around, and what a shift to the right brings in on the left is masked away."""
-    z = torch.arange(1, words + 1, device="cpu")
-    z = (z if first is None else z + first[..., None]) * (0x9E3779B97F4A7C15 - 2**64) + seed
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ (z >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
-    return (z ^ (z >> 31 & 2**33 - 1)).view(torch.uint8)
-
-
-def dropout_mask(drawn: Tensor, dropped: int, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """What random bytes keep, ones and zeros in `dtype`, and the scale of what is kept."""
-    return torch.ge(drawn, dropped, out=drawn.new_empty(drawn.shape, dtype=dtype)), 256 / (256 - dropped)
-
-
-def apply_mask(x: Tensor, keep: Tensor | None, scale: float) -> Tensor:
-    """x * keep * scale in one pass; `keep` in x's type, as one in bool would be converted at every use."""
-    return x if keep is None else torch.addcmul(x.new_zeros(()), x, keep, value=scale)
-
-
-class ApplyMask(torch.autograd.Function):
-    """x * keep * scale, forwards and backwards."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(keep)
-        ctx.scale = scale
-        return apply_mask(x, keep, scale)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (keep,) = ctx.saved_tensors
-        return apply_mask(grad, keep, ctx.scale), None, None
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
-    """softmax(scale q k^T) v, where query i of the T last positions sees keys 0 .. S - T + i.
-
-    q (B, nh, T, dk), k (B, nkv, S, dk), v (B, nkv, S, dv) -> (B, nh, T, dv). Query head h uses key head
-    h // (nh / nkv).
-    """
-    if q.dtype != k.dtype:  # of a cache in another type, which autocast would cast anew for every query
-        with torch.autocast(q.device.type, enabled=False):
-            return causal_attention(q.to(k.dtype), k, v, scale, p_dropout).to(q.dtype)
-    T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
-    if T == S and scale > 0 and cpu_kernels.serves_attention(q, k, v):
-        return cpu_kernels.attention(q, k, v, scale, out_of_256(p_dropout), draw_seed(q) if p_dropout else 0)
-    on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= CPUAttention.POSITIONS)):
-        k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-        return CPUAttention.apply(q, k, v, scale, p_dropout)
-    attend = functools.partial(
-        F.scaled_dot_product_attention, q, k, v, dropout_p=p_dropout, scale=scale, enable_gqa=group > 1
-    )
-    if T == 1:  # one query, the last: it sees every key (is_causal would let it see key 0 alone)
-        return attend()
-    if T == S:
-        return attend(is_causal=True)
-    return attend(attn_mask=torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T))
-
-
-class CPUAttention(torch.autograd.Function):
-    """Causal attention for training on a CPU as PyTorch's operations, where no kernel serves: SDPA's derivative in bf16
-    is several times slower, and with dropout it draws T x T masks serially.
-
-    q (B, nh, T, dk), k (B, nh, T, dk), v (B, nh, T, dv) -> (B, nh, T, dv). Some queries at a time meet the keys up to
-    the last of them, so that little more than half of T x T is made. Logits are in fp32 at least. The probabilities are
-    kept for the derivative, in v's type: at POSITIONS they take about the memory of the rest of a block. Of longer
-    sequences without dropout SDPA keeps none.
-    """
-
-    QUERIES, POSITIONS = 64, 1024
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, p: float) -> Tensor:
-        ctx.shape, ctx.scale = q.shape[:3], scale
-        q, k, v = (x.to(v.dtype).flatten(0, 1).contiguous() for x in (q, k, v))  # (B nh, T, dk or dv)
-        y = torch.empty_like(v)
-        parts: list[Tensor | None] = []
-        keep, ctx.kept, dropped, seed = None, 1.0, out_of_256(p), draw_seed(q) if p else 0
-        row = (q.size(1) + 63) // 64 * 8  # words of random bytes of a query
-        with torch.autocast("cpu", enabled=False), fp32_products_of(v.dtype):
-            for i in range(0, q.size(1), CPUAttention.QUERIES):
-                end = min(i + CPUAttention.QUERIES, q.size(1))
-                exact_q, exact_k = at_least_fp32(q[:, i:end]), at_least_fp32(k[:, :end])
-                logits = exact_q.new_empty(len(q), end - i, end)  # a bias in baddbmm would be copied for every head
-                logits.baddbmm_(exact_q, exact_k.transpose(1, 2), beta=0, alpha=scale)
-                logits[..., i:] += causal_bias(end - i, logits.dtype)
-                att = logits.softmax(-1).to(v.dtype)
-                if p > 0:
-                    heads, queries = (torch.arange(n, device=q.device) for n in (len(q), q.size(1)))
-                    queries = heads[:, None] * q.size(1) + queries[i:end]  # (B nh, rows)
-                    drawn = random_bytes(seed, (end + 7) // 8, queries * row)[..., :end]
-                    keep, ctx.kept = dropout_mask(drawn, dropped, att.dtype)
-                torch.bmm(apply_mask(att, keep, ctx.kept), v[:, :end], out=y[:, i:end])
-                parts += [att, keep]
-        ctx.save_for_backward(q, k, v, *parts)
-        return y.view(*ctx.shape, y.size(-1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *parts = ctx.saved_tensors
-        grad = grad.flatten(0, 1).contiguous()  # (B nh, T, dv)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for i, att, keep in zip(range(0, q.size(1), CPUAttention.QUERIES), parts[::2], parts[1::2], strict=True):
-            end = i + att.size(1)
-            dv[:, :end].baddbmm_(apply_mask(att, keep, ctx.kept).transpose(1, 2), grad[:, i:end])
-            datt = apply_mask(grad[:, i:end] @ v[:, :end].transpose(1, 2), keep, ctx.kept)
-            dlogits = torch.ops.aten._softmax_backward_data(datt, att, -1, att.dtype)
-            dq[:, i:end].baddbmm_(dlogits, k[:, :end], beta=0, alpha=ctx.scale)
-            dk[:, :end].baddbmm_(dlogits.transpose(1, 2), q[:, i:end], alpha=ctx.scale)
-        return *(x.view(*ctx.shape, x.size(-1)) for x in (dq, dk, dv)), None, None
-
-
-@contextlib.contextmanager
-def fp32_products_of(dtype: torch.dtype) -> Iterator[None]:
-    """While it lasts and if `dtype` is bf16, a CPU may multiply fp32 matrices in bf16, in the whole process, and sums
-    in fp32. The matrices must hold values of `dtype`: then nothing is rounded. That is for AMX; without it oneDNN,
-    which makes the products then, is still up to twice as fast as MKL on an AMD."""
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
-@functools.lru_cache(maxsize=64)
-def causal_bias(T: int, dtype: torch.dtype) -> Tensor:
-    """0 where a position sees another, -inf where that is later: (T, T)."""
-    return torch.full((T, T), -math.inf, dtype=dtype).triu(1)
 
 
 # -----------------------------------------------------------------------------
@@ -587,12 +278,12 @@ class Observed(nn.Module):
         self.probe: Callable[[Tensor, Tensor, float], None] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)
+        return ops.causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
         """q (B, nh, T, dk), k (B, nkv, T, dk), both as they are multiplied."""
         if self.max_logits is not None and self.training:
-            self.max_logits = torch.maximum(self.max_logits, max_logits(q.detach(), k.detach(), scale))
+            self.max_logits = torch.maximum(self.max_logits, ops.max_logits(q.detach(), k.detach(), scale))
         if self.probe is not None:
             self.probe(q, k, scale)
 
@@ -605,34 +296,6 @@ class Observed(nn.Module):
         assert self.max_logits is not None, "track_max_logits() was not called"
         result, self.max_logits = self.max_logits, torch.full_like(self.max_logits, -math.inf)
         return result
-
-
-def max_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """max over batch and visible (i, j) of scale q_i . k_j, signed, in fp32: (nh,)."""
-    return torch.stack([logits.amax((0, 2, 3)) for logits in visible_logits(q, k, scale)]).amax(0)
-
-
-def visible_logits(q: Tensor, k: Tensor, scale: float) -> Iterator[Tensor]:
-    """scale q_i . k_j in fp32, -inf where j > i, a few queries at a time so that T x T is never held.
-
-    q (B, nh, T, dk), k (B, nkv, T, dk) -> (B, nh, rows, keys up to the last of these queries). Autocast, which would
-    round the products to bf16, is off.
-    """
-    B, nh, T, _ = q.shape
-    q, k = q.float(), k.float().repeat_interleave(nh // k.size(1), 1)
-    rows = queries_at_once(B, nh, T, q.device.type)
-    for i in range(0, T, rows):
-        end = min(i + rows, T)
-        with torch.autocast(q.device.type, enabled=False):
-            logits = q[:, :, i:end] @ k[:, :, :end].transpose(-2, -1) * scale
-        hidden = torch.ones(end - i, end, dtype=torch.bool, device=q.device).triu(i + 1)
-        yield logits.masked_fill(hidden, -math.inf)
-
-
-def queries_at_once(B: int, nh: int, T: int, device: str) -> int:
-    """How many queries meet their keys together: on a CPU as fit a cache, elsewhere so many that a compiler, which
-    unrolls the loop, gets few parts."""
-    return max(1, (2**22 if device == "cpu" else 2**28) // (B * nh * T))
 
 
 class GroupedQueryAttention(Observed):
@@ -737,25 +400,8 @@ class LatentCache:
     s: Tensor | None  # (B, max_len, nh)
     shift: Tensor | None  # (B, max_len, nh)
 
-    def sequence(self, b: int) -> "LatentCache":
-        """The cache of sequence b alone, a view."""
-        return LatentCache(*(None if t is None else t[b : b + 1] for t in vars(self).values()))  # type: ignore[arg-type]
-
 
 Cache = KVCache | LatentCache
-
-
-def fits_kernel(q_latent: Tensor, cache: LatentCache) -> bool:
-    """Whether model/mla_decode_triton.py can attend with q_latent (B, nh, 1, kr): CUDA, 16 bits, powers of two."""
-    kr, dr = cache.latent.size(-1), cache.k_rope.size(-1)
-    sizes = kr in (64, 128, 256, 512) and dr in (16, 32, 64, 128)
-    return HAS_TRITON and cache.latent.is_cuda and cache.latent.itemsize == 2 and sizes and not q_latent.requires_grad
-
-
-def each_head(x: Tensor, w: Tensor) -> Tensor:
-    """x (B, nh, T, i) times each head's own matrix of w (nh, i, o) -> (B, nh, T, o)."""
-    B, nh, T, _ = x.shape
-    return (x.transpose(0, 1).reshape(nh, B * T, -1) @ w).view(nh, B, T, -1).transpose(0, 1)
 
 
 class LatentNorm(nn.RMSNorm):
@@ -763,10 +409,7 @@ class LatentNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
-        if cpu_kernels.serves_norm(x):
-            return cpu_kernels.rms(x, self.weight, self.eps)
-        weight = at_least_fp32(self.weight)
-        return F.rms_norm(at_least_fp32(x), self.normalized_shape, weight, self.eps).to(x.dtype)
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 class MultiHeadLatentAttention(Observed):
@@ -777,8 +420,6 @@ class MultiHeadLatentAttention(Observed):
     (explicit path). Decoding folds W_kv_b into the query and the output (absorbed path), for any norm that is
     gain * (x - mean) * s: the gain goes into the query, s is cached.
     """
-
-    COPIED = 2**20  # elements of a sequence's latents that a CPU may copy for each product
 
     def __init__(self, config: TrainConfig):
         super().__init__()
@@ -877,17 +518,7 @@ class MultiHeadLatentAttention(Observed):
 
     def contents(self, latent: Tensor) -> Tensor | None:
         """Content keys (B, nh, T, dn) of latents (B, T, kr) before their norm; None without one, as none needs them."""
-        if not self.normed:
-            return None
-        w_uk = self.c_kv_b.weight[: self.c_kv_b.projections[0]].to(latent.dtype)
-        return F.linear(latent, w_uk).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-
-    def fold(self, q: Tensor, latent: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Content queries (B, nh, T, dn) times W_uk -> (B, nh, T, kr), and contents(latent)."""
-        w_uk = self.up()[0].to(q.dtype)
-        if q.size(0) * q.size(2) == 1 and cpu_kernels.serves_norm(latent) and not torch.is_grad_enabled():
-            return cpu_kernels.fold(w_uk, q, latent, self.normed)
-        return each_head(q, w_uk), self.contents(latent)
+        return ops.content_keys(self.up()[0], latent) if self.normed else None
 
     def extend(
         self, cache: LatentCache, latent: Tensor, k_nope: Tensor | None, k_rope: Tensor, rope: Rope, pos: int
@@ -913,60 +544,19 @@ class MultiHeadLatentAttention(Observed):
         q_content = q_nope * gain
         if self.k_norm.centred and not self.unified:
             q_content = q_content - q_content.mean(-1, keepdim=True)
-        q_latent, k_nope = self.fold(q_content.to(q_nope.dtype), latent)
+        w_uk, w_uv = self.up()
+        q_latent, k_nope = ops.fold(w_uk.to(q_nope.dtype), q_content.to(q_nope.dtype), latent, self.normed)
         self.extend(cache, latent, k_nope, k_rope, rope, pos)
         shift = None
         if cache.shift is not None:
             ones = rotate(torch.as_tensor(rope_gain).expand(pos + T, self.rope_dim), rope)  # (S, dr): R g_r
             along = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, ones.to(q_rope.dtype))
             shift = along * cache.shift[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
-        if T == 1 and shift is None and fits_kernel(q_latent, cache):
-            from model.mla_decode_triton import attend_latents
-
-            s = None if cache.s is None else cache.s[:, : pos + 1]
-            latents, k_ropes = cache.latent[:, : pos + 1], cache.k_rope[:, : pos + 1]
-            queries, scale = (q_latent[:, :, 0], q_rope[:, :, 0]), self.logit_scale.left
-            y = attend_latents(*queries, latents, k_ropes, s, scale, self.unified)[:, :, None]
-        else:
-            y = self.attend_latents(q_latent, q_rope, cache, pos, shift)
-        return each_head(y, self.up()[1].transpose(1, 2).to(y.dtype))
-
-    def attend_latents(
-        self, q_latent: Tensor, q_rope: Tensor, cache: LatentCache, pos: int, shift: Tensor | None
-    ) -> Tensor:
-        """Attention with queries (B, nh, T, kr) and (B, nh, T, dr) whose values are the latents -> (B, nh, T, kr).
-
-        The products are plain GEMMs of all heads over the cache as it lies, with its positions as rows: few rows times
-        many columns is up to 20 times slower on a CPU. What comes between works in place. For a product of several
-        sequences, which lie apart in the cache, a CPU copies them first: long ones are taken one by one.
-        """
-        B, nh, T, _ = q_latent.shape
-        S, scale = pos + T, self.logit_scale.left
-        if B > 1 and S * self.kv_rank > self.COPIED and q_latent.device.type == "cpu":
-            shifts = [None] * B if shift is None else shift.split(1)
-            queries = zip(q_latent.split(1), q_rope.split(1), shifts, strict=True)
-            parts = (self.attend_latents(q, r, cache.sequence(b), pos, d) for b, (q, r, d) in enumerate(queries))
-            return torch.cat([*parts])
-        latent, k_rope = cache.latent[:, :S], cache.k_rope[:, :S]
-        s = None if cache.s is None else cache.s[:, :S, :, None]
-        content = (latent @ q_latent.flatten(1, 2).transpose(1, 2)).view(B, S, nh, T)
-        logits = torch.empty_like(content)  # the RoPE part first; to add it in its product would be slower
-        logits.flatten(2).baddbmm_(k_rope, q_rope.flatten(1, 2).transpose(1, 2), beta=0, alpha=scale)
-        if s is not None and not self.unified:
-            logits.addcmul_(content, s, value=scale)
-        else:
-            logits.add_(content, alpha=scale)
-            if s is not None:
-                logits *= s
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        logits = logits.new_empty(B, nh, T, S, dtype=dtype).copy_(logits.permute(0, 2, 3, 1))  # in one pass
-        if shift is not None:
-            logits = logits - scale * shift
-        if T > 1:
-            hidden = torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1)
-            logits = logits.masked_fill(hidden, -math.inf)
-        att = F.softmax(logits, -1).to(latent.dtype)
-        return (att.flatten(1, 2) @ latent).view(B, nh, T, -1)
+        s = None if cache.s is None else cache.s[:, : pos + T]
+        latents, k_ropes = cache.latent[:, : pos + T], cache.k_rope[:, : pos + T]
+        scale = self.logit_scale.left
+        y = ops.latent_attention(q_latent, q_rope, latents, k_ropes, s, shift, scale, self.unified)
+        return ops.each_head(y, w_uv.transpose(1, 2).to(y.dtype))
 
     @torch.no_grad()
     def scale_logits(self, gamma: Tensor, balance: float) -> None:
@@ -1015,30 +605,15 @@ class BlockLayerNorm(nn.LayerNorm):
     """PyTorch's, of the residual stream (B, T, C), in fp32; on a CPU in one pass, in the type of the next product."""
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = type_of_products(x)
-        if cpu_kernels.serves_layer_norm(x, (self.weight, self.bias), dtype):
-            return cpu_kernels.layer_norm(x, self.weight, self.bias, self.eps, True, dtype)
-        return super().forward(x)
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class BlockRMSNorm(nn.RMSNorm):
     """As BlockLayerNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = type_of_products(x)
-        if self.eps is not None and cpu_kernels.serves_layer_norm(x, (self.weight,), dtype):
-            return cpu_kernels.layer_norm(x, self.weight, None, self.eps, False, dtype)
-        return super().forward(x)
-
-
-def type_of_products(x: Tensor) -> torch.dtype:
-    """What autocast makes of the operands of a matrix product with x."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def gelu(x: Tensor) -> Tensor:
-    return cpu_kernels.gelu(x) if x.dtype == torch.bfloat16 and cpu_kernels.serves_block(x) else F.gelu(x)
+        assert self.eps is not None
+        return ops.layer_norm(x, self.weight, None, self.eps, centred=False)
 
 
 class MLP(nn.Module):
@@ -1057,7 +632,7 @@ class MLP(nn.Module):
             gate, up = x.chunk(2, -1)
             x = F.silu(gate) * up
         else:
-            x = gelu(x)
+            x = ops.gelu(x)
         return self.c_proj(x)
 
 
@@ -1072,44 +647,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None, cache: Cache | None = None, pos: int = 0) -> Tensor:
         p = self.p_dropout if self.training else 0.0
-        x = residual(x, self.attn(self.ln_1(x), rope, cache, pos), p)
-        return residual(x, self.mlp(self.ln_2(x)), p)
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy in nats of logits x W^T, made `rows` positions at a time and never held whole.
-
-    x (N, C), weight (V, C), targets (N,), -1 is ignored -> (). With `gradients` the forward also makes those of the
-    sum, which backward scales: no logits are kept or made twice (as in Liger Kernel's fused linear cross-entropy).
-    Products are in autocast's type, as F.linear's are; the weight's gradient is summed in its own.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, gradients: bool) -> Tensor:
-        device, dtype = x.device.type, type_of_products(x)
-        kept = targets >= 0
-        total = at_least_fp32(x.new_zeros(()))
-        x, w = x.to(dtype), weight.to(dtype)
-        dx, dw = torch.empty_like(x if gradients else total), torch.zeros_like(weight if gradients else total)
-        with torch.autocast(device, enabled=False):
-            for part in (slice(i, i + rows) for i in range(0, len(x), rows)):
-                y = at_least_fp32(x[part] @ w.T).log_softmax(-1)  # (rows, V)
-                total = total + F.nll_loss(y, targets[part], ignore_index=-1, reduction="sum")
-                if gradients:
-                    y.exp_().scatter_add_(1, targets[part, None].clamp(min=0), y.new_full((len(y), 1), -1.0))
-                    y = y.mul_(kept[part, None]).to(dtype)  # of the logits: softmax, less 1 at the target
-                    dx[part] = y @ w
-                    dw += y.T @ x[part]
-                del y  # before the next ones
-        n = kept.sum()
-        ctx.save_for_backward(dx, dw, n)
-        return total / n
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        dx, dw, n = ctx.saved_tensors
-        return at_least_fp32(dx) * (grad / n), dw * (grad / n), None, None, None
+        x = ops.dropout_add(x, self.attn(self.ln_1(x), rope, cache, pos), p)
+        return ops.dropout_add(x, self.mlp(self.ln_2(x)), p)
 
 
 class Transformer(nn.Module):
@@ -1167,7 +706,7 @@ class GPT(nn.Module):
         else:
             x = x + self.transformer.wpe(torch.arange(pos, pos + T, device=idx.device))
         if self.training:
-            x = dropout(x, self.config.model.dropout)
+            x = ops.dropout(x, self.config.model.dropout)
         for i, block in enumerate(self.transformer.h):
             if self.training and self.config.model.activation_checkpointing:
                 x = checkpoint(block, x, rope, use_reentrant=False)
@@ -1177,8 +716,7 @@ class GPT(nn.Module):
         output = self.transformer.wte if self.lm_head is None else self.lm_head
         if targets is not None and targets.numel() * self.vocab_size > LOGITS_AT_ONCE:
             rows = positions_with_logits(1, self.vocab_size)
-            x, gradients = x.flatten(0, 1), torch.is_grad_enabled()
-            return None, LinearCrossEntropy.apply(x, output.weight, targets.flatten(), rows, gradients)
+            return None, ops.linear_cross_entropy(x.flatten(0, 1), output.weight, targets.flatten(), rows)
         logits = F.linear(x, output.weight)  # (B, T, V)
         if targets is None:
             return logits, None

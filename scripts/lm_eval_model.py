@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from core.schema import require
 from data.tokenizer import Tokenizer
 from model.generate import generate
-from model.gpt import GPT, Cache, at_least_fp32
+from model.gpt import GPT, Cache
+from model.ops import at_least_fp32
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (context, continuation) as text, and as tokens
 Score = tuple[float, bool]  # log-likelihood of the continuation in nats; whether greedy decoding gives it

@@ -13,7 +13,7 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 
-from model import cpu_kernels
+from model.kernels import operators
 from model.options import LayerNormOptions, LpNormOptions, ModelOptions, NoNormOptions, QKNormOptions, RMSNormOptions
 from training.config import TrainConfig
 
@@ -47,10 +47,10 @@ def qk_norm(request: pytest.FixtureRequest) -> QKNormOptions:
 @pytest.fixture(scope="module", params=["compiled", "operations"])
 def each_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a CPU has kernels for: compiled, as where there is a compiler, and as PyTorch's operations."""
-    assert cpu_kernels.library() is not None, "a C++ compiler is needed"
+    assert operators.loaded(), "a C++ compiler is needed"
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "operations":
-            patch.setattr(cpu_kernels, "library", lambda: None)
+            patch.setattr(operators, "loaded", lambda: False)
         yield
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from variants import PAIRS, build, config_of, random_tokens, raw_queries_and_keys
 
-import model.gpt
+from model import ops
 from model.diagnostics import diagnose
 from model.gpt import GPT, MultiHeadLatentAttention
 from model.options import LpNormOptions
@@ -25,7 +25,7 @@ def passed(gpt: GPT, idx: Tensor) -> list[dict[str, Any]]:
     """What each layer multiplies in a forward of idx, q (B, nh, T, hs), k (B, nkv, T, hs) and the scale, and what its
     raw queries and keys are: {side: (B, heads, T, hs)}, a side for each block of channels that is normalised."""
     layers: list[dict[str, Any]] = []
-    causal_attention = model.gpt.causal_attention
+    causal_attention = ops.causal_attention
 
     def array(x: Tensor) -> np.ndarray:
         return x.detach().double().numpy()
@@ -44,7 +44,7 @@ def passed(gpt: GPT, idx: Tensor) -> list[dict[str, Any]]:
 
     hooks = [attn.register_forward_pre_hook(look_at_input) for attn in gpt.attentions]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.gpt, "causal_attention", look_at_product)
+        patch.setattr(ops, "causal_attention", look_at_product)
         gpt(idx)
     for hook in hooks:
         hook.remove()

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from variants import LAYOUTS, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
 
-import model.gpt
-from model.gpt import GPT, LatentCache, MultiHeadLatentAttention
+from model import ops
+from model.gpt import GPT
 from model.options import GQAOptions, MHAOptions, MLAOptions, ModelOptions
 from training.config import TrainConfig
 
@@ -60,7 +60,7 @@ def absorbed_logits(gpt: GPT, x: Tensor, dtype: torch.dtype) -> Tensor:
     cache = attn.new_cache(x.size(0), x.size(1), dtype)
     attn(x[:, :1], rope, cache, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.gpt, "F", Spy())
+        patch.setattr(ops, "F", Spy())
         attn(x[:, 1:], rope, cache, 1)
     (logits,) = got
     return logits
@@ -165,20 +165,21 @@ def test_prefill_and_cached_steps_equal_the_full_forward(layout: str, name: str,
 def test_latents_of_long_sequences_are_read_one_sequence_at_a_time(
     layout: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sequence, read = LatentCache.sequence, list[int]()
+    attend, read = ops.latent_attention_reference, list[int]()
 
-    def spied(cache: LatentCache, b: int) -> LatentCache:
-        read.append(b)
-        return sequence(cache, b)
+    def spied(q_latent: Tensor, *others: Any) -> Tensor:
+        read.append(len(q_latent))
+        return attend(q_latent, *others)
 
-    monkeypatch.setattr(LatentCache, "sequence", spied)
-    monkeypatch.setattr(MultiHeadLatentAttention, "COPIED", 14 * 12)  # which 14 positions are
+    monkeypatch.setattr(ops, "latent_attention_reference", spied)
+    monkeypatch.setattr(ops, "COPIED", 14 * 12)  # which 14 positions are
     gpt, idx = build(config_of(layout, name)), random_tokens(3, 16)
     caches, parts = gpt.new_caches(3, 20, torch.float64), []
     for pos, end in ((0, 13), (13, 14), (14, 16)):
         parts.append(gpt(idx[:, pos:end], caches=caches, pos=pos)[0])
     torch.testing.assert_close(torch.cat(parts, 1), gpt(idx)[0], rtol=1e-12, atol=1e-12)
-    assert read == [0, 1, 2] * len(gpt.attentions)  # by the last two tokens alone
+    layers = len(gpt.attentions)  # together for the first token, one by one for the last two
+    assert read == [3] * layers + [1, 1, 1] * layers
 
 
 @each_pair
@@ -270,7 +271,7 @@ def test_the_attention_product_in_training_repeats_key_heads_in_place_too() -> N
     outputs = []
     for key, value in ((k, v), (k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))):
         torch.manual_seed(1)
-        outputs.append(model.gpt.causal_attention(q, key, value, 0.4, p_dropout=0.25))
+        outputs.append(ops.causal_attention(q, key, value, 0.4, p_dropout=0.25))
     assert torch.equal(*outputs)
 
 

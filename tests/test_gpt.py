@@ -10,22 +10,18 @@ from conftest import QK_NORM_VARIANTS, tiny_config
 from torch import Tensor
 from torch.nn import functional as F
 
-import model.gpt as gpt_module
-from model import cpu_kernels
+from model import ops
 from model.gpt import (
     GPT,
     QK_NORMS,
     Alpha,
     LpNorm,
     RMSNorm,
-    causal_attention,
-    dropout,
-    dropout_mask,
     initial_alpha,
     mean_norm_ratio,
-    power,
-    signed_power,
 )
+from model.kernels import operators
+from model.ops import causal_attention, dropout, dropout_mask
 from model.options import LayerNormOptions, LpNormOptions, ModelOptions, QKNormOptions, RMSNormOptions
 from training.config import TrainConfig
 
@@ -279,7 +275,7 @@ def test_lp_norm_passes_gradcheck(p: float) -> None:
 def test_the_scale_of_an_lp_norm_has_its_derivative_at_zeros_too(
     p: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.cpu_kernels.library", lambda: None)
+    monkeypatch.setattr(operators, "loaded", lambda: False)
     x = torch.randn(6, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
     x[1, ::3], x[2, 1:], x[3] = 0, 0, 0
     x[4, :4] = torch.tensor([1e-8, 1e-20, 1e-26, 1e-37])
@@ -348,14 +344,6 @@ def test_every_norm_is_gain_times_x_times_one_scalar(name: str) -> None:
     torch.testing.assert_close(y, gain * x * norm.scale(x), rtol=1e-13, atol=0)
     with torch.no_grad():  # without the derivatives that are written out
         assert torch.equal(norm(x), y)
-
-
-@pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 7.5, 8.0, 9.5, 7.3, 0.25])
-def test_powers_by_products_and_roots_equal_pow(p: float) -> None:
-    u = torch.linspace(0, 2, 101, dtype=torch.float64)
-    torch.testing.assert_close(power(u, p), u**p, rtol=1e-13, atol=0)
-    x = torch.linspace(-2, 2, 101, dtype=torch.float64)
-    torch.testing.assert_close(signed_power(x, p), x.sign() * x.abs() ** p, rtol=1e-13, atol=0)
 
 
 # alpha at the start: FACTS of the design table for head_dim 64, L = 256
@@ -434,7 +422,7 @@ def test_attention_and_its_gradient_against_the_definition(
         masks.append(dropout_mask(*args))
         return masks[-1]
 
-    monkeypatch.setattr("model.gpt.dropout_mask", drawn)
+    monkeypatch.setattr("model.ops.dropout_mask", drawn)
     sizes = [(3, T, 4, 8), (3, T, n_kv_head, 8), (3, T, n_kv_head, dv)]
     q, k, v = (torch.randn(*size, dtype=torch.float64).transpose(1, 2) for size in sizes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -497,20 +485,20 @@ def test_attention_that_trains_in_bf16_is_as_exact_as_sdpa(T: int, spread: float
 
 def test_only_the_logits_of_attention_in_bf16_may_be_multiplied_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     mkldnn: Any = torch.backends.mkldnn
-    bias, settings = gpt_module.causal_bias, list[str]()
+    exact, settings = ops.at_least_fp32, set[tuple[torch.dtype, str]]()
 
-    def spied(T: int, dtype: torch.dtype) -> Tensor:
-        settings.append(mkldnn.matmul.fp32_precision)
-        return bias(T, dtype)
+    def spied(x: Tensor) -> Tensor:
+        settings.add((x.dtype, mkldnn.matmul.fp32_precision))
+        return exact(x)
 
-    monkeypatch.setattr(gpt_module, "causal_bias", spied)
-    monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+    monkeypatch.setattr(ops, "at_least_fp32", spied)
+    monkeypatch.setattr(operators, "loaded", lambda: False)
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     setting, product = mkldnn.matmul.fp32_precision, x @ x
     for dtype in (torch.float32, torch.bfloat16):
         q = torch.zeros(1, 1, 8, 16, dtype=dtype, requires_grad=True)
         causal_attention(q, q, q, 0.25).sum().backward()
-    assert settings == [setting, "bf16"]
+    assert settings == {(torch.float32, setting), (torch.bfloat16, "bf16")}
     with pytest.raises(RuntimeError):
         causal_attention(q, q[..., :3], q, 0.25)
     assert mkldnn.matmul.fp32_precision == setting

@@ -16,8 +16,10 @@ from variants import LAYOUTS, V, build, config_of, random_tokens
 
 import model.gpt
 import train
+from model import ops
 from model.diagnostics import activation_bytes, future_leak
-from model.gpt import GPT, LinearCrossEntropy, at_least_fp32
+from model.gpt import GPT
+from model.ops import LinearCrossEntropy, at_least_fp32
 from sweeps.plan import compose
 from training.config import load_config
 from training.evaluate import EVAL_TOKENS
@@ -142,7 +144,7 @@ def test_a_model_that_sees_the_future_is_found_at_any_length(
         assert future_leak(gpt, random_tokens(1, T)) == 0
         for wrong in (unmasked, one_ahead):
             with monkeypatch.context() as patch:
-                patch.setattr(model.gpt, "causal_attention", wrong)
+                patch.setattr(ops, "causal_attention", wrong)
                 assert future_leak(gpt, random_tokens(1, T)) > 1e-3
 
 

@@ -29,7 +29,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from model import mla_decode_triton as m
+from model.kernels import mla_decode_triton as m
 def build(kernel, signature, constants, target, **options):
     types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
     return triton.compile(ASTSource(kernel, types, constants), target=target, options=options)
@@ -66,7 +66,7 @@ def random(*shape: int, seed: int, device: str) -> Tensor:
 
 
 def check(case: tuple[torch.dtype, int, int, int, int, int, int, int, int], device: str) -> None:
-    from model.mla_decode_triton import attend_latents
+    from model.kernels.mla_decode_triton import attend_latents
 
     dtype, B, nh, S, room, kr, dr, slices, norm = case
     q, qr, cache, ropes = (
@@ -92,7 +92,8 @@ def check_absorbed() -> None:
     """A model decodes the same logits with the kernel as without."""
     from variants import build, config_of, random_tokens
 
-    from model import gpt, mla_decode_triton
+    from model import ops
+    from model.kernels import mla_decode_triton
     from model.options import MLAOptions
 
     patch = pytest.MonkeyPatch()
@@ -103,7 +104,7 @@ def check_absorbed() -> None:
         model = build(config_of(attention, norm), dtype=torch.float32)
         logits = []
         for fits in (True, False):
-            patch.setattr(gpt, "fits_kernel", lambda *_, fits=fits: fits)
+            patch.setattr(ops, "fits_triton", lambda *_, fits=fits: fits)
             caches = model.new_caches(2, 16, torch.float32)
             model(idx[:, :7], caches=caches)
             logits.append(model(idx[:, 7:], caches=caches, pos=7)[0])

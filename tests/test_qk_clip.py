@@ -20,7 +20,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import model.gpt
 import train
-from model.gpt import GPT, max_logits, queries_at_once
+from model.gpt import GPT
+from model.ops import max_logits, queries_at_once
 from model.options import AttentionOptions, GQAOptions, MHAOptions, MLAOptions, ModelOptions
 from training.config import LogClipOptions, NoClipOptions, QKClipOptions, TrainConfig, load_config
 from training.qk_clip import over_updates, qk_clip, qk_clip_line

@@ -33,6 +33,7 @@ from core.schema import ConfigError
 from data.batches import Batches
 from data.folds import Split, split
 from data.tokenizer import build_tokenizer
+from model import ops
 from model.diagnostics import diagnose
 from model.gpt import GPT
 from model.options import LpNormOptions
@@ -361,7 +362,7 @@ def test_a_model_that_sees_the_future_is_refused_at_start(
     wrong: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In both modes or in one, with a mask that is off by one, or with logits that are not numbers."""
-    causal_attention = model.gpt.causal_attention
+    causal_attention = ops.causal_attention
     forward: Any = GPT.forward
 
     def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
@@ -375,7 +376,7 @@ def test_a_model_that_sees_the_future_is_refused_at_start(
         logits, loss = forward(self, *args, **options)
         return logits * math.nan, loss
 
-    monkeypatch.setattr(*((GPT, "forward", nan) if wrong == "nan" else (model.gpt, "causal_attention", attention)))
+    monkeypatch.setattr(*((GPT, "forward", nan) if wrong == "nan" else (ops, "causal_attention", attention)))
     with pytest.raises(ConfigError, match="attention=mha sees the future"):
         train.run(configured(corpus, tmp_path / "run"))
     assert not (tmp_path / "run").exists()

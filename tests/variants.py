@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import model.gpt
+from model import ops
 from model.gpt import GPT, MultiHeadLatentAttention
 from model.options import (
     AttentionOptions,
@@ -89,9 +89,9 @@ def attended(gpt: GPT, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
         got.append((q, k, v, scale))
         return causal_attention(q, k, v, scale, p_dropout)
 
-    causal_attention = model.gpt.causal_attention
+    causal_attention = ops.causal_attention
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model.gpt, "causal_attention", capture)
+        patch.setattr(ops, "causal_attention", capture)
         gpt.attentions[0](x, rope_of(gpt))
     (only,) = got
     return only

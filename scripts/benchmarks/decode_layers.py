@@ -13,7 +13,8 @@ from torch import Tensor
 
 from core.device import resolve_device, resolve_dtype, synchronize
 from model.generate import keys_dtype
-from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope, causal_attention
+from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope
+from model.ops import causal_attention
 from scripts.benchmarks.timing import Turn, Work
 from training.config import TrainConfig
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cpu_kernels.h"
+#include "kernels.h"
 
 struct BlockNorm {
   int64_t rows, n, itemsize, centred, threads; // itemsize: of y and grad; x is fp32
@@ -157,14 +157,109 @@ void gelu_of(const Pointwise &c) {
   });
 }
 
-extern "C" void block_norm(const BlockNorm *c) {
-  bool half = c->itemsize == 2;
-  if (c->grad) half ? norm_backward<bf16>(*c) : norm_backward<float>(*c);
-  else half ? norm_forward<bf16>(*c) : norm_forward<float>(*c);
+// -----------------------------------------------------------------------------
+// The operators
+
+void check_parameter(const Tensor &x, int64_t n, const char *name) {
+  check_fp32(x, name);
+  STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == n && x.is_contiguous(), name, " must be (", n, ",) and contiguous");
 }
-extern "C" void residual(const Pointwise *c) {
-  bool half = c->itemsize == 2;
-  if (c->grad) half ? residual_backward<bf16>(*c) : residual_backward<float>(*c);
-  else half ? residual_forward<bf16>(*c) : residual_forward<float>(*c);
+
+int32_t output_dtype(ScalarType dtype) {
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16, "the result must be fp32 or bf16");
+  return dtype == ScalarType::Float ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
 }
-extern "C" void gelu(const Pointwise *c) { gelu_of(*c); }
+
+// x is contiguous
+BlockNorm block_norm_of(const Tensor &x, const Tensor &weight, double eps, bool centred) {
+  check_fp32(x, "x");
+  STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0, "x must have channels");
+  BlockNorm c{};
+  c.n = x.size(x.dim() - 1), c.rows = x.numel() / c.n;
+  check_parameter(weight, c.n, "weight");
+  c.centred = centred, c.threads = torch::stable::get_num_threads(), c.eps = eps;
+  c.x = pointer<float>(x), c.weight = pointer<float>(weight);
+  return c;
+}
+
+Tensor layer_norm(const Tensor &given, const Tensor &weight, const MaybeTensor &bias, double eps, bool centred,
+                  ScalarType dtype) {
+  Tensor x = as_contiguous(given);
+  BlockNorm c = block_norm_of(x, weight, eps, centred);
+  if (bias) check_parameter(*bias, c.n, "bias");
+  Tensor y = empty_as(x, output_dtype(dtype));
+  c.bias = pointer<float>(bias), c.y = y.data_ptr();
+  dtype == ScalarType::BFloat16 ? norm_forward<bf16>(c) : norm_forward<float>(c);
+  return y;
+}
+
+// of x, weight and bias, the last of no elements where there is none
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor &given_grad, const Tensor &given,
+                                                       const Tensor &weight, bool has_bias, double eps, bool centred) {
+  Tensor x = as_contiguous(given), grad = as_contiguous(given_grad), grad_x = empty_as(x);
+  check_shape(grad, x, "grad");
+  BlockNorm c = block_norm_of(x, weight, eps, centred);
+  Tensor grad_weight = empty_as(weight), grad_bias = empty({has_bias ? c.n : 0}, aoti_torch_dtype_float32());
+  Partial of_weight(c.n), of_bias(grad_bias.numel());
+  c.grad = grad.data_ptr(), c.grad_x = pointer<float>(grad_x);
+  c.grad_weight = of_weight.row(0), c.grad_bias = has_bias ? of_bias.row(0) : nullptr;
+  itemsize(grad, "grad") == 2 ? norm_backward<bf16>(c) : norm_backward<float>(c);
+  of_weight.sum(pointer<float>(grad_weight)), of_bias.sum(pointer<float>(grad_bias));
+  return {grad_x, grad_weight, grad_bias};
+}
+
+Pointwise pointwise_of(const Tensor &out, const MaybeTensor &x, const MaybeTensor &y, const MaybeTensor &grad,
+                       Dropout dropout) {
+  return {out.numel(), 0, dropout.dropped, dropout.seed, torch::stable::get_num_threads(), pointer<void>(x), pointer<void>(y),
+          pointer<void>(grad), out.data_ptr()};
+}
+
+Tensor dropout_add(const Tensor &given_x, const Tensor &given_y, int64_t dropped, const MaybeTensor &seed) {
+  Tensor x = as_contiguous(given_x), y = as_contiguous(given_y);
+  check_fp32(x, "x"), check_shape(y, x, "y");
+  Tensor out = empty_as(x);
+  Pointwise c = pointwise_of(out, x, y, std::nullopt, dropout_of(dropped, seed));
+  itemsize(y, "y") == 2 ? residual_forward<bf16>(c) : residual_forward<float>(c);
+  return out;
+}
+
+Tensor dropout(const Tensor &given, int64_t dropped, const MaybeTensor &seed, ScalarType dtype) {
+  Tensor x = as_contiguous(given);
+  check_fp32(x, "x");
+  Tensor out = empty_as(x, output_dtype(dtype));
+  Pointwise c = pointwise_of(out, std::nullopt, std::nullopt, x, dropout_of(dropped, seed));
+  dtype == ScalarType::BFloat16 ? residual_backward<bf16>(c) : residual_backward<float>(c);
+  return out;
+}
+
+Tensor gelu_with(const Tensor &given, const MaybeTensor &grad) {
+  Tensor x = as_contiguous(given);
+  STD_TORCH_CHECK(is_bf16(x) && (!grad || is_bf16(*grad)), "GELU takes bf16 on a CPU");
+  Tensor out = empty_as(x);
+  gelu_of(pointwise_of(out, x, std::nullopt, grad, {0, 0}));
+  return out;
+}
+Tensor gelu(const Tensor &x) { return gelu_with(x, std::nullopt); }
+Tensor gelu_backward(const Tensor &grad, const Tensor &x) {
+  check_shape(grad, x, "grad");
+  return gelu_with(x, as_contiguous(grad));
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
+  m.def("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, ScalarType dtype) -> Tensor");
+  m.def("layer_norm_backward(Tensor grad, Tensor x, Tensor weight, bool has_bias, float eps, bool centred)"
+        " -> (Tensor, Tensor, Tensor)");
+  m.def("dropout_add(Tensor x, Tensor y, int dropped, Tensor? seed) -> Tensor");
+  m.def("dropout(Tensor x, int dropped, Tensor? seed, ScalarType dtype) -> Tensor");
+  m.def("gelu(Tensor x) -> Tensor");
+  m.def("gelu_backward(Tensor grad, Tensor x) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
+  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  m.impl("dropout_add", TORCH_BOX(&dropout_add));
+  m.impl("dropout", TORCH_BOX(&dropout));
+  m.impl("gelu", TORCH_BOX(&gelu));
+  m.impl("gelu_backward", TORCH_BOX(&gelu_backward));
+}

@@ -1,18 +1,17 @@
-// QK norms on a CPU in one pass over the vectors, where PyTorch's operations take ten. The formulas are those of gpt.py's
-// RMSNorm and LpNorm, in fp32. For the derivative a vector is normalised anew, so that x alone need be kept.
+// RMS and Lp norms on a CPU in one pass over the vectors, where PyTorch's operations take ten. The formulas are those of
+// ops.py, in fp32. The derivative normalises a vector again, so that x alone is kept.
 
 #include <algorithm>
 #include <cmath>
 
-#include "cpu_kernels.h"
+#include "kernels.h"
 
-// MAX_CHANNELS and CHUNKS are cpu_kernels.py's. The vectors are cut into CHUNKS for any number of threads: each has its
-// own sum for the derivative of a factor.
-constexpr int64_t GROUP = 16;       // vectors, or fewer,
-constexpr int64_t ROOM = 4096;      // so that with all their channels they stay in the first cache: they go through each
-                                    // step together, so that none waits for its own sums and roots
-constexpr int64_t SERIAL = 1 << 14; // channels in all that one thread is done with sooner than two
-constexpr float TINY = 1e-30f;      // LpNorm.TINY
+// The vectors are cut into CHUNKS for any number of threads: each chunk has its own sum for the derivative of a factor.
+constexpr int64_t MAX_CHANNELS = 2048; // of a vector; operators.py has the same number
+constexpr int64_t GROUP = 16;          // vectors go through each step together, so that none waits for its own sums and
+constexpr int64_t ROOM = 4096;         // roots: at most 16, and so few that their channels stay in the first cache
+constexpr int64_t SERIAL = 1 << 14;    // below this many channels in all one thread is faster than two
+constexpr float TINY = 1e-30f;         // as in ops.py
 
 // Vectors of n channels, side by side in memory; (i, j, k) is i * stride[0] + j * stride[1] + k * stride[2] from data.
 struct Vectors {
@@ -310,5 +309,135 @@ template <class T> void fold_heads(const Fold &f) {
   }
 }
 
-extern "C" void qk_norm(const Call *c) { c->itemsize == 2 ? run<bf16>(*c) : run<float>(*c); }
-extern "C" void fold(const Fold *f) { f->itemsize == 2 ? fold_heads<bf16>(*f) : fold_heads<float>(*f); }
+// -----------------------------------------------------------------------------
+// The operators
+
+Vectors vectors(const Tensor &x) {
+  Vectors v{x.data_ptr(), {0, 0, 0}};
+  for (int64_t d = 0; d + 1 < x.dim(); d++) v.stride[4 - x.dim() + d] = x.stride(d);
+  return v;
+}
+
+// Room for as many vectors, in the order of those of x (..., n) where that has one (as torch.empty_like)
+Tensor empty_vectors(const Tensor &x) {
+  if (x.is_contiguous()) return empty_as(x);
+  Tensor y = torch::stable::empty_like(x);
+  return y.stride(y.dim() - 1) == 1 ? y : torch::stable::new_empty(x, x.sizes());
+}
+
+// x (..., n) has contiguous_last_dim, factor is fp32 and contiguous
+Call call_of(const Tensor &x, const MaybeTensor &factor, int64_t twice_p, double eps) {
+  int64_t dim = x.dim();
+  STD_TORCH_CHECK(0 < dim && dim <= 4, "x must have 1 to 4 dimensions");
+  Call c{};
+  c.size[0] = c.size[1] = c.size[2] = 1;
+  for (int64_t d = 0; d + 1 < dim; d++) c.size[4 - dim + d] = x.size(d);
+  c.n = x.size(dim - 1);
+  STD_TORCH_CHECK(0 < c.n && c.n <= MAX_CHANNELS, "x must have 1 to ", MAX_CHANNELS, " channels");
+  c.itemsize = itemsize(x, "x"), c.twice_p = twice_p, c.eps = eps, c.threads = torch::stable::get_num_threads();
+  c.x = vectors(x);
+  if (factor) {
+    auto of = factor->sizes();
+    bool fits = twice_p == 0 ? of.size() == 1 && of[0] == c.n
+                             : factor->numel() == 1 || (dim > 2 && of.size() == 3 && of[0] == c.size[1] && of[1] * of[2] == 1);
+    STD_TORCH_CHECK(fits, "the factor's shape does not fit x");
+    c.factor = pointer<float>(*factor), c.of_factor = factor->numel();
+  }
+  return c;
+}
+void run(const Call &c) { c.itemsize == 2 ? run<bf16>(c) : run<float>(c); }
+
+MaybeTensor exact(const MaybeTensor &factor) {
+  if (!factor) return factor;
+  return as_contiguous(is_fp32(*factor) ? *factor : torch::stable::to(*factor, ScalarType::Float));
+}
+
+Tensor normalized(const Tensor &given, const MaybeTensor &given_factor, int64_t twice_p, double eps) {
+  Tensor x = contiguous_last_dim(given);
+  MaybeTensor factor = exact(given_factor);
+  Call c = call_of(x, factor, twice_p, eps);
+  Tensor y = empty_vectors(x);
+  c.y = vectors(y);
+  run(c);
+  return y;
+}
+
+std::tuple<Tensor, Tensor> normalized_backward(const Tensor &given_grad, const Tensor &given,
+                                               const MaybeTensor &given_factor, int64_t twice_p, double eps) {
+  Tensor x = contiguous_last_dim(given), grad = given_grad;
+  check_shape(grad, x, "grad");
+  MaybeTensor factor = exact(given_factor);
+  Call c = call_of(x, factor, twice_p, eps);
+  if (itemsize(grad, "grad") != c.itemsize) grad = torch::stable::to(grad, x.scalar_type());
+  grad = contiguous_last_dim(grad);
+  Tensor grad_x = empty_vectors(x);
+  c.grad = vectors(grad), c.grad_x = vectors(grad_x);
+  Tensor grad_factor = factor ? empty_as(*factor) : empty({0}, aoti_torch_dtype_float32());
+  Partial parts(grad_factor.numel());
+  c.grad_factor = parts.row(0);
+  run(c);
+  parts.sum(pointer<float>(grad_factor));
+  return {grad_x, grad_factor};
+}
+
+Tensor inverse(const Tensor &given, int64_t twice_p, double eps) {
+  Tensor x = contiguous_last_dim(given);
+  Call c = call_of(x, std::nullopt, twice_p, eps);
+  int64_t sizes[4], strides[4], step = 1;
+  for (int64_t d = x.dim() - 1; d >= 0; d--)
+    sizes[d] = d == x.dim() - 1 ? 1 : x.size(d), strides[d] = step, step *= sizes[d];
+  Tensor scale = empty(x.dim(), sizes, strides, aoti_torch_dtype_float32());
+  c.scale = pointer<float>(scale);
+  run(c);
+  return scale;
+}
+
+int64_t twice(double p) {
+  STD_TORCH_CHECK(p >= 1 && p <= 4 && int64_t(2 * p) == 2 * p, "p must be one of 1, 1.5, 2, 2.5, 3, 3.5, 4");
+  return int64_t(2 * p);
+}
+
+Tensor rms_norm(const Tensor &x, const Tensor &gain, double eps) { return normalized(x, gain, 0, eps); }
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor &grad, const Tensor &x, const Tensor &gain, double eps) {
+  return normalized_backward(grad, x, gain, 0, eps);
+}
+Tensor inverse_rms(const Tensor &x, double eps) { return inverse(x, 0, eps); }
+Tensor lp_norm(const Tensor &x, const MaybeTensor &alpha, double p) { return normalized(x, alpha, twice(p), 0); }
+std::tuple<Tensor, Tensor> lp_norm_backward(const Tensor &grad, const Tensor &x, const MaybeTensor &alpha, double p) {
+  return normalized_backward(grad, x, alpha, twice(p), 0);
+}
+Tensor inverse_lp_norm(const Tensor &x, double p) { return inverse(x, twice(p), 0); }
+
+std::tuple<Tensor, Tensor> fold(const Tensor &given_w, const Tensor &given_q, const Tensor &given_latent, bool with_keys) {
+  STD_TORCH_CHECK(given_w.dim() == 3, "w must be (nh, n, rank)");
+  Tensor w = as_contiguous(given_w), q = as_contiguous(given_q), latent = as_contiguous(given_latent);
+  int64_t nh = w.size(0), n = w.size(1), rank = w.size(2), size = itemsize(w, "w");
+  STD_TORCH_CHECK(rank <= MAX_CHANNELS && q.numel() == nh * n && latent.numel() == rank, "q or latent does not fit w");
+  STD_TORCH_CHECK(itemsize(q, "q") == size && itemsize(latent, "latent") == size, "w, q and latent must have one type");
+  Tensor q_latent = empty({1, nh, 1, rank}, size == 2 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32());
+  Tensor k = empty({with_keys ? 1 : 0, nh, 1, n}, aoti_torch_dtype_float32());
+  Fold f{nh, n, rank, size, torch::stable::get_num_threads(), w.data_ptr(), q.data_ptr(), latent.data_ptr(),
+         q_latent.data_ptr(), with_keys ? pointer<float>(k) : nullptr};
+  size == 2 ? fold_heads<bf16>(f) : fold_heads<float>(f);
+  return {q_latent, k};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
+  m.def("rms_norm(Tensor x, Tensor gain, float eps) -> Tensor");
+  m.def("rms_norm_backward(Tensor grad, Tensor x, Tensor gain, float eps) -> (Tensor, Tensor)");
+  m.def("inverse_rms(Tensor x, float eps) -> Tensor");
+  m.def("lp_norm(Tensor x, Tensor? alpha, float p) -> Tensor");
+  m.def("lp_norm_backward(Tensor grad, Tensor x, Tensor? alpha, float p) -> (Tensor, Tensor)");
+  m.def("inverse_lp_norm(Tensor x, float p) -> Tensor");
+  m.def("fold(Tensor w, Tensor q, Tensor latent, bool with_keys) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  m.impl("inverse_rms", TORCH_BOX(&inverse_rms));
+  m.impl("lp_norm", TORCH_BOX(&lp_norm));
+  m.impl("lp_norm_backward", TORCH_BOX(&lp_norm_backward));
+  m.impl("inverse_lp_norm", TORCH_BOX(&inverse_lp_norm));
+  m.impl("fold", TORCH_BOX(&fold));
+}

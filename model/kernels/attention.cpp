@@ -4,7 +4,7 @@
 // probabilities, and the derivatives of the logits, are rounded to bf16 as operands. A query head of a sequence is one
 // thread's.
 
-#include "cpu_kernels.h"
+#include "kernels.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <algorithm>
@@ -318,13 +318,86 @@ void backward(const Attention &a, int64_t b, int64_t h) {
   write_rows(grad_v, T, dv, nullptr, 1, a.grad_v.at(b, h), a.grad_v.position);
 }
 
-extern "C" void attention(const Attention *a) {
-#pragma omp parallel for schedule(dynamic) num_threads(a->threads)
-  for (int64_t task = 0; task < a->batch * a->heads; task++)
-    (a->grad.data ? backward : forward)(*a, task / a->heads, task % a->heads);
+// -----------------------------------------------------------------------------
+// The operators
+
+Heads heads_of(const Tensor &x) { return {pointer<uint16_t>(x), x.stride(0), x.stride(1), x.stride(2)}; }
+
+// Room for (B, nh, T, n), shaped as x but for n, in the order (B, T, nh, n)
+Tensor empty_heads(const Tensor &x, int64_t n) {
+  int64_t sizes[] = {x.size(0), x.size(1), x.size(2), n};
+  int64_t strides[] = {sizes[2] * sizes[1] * n, n, sizes[1] * n, 1};
+  return empty(4, sizes, strides, aoti_torch_dtype_bfloat16());
 }
-extern "C" int64_t has_attention() { return 1; }
-#else
-extern "C" void attention(const void *) {}
-extern "C" int64_t has_attention() { return 0; }
+
+void check_heads(const Tensor &x, int64_t B, int64_t T, const char *name) {
+  STD_TORCH_CHECK(x.dim() == 4 && is_bf16(x), name, " must be (B, heads, T, channels) in bf16 on a CPU");
+  STD_TORCH_CHECK(x.size(0) == B && x.size(2) == T, name, " has other sequences or positions than q");
+  STD_TORCH_CHECK(x.size(3) > 0 && x.size(3) % 16 == 0, name, " must have a multiple of 16 channels");
+}
+
+Attention attention_of(const Tensor &q, const Tensor &k, const Tensor &v, double scale, int64_t dropped,
+                       const MaybeTensor &seed) {
+  STD_TORCH_CHECK(q.dim() == 4, "q must be (B, heads, T, channels)");
+  int64_t B = q.size(0), nh = q.size(1), T = q.size(2), nkv = k.size(1);
+  check_heads(q, B, T, "q"), check_heads(k, B, T, "k"), check_heads(v, B, T, "v");
+  STD_TORCH_CHECK(v.size(1) == nkv && nkv > 0 && nh % nkv == 0, "the heads of k and v must be one number, a divisor of q's");
+  STD_TORCH_CHECK(k.size(3) == q.size(3), "q and k must have as many channels");
+  STD_TORCH_CHECK(scale > 0, "the scale must be positive");
+  Dropout dropout = dropout_of(dropped, seed);
+  Attention a{};
+  a.batch = B, a.heads = nh, a.group = nh / nkv, a.length = T, a.dk = q.size(3), a.dv = v.size(3);
+  a.dropped = dropout.dropped, a.seed = dropout.seed, a.threads = torch::stable::get_num_threads(), a.scale = scale;
+  a.q = heads_of(q), a.k = heads_of(k), a.v = heads_of(v);
+  return a;
+}
+
+void run(Attention &a, const Tensor &softmax) {
+  a.largest = pointer<float>(softmax), a.log_sum = a.largest + a.batch * a.heads * a.length;
+  bool back = a.grad.data;
+#pragma omp parallel for schedule(dynamic) num_threads(a.threads)
+  for (int64_t task = 0; task < a.batch * a.heads; task++)
+    (back ? backward : forward)(a, task / a.heads, task % a.heads);
+}
+
+// y (B, nh, T, dv), and each query's largest logit and log-sum-exp (2, B, nh, T), which the derivative needs
+std::tuple<Tensor, Tensor> attention(const Tensor &given_q, const Tensor &given_k, const Tensor &given_v, double scale,
+                                     int64_t dropped, const MaybeTensor &seed) {
+  Tensor q = contiguous_last_dim(given_q), k = contiguous_last_dim(given_k), v = contiguous_last_dim(given_v);
+  Attention a = attention_of(q, k, v, scale, dropped, seed);
+  Tensor y = empty_heads(q, a.dv), softmax = empty({2, a.batch, a.heads, a.length}, aoti_torch_dtype_float32());
+  a.y = heads_of(y);
+  run(a, softmax);
+  return {y, softmax};
+}
+
+// of q, and of k and v as each query head has them
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor &given_grad, const Tensor &given_q,
+                                                      const Tensor &given_k, const Tensor &given_v,
+                                                      const Tensor &softmax, double scale, int64_t dropped,
+                                                      const MaybeTensor &seed) {
+  Tensor q = contiguous_last_dim(given_q), k = contiguous_last_dim(given_k), v = contiguous_last_dim(given_v);
+  Tensor grad = contiguous_last_dim(given_grad);
+  Attention a = attention_of(q, k, v, scale, dropped, seed);
+  check_heads(grad, a.batch, a.length, "grad");
+  STD_TORCH_CHECK(grad.size(1) == a.heads && grad.size(3) == a.dv, "grad has another shape than the output");
+  check_fp32(softmax, "softmax");
+  STD_TORCH_CHECK(softmax.is_contiguous() && softmax.numel() == 2 * a.batch * a.heads * a.length, "softmax does not fit q");
+  Tensor grad_q = empty_heads(q, a.dk), grad_k = empty_heads(q, a.dk), grad_v = empty_heads(q, a.dv);
+  a.grad = heads_of(grad), a.grad_q = heads_of(grad_q), a.grad_k = heads_of(grad_k), a.grad_v = heads_of(grad_v);
+  run(a, softmax);
+  return {grad_q, grad_k, grad_v};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+}
 #endif
+
+// Without AVX-512 bf16 they have no implementation for a CPU: operators.py asks whether there is one.
+STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
+  m.def("attention(Tensor q, Tensor k, Tensor v, float scale, int dropped, Tensor? seed) -> (Tensor, Tensor)");
+  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor softmax, float scale, int dropped,"
+        " Tensor? seed) -> (Tensor, Tensor, Tensor)");
+}

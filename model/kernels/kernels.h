@@ -1,0 +1,158 @@
+// What the kernels share: the checks of an operator's arguments, room for its results, bf16, and dropout's random bytes.
+// The operators are registered on PyTorch's stable ABI: compiled once, they load into every later PyTorch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <tuple>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+constexpr int64_t CHUNKS = 64; // rows of partial sums of a parameter's derivative, for any number of threads
+
+inline bool has_dtype(const Tensor &x, int32_t dtype) {
+  int32_t its;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &its));
+  return x.is_cpu() && its == dtype;
+}
+inline bool is_fp32(const Tensor &x) { return has_dtype(x, aoti_torch_dtype_float32()); }
+inline bool is_bf16(const Tensor &x) { return has_dtype(x, aoti_torch_dtype_bfloat16()); }
+
+// 2 for bf16, 4 for fp32; all else is refused
+inline int64_t itemsize(const Tensor &x, const char *name) {
+  if (is_bf16(x)) return 2;
+  STD_TORCH_CHECK(is_fp32(x), name, " must be fp32 or bf16 on a CPU");
+  return 4;
+}
+inline void check_fp32(const Tensor &x, const char *name) { STD_TORCH_CHECK(is_fp32(x), name, " must be fp32 on a CPU"); }
+
+inline bool same_shape(const Tensor &x, const Tensor &y) {
+  auto a = x.sizes(), b = y.sizes();
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), 8 * a.size()) == 0;
+}
+inline void check_shape(const Tensor &x, const Tensor &like, const char *name) {
+  STD_TORCH_CHECK(same_shape(x, like), name, " has another shape");
+}
+
+inline Tensor as_contiguous(const Tensor &x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+inline Tensor contiguous_last_dim(const Tensor &x) {
+  return x.dim() > 0 && x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x);
+}
+
+template <class T> T *pointer(const Tensor &x) { return static_cast<T *>(x.data_ptr()); }
+template <class T> T *pointer(const MaybeTensor &x) { return x ? pointer<T>(*x) : nullptr; }
+
+// Room for a tensor on the CPU. `dtype` is one of aoti_torch_dtype_...()
+inline Tensor empty(int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype) {
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dim, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+template <int D> Tensor empty(const int64_t (&sizes)[D], int32_t dtype) {
+  int64_t strides[D], step = 1;
+  for (int d = D - 1; d >= 0; d--) strides[d] = step, step *= sizes[d];
+  return empty(D, sizes, strides, dtype);
+}
+// x must be contiguous
+inline Tensor empty_as(const Tensor &x, int32_t dtype) {
+  return empty(x.dim(), x.sizes().data(), x.strides().data(), dtype);
+}
+inline Tensor empty_as(const Tensor &x) {
+  return empty_as(x, is_bf16(x) ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32());
+}
+
+// Partial sums of a parameter's derivative, one row a chunk. Their sum has the order of PyTorch's sum over the rows: for
+// whole blocks of columns sixteen rows at a time, for the columns behind them, and for one column, interleaved.
+struct Partial {
+  int64_t n;
+  std::vector<float> rows;
+
+  explicit Partial(int64_t n) : n(n), rows(CHUNKS * n) {}
+  float *row(int64_t chunk) { return rows.data() + chunk * n; }
+
+  void sum(float *to) {
+    int64_t blocks = n < 8 ? n / 4 * 4 : n / 32 * 32;
+    std::vector<float> part(n);
+    std::fill(to, to + n, 0.f);
+    for (int64_t first = 0; first < CHUNKS; first += 16) {
+      std::fill(part.begin(), part.end(), 0.f);
+      for (int64_t r = first; r < first + 16; r++)
+        for (int64_t e = 0; e < blocks; e++) part[e] += row(r)[e];
+      for (int64_t e = 0; e < blocks; e++) to[e] += part[e];
+    }
+    for (int64_t e = blocks; e < n; e++)
+      for (int64_t lane = 0, lanes = n == 1 ? 8 : 1; lane < lanes; lane++) {
+        float four[4] = {};
+        for (int64_t r = 0; r < CHUNKS / lanes; r++) four[r % 4] += row(r * lanes + lane)[e];
+        to[e] += four[0] + four[1] + four[2] + four[3];
+      }
+  }
+};
+
+// Dropout: an element is dropped if its random byte is less than `dropped`; the bytes follow from `seed`.
+struct Dropout {
+  int64_t dropped, seed;
+};
+inline Dropout dropout_of(int64_t dropped, const MaybeTensor &seed) {
+  STD_TORCH_CHECK(0 <= dropped && dropped < 256, "dropped must be one of 0 .. 255");
+  if (!dropped) return {0, 0};
+  STD_TORCH_CHECK(seed && has_dtype(*seed, aoti_torch_dtype_int64()) && seed->numel() == 1,
+                  "dropout needs a seed, one int64 on a CPU");
+  return {dropped, *pointer<int64_t>(*seed)};
+}
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+inline void store(float *to, const float *x, int64_t n) { std::memcpy(to, x, 4 * n); }
+inline void store(bf16 *to, const float *x, int64_t n) { // to the nearest, ties to even
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  for (int64_t e = 0; e < n; e += 16) {
+    __mmask16 there = n - e < 16 ? (1 << (n - e)) - 1 : 0xffff;
+    _mm256_mask_storeu_epi16(to + e, there, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(there, x + e)));
+  }
+#else
+#pragma omp simd
+  for (int64_t e = 0; e < n; e++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + e, 4);
+    to[e].bits = uint16_t(x[e] != x[e] ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+#endif
+}
+
+// Bytes 64 block to 64 block + 63 of SplitMix64 (Steele et al. 2014) from `seed`: random_bytes() of ops.py.
+inline void random_bytes(int64_t seed, int64_t block, uint8_t bytes[64]) {
+  uint64_t words[8];
+#pragma omp simd
+  for (int64_t i = 0; i < 8; i++) {
+    uint64_t z = uint64_t(seed) + uint64_t(8 * block + i + 1) * 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    words[i] = z ^ z >> 31;
+  }
+  std::memcpy(bytes, words, 64);
+}

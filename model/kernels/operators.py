@@ -1,0 +1,299 @@
+"""The operators torch.ops.nanoqk of the C++ files, as differentiable functions.
+
+Each has a fake implementation, which says the shape of its results to a compiler and to estimates, and a derivative: an
+autograd.Function around it, twice as fast as torch.library.register_autograd. The C++ files check dtypes and shapes and
+raise RuntimeError. A derivative has no derivative.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from model.kernels import build
+
+MAX_CHANNELS = 2048  # as in norms.cpp
+LP = (1, 1.5, 2, 2.5, 3, 3.5, 4)  # p of lp_norm
+DTYPES = (torch.float32, torch.bfloat16)
+
+nanoqk: Any = torch.ops.nanoqk
+
+
+def available(x: Tensor) -> bool:
+    """Whether there are kernels for x: it lies on a CPU, in fp32 or bf16, and they are compiled (by the first call)."""
+    return x.is_cpu and x.dtype in DTYPES and loaded()
+
+
+@torch.compiler.assume_constant_result
+def loaded() -> bool:
+    return load()
+
+
+@functools.cache
+def load() -> bool:
+    if not build.load():
+        return False
+    for name, result in FAKES.items():
+        torch.library.register_fake(f"nanoqk::{name}")(result)
+    return True
+
+
+def can_normalize(x: Tensor) -> bool:
+    return available(x) and x.ndim <= 4 and 0 < x.size(-1) <= MAX_CHANNELS
+
+
+def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether attention() takes these heads: bf16, on a CPU that multiplies in it, multiples of 16 channels."""
+    if not q.dtype == k.dtype == v.dtype == torch.bfloat16 or q.size(-1) % 16 or v.size(-1) % 16:
+        return False
+    return available(q) and attends()
+
+
+@torch.compiler.assume_constant_result
+def attends() -> bool:
+    """The operator is without an implementation where the CPU lacks the instructions."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("nanoqk::attention", "CPU")
+
+
+def first_derivative(backward: Callable[..., Any]) -> Any:
+    """As once_differentiable, without its two microseconds where nobody asks for a second derivative."""
+    careful: Callable[..., Any] = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def either(ctx: Any, *grads: Tensor) -> Any:
+        return careful(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return either
+
+
+# -----------------------------------------------------------------------------
+# Norms of vectors x (..., n), of at most four dimensions
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """gain * x / sqrt(mean(x^2) + eps), in x's dtype."""
+    return RMSNorm.apply(x, gain, eps) if torch.is_grad_enabled() else nanoqk.rms_norm(x, gain, eps)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps), (..., 1) in fp32, without a derivative."""
+    return nanoqk.inverse_rms(x, eps)
+
+
+def lp_norm(x: Tensor, p: float, alpha: Tensor | None = None) -> Tensor:
+    """x / ||x||_p for a p of LP, times alpha: one number, or (nh, 1, 1) for x (B, nh, T, n)."""
+    return LpNorm.apply(x, alpha, p) if torch.is_grad_enabled() else nanoqk.lp_norm(x, alpha, p)
+
+
+def inverse_lp_norm(x: Tensor, p: float) -> Tensor:
+    """1 / ||x||_p, of a zero vector 0, (..., 1) in fp32, without a derivative."""
+    return nanoqk.inverse_lp_norm(x, p)
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        ctx.eps = eps
+        return nanoqk.rms_norm(x, gain, eps)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain = ctx.saved_tensors
+        return *nanoqk.rms_norm_backward(grad, x, gain, ctx.eps), None
+
+
+class LpNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, alpha: Tensor | None, p: float) -> Tensor:
+        ctx.save_for_backward(x, alpha)
+        ctx.p = p
+        return nanoqk.lp_norm(x, alpha, p)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, alpha = ctx.saved_tensors
+        grad_x, grad_alpha = nanoqk.lp_norm_backward(grad, x, alpha, ctx.p)
+        return grad_x, None if alpha is None else grad_alpha, None
+
+
+def fold(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
+    """One token's queries and keys through an up-projection w (nh, n, rank) in one pass over it, without a derivative:
+    queries q (1, nh, 1, n) -> (1, nh, 1, rank), and with_keys its latent (1, 1, rank) -> (1, nh, 1, n) in fp32."""
+    q_latent, k = nanoqk.fold(w, q, latent, with_keys)
+    return q_latent, k if with_keys else None
+
+
+# -----------------------------------------------------------------------------
+# Attention
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: Tensor | None) -> Tensor:
+    """softmax(scale q k^T) v, causal, for a scale > 0. Probabilities whose random byte is below `dropped` become 0.
+
+    q (B, nh, T, dk), k (B, nkv, T, dk), v (B, nkv, T, dv) -> (B, nh, T, dv), which lies in memory as (B, T, nh, dv).
+    """
+    return Attention.apply(q, k, v, scale, dropped, seed)
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: Tensor | None) -> Tensor:
+        y, softmax = nanoqk.attention(q, k, v, scale, dropped, seed)
+        ctx.save_for_backward(q, k, v, softmax, seed)
+        ctx.settings = scale, dropped
+        return y
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, softmax, seed = ctx.saved_tensors
+        grads = nanoqk.attention_backward(grad, q, k, v, softmax, *ctx.settings, seed)
+        group = q.size(1) // k.size(1)
+        grad_k, grad_v = (x if group == 1 else x.unflatten(1, (-1, group)).sum(2) for x in grads[1:])
+        return grads[0], grad_k, grad_v, None, None, None
+
+
+# -----------------------------------------------------------------------------
+# Between a block's matmuls
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> Tensor:
+    """weight * (x - mean) / sqrt(var + eps) + bias along the last dimension of x (..., n), fp32 -> (..., n) in `dtype`;
+    not centred: weight * x / sqrt(mean(x^2) + eps)."""
+    return LayerNorm.apply(x, weight, bias, eps, centred, dtype)
+
+
+class LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.settings = bias is not None, eps, centred
+        return nanoqk.layer_norm(x, weight, bias, eps, centred, dtype)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight, grad_bias = nanoqk.layer_norm_backward(grad, *ctx.saved_tensors, *ctx.settings)
+        return grad_x, grad_weight, grad_bias if ctx.settings[0] else None, None, None, None
+
+
+def dropout_add(x: Tensor, y: Tensor, dropped: int, seed: Tensor | None) -> Tensor:
+    """x + dropout(y) of one shape, x in fp32. Elements whose random byte is below `dropped` become 0."""
+    return DropoutAdd.apply(x, y, dropped, seed)
+
+
+class DropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, dropped: int, seed: Tensor | None) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.settings = dropped, y.dtype
+        return nanoqk.dropout_add(x, y, dropped, seed)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dropped, dtype = ctx.settings
+        return grad, nanoqk.dropout(grad, dropped, *ctx.saved_tensors, dtype), None, None
+
+
+def dropout(x: Tensor, dropped: int, seed: Tensor) -> Tensor:
+    """As in dropout_add(), of x in fp32."""
+    return Dropout.apply(x, dropped, seed)
+
+
+class Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropped: int, seed: Tensor) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.dropped = dropped
+        return nanoqk.dropout(x, dropped, seed, x.dtype)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return nanoqk.dropout(grad, ctx.dropped, *ctx.saved_tensors, grad.dtype), None, None
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x Phi(x) for x in bf16."""
+    return GELU.apply(x)
+
+
+class GELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return nanoqk.gelu(x)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return nanoqk.gelu_backward(grad, *ctx.saved_tensors)
+
+
+# -----------------------------------------------------------------------------
+# The fake implementations: dtype, shape and strides of the results
+
+
+def like_vectors(x: Tensor) -> Tensor:
+    """As norms.cpp's empty_vectors."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = torch.empty_like(x)
+    return y if y.stride(-1) == 1 else x.new_empty(x.shape)
+
+
+def like_heads(x: Tensor, n: int) -> Tensor:
+    """(B, nh, T, n), shaped as x but for n, in the order (B, T, nh, n)."""
+    B, nh, T, _ = x.shape
+    return x.new_empty(B, T, nh, n).transpose(1, 2)
+
+
+def like_factor(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x.new_empty(0 if factor is None else factor.shape, dtype=torch.float32)
+
+
+def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def like_scale(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "rms_norm": lambda x, gain, eps: like_vectors(x),
+    "rms_norm_backward": lambda grad, x, gain, eps: (like_vectors(x), like_factor(x, gain)),
+    "inverse_rms": lambda x, eps: like_scale(x),
+    "lp_norm": lambda x, alpha, p: like_vectors(x),
+    "lp_norm_backward": lambda grad, x, alpha, p: (like_vectors(x), like_factor(x, alpha)),
+    "inverse_lp_norm": lambda x, p: like_scale(x),
+    "fold": lambda w, q, latent, with_keys: (
+        q.new_empty(1, w.size(0), 1, w.size(2)),
+        q.new_empty(int(with_keys), w.size(0), 1, w.size(1), dtype=torch.float32),
+    ),
+    "attention": lambda q, k, v, scale, dropped, seed: (
+        like_heads(q, v.size(-1)),
+        q.new_empty(2, *q.shape[:3], dtype=torch.float32),
+    ),
+    "attention_backward": lambda grad, q, k, v, softmax, scale, dropped, seed: tuple(
+        like_heads(q, x.size(-1)) for x in (q, k, v)
+    ),
+    "layer_norm": lambda x, weight, bias, eps, centred, dtype: dense(x, dtype),
+    "layer_norm_backward": lambda grad, x, weight, has_bias, eps, centred: (
+        dense(x),
+        dense(weight),
+        weight.new_empty(weight.size(0) if has_bias else 0),
+    ),
+    "dropout_add": lambda x, y, dropped, seed: dense(x),
+    "dropout": lambda x, dropped, seed, dtype: dense(x, dtype),
+    "gelu": lambda x: dense(x),
+    "gelu_backward": lambda grad, x: dense(x),
+}

@@ -1,0 +1,491 @@
+"""The operations of the GPT: each with its formula, a reference in PyTorch's operations, and the choice of a kernel.
+
+A kernel computes what the reference does, in fp32 inside, with the same random numbers. All is differentiable unless
+it says otherwise, where a kernel computes it once.
+
+Shapes: B batch, T positions, S keys, C = n_embd, nh heads, nkv key and value heads, hs channels a head, V vocabulary;
+in MLA kr channels of a latent, dn of a head's content and dr of the rotated key.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from model import kernels
+
+SMALL = 2**14  # elements; for fewer PyTorch's own operation between two matmuls is done before a kernel is called
+TINY = 1e-30  # a vector with max|x| <= TINY is a zero vector to the Lp norms
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to which autocast casts the operands of a matmul with x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+# -----------------------------------------------------------------------------
+# RMS norm and LayerNorm
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """gain * x / sqrt(mean(x^2) + eps) along the last dimension, (..., n) -> (..., n)."""
+    if kernels.can_normalize(x):
+        return kernels.rms_norm(x, gain, eps)
+    return rms_norm_reference(x, gain, eps)
+
+
+def rms_norm_reference(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    y = at_least_fp32(x)
+    return F.rms_norm(y, y.shape[-1:], gain.to(y.dtype), eps).to(x.dtype)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps), (..., n) -> (..., 1), in fp32 at least."""
+    if kernels.can_normalize(x) and not torch.is_grad_enabled():
+        return kernels.inverse_rms(x, eps)
+    return inverse_rms_reference(x, eps)
+
+
+def inverse_rms_reference(x: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(at_least_fp32(x).square().mean(-1, keepdim=True) + eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool = True) -> Tensor:
+    """weight * (x - mean) / sqrt(var + eps) + bias of the residual stream, (..., C) -> (..., C); not centred it is
+    weight * x / sqrt(mean(x^2) + eps). A kernel rounds the result to the dtype of the next matmul at once."""
+    dtype = matmul_dtype(x)
+    if x.dtype == weight.dtype == torch.float32 and dtype in kernels.DTYPES and pays(x):
+        return kernels.layer_norm(x, weight, bias, eps, centred, dtype)
+    return layer_norm_reference(x, weight, bias, eps, centred)
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool = True) -> Tensor:
+    if centred:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def pays(x: Tensor) -> bool:
+    """Whether a kernel between two matmuls is worth its call."""
+    return x.numel() >= SMALL and kernels.available(x)
+
+
+# -----------------------------------------------------------------------------
+# Lp norm (Lp QK-norm, eq. 12-14)
+
+
+def lp_norm(x: Tensor, p: float | Tensor, alpha: Tensor | None = None) -> Tensor:
+    """x / ||x||_p along the last dimension, (..., hs) -> (..., hs), times alpha (nh or 1, 1, 1).
+
+    p >= 1 is a number, inf included, or a tensor: () or, with x (B, nh, T, hs), (nh, 1, 1). A zero vector maps to zero,
+    with zero gradient.
+    """
+    if not isinstance(p, Tensor) and p in kernels.LP and kernels.can_normalize(x):
+        return kernels.lp_norm(x, p, alpha)
+    return lp_norm_reference(x, p, alpha)
+
+
+def lp_norm_reference(x: Tensor, p: float | Tensor, alpha: Tensor | None = None) -> Tensor:
+    u, _ = divide_by_largest(at_least_fp32(x))
+    y = u * inverse_norm_of_unit(u, p)
+    return (y if alpha is None else y * alpha).to(x.dtype)
+
+
+def inverse_lp_norm(x: Tensor, p: float | Tensor) -> Tensor:
+    """1 / ||x||_p, of a zero vector 0, (..., hs) -> (..., 1), in fp32 at least."""
+    if not isinstance(p, Tensor) and p in kernels.LP and kernels.can_normalize(x) and not torch.is_grad_enabled():
+        return kernels.inverse_lp_norm(x, p)
+    return inverse_lp_norm_reference(x, p)
+
+
+def inverse_lp_norm_reference(x: Tensor, p: float | Tensor) -> Tensor:
+    u, largest = divide_by_largest(at_least_fp32(x))
+    return inverse_norm_of_unit(u, p) / largest
+
+
+def divide_by_largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x / max|x| and max|x|, of a zero vector 0 and inf: then no power overflows. max|x| is a constant to autograd, as
+    no norm depends on it."""
+    largest = x.detach().abs().amax(-1, keepdim=True)  # (..., 1)
+    largest = F.threshold(largest, TINY, math.inf)
+    return x / largest, largest
+
+
+def inverse_norm_of_unit(u: Tensor, p: float | Tensor) -> Tensor:
+    """1 / ||u||_p, (..., hs) -> (..., 1), for u with max|u| = 1; 1 for a zero vector.
+
+    |u|^p is exp(p log|u|), with a finite derivative at zeros; torch's pow with a tensor as exponent rounds the end of a
+    row differently from the rest.
+    """
+    if not isinstance(p, Tensor) and math.isinf(p):
+        return 1 / u.abs().amax(-1, keepdim=True).clamp(min=1)  # 1; ties share the derivative
+    log = u.abs().clamp(min=torch.finfo(u.dtype).tiny).log()
+    total = torch.exp(p * log).sum(-1, keepdim=True)  # >= 1, but for zero vectors
+    return torch.exp(-torch.log(total.clamp(min=1)) / p)
+
+
+def number_or_data(number: float, data: Tensor) -> float | Tensor:
+    """`number`, or to a compiler `data`, (), with that value: one compilation is then right for all numbers."""
+    return data if torch.compiler.is_compiling() and math.isfinite(number) else number
+
+
+# -----------------------------------------------------------------------------
+# GELU and dropout
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x Phi(x) with the normal distribution Phi."""
+    return kernels.gelu(x) if x.dtype == torch.bfloat16 and pays(x) else gelu_reference(x)
+
+
+gelu_reference = F.gelu
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Zero each element with probability p and scale the rest by 1 / (1 - p).
+
+    On a CPU, where F.dropout draws its mask serially, a third of a training step, p is rounded to one of 1/256 ..
+    255/256 (0.2 becomes 0.1992, and the scale follows), and a byte of random_bytes() decides for each element.
+    """
+    if p == 0 or not x.is_cpu:
+        return F.dropout(x, p)
+    seed = draw_seed()
+    if x.dtype == torch.float32 and pays(x):
+        return kernels.dropout(x, out_of_256(p), seed)
+    return dropout_reference(x, out_of_256(p), seed)
+
+
+def dropout_reference(x: Tensor, dropped: int, seed: Tensor) -> Tensor:
+    drawn = random_bytes(seed, (x.numel() + 7) // 8)[: x.numel()].view(x.shape)
+    return ApplyMask.apply(x, *dropout_mask(drawn, dropped, x.dtype))
+
+
+def dropout_add(x: Tensor, y: Tensor, p: float) -> Tensor:
+    """x + dropout(y, p), of one shape."""
+    if x.dtype == torch.float32 and kernels.available(y) and pays(x):
+        return kernels.dropout_add(x, y, out_of_256(p), draw_seed() if p else None)
+    return x + dropout(y, p)
+
+
+def out_of_256(p: float) -> int:
+    """How many of the 256 values of a byte drop an element."""
+    return min(max(round(256 * p), 1), 255) if p else 0
+
+
+def draw_seed() -> Tensor:
+    """64 bits of the CPU's generator, () in int64: the seed of one mask."""
+    info = torch.iinfo(torch.int64)
+    return torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu") ^ info.min
+
+
+def random_bytes(seed: int | Tensor, words: int, first: Tensor | None = None) -> Tensor:
+    """Bytes of the words first .. first + words - 1, first (...) or 0, of SplitMix64 (Steele et al. 2014) from `seed`:
+    (..., 8 words). Integers wrap around, and what a shift to the right brings in on the left is masked away."""
+    z = torch.arange(1, words + 1, device="cpu")
+    z = (z if first is None else z + first[..., None]) * (0x9E3779B97F4A7C15 - 2**64) + seed
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
+    return (z ^ (z >> 31 & 2**33 - 1)).view(torch.uint8)
+
+
+def dropout_mask(drawn: Tensor, dropped: int, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """What random bytes keep, ones and zeros in `dtype`, and the scale of what is kept."""
+    return torch.ge(drawn, dropped, out=drawn.new_empty(drawn.shape, dtype=dtype)), 256 / (256 - dropped)
+
+
+def apply_mask(x: Tensor, keep: Tensor | None, scale: float) -> Tensor:
+    """x * keep * scale in one pass; `keep` in x's dtype, as one in bool would be converted at every use."""
+    return x if keep is None else torch.addcmul(x.new_zeros(()), x, keep, value=scale)
+
+
+class ApplyMask(torch.autograd.Function):
+    """x * keep * scale, forwards and backwards: autograd's derivative would round the scale to bf16 first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return apply_mask(x, keep, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return apply_mask(grad, keep, ctx.scale), None, None
+
+
+# -----------------------------------------------------------------------------
+# Causal attention
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+    """softmax(scale q k^T) v, where query i of the T last positions sees keys 0 .. S - T + i.
+
+    q (B, nh, T, dk), k (B, nkv, S, dk), v (B, nkv, S, dv) -> (B, nh, T, dv). Query head h uses key head
+    h // (nh / nkv).
+    """
+    if q.dtype != k.dtype:  # of a cache in another dtype, which autocast would cast anew for every query
+        with torch.autocast(q.device.type, enabled=False):
+            return causal_attention(q.to(k.dtype), k, v, scale, p_dropout).to(q.dtype)
+    T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
+    if T == S and scale > 0 and kernels.can_attend(q, k, v):
+        return kernels.attention(q, k, v, scale, out_of_256(p_dropout), draw_seed() if p_dropout else None)
+    # a compiler knows SDPA, and does not trace the flag of oneDNN that BlockedAttention sets
+    on_cpu = q.is_cpu and not torch.compiler.is_compiling()
+    if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= BlockedAttention.POSITIONS)):
+        k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+        return BlockedAttention.apply(q, k, v, scale, out_of_256(p_dropout), draw_seed() if p_dropout else None)
+    attend = functools.partial(
+        F.scaled_dot_product_attention, q, k, v, dropout_p=p_dropout, scale=scale, enable_gqa=group > 1
+    )
+    if T == 1:  # one query, the last: it sees every key (is_causal would let it see key 0 alone)
+        return attend()
+    if T == S:
+        return attend(is_causal=True)
+    return attend(attn_mask=torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T))
+
+
+class BlockedAttention(torch.autograd.Function):
+    """Causal attention for training on a CPU. SDPA's derivative in bf16 is several times slower, and with dropout it
+    draws T x T masks serially.
+
+    q (B, nh, T, dk), k (B, nh, T, dk), v (B, nh, T, dv) -> (B, nh, T, dv). A block of queries meets the keys up to the
+    last of them, so that little more than half of T x T is computed. Logits are in fp32 at least. The probabilities are
+    kept for the derivative, in v's dtype: at POSITIONS they take about the memory of the rest of a block. Of longer
+    sequences without dropout SDPA keeps none.
+    """
+
+    QUERIES, POSITIONS = 64, 1024
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: Tensor | None) -> Tensor:
+        ctx.shape, ctx.scale = q.shape[:3], scale
+        q, k, v = (x.to(v.dtype).flatten(0, 1).contiguous() for x in (q, k, v))  # (B nh, T, dk or dv)
+        y = torch.empty_like(v)
+        parts: list[Tensor | None] = []
+        keep, ctx.kept = None, 1.0
+        row = (q.size(1) + 63) // 64 * 8  # words of random bytes of a query
+        with torch.autocast("cpu", enabled=False), fp32_matmuls_of(v.dtype):
+            for i in range(0, q.size(1), BlockedAttention.QUERIES):
+                end = min(i + BlockedAttention.QUERIES, q.size(1))
+                exact_q, exact_k = at_least_fp32(q[:, i:end]), at_least_fp32(k[:, :end])
+                logits = exact_q.new_empty(len(q), end - i, end)  # a bias in baddbmm would be copied for every head
+                logits.baddbmm_(exact_q, exact_k.transpose(1, 2), beta=0, alpha=scale)
+                logits[..., i:] += torch.full((end - i, end - i), -math.inf, dtype=logits.dtype).triu(1)
+                att = logits.softmax(-1).to(v.dtype)
+                if seed is not None:
+                    heads, queries = (torch.arange(n, device=q.device) for n in (len(q), q.size(1)))
+                    queries = heads[:, None] * q.size(1) + queries[i:end]  # (B nh, rows)
+                    drawn = random_bytes(seed, (end + 7) // 8, queries * row)[..., :end]
+                    keep, ctx.kept = dropout_mask(drawn, dropped, att.dtype)
+                torch.bmm(apply_mask(att, keep, ctx.kept), v[:, :end], out=y[:, i:end])
+                parts += [att, keep]
+        ctx.save_for_backward(q, k, v, *parts)
+        return y.view(*ctx.shape, y.size(-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *parts = ctx.saved_tensors
+        grad = grad.flatten(0, 1).contiguous()  # (B nh, T, dv)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for i, att, keep in zip(range(0, q.size(1), BlockedAttention.QUERIES), parts[::2], parts[1::2], strict=True):
+            end = i + att.size(1)
+            dv[:, :end].baddbmm_(apply_mask(att, keep, ctx.kept).transpose(1, 2), grad[:, i:end])
+            datt = apply_mask(grad[:, i:end] @ v[:, :end].transpose(1, 2), keep, ctx.kept)
+            dlogits = torch.ops.aten._softmax_backward_data(datt, att, -1, att.dtype)
+            dq[:, i:end].baddbmm_(dlogits, k[:, :end], beta=0, alpha=ctx.scale)
+            dk[:, :end].baddbmm_(dlogits.transpose(1, 2), q[:, i:end], alpha=ctx.scale)
+        return *(x.view(*ctx.shape, x.size(-1)) for x in (dq, dk, dv)), None, None, None
+
+
+@contextlib.contextmanager
+def fp32_matmuls_of(dtype: torch.dtype) -> Iterator[None]:
+    """While it lasts and if `dtype` is bf16, a CPU may multiply fp32 matrices in bf16, in the whole process, and sums
+    in fp32. The matrices must hold values of `dtype`: then nothing is rounded. That is for AMX; without it oneDNN,
+    which multiplies then, is still up to twice as fast as MKL on an AMD."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def max_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """max over batch and visible (i, j) of scale q_i . k_j, signed, in fp32: (nh,)."""
+    return torch.stack([logits.amax((0, 2, 3)) for logits in visible_logits(q, k, scale)]).amax(0)
+
+
+def visible_logits(q: Tensor, k: Tensor, scale: float) -> Iterator[Tensor]:
+    """scale q_i . k_j in fp32, -inf where j > i, a few queries at a time so that T x T is never held.
+
+    q (B, nh, T, dk), k (B, nkv, T, dk) -> (B, nh, rows, keys up to the last of these queries). Autocast, which would
+    round the logits to bf16, is off.
+    """
+    B, nh, T, _ = q.shape
+    q, k = q.float(), k.float().repeat_interleave(nh // k.size(1), 1)
+    rows = queries_at_once(B, nh, T, q.device.type)
+    for i in range(0, T, rows):
+        end = min(i + rows, T)
+        with torch.autocast(q.device.type, enabled=False):
+            logits = q[:, :, i:end] @ k[:, :, :end].transpose(-2, -1) * scale
+        hidden = torch.ones(end - i, end, dtype=torch.bool, device=q.device).triu(i + 1)
+        yield logits.masked_fill(hidden, -math.inf)
+
+
+def queries_at_once(B: int, nh: int, T: int, device: str) -> int:
+    """How many queries meet their keys together: on a CPU as fit a cache, elsewhere so many that a compiler, which
+    unrolls the loop, gets few parts."""
+    return max(1, (2**22 if device == "cpu" else 2**28) // (B * nh * T))
+
+
+# -----------------------------------------------------------------------------
+# Absorbed decoding of MLA: attention over cached latents
+
+
+def each_head(x: Tensor, w: Tensor) -> Tensor:
+    """x (B, nh, T, i) times each head's own matrix of w (nh, i, o) -> (B, nh, T, o)."""
+    B, nh, T, _ = x.shape
+    return (x.transpose(0, 1).reshape(nh, B * T, -1) @ w).view(nh, B, T, -1).transpose(0, 1)
+
+
+def fold(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
+    """Queries and, with_keys, latents through the key projection w (nh, dn, kr).
+
+    q (B, nh, T, dn) -> (B, nh, T, kr), and latent (B, T, kr) -> content keys (B, nh, T, dn)
+    """
+    if q.size(0) * q.size(2) == 1 and not torch.is_grad_enabled() and kernels.can_normalize(latent):
+        return kernels.fold(w, q, latent, with_keys)
+    return fold_reference(w, q, latent, with_keys)
+
+
+def fold_reference(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
+    return each_head(q, w), content_keys(w, latent) if with_keys else None
+
+
+def content_keys(w: Tensor, latent: Tensor) -> Tensor:
+    """Each head's content keys (B, nh, T, dn) of latents (B, T, kr), with w (nh, dn, kr)."""
+    return F.linear(latent, w.flatten(0, 1).to(latent.dtype)).unflatten(-1, (w.size(0), -1)).transpose(1, 2)
+
+
+COPIED = 2**20  # elements of a sequence's latents that a CPU may copy for each matmul
+
+
+def latent_attention(
+    q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, s: Tensor | None, shift: Tensor | None,
+    scale: float, scaled_rope: bool,
+) -> Tensor:  # fmt: skip
+    """Causal attention of T last positions whose keys and values are S latents -> (B, nh, T, kr).
+
+    q_latent (B, nh, T, kr), q_rope (B, nh, T, dr), latent (B, S, kr), k_rope (B, S, dr). A key's logit is
+    scale (s q_latent . latent + q_rope . k_rope - shift), s (B, S, nh), shift (B, nh, T, S); with scaled_rope s covers
+    q_rope . k_rope as well.
+    """
+    if shift is None and fits_triton(q_latent, latent, k_rope):
+        from model.kernels.mla_decode_triton import attend_latents
+
+        return attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, scaled_rope)[:, :, None]
+    inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, s, shift), latent.shape
+    if (
+        B > 1 and S * kr > COPIED and latent.is_cpu
+    ):  # sequences lie apart in the cache: a matmul of all copies them first
+        each = zip(*([None] * B if x is None else x.split(1) for x in inputs), strict=True)
+        return torch.cat([latent_attention_reference(*one, scale, scaled_rope) for one in each])  # type: ignore[arg-type]
+    return latent_attention_reference(*inputs, scale, scaled_rope)
+
+
+def fits_triton(q_latent: Tensor, latent: Tensor, k_rope: Tensor) -> bool:
+    """Whether kernels/mla_decode_triton.py takes q_latent (B, nh, T, kr): T = 1, CUDA, 16 bits, powers of two."""
+    kr, dr = latent.size(-1), k_rope.size(-1)
+    sizes = q_latent.size(2) == 1 and kr in (64, 128, 256, 512) and dr in (16, 32, 64, 128)
+    return HAS_TRITON and latent.is_cuda and latent.itemsize == 2 and sizes and not q_latent.requires_grad
+
+
+def latent_attention_reference(
+    q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, s: Tensor | None, shift: Tensor | None,
+    scale: float, scaled_rope: bool,
+) -> Tensor:  # fmt: skip
+    """The matmuls are plain GEMMs of all heads over the cache as it lies, with its positions as rows: few rows times
+    many columns is up to 20 times slower on a CPU. What comes between works in place."""
+    (B, nh, T, _), S = q_latent.shape, latent.size(1)
+    content = (latent @ q_latent.flatten(1, 2).transpose(1, 2)).view(B, S, nh, T)
+    logits = torch.empty_like(content)  # the RoPE part first; to add it in its matmul would be slower
+    logits.flatten(2).baddbmm_(k_rope, q_rope.flatten(1, 2).transpose(1, 2), beta=0, alpha=scale)
+    if s is not None and not scaled_rope:
+        logits.addcmul_(content, s[..., None], value=scale)
+    else:
+        logits.add_(content, alpha=scale)
+        if s is not None:
+            logits *= s[..., None]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.new_empty(B, nh, T, S, dtype=dtype).copy_(logits.permute(0, 2, 3, 1))  # in one pass
+    if shift is not None:
+        logits = logits - scale * shift
+    if T > 1:
+        hidden = torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1)
+        logits = logits.masked_fill(hidden, -math.inf)
+    att = F.softmax(logits, -1).to(latent.dtype)
+    return (att.flatten(1, 2) @ latent).view(B, nh, T, -1)
+
+
+# -----------------------------------------------------------------------------
+# The loss of many logits
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """Mean cross-entropy in nats of logits x W^T, computed `rows` positions at a time and never held whole.
+
+    x (N, C), weight (V, C), targets (N,), -1 is ignored -> ()
+    """
+    return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
+
+
+def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(at_least_fp32(F.linear(x, weight)), targets, ignore_index=-1)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """With `gradients` the forward also computes those of the sum, which backward scales: no logits are kept or
+    computed twice (as in Liger Kernel's fused linear cross-entropy). Matmuls are in autocast's dtype, as F.linear's
+    are; the weight's gradient is summed in its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, gradients: bool) -> Tensor:
+        device, dtype = x.device.type, matmul_dtype(x)
+        kept = targets >= 0
+        total = at_least_fp32(x.new_zeros(()))
+        x, w = x.to(dtype), weight.to(dtype)
+        dx, dw = torch.empty_like(x if gradients else total), torch.zeros_like(weight if gradients else total)
+        with torch.autocast(device, enabled=False):
+            for part in (slice(i, i + rows) for i in range(0, len(x), rows)):
+                y = at_least_fp32(x[part] @ w.T).log_softmax(-1)  # (rows, V)
+                total = total + F.nll_loss(y, targets[part], ignore_index=-1, reduction="sum")
+                if gradients:
+                    y.exp_().scatter_add_(1, targets[part, None].clamp(min=0), y.new_full((len(y), 1), -1.0))
+                    y = y.mul_(kept[part, None]).to(dtype)  # of the logits: softmax, less 1 at the target
+                    dx[part] = y @ w
+                    dw += y.T @ x[part]
+                del y  # before the next ones
+        n = kept.sum()
+        ctx.save_for_backward(dx, dw, n)
+        return total / n
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        dx, dw, n = ctx.saved_tensors
+        return at_least_fp32(dx) * (grad / n), dw * (grad / n), None, None, None
