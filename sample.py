@@ -1,6 +1,6 @@
 """Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3
 
-configs/sample.yaml lists the settings. `load_run` and `open_run` are what scripts share.
+`load_run` and `open_run` are what scripts share.
 """
 
 import codecs
@@ -8,22 +8,53 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from core import checkpoint
-from core.cli import run_app
+from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
-from core.schema import ConfigError, require
+from core.plugins import changed_plugins
+from core.schema import (
+    NOT_EMPTY,
+    NOT_NEGATIVE,
+    REQUIRED,
+    AtLeast,
+    Between,
+    ConfigError,
+    Help,
+    options,
+    require,
+)
 from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
 from model.gpt import GPT
-from training.config import SampleConfig, load_config
+from training.config import Device, Dtype, Seed, load_config
 from training.session import build_model
+
+RunPath = Annotated[str, NOT_EMPTY, Help("a run directory, or one checkpoint in it (runs/.../ckpt/step_000500)")]
+Which = Annotated[Literal["best", "latest"], Help("the checkpoint of a run directory")]
+
+
+@options
+class SampleConfig:
+    run: RunPath = REQUIRED
+    checkpoint: Which = "best"
+    start: Annotated[str, Help("the prompt: text, FILE:path, or - for standard input")] = "\n"
+    num_samples: Annotated[int, AtLeast(1), Help("sequences")] = 10
+    max_new_tokens: Annotated[int, AtLeast(1), Help("of each")] = 500
+    temperature: Annotated[float, NOT_NEGATIVE, Help("0: greedy")] = 0.8
+    top_k: Annotated[int | None, AtLeast(1), Help("sample from the k most likely tokens; null: from all")] = 200
+    top_p: Annotated[
+        float | None, Between(0, 1, "(]"), Help("sample from the fewest tokens with so much probability; null: off")
+    ] = None
+    seed: Seed = 1337
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    stream: Annotated[bool, Help("print each character as it comes")] = False
 
 
 def sample(config: SampleConfig) -> int:
@@ -51,6 +82,8 @@ def open_run(run: str, which: str, device: torch.device) -> tuple[GPT, Tokenizer
         raise ConfigError(f"run={run} cannot be loaded: {error}") from error
     if model.config.fault.name != "none":
         print(f"warning: run={run} was trained with fault={model.config.fault.name}", file=sys.stderr)
+    for change in changed_plugins(state.get("plugins", {})):
+        print(f"warning: run={run}: {change}", file=sys.stderr)
     return model, tokenizer, state
 
 
@@ -93,10 +126,7 @@ def print_first(prompt: str, tokens: Iterable[Tensor], tokenizer: Tokenizer) -> 
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the text
-    # Hydra never sees the prompt: commas, braces and quotes are its syntax.
-    prompts = [a.removeprefix("start=") for a in sys.argv[1:] if a.startswith("start=")]
-    sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith("start=")]
-    run_app("sample", SampleConfig, lambda config: sample(replace(config, start=prompts[-1]) if prompts else config))
+    sys.exit(run_script(SampleConfig, sample, __doc__))
 
 
 if __name__ == "__main__":

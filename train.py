@@ -1,4 +1,4 @@
-"""Train one model: python train.py qk_norm=lp qk_norm.p=3 data.fold=4 (configs/train.yaml has every setting)
+"""Train one model: python train.py qk_norm=lp qk_norm.p=3 data.fold=4
 
 run() sets up, train() is the loop, finish() ends a run. A run directory is the resume state: stop a run at any moment,
 start it again with the same command, and it ends with the same numbers.
@@ -21,7 +21,7 @@ from core import checkpoint, dist
 from core.cli import run_app
 from core.metrics import spike_score
 from core.rundir import RunDir
-from core.schema import require, word
+from core.schema import require
 from model.diagnostics import diagnose
 from training.checks import start_up_checks
 from training.config import TrainConfig, to_yaml
@@ -203,7 +203,7 @@ def finish(
     run_dir.status(status, iter=step)
     run_dir.log(
         f"done: val/loss {line['val/loss']:.4f}, lowest {lowest.loss:.4f} at iteration {lowest.step}; "
-        f"python sample.py {shlex.quote(word('run', str(run_dir.path)))}"
+        f"python sample.py {shlex.quote(f'run={run_dir.path}')}"
     )
     return 0
 
@@ -248,7 +248,7 @@ class StopSignal:
 
 
 def main() -> None:
-    run_app("train", TrainConfig, run)
+    run_app(TrainConfig, run, __doc__)
 
 
 if __name__ == "__main__":

@@ -1,115 +1,307 @@
-"""A command line becomes a config: Hydra's composition, key=value scripts, exit statuses, one-line errors."""
+"""A command line becomes settings: Hydra's composition, key=value scripts, exit statuses, one-line errors."""
 
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from core.schema import ConfigError, build, convert, did_you_mean, flatten, require
+from core.help import help_text
+from core.schema import (
+    AlsoCalled,
+    ConfigError,
+    Setting,
+    build,
+    closest,
+    convert,
+    declared,
+    did_you_mean,
+    flatten,
+    require,
+    show,
+    validate,
+)
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
-
-
+OF_SWEEPS = ("sweep", "sweep_dir", "launcher")  # what sweeps/launch.py takes, and train.py does not
 HYDRA_OPTIONS = {
-    "-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
-    "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
+    "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m", "--multirun",
+    "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
     "--experimental-rerun", "-i", "--info",
 }  # fmt: skip
 
 
-def run_app(config_name: str, schema: type, program: Callable[[Any], int]) -> None:
-    """Run `program(config)`, config an instance of `schema`, as a Hydra application (overrides, -m, --cfg, --help).
+# -----------------------------------------------------------------------------
+# Hydra programs
+
+
+def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> None:
+    """Run `program(settings)`, settings an instance of `schema`, as a Hydra application (overrides, -m, --cfg, --help).
 
     Exits with the program's status. Whatever is wrong with the settings ends as one line on standard error and status
     2. In a multirun the other runs go on, and the highest status is the last word.
     """
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises, instead of printing and leaving with status 1
-    import hydra
-    from hydra.errors import HydraException
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    statuses = [0]
-
-    def task(composed: DictConfig) -> None:
-        try:
-            config = build(schema, OmegaConf.to_container(composed, resolve=True))
-            config.check()
-            statuses.append(program(config))
-            if statuses[-1] > 128:  # a signal stops a multirun too
-                sys.exit(statuses[-1])
-            sys.stdout.flush()
-        except (ConfigError, OmegaConfBaseException) as error:
-            statuses.append(refuse(str(error)))
-        except BrokenPipeError:
-            leave_output()
-        except OSError as error:  # a full disk, say
-            print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
-            statuses.append(1)
-        except Exception as error:
-            if is_out_of_memory(error):
-                said = " ".join(str(error).split())[:300]
-                print(f"failed: out of memory ({said}); dry_run=true says what a run takes", file=sys.stderr)
-            else:  # printed here: hydra would add its own lines to it
-                traceback.print_exc()
-            statuses.append(1)
-
-    # hydra's parser takes no settings after an option that stands between them
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word in ("-m", "--multirun"))
-    for word in sys.argv[1:]:
+    argv = sys.argv[1:]
+    if {"-h", "--help"} & set(argv):
+        sys.exit(print_help(help_text(doc, schema, presets(schema))))
+    for word in argv:
         if re.fullmatch(r"--?[A-Za-z][\w-]*", word) and word not in HYDRA_OPTIONS:
             sys.exit(refuse(f"{word} is unknown: settings are written key=value, and --help lists them"))
         if word.startswith("--") and "=" in word and not word.startswith("--config") or word.startswith("~"):
             plain = word.lstrip("-~")
             sys.exit(refuse(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}"))
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises, instead of printing and leaving with status 1
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig
+    from omegaconf.errors import OmegaConfBaseException
+
+    statuses = [0]
+
+    def task(composed: DictConfig) -> None:
+        statuses.append(guarded(lambda: program(settings_of(schema, to_dict(composed)))))
+        if statuses[-1] > 128:  # a signal stops a multirun too
+            sys.exit(statuses[-1])
+
+    # hydra's parser takes no settings after an option that stands between them
+    sys.argv[1:] = sorted(argv, key=lambda word: word in ("-m", "--multirun"))
+    register(schema)
     try:
-        hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(task)()
+        hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=schema.__name__)(task)()
     except KeyboardInterrupt:
         statuses.append(130)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        statuses.append(refuse(explain(error, schema, sys.argv[1:])))
+        statuses.append(refuse(explain(error, schema, argv)))
     sys.exit(max(statuses))
 
 
-def run_script(
-    argv: list[str], doc: str | None, known: dict[str, Any], program: Callable[[dict[str, Any]], int]
-) -> int:
-    """Call program(values) with the values of key=value words, `known` as in read_words; --help prints `doc`.
+def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
+    """What a Hydra application with these overrides composes, as a nested dict. Raises: ConfigError."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
+    register(schema)
+    try:
+        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            return to_dict(hydra.compose(schema.__name__, overrides))
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explain(error, schema, overrides)) from error
+
+
+def to_dict(composed: Any) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        nested = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error)) from error
+    assert isinstance(nested, dict)
+    return {str(key): value for key, value in nested.items()}
+
+
+def settings_of(schema: type, source: Mapping[str, Any]) -> Any:
+    """A checked instance of the settings class `schema`. Raises: ConfigError."""
+    settings = build(schema, source)
+    validate(settings)
+    return settings
+
+
+def register(schema: type) -> None:
+    """Tell Hydra the defaults and the options of every group, so that YAML files hold presets alone.
+
+    configs/GROUP/NAME.yaml is a preset; configs/GROUP/OPTION/MODEL.yaml holds the values of an option for model=MODEL.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    store, known = ConfigStore.instance(), declared(schema)
+    chosen: dict[str, str | None] = {}
+    for group, setting in known.items():
+        for option, cls in setting.options.items():
+            node = asdict(cls(name=option))
+            if (CONFIG_DIR / group / option).is_dir():
+                node["defaults"] = ["_self_", {f"optional {option}@_here_": "${model}"}]
+            store.store(name=option, group=group, node=node)
+            chosen[group] = setting.default.name
+    rest = {key: value for key, value in asdict(schema()).items() if key not in chosen}
+    # presets last: they may choose the option of another group
+    chosen |= {group: known[group].default.name if group in known else None for group in preset_groups(schema)}
+    quiet = [{f"override hydra/{log}_logging": "none"} for log in ("job", "hydra")]
+    multirun = {"dir": "${oc.env:TMPDIR,/tmp}/nanoqk-multirun", "subdir": "."}  # Hydra's list of overrides goes there
+    hydra = {"run": {"dir": "."}, "sweep": multirun, "output_subdir": None, "job": {"chdir": False}}
+    defaults = ["_self_", *({group: option} for group, option in chosen.items()), *quiet]
+    store.store(name=schema.__name__, node={"defaults": defaults, **rest, "hydra": hydra})
+
+
+def preset_groups(schema: type) -> list[str]:
+    """The groups that have YAML files; those that are no setting, as experiment, come last."""
+    groups = {file.parent.name for file in CONFIG_DIR.glob("*/*.yaml")} - {*OF_SWEEPS}
+    return sorted(groups, key=lambda group: [*declared(schema), group].index(group))
+
+
+def presets(schema: type) -> dict[str, dict[str, str]]:
+    """The YAML files of each group with their help."""
+    files = {group: sorted((CONFIG_DIR / group).glob("*.yaml")) for group in preset_groups(schema)}
+    return {group: {file.stem: preset_help(group, file) for file in files[group]} for group in files}
+
+
+def preset_help(group: str, file: Path) -> str:
+    """The comment at the top of a preset's file, and what it sets beside its own group."""
+    text = file.read_text(encoding="utf-8")
+    comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
+    said = " ".join(comment for comment in comments if not comment.startswith("@"))
+    content = parse_yaml(text, str(file))
+    if "@package _global_" not in text:
+        return said
+    chosen = [one for one in content.pop("defaults", []) if isinstance(one, dict)]
+    also = {key.split("/")[-1]: value for one in chosen for key, value in one.items()}
+    also |= flatten({key: value for key, value in content.items() if key != group})
+    return f"{said}; also sets {' '.join(f'{key}={show(value)}' for key, value in also.items())}" if also else said
+
+
+def options_of(schema: type) -> dict[str, list[str]]:
+    """The options of every group."""
+    named = {group: {*setting.options} for group, setting in declared(schema).items() if setting.options}
+    for group in preset_groups(schema):
+        named.setdefault(group, set()).update(file.stem for file in (CONFIG_DIR / group).glob("*.yaml"))
+    return {group: sorted(options) for group, options in named.items()}
+
+
+def every_setting(schema: type) -> dict[str, Setting]:
+    """The settings of all options of all groups, by their full name."""
+    found = {}
+    for name, setting in declared(schema).items():
+        found[name] = setting
+        for cls in setting.options.values() or ([setting.kind] if is_dataclass(setting.kind) else []):
+            found |= {f"{name}.{leaf}": inner for leaf, inner in declared(cls).items()}
+    return found
+
+
+def explain(error: BaseException, schema: type, argv: list[str]) -> str:
+    """One line for an error of Hydra's: the override that caused it and the rule."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    overrides = [a for a in argv if not a.startswith("-")]
+    for override in overrides:
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException as syntax:
+            reason = str(syntax).split("See https")[0]
+            return f"{override} is not key=value: {reason}; quote what is not plain text, as in 'key=\"...\"'"
+    text = str(error)
+    unknown = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
+    if unknown:
+        override = next((o for o in overrides if o.lstrip("+~").split("=")[0] == unknown[1]), unknown[1])
+        return f"{override} {unknown_key(unknown[1], schema, overrides)}"
+    missing = re.search(r"Could not find '([^']+)'", text)
+    for override in overrides:
+        group, _, option = override.lstrip("+").partition("=")
+        known = options_of(schema).get(group, [option])
+        if option not in known and (missing is None or missing[1] == f"{group}/{option}"):
+            close = closest(option, known, 0.6)
+            return f"{override} must be one of {', '.join(known)}" + (
+                f"; did you mean {group}={close}?" if close else ""
+            )
+    return text
+
+
+def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
+    """What there is to say of a key that no chosen option has."""
+    if key.split(".")[0] in OF_SWEEPS:
+        return "is an override for sweeps/launch.py"
+    group, _, leaf = key.rpartition(".")
+    settings = every_setting(schema)
+    options = declared(schema)[group].options if group in declared(schema) else {}
+    owners = [option for option, cls in options.items() if leaf in declared(cls)]
+    if owners:
+        return f"is unknown: {leaf} belongs to {' and '.join(f'{group}={option}' for option in owners)}"
+    chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group, "")
+    if chosen in options:
+        return f"is unknown{did_you_mean(leaf, declared(options[chosen]), group + '.')}"
+    for name, setting in settings.items():  # nanoGPT's flat names
+        if key == name.rpartition(".")[2] or key in (setting.one(AlsoCalled) or ()):
+            return f"is unknown; did you mean {name}?"
+    return f"is unknown{did_you_mean(key, [k for k in settings if k.rpartition('.')[0] == group])}"
+
+
+# -----------------------------------------------------------------------------
+# key=value scripts
+
+
+def run_script(
+    settings: Any,
+    program: Any,
+    doc: Any,
+    argv: Any = None,
+    passes_on: bool = False,
+) -> int:
+    """Call program(settings) with the key=value words of the command line; --help prints `doc` and the settings.
+
+    passes_on: words with an unknown key are no error, but go to the program as a list, its second argument.
     Returns the exit status: the program's, 2 for a word that cannot be used, 1 where a file cannot be written.
     """
+    if isinstance(settings, list):  # until all scripts have a settings class: run_script(argv, doc, known, program)
+        return old_run_script(settings, program, doc, argv)
+    argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(doc)
-        return 0
-    try:
+        return print_help(help_text(doc, settings))
+
+    def run() -> int:
+        values, others = read_settings(argv, settings)
+        for word in () if passes_on else others[:1]:
+            key, equals, _ = word.partition("=")
+            require(bool(equals) and key[:1].isalpha(), f"{word} is unknown: settings are written key=value")
+            raise ConfigError(f"{word} is unknown{did_you_mean(key, declared(settings))}")
+        chosen = settings_of(settings, values)
+        return program(chosen, others) if passes_on else program(chosen)
+
+    return guarded(run)
+
+
+def old_run_script(argv: list[str], doc: str | None, known: dict[str, Any], program: Callable[..., int]) -> int:
+    if {"-h", "--help"} & set(argv):
+        return print_help(str(doc))
+
+    def run() -> int:
         values, others = read_words(argv, known)
         require(not others, f"{others[:1]} is unknown{did_you_mean(''.join(others[:1]), known)}")
-        status = program(values)
-        sys.stdout.flush()
-        return status
-    except ConfigError as error:
-        return refuse(str(error))
-    except BrokenPipeError:
-        leave_output()
-        return 0
-    except OSError as error:  # a full disk, say
-        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return program(values)
+
+    return guarded(run)
 
 
-def leave_output() -> None:
-    """Whoever read our output has left, as head does: what else is printed goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def read_words(argv: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    values: dict[str, Any] = {}
+    others = []
+    for word in argv:
+        key, equals, text = word.partition("=")
+        if key in known and equals:
+            value = text if known[key] is str else parse_yaml(text, f"{word} is not key=value")
+            values[key] = convert(value, known[key], key)
+        else:
+            others.append(word)
+    return values, others
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """PyTorch has a class of its own for a GPU's memory alone."""
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list[str]]:
+    """The key=value words of a settings class, as a mapping for build(), and the other words. Text needs no quotes."""
+    values: dict[str, Any] = {}
+    others = []
+    for word in argv:
+        key, equals, text = word.partition("=")
+        setting = declared(settings).get(key)
+        if setting is None or not equals:
+            others.append(word)
+        elif str not in (setting.kind, *get_args(setting.kind)) or (setting.kind is not str and text == "null"):
+            values[key] = parse_yaml(text, f"{word} is not key=value")
+        else:
+            values[key] = text
+    return values, others
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -130,18 +322,36 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
 
 
-def read_words(argv: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """key=value words: those of `known` (key -> type) with the types it asks for, and the others as they are."""
-    values: dict[str, Any] = {}
-    others = []
-    for word in argv:
-        key, equals, text = word.partition("=")
-        if key in known and equals:
-            value = text if known[key] is str else parse_yaml(text, f"{word} is not key=value")
-            values[key] = convert(value, known[key], key)
-        else:
-            others.append(word)
-    return values, others
+# -----------------------------------------------------------------------------
+# The end of a program
+
+
+def print_help(text: str) -> int:
+    return guarded(lambda: sys.stdout.write(f"{text}\n") and 0)
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """The exit status of run(), and one line for what goes wrong in it: 2 a bad setting, 1 a failure, 130 Ctrl-C."""
+    try:
+        status = run()
+        sys.stdout.flush()
+        return status
+    except ConfigError as error:
+        return refuse(str(error))
+    except BrokenPipeError:
+        leave_output()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:  # a full disk, say
+        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
+    except Exception as error:
+        if is_out_of_memory(error):
+            said = " ".join(str(error).split())[:300]
+            print(f"failed: out of memory ({said}); dry_run=true says what a run takes", file=sys.stderr)
+        else:  # printed here: hydra would add its own lines to it
+            traceback.print_exc()
+    return 1
 
 
 def refuse(message: str) -> int:
@@ -151,43 +361,12 @@ def refuse(message: str) -> int:
     return 2
 
 
-def explain(error: BaseException, schema: type, argv: list[str]) -> str:
-    """One line for an error of Hydra's: the override that caused it and the rule."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+def leave_output() -> None:
+    """Whoever read our output has left, as head does: what else is printed goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-    overrides = [a for a in argv if not a.startswith("-")]
-    for override in overrides:
-        try:
-            OverridesParser.create().parse_override(override)
-        except HydraException as syntax:
-            reason = str(syntax).split("See https")[0]
-            return f"{override} is not key=value: {reason}; quote what is not plain text, as in 'key=\"...\"'"
-    text = str(error)
-    unknown = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
-    if unknown:
-        key = unknown[1]
-        override = next((o for o in overrides if o.lstrip("+~").split("=")[0] == key), key)
-        if key.split(".")[0] in ("sweep", "sweep_dir", "launcher"):
-            return f"{override} is a word for sweeps/launch.py"
-        group, _, leaf = key.rpartition(".")
-        settings = list(flatten(asdict(schema())))
-        variants = {f.name: f.metadata.get("variants", {}) for f in fields(schema)}.get(group, {})
-        owners = [name for name, variant in variants.items() if leaf in {f.name for f in fields(variant)}]
-        if owners:
-            return f"{override} is unknown: {leaf} belongs to {' and '.join(f'{group}={name}' for name in owners)}"
-        chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group)
-        if chosen in variants:
-            return f"{override} is unknown{did_you_mean(leaf, [f.name for f in fields(variants[chosen])], group + '.')}"
-        elsewhere = [k for k in settings if k.rpartition(".")[2] == leaf]  # nanoGPT's flat names
-        siblings = elsewhere or [k for k in settings if k.rpartition(".")[0] == group]
-        return f"{override} is unknown{did_you_mean(key, siblings)}"
-    missing = re.search(r"Could not find '([^']+)'", text)
-    groups = [p.name for p in CONFIG_DIR.iterdir() if p.is_dir()]
-    for override in overrides:
-        group, _, option = override.lstrip("+").partition("=")
-        if group in groups and (missing is None or missing[1] == f"{group}/{option}"):
-            options = sorted(p.stem for p in (CONFIG_DIR / group).glob("*.yaml"))
-            if option not in options:
-                return f"{override} must be one of {', '.join(options)}"
-    return text
+
+def is_out_of_memory(error: Exception) -> bool:
+    """PyTorch has a class of its own for a GPU's memory alone."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

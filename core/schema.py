@@ -1,16 +1,31 @@
-"""How settings are declared, checked and explained. Knows no setting."""
+"""How settings are declared, converted, checked and explained. Knows no setting.
+
+A settings class is a frozen dataclass; a field says once what there is to know of a setting:
+
+    @options
+    class GQAOptions(MHAOptions):
+        "Grouped-query attention"
+        name: str = "gqa"
+        n_kv_head: Annotated[int, AtLeast(1), Help("key and value heads")] = 2
+
+`Literal[...]` lists the allowed words. Rules of several settings together stand in the class's method `check`.
+A field whose type is a settings class is a group; with Variants(table) the group is one of several classes, by name.
+"""
 
 import dataclasses
 import difflib
 import functools
 import hashlib
 import json
-import re
+import math
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+REQUIRED = "???"  # the default of a setting that must be given
 
 
 class ConfigError(ValueError):
@@ -30,82 +45,200 @@ def one_of(key: str, value: str, allowed: tuple[str, ...], otherwise: str = "") 
     require(value in allowed, f"{key}={value} must be one of {', '.join(allowed)} {otherwise}".rstrip())
 
 
+# -----------------------------------------------------------------------------
+# Declaring a setting
+
+
+@typing.dataclass_transform(frozen_default=True)
+def options(cls: type[T]) -> type[T]:
+    """A class of settings: a frozen dataclass."""
+    return dataclass(frozen=True)(cls)
+
+
+@dataclass(frozen=True)
+class Help:
+    text: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """says: the end of the error line, after key=value. None is exempt where the type allows it."""
+
+    holds: Callable[[Any], bool]
+    says: str
+
+
+@dataclass(frozen=True)
+class BeforeItExisted:
+    """The setting came after runs had been named. Those runs had `value`, which does not enter names and hashes."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Variants:
+    """The classes that a group can be, by name; `says` has the help of each where its docstring does not."""
+
+    table: Mapping[str, type]
+    says: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class AlsoCalled(tuple[str, ...]):
+    """What other programs call the setting: AlsoCalled(["lr"])."""
+
+
+FREE = object()  # the setting decides neither the weights nor the losses: it may change when a run is resumed
+
+
+def AtLeast(least: int, bits: int = 31) -> Rule:
+    return Rule(lambda value: least <= value < 2**bits, f"must be >= {least} and < 2**{bits}")
+
+
+def Between(low: float, high: float, ends: str = "[]") -> Rule:
+    def holds(value: float) -> bool:
+        return low <= value <= high and (value > low or ends[0] == "[") and (value < high or ends[1] == "]")
+
+    return Rule(holds, f"must be in {ends[0]}{low:g}, {high:g}{ends[1]}")
+
+
+def OneOf(words: Iterable[str]) -> Rule:
+    return Rule(lambda value: value in words, f"must be one of {', '.join(words)}")
+
+
+POSITIVE = Rule(lambda value: 0 < value < math.inf, "must be a finite number > 0")
+NOT_NEGATIVE = Rule(lambda value: 0 <= value < math.inf, "must be a finite number >= 0")
+NOT_EMPTY = Rule(lambda value: value != "", "must not be empty")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a settings class: its type, its default, and what stands beside the type."""
+
+    kind: Any
+    default: Any
+    notes: tuple[Any, ...]
+
+    def all(self, note: type[T]) -> list[T]:
+        return [one for one in self.notes if isinstance(one, note)]
+
+    def one(self, note: type[T]) -> T | None:
+        return next(iter(self.all(note)), None)
+
+    @property
+    def help(self) -> str:
+        return next((help.text for help in self.all(Help)), "")
+
+    @property
+    def options(self) -> Mapping[str, type]:
+        """Of a group that is one of several classes."""
+        variants = self.one(Variants)
+        return {} if variants is None else variants.table
+
+
+@functools.cache
+def declarations(cls: Any) -> dict[str, Setting]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        annotated = typing.get_origin(hint) is typing.Annotated
+        kind, *notes = typing.get_args(hint) if annotated else [hint]
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        found[field.name] = Setting(kind, default, tuple(notes))
+    return found
+
+
+declared: Callable[[Any], dict[str, Setting]] = declarations  # the settings of a class, by name
+
+
+# -----------------------------------------------------------------------------
+# From a mapping to checked settings
+
+
 def build(cls: type, source: Any, prefix: str = "") -> Any:
-    """An instance of the dataclass `cls` from a mapping, with exact types and no unknown key."""
+    """An instance of the settings class `cls` from a mapping, with exact types and no unknown key; rules are not
+    checked."""
     name = prefix.rstrip(".") or "the config"
     require(isinstance(source, Mapping), f"{name}={show(source)} must be a group of settings")
-    hints = type_hints(cls)
-    known = {f.name: f for f in fields(cls)}
+    known = declared(cls)
     for key, value in source.items():
         if key not in known:
             raise ConfigError(f"{prefix}{key}={show(value)} is unknown{did_you_mean(str(key), known, prefix)}")
     values = {}
-    for key, spec in known.items():
-        if key not in source:
-            continue
-        value = source[key]
-        require(value != "???", f"{prefix}{key} must be given")
-        if "variants" in spec.metadata:
-            variants = spec.metadata["variants"]
-            variant = value.get("name") if isinstance(value, Mapping) else value
-            known_name = isinstance(variant, str) and variant in variants
-            require(known_name, f"{prefix}{key}.name={show(variant)} must be one of {', '.join(variants)}")
-            values[key] = build(variants[variant], value, f"{prefix}{key}.")
-        elif dataclasses.is_dataclass(hints[key]):
-            values[key] = build(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
-        else:
-            values[key] = convert(value, hints[key], prefix + key)
+    for key, value in source.items():
+        kind, variants = known[key].kind, known[key].options
+        if variants:
+            chosen: Any = value.get("name") if isinstance(value, Mapping) else value
+            good = isinstance(chosen, str) and chosen in variants
+            require(good, f"{prefix}{key}.name={show(chosen)} must be one of {', '.join(variants)}")
+            kind = variants[chosen]
+        group = is_dataclass(kind)
+        values[key] = build(kind, value, f"{prefix}{key}.") if group else convert(value, kind, prefix + key)
     return cls(**values)
 
 
-type_hints = functools.cache(typing.get_type_hints)  # of a dataclass: name -> type
-
-
-TYPE_NAMES = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list: "a list",
-    dict: "a group",
-    type(None): "null",
-}
+TYPE_NAMES: dict[Any, list[str]] = {
+    int: ["an integer"], float: ["a number"], bool: ["true", "false"], str: ["text"], list: ["a list"],
+    dict: ["a group"], type(None): ["null"],
+}  # fmt: skip
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:
-    """`value` as the type `hint`: exact, but for an integer where a float is asked for."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        if typing.get_origin(option) is tuple:
-            items = typing.get_args(option)
-            if isinstance(value, list | tuple) and len(value) == len(items):
-                return tuple(convert(v, t, key) for v, t in zip(value, items, strict=True))
-        elif type(value) is option or (option is type(None) and value is None):
+    """`value` as the type `hint`: exact, but for an integer where a float is asked for and a list where a tuple is."""
+    require(value != REQUIRED, f"{key} must be given")
+    allowed: list[str] = []
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    for option in typing.get_args(hint) if union else (hint,):
+        kind, inner = typing.get_origin(option) or option, typing.get_args(option)
+        if kind is Literal:
+            if isinstance(value, str) and value in inner:
+                return value
+            allowed += inner
+        elif kind is tuple:
+            many = inner[-1:] == (...,)
+            if isinstance(value, list | tuple) and (many or len(value) == len(inner)):
+                return tuple(convert(v, inner[0] if many else inner[i], key) for i, v in enumerate(value))
+            allowed.append("a list, as [a,b]" if many else f"a list of {len(inner)} numbers")
+        elif type(value) is kind:
             return value
-        elif option is float and type(value) is int:
+        elif kind is float and type(value) is int:
             return float(value)
-    if value != value:
-        raise ConfigError(f"{key}=nan must be a number")
-    wanted = [TYPE_NAMES.get(o) or f"a list of {len(typing.get_args(o))} numbers" for o in options]
-    raise ConfigError(f"{key}={show(value)} must be {' or '.join(wanted)}")
+        else:
+            allowed += TYPE_NAMES[kind]
+    if typing.get_origin(hint) is Literal:
+        raise ConfigError(f"{key}={show(value)} must be one of {', '.join(allowed)}")
+    *some, last = allowed
+    raise ConfigError(f"{key}={show(value)} must be {', '.join(some)}{' or ' * bool(some)}{last}")
 
 
-def show(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+def validate(settings: Any, prefix: str = "") -> None:
+    """Raise ConfigError for the first setting with a wrong type or against a rule of its own, then of its class."""
+    for name, setting in declared(type(settings)).items():
+        value, key = getattr(settings, name), prefix + name
+        if is_dataclass(value):
+            validate(value, f"{key}.")
+            continue
+        convert(value, setting.kind, key)
+        for rule in setting.all(Rule):
+            require(value is None or rule.holds(value), f"{key}={show(value)} {rule.says}")
+    if hasattr(settings, "check"):
+        settings.check()
 
 
-def word(key: str, value: str) -> str:
-    """key=value for a command line: in quotes where Hydra would take something in the value for syntax."""
-    quoted = value.replace("'", "\\'")
-    return f"{key}={value}" if re.fullmatch(r"[A-Za-z0-9_./:@%+~ -]+", value) else f"{key}='{quoted}'"
+# -----------------------------------------------------------------------------
+# What settings come to, in words and numbers
 
 
-def did_you_mean(key: str, known: typing.Iterable[str], prefix: str = "") -> str:
-    known = list(known)
-    close = difflib.get_close_matches(key, known, 1, cutoff=0.5)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    return f"; known here: {', '.join(prefix + k for k in known)}" if known else ""
+def deciding(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Flat {key: value} of the settings that decide the numbers."""
+    flat: dict[str, Any] = {}
+    for name, setting in declared(type(settings)).items():
+        value, before = getattr(settings, name), setting.one(BeforeItExisted)
+        if FREE in setting.notes or (before is not None and value == before.value):
+            continue
+        flat |= deciding(value, f"{prefix}{name}.") if is_dataclass(value) else flatten({prefix + name: value})
+    return flat
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -121,3 +254,25 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def show(value: Any) -> str:
+    """A value as a user writes it."""
+    if isinstance(value, bool | None):
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
+def closest(key: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The one of `known` that is most like `key`, upper and lower case alike."""
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(key.lower(), lower, 1, cutoff)
+    return lower[close[0]] if close else None
+
+
+def did_you_mean(key: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of an error line about an unknown `key`."""
+    known = list(known)
+    if (close := closest(key, known)) is not None:
+        return f"; did you mean {prefix}{close}?"
+    return f"; known here: {', '.join(prefix + k for k in known)}" if known else ""

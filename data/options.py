@@ -1,23 +1,42 @@
 """The settings of a corpus, and of data/prepare_fineweb.py. Free of torch."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from core.schema import at_least, one_of, require
+from core.schema import (
+    FREE,
+    NOT_EMPTY,
+    REQUIRED,
+    AtLeast,
+    BeforeItExisted,
+    Between,
+    Help,
+    deciding,
+    options,
+    require,
+)
 
 BPE_VOCAB_SIZE = 4096
+MOVABLE = FREE  # a corpus may lie elsewhere: its SHA-256 is compared
+TextTokenizer = Annotated[
+    Literal["char", "byte", "bpe", "gpt2"], Help("char, byte, bpe (byte-level, learnt from this text) or gpt2")
+]
 
 
-@dataclass(frozen=True)
+@options
 class FoldedTextOptions:
     """A corpus that is one text, cut into folds."""
 
     name: str
-    tokenizer: str = "char"
-    folds: int = 10
-    fold: int | None = None
-    split: str = "contiguous"
-    vocab_size: int | None = None
+    tokenizer: TextTokenizer = "char"
+    folds: Annotated[int, AtLeast(2), Help("how many blocks the text is cut into")] = 10
+    fold: Annotated[int | None, Help("the block that is held out, 0 .. folds - 1; null: the last 10 %")] = None
+    split: Annotated[
+        Literal["contiguous", "shuffled"],
+        Help("shuffled: windows of block_size tokens, dealt to the folds at random, which leaks neighbours"),
+    ] = "contiguous"
+    vocab_size: Annotated[
+        int | None, AtLeast(257), BeforeItExisted(None), Help(f"of tokenizer=bpe; null: {BPE_VOCAB_SIZE}")
+    ] = None
 
     @property
     def bpe_vocab_size(self) -> int:
@@ -25,89 +44,80 @@ class FoldedTextOptions:
         return BPE_VOCAB_SIZE if self.vocab_size is None else self.vocab_size
 
     def check(self) -> None:
-        one_of("data.tokenizer", self.tokenizer, ("char", "byte", "bpe", "gpt2"))
         check_vocab_size("data.", self.tokenizer, self.vocab_size)
-        one_of("data.split", self.split, ("contiguous", "shuffled"))
+        without = "needs data.fold: without one the last 10 % are held out"
+        require(self.split == "contiguous" or self.fold is not None, f"data.split={self.split} {without}")
+        require(self.folds == FoldedTextOptions.folds or self.fold is not None, f"data.folds={self.folds} {without}")
         require(
-            self.split == "contiguous" or self.fold is not None,
-            f"data.split={self.split} needs data.fold: without one the last 10 % are held out",
+            self.fold is None or 0 <= self.fold < self.folds,
+            f"data.fold={self.fold} must be in 0..{self.folds - 1} (data.folds={self.folds})",
         )
-        at_least("data.folds", self.folds, 2)
-        if self.fold is None:
-            require(
-                self.folds == FoldedTextOptions.folds,
-                f"data.folds={self.folds} needs data.fold: without one the last 10 % are held out",
-            )
-        else:
-            require(
-                0 <= self.fold < self.folds,
-                f"data.fold={self.fold} must be in 0..{self.folds - 1} (data.folds={self.folds})",
-            )
 
 
-@dataclass(frozen=True)
+@options
 class TinyShakespeareOptions(FoldedTextOptions):
+    """1.1 MB of Shakespeare, 65 characters"""
+
     name: str = "tiny_shakespeare"
-    path: str | None = None
+    path: Annotated[
+        str | None, MOVABLE, Help("the file or its folder; null: look in $NANOQK_DATA, the cache, the network")
+    ] = None
 
 
-@dataclass(frozen=True)
+@options
 class PythonDocsOptions(FoldedTextOptions):
+    """The language reference inside every CPython: no network"""
+
     name: str = "python_docs"
 
 
-@dataclass(frozen=True)
+@options
 class PythonSourceOptions(FoldedTextOptions):
+    """The standard library's own source files, tens of MB: no network"""
+
     name: str = "python_source"
-    tokenizer: str = "bpe"
+    tokenizer: TextTokenizer = "bpe"  # char has hundreds of characters here, most from the tests of str
 
 
-@dataclass(frozen=True)
+@options
 class TextFileOptions(FoldedTextOptions):
+    """Any UTF-8 text"""
+
     name: str = "text"
-    path: str = ""
-
-    def check(self) -> None:
-        super().check()
-        require(self.path != "", "data.path= must name a UTF-8 text file")
+    path: Annotated[str, MOVABLE, NOT_EMPTY, Help("the file")] = REQUIRED
 
 
-@dataclass(frozen=True)
+@options
 class FineWebOptions:
-    """Token shards that data/prepare_fineweb.py has written: they have a validation part, and no folds."""
+    """Token shards of data/prepare_fineweb.py: they have a validation part, and no folds"""
 
     name: str = "fineweb"
-    path: str | None = None
-    val_tokens: int | None = None
+    path: Annotated[
+        str | None, MOVABLE, NOT_EMPTY, Help("their folder; null: fineweb in $NANOQK_DATA, or in the cache")
+    ] = None
+    val_tokens: Annotated[
+        int | None, AtLeast(2), Help("evaluate on the first so many held-out tokens; null: on all")
+    ] = None
 
-    def check(self) -> None:
-        require(self.path != "", "data.path= must name a folder, or be null")
-        if self.val_tokens is not None:
-            at_least("data.val_tokens", self.val_tokens, 2)
 
-
-@dataclass(frozen=True)
+@options
 class RandomOptions:
-    """n_tokens uniformly random tokens, of which the last val_tokens are held out: no text, and no folds."""
+    """Uniformly random tokens: no honest loss is below ln vocab_size"""
 
     name: str = "random"
-    n_tokens: int = 10_000_000
-    vocab_size: int = 256
-    val_tokens: int = 100_000
-    seed: int = 0
+    n_tokens: Annotated[int, AtLeast(4), Help("in all")] = 10_000_000
+    vocab_size: Annotated[int, AtLeast(2), Help("different tokens")] = 256
+    val_tokens: Annotated[int, AtLeast(2), Help("the last ones, which are held out")] = 100_000
+    seed: Annotated[int, AtLeast(0, bits=63), Help("of the tokens")] = 0
 
     def check(self) -> None:
-        at_least("data.n_tokens", self.n_tokens, 4)
-        at_least("data.vocab_size", self.vocab_size, 2)
-        at_least("data.val_tokens", self.val_tokens, 2)
         require(
             self.val_tokens < self.n_tokens,
             f"data.val_tokens={self.val_tokens} must be < data.n_tokens={self.n_tokens}",
         )
-        require(0 <= self.seed < 2**63, f"data.seed={self.seed} must be >= 0 and < 2**63")
 
 
-CORPORA = {
+CORPORA: dict[str, type] = {
     "tiny_shakespeare": TinyShakespeareOptions,
     "python_docs": PythonDocsOptions,
     "python_source": PythonSourceOptions,
@@ -120,30 +130,34 @@ CORPORA = {
 CorpusOptions = FoldedTextOptions | FineWebOptions | RandomOptions
 
 
-@dataclass(frozen=True)
+@options
 class PrepareFineWebConfig:
-    """data/prepare_fineweb.py. name: null is sample-10BT of FineWeb, and a data set's only configuration elsewhere."""
-
-    dataset: str = "HuggingFaceFW/fineweb"
-    name: str | None = None
-    split: str = "train"
-    column: str = "text"
-    out: str | None = None
-    tokenizer: str = "gpt2"
-    vocab_size: int | None = None
-    learn_bytes: int | None = None
-    max_tokens: int | None = None
-    shard_tokens: int = 100_000_000
-    val_fraction: float = 0.001
-    workers: int | None = None
-    verify: bool = False
+    dataset: Annotated[
+        str, NOT_EMPTY, Help("a data set of the Hugging Face Hub, or a folder of parquet (json, ...) files")
+    ] = "HuggingFaceFW/fineweb"
+    name: Annotated[str | None, Help("its configuration; null: sample-10BT of FineWeb, else the only one")] = None
+    split: Annotated[str, NOT_EMPTY, Help("of the data set")] = "train"
+    column: Annotated[str, NOT_EMPTY, Help("that has the text")] = "text"
+    out: Annotated[
+        str | None, FREE, NOT_EMPTY, Help("the folder to write; null: fineweb in the cache, where data=fineweb looks")
+    ] = None
+    tokenizer: Annotated[Literal["gpt2", "bpe"], Help("gpt2, or bpe: learnt from the first documents")] = "gpt2"
+    vocab_size: Annotated[int | None, AtLeast(257), Help("of bpe, with the separator; null: 32768")] = None
+    learn_bytes: Annotated[int | None, AtLeast(1, bits=53), Help("of text that bpe learns from; null: 100 MB")] = None
+    max_tokens: Annotated[
+        int | None, AtLeast(1, bits=53), Help("stop after the document that reaches it, train and val together")
+    ] = None
+    shard_tokens: Annotated[int, AtLeast(1, bits=53), Help("a shard's size; documents are not cut")] = 100_000_000
+    val_fraction: Annotated[
+        float, Between(0, 1, "()"), Help("of the documents is held out, chosen by a hash of the text")
+    ] = 0.001
+    workers: Annotated[int | None, FREE, AtLeast(1), Help("processes that tokenise; null: one a core")] = None
+    verify: Annotated[bool, FREE, Help("compare every byte of finished shards with their index")] = False
 
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the shards, resolved."""
-        resolved = asdict(self)
-        for key in ("out", "workers", "verify"):
-            del resolved[key]
+        resolved = deciding(self)
         if self.name is None and self.dataset == PrepareFineWebConfig.dataset:
             resolved["name"] = "sample-10BT"
         if self.tokenizer == "bpe":
@@ -152,27 +166,15 @@ class PrepareFineWebConfig:
         return resolved
 
     def check(self) -> None:
-        for key in ("dataset", "split", "column"):
-            require(getattr(self, key) != "", f"{key}= must not be empty")
-        require(self.out != "", "out= must name a folder, or be null")
-        one_of("tokenizer", self.tokenizer, ("gpt2", "bpe"))
         check_vocab_size("", self.tokenizer, self.vocab_size)
         require(
             self.learn_bytes is None or self.tokenizer == "bpe",
             f"learn_bytes={self.learn_bytes} needs tokenizer=bpe: tokenizer={self.tokenizer} learns nothing",
         )
-        for key in ("learn_bytes", "max_tokens", "shard_tokens"):
-            value = getattr(self, key)
-            require(value is None or 1 <= value < 2**53, f"{key}={value} must be >= 1 and < 2**53")
-        require(0 < self.val_fraction < 1, f"val_fraction={self.val_fraction} must be in (0, 1)")
-        if self.workers is not None:
-            at_least("workers", self.workers, 1)
 
 
 def check_vocab_size(prefix: str, tokenizer: str, vocab_size: int | None) -> None:
-    if vocab_size is not None:
-        require(
-            tokenizer == "bpe",
-            f"{prefix}vocab_size={vocab_size} needs {prefix}tokenizer=bpe: {prefix}tokenizer={tokenizer} has its own",
-        )
-        at_least(f"{prefix}vocab_size", vocab_size, 257)
+    require(
+        vocab_size is None or tokenizer == "bpe",
+        f"{prefix}vocab_size={vocab_size} needs {prefix}tokenizer=bpe: {prefix}tokenizer={tokenizer} has its own",
+    )

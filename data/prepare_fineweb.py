@@ -1,7 +1,6 @@
 """Turn FineWeb, or any data set with a text column, into shards: python data/prepare_fineweb.py max_tokens=1000000000
 
-configs/prepare_fineweb.yaml lists the settings, data/shards.py describes the files. The result depends on the settings
-and the data set only. A killed preparation continues with the same command: progress.json says how much is done.
+data/shards.py describes the files. The result depends on the settings and the data set only. A killed preparation continues with the same command: progress.json says how much is done.
 """
 
 import contextlib
@@ -11,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from core.cli import run_app
+from core.cli import run_script
 from core.files import FileLock, cache_folder, read_json, write_atomic
 from core.schema import ConfigError, require, show
 from data.corpora import expand, one_line, probe_hub
@@ -449,7 +449,7 @@ def open_at(file: Path, length: int) -> BinaryIO:
 
 
 def main() -> None:
-    run_app("prepare_fineweb", PrepareFineWebConfig, prepare)
+    sys.exit(run_script(PrepareFineWebConfig, prepare, __doc__))
 
 
 if __name__ == "__main__":

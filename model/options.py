@@ -2,40 +2,34 @@
 
 import math
 import re
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from core.schema import at_least, one_of, require, show
+from core.schema import FREE, POSITIVE, AtLeast, Between, Help, Rule, declared, options, require, show
 
 
-@dataclass(frozen=True)
+@options
 class ModelOptions:
-    name: str = "baby_gpt"
-    n_layer: int = 6
-    n_head: int = 6
-    n_embd: int = 384
-    block_size: int = 256
-    dropout: float = 0.2
-    bias: bool = False
-    norm: str = "layernorm"
-    norm_eps: float = 1e-5
-    mlp: str = "gelu"
-    mlp_hidden: int | None = None
-    position: str = "learned"
-    rope_theta: float | None = None
-    tied: bool = True
-    activation_checkpointing: bool = False
+    name: Annotated[str, Rule(lambda name: re.fullmatch(r"[\w.-]{1,64}", name) is not None, "must be a plain word")] = (
+        "baby_gpt"
+    )
+    n_layer: Annotated[int, AtLeast(1), Help("blocks")] = 6
+    n_head: Annotated[int, AtLeast(1), Help("query heads of a block")] = 6
+    n_embd: Annotated[int, AtLeast(1), Help("channels of the residual stream")] = 384
+    block_size: Annotated[int, AtLeast(1), Help("context length in tokens")] = 256
+    dropout: Annotated[float, Between(0, 1, "[)"), Help("probability; on a CPU a multiple of 1/256")] = 0.2
+    bias: Annotated[bool, Help("biases in linear layers and LayerNorms")] = False
+    norm: Annotated[Literal["layernorm", "rmsnorm"], Help("before attention, the MLP and the output")] = "layernorm"
+    norm_eps: Annotated[float, POSITIVE, Help("added to the variance by that norm")] = 1e-5
+    mlp: Annotated[Literal["gelu", "swiglu"], Help("activation of the MLP")] = "gelu"
+    mlp_hidden: Annotated[int | None, AtLeast(1), Help("channels inside the MLP; null: 4 n_embd")] = None
+    position: Annotated[Literal["learned", "rope"], Help("embeddings of positions")] = "learned"
+    rope_theta: Annotated[float | None, Help("base of RoPE's wavelengths, with position=rope")] = None
+    tied: Annotated[bool, Help("the output layer shares the token embedding's weights")] = True
+    activation_checkpointing: Annotated[
+        bool, FREE, Help("keep only each block's input, recompute the rest in the backward pass: less memory")
+    ] = False
 
     def check(self) -> None:
-        require(re.fullmatch(r"[\w.-]{1,64}", self.name) is not None, f"model.name={self.name} must be a plain word")
-        for key in ("n_layer", "n_head", "n_embd", "block_size"):
-            at_least(f"model.{key}", getattr(self, key), 1)
-        require(0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
-        one_of("model.norm", self.norm, ("layernorm", "rmsnorm"))
-        require(0 < self.norm_eps < math.inf, f"model.norm_eps={self.norm_eps} must be a finite number > 0")
-        one_of("model.mlp", self.mlp, ("gelu", "swiglu"))
-        if self.mlp_hidden is not None:
-            at_least("model.mlp_hidden", self.mlp_hidden, 1)
-        one_of("model.position", self.position, ("learned", "rope"))
         if self.position == "rope":
             require(
                 self.rope_theta is not None and 1 < self.rope_theta < math.inf,
@@ -45,120 +39,157 @@ class ModelOptions:
             require(self.rope_theta is None, f"model.rope_theta={self.rope_theta} needs model.position=rope")
 
 
-@dataclass(frozen=True)
-class MHAOptions:
-    """n_head queries, keys and values a layer. head_dim: null is n_embd / n_head."""
+@options
+class AttentionOptions:
+    """What every attention layout has. A layout of one's own: register_attention() of model/gpt.py."""
+
+    name: str
+
+    def check_model(self, model: ModelOptions) -> None:
+        """Raise ConfigError where the layout does not fit the model."""
+
+    @property
+    def label(self) -> str:
+        """What a run's name says of it."""
+        return label(self)
+
+
+@options
+class MHAOptions(AttentionOptions):
+    """Multi-head attention: n_head queries, keys and values"""
 
     name: str = "mha"
-    head_dim: int | None = None
+    head_dim: Annotated[int | None, AtLeast(1), Help("channels of a head; null: n_embd / n_head")] = None
 
-    def check(self, model: ModelOptions) -> None:
-        if self.head_dim is not None:
-            at_least("attention.head_dim", self.head_dim, 1)
-        else:
-            require(
-                model.n_embd % model.n_head == 0,
-                f"model.n_embd={model.n_embd} must be divisible by model.n_head={model.n_head}",
-            )
+    def check_model(self, model: ModelOptions) -> None:
+        require(
+            self.head_dim is not None or model.n_embd % model.n_head == 0,
+            f"model.n_embd={model.n_embd} must be divisible by model.n_head={model.n_head}",
+        )
         d = self.head_dim or model.n_embd // model.n_head
         require(model.position != "rope" or d % 2 == 0, f"model.position=rope needs an even head_dim, not {d}")
 
+    @property
+    def label(self) -> str:
+        return self.name
 
-@dataclass(frozen=True)
+
+@options
 class GQAOptions(MHAOptions):
-    """n_kv_head keys and values, each shared by n_head / n_kv_head queries; 1 is multi-query attention."""
+    """Grouped-query attention: n_head / n_kv_head queries share a key and a value"""
 
     name: str = "gqa"
-    n_kv_head: int = 1
+    n_kv_head: Annotated[int, AtLeast(1), Help("key and value heads, a divisor of n_head; 1: multi-query")] = 2
 
-    def check(self, model: ModelOptions) -> None:
-        super().check(model)
-        at_least("attention.n_kv_head", self.n_kv_head, 1)
+    def check_model(self, model: ModelOptions) -> None:
+        super().check_model(model)
         require(
             model.n_head % self.n_kv_head == 0,
             f"model.n_head={model.n_head} must be divisible by attention.n_kv_head={self.n_kv_head}",
         )
 
+    @property
+    def label(self) -> str:
+        return f"{self.name}{self.n_kv_head}"
 
-@dataclass(frozen=True)
-class MLAOptions:
-    """Multi-head latent attention (DeepSeek-V2, V3). q_rank: null projects queries directly."""
+
+@options
+class MLAOptions(AttentionOptions):
+    """Multi-head latent attention (DeepSeek-V2, V3); needs model.position=rope"""
 
     name: str = "mla"
-    kv_rank: int = 512
-    q_rank: int | None = None
-    nope_dim: int = 128
-    rope_dim: int = 64
-    v_dim: int = 128
-    qk_norm_layout: str = "blockwise"
+    kv_rank: Annotated[int, AtLeast(1), Help("channels of the latent that keys and values are projected from")] = 512
+    q_rank: Annotated[int | None, AtLeast(1), Help("the same for queries; null: project them from the input")] = None
+    nope_dim: Annotated[int, AtLeast(1), Help("channels of a head's query and key that are not rotated")] = 128
+    rope_dim: Annotated[int, AtLeast(1), Help("channels that are rotated: one key, shared by all heads")] = 64
+    v_dim: Annotated[int, AtLeast(1), Help("channels of a head's value")] = 128
+    qk_norm_layout: Annotated[
+        Literal["blockwise", "unified"], Help("normalise the two parts of a query or key on their own, or unified")
+    ] = "blockwise"
 
-    def check(self, model: ModelOptions) -> None:
-        for key in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
-            at_least(f"attention.{key}", getattr(self, key), 1)
-        if self.q_rank is not None:
-            at_least("attention.q_rank", self.q_rank, 1)
+    def check_model(self, model: ModelOptions) -> None:
         require(self.rope_dim % 2 == 0, f"attention.rope_dim={self.rope_dim} must be even")
         require(model.position == "rope", f"model.position={model.position}: attention=mla needs rope")
         require(not model.bias, "model.bias=true: attention=mla has no biases")
-        one_of("attention.qk_norm_layout", self.qk_norm_layout, ("blockwise", "unified"))
+
+    @property
+    def label(self) -> str:
+        return self.name
 
 
-@dataclass(frozen=True)
-class NoNormOptions:
+@options
+class QKNormOptions:
+    """What every QK norm has. A norm of one's own: register_qk_norm() of model/gpt.py."""
+
+    name: str
+
+    @property
+    def label(self) -> str:
+        """What a run's name says of it."""
+        return label(self)
+
+
+@options
+class NoNormOptions(QKNormOptions):
+    """No QK norm"""
+
     name: str = "none"
 
-    def check(self) -> None:
-        pass
 
+@options
+class LpNormOptions(QKNormOptions):
+    """x / ||x||_p over each head, with a learned logit scale alpha"""
 
-@dataclass(frozen=True)
-class LpNormOptions:
     name: str = "lp"
-    p: float | str = 2.0
-    alpha_init: float | str = "sqrt_d"
-    alpha_per: str = "layer"
-    alpha_map: str = "exp"
+    p: Annotated[
+        float | Literal["learned"],
+        Rule(lambda p: p == "learned" or p >= 1, "must be a number >= 1, inf or learned"),
+        Help("any number >= 1, inf, or learned: one a head, from 2"),
+    ] = 2.0
+    alpha_init: Annotated[
+        float | Literal["henry", "sqrt_d", "matched"],
+        Rule(lambda a: isinstance(a, str) or 1e-6 <= a <= 1e6, "must be in [1e-6, 1e6], or henry, sqrt_d, matched"),
+        Help("a number; henry: log2(L^2 - L); sqrt_d; matched: sqrt_d's logit spread for every p"),
+    ] = "sqrt_d"
+    alpha_per: Annotated[Literal["layer", "head"], Help("one alpha a layer, or a head")] = "layer"
+    alpha_map: Annotated[
+        Literal["exp", "softplus", "linear"], Help("of the trained number a to alpha: exp(a), softplus(a), linear: |a|")
+    ] = "exp"
 
-    def check(self) -> None:
-        require(
-            self.p == "learned" or (isinstance(self.p, float) and self.p >= 1),
-            f"qk_norm.p={self.p} must be a number >= 1, inf or learned",
-        )
-        if isinstance(self.alpha_init, str):
-            one_of("qk_norm.alpha_init", self.alpha_init, ("henry", "sqrt_d", "matched"), "or a number > 0")
-        else:
-            require(
-                1e-6 <= self.alpha_init <= 1e6,
-                f"qk_norm.alpha_init={self.alpha_init} must be in [1e-6, 1e6], or henry, sqrt_d, matched",
-            )
-        one_of("qk_norm.alpha_per", self.alpha_per, ("layer", "head"))
-        one_of("qk_norm.alpha_map", self.alpha_map, ("exp", "softplus", "linear"))
+    @property
+    def label(self) -> str:
+        p = self.p if isinstance(self.p, str) else format(self.p, "g")
+        return f"{self.name}_p{p}_{self.alpha_init}"
 
 
-@dataclass(frozen=True)
-class RMSNormOptions:
+@options
+class RMSNormOptions(QKNormOptions):
+    """RMSNorm over each head, one gain for all heads (Qwen3)"""
+
     name: str = "rms"
-    eps: float = 1e-6
+    eps: Annotated[float, POSITIVE, Help("added to the mean square")] = 1e-6
 
-    def check(self) -> None:
-        require(0 < self.eps < math.inf, f"qk_norm.eps={self.eps} must be a finite number > 0")
+    @property
+    def label(self) -> str:
+        return self.name
 
 
-@dataclass(frozen=True)
+@options
 class LayerNormOptions(RMSNormOptions):
+    """LayerNorm over each head, without bias (ViT-22B)"""
+
     name: str = "layernorm"
 
 
-# A variant is one dataclass and one entry here, one YAML file, and what makes it: of attention and QK norms a class and
-# an entry in model/gpt.py, of corpora a function and an entry in data/corpora.py, of the others a branch in qk_clip(),
-# build_optimizer() or learning_rate().
-ATTENTIONS = {"mha": MHAOptions, "gqa": GQAOptions, "mla": MLAOptions}
+# The options of each name; its class is in the table of the same name in model/gpt.py.
+ATTENTIONS: dict[str, type[AttentionOptions]] = {"mha": MHAOptions, "gqa": GQAOptions, "mla": MLAOptions}
+QK_NORMS: dict[str, type[QKNormOptions]] = {
+    "none": NoNormOptions, "lp": LpNormOptions, "rms": RMSNormOptions, "layernorm": LayerNormOptions,
+}  # fmt: skip
 
 
-QK_NORMS = {"none": NoNormOptions, "lp": LpNormOptions, "rms": RMSNormOptions, "layernorm": LayerNormOptions}
-
-
-AttentionOptions = MHAOptions | MLAOptions
-
-
-QKNormOptions = NoNormOptions | LpNormOptions | RMSNormOptions
+def label(chosen: AttentionOptions | QKNormOptions) -> str:
+    """The name with the value of every option: power_q0.5."""
+    values = {key: getattr(chosen, key) for key in declared(type(chosen)) if key != "name"}
+    shown = {key: format(v, "g") if isinstance(v, float) else show(v) for key, v in values.items()}
+    return "_".join([chosen.name, *(re.sub(r"[^\w.+-]", "", key + text) for key, text in shown.items())])

@@ -102,7 +102,7 @@ class Run:
         # ten times as many tokens as are drawn: too many to memorise
         data = RandomOptions("random", min(max(10 * drawn, 10**6), 10**9), vocab_size, val, SEED)
         # the same share of warm-up as in the run
-        warmup = max(steps // 20, round(steps * self.config.schedule.warmup_iters / self.config.max_iters))
+        warmup = max(steps // 20, round(steps * self.config.warmup_iters / self.config.max_iters))
         lines = self.metrics(data=data, max_iters=steps, schedule=ConstantOptions(warmup_iters=min(warmup, steps)))
         losses = [line["train/loss"] for line in lines if line.get("train/loss") is not None]  # null: not finite
         if len(losses) < steps:

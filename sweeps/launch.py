@@ -30,7 +30,7 @@ from tqdm import tqdm
 from core.cli import CONFIG_DIR, leave_output, parse_yaml, read_words, refuse
 from core.files import read_json
 from core.rundir import at_end
-from core.schema import ConfigError, at_least, build, require
+from core.schema import ConfigError, at_least, build, require, validate
 from sweeps.claims import Launch
 from sweeps.definition import load_sweep
 from sweeps.launchers import LAUNCHERS, Launcher
@@ -103,7 +103,7 @@ def read_request(argv: list[str]) -> tuple[Request, Callable[[], None]]:
     source = parse_yaml((CONFIG_DIR / "launcher" / f"{where}.yaml").read_text(encoding="utf-8"), f"launcher={where}")
     source |= {k.removeprefix("launcher."): v for k, v in changes.items() if k.startswith("launcher.")}
     launcher = build(LAUNCHERS[where][0], source, "launcher.")
-    launcher.check()
+    validate(launcher)
     at_least("retries", values.get("retries", 0), 0)
     sweep = load_sweep(
         values["sweep"], {k.removeprefix("sweep."): v for k, v in changes.items() if k.startswith("sweep.")}

@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from core.cli import CONFIG_DIR, explain
+from core import cli
 from core.files import FileLock, read_json, write_atomic
 from core.rundir import at_end, commit, differences, short, uncommitted
 from core.schema import ConfigError, build, flatten, require, show
 from sweeps.definition import Part, Sweep, plain
 from training.config import TrainConfig, load_config
 
-GROUPS = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} - {"sweep", "launcher"}
+GROUPS = {*cli.options_of(TrainConfig)}
 INSTEAD = {  # settings of train.py that a sweep sets itself -> what to write
     "seed": "write sweep.seeds=[...]",
     "data.fold": "write sweep.folds=[...]",
@@ -125,19 +125,7 @@ def set_values(composed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
 
 def compose(words: Sequence[str]) -> dict[str, Any]:
     """What `python train.py WORDS` composes, as a nested dict."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = OmegaConf.to_container(hydra_compose("train", [*words]), resolve=True)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explain(error, TrainConfig, [*words])) from error
-    assert isinstance(composed, dict)
-    return {str(key): value for key, value in composed.items()}
+    return cli.compose(TrainConfig, [*words])
 
 
 # -----------------------------------------------------------------------------
@@ -187,8 +175,8 @@ def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[Pl
     for run in runs:
         for point in run.points:
             other = planned.get((plain(point), run.fold, run.seed), run)
-            if other.id != run.id or other.config != run.config:
-                changed = changes(other.config, run.config)
+            changed = changes(other.config, run.config)
+            if other.id != run.id or changed:
                 raise ConfigError(
                     f"sweep_dir={sweep_dir} holds {point} with other settings: {changed}; use another sweep_dir"
                 )

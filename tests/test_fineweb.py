@@ -22,19 +22,17 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT
-from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bad_input import Outcome, check, contents, outcome
 from test_train import assert_same_run, configured, lines
 
 import train
-from core.cli import CONFIG_DIR
-from core.schema import ConfigError, build
+from core.schema import ConfigError
 from data import prepare_fineweb
 from data.batches import Batches
 from data.folds import Split
-from data.options import CORPORA, FineWebOptions, PrepareFineWebConfig
+from data.options import FineWebOptions, PrepareFineWebConfig
 from data.prepare_fineweb import prepare
 from data.shards import Shards, open_shards
 from data.tokenizer import BYTES, BPETokenizer, Tokenizer, from_dict, learn_bpe
@@ -490,7 +488,7 @@ def test_bad_setting_of_prepare(overrides: str, folder: Path, outcome: Outcome, 
 
 def test_the_program_is_found_and_helps(program: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = program("data/prepare_fineweb.py", "--help")
-    assert done.returncode == 0 and "max_tokens: null" in done.stdout and "HuggingFaceFW/fineweb" in done.stdout
+    assert done.returncode == 0 and "max_tokens=null" in done.stdout and "HuggingFaceFW/fineweb" in done.stdout
     bad = program("data/prepare_fineweb.py", "max_tokens=none")
     assert bad.returncode == 2 and bad.stderr.startswith("error: max_tokens=none must be an integer or null")
 
@@ -665,10 +663,3 @@ def test_the_benchmark_of_the_loader_ends_with_one_json_line(
     assert json.loads(done.stdout)["as_found"]["tok_per_sec"] > 0, done.stderr
     done = program("scripts/benchmarks/bench_data.py", "step=5")
     assert done.returncode == 2 and done.stderr == "error: step=5 is unknown; did you mean steps?\n"
-
-
-def test_the_yaml_files_are_the_defaults_of_the_dataclasses() -> None:
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        assert build(PrepareFineWebConfig, compose("prepare_fineweb")) == PrepareFineWebConfig()
-        for name in ("fineweb", "python_source", "python_docs", "tiny_shakespeare"):
-            assert build(CORPORA[name], compose("train", overrides=[f"data={name}"]).data) == CORPORA[name]()

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,8 @@ def check_absorbed() -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(mla_decode_triton, "processors", lambda device: 2)  # a GPU's
     idx = random_tokens(2, 8)
-    for layout, norm in (("blockwise", "none"), ("blockwise", "rms"), ("blockwise", "lp3"), ("unified", "rms")):
+    pairs: Any = (("blockwise", "none"), ("blockwise", "rms"), ("blockwise", "lp3"), ("unified", "rms"))
+    for layout, norm in pairs:
         attention = MLAOptions(kv_rank=64, nope_dim=8, rope_dim=16, v_dim=6, qk_norm_layout=layout)
         model = build(config_of(attention, norm), dtype=torch.float32)
         logits = []

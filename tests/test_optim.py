@@ -153,7 +153,7 @@ def muon_for(model: nn.Module, config: TrainConfig) -> MuonAndAdamW:
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_muon_orthogonalises_in_bf16_where_there_is_hardware_unless_all_is_to_be_fp32(
-    dtype: str, stack: tuple[TrainConfig, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
+    dtype: Any, stack: tuple[TrainConfig, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("core.device.has_bfloat16", lambda device: True)
     found, orthogonalise = set(), optim.orthogonalise

@@ -4,33 +4,29 @@ The sizes are counted on the meta device, for the vocabulary that the preset's s
 """
 
 import functools
-from dataclasses import fields, replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from core.cli import CONFIG_DIR
-from core.schema import ConfigError
+from core.cli import CONFIG_DIR, OF_SWEEPS, compose, options_of, parse_yaml
+from core.schema import ConfigError, declared, flatten
 from model.gpt import GPT
-from model.options import ATTENTIONS, QK_NORMS, GQAOptions, MHAOptions, MLAOptions, ModelOptions
-from training.config import OPTIMS, QK_CLIPS, SCHEDULES, TrainConfig, load_config
+from model.options import ATTENTIONS, GQAOptions, MHAOptions, MLAOptions, ModelOptions
+from training.config import TrainConfig, load_config
 
 CHAR = 65  # Tiny Shakespeare's characters
 
 
-def options(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONFIG_DIR / group).glob("*.yaml"))
+OPTIONS = options_of(TrainConfig)
 
 
 @functools.cache
 def composed(*overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = OmegaConf.to_container(compose("train", overrides=list(overrides)), resolve=True)
-    assert isinstance(config, dict)
-    return {str(key): value for key, value in config.items()}
+    return compose(TrainConfig, [*overrides])
 
 
 def load(*overrides: str) -> TrainConfig:
@@ -55,7 +51,7 @@ SIZES = {
 
 
 def test_every_preset_has_a_size() -> None:
-    assert sorted(SIZES) == options("model")
+    assert sorted(SIZES) == OPTIONS["model"]
 
 
 @pytest.mark.parametrize("model", SIZES)
@@ -82,7 +78,7 @@ def test_small_presets_are_comparable() -> None:
 
 
 def test_a_preset_sets_the_recipe_only_where_it_is_for_small_computers() -> None:
-    for model in options("model"):
+    for model in OPTIONS["model"]:
         recipe = replace(load(f"model={model}"), model=ModelOptions(), attention=MHAOptions())
         small = model in ("nano_cpu", "gqa_nano", "mla_nano")
         assert recipe == (TrainConfig(batch_size=12, max_iters=2000) if small else TrainConfig())
@@ -97,8 +93,8 @@ def test_flops_of_the_default_model_are_those_of_nanogpts_formula() -> None:
 # Composition
 
 
-@pytest.mark.parametrize("qk_norm", options("qk_norm"))
-@pytest.mark.parametrize("model", options("model"))
+@pytest.mark.parametrize("qk_norm", OPTIONS["qk_norm"])
+@pytest.mark.parametrize("model", OPTIONS["model"])
 def test_every_preset_composes_with_every_qk_norm(model: str, qk_norm: str) -> None:
     config = load(f"model={model}", f"qk_norm={qk_norm}")
     assert config.model.name == model
@@ -106,35 +102,37 @@ def test_every_preset_composes_with_every_qk_norm(model: str, qk_norm: str) -> N
     assert replace(config, qk_norm=load().qk_norm) == load(f"model={model}")
 
 
-OF_SWEEPS = {"sweep", "launcher"}  # read by sweeps/launch.py
-
-
-@pytest.mark.parametrize("group", sorted({p.name for p in CONFIG_DIR.iterdir() if p.is_dir()} - OF_SWEEPS))
+@pytest.mark.parametrize("group", OPTIONS)
 def test_every_option_of_every_group_composes(group: str) -> None:
     needs = {
         "attention=mla": ["model.position=rope", "model.rope_theta=1e4"],
         "data=text": ["data.path=a.txt"],
         "fault=loss_over_accumulation": ["gradient_accumulation_steps=2"],
     }
-    assert options(group)
-    for option in options(group):
+    for option in OPTIONS[group]:
         choice = f"{group}={option}"
         value = getattr(load(choice, *needs.get(choice, [])), group, None)  # an experiment is no setting
         assert value is None or value.name == option
 
 
-def test_the_yaml_files_are_the_defaults_of_the_dataclasses_and_leave_no_setting_out() -> None:
+def test_what_hydra_composes_are_the_defaults_of_the_dataclasses() -> None:
     assert load() == TrainConfig()
-    for group, variants in (("qk_norm", QK_NORMS), ("qk_clip", QK_CLIPS), ("optim", OPTIMS), ("schedule", SCHEDULES)):
-        assert options(group) == sorted(variants)
-        for name, variant in variants.items():
-            assert getattr(load(f"{group}={name}"), group) == variant()
-    assert load("attention=mla", "model.position=rope", "model.rope_theta=1e4").attention == MLAOptions()
-    for model in options("model"):
-        for attention in options("attention"):
-            config = composed(f"model={model}", f"attention={attention}")
-            assert set(config["model"]) == {f.name for f in fields(ModelOptions)}
-            assert set(config["attention"]) == {f.name for f in fields(ATTENTIONS[attention])}
+    for group, setting in declared(TrainConfig).items():
+        assert {*setting.options} <= {*OPTIONS.get(group, [])}
+        for name, cls in setting.options.items():
+            assert composed(f"{group}={name}")[group] == json.loads(json.dumps(asdict(cls(name=name))))
+
+
+@pytest.mark.parametrize("file", sorted(CONFIG_DIR.glob("*/**/*.yaml")), ids=lambda file: file.stem)
+def test_a_preset_names_only_what_differs_from_the_defaults(file: Path) -> None:
+    group, *of_option, _ = file.relative_to(CONFIG_DIR).parts
+    if group in OF_SWEEPS:
+        return
+    content = parse_yaml(file.read_text(), str(file))
+    default = asdict(ATTENTIONS[of_option[0]](name=of_option[0])) if of_option else asdict(TrainConfig())
+    named = flatten(content if of_option or "@package _global_" in file.read_text() else {group: content})
+    same = [key for key, value in flatten(default).items() if key in named and named[key] == value]
+    assert [key for key in same if key != "model.name"] == []
 
 
 def test_numbers_without_a_point_are_numbers() -> None:
@@ -150,7 +148,7 @@ LAYOUTS: dict[str, MHAOptions | MLAOptions] = {
 }
 
 
-@pytest.mark.parametrize("model", options("model"))
+@pytest.mark.parametrize("model", OPTIONS["model"])
 def test_a_preset_chooses_its_layout_and_naming_it_changes_nothing(model: str) -> None:
     config = load(f"model={model}")
     assert config.attention == LAYOUTS.get(model, MHAOptions())

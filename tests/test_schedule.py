@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from core.schema import ConfigError
+from core.schema import ConfigError, validate
 from training.config import ConstantOptions, CosineOptions, LinearOptions, ScheduleOptions, TrainConfig, WSDOptions
 from training.schedule import learning_rate
 
@@ -77,9 +77,9 @@ def test_max_iters_is_part_of_the_trajectory_where_the_decay_ends_there(schedule
 
 
 def test_wsds_warm_up_may_end_where_the_decay_begins_but_not_later() -> None:
-    TrainConfig(max_iters=1000, schedule=WSDOptions(warmup_iters=800)).check()
+    validate(TrainConfig(max_iters=1000, schedule=WSDOptions(warmup_iters=800)))
     with pytest.raises(ConfigError, match="schedule.warmup_iters=801 must be <= 800, where the decay begins"):
-        TrainConfig(max_iters=1000, schedule=WSDOptions(warmup_iters=801)).check()
+        validate(TrainConfig(max_iters=1000, schedule=WSDOptions(warmup_iters=801)))
 
 
 def test_a_vanishing_decay_is_a_step_to_min_lr() -> None:

@@ -180,7 +180,7 @@ def test_the_p_sweep_is_seven_p_by_ten_folds_under_each_protocol() -> None:
     assert len(plan_runs(load_sweep("p_sweep", {}), [])) == 70
     for part in ("alpha_1", "sqrt_d", "matched", "henry"):
         mine = [run for run in runs if any(point.startswith(f"{part}/") for point in run.points)]
-        found = {(run.config.qk_norm.p, run.fold) for run in mine}  # type: ignore[union-attr]
+        found = {(run.config.qk_norm.p, run.fold) for run in mine}  # type: ignore[attr-defined]
         assert found == {(p, fold) for p in (1, 1.5, 2, 2.5, 3, 3.5, 4) for fold in range(10)}
         assert len(mine) == 70
 
@@ -191,7 +191,7 @@ def test_the_control_has_the_temperature_of_each_p(name: str) -> None:
     for run in runs:
         p = float(run.points[0].removeprefix("control/as_p"))
         head_dim = run.config.model.n_embd // run.config.model.n_head
-        assert run.config.qk_norm.alpha_init == pytest.approx(mean_norm_ratio(p, head_dim) ** 2, rel=1e-3)  # type: ignore[union-attr]
+        assert run.config.qk_norm.alpha_init == pytest.approx(mean_norm_ratio(p, head_dim) ** 2, rel=1e-3)  # type: ignore[attr-defined]
     assert len(runs) == 6
 
 
@@ -210,7 +210,7 @@ def test_the_gqa_sweep_reads_the_papers_32768_tokens_both_ways_and_shares_keys_i
         found: dict[tuple[int, str], list[PlannedRun]] = {}
         for run in planned:
             if any(point.startswith(f"{part}/") for point in run.points):
-                n_kv_head = run.config.attention.n_kv_head  # type: ignore[union-attr]
+                n_kv_head = run.config.attention.n_kv_head  # type: ignore[attr-defined]
                 found.setdefault((n_kv_head, run.points[0].partition("/")[2]), []).append(run)
         return found
 
@@ -230,7 +230,7 @@ def test_the_gqa_sweep_reads_the_papers_32768_tokens_both_ways_and_shares_keys_i
 def test_gqa_nano_is_every_norm_at_every_number_of_key_heads_over_three_seeds() -> None:
     runs = plan_runs(load_sweep("gqa_nano", {}), [])
     assert len(runs) == 5 * 3 * 3 and {run.seed for run in runs} == {1, 2, 3}
-    assert {run.config.attention.n_kv_head for run in runs} == {1, 2, 4}  # type: ignore[union-attr]
+    assert {run.config.attention.n_kv_head for run in runs} == {1, 2, 4}  # type: ignore[attr-defined]
     names = {point for run in runs for point in run.points}
     compare = load_sweep("gqa_nano", {}).compare.values()
     assert len(names) == 15 and all(family["baseline"] in names for family in compare)

@@ -9,13 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from test_train import configured, lines
 
 import train
 from core import checkpoint
-from core.cli import CONFIG_DIR
 from core.files import cache_folder
 from core.schema import ConfigError
 from data import tokens
@@ -23,6 +20,7 @@ from data.corpora import load_text
 from data.options import PythonSourceOptions, TextFileOptions
 from data.tokenizer import build_tokenizer
 from data.tokens import Corpus, load_corpus, size_of_text
+from sweeps.plan import compose
 from training.config import TrainConfig, load_config
 
 GREEK = "μῆνιν ἄειδε θεὰ Πηληϊάδεω Ἀχιλῆος οὐλομένην, ἣ μυρί' Ἀχαιοῖς ἄλγε' ἔθηκε — "
@@ -43,9 +41,7 @@ def greek(tmp_path: Path) -> Path:
 
 
 def composed(*overrides: str) -> TrainConfig:
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        settings: Any = OmegaConf.to_container(compose("train", overrides=list(overrides)), resolve=True)
-    return load_config(settings)
+    return load_config(compose([*overrides]))
 
 
 def bpe_of(greek: Path) -> TextFileOptions:

@@ -1,21 +1,38 @@
 """The settings of a training run: TrainConfig joins those of the model, the data and the optimizer. Free of torch."""
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from core.schema import at_least, build, digest, flatten, one_of, require
+from core.schema import (
+    FREE,
+    NOT_EMPTY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    AlsoCalled,
+    AtLeast,
+    BeforeItExisted,
+    Between,
+    Help,
+    OneOf,
+    Rule,
+    Variants,
+    build,
+    deciding,
+    digest,
+    options,
+    require,
+    validate,
+)
 from data.options import CORPORA, CorpusOptions, FoldedTextOptions, TinyShakespeareOptions
 from model.options import (
     ATTENTIONS,
     QK_NORMS,
     AttentionOptions,
-    GQAOptions,
     LpNormOptions,
     MHAOptions,
     MLAOptions,
@@ -25,102 +42,100 @@ from model.options import (
 )
 
 
-@dataclass(frozen=True)
+@options
 class NoClipOptions:
+    """Nothing is clipped or recorded"""
+
     name: str = "none"
 
-    def check(self) -> None:
-        pass
 
-
-@dataclass(frozen=True)
+@options
 class LogClipOptions(NoClipOptions):
-    """Log the exact maximal logits, of any attention and QK norm, and clip nothing."""
+    """Log the exact maximal logits, of any attention and QK norm, and clip nothing"""
 
     name: str = "log"
 
 
-@dataclass(frozen=True)
+@options
 class QKClipOptions(NoClipOptions):
-    """Kimi K2's QK-Clip: heads whose largest logit exceeds `threshold` have their weights scaled back to it."""
+    """QK-Clip (Kimi K2): scale the weights of a head back whose largest logit exceeds threshold; needs qk_norm=none"""
 
     name: str = "clip"
-    threshold: float = 100.0
-    balance: float = 0.5
-
-    def check(self) -> None:
-        require(0 < self.threshold < math.inf, f"qk_clip.threshold={self.threshold} must be a finite number > 0")
-        require(0 <= self.balance <= 1, f"qk_clip.balance={self.balance} must be in [0, 1]")
+    threshold: Annotated[float, POSITIVE, Help("of a head's largest logit")] = 100.0
+    balance: Annotated[
+        float, Between(0, 1), Help("queries are scaled by gamma^balance, keys by gamma^(1 - balance)")
+    ] = 0.5
 
 
-@dataclass(frozen=True)
+@options
 class AdamWOptions:
+    """AdamW"""
+
     name: str = "adamw"
-    learning_rate: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.1
-
-    def check(self) -> None:
-        require(
-            0 < self.learning_rate < math.inf,
-            f"optim.learning_rate={self.learning_rate} must be a finite number > 0",
-        )
-        require(all(0 <= b < 1 for b in self.betas), f"optim.betas={list(self.betas)} must each be in [0, 1)")
-        require(
-            0 <= self.weight_decay < math.inf, f"optim.weight_decay={self.weight_decay} must be a finite number >= 0"
-        )
+    learning_rate: Annotated[float, POSITIVE, AlsoCalled(["lr"]), Help("the highest one of the schedule")] = 1e-3
+    betas: Annotated[
+        tuple[float, float],
+        Rule(lambda betas: all(0 <= b < 1 for b in betas), "must each be in [0, 1)"),
+        AlsoCalled(["beta1", "beta2"]),
+        Help("AdamW's"),
+    ] = (0.9, 0.99)
+    weight_decay: Annotated[float, NOT_NEGATIVE, Help("of weights with two or more dimensions")] = 0.1
 
 
-@dataclass(frozen=True)
+@options
 class MuonOptions(AdamWOptions):
-    """Muon for the hidden matrices, AdamW for the rest: learning_rate and weight_decay are of both, betas AdamW's."""
+    """Muon for the matrices of the blocks, each projection on its own, AdamW for the rest, with one learning rate"""
 
     name: str = "muon"
-    momentum: float = 0.95
-    nesterov: bool = True
-    ns_steps: int = 5
-
-    def check(self) -> None:
-        super().check()
-        require(0 <= self.momentum < 1, f"optim.momentum={self.momentum} must be in [0, 1)")
-        require(1 <= self.ns_steps < 100, f"optim.ns_steps={self.ns_steps} must be in 1..99")
+    momentum: Annotated[float, Between(0, 1, "[)"), Help("Muon's")] = 0.95
+    nesterov: Annotated[bool, Help("Muon's")] = True
+    ns_steps: Annotated[
+        int, Rule(lambda n: 1 <= n < 100, "must be in 1..99"), Help("Newton-Schulz iterations of Muon")
+    ] = 5
 
 
-@dataclass(frozen=True)
+WARMUP = 100  # iterations
+MinLR = Annotated[float, NOT_NEGATIVE, Help("the learning rate at the end")]
+
+
+@options
 class ScheduleOptions:
+    """What every schedule has."""
+
     name: str
-    warmup_iters: int = 100
+    warmup_iters: Annotated[
+        int | None,
+        AtLeast(0),
+        Help(f"null: {WARMUP}, but not more than a tenth of the iterations until the decay ends"),
+    ] = None
 
-    def check(self) -> None:
-        at_least("schedule.warmup_iters", self.warmup_iters, 0)
+    def warmup(self, end: int | None) -> int:
+        """Iterations of warm-up. end: of the decay; None for a schedule without one."""
+        if self.warmup_iters is not None:
+            return self.warmup_iters
+        return WARMUP if end is None else min(WARMUP, end // 10)
 
 
-@dataclass(frozen=True)
+@options
 class ConstantOptions(ScheduleOptions):
-    """Warm-up, then learning_rate. Nothing in it depends on the length of the run."""
+    """Warm-up, then learning_rate: nothing depends on the length of the run"""
 
     name: str = "constant"
 
 
-@dataclass(frozen=True)
+@options
 class DecayOptions(ScheduleOptions):
-    """A schedule that ends at min_lr, at iteration lr_decay_iters (null: max_iters)."""
+    """A schedule that ends at min_lr."""
 
-    min_lr: float = 0.0
-    lr_decay_iters: int | None = None
+    min_lr: MinLR = 0.0
+    lr_decay_iters: Annotated[int | None, AtLeast(1), Help("the iteration of that end; null: max_iters")] = None
 
     def decay_start(self, end: int) -> float:
         """The iteration from which a decay that is over at `end` goes down."""
-        return self.warmup_iters
+        return self.warmup(end)
 
     def decay_end(self, max_iters: int) -> int:
         return max_iters if self.lr_decay_iters is None else self.lr_decay_iters
-
-    def check(self) -> None:
-        super().check()
-        require(0 <= self.min_lr < math.inf, f"schedule.min_lr={self.min_lr} must be a finite number >= 0")
-        if self.lr_decay_iters is not None:
-            at_least("schedule.lr_decay_iters", self.lr_decay_iters, 1)
 
     def check_decay(self, max_iters: int, learning_rate: float) -> None:
         end = self.decay_end(max_iters)
@@ -129,139 +144,163 @@ class DecayOptions(ScheduleOptions):
             f"schedule.min_lr={self.min_lr} must be <= optim.learning_rate={learning_rate}",
         )
         require(
-            self.warmup_iters < end,
+            self.warmup(end) < end,
             f"schedule.warmup_iters={self.warmup_iters} must be < {end}"
-            " (schedule.lr_decay_iters, by default max_iters); a short run may have schedule.warmup_iters=0",
+            " (schedule.lr_decay_iters, by default max_iters); null suits a short run",
         )
 
 
-@dataclass(frozen=True)
+@options
 class CosineOptions(DecayOptions):
+    """Warm-up, then half a cosine down to min_lr (nanoGPT's)"""
+
     name: str = "cosine"
-    min_lr: float = 1e-4
+    min_lr: MinLR = 1e-4
 
 
-@dataclass(frozen=True)
+@options
 class LinearOptions(DecayOptions):
+    """Warm-up, then a straight line down to min_lr"""
+
     name: str = "linear"
 
 
-@dataclass(frozen=True)
+@options
 class WSDOptions(DecayOptions):
-    """Warm-up, stable, decay over the last decay_frac of lr_decay_iters."""
+    """Warm-up, stable, decay with 1 - sqrt"""
 
     name: str = "wsd"
-    decay_frac: float = 0.2
+    decay_frac: Annotated[float, Between(0, 1, "(]"), Help("the decay's share of lr_decay_iters")] = 0.2
 
     def decay_start(self, end: int) -> float:
         return end - self.decay_frac * end
-
-    def check(self) -> None:
-        super().check()
-        require(0 < self.decay_frac <= 1, f"schedule.decay_frac={self.decay_frac} must be in (0, 1]")
 
     def check_decay(self, max_iters: int, learning_rate: float) -> None:
         super().check_decay(max_iters, learning_rate)
         end = self.decay_end(max_iters)
         require(
-            self.warmup_iters <= self.decay_start(end),
-            f"schedule.warmup_iters={self.warmup_iters} must be <= {self.decay_start(end):g}, where the decay begins:"
+            self.warmup(end) <= self.decay_start(end),
+            f"schedule.warmup_iters={self.warmup(end)} must be <= {self.decay_start(end):g}, where the decay begins:"
             f" schedule.decay_frac={self.decay_frac} of {end} (schedule.lr_decay_iters, by default max_iters)",
         )
 
 
-@dataclass(frozen=True)
-class WandbOptions:
-    mode: str = "auto"
-    project: str = "nanoqk"
-    group: str | None = None
-
-    def check(self) -> None:
-        one_of("wandb.mode", self.mode, ("auto", "online", "offline", "disabled"))
-        require(
-            re.fullmatch(r"[^/\\#?%:]{1,128}", self.project) is not None,
-            f"wandb.project={self.project!r} must be 1 to 128 characters, none of / \\ # ? % :",
-        )
+FAULTS = {  # name -> what it does
+    "none": "no fault",
+    "no_mask": "attention over all keys, as equation 8 of the GQA paper has it",
+    "unshifted_labels": "the target of a token is the token itself",
+    "loss_over_accumulation": "the loss is divided by the number of micro-batches once too often",
+    "repeated_batches": "every iteration gets the micro-batches of the first one",
+    "padding_in_mean": "a window is 1/16 text and 15/16 padding, whose prediction counts in the mean",
+}
 
 
-FAULTS = (
-    "none",
-    "no_mask",
-    "unshifted_labels",
-    "loss_over_accumulation",
-    "repeated_batches",
-    "padding_in_mean",
-)
-
-
-@dataclass(frozen=True)
+@options
 class FaultOptions:
     """A fault that makes the loss too good to be true, on purpose: training/faults.py."""
 
-    name: str = "none"
-
-    def check(self) -> None:
-        one_of("fault.name", self.name, FAULTS)
+    name: Annotated[str, OneOf(FAULTS), BeforeItExisted("none")] = "none"
 
 
-QK_CLIPS = {"none": NoClipOptions, "log": LogClipOptions, "clip": QKClipOptions}
+@options
+class WandbOptions:
+    mode: Annotated[
+        Literal["auto", "online", "offline", "disabled"],
+        AlsoCalled(["wandb_log"]),
+        Help("auto: online with an API key, else offline"),
+    ] = "auto"
+    project: Annotated[
+        str,
+        Rule(
+            lambda name: re.fullmatch(r"[^/\\#?%:]{1,128}", name) is not None,
+            "must be 1 to 128 characters, none of / \\ # ? % :",
+        ),
+        AlsoCalled(["wandb_project"]),
+        Help("name of the W&B project"),
+    ] = "nanoqk"
+    group: Annotated[str | None, Help("null: the run's readable prefix without its fold")] = None
 
 
-OPTIMS = {"adamw": AdamWOptions, "muon": MuonOptions}
-
-
-SCHEDULES = {"cosine": CosineOptions, "wsd": WSDOptions, "linear": LinearOptions, "constant": ConstantOptions}
-
-
+QK_CLIPS: dict[str, type[NoClipOptions]] = {"none": NoClipOptions, "log": LogClipOptions, "clip": QKClipOptions}
+OPTIMS: dict[str, type[AdamWOptions]] = {"adamw": AdamWOptions, "muon": MuonOptions}
+SCHEDULES: dict[str, type[ScheduleOptions]] = {
+    "cosine": CosineOptions, "wsd": WSDOptions, "linear": LinearOptions, "constant": ConstantOptions,
+}  # fmt: skip
 OptimOptions = AdamWOptions
 
+CPUS = os.cpu_count() or 1
+Seed = Annotated[int, AtLeast(0, bits=63), Help("of everything random")]
+Device = Annotated[
+    str,
+    Rule(
+        lambda name: re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", name) is not None,
+        "must be auto, cpu, mps, cuda or cuda:N",
+    ),
+    Help("auto: cuda, mps or cpu; or cpu, cuda, cuda:1, mps"),
+]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 where the hardware has it, else float32")
+]
 
-# Settings that may change when a run is resumed: they do not decide the weights or the logged losses. `device`,
-# `compile` and `threads` may change too, but then the rest of the run is not equal bit for bit, nor, with dropout, to
-# round-off; the dtype that `dtype` comes to may not, which train.py sees to.
-FREE_KEYS = {"out_dir", "max_iters", "eval_interval", "eval_iters", "log_interval", "checkpoint_interval", "plot"}
-FREE_KEYS |= {"dry_run", "eval_only", "fresh", "wandb", "device", "dtype", "compile", "threads"}
-FREE_KEYS |= {"model.activation_checkpointing"}
 
-
-# Settings that came after runs had been named, with what those runs had: it leaves their names and hashes alone.
-LATER_KEYS = {"data.vocab_size": None, "fault.name": "none"}
-
-
-@dataclass(frozen=True)
+# `device`, `compile` and `threads` are free, but a run that changes them is not equal bit for bit from there on.
+# `dtype` is free, but what `auto` stands for may not change: train.py checks that.
+@options
 class TrainConfig:
-    out_dir: str | None = None
-    seed: int = 1337
-    device: str = "auto"
-    dtype: str = "auto"
-    compile: bool | str = "auto"
-    threads: int | None = None
-    batch_size: int = 64
-    gradient_accumulation_steps: int = 1
-    max_iters: int = 5000
-    grad_clip: float = 1.0
-    eval_interval: int = 250
-    eval_iters: int = 0
-    log_interval: int = 10
-    checkpoint_interval: int = 250
-    plot: bool = False
-    dry_run: bool = False
-    eval_only: bool = False
-    fresh: bool = False
-    model: ModelOptions = field(default_factory=ModelOptions)
-    attention: AttentionOptions = field(default_factory=MHAOptions, metadata={"variants": ATTENTIONS})
-    qk_norm: QKNormOptions = field(default_factory=NoNormOptions, metadata={"variants": QK_NORMS})
-    qk_clip: NoClipOptions = field(default_factory=NoClipOptions, metadata={"variants": QK_CLIPS})
-    optim: OptimOptions = field(default_factory=AdamWOptions, metadata={"variants": OPTIMS})
-    schedule: ScheduleOptions = field(default_factory=CosineOptions, metadata={"variants": SCHEDULES})
-    data: CorpusOptions = field(default_factory=TinyShakespeareOptions, metadata={"variants": CORPORA})
-    fault: FaultOptions = field(default_factory=FaultOptions)
-    wandb: WandbOptions = field(default_factory=WandbOptions)
+    out_dir: Annotated[
+        str | None,
+        FREE,
+        NOT_EMPTY,
+        Help("null: runs/ + a readable name + a hash of what decides the numbers"),
+    ] = None
+    seed: Seed = 1337
+    device: Annotated[Device, FREE] = "auto"
+    dtype: Annotated[Dtype, FREE] = "auto"
+    compile: Annotated[bool | Literal["auto"], FREE, Help("torch.compile; auto: on CUDA only")] = "auto"
+    threads: Annotated[
+        int | None,
+        FREE,
+        Rule(lambda n: 1 <= n <= CPUS, f"must be >= 1 and <= {CPUS}, the CPUs here"),
+        Help("CPU threads; null: torch's choice"),
+    ] = None
+    batch_size: Annotated[int, AtLeast(1), Help("sequences a micro-batch")] = 64
+    gradient_accumulation_steps: Annotated[
+        int, AtLeast(1), Help("micro-batches an iteration, divided among the ranks of torchrun")
+    ] = 1
+    max_iters: Annotated[int, FREE, AtLeast(1), Help("updates of the weights")] = 5000
+    grad_clip: Annotated[float, NOT_NEGATIVE, Help("largest norm of the gradient; 0: off")] = 1.0
+    eval_interval: Annotated[int, FREE, AtLeast(1), Help("iterations between exact evaluations")] = 250
+    eval_iters: Annotated[
+        int, FREE, AtLeast(0), Help("> 0: nanoGPT's sampled estimate of that many batches as well, for comparison")
+    ] = 0
+    log_interval: Annotated[int, FREE, AtLeast(1), Help("iterations between lines of metrics.jsonl")] = 10
+    checkpoint_interval: Annotated[int, FREE, AtLeast(1), Help("iterations between checkpoints")] = 250
+    plot: Annotated[bool, FREE, Help("draw the loss curve into the run directory at the end")] = False
+    dry_run: Annotated[bool, FREE, Help("print what the run would be and cost; write nothing")] = False
+    eval_only: Annotated[bool, FREE, Help("evaluate the latest checkpoint, then stop")] = False
+    fresh: Annotated[bool, FREE, Help("move an older run in the same directory aside and start anew")] = False
+    model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
+    attention: Annotated[AttentionOptions, Variants(ATTENTIONS), Help("the attention layout")] = MHAOptions()
+    qk_norm: Annotated[QKNormOptions, Variants(QK_NORMS), Help("of queries and keys, before RoPE")] = NoNormOptions()
+    qk_clip: Annotated[NoClipOptions, Variants(QK_CLIPS), Help("a bound on the largest logits")] = NoClipOptions()
+    optim: Annotated[OptimOptions, Variants(OPTIMS), Help("the optimizer")] = AdamWOptions()
+    schedule: Annotated[ScheduleOptions, Variants(SCHEDULES), Help("of the learning rate")] = CosineOptions()
+    data: Annotated[CorpusOptions, Variants(CORPORA), AlsoCalled(["dataset"]), Help("the corpus")] = (
+        TinyShakespeareOptions()
+    )
+    fault: Annotated[
+        FaultOptions, Variants(dict.fromkeys(FAULTS, FaultOptions), FAULTS), Help("train wrongly on purpose")
+    ] = FaultOptions()
+    wandb: Annotated[WandbOptions, FREE, Help("Weights & Biases")] = WandbOptions()
 
     @property
     def lr_decay_iters(self) -> int | None:
         """The iteration at which the learning rate's decay is over; None for a schedule without one."""
         return self.schedule.decay_end(self.max_iters) if isinstance(self.schedule, DecayOptions) else None
+
+    @property
+    def warmup_iters(self) -> int:
+        return self.schedule.warmup(self.lr_decay_iters)
 
     @property
     def tokens_per_iter(self) -> int:
@@ -270,34 +309,24 @@ class TrainConfig:
     @property
     def trajectory(self) -> dict[str, Any]:
         """Flat {key: value} of the settings that decide the weights and the losses, resolved."""
-        config = {k: v for k, v in asdict(self).items() if k not in FREE_KEYS}
-        if self.lr_decay_iters is not None:
-            config["schedule"]["lr_decay_iters"] = self.lr_decay_iters
-        config["data"].pop("path", None)  # a corpus may move: its SHA-256 is compared
-        if isinstance(self.data, FoldedTextOptions) and self.data.tokenizer == "bpe":
-            config["data"]["vocab_size"] = self.data.bpe_vocab_size
-        flat = {key: value for key, value in flatten(config).items() if key not in FREE_KEYS}
-        return {key: value for key, value in flat.items() if key not in LATER_KEYS or value != LATER_KEYS[key]}
+        schedule, data = replace(self.schedule, warmup_iters=self.warmup_iters), self.data
+        if isinstance(schedule, DecayOptions):
+            schedule = replace(schedule, lr_decay_iters=self.lr_decay_iters)
+        if isinstance(data, FoldedTextOptions) and data.tokenizer == "bpe":
+            data = replace(data, vocab_size=data.bpe_vocab_size)
+        return deciding(replace(self, schedule=schedule, data=data))
 
     @property
     def label(self) -> str:
         """Readable name of the setting, without fold and seed."""
-        parts = [self.model.name, self.attention.name]
-        if isinstance(self.attention, GQAOptions):
-            parts[1] += f"{self.attention.n_kv_head}"
-        if isinstance(self.qk_clip, QKClipOptions):
-            parts.append(f"clip{self.qk_clip.threshold:g}")
-        if isinstance(self.qk_norm, LpNormOptions):
-            p = self.qk_norm.p
-            parts.append(f"lp_p{p if isinstance(p, str) else format(p, 'g')}_{self.qk_norm.alpha_init}")
-        else:
-            parts.append(self.qk_norm.name)
+        clip = f"clip{self.qk_clip.threshold:g}" if isinstance(self.qk_clip, QKClipOptions) else ""
         recipe = [
             f"FAULT_{self.fault.name}" if self.fault.name != FaultOptions.name else "",
             self.optim.name if self.optim.name != AdamWOptions.name else "",
             self.schedule.name if self.schedule.name != CosineOptions.name else "",
         ]
-        return "-".join([*parts, *filter(None, recipe), self.data.name])
+        parts = [self.model.name, self.attention.label, clip, self.qk_norm.label, *recipe, self.data.name]
+        return "-".join(filter(None, parts))
 
     @property
     def group(self) -> str:
@@ -314,29 +343,12 @@ class TrainConfig:
         return Path("runs") / f"{self.label}{fold}-s{self.seed}-{digest({**self.trajectory, 'data.path': file})}"
 
     def check(self) -> None:
-        check_common(self.seed, self.device, self.dtype)
-        require(
-            isinstance(self.compile, bool) or self.compile == "auto",
-            f"compile={self.compile} must be true, false or auto",
-        )
-        if self.threads is not None:
-            cpus = os.cpu_count() or 1
-            require(1 <= self.threads <= cpus, f"threads={self.threads} must be >= 1 and <= {cpus}, the CPUs here")
-        for key in ("batch_size", "gradient_accumulation_steps", "max_iters", "eval_interval", "log_interval"):
-            at_least(key, getattr(self, key), 1)
-        at_least("checkpoint_interval", self.checkpoint_interval, 1)
-        at_least("eval_iters", self.eval_iters, 0)
-        require(0 <= self.grad_clip < math.inf, f"grad_clip={self.grad_clip} must be a finite number >= 0 (0: off)")
-        require(self.out_dir != "", "out_dir= must not be empty")
         require(not (self.eval_only and self.fresh), "fresh=true leaves eval_only=true nothing to evaluate")
         require(not (self.eval_only and self.dry_run), "dry_run=true and eval_only=true exclude each other")
-        for group in (self.model, self.qk_norm, self.qk_clip, self.optim, self.schedule, self.data, self.fault):
-            group.check()
-        self.wandb.check()
-        self.attention.check(self.model)
+        self.attention.check_model(self.model)
+        unified = isinstance(self.attention, MLAOptions) and self.attention.qk_norm_layout == "unified"
         require(
-            not (isinstance(self.attention, MLAOptions) and self.attention.qk_norm_layout == "unified")
-            or self.qk_norm.name != "none",
+            not unified or self.qk_norm.name != "none",
             "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
         )
         require(
@@ -357,43 +369,8 @@ class TrainConfig:
             )
 
 
-@dataclass(frozen=True)
-class SampleConfig:
-    run: str = ""
-    checkpoint: str = "best"
-    start: str = "\n"
-    num_samples: int = 10
-    max_new_tokens: int = 500
-    temperature: float = 0.8
-    top_k: int | None = 200
-    top_p: float | None = None
-    seed: int = 1337
-    device: str = "auto"
-    dtype: str = "auto"
-    stream: bool = False
-
-    def check(self) -> None:
-        require(self.run != "", "run= must name a run directory or a checkpoint")
-        one_of("checkpoint", self.checkpoint, ("best", "latest"))
-        at_least("num_samples", self.num_samples, 1)
-        at_least("max_new_tokens", self.max_new_tokens, 1)
-        require(
-            0 <= self.temperature < math.inf, f"temperature={self.temperature} must be a finite number >= 0 (0: greedy)"
-        )
-        if self.top_k is not None:
-            at_least("top_k", self.top_k, 1)
-        if self.top_p is not None:
-            require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]")
-        check_common(self.seed, self.device, self.dtype)
-
-
 def check_common(seed: int, device: str, dtype: str) -> None:
-    require(0 <= seed < 2**63, f"seed={seed} must be >= 0 and < 2**63")
-    require(
-        re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", device) is not None,
-        f"device={device} must be auto, cpu, mps, cuda or cuda:N",
-    )
-    one_of("dtype", dtype, ("auto", "float32", "bfloat16"))
+    validate(TrainConfig(seed=seed, device=device, dtype=dtype))  # type: ignore[arg-type]
 
 
 def load_config(source: Mapping[str, Any]) -> TrainConfig:
@@ -401,8 +378,8 @@ def load_config(source: Mapping[str, Any]) -> TrainConfig:
 
     Raises: ConfigError naming key, value and rule.
     """
-    config = build(TrainConfig, source)
-    config.check()
+    config: TrainConfig = build(TrainConfig, source)
+    validate(config)
     return config
 
 

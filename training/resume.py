@@ -8,6 +8,7 @@ from typing import Any
 
 from core import checkpoint, dist
 from core.files import read_json
+from core.plugins import changed_plugins
 from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, differences, open_run, read_status
 from core.schema import ConfigError, digest, require
 from core.wandb_run import wandb_mode
@@ -98,6 +99,8 @@ def check_resumable(session: Session, run_dir: RunDir, saved: Mapping[str, Any])
     ]
     if changed:
         run_dir.log(f"warning: {', '.join(changed)}: the rest of the run will not be equal bit for bit")
+    for change in changed_plugins(saved.get("plugins", {})):
+        run_dir.log(f"warning: {change}")
     new = set(commits(here)) - set(commits(saved))
     if new and saved["step"] < config.max_iters and not config.eval_only:
         run_dir.log(f"warning: commit {saved.get('commit')} -> {here['commit']}: other code trains the rest of the run")

@@ -7,7 +7,7 @@ from training.config import DecayOptions, TrainConfig
 
 def constant(step: int, config: TrainConfig) -> float:
     """Linear warm-up that is never 0, then 1."""
-    warmup = config.schedule.warmup_iters
+    warmup = config.warmup_iters
     return (step + 1) / (warmup + 1) if step < warmup else 1.0
 
 
@@ -39,7 +39,7 @@ def decayed(step: int, config: TrainConfig) -> float:
 def between(height: float, step: int, config: TrainConfig) -> float:
     """The factor at `height`, 1 at learning_rate and 0 at min_lr; in the warm-up that of the warm-up."""
     assert isinstance(config.schedule, DecayOptions)
-    if step < config.schedule.warmup_iters:
+    if step < config.warmup_iters:
         return constant(step, config)
     floor = config.schedule.min_lr / config.optim.learning_rate
     return floor + (1 - floor) * height

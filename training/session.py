@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from core import checkpoint, dist
 from core.device import device_name, keep_freed_memory, peak_flops, resolve_device, resolve_dtype
 from core.dist import World
+from core.plugins import plugin_hashes
 from core.rundir import commit
 from core.schema import require
 from data.batches import Batches
@@ -164,7 +165,8 @@ def compile_model(model: GPT, config: TrainConfig) -> nn.Module:
 def describe(session: Session) -> dict[str, Any]:
     """The facts that are recorded with a run: in its summary, its checkpoints and W&B."""
     machine, corpus, model = session.machine, session.data.corpus, session.model
-    return {
+    plugins = {"plugins": plugin_hashes(session.config.plugins)} if session.config.plugins else {}
+    return plugins | {
         "dtype": str(machine.dtype), "corpus_sha256": corpus.sha256, "device": device_name(machine.device),
         "compile": session.compiled, "ranks": machine.world.size, "commit": commit(),
         "parameters": model.num_params(), "vocab_size": corpus.tokenizer.vocab_size, "tokens": len(corpus.tokens),

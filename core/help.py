@@ -1,0 +1,69 @@
+"""--help, from the declarations of the settings."""
+
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+
+from core.schema import REQUIRED, Setting, Variants, declared, show
+
+Presets = Mapping[str, Mapping[str, str]]  # group -> option -> help
+
+
+def help_text(doc: str | None, cls: type, presets: Presets | None = None) -> str:
+    """What a program does, then a line for each of its settings and each option of its groups."""
+    return "\n".join([(doc or "").strip(), "", "Settings, written key=value:", *describe(cls, presets or {})])
+
+
+def describe(cls: type, presets: Presets) -> Iterator[str]:
+    groups = []
+    for name, setting in declared(cls).items():
+        if is_group(setting):
+            groups.append((name, setting))
+        else:
+            yield line(name, setting)
+    for name in presets.keys() - declared(cls).keys():
+        yield f"\n{name}=NAME: a file of configs/{name}/"
+        yield from choices(presets[name])
+    for name, setting in groups:
+        yield f"\n{name}: {setting.help}"
+        if name in presets:
+            yield from choices(presets[name], setting.default.name)
+        yield from options_of(name, setting)
+
+
+def is_group(setting: Setting) -> bool:
+    return bool(setting.options) or is_dataclass(setting.kind)
+
+
+def options_of(group: str, setting: Setting) -> Iterator[str]:
+    """The options of a group with the settings of each; one that is as in an option before is not repeated."""
+    seen: set[str] = set()
+    says = getattr(setting.one(Variants), "says", {})
+    for option, cls in (setting.options or {"": setting.kind}).items():
+        inner = {key: one for key, one in declared(cls).items() if key != "name"}
+        lines = {key: line(f"{group}.{key}", one, 4 if option else 2) for key, one in inner.items()}
+        known = [key for key, text in lines.items() if text in seen]
+        seen |= {*lines.values()}
+        if option:
+            said = says.get(option) or " ".join((cls.__doc__ or "").split())
+            also = f"; also {', '.join(known)}" if known else ""
+            yield from choices({option: said + also}, setting.default.name, group)
+        yield from (text for key, text in lines.items() if key not in known)
+
+
+def choices(options: Mapping[str, str], default: str | None = None, group: str = "") -> Iterator[str]:
+    for option, text in options.items():
+        word, mark = f"{group}={option}" if group else option, " (the default)" * (option == default)
+        yield f"  {word:36s} {text}{mark}".rstrip()
+
+
+def line(key: str, setting: Setting, indent: int = 2) -> str:
+    default = setting.default
+    value = json.dumps(default)[1:-1] if isinstance(default, str) else show(default)
+    words = [word for part in typing.get_args(setting.kind) for word in typing.get_args(part) or [part]]
+    words = [word for word in words if isinstance(word, str)]
+    allowed = "" if all(word in setting.help for word in words) else f"{', '.join(words)}: "
+    if default == REQUIRED:
+        value, allowed = "", "must be given: "
+    return f"{' ' * indent}{f'{key}={value}':{38 - indent}s} {allowed}{setting.help}".rstrip()
