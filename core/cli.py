@@ -1,5 +1,6 @@
 """A command line becomes settings: Hydra's composition, key=value scripts, exit statuses, one-line errors."""
 
+import contextlib
 import os
 import re
 import sys
@@ -9,10 +10,11 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from core.help import help_text
+from core.help import Presets, help_text
 from core.schema import (
     AlsoCalled,
     ConfigError,
+    Loads,
     Setting,
     build,
     closest,
@@ -46,7 +48,7 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
     """
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
-        sys.exit(print_help(help_text(doc, schema, presets(schema))))
+        sys.exit(guarded(lambda: print_help(doc, schema, argv, presets(schema))))
     for word in argv:
         if re.fullmatch(r"--?[A-Za-z][\w-]*", word) and word not in HYDRA_OPTIONS:
             sys.exit(refuse(f"{word} is unknown: settings are written key=value, and --help lists them"))
@@ -68,8 +70,8 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
 
     # hydra's parser takes no settings after an option that stands between them
     sys.argv[1:] = sorted(argv, key=lambda word: word in ("-m", "--multirun"))
-    register(schema)
     try:
+        register(schema, argv)
         hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=schema.__name__)(task)()
     except KeyboardInterrupt:
         statuses.append(130)
@@ -84,8 +86,8 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    register(schema)
     try:
+        register(schema, overrides)
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             return to_dict(hydra.compose(schema.__name__, overrides))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -111,13 +113,33 @@ def settings_of(schema: type, source: Mapping[str, Any]) -> Any:
     return settings
 
 
-def register(schema: type) -> None:
-    """Tell Hydra the defaults and the options of every group, so that YAML files hold presets alone.
+def load_early(schema: type, overrides: list[str]) -> None:
+    """Load what Hydra's composition depends on, plugins: of the command line, else of the chosen presets' files."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    given: dict[str, Any] = {}
+    for override in overrides:
+        with contextlib.suppress(HydraException):  # explain() finds it later
+            parsed = OverridesParser.create().parse_override(override)
+            given[parsed.key_or_group] = parsed.value()
+    presets = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in preset_groups(schema) if group in given]
+    contents = [parse_yaml(file.read_text(encoding="utf-8"), str(file)) for file in presets if file.is_file()]
+    for key, setting in declared(schema).items():
+        for loads in setting.all(Loads):
+            named = [source[key] for source in ([given] if key in given else contents) if key in source]
+            for value in named:
+                loads.load(convert(value, setting.kind, key))
+
+
+def register(schema: type, overrides: list[str]) -> None:
+    """Load plugins, then tell Hydra the defaults and the options of every group, so that YAML files hold presets alone.
 
     configs/GROUP/NAME.yaml is a preset; configs/GROUP/OPTION/MODEL.yaml holds the values of an option for model=MODEL.
     """
     from hydra.core.config_store import ConfigStore
 
+    load_early(schema, overrides)
     store, known = ConfigStore.instance(), declared(schema)
     chosen: dict[str, str | None] = {}
     for group, setting in known.items():
@@ -160,7 +182,7 @@ def preset_help(group: str, file: Path) -> str:
     chosen = [one for one in content.pop("defaults", []) if isinstance(one, dict)]
     also = {key.split("/")[-1]: value for one in chosen for key, value in one.items()}
     also |= flatten({key: value for key, value in content.items() if key != group})
-    return f"{said}; also sets {' '.join(f'{key}={show(value)}' for key, value in also.items())}" if also else said
+    return f"{said}\nalso sets {' '.join(f'{key}={show(value)}' for key, value in also.items())}" if also else said
 
 
 def options_of(schema: type) -> dict[str, list[str]]:
@@ -249,7 +271,7 @@ def run_script(
         return old_run_script(settings, program, doc, argv)
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        return print_help(help_text(doc, settings))
+        return guarded(lambda: print_help(doc, settings, [], {}))
 
     def run() -> int:
         values, others = read_settings(argv, settings)
@@ -265,7 +287,7 @@ def run_script(
 
 def old_run_script(argv: list[str], doc: str | None, known: dict[str, Any], program: Callable[..., int]) -> int:
     if {"-h", "--help"} & set(argv):
-        return print_help(str(doc))
+        return guarded(lambda: print(doc) or 0)
 
     def run() -> int:
         values, others = read_words(argv, known)
@@ -326,8 +348,12 @@ def parse_yaml(text: str, where: str) -> Any:
 # The end of a program
 
 
-def print_help(text: str) -> int:
-    return guarded(lambda: sys.stdout.write(f"{text}\n") and 0)
+def print_help(doc: str | None, settings: type, argv: list[str], presets: Presets) -> int:
+    """With the options of the plugins that are named beside --help."""
+    if any("=" in word for word in argv):
+        load_early(settings, argv)
+    print(help_text(doc, settings, presets))
+    return 0
 
 
 def guarded(run: Callable[[], int]) -> int:

@@ -55,7 +55,7 @@ def options_of(group: str, setting: Setting) -> Iterator[str]:
 def choices(options: Mapping[str, str], default: str | None = None, group: str = "") -> Iterator[str]:
     for option, text in options.items():
         word, mark = f"{group}={option}" if group else option, " (the default)" * (option == default)
-        yield f"  {word:36s} {text}{mark}".rstrip()
+        yield f"  {word:36s} {text}{mark}".replace("\n", f"\n{'':39s}").rstrip()
 
 
 def line(key: str, setting: Setting, indent: int = 2) -> str:

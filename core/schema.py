@@ -87,6 +87,13 @@ class AlsoCalled(tuple[str, ...]):
     """What other programs call the setting: AlsoCalled(["lr"])."""
 
 
+@dataclass(frozen=True)
+class Loads:
+    """build() calls it with the setting's value before it converts the settings that are declared later."""
+
+    load: Callable[[Any], None]
+
+
 FREE = object()  # the setting decides neither the weights nor the losses: it may change when a run is resumed
 
 
@@ -166,8 +173,8 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
         if key not in known:
             raise ConfigError(f"{prefix}{key}={show(value)} is unknown{did_you_mean(str(key), known, prefix)}")
     values = {}
-    for key, value in source.items():
-        kind, variants = known[key].kind, known[key].options
+    for key in (key for key in known if key in source):
+        value, kind, variants = source[key], known[key].kind, known[key].options
         if variants:
             chosen: Any = value.get("name") if isinstance(value, Mapping) else value
             good = isinstance(chosen, str) and chosen in variants
@@ -175,6 +182,8 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
             kind = variants[chosen]
         group = is_dataclass(kind)
         values[key] = build(kind, value, f"{prefix}{key}.") if group else convert(value, kind, prefix + key)
+        for note in known[key].all(Loads):
+            note.load(values[key])
     return cls(**values)
 
 
@@ -207,7 +216,9 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         else:
             allowed += TYPE_NAMES[kind]
     if typing.get_origin(hint) is Literal:
-        raise ConfigError(f"{key}={show(value)} must be one of {', '.join(allowed)}")
+        close = closest(show(value), allowed, 0.6)
+        end = f"; did you mean {close}?" if close else ""
+        raise ConfigError(f"{key}={show(value)} must be one of {', '.join(allowed)}{end}")
     *some, last = allowed
     raise ConfigError(f"{key}={show(value)} must be {', '.join(some)}{' or ' * bool(some)}{last}")
 

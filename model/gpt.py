@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from model import ops
+from model import options as settings
 from model.ops import at_least_fp32
 from model.options import GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions, QKNormOptions, RMSNormOptions
 from training.config import TrainConfig
@@ -69,6 +70,8 @@ class QKNorm(nn.Module):
 
     def __init__(self, config: QKNormOptions, head_dim: int, n_head: int):
         super().__init__()
+        self.options: Any = config
+        self.head_dim, self.n_head = head_dim, n_head
         self.gain: nn.Parameter | None = None
 
     def init_weights(self) -> None:
@@ -780,3 +783,15 @@ class GPT(nn.Module):
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
         return sum(attn.cache_bytes_per_token(dtype) for attn in self.attentions)
+
+
+# -----------------------------------------------------------------------------
+# Variants of one's own: a plugin calls these two. `options` has the settings; the default of its `name` is the option.
+
+
+def register_qk_norm(options: type[QKNormOptions], norm: type[QKNorm]) -> None:
+    QK_NORMS[settings.register(settings.QK_NORMS, options)] = norm
+
+
+def register_attention(options: type[settings.AttentionOptions], layout: Callable[[TrainConfig], Observed]) -> None:
+    ATTENTIONS[settings.register(settings.ATTENTIONS, options)] = layout

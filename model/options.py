@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from core.schema import FREE, POSITIVE, AtLeast, Between, Help, Rule, declared, options, require, show
 
@@ -186,6 +186,17 @@ ATTENTIONS: dict[str, type[AttentionOptions]] = {"mha": MHAOptions, "gqa": GQAOp
 QK_NORMS: dict[str, type[QKNormOptions]] = {
     "none": NoNormOptions, "lp": LpNormOptions, "rms": RMSNormOptions, "layernorm": LayerNormOptions,
 }  # fmt: skip
+
+
+def register(table: dict[str, Any], chosen: type) -> str:
+    """Add the options of a variant of one's own to ATTENTIONS or QK_NORMS. Returns their default name."""
+    name = declared(chosen)["name"].default
+    plain = isinstance(name, str) and re.fullmatch(r"[a-z]\w*", name) is not None
+    require(plain, f"{chosen.__name__}.name={name} must be a lower-case word")
+    taken = table.get(name, chosen).__module__
+    require(taken == chosen.__module__, f"{chosen.__name__}.name={name} is taken by {taken}")
+    table[name] = chosen
+    return name
 
 
 def label(chosen: AttentionOptions | QKNormOptions) -> str:

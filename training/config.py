@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from core.plugins import load_plugins
 from core.schema import (
     FREE,
     NOT_EMPTY,
@@ -18,6 +19,7 @@ from core.schema import (
     BeforeItExisted,
     Between,
     Help,
+    Loads,
     OneOf,
     Rule,
     Variants,
@@ -84,7 +86,7 @@ class AdamWOptions:
 
 @options
 class MuonOptions(AdamWOptions):
-    """Muon for the matrices of the blocks, each projection on its own, AdamW for the rest, with one learning rate"""
+    """Muon for the matrices of the blocks, each projection on its own; AdamW for the rest"""
 
     name: str = "muon"
     momentum: Annotated[float, Between(0, 1, "[)"), Help("Muon's")] = 0.95
@@ -278,6 +280,9 @@ class TrainConfig:
     plot: Annotated[bool, FREE, Help("draw the loss curve into the run directory at the end")] = False
     dry_run: Annotated[bool, FREE, Help("print what the run would be and cost; write nothing")] = False
     eval_only: Annotated[bool, FREE, Help("evaluate the latest checkpoint, then stop")] = False
+    plugins: Annotated[
+        tuple[str, ...], FREE, Loads(load_plugins), Help("modules that register a QK norm or a layout, as [my_norm]")
+    ] = ()
     fresh: Annotated[bool, FREE, Help("move an older run in the same directory aside and start anew")] = False
     model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
     attention: Annotated[AttentionOptions, Variants(ATTENTIONS), Help("the attention layout")] = MHAOptions()

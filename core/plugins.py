@@ -1,0 +1,77 @@
+"""Plugins: modules of one's own that register a QK norm or an attention layout, as in plugins=[my_norm].
+
+A plugin is found by its name in the current folder or on Python's path. Nothing is imported from a run directory.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from core.schema import ConfigError, require
+
+
+def load_plugins(names: Iterable[str]) -> None:
+    """Import the modules. Raises: ConfigError that names the one that is missing or fails."""
+    for name in names:
+        require(all(part.isidentifier() for part in name.split(".")), f"plugins=[{name}] must be names of modules")
+        if name in sys.modules:
+            continue
+        try:
+            import_plugin(name)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def import_plugin(name: str) -> None:
+    """Import `name`, whose first part may lie in the current folder. A module that fails leaves nothing behind."""
+    first, here = name.split(".")[0], os.getcwd()
+    spec = PathFinder.find_spec(first, [here]) or importlib.util.find_spec(first)
+    require(
+        spec is not None and spec.loader is not None, f"plugins=[{name}]: no module {first} in {here} or on the path"
+    )
+    assert spec is not None and spec.loader is not None
+    if spec.origin is not None and (run := run_directory(Path(spec.origin))):
+        raise ConfigError(
+            f"plugins=[{name}]: {spec.origin} is in the run directory {run}, from which nothing is imported"
+        )
+    if first not in sys.modules:
+        module = sys.modules[first] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[first]
+            raise
+    importlib.import_module(name)
+
+
+def run_directory(file: Path) -> Path | None:
+    """The run or sweep directory that a file lies in, if it does."""
+    for folder in file.resolve().parents:
+        if (folder / "config.yaml").exists() and ((folder / "ckpt").exists() or (folder / "status.json").exists()):
+            return folder
+        if (folder / "plan.jsonl").exists():
+            return folder
+    return None
+
+
+def plugin_hashes(names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of each loaded plugin's file: what a run records."""
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in names}
+    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
+
+
+def changed_plugins(recorded: Mapping[str, str]) -> list[str]:
+    """What there is to say of the loaded plugins whose file is not the one that a run has recorded."""
+    here = plugin_hashes(recorded)
+    return [
+        f"the plugin {name} has changed: its SHA-256 is {here.get(name, 'unknown')[:12]}, the run's {sha256[:12]}"
+        for name, sha256 in recorded.items()
+        if here.get(name) != sha256
+    ]
