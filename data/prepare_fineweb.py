@@ -1,6 +1,7 @@
 """Turn FineWeb, or any data set with a text column, into shards: python data/prepare_fineweb.py max_tokens=1000000000
 
-data/shards.py describes the files. The result depends on the settings and the data set only. A killed preparation continues with the same command: progress.json says how much is done.
+data/shards.py describes the files. The result depends on the settings and the data set only. A killed preparation
+continues with the same command: progress.json says how much is done.
 """
 
 import contextlib
@@ -9,8 +10,8 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
