@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from variants import LAYOUTS, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
 
+from core.schema import validate
 from model import ops
 from model.gpt import GPT
 from model.options import GQAOptions, MHAOptions, MLAOptions, ModelOptions
@@ -80,7 +81,7 @@ def defined_logits(gpt: GPT, x: Tensor, name: str) -> Tensor:
         if name == "none":
             return y
         if name.startswith("lp"):
-            p = NORMS[name].p  # type: ignore[union-attr]
+            p = NORMS[name].p  # type: ignore[attr-defined]
             if p == "learned":
                 raw = gain_of[f"{which}.raw_p"]
                 p = 1 + math.log1p(math.exp(raw[head % len(raw)].item()))
@@ -119,7 +120,7 @@ def test_explicit_and_absorbed_logits_agree_in_float64(layout: str, name: str) -
     gpt, x = build(config_of(layout, name)), hidden(3, 12)
     explicit = explicit_logits(gpt, x)
     assert relative(visible(absorbed_logits(gpt, x, torch.float64)), visible(explicit[..., 1:, :])) <= 1e-12
-    if LAYOUTS[layout].q_rank is None:  # type: ignore[union-attr]
+    if LAYOUTS[layout].q_rank is None:  # type: ignore[attr-defined]
         assert relative(explicit, defined_logits(gpt, x, name)) <= 1e-12
 
 
@@ -198,7 +199,7 @@ def test_cache_bytes_per_token_are_those_of_the_cache(layout: str, name: str) ->
 @each_norm
 @pytest.mark.parametrize("qk_norm_layout", ["blockwise", "unified"])
 def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_more_with_a_qk_norm(
-    name: str, qk_norm_layout: str
+    name: str, qk_norm_layout: Any
 ) -> None:
     if (qk_norm_layout, name) == ("unified", "none"):
         return  # refused
@@ -207,7 +208,7 @@ def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_more_with_a_qk_n
         kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128, qk_norm_layout=qk_norm_layout
     )
     config = TrainConfig(model=shape, attention=attention, qk_norm=NORMS[name])
-    config.check()
+    validate(config)
     with torch.device("meta"):
         gpt = GPT(config, V)
         (cache,) = gpt.new_caches(1, 64, torch.bfloat16)

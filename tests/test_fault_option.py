@@ -145,7 +145,7 @@ def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("tied", [True, False])  # a tied model's first guess is its input
-@pytest.mark.parametrize("fault", FAULTS[1:])
+@pytest.mark.parametrize("fault", [*FAULTS][1:])
 def test_a_run_with_a_fault_says_so_everywhere(
     fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

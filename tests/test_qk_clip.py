@@ -20,6 +20,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import model.gpt
 import train
+from core.schema import validate
 from model.gpt import GPT
 from model.ops import max_logits, queries_at_once
 from model.options import AttentionOptions, GQAOptions, MHAOptions, MLAOptions, ModelOptions
@@ -45,7 +46,7 @@ def config_of(layout: AttentionOptions, **changes: Any) -> TrainConfig:
     bias = not isinstance(layout, MLAOptions)
     model = ModelOptions(n_layer=2, n_head=4, n_embd=32, block_size=16, dropout=0.0, bias=bias, **rope)
     config = TrainConfig(model=model, attention=layout, **changes)
-    config.check()
+    validate(config)
     return config
 
 

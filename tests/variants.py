@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.schema import validate
 from model import ops
 from model.gpt import GPT, MultiHeadLatentAttention
 from model.options import (
@@ -58,7 +59,7 @@ def config_of(attention: str | AttentionOptions, qk_norm: str | QKNormOptions, *
     if type(attention) is not MHAOptions:
         settings = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0, **settings}
     config = TrainConfig(model=ModelOptions(**settings), attention=attention, qk_norm=qk_norm)
-    config.check()
+    validate(config)
     return config
 
 
