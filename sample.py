@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ from core.schema import (
 from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
 from model.gpt import GPT
-from training.config import Device, Dtype, Seed, load_config
-from training.session import build_model
+from training.config import Device, Dtype, Seed, TrainConfig, load_config
 
 RunPath = Annotated[str, NOT_EMPTY, Help("a run directory, or one checkpoint in it (runs/.../ckpt/step_000500)")]
 Which = Annotated[Literal["best", "latest"], Help("the checkpoint of a run directory")]
@@ -60,7 +59,7 @@ class SampleConfig:
 def sample(config: SampleConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    model, tokenizer, _ = open_run(config.run, config.checkpoint, device)
+    model, tokenizer, *_ = open_run(config.run, config.checkpoint, device)
     prompt = read_prompt(config.start)
     idx = torch.tensor(tokenizer.encode(prompt).tolist(), device=device).expand(config.num_samples, -1)  # (B, T)
     tokens = generate(
@@ -74,29 +73,38 @@ def sample(config: SampleConfig) -> int:
     return 0
 
 
-def open_run(run: str, which: str, device: torch.device) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+class LoadedRun(NamedTuple):
+    """A checkpoint's model in evaluation mode, its tokenizer, its settings, and all else that was saved."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    config: TrainConfig
+    state: dict[str, Any]
+
+
+def open_run(run: str, which: str, device: torch.device) -> LoadedRun:
     """load_run() for the settings run= and checkpoint=. Raises: ConfigError where nothing can be loaded."""
     try:
-        model, tokenizer, state = load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which), device)
+        loaded = load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which), device)
     except checkpoint.CorruptCheckpoint as error:
         raise ConfigError(f"run={run} cannot be loaded: {error}") from error
-    if model.config.fault.name != "none":
-        print(f"warning: run={run} was trained with fault={model.config.fault.name}", file=sys.stderr)
-    for change in changed_plugins(state.get("plugins", {})):
+    if loaded.config.fault.name != "none":
+        print(f"warning: run={run} was trained with fault={loaded.config.fault.name}", file=sys.stderr)
+    for change in changed_plugins(loaded.state.get("plugins", {})):
         print(f"warning: run={run}: {change}", file=sys.stderr)
-    return model, tokenizer, state
+    return loaded
 
 
-def load_run(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """The model in evaluation mode, the tokenizer and the saved state of a checkpoint directory."""
+def load_run(path: Path, device: torch.device) -> LoadedRun:
+    """What a checkpoint directory holds. Raises: CorruptCheckpoint."""
     saved = checkpoint.load(path)
     config = load_config(saved.state["config"])
     tokenizer = from_dict(saved.state["tokenizer"])
     with torch.device("meta"):
-        model = build_model(config, tokenizer.vocab_size)
+        model = GPT(config.gpt, tokenizer.vocab_size)
     model.load_state_dict(saved.tensors["model"], assign=True)
     model.init_rope()
-    return model.to(device).eval(), tokenizer, saved.state
+    return LoadedRun(model.to(device).eval(), tokenizer, config, saved.state)
 
 
 def read_prompt(start: str) -> str:

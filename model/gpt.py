@@ -22,17 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from model import ops
 from model import options as settings
 from model.ops import at_least_fp32
-from model.options import GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions, QKNormOptions, RMSNormOptions
-from training.config import TrainConfig
+from model.options import GPTConfig, GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions, QKNormOptions
 
 INIT_STD = 0.02
-LOGITS_AT_ONCE = 2**26  # elements; a loss of more is made some positions at a time
-
-
-def positions_with_logits(batch: int, vocab_size: int) -> int:
-    """How many positions a window may have for its loss to come with logits."""
-    return max(1, LOGITS_AT_ONCE // (batch * vocab_size))
-
 
 # -----------------------------------------------------------------------------
 # Rotary position embedding (RoFormer), in the half-split layout of Llama and Qwen
@@ -48,7 +40,7 @@ def rope_table(n_positions: int, dim: int, theta: float) -> Rope:
 
 
 def rotate(x: Tensor, rope: Rope, pos: int = 0) -> Tensor:
-    """Turn channel pairs (i, i + d/2) of x (..., T, d), which stands at positions pos .. pos+T-1."""
+    """Rotate channel pairs (i, i + d/2) of x (..., T, d) at positions pos .. pos+T-1 (RoFormer, eq. 34)."""
     cos, sin = (table[pos : pos + x.size(-2)] for table in rope)  # (T, d / 2)
     a, b = at_least_fp32(x).chunk(2, -1)  # (..., T, d / 2)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
@@ -68,9 +60,9 @@ class QKNorm(nn.Module):
 
     centred = False
 
-    def __init__(self, config: QKNormOptions, head_dim: int, n_head: int):
+    def __init__(self, options: QKNormOptions, head_dim: int, n_head: int):
         super().__init__()
-        self.options: Any = config
+        self.options: Any = options
         self.head_dim, self.n_head = head_dim, n_head
         self.gain: nn.Parameter | None = None
 
@@ -81,10 +73,12 @@ class QKNorm(nn.Module):
     def scale(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
+        """(..., hs) -> (..., hs), times alpha (nh or 1, 1, 1): the learned logit scale, for queries."""
         y = at_least_fp32(x)
         y = (y - y.mean(-1, keepdim=True) if self.centred else y) * self.scale(x)
-        return (y if self.gain is None else y * self.gain).to(x.dtype)  # (..., hs)
+        y = y if self.gain is None else y * self.gain
+        return (y if alpha is None else y * alpha).to(x.dtype)
 
 
 class NoNorm(QKNorm):
@@ -93,22 +87,22 @@ class NoNorm(QKNorm):
     def scale(self, x: Tensor) -> Tensor:
         return torch.ones_like(at_least_fp32(x[..., :1]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         return x
 
 
 class RMSNorm(QKNorm):
     """gain * x / sqrt(mean(x^2) + eps) over each head's channels, one gain for all heads (Qwen3)."""
 
-    def __init__(self, config: RMSNormOptions, head_dim: int, n_head: int):
-        super().__init__(config, head_dim, n_head)
-        self.eps = config.eps
+    def __init__(self, options: settings.RMSNormOptions, head_dim: int, n_head: int):
+        super().__init__(options, head_dim, n_head)
+        self.eps = options.eps
         self.gain = nn.Parameter(torch.empty(head_dim))
 
     def scale(self, x: Tensor) -> Tensor:
         return ops.inverse_rms(x, self.eps)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         assert self.gain is not None
         return ops.rms_norm(x, self.gain, self.eps)  # (..., hs)
 
@@ -122,7 +116,7 @@ class LayerNorm(RMSNorm):
         x = at_least_fp32(x)
         return super().scale(x - x.mean(-1, keepdim=True))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         y = at_least_fp32(x)
         # y's own mean square, not centred again: where y is round-off, as of a constant x, that keeps |output| bounded
         return super().forward(y - y.mean(-1, keepdim=True)).to(x.dtype)  # (..., hs)
@@ -139,14 +133,14 @@ class LpNorm(QKNorm):
 
     p_as_data: Tensor  # ()
 
-    def __init__(self, config: LpNormOptions, head_dim: int, n_head: int):
-        super().__init__(config, head_dim, n_head)
-        self.learned = config.p == "learned"
-        if isinstance(config.p, str):
+    def __init__(self, options: LpNormOptions, head_dim: int, n_head: int):
+        super().__init__(options, head_dim, n_head)
+        self.learned = options.p == "learned"
+        if isinstance(options.p, str):
             self.raw_p = nn.Parameter(torch.empty(n_head))
         else:
-            self.fixed_p = config.p
-            self.register_buffer("p_as_data", torch.tensor(config.p, device="cpu"), persistent=False)
+            self.fixed_p = options.p
+            self.register_buffer("p_as_data", torch.tensor(options.p, device="cpu"), persistent=False)
 
     def init_weights(self) -> None:
         if self.learned:
@@ -163,11 +157,10 @@ class LpNorm(QKNorm):
         return ops.inverse_lp_norm(x, self.p)
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
-        """x / ||x||_p, (..., hs), times alpha (nh or 1, 1, 1): queries take it with their norm."""
         return ops.lp_norm(x, self.p, alpha)
 
 
-# The names are those of training/config.py's QK_NORMS.
+# The names are those of model/options.py's QK_NORMS.
 QK_NORMS: dict[str, type[QKNorm]] = {"none": NoNorm, "lp": LpNorm, "rms": RMSNorm, "layernorm": LayerNorm}
 
 
@@ -180,11 +173,11 @@ class Alpha(nn.Module):
 
     MAPS: dict[str, Callable[[Tensor], Tensor]] = {"exp": torch.exp, "softplus": F.softplus, "linear": torch.abs}
 
-    def __init__(self, config: LpNormOptions, n_head: int, blocks: tuple[int, ...], block_size: int):
+    def __init__(self, options: LpNormOptions, n_head: int, blocks: tuple[int, ...], block_size: int):
         super().__init__()
-        self.alpha_map = config.alpha_map
-        self.initial = initial_alpha(config, blocks, block_size)
-        self.raw = nn.Parameter(torch.empty(n_head if config.alpha_per == "head" else 1))
+        self.alpha_map = options.alpha_map
+        self.initial = initial_alpha(options, blocks, block_size)
+        self.raw = nn.Parameter(torch.empty(n_head if options.alpha_per == "head" else 1))
 
     def init_weights(self) -> None:
         # softplus(y) = a at y = a + log(1 - exp(-a))
@@ -196,22 +189,22 @@ class Alpha(nn.Module):
         return self.MAPS[self.alpha_map](self.raw).view(-1, 1, 1)  # (nh or 1, 1, 1)
 
 
-def initial_alpha(config: LpNormOptions, blocks: tuple[int, ...], block_size: int) -> float:
+def initial_alpha(options: LpNormOptions, blocks: tuple[int, ...], block_size: int) -> float:
     """The alpha that a run starts from.
 
     henry: log2(L^2 - L) for the context length L (Henry et al. 2020). sqrt_d: sqrt(hs), which makes p = 2 equal to RMS
     QK-norm; for two blocks, what gives the initial logits the same spread, 1. matched: that spread for every p. (For
     Gaussian vectors a block of d channels adds E[g]^4 / d to the variance of the logits over alpha; E[g] = 1 at p = 2.)
     """
-    if config.alpha_init == "henry":
+    if options.alpha_init == "henry":
         return math.log2(block_size**2 - block_size)
-    if config.alpha_init == "sqrt_d":
+    if options.alpha_init == "sqrt_d":
         return 1 / math.sqrt(sum(1 / d for d in blocks))
-    if config.alpha_init == "matched":
-        p = 2.0 if isinstance(config.p, str) else config.p  # a learned p starts at 2
+    if options.alpha_init == "matched":
+        p = 2.0 if isinstance(options.p, str) else options.p  # a learned p starts at 2
         return 1 / math.sqrt(sum(mean_norm_ratio(p, d) ** 4 / d for d in blocks))
-    assert isinstance(config.alpha_init, float)
-    return config.alpha_init
+    assert isinstance(options.alpha_init, float)
+    return options.alpha_init
 
 
 @functools.lru_cache
@@ -245,16 +238,16 @@ class Embedding(nn.Embedding):
 
 
 class FusedLinear(Linear):
-    """Several projections of one input in one matrix: `projections` are their row counts, for who treats them apart."""
+    """Several projections of one input in one matrix. `split_sizes` are their row counts."""
 
-    def __init__(self, n_in: int, projections: list[int], bias: bool):
-        super().__init__(n_in, sum(projections), bias=bias)
-        self.projections = projections
+    def __init__(self, n_in: int, split_sizes: list[int], bias: bool):
+        super().__init__(n_in, sum(split_sizes), bias=bias)
+        self.split_sizes = split_sizes
 
 
 # -----------------------------------------------------------------------------
 # Attention layouts: forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), cache_bytes_per_token(dtype),
-# flops_per_token(context), and for QK-Clip scale_logits(gamma, balance) beside what Observed has
+# flops_per_token(context), and for QK-Clip scale_logits(gamma, balance), beside what CausalAttention has
 
 
 @dataclass
@@ -265,11 +258,11 @@ class KVCache:
     v: Tensor  # (B, nkv, max_len, hs)
 
 
-class Observed(nn.Module):
-    """The attention product, and what QK-Clip and the diagnostics see of it: finished queries and keys.
+class CausalAttention(nn.Module):
+    """Base class of the layouts: softmax(scale q k^T) v, and what QK-Clip and the diagnostics see of q and k.
 
-    `max_logits`, where track_max_logits() was called, is the exact maximum a head of the training forwards since the
-    last pop_max_logits(); `probe(q, k, scale)` is called by every forward that forms keys.
+    After track_max_logits() `max_logits` is the exact largest logit of each head, (nh,), over the training forwards
+    since the last pop_max_logits(). Every forward that forms keys calls `probe(q, k, scale)`.
     """
 
     n_head: int
@@ -284,7 +277,7 @@ class Observed(nn.Module):
         return ops.causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
-        """q (B, nh, T, dk), k (B, nkv, T, dk), both as they are multiplied."""
+        """q (B, nh, T, dk), k (B, nkv, T, dk): normalised and rotated, the factors of the logits."""
         if self.max_logits is not None and self.training:
             self.max_logits = torch.maximum(self.max_logits, ops.max_logits(q.detach(), k.detach(), scale))
         if self.probe is not None:
@@ -295,19 +288,19 @@ class Observed(nn.Module):
         self.max_logits = torch.full((self.n_head,), -math.inf, device=next(self.parameters()).device)
 
     def pop_max_logits(self) -> Tensor:
-        """The largest logit a head, (nh,), over the visible pairs of all training forwards since the last call."""
+        """The largest logit of each head, (nh,), in all training forwards since the last call."""
         assert self.max_logits is not None, "track_max_logits() was not called"
         result, self.max_logits = self.max_logits, torch.full_like(self.max_logits, -math.inf)
         return result
 
 
-class GroupedQueryAttention(Observed):
+class GroupedQueryAttention(CausalAttention):
     """Causal self-attention with n_kv_head keys and values: multi-head (all), grouped-query, multi-query (1).
 
-    The QK norm acts on the queries and keys of each head, then RoPE turns them.
+    The QK norm acts on the queries and keys of each head, then RoPE rotates them.
     """
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         m, a = config.model, config.attention
         assert isinstance(a, MHAOptions)
@@ -328,7 +321,7 @@ class GroupedQueryAttention(Observed):
         heads = (self.n_head, self.n_kv_head, self.n_kv_head)
         qkv = self.c_attn(x).view(B, T, sum(heads), self.head_dim)
         q, k, v = (part.transpose(1, 2) for part in qkv.split(heads, 2))  # (B, nh, T, hs), (B, nkv, T, hs) twice
-        q, k = self.q_norm(q, *self.logit_scale()), self.k_norm(k)
+        q, k = self.q_norm(q, self.logit_scale()), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope, pos), rotate(k, rope, pos)
         if cache is not None:
@@ -337,8 +330,8 @@ class GroupedQueryAttention(Observed):
             if pos > 0:
                 k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nkv, S, hs)
         if cache is None:
-            self.observe(q, k, self.logit_scale.left)
-        y = self.attend(q, k, v, self.logit_scale.left)  # (B, nh, T, hs)
+            self.observe(q, k, self.logit_scale.softmax_scale)
+        y = self.attend(q, k, v, self.logit_scale.softmax_scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
     @torch.no_grad()
@@ -361,7 +354,7 @@ class GroupedQueryAttention(Observed):
         return 2 * self.n_kv_head * self.head_dim * dtype.itemsize
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of q k^T and att v for one token that sees `context` keys: 2 products, 2 FLOPs, 3 passes."""
+        """Training FLOPs of q k^T and att v for one token that sees `context` keys: 2 matmuls, 2 FLOPs, 3 passes."""
         return 12 * self.n_head * self.head_dim * context
 
 
@@ -373,22 +366,21 @@ def scale_rows(linear: nn.Linear, factors: Tensor) -> None:
 
 
 class LogitScale(nn.Module):
-    """What the logits are multiplied by: the learned alpha of Lp QK-norm, else 1 / sqrt(channels of a head).
+    """The factor of the logits: the learned alpha of Lp QK-norm, else 1 / sqrt(channels of a head).
 
-    alpha, a tensor, goes into the queries with their norm; SDPA takes a number, which is what is `left`.
+    forward() returns alpha (nh or 1, 1, 1), which queries take with their norm, or None. `softmax_scale` is a number.
     """
 
-    def __init__(self, config: TrainConfig, blocks: tuple[int, ...]):
+    def __init__(self, config: GPTConfig, blocks: tuple[int, ...]):
         super().__init__()
-        self.left = 1 / math.sqrt(sum(blocks))
+        self.softmax_scale = 1 / math.sqrt(sum(blocks))
         self.alpha: Alpha | None = None
         if isinstance(config.qk_norm, LpNormOptions):
-            self.left = 1.0
+            self.softmax_scale = 1.0
             self.alpha = Alpha(config.qk_norm, config.model.n_head, blocks, config.model.block_size)
 
-    def forward(self) -> tuple[()] | tuple[Tensor]:
-        """What the norm of the queries takes beside them: alpha (nh or 1, 1, 1), where it is learned."""
-        return () if self.alpha is None else (self.alpha(),)
+    def forward(self) -> Tensor | None:
+        return None if self.alpha is None else self.alpha()
 
 
 @dataclass
@@ -415,7 +407,7 @@ class LatentNorm(nn.RMSNorm):
         return ops.rms_norm(x, self.weight, self.eps)
 
 
-class MultiHeadLatentAttention(Observed):
+class MultiHeadLatentAttention(CausalAttention):
     """Multi-head latent attention (DeepSeek-V2 eq. 9-19, V3's names and norms), with QK norms (QK-Normed MLA).
 
     A key is [content from the latent | one RoPE key shared by the heads]. qk_norm_layout=blockwise normalises the two
@@ -424,7 +416,7 @@ class MultiHeadLatentAttention(Observed):
     gain * (x - mean) * s: the gain goes into the query, s is cached.
     """
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         m, a = config.model, config.attention
         assert isinstance(a, MLAOptions)
@@ -450,106 +442,106 @@ class MultiHeadLatentAttention(Observed):
 
     def forward(self, x: Tensor, rope: Rope | None, cache: LatentCache | None = None, pos: int = 0) -> Tensor:
         assert rope is not None
-        q_nope, q_rope, latent, k_rope = self.inputs(x, rope, pos)
+        q_nope, q_rope, latent, k_rope = self.project(x, rope, pos)
         if cache is not None and pos > 0:
             y = self.absorbed(q_nope, q_rope, latent, k_rope, cache, pos, rope)
         else:
             if cache is not None:
-                self.extend(cache, latent, self.contents(latent), k_rope, rope, pos)
+                self.write_cache(cache, latent, self.content_keys(latent), k_rope, rope, pos)
             y = self.explicit(q_nope, q_rope, latent, k_rope, rope)
         return self.c_proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
 
-    def inputs(self, x: Tensor, rope: Rope, pos: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Finished queries (B, nh, T, dn) and (B, nh, T, dr), latents (B, T, kr), and RoPE keys (B, 1, T, dr): not
-        rotated, and normalised if that is blockwise."""
+    def project(self, x: Tensor, rope: Rope, pos: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Normalised and rotated queries (B, nh, T, dn) and (B, nh, T, dr), latents (B, T, kr), and RoPE keys
+        (B, 1, T, dr), which are not rotated yet, and in the blockwise layout normalised."""
         B, T, _ = x.shape
         latent, k_rope = self.c_kv_a(x).split((self.kv_rank, self.rope_dim), -1)
         q = self.c_q(self.q_a_norm(self.c_q_a(x))).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
         latent, k_rope, alpha = self.kv_a_norm(latent), k_rope[:, None], self.logit_scale()
         if self.unified:
-            q_nope, q_rope = self.parts(self.q_norm(q, *alpha))
+            q_nope, q_rope = self.split_blocks(self.q_norm(q, alpha))
         else:
-            q_nope, q_rope = self.parts(q)
-            q_nope, q_rope = self.q_norm(q_nope, *alpha), self.q_rope_norm(q_rope, *alpha)
+            q_nope, q_rope = self.split_blocks(q)
+            q_nope, q_rope = self.q_norm(q_nope, alpha), self.q_rope_norm(q_rope, alpha)
             k_rope = self.k_rope_norm(k_rope)
         return q_nope, rotate(q_rope, rope, pos), latent, k_rope
 
-    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def split_blocks(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(..., dn + dr) -> (..., dn), (..., dr)"""
         return x[..., : self.nope_dim], x[..., self.nope_dim :]
 
     def keys_and_values(self, latent: Tensor, k_rope: Tensor, rope: Rope, pos: int = 0) -> tuple[Tensor, Tensor]:
-        """What T positions from `pos` on are expanded to: (B, nh, T, dn + dr) and (B, nh, T, dv)."""
+        """Keys (B, nh, T, dn + dr) and values (B, nh, T, dv) of T positions from `pos` on."""
         B, T, _ = latent.shape
         k_nope, v = (
             part.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn) and (B, nh, T, dv)
-            for part in self.c_kv_b(latent).split(self.c_kv_b.projections, -1)
+            for part in self.c_kv_b(latent).split(self.c_kv_b.split_sizes, -1)
         )
         if self.unified:
-            k_nope, k_rope = self.parts(self.k_norm(self.whole(k_nope, k_rope)))
+            k_nope, k_rope = self.split_blocks(self.k_norm(self.join_blocks(k_nope, k_rope)))
         else:
             k_nope = self.k_norm(k_nope)
-        return self.whole(k_nope, rotate(k_rope, rope, pos)), v
+        return self.join_blocks(k_nope, rotate(k_rope, rope, pos)), v
 
-    def whole(self, nope: Tensor, rope: Tensor) -> Tensor:
-        """(B, nh, T, dn), and (B, 1, T, dr) that the heads share or (B, nh, T, dr) -> (B, nh, T, dn + dr)"""
+    def join_blocks(self, nope: Tensor, rope: Tensor) -> Tensor:
+        """(B, nh, T, dn), and (B, 1, T, dr) shared by the heads or (B, nh, T, dr) -> (B, nh, T, dn + dr)"""
         return torch.cat([nope, rope.expand(-1, self.n_head, -1, -1)], -1)
 
     def explicit(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope) -> Tensor:
         """Attention over keys and values formed from the latents of the same T positions -> (B, nh, T, dv)."""
         k, v = self.keys_and_values(latent, k_rope, rope)
         q = torch.cat([q_nope, q_rope], -1)
-        self.observe(q, k, self.logit_scale.left)
-        return self.attend(q, k, v, self.logit_scale.left)
+        self.observe(q, k, self.logit_scale.softmax_scale)
+        return self.attend(q, k, v, self.logit_scale.softmax_scale)
 
     # Absorbed decoding. With g the gain and (q_n, q_r) the finished query, the logit of a key is
     #   s [(W_uk^T (g_n q_n)) . latent + q_r . R g_r k_rope] - s mean [(g_n . q_n) + q_r . R g_r]
     # where blockwise k_rope is normalised as a whole, so that s covers the content alone, and the mean's part of the
     # content is linear in the latent: centring g_n q_n does it.
 
-    def up(self) -> tuple[Tensor, Tensor]:
+    def up_projections(self) -> tuple[Tensor, Tensor]:
         """W_kv_b as (nh, dn, kr) for keys and (nh, dv, kr) for values."""
-        w_uk, w_uv = self.c_kv_b.weight.split(self.c_kv_b.projections)
+        w_uk, w_uv = self.c_kv_b.weight.split(self.c_kv_b.split_sizes)
         return w_uk.view(self.n_head, self.nope_dim, self.kv_rank), w_uv.view(self.n_head, self.v_dim, self.kv_rank)
 
-    def gains(self) -> tuple[Tensor | float, Tensor | float]:
+    def key_gains(self) -> tuple[Tensor | float, Tensor | float]:
         """The key gain of the content, and in the unified layout of the RoPE block."""
         gain = self.k_norm.gain
         if gain is None:
             return 1.0, 1.0
-        return self.parts(gain) if self.unified else (gain, 1.0)
+        return self.split_blocks(gain) if self.unified else (gain, 1.0)
 
-    def contents(self, latent: Tensor) -> Tensor | None:
-        """Content keys (B, nh, T, dn) of latents (B, T, kr) before their norm; None without one, as none needs them."""
-        return ops.content_keys(self.up()[0], latent) if self.normed else None
+    def content_keys(self, latent: Tensor) -> Tensor | None:
+        """Content keys (B, nh, T, dn) of latents (B, T, kr) before their norm; None without a QK norm."""
+        return ops.content_keys(self.up_projections()[0], latent) if self.normed else None
 
-    def extend(
+    def write_cache(
         self, cache: LatentCache, latent: Tensor, k_nope: Tensor | None, k_rope: Tensor, rope: Rope, pos: int
     ) -> None:
-        """Write T positions from `pos` on. k_nope: contents(latent)."""
+        """Write T positions from `pos` on. k_nope: content_keys(latent)."""
         new = slice(pos, pos + latent.size(1))
         if cache.s is not None:
             assert k_nope is not None
-            k = self.whole(k_nope, k_rope) if self.unified else k_nope
+            k = self.join_blocks(k_nope, k_rope) if self.unified else k_nope
             s = self.k_norm.scale(k)  # (B, nh, T, 1)
             cache.s[:, new] = s[..., 0].transpose(1, 2)
             if cache.shift is not None:
                 cache.shift[:, new] = (s * at_least_fp32(k).mean(-1, keepdim=True))[..., 0].transpose(1, 2)
         cache.latent[:, new] = latent
-        cache.k_rope[:, new] = rotate(k_rope * self.gains()[1], rope, pos)[:, 0]
+        cache.k_rope[:, new] = rotate(k_rope * self.key_gains()[1], rope, pos)[:, 0]
 
     def absorbed(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache: LatentCache, pos: int, rope: Rope
     ) -> Tensor:
-        """Attention of T new positions over the cache's `pos` and themselves, which they join -> (B, nh, T, dv)."""
+        """Write T new positions to the cache and attend to all of it, from `pos` positions on -> (B, nh, T, dv)."""
         T = q_nope.size(2)
-        gain, rope_gain = self.gains()
+        gain, rope_gain = self.key_gains()
         q_content = q_nope * gain
         if self.k_norm.centred and not self.unified:
             q_content = q_content - q_content.mean(-1, keepdim=True)
-        w_uk, w_uv = self.up()
+        w_uk, w_uv = self.up_projections()
         q_latent, k_nope = ops.fold(w_uk.to(q_nope.dtype), q_content.to(q_nope.dtype), latent, self.normed)
-        self.extend(cache, latent, k_nope, k_rope, rope, pos)
+        self.write_cache(cache, latent, k_nope, k_rope, rope, pos)
         shift = None
         if cache.shift is not None:
             ones = rotate(torch.as_tensor(rope_gain).expand(pos + T, self.rope_dim), rope)  # (S, dr): R g_r
@@ -557,7 +549,7 @@ class MultiHeadLatentAttention(Observed):
             shift = along * cache.shift[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
         s = None if cache.s is None else cache.s[:, : pos + T]
         latents, k_ropes = cache.latent[:, : pos + T], cache.k_rope[:, : pos + T]
-        scale = self.logit_scale.left
+        scale = self.logit_scale.softmax_scale
         y = ops.latent_attention(q_latent, q_rope, latents, k_ropes, s, shift, scale, self.unified)
         return ops.each_head(y, w_uv.transpose(1, 2).to(y.dtype))
 
@@ -588,7 +580,7 @@ class MultiHeadLatentAttention(Observed):
         return 6 * self.n_head * (self.nope_dim + self.rope_dim + self.v_dim) * context
 
 
-ATTENTIONS: dict[str, Callable[[TrainConfig], Observed]] = {
+ATTENTIONS: dict[str, Callable[[GPTConfig], CausalAttention]] = {
     "mha": GroupedQueryAttention,
     "gqa": GroupedQueryAttention,
     "mla": MultiHeadLatentAttention,
@@ -605,14 +597,14 @@ def new_norm(n: int, config: ModelOptions) -> nn.Module:
 
 
 class BlockLayerNorm(nn.LayerNorm):
-    """PyTorch's, of the residual stream (B, T, C), in fp32; on a CPU in one pass, in the type of the next product."""
+    """LayerNorm of the residual stream (B, T, C), in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class BlockRMSNorm(nn.RMSNorm):
-    """As BlockLayerNorm."""
+    """RMSNorm of the residual stream (B, T, C), in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
@@ -640,7 +632,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.ln_1 = new_norm(config.model.n_embd, config.model)
         self.attn = ATTENTIONS[config.attention.name](config)
@@ -657,7 +649,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The modules of a GPT, under the names that they have in GPT-2's and nanoGPT's checkpoints."""
 
-    def __init__(self, config: TrainConfig, vocab_size: int):
+    def __init__(self, config: GPTConfig, vocab_size: int):
         super().__init__()
         m = config.model
         self.wte = Embedding(vocab_size, m.n_embd)
@@ -669,7 +661,7 @@ class Transformer(nn.Module):
 class GPT(nn.Module):
     """A GPT language model with nanoGPT's structure; tied: the output layer shares the token embedding's weights."""
 
-    def __init__(self, config: TrainConfig, vocab_size: int):
+    def __init__(self, config: GPTConfig, vocab_size: int):
         super().__init__()
         m = config.model
         self.config, self.vocab_size, self.block_size = config, vocab_size, m.block_size
@@ -717,8 +709,8 @@ class GPT(nn.Module):
                 x = block(x, rope, None if caches is None else caches[i], pos)
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
         output = self.transformer.wte if self.lm_head is None else self.lm_head
-        if targets is not None and targets.numel() * self.vocab_size > LOGITS_AT_ONCE:
-            rows = positions_with_logits(1, self.vocab_size)
+        if targets is not None and targets.numel() * self.vocab_size > ops.LOGITS_AT_ONCE:
+            rows = ops.positions_with_logits(1, self.vocab_size)
             return None, ops.linear_cross_entropy(x.flatten(0, 1), output.weight, targets.flatten(), rows)
         logits = F.linear(x, output.weight)  # (B, T, V)
         if targets is None:
@@ -772,7 +764,7 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """Training FLOPs a token, forward and backward: 6 N + 12 L C T (PaLM, appendix B; nanoGPT's estimate_mfu).
 
-        N leaves out the embeddings that are looked up and not multiplied with.
+        N excludes embeddings that are only looked up.
         """
         n = self.num_params(non_embedding=True)
         n -= 0 if self.lm_head is None else self.transformer.wte.weight.numel()
@@ -793,5 +785,7 @@ def register_qk_norm(options: type[QKNormOptions], norm: type[QKNorm]) -> None:
     QK_NORMS[settings.register(settings.QK_NORMS, options)] = norm
 
 
-def register_attention(options: type[settings.AttentionOptions], layout: Callable[[TrainConfig], Observed]) -> None:
+def register_attention(
+    options: type[settings.AttentionOptions], layout: Callable[[GPTConfig], CausalAttention]
+) -> None:
     ATTENTIONS[settings.register(settings.ATTENTIONS, options)] = layout

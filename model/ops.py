@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from model import kernels
 
+LOGITS_AT_ONCE = 2**26  # elements; a loss of more logits is computed some positions at a time
 SMALL = 2**14  # elements; for fewer PyTorch's own operation between two matmuls is done before a kernel is called
 TINY = 1e-30  # a vector with max|x| <= TINY is a zero vector to the Lp norms
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -400,11 +401,11 @@ def latent_attention(
 
         return attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, scaled_rope)[:, :, None]
     inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, s, shift), latent.shape
-    if (
-        B > 1 and S * kr > COPIED and latent.is_cpu
-    ):  # sequences lie apart in the cache: a matmul of all copies them first
-        each = zip(*([None] * B if x is None else x.split(1) for x in inputs), strict=True)
-        return torch.cat([latent_attention_reference(*one, scale, scaled_rope) for one in each])  # type: ignore[arg-type]
+    if B > 1 and S * kr > COPIED and latent.is_cpu:  # one matmul of all sequences would copy them first
+        each: Any = zip(*([None] * B if x is None else x.split(1) for x in inputs), strict=True)
+        return torch.cat([
+            latent_attention_reference(q, r, c, k, s_of_it, d, scale, scaled_rope) for q, r, c, k, s_of_it, d in each
+        ])  # fmt: skip
     return latent_attention_reference(*inputs, scale, scaled_rope)
 
 
@@ -444,6 +445,11 @@ def latent_attention_reference(
 
 # -----------------------------------------------------------------------------
 # The loss of many logits
+
+
+def positions_with_logits(batch: int, vocab_size: int) -> int:
+    """How many positions a window may have for its loss to come with logits."""
+    return max(1, LOGITS_AT_ONCE // (batch * vocab_size))
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:

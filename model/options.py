@@ -181,6 +181,15 @@ class LayerNormOptions(RMSNormOptions):
     name: str = "layernorm"
 
 
+@options
+class GPTConfig:
+    """All that a GPT is made from, but the size of its vocabulary."""
+
+    model: ModelOptions = ModelOptions()
+    attention: AttentionOptions = MHAOptions()
+    qk_norm: QKNormOptions = NoNormOptions()
+
+
 # The options of each name; its class is in the table of the same name in model/gpt.py.
 ATTENTIONS: dict[str, type[AttentionOptions]] = {"mha": MHAOptions, "gqa": GQAOptions, "mla": MLAOptions}
 QK_NORMS: dict[str, type[QKNormOptions]] = {

@@ -43,7 +43,7 @@ from data.corpora import one_line
 from data.options import RandomOptions
 from data.tokens import load_corpus
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
-from model.gpt import positions_with_logits
+from model.ops import positions_with_logits
 from sample import open_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
@@ -75,8 +75,8 @@ class Run:
     (B, T, V), mean loss. block_size: positions that are used; context: that are possible, at least as many."""
 
     def __init__(self, run: str, which: str, device: torch.device):
-        model, _, state = open_run(run, which, device)
-        self.config, self.device = replace(model.config, device=str(device)), device
+        model, _, config, state = open_run(run, which, device)
+        self.config, self.device = replace(config, device=str(device)), device
         self.vocab_size, self.block_size, self.context = model.vocab_size, model.block_size, model.block_size
         self.about = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
         require(self.block_size > 1, f"run={run} has model.block_size=1: there are no earlier tokens")

@@ -27,10 +27,9 @@ from core.device import resolve_device, resolve_dtype
 from core.files import write_atomic
 from core.schema import ConfigError, at_least, did_you_mean, one_of, require, show
 from data.corpora import one_line, probe_hub
-from data.tokenizer import NoText, Tokenizer
+from data.tokenizer import NoText
 from data.tokens import load_corpus
-from model.gpt import GPT
-from sample import open_run
+from sample import LoadedRun, open_run
 from training.config import check_common
 
 INSTALL = "pip install -c constraints.txt -e '.[eval]'"
@@ -91,7 +90,7 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any
     return list(tasks.values()), manager
 
 
-def cloze(model: GPT, tokenizer: Tokenizer, state: dict[str, Any]) -> Any:
+def cloze(run: LoadedRun) -> Any:
     """lm_eval's task of QUESTIONS places in the text that the run held out. Each shows T/2 tokens and CHOICES passages
     of T/4 tokens; one follows in the text, the others are from elsewhere in it (T: block_size).
 
@@ -101,7 +100,8 @@ def cloze(model: GPT, tokenizer: Tokenizer, state: dict[str, Any]) -> Any:
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
-    data, T = model.config.data, model.block_size
+    model, tokenizer, config, state = run
+    data, T = config.data, model.block_size
     corpus = load_corpus(data, T, state)
     require(corpus.sha256 == state["corpus_sha256"], f"tasks={CLOZE}: data={data.name} is not the run's text any more")
     before, after = max(1, T // 2), max(1, T // 4)
@@ -218,7 +218,7 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its resamples are one task: a pool of forks only adds a risk
     device = resolve_device(words["device"])
     dtype = resolve_dtype(words["dtype"], device)
-    model, tokenizer, state = open_run(words["run"], words["checkpoint"], device)
+    run = open_run(words["run"], words["checkpoint"], device)
     names, shots, limit = task_names(words), words.get("num_fewshot"), words.get("limit")
     tasks, manager = load_tasks(names, words.get("include_path"))
     if shots is None and "paper" in words["tasks"].split(","):
@@ -226,9 +226,9 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
         for task in tasks:
             if task.config.task in PAPER:
                 task.set_config("num_fewshot", PAPER_SHOTS)
-    tasks += [cloze(model, tokenizer, state)] if CLOZE in names else []
+    tasks += [cloze(run)] if CLOZE in names else []
     began = time.perf_counter()
-    lm = NanoQK(model, tokenizer, words["batch_size"], dtype)
+    lm = NanoQK(run.model, run.tokenizer, words["batch_size"], dtype)
     try:
         results = lm_eval.simple_evaluate(
             lm, tasks=tasks, task_manager=manager, num_fewshot=words.get("num_fewshot"), limit=limit,
@@ -238,9 +238,9 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
         raise
     except ValueError as error:  # more examples than a task has documents, for instance
         raise ConfigError(f"tasks={words['tasks']} num_fewshot={show(shots)}: {one_line(error)}") from error
-    fault, metrics = model.config.fault.name, metrics_of(results)
+    fault, metrics = run.config.fault.name, metrics_of(results)
     about = {
-        "run": words["run"], "iter": state.get("step"), "num_fewshot": results["n-shot"], "limit": limit,
+        "run": words["run"], "iter": run.state.get("step"), "num_fewshot": results["n-shot"], "limit": limit,
         "dtype": str(dtype).removeprefix("torch."), "lm_eval": lm_eval.__version__,
         "seconds": round(time.perf_counter() - began, 1), "truncated": lm.truncated,
         "questions": {task: n["effective"] for task, n in results["n-samples"].items()},

@@ -22,9 +22,9 @@ from core.cli import run_script
 from core.schema import flatten, one_of, require, show
 from data.tokenizer import SEPARATOR, Tokenizer
 from model.gpt import GPT
+from model.options import GPTConfig
 from sample import open_run
 from scripts.hf_tokenizer import tokenizer_json
-from training.config import TrainConfig
 
 Config = dict[str, Any]
 State = dict[str, Tensor]
@@ -42,7 +42,7 @@ ARCHITECTURES: dict[str, dict[str, tuple[Any, ...]]] = {  # setting -> the value
 LATENT_EPS = 1e-6  # of DeepSeek-V3's two latent norms; they ignore rms_norm_eps
 
 
-def misfits(config: TrainConfig, architecture: str) -> list[str]:
+def misfits(config: GPTConfig, architecture: str) -> list[str]:
     """The settings of the run that an architecture does not support."""
     settings = flatten(asdict(config))
     found = [
@@ -58,7 +58,7 @@ def misfits(config: TrainConfig, architecture: str) -> list[str]:
     return found
 
 
-def architecture_of(config: TrainConfig) -> str:
+def architecture_of(config: GPTConfig) -> str:
     """The architecture that computes the same as the run's model. Raises: ConfigError naming what does not fit."""
     reasons = {name: misfits(config, name) for name in ARCHITECTURES}
 
@@ -93,8 +93,6 @@ def hugging_face(model: GPT) -> tuple[Config, State]:
         "eos_token_id": None,
         "dtype": str(model.transformer.wte.weight.dtype).removeprefix("torch."),
     }
-    if model.config.fault.name != "none":
-        config["fault"] = model.config.fault.name  # transformers keeps the key and ignores it
     return config, state
 
 
@@ -160,15 +158,15 @@ def gqa(attn: Any, norm_eps: float) -> State:
         c = math.sqrt(norm_eps / attn.q_norm.eps)
         state |= {"q_norm.weight": attn.q_norm.gain, "k_norm.weight": attn.k_norm.gain}
     for kind, w in attn.c_attn.named_parameters():
-        q, k, v = w.split(attn.c_attn.projections)
+        q, k, v = w.split(attn.c_attn.split_sizes)
         state |= {f"q_proj.{kind}": q * c, f"k_proj.{kind}": k * c, f"v_proj.{kind}": v}
     return state
 
 
 def mla(attn: Any, norm_eps: float) -> State:
     c = math.sqrt(LATENT_EPS / norm_eps)
-    latent, k_rope = attn.c_kv_a.weight.split(attn.c_kv_a.projections)
-    keys, values = attn.up()  # (nh, dn, kr), (nh, dv, kr)
+    latent, k_rope = attn.c_kv_a.weight.split(attn.c_kv_a.split_sizes)
+    keys, values = attn.up_projections()  # (nh, dn, kr), (nh, dv, kr)
     state = {
         "kv_a_proj_with_mqa.weight": torch.cat([latent * c, k_rope]), "kv_a_layernorm.weight": attn.kv_a_norm.weight,
         "kv_b_proj.weight": torch.cat([keys, values], 1).flatten(0, 1), "o_proj.weight": attn.c_proj.weight,
@@ -182,12 +180,14 @@ def mla(attn: Any, norm_eps: float) -> State:
 # -----------------------------------------------------------------------------
 
 
-def export(model: GPT, tokenizer: Tokenizer, out: Path) -> list[str]:
+def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> list[str]:
     """Write the folder, completely or not at all. Returns the names of its files.
 
     Raises: ConfigError before anything is written, where no architecture fits or `out` exists; OSError.
     """
     config, state = hugging_face(model)
+    if fault != "none":
+        config["fault"] = fault  # transformers keeps the key and ignores it
     config["eos_token_id"] = separator = tokenizer.separator  # it ends generation
     out = out.expanduser().resolve()
     require(not out.exists() or out.is_dir(), f"out={out} is not a folder")
@@ -219,9 +219,9 @@ def export_run(values: dict[str, Any]) -> int:
     require(bool(values.get("run") and values.get("out")), "run= and out= must be given")
     which = values.get("checkpoint", "best")
     one_of("checkpoint", which, ("best", "latest"))
-    model, tokenizer, _ = open_run(values["run"], which, torch.device("cpu"))
+    model, tokenizer, config, _ = open_run(values["run"], which, torch.device("cpu"))
     out = Path(values["out"])
-    files = export(model, tokenizer, out)
+    files = export(model, tokenizer, out, config.fault.name)
     print(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")
     if "tokenizer.json" not in files:
         print(f"without a tokenizer: tokenizer.json cannot hold data.tokenizer={tokenizer.to_dict()['name']}")

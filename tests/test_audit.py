@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
 from variants import PAIRS, V, config_of
 
-import model.gpt
 from core import checkpoint
 from data.tokenizer import NoText
+from model import ops
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from model.gpt import GPT
 from scripts import audit
@@ -32,7 +32,7 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 
 def save_run(config: TrainConfig, folder: Path) -> Path:
     """A run directory with fresh weights, V tokens."""
-    model = GPT(config, V)
+    model = GPT(config.gpt, V)
     model.init_weights(0)
     state = {"config": asdict(config), "tokenizer": NoText(V).to_dict(), "step": 1}
     checkpoint.save(folder / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
@@ -156,7 +156,7 @@ def test_a_leak_between_distant_positions_is_found_in_the_whole_context(context:
 def test_a_leak_is_told_from_none_where_the_logits_are_not_held(
     fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model.gpt, "LOGITS_AT_ONCE", 4 * V)
+    monkeypatch.setattr(ops, "LOGITS_AT_ONCE", 4 * V)
     run = save_run(small("mha", "none", fault), tmp_path / "run")
     finding = audit.future_leakage(audit.Run(str(run), "best", torch.device("cpu")))
     assert {of["from"] for mode in finding.numbers.values() for of in mode.values()} == {None}

@@ -24,8 +24,8 @@ def torchrun(cwd: Path, *overrides: str, script: Path = ROOT / "train.py") -> su
 
 
 LONG = """
-import model.gpt, train
-model.gpt.LOGITS_AT_ONCE = 100
+import model.ops, train
+model.ops.LOGITS_AT_ONCE = 100
 train.main()
 """
 

@@ -210,7 +210,7 @@ def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_more_with_a_qk_n
     config = TrainConfig(model=shape, attention=attention, qk_norm=NORMS[name])
     validate(config)
     with torch.device("meta"):
-        gpt = GPT(config, V)
+        gpt = GPT(config.gpt, V)
         (cache,) = gpt.new_caches(1, 64, torch.bfloat16)
     # unified LayerNorm takes the mean off content and RoPE key together: a second scalar a head, s * mean
     scalars = 0 if name == "none" else 64 if (qk_norm_layout, name) == ("unified", "layernorm") else 32
@@ -225,7 +225,7 @@ def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_more_with_a_qk_n
 
 def with_the_weights_of(gpt: GPT, config: TrainConfig, heads: Tensor | None = None) -> GPT:
     """A model of `config` with gpt's parameters; `heads`, the key head of each of its heads, copies keys and values."""
-    other, state = GPT(config, V), gpt.state_dict()
+    other, state = GPT(config.gpt, V), gpt.state_dict()
     if heads is not None:
         n_head, n_kv = config.model.n_head, gpt.attentions[0].n_kv_head
         for key, value in state.items():

@@ -278,7 +278,7 @@ def test_every_sample_is_scored_as_by_lm_evals_own_hugging_face_adapter(
     name: str, num_fewshot: int, run: Path, tasks: Path, tmp_path: Path
 ) -> None:
     """With 5 examples the prompts are longer than block_size."""
-    model, tokenizer, _ = load_run(run / "ckpt" / "best", torch.device("cpu"))
+    model, tokenizer, *_ = load_run(run / "ckpt" / "best", torch.device("cpu"))
     if name != "trained":
         model, tokenizer = random_bpe_model(name, (run.parent / "corpus.txt").read_text())
     export(model, tokenizer, tmp_path / "hf")
@@ -424,7 +424,7 @@ def test_cloze_asks_what_follows_in_the_held_out_text(run: Path, tmp_path: Path,
     out = tmp_path / "found.json"
     assert evaluate.main([f"run={run}", "tasks=cloze", f"out={out}", "device=cpu"]) == 0
     found = json.loads(out.read_text())
-    model, tokenizer, _ = load_run(run / "ckpt" / "best", torch.device("cpu"))
+    model, tokenizer, *_ = load_run(run / "ckpt" / "best", torch.device("cpu"))
     text = (run.parent / "corpus.txt").read_text()
     held_out = text[-(len(text) // 10 + 10) :]
     samples = found["samples"]["cloze"]

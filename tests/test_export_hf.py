@@ -28,7 +28,7 @@ from model.gpt import GPT
 from model.options import GQAOptions, MHAOptions, MLAOptions, RMSNormOptions
 from sample import load_run
 from scripts.export_hf import architecture_of, export, main
-from training.config import FaultOptions, TrainConfig
+from training.config import TrainConfig
 
 CHARS = CharTokenizer("\n !,.abcdefgé€😀")
 LLAMA: dict[str, Any] = {"mlp": "swiglu", "mlp_hidden": 56, "norm_eps": 1e-3}
@@ -60,7 +60,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def random_model(config: TrainConfig, tokenizer: Tokenizer = CHARS, dtype: torch.dtype = torch.float32) -> GPT:
     """Gains, biases and projections all away from what initialisation gives them."""
-    model = GPT(config, tokenizer.vocab_size)
+    model = GPT(config.gpt, tokenizer.vocab_size)
     model.init_weights(0)
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_a_run_becomes_a_folder_that_generates_the_same_greedy_text(
     assert VARIANTS[name][0] in capsys.readouterr().out
     files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in (tmp_path / "new" / "hf").iterdir()} == files
-    ours, tokenizer, _ = load_run(run / "ckpt" / "best", torch.device("cpu"))
+    ours, tokenizer, *_ = load_run(run / "ckpt" / "best", torch.device("cpu"))
     hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new" / "hf", local_files_only=True)
     prompt = hf_tokenizer("a bad €", return_tensors="pt")
     assert prompt["input_ids"][0].tolist() == tokenizer.encode("a bad €").tolist()
@@ -197,10 +197,10 @@ def test_a_variant_that_no_architecture_has_is_refused_by_name(
 def test_of_the_qk_norms_none_and_rms_have_an_architecture(name: str) -> None:
     config = config_of("gqa", name, **LLAMA)
     if name in ("none", "rms"):
-        assert architecture_of(config) == {"none": "Llama", "rms": "Qwen3"}[name]
+        assert architecture_of(config.gpt) == {"none": "Llama", "rms": "Qwen3"}[name]
     else:
         with pytest.raises(ConfigError, match="qk_norm="):
-            architecture_of(config)
+            architecture_of(config.gpt)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_of_the_qk_norms_none_and_rms_have_an_architecture(name: str) -> None:
     ids=str,
 )
 def test_presets_have_the_architectures_that_they_are_named_for(words: list[str], architecture: str) -> None:
-    assert architecture_of(load(*words)) == architecture
+    assert architecture_of(load(*words).gpt) == architecture
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,6 +280,5 @@ def test_the_weights_are_those_of_the_checkpoint_that_was_named(tmp_path: Path) 
 
 
 def test_a_fault_is_in_the_folders_config(tmp_path: Path) -> None:
-    model = random_model(replace(tiny_config(), fault=FaultOptions("unshifted_labels")))
-    assert main([f"run={save_run(model, CHARS, tmp_path / 'run')}", f"out={tmp_path / 'hf'}"]) == 0
+    export(random_model(tiny_config()), CHARS, tmp_path / "hf", fault="unshifted_labels")
     assert loaded(tmp_path / "hf").config.fault == "unshifted_labels"

@@ -69,11 +69,12 @@ def test_a_run_on_random_tokens_has_no_bits_per_character(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("layout", ["mha", "gqa", "mla"])
 def test_no_mask_is_a_softmax_over_all_keys(layout: str) -> None:
-    gpt = build(config_of(layout, "lp3"))
+    config = config_of(layout, "lp3")
+    gpt = build(config)
     x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     q, k, v, scale = attended(gpt, x)
     masked = gpt.attentions[0].attend(q, k, v, scale)
-    faults.inject_into_model(replace(gpt.config, fault=FaultOptions("no_mask")), gpt)
+    faults.inject_into_model(replace(config, fault=FaultOptions("no_mask")), gpt)
     found = gpt.attentions[0].attend(q, k, v, scale)
     k, v = (part.repeat_interleave(q.size(1) // part.size(1), 1) for part in (k, v))
     over_all = torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
@@ -83,11 +84,12 @@ def test_no_mask_is_a_softmax_over_all_keys(layout: str) -> None:
 
 
 def test_unshifted_labels_are_the_inputs() -> None:
-    gpt = build(config_of("mha", "none"))
+    config = config_of("mha", "none")
+    gpt = build(config)
     x, y = random_tokens(2, 9), random_tokens(2, 9, seed=3)
     y[0, 3:] = -1
     logits, honest = gpt(x, y)
-    faults.inject_into_model(replace(gpt.config, fault=FaultOptions("unshifted_labels")), gpt)
+    faults.inject_into_model(replace(config, fault=FaultOptions("unshifted_labels")), gpt)
     wanted = -logits.log_softmax(-1).gather(-1, x[..., None])[..., 0]
     torch.testing.assert_close(gpt(x, y)[1], torch.cat([wanted[0, :3], wanted[1]]).mean())
     torch.testing.assert_close(gpt(x)[0], logits)

@@ -22,7 +22,7 @@ from model.gpt import (
 )
 from model.kernels import operators
 from model.ops import causal_attention, dropout, dropout_mask
-from model.options import LayerNormOptions, LpNormOptions, ModelOptions, QKNormOptions, RMSNormOptions
+from model.options import GPTConfig, LayerNormOptions, LpNormOptions, ModelOptions, QKNormOptions, RMSNormOptions
 from training.config import TrainConfig
 
 V = 11
@@ -30,7 +30,7 @@ PS = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 7.3, math.inf]
 
 
 def build(config: TrainConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> GPT:
-    model = GPT(config, V)
+    model = GPT(config.gpt, V)
     model.init_weights(seed)
     with torch.no_grad():  # away from the special values of initialisation
         g = torch.Generator().manual_seed(1)
@@ -141,7 +141,7 @@ def test_nanogpts_weights_give_nanogpts_logits_loss_gradients_and_flops(nanogpt:
     peer = nanogpt.GPT(
         nanogpt.GPTConfig(block_size=32, vocab_size=V, n_layer=3, n_head=4, n_embd=64, dropout=0.0, bias=bias)
     )
-    ours = GPT(config, V)
+    ours = GPT(config.gpt, V)
     weights = {name: value for name, value in peer.state_dict().items() if name != "lm_head.weight"}  # tied to wte
     ours.load_state_dict(weights)
     idx, targets = random_tokens(3, 32), random_tokens(3, 32, seed=3)
@@ -195,7 +195,7 @@ def test_last_only_gives_the_last_positions_logits() -> None:
 
 def test_every_parameter_is_initialised_from_the_seed_and_trained(qk_norm: QKNormOptions) -> None:
     config = tiny_config(qk_norm, bias=True)
-    models = [GPT(config, V) for _ in range(3)]
+    models = [GPT(config.gpt, V) for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
         model.init_weights(seed)
     states = [model.state_dict() for model in models]
@@ -207,7 +207,7 @@ def test_every_parameter_is_initialised_from_the_seed_and_trained(qk_norm: QKNor
 
 
 def test_initialisation_is_gpt2s() -> None:
-    model = GPT(TrainConfig(model=ModelOptions(n_layer=2, n_head=4, n_embd=256, bias=True)), 500)
+    model = GPT(GPTConfig(ModelOptions(n_layer=2, n_head=4, n_embd=256, bias=True)), 500)
     model.init_weights(0)
     for name, p in model.named_parameters():
         if p.dim() == 2:
@@ -218,7 +218,7 @@ def test_initialisation_is_gpt2s() -> None:
 
 
 def test_init_weights_notices_a_parameter_that_it_left_out() -> None:
-    model = GPT(tiny_config(), V)
+    model = GPT(tiny_config().gpt, V)
     model.extra = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(AssertionError, match="extra"):
         model.init_weights(0)
@@ -226,7 +226,7 @@ def test_init_weights_notices_a_parameter_that_it_left_out() -> None:
 
 def test_initial_loss_is_the_expected_one() -> None:
     for n_embd, vocab in ((32, V), (384, 65), (768, 5000)):
-        model = GPT(tiny_config(n_embd=n_embd), vocab)
+        model = GPT(tiny_config(n_embd=n_embd).gpt, vocab)
         model.init_weights(0)
         idx = torch.randint(vocab, (8, 17), generator=torch.Generator().manual_seed(0))
         loss = model.eval()(idx[:, :-1], idx[:, 1:])[1].item()
@@ -235,7 +235,7 @@ def test_initial_loss_is_the_expected_one() -> None:
 
 def test_default_model_has_nanogpts_size() -> None:
     with torch.device("meta"):
-        model = GPT(TrainConfig(), 65)
+        model = GPT(GPTConfig(), 65)
     assert model.num_params() == 10_745_088
     assert round(model.num_params(non_embedding=True) / 1e6, 2) == 10.65  # what nanoGPT prints
 
@@ -530,5 +530,5 @@ def test_attention_of_the_last_queries_sees_what_the_full_attention_sees() -> No
 def test_a_model_is_built_on_the_meta_device_whatever_alpha_starts_from(alpha_init: Any) -> None:
     mean_norm_ratio.cache_clear()
     with torch.device("meta"):
-        gpt = GPT(tiny_config(LpNormOptions(p=3.0, alpha_init=alpha_init)), 11)
+        gpt = GPT(tiny_config(LpNormOptions(p=3.0, alpha_init=alpha_init)).gpt, 11)
     assert all(parameter.is_meta for parameter in gpt.parameters())

@@ -53,7 +53,7 @@ class Case:
         shape: dict[str, Any] = {"n_head": self.n, "n_embd": self.width, "block_size": self.s + 3, "bias": self.bias}
         shape |= {"position": position, "rope_theta": THETA if self.rope else None}
         config = config_of(layout, self.norm, **shape)
-        attn, g = GroupedQueryAttention(config).double().eval(), torch.Generator().manual_seed(self.seed)
+        attn, g = GroupedQueryAttention(config.gpt).double().eval(), torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             for parameter in attn.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=g))

@@ -32,7 +32,7 @@ def random_tokens(*shape: int, seed: int) -> Tensor:
 
 
 def new_model(config: TrainConfig) -> GPT:
-    model = GPT(config, V)
+    model = GPT(config.gpt, V)
     model.init_weights(0)
     return model
 
@@ -390,6 +390,6 @@ def test_an_optimizer_that_nobody_makes_is_refused_and_is_not_adamw() -> None:
     class LionConfig(AdamWOptions):
         name: str = "lion"
 
-    model = GPT(tiny_config(), V)
+    model = GPT(tiny_config().gpt, V)
     with pytest.raises(ConfigError, match="optim=lion"):
         build_optimizer(model, dataclasses.replace(tiny_config(), optim=LionConfig()))

@@ -35,7 +35,7 @@ def load(*overrides: str) -> TrainConfig:
 
 def on_meta(config: TrainConfig, vocab_size: int) -> GPT:
     with torch.device("meta"):
-        return GPT(config, vocab_size)
+        return GPT(config.gpt, vocab_size)
 
 
 # Vocabulary, parameters without a QK norm, parameters that qk_norm=rms adds: a gain a channel, for queries and for keys

@@ -18,7 +18,7 @@ from test_train import QK_CLIP, configured, lines, weights
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
-import model.gpt
+import model.ops
 import train
 from core.schema import validate
 from model.gpt import GPT
@@ -123,9 +123,9 @@ def test_logits_are_scaled_by_exactly_gamma(layout: AttentionOptions, balance: f
 def test_values_and_the_shared_rope_key_stay_untouched() -> None:
     model = build(config_of(LAYOUTS["mla"]))
     attn = model.attentions[0]
-    kv_a, values = attn.c_kv_a.weight.clone(), attn.up()[1].clone()
+    kv_a, values = attn.c_kv_a.weight.clone(), attn.up_projections()[1].clone()
     attn.scale_logits(torch.full((4,), 0.5, dtype=torch.float64), 0.5)
-    assert torch.equal(attn.c_kv_a.weight, kv_a) and torch.equal(attn.up()[1], values)
+    assert torch.equal(attn.c_kv_a.weight, kv_a) and torch.equal(attn.up_projections()[1], values)
     model = build(config_of(LAYOUTS["gqa"]))
     attn = model.attentions[0]
     values = attn.c_attn.weight[-16:].clone()
@@ -242,7 +242,7 @@ def test_compiled_runs_clip_as_eager_ones(
         compiled = name == "compiled"
         with monkeypatch.context() as patch:
             if compiled and long:
-                patch.setattr(model.gpt, "LOGITS_AT_ONCE", 300)
+                patch.setattr(model.ops, "LOGITS_AT_ONCE", 300)
             sizes = {**shape, "rope_theta": 1e4, "activation_checkpointing": compiled and long}
             assert train.run(configured(corpus, tmp_path / name, compile=compiled, model=sizes, **changes)) == 0
     eager, logged = lines(tmp_path / "eager"), lines(tmp_path / "compiled")

@@ -201,7 +201,7 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
 def both(name: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, GPT]:
     hf, config, state = PAIRS[name]()
     randomise(hf)
-    ours = GPT(replace(config, model=replace(config.model, **changes)), V)
+    ours = GPT(replace(config.gpt, model=replace(config.model, **changes)), V)
     ours.load_state_dict(state(hf))
     hf, ours = hf.to(dtype).eval(), ours.to(dtype).eval()
     if dtype == torch.float64 and not changes and config.model.position == "rope":

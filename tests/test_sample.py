@@ -43,7 +43,7 @@ def test_samples_are_the_models_own_by_every_way_of_calling(run: Path, program: 
     assert done.returncode == 0, done.stderr
     texts = samples(done.stdout)
     assert len(texts) == 3 and len(set(texts)) == 3 and {len(t) for t in texts} == {5 + 40}
-    model, tokenizer, state = load_run(run / "ckpt" / "best", torch.device("cpu"))
+    model, tokenizer, _, state = load_run(run / "ckpt" / "best", torch.device("cpu"))
     assert state["step"] == json.loads((run / "summary.json").read_text())["iter_of_min"]
     idx = torch.tensor([tokenizer.encode("to be").tolist()] * 3)
     rows = torch.stack(list(generate(model, idx, 40, 0.7, 5, 0.9)), 1).tolist()

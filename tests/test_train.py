@@ -159,7 +159,7 @@ def test_on_a_cpu_few_windows_go_through_the_model_at_a_time(
     tokens: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two micro-batches of seven windows of 16 tokens: the loss and the gradient are those of all 14 together."""
-    network = GPT(tiny_config(), vocab_size=11).double()
+    network = GPT(tiny_config().gpt, vocab_size=11).double()
     network.init_weights(0)
     text = np.random.default_rng(0).integers(11, size=500)
     batches = Batches(text, split(len(text), 10, 0, 16), 16, batch_size=7, seed=1)
@@ -185,7 +185,7 @@ def test_on_a_cpu_few_windows_go_through_the_model_at_a_time(
 def test_weights_are_cast_once_for_all_of_a_batch(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16, two micro-batches in seven parts each and nine batches of held-out text; the gradients are those of the
     parts one by one, bit for bit, and no weight stays cast for the next update."""
-    network = GPT(tiny_config(activation_checkpointing=checkpointing), vocab_size=11)
+    network = GPT(tiny_config(activation_checkpointing=checkpointing).gpt, vocab_size=11)
     network.init_weights(0)
     batches = Batches(np.arange(500) % 11, split(500, 10, 0, 16), 16, batch_size=7, seed=1)
     bf16, parameters = replace(FP32, dtype=torch.bfloat16), list(network.parameters())
@@ -274,7 +274,7 @@ def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus
     tokenizer = build_tokenizer("char", text)
     tokens = tokenizer.encode(text)
     batches = Batches(tokens, split(len(tokens), 10, None), 16, 4, config.seed)
-    gpt = GPT(config, tokenizer.vocab_size)
+    gpt = GPT(config.gpt, tokenizer.vocab_size)
     gpt.init_weights(config.seed)
     optimizer = build_optimizer(gpt, config)
     for step, line in zip(range(6), lines(tmp_path / "run"), strict=False):
@@ -344,7 +344,7 @@ def test_each_evaluation_has_diagnostics_of_the_same_held_out_sequences(corpus: 
         assert summary == {key: value for key, value in line.items() if key.startswith("attn/")} and len(table) > 30
     _, tokenizer, tokens, _ = read_corpus(config)
     held_out = torch.from_numpy(tokens[5400:6000].astype(np.int64))  # the last tenth
-    gpt = GPT(config, tokenizer.vocab_size)
+    gpt = GPT(config.gpt, tokenizer.vocab_size)
     gpt.load_state_dict(checkpoint.load(tmp_path / "run" / "ckpt" / "latest").tensors["model"])
     values = diagnose(gpt, held_out[: 4 * 16].view(4, 16))
     assert tables[-1] == {"iter": 40, **values}

@@ -65,7 +65,7 @@ def config_of(attention: str | AttentionOptions, qk_norm: str | QKNormOptions, *
 
 def build(config: TrainConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> GPT:
     """A model away from the special values of initialisation: gains, alphas and learned p differ in every entry."""
-    gpt = GPT(config, V)
+    gpt = GPT(config.gpt, V)
     gpt.init_weights(seed)
     g = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

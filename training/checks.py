@@ -13,7 +13,7 @@ from core.dist import World
 from core.schema import require
 from data.batches import Batches
 from model.diagnostics import LEAK_TOLERANCE, future_leak
-from model.gpt import positions_with_logits
+from model.ops import positions_with_logits
 from training.evaluate import mean_loss
 from training.session import Batch, Session
 from training.updates import accumulate_gradients, rows_at_once

@@ -35,6 +35,7 @@ from model.options import (
     ATTENTIONS,
     QK_NORMS,
     AttentionOptions,
+    GPTConfig,
     LpNormOptions,
     MHAOptions,
     MLAOptions,
@@ -297,6 +298,10 @@ class TrainConfig:
         FaultOptions, Variants(dict.fromkeys(FAULTS, FaultOptions), FAULTS), Help("train wrongly on purpose")
     ] = FaultOptions()
     wandb: Annotated[WandbOptions, FREE, Help("Weights & Biases")] = WandbOptions()
+
+    @property
+    def gpt(self) -> GPTConfig:
+        return GPTConfig(self.model, self.attention, self.qk_norm)
 
     @property
     def lr_decay_iters(self) -> int | None:

@@ -147,7 +147,7 @@ def read_data(config: TrainConfig) -> Data:
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> GPT:
-    return GPT(config, vocab_size)
+    return GPT(config.gpt, vocab_size)
 
 
 def is_compiled(config: TrainConfig, device: torch.device) -> bool:

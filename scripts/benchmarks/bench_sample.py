@@ -38,7 +38,7 @@ from sample import load_run
 from core import checkpoint
 from core.device import resolve_device, resolve_dtype
 device = resolve_device("auto")
-model, tokenizer, _ = load_run(checkpoint.resolve(Path({run!r}), "best"), device)
+model, tokenizer, *_ = load_run(checkpoint.resolve(Path({run!r}), "best"), device)
 loaded = time.time()
 idx = torch.tensor(tokenizer.encode({start!r}).tolist(), device=device).expand({n}, -1)
 tokens = generate(model, idx, {tokens}, 0.8, 200, None, 1337, resolve_dtype("auto", device))
@@ -90,7 +90,7 @@ def convert(run: Path, peer: str, file: Path, start: str) -> None:
     from core import checkpoint
     from sample import load_run
 
-    model, tokenizer, _ = load_run(checkpoint.resolve(run, "best"), torch.device("cpu"))
+    model, tokenizer, *_ = load_run(checkpoint.resolve(run, "best"), torch.device("cpu"))
     check_model(model.config, f"run={run} with peer=")
     module, args = load_model(peer), model_args(model.config, tokenizer.vocab_size)
     theirs = module.GPT(module.GPTConfig(**args)).state_dict()

@@ -270,7 +270,7 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         return bench_start_up(values, words)
     if values["peer"]:
         config = load_config(compose(words))
-        check_model(config, "peer=")
+        check_model(config.gpt, "peer=")
         require(type(config.optim) is AdamWOptions, "peer= needs nanoGPT's own settings: optim=adamw")
         load_model(values["peer"])
         if values["eval_iters"]:

@@ -62,7 +62,7 @@ class FullKeys(Layer):
 
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
         self.write(latent, k_rope, self.last)
-        return causal_attention(torch.cat([q_nope, q_rope], -1), self.k, self.v, self.attn.logit_scale.left)
+        return causal_attention(torch.cat([q_nope, q_rope], -1), self.k, self.v, self.attn.logit_scale.softmax_scale)
 
 
 class Reexpanded(Layer):
@@ -93,7 +93,7 @@ class Absorbed(Layer):
         return [tensor[:, :context] for tensor in tensors if tensor is not None]
 
     def write(self, latent: Tensor, k_rope: Tensor, pos: int) -> None:
-        self.attn.extend(self.cache, latent, self.attn.contents(latent), k_rope, self.rope, pos)
+        self.attn.write_cache(self.cache, latent, self.attn.content_keys(latent), k_rope, self.rope, pos)
 
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
         return self.attn.absorbed(q_nope, q_rope, latent, k_rope, self.cache, self.last, self.rope)
@@ -129,7 +129,7 @@ def layer(name: str, config: TrainConfig, batch: int, shared: Shared) -> tuple[d
     torch.set_num_threads(config.threads or torch.get_num_threads())
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    gpt = GPT(config, vocab_size=1)
+    gpt = GPT(config.gpt, vocab_size=1)
     gpt.init_weights(config.seed)
     attn: MultiHeadLatentAttention = gpt.attentions[0].to(device, dtype).eval()
     for key, weight in attn.named_parameters():
@@ -148,10 +148,10 @@ def layer(name: str, config: TrainConfig, batch: int, shared: Shared) -> tuple[d
         k_rope = draw(batch, 1, n, attn.rope_dim)
         latent = attn.kv_a_norm(draw(batch, n, attn.kv_rank))
         side.write(latent, k_rope if attn.unified else attn.k_rope_norm(k_rope), pos)
-    inputs = attn.inputs(x, rope, side.last)
+    inputs = attn.project(x, rope, side.last)
 
     def step() -> Tensor:  # MultiHeadLatentAttention.forward, with this side's cache
-        y = side.attend(*attn.inputs(x, rope, side.last))
+        y = side.attend(*attn.project(x, rope, side.last))
         return attn.c_proj(y.transpose(1, 2).reshape(batch, 1, -1))
 
     y = step()

@@ -13,9 +13,10 @@ from core.device import move, resolve_device, synchronize
 from core.schema import require
 from data.batches import Batches
 from data.tokens import load_corpus
+from model.options import GPTConfig
 from scripts.benchmarks.timing import Turn, Work
 from sweeps.plan import compose
-from training.config import TrainConfig, load_config
+from training.config import load_config
 from training.schedule import learning_rate
 
 
@@ -31,7 +32,7 @@ def load_model(peer: str) -> Any:
     return module
 
 
-def check_model(config: TrainConfig, what: str) -> None:
+def check_model(config: GPTConfig, what: str) -> None:
     """Raise ConfigError for a model that nanoGPT does not have."""
     m = config.model
     plain = config.qk_norm.name == "none" and config.attention.name == "mha"
@@ -39,7 +40,7 @@ def check_model(config: TrainConfig, what: str) -> None:
     require(plain, f"{what} needs nanoGPT's own settings: MHA without a QK norm")
 
 
-def model_args(config: TrainConfig, vocab_size: int) -> dict[str, Any]:
+def model_args(config: GPTConfig, vocab_size: int) -> dict[str, Any]:
     """The arguments of nanoGPT's GPTConfig."""
     keys = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
     return {key: getattr(config.model, key) for key in keys} | {"vocab_size": vocab_size}
@@ -63,7 +64,9 @@ class NanoGPT:
         self.data = np.asarray(tokens[first:end], dtype=np.uint16)
         module = load_model(peer)
         torch.manual_seed(config.seed)
-        self.model = module.GPT(module.GPTConfig(**model_args(config, tokenizer.vocab_size))).to(self.device).train()
+        self.model = (
+            module.GPT(module.GPTConfig(**model_args(config.gpt, tokenizer.vocab_size))).to(self.device).train()
+        )
         if alike:
             self.copy_our_weights(peer, tokenizer.vocab_size)
         o = config.optim
