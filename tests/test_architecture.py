@@ -57,12 +57,3 @@ def test_config_rundir_schedule_and_the_report_do_not_load_torch() -> None:
     code = "import training.config, core.rundir, training.schedule, scripts.report, sys"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_the_readme_names_every_source_file_and_no_other() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if tracked.returncode != 0:
-        pytest.skip("not a git checkout")
-    sources = {f for f in tracked.stdout.split() if f.endswith(".py") and not f.startswith("tests/")}
-    readme = (ROOT / "README.md").read_text()
-    assert {f for f in sources if not f.endswith("__init__.py") and f not in readme} == set()
