@@ -160,7 +160,7 @@ def ask(question: str, configs: dict[str, TrainConfig]) -> dict[str, Any]:
     if not configs:
         return {}
     text = json.dumps([asdict(config) for config in configs.values()])
-    asked = subprocess.run([sys.executable, WORKER, question], input=text, stdout=subprocess.PIPE, text=True)
+    asked = subprocess.run([sys.executable, WORKER, "answer", question], input=text, stdout=subprocess.PIPE, text=True)
     if asked.returncode != 0:
         raise OSError(f"the worker that should {question} the runs ended with exit status {asked.returncode}")
     reply = json.loads(asked.stdout)

@@ -1,8 +1,7 @@
 """A worker of a sweep: it trains one run after the other until none is left. sweeps/launchers.py starts it.
 
 One process trains many runs, so that it imports and compiles once. If it dies, the run in hand goes on elsewhere, from
-its checkpoint. Commands: work SWEEP_DIR LAUNCH | ranks N CONFIG | rank CONFIG | check | estimate (of configs on
-standard input); configs are JSON.
+its checkpoint. Commands: work SWEEP_DIR LAUNCH | ranks N CONFIG | rank CONFIG | answer check | answer estimate
 """
 
 import contextlib
@@ -200,6 +199,6 @@ def start_worker(sweep_dir: str, launch_name: str) -> int:
 
 
 if __name__ == "__main__":
-    command, *words = sys.argv[1:]
-    commands: dict[str, Callable[..., int | None]] = {"work": start_worker, "ranks": start_ranks, "rank": train_rank}
-    sys.exit(commands[command](*words) if command in commands else answer(command))
+    commands: dict[str, Callable[..., int | None]]
+    commands = {"work": start_worker, "ranks": start_ranks, "rank": train_rank, "answer": answer}
+    sys.exit(commands[sys.argv[1]](*sys.argv[2:]))
