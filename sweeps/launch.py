@@ -14,13 +14,11 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,6 +34,7 @@ from sweeps.definition import load_sweep
 from sweeps.launchers import LAUNCHERS, Launcher
 from sweeps.plan import PlannedRun, freeze, plan_runs
 from sweeps.status import FINAL, State, failures, state_of, sweep_directory, tally
+from sweeps.worker import WORKER
 from training.config import TrainConfig
 
 POLL = 0.5  # seconds between two looks at the runs
@@ -156,19 +155,18 @@ def cost_key(run: PlannedRun) -> str:
 
 
 def ask(question: str, configs: dict[str, TrainConfig]) -> dict[str, Any]:
-    """The results of training.estimate's `question`, check or estimate, for each config. Another process computes them,
-    so that the launcher holds neither torch nor the corpus. Raises: ConfigError where a run cannot start."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        try:
-            return pool.submit(answer, question, configs).result() if configs else {}
-        except BrokenProcessPool as error:
-            raise OSError(f"the process that should {question} the runs died") from error
-
-
-def answer(question: str, configs: dict[str, TrainConfig]) -> dict[str, Any]:
-    from training import estimate
-
-    return {key: getattr(estimate, question)(config) for key, config in configs.items()}
+    """The results of training.estimate's `question`, check or estimate, for each config. Raises: ConfigError where a
+    run cannot start. A worker computes them, so that the launcher holds neither torch nor the corpus."""
+    if not configs:
+        return {}
+    text = json.dumps([asdict(config) for config in configs.values()])
+    asked = subprocess.run([sys.executable, WORKER, "answer", question], input=text, stdout=subprocess.PIPE, text=True)
+    if asked.returncode != 0:
+        raise OSError(f"the worker that should {question} the runs ended with exit status {asked.returncode}")
+    reply = json.loads(asked.stdout)
+    if "error" in reply:
+        raise ConfigError(reply["error"])
+    return dict(zip(configs, reply["answers"], strict=True))
 
 
 # -----------------------------------------------------------------------------

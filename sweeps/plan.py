@@ -175,7 +175,7 @@ def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[Pl
     for run in runs:
         for point in run.points:
             other = planned.get((plain(point), run.fold, run.seed), run)
-            changed = changes(other.config, run.config)
+            changed = "" if other is run else changes(other.config, run.config)
             if other.id != run.id or changed:
                 raise ConfigError(
                     f"sweep_dir={sweep_dir} holds {point} with other settings: {changed}; use another sweep_dir"

@@ -1,7 +1,7 @@
 """A worker of a sweep: it trains one run after the other until none is left. sweeps/launchers.py starts it.
 
 One process trains many runs, so that it imports and compiles once. If it dies, the run in hand goes on elsewhere, from
-its checkpoint. Commands: work SWEEP_DIR LAUNCH | ranks N CONFIG | rank CONFIG (as JSON)
+its checkpoint. Commands: work SWEEP_DIR LAUNCH | ranks N CONFIG | rank CONFIG | answer check | answer estimate
 """
 
 import contextlib
@@ -180,6 +180,18 @@ def train_rank(config: str) -> int:
         return refuse(str(error))
 
 
+def answer(question: str) -> None:
+    """Print the results of training.estimate's `question` for a JSON list of configs, or {"error": text}."""
+    from training import estimate
+
+    ask = getattr(estimate, question)
+    try:
+        reply: dict[str, Any] = {"answers": [ask(build(TrainConfig, config)) for config in json.load(sys.stdin)]}
+    except ConfigError as error:
+        reply = {"error": str(error)}
+    print(json.dumps(reply))
+
+
 def start_worker(sweep_dir: str, launch_name: str) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     stop_with_parent()
@@ -187,5 +199,6 @@ def start_worker(sweep_dir: str, launch_name: str) -> int:
 
 
 if __name__ == "__main__":
-    commands: dict[str, Callable[..., int | None]] = {"work": start_worker, "ranks": start_ranks, "rank": train_rank}
+    commands: dict[str, Callable[..., int | None]]
+    commands = {"work": start_worker, "ranks": start_ranks, "rank": train_rank, "answer": answer}
     sys.exit(commands[sys.argv[1]](*sys.argv[2:]))
