@@ -1,5 +1,6 @@
 """core/files.py: locks between processes, writes that fail, and a user without a home."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -32,7 +33,10 @@ def test_a_lock_excludes_other_processes_until_its_owner_is_killed(tmp_path: Pat
         owner.kill()
     with FileLock(file) as lock:
         assert lock.held and is_locked(file)
-    assert not lock.held and not is_locked(file) and file.exists()
+    assert not lock.held and file.exists()
+    with open(file) as other:
+        fcntl.flock(other, fcntl.LOCK_SH)  # is_locked() of another process
+        assert not is_locked(file)
 
 
 def test_without_flock_every_lock_is_granted_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

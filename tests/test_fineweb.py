@@ -352,26 +352,30 @@ def test_a_resumed_preparation_keeps_the_revision_of_the_hub_that_it_was_begun_o
         assert repo == fineweb and options["expand"] == ["sha"] and options["timeout"] <= 10
 
 
+@pytest.mark.parametrize("shard_tokens", [5000, 6000])
 def test_a_process_that_comes_late_leaves_finished_shards_alone(
-    parquet: Parquet, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+    shard_tokens: int, parquet: Parquet, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one finishes between its look at the folder and its lock."""
-    config, flock, write, calls = settings_of(parquet, tmp_path / "out"), fcntl.flock, prepare_fineweb.write_shards, 0
+    """Another one, with the same or other settings, finishes between its look at the folder and its lock."""
+    config, out, flock = settings_of(parquet, tmp_path / "out"), tmp_path / "out", fcntl.flock
+    before: dict[str, tuple[int, bytes]] = {}
+
+    def state() -> dict[str, tuple[int, bytes]]:
+        return {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in out.iterdir()}
 
     def late(file: int, how: int) -> None:
         monkeypatch.setattr(fcntl, "flock", flock)
-        assert prepare(config) == 0
+        assert prepare(replace(config, shard_tokens=shard_tokens)) == 0
+        before.update(state())
         flock(file, how)
 
-    def counted(*args: Any) -> int:
-        nonlocal calls
-        calls += 1
-        return write(*args)
-
     monkeypatch.setattr(fcntl, "flock", late)
-    monkeypatch.setattr(prepare_fineweb, "write_shards", counted)
-    assert prepare(config) == 0
-    assert calls == 1
+    if shard_tokens == config.shard_tokens:
+        assert prepare(config) == 0
+    else:
+        with pytest.raises(ConfigError, match="was begun with other settings: shard_tokens 6000 -> 5000"):
+            prepare(config)
+    assert state() == before != {}
 
 
 def test_a_worker_that_dies_is_one_line(parquet: Parquet, tmp_path: Path) -> None:
