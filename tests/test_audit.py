@@ -80,6 +80,7 @@ def test_the_audit_catches_each_fault_by_what_it_breaks(
     floor = found["checks"]["random-token floor"]["fresh"]
     assert floor["tokens"] == 5 * 16 * 2 * 16 and floor["floor"] == pytest.approx(math.log(V))
     assert floor["threshold"] <= math.log(V) - max(0.01, 4.99 * floor["standard_error"])
+    assert found["checks"]["random-token floor"]["trained"]["standard_error"] > 0  # 16 batches, though a fault repeats one
     assert {p.name for p in tmp_path.iterdir()} == {"run"} and {p.name for p in run.iterdir()} == {"ckpt"}
 
 
@@ -150,6 +151,13 @@ def test_a_leak_between_distant_positions_is_found_in_the_whole_context(context:
     trained = Leaky(lambda idx: one_back(idx, first=90))
     subject: Any = SimpleNamespace(trained=trained, vocab_size=7, context=context, device="cpu")
     assert audit.future_leakage(subject).caught == caught
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_leak_in_one_mode_alone_is_found(training: bool) -> None:
+    trained = Leaky(lambda idx: one_back(idx, first=0 if trained.training == training else 99))
+    subject: Any = SimpleNamespace(trained=trained, vocab_size=7, context=40, device="cpu")
+    assert audit.future_leakage(subject).caught
 
 
 @pytest.mark.parametrize("fault", ["none", "no_mask"])

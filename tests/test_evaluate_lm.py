@@ -55,6 +55,7 @@ def quick_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 VARIANTS = [("mha", "none"), ("gqa", "rms"), ("mla", "none"), ("mla", "lp3"), ("mla_unified", "layernorm")]
 
 
+@torch.no_grad()
 def by_hand(model: GPT, context: list[int], continuation: list[int]) -> tuple[float, bool]:
     """One request alone, from the logits of one full forward pass a token."""
     nats, greedy = 0.0, True
@@ -81,7 +82,6 @@ def requests_of_all_kinds() -> list[tuple[None, list[int], list[int]]]:
 
 
 @pytest.mark.parametrize(("attention", "qk_norm"), VARIANTS)
-@torch.no_grad()
 def test_log_likelihoods_are_those_of_full_forward_passes(attention: str, qk_norm: str) -> None:
     model = build(config_of(attention, qk_norm))
     requests = requests_of_all_kinds()
@@ -120,7 +120,6 @@ def test_a_shared_context_goes_through_the_model_once(monkeypatch: pytest.Monkey
     assert counted[2:] == [2 * 1, 2 * 9]
 
 
-@torch.no_grad()
 def test_a_long_text_is_scored_once_a_token_and_an_empty_context_is_a_new_line() -> None:
     model = build(config_of("mla", "rms"))
     lm = NanoQK(model, CHARS, 2, torch.float64)
@@ -340,7 +339,7 @@ def test_the_papers_numbers_stand_beside_ours() -> None:
 CHOICES = {"text": ["water", "a stone", "wind", "wood"], "label": ["A", "B", "C", "D"]}
 ROWS: dict[tuple[str, str | None], dict[str, Any]] = {  # (path, name) of a data set -> a row
     ("allenai/ai2_arc", "ARC-Challenge"): {"id": "1", "question": "Which burns?", "choices": CHOICES, "answerKey": "D"},
-    ("allenai/ai2_arc", "ARC-Easy"): {"id": "M_2", "question": "Which flows?", "choices": CHOICES, "answerKey": "A"},
+    ("allenai/ai2_arc", "ARC-Easy"): {"id": "2", "question": "Which flows?", "choices": CHOICES, "answerKey": "A"},
     ("aps/super_glue", "boolq"): {"question": "do cows fly", "passage": "Cows -- Cows walk.", "idx": 0, "label": 0},
     ("Rowan/hellaswag", None): {
         "ind": 4, "activity_label": "Milking", "ctx_a": "A man sits by a cow.", "ctx_b": "he",
