@@ -50,7 +50,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 def rms_norm_reference(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     y = at_least_fp32(x)
-    return F.rms_norm(y, y.shape[-1:], gain.to(y.dtype), eps).to(x.dtype)
+    return (y * inverse_rms_reference(y, eps) * gain).to(x.dtype)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

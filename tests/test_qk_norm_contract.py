@@ -577,7 +577,7 @@ def root_of(a: z3.ArithRef) -> z3.ArithRef:
 class Reals:
     """Rows of z3 reals in a tensor's place: `facts` define the roots taken, `duties` are what made them defined."""
 
-    dtype = torch.float64
+    dtype, is_cpu = torch.float64, False
 
     def __init__(self, rows: list[list[z3.ArithRef]], facts: list[z3.BoolRef], duties: list[z3.BoolRef]):
         self.rows, self.facts, self.duties = rows, facts, duties

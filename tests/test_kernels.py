@@ -1,0 +1,291 @@
+"""The operators torch.ops.nanoqk: their contract with PyTorch, wrong arguments, and how they are compiled and kept."""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from torch import Tensor
+
+from model import kernels
+from model.kernels import build, operators
+
+fp32, bf16 = torch.float32, torch.bfloat16
+nanoqk: Any = torch.ops.nanoqk
+needs_attention = pytest.mark.skipif(
+    not (operators.loaded() and operators.attends()), reason="attention is compiled for AVX-512 bf16"
+)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+x, y, weight, seed = draw(2, 3, 40, 32), draw(2, 3, 40, 32, seed=1), draw(32, seed=2), torch.tensor(7)
+alpha, half, stats = draw(3, 1, 1).abs(), draw(2, 3, 40, 32, seed=3).to(bf16), torch.zeros(2, 2, 3, 40)
+bias, keys, values = draw(32, seed=4), draw(2, 3, 40, 32, seed=5).to(bf16), draw(2, 3, 40, 32, seed=6).to(bf16)
+w, q, latent = draw(4, 5, 6), draw(1, 4, 1, 5), draw(1, 1, 6)
+strided = draw(2, 3, 32, 40).mT
+CALLS: dict[str, list[tuple[Any, ...]]] = {
+    "rms_norm": [(x, weight, 1e-6), (half, weight, 1e-6), (strided, weight, 1e-6)],
+    "rms_norm_backward": [(y, x, weight, 1e-6), (half, strided, weight, 1e-6)],
+    "inverse_rms": [(x, 1e-6)],
+    "lp_norm": [(x, None, 3.0), (half, alpha, 1.5), (x[:, :1].expand_as(x), alpha[:1], 2.0)],
+    "lp_norm_backward": [(y, x, alpha, 3.0), (y, x, None, 4.0)],
+    "inverse_lp_norm": [(half, 1.0)],
+    "fold": [(w, q, latent, True), (w, q, latent, False)],
+    "layer_norm": [(x, weight, weight, 1e-5, True, bf16), (x, weight, None, 1e-5, False, fp32)],
+    "layer_norm_backward": [(half, x, weight, True, 1e-5, True), (y.mT.contiguous().mT, x, weight, False, 1e-5, False)],
+    "dropout_add": [(x, half, 51, seed), (x, y, 0, None)],
+    "dropout": [(x, 51, seed, bf16), (strided, 1, seed, fp32)],
+    "gelu": [(half,)],
+    "gelu_backward": [(half, half)],
+    "attention": [(half, half, half, 0.2, 0, None), (half, half[:, :1], half[:, :1], 0.2, 51, seed)],
+    "attention_backward": [(half, half, half, half, stats, 0.2, 51, seed)],
+}
+WRONG: dict[str, list[tuple[Any, ...]]] = {
+    "rms_norm": [
+        (x.double(), weight, 1e-6), (x, weight[:31], 1e-6), (x, weight[:, None], 1e-6), (draw(2049), draw(2049), 1e-6),
+        (x[None], weight, 1e-6), (torch.tensor(1.0), weight, 1e-6), (draw(2, 0), draw(0), 1e-6),
+    ],
+    "rms_norm_backward": [(y[:1], x, weight, 1e-6), (y.double(), x, weight, 1e-6)],
+    "lp_norm": [
+        (x, None, 2.2), (x, None, 0.5), (x, None, 4.5), (x, alpha[:2], 3.0), (x[0, 0], alpha, 3.0), (x, weight, 3.0),
+    ],
+    "fold": [
+        (w, q[:, :3], latent, True), (w, q, latent[..., 1:], True), (w, q.to(bf16), latent, True),
+        (w[0], q, latent, True),
+    ],
+    "layer_norm": [
+        (half, weight, None, 1e-5, True, fp32), (x, weight.to(bf16), None, 1e-5, True, fp32),
+        (x, draw(64)[::2], None, 1e-5, True, fp32), (x, weight[1:], None, 1e-5, True, fp32),
+        (x, weight, weight[:1], 1e-5, True, fp32), (x, weight, weight[None], 1e-5, True, fp32),
+        (x, weight, None, 1e-5, True, torch.float16),
+    ],
+    "layer_norm_backward": [(y[:1], x, weight, False, 1e-5, True)],
+    "dropout_add": [(x, y[:1], 0, None), (x, y, 51, None), (x, y, 256, seed), (x, y, -1, seed), (x, y, 51, seed.int()),
+                    (half, half, 0, None), (x, y.half(), 0, None)],
+    "dropout": [(half, 51, seed, bf16), (x, 51, seed, torch.float64)],
+    "gelu": [(x,)],
+    "gelu_backward": [(half[:1], half), (y, half)],
+    "attention": [
+        (*three, 0.2, 0, None)
+        for three in (
+            (x, x, x), (half[..., :24], half[..., :24], half), (half, half[:, :, :9], half),
+            (half, half[..., :16], half), (half, half[:, :2], half[:, :2]), (half, half[:1], half[:1]),
+            (half[0], half, half), (half, half, half[:, :, :, 0]),
+        )
+    ] + [(half, half, half, 0.0, 0, None), (half, half, half, 0.2, 51, None)],
+    "attention_backward": [
+        (half, half, half, half, stats[:1], 0.2, 0, None), (half[..., :16], half, half, half, stats, 0.2, 0, None),
+    ],
+}  # fmt: skip
+DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rms_norm": lambda x, half: kernels.rms_norm(x, weight, 1e-6),
+    "lp_norm": lambda x, half: kernels.lp_norm(x, 3.0, alpha),
+    "layer_norm": lambda x, half: kernels.layer_norm(x, weight, bias, 1e-5, True, fp32),
+    "dropout_add": lambda x, half: kernels.dropout_add(x, half, 51, seed),
+    "dropout": lambda x, half: kernels.dropout(x, 51, seed),
+    "gelu": lambda x, half: kernels.gelu(half) + 0 * x,
+    "attention": lambda x, half: kernels.attention(half, keys, values, 0.25, 51, seed) + 0 * x,
+}
+
+
+def each(table: dict[str, Any]) -> Any:
+    return [pytest.param(name, marks=needs_attention) if "attention" in name else name for name in table]
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    assert operators.loaded(), "a C++ compiler is needed"
+
+
+@pytest.mark.parametrize("name", each(CALLS))
+def test_every_operator_passes_opcheck(name: str) -> None:
+    """Schema, no aliases, the shape and strides that the fake implementation says, tracing."""
+    assert operators.FAKES.keys() == CALLS.keys()
+    for args in CALLS[name]:
+        torch.library.opcheck(getattr(nanoqk, name).default, args)
+
+
+@pytest.mark.parametrize("name", each(WRONG))
+def test_wrong_arguments_are_refused(name: str) -> None:
+    """Dtypes, shapes, strides and settings that would corrupt memory or give wrong numbers."""
+    for args in WRONG[name]:
+        with pytest.raises(RuntimeError, match=r"must|shape|fit|needs|takes|as many|other"):
+            getattr(nanoqk, name)(*args)
+
+
+def outcome(name: str, function: Callable[..., Tensor] | None = None, grad: Tensor = y) -> list[Tensor]:
+    a, b = x.clone().requires_grad_(), half.clone().requires_grad_()
+    out = (function or DIFFERENTIABLE[name])(a, b)
+    return [out.detach(), *torch.autograd.grad(out, (a, b), grad, allow_unused=True, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("name", each(DIFFERENTIABLE))
+def test_results_depend_neither_on_threads_nor_on_how_gradients_lie(name: str) -> None:
+    before, expected = torch.get_num_threads(), outcome(name)
+    torch.set_num_threads(2)
+    try:
+        assert all(torch.equal(a, b) for a, b in zip(outcome(name), expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
+    for grad in (y.mT.contiguous().mT, y[:, :1, :1].expand_as(y)):
+        dense = outcome(name, grad=grad.contiguous())
+        assert all(torch.equal(a, b) for a, b in zip(outcome(name, grad=grad), dense, strict=True))
+
+
+@pytest.mark.parametrize("name", each(DIFFERENTIABLE))
+def test_a_compiler_keeps_the_kernels(name: str) -> None:
+    """One graph, the operators in it, forwards and backwards, and the same bits."""
+    torch._dynamo.reset()
+    seen: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def collect(part: torch.fx.GraphModule, _: Any) -> Any:
+            seen.update(str(node.target) for node in part.graph.nodes if "nanoqk" in str(node.target))
+            return make_boxed_func(part.forward)
+
+        return aot_autograd(fw_compiler=collect, bw_compiler=collect)(graph, inputs)
+
+    function = torch.compile(DIFFERENTIABLE[name], fullgraph=True, backend=backend)
+    assert all(torch.equal(a, b) for a, b in zip(outcome(name, function), outcome(name), strict=True))
+    backward = "dropout" if name.startswith("dropout") else f"{name}_backward"
+    assert seen == {f"nanoqk.{name}.default", f"nanoqk.{backward}.default"}
+
+
+@pytest.mark.parametrize("name", each(DIFFERENTIABLE))
+def test_no_kernel_has_a_second_derivative(name: str) -> None:
+    a, b = x.clone().requires_grad_(), half.clone().requires_grad_()
+    out = DIFFERENTIABLE[name](a, b)
+    grad = torch.autograd.grad(out.square().sum(), b if name in ("gelu", "attention") else a, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+# -----------------------------------------------------------------------------
+# Compiling and keeping them
+
+LOADS = """
+import torch
+from model import ops
+from model.kernels import operators
+x = torch.linspace(-3, 3, 2**15).bfloat16()
+print(operators.loaded(), ((ops.gelu(x).double() - ops.gelu(x.double())).abs().max() < 0.02).item())
+"""
+
+
+def load(**environment: str) -> tuple[bool, str]:
+    """Whether a new process has kernels, and what it says; GELU is right with and without."""
+    done = subprocess.run([sys.executable, "-c", LOADS], cwd=ROOT, env={**os.environ, **environment}, check=True,
+                          capture_output=True, text=True)  # fmt: skip
+    loaded, right = done.stdout.split()
+    assert right == "True"
+    return loaded == "True", done.stderr
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache folder that holds this machine's kernels."""
+    assert load(XDG_CACHE_HOME=str(tmp_path)) == (True, "")
+    return tmp_path
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled for an older x86")
+def test_the_kernels_without_avx512(tmp_path: Path) -> None:
+    """Options in CXX count: compiled for AVX2 alone the kernels pass the same tests, but for attention."""
+    tests = ["tests/test_ops.py", "-k", "norm or fold or gelu or dropout"]
+    env = {**os.environ, "CXX": "g++ -march=x86-64-v3", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests], cwd=ROOT, env=env,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    code = "from model.kernels import operators; assert operators.loaded() and not operators.attends()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
+
+
+def test_without_a_compiler_nothing_is_said(tmp_path: Path) -> None:
+    assert load(CXX="no-such-compiler") == (False, "")
+
+
+def test_a_compiler_that_cannot_be_used_costs_one_line(tmp_path: Path) -> None:
+    broken = script(tmp_path / "c++", "echo no space left >&2\nexit 1")
+    for cxx, reason in ((" ", "CXX names no program"), ("g++ '", "No closing quotation"), (broken, "no space left")):
+        loaded, said = load(CXX=cxx, XDG_CACHE_HOME=str(tmp_path))
+        assert not loaded and said.count("\n") == 1 and said.startswith("warning:") and reason in said
+
+
+def test_a_compiler_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", "exec sleep 60"))
+    monkeypatch.setattr(build, "SECONDS", 0.2)
+    assert not build.load.__wrapped__()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "timed out" in said
+
+
+def test_processes_that_compile_at_once_keep_one_library(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from model.kernels import operators; assert operators.loaded()"]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    running = [subprocess.Popen(command, cwd=ROOT, env=env) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    (library,) = (tmp_path / "nanoqk" / "kernels").iterdir()
+    began = library.stat().st_mtime_ns
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    subprocess.run(command, cwd=ROOT, env=env, check=True)
+    assert library.stat().st_mtime_ns == began  # it was taken as it is
+
+
+@pytest.mark.parametrize("damage", ["emptied", "truncated", "one bit", "planted"])
+def test_a_damaged_library_is_compiled_again(damage: str, cache: Path) -> None:
+    (library,) = (cache / "nanoqk" / "kernels").iterdir()
+    whole = library.read_bytes()
+    middle = len(whole) // 2
+    damaged = {
+        "emptied": b"",
+        "truncated": whole[:middle],
+        "one bit": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "planted": whole[: -build.DIGEST],
+    }[damage]
+    library.write_bytes(damaged)
+    assert load(XDG_CACHE_HOME=str(cache)) == (True, "")
+    assert build.intact(library) and library.read_bytes() != damaged
+
+
+def test_a_folder_in_which_others_write_is_not_used(cache: Path) -> None:
+    folder = cache / "nanoqk" / "kernels"
+    (library,) = folder.iterdir()
+    began = library.stat().st_atime_ns
+    folder.chmod(0o770)
+    loaded, said = load(XDG_CACHE_HOME=str(cache))
+    assert loaded and said.count("\n") == 1 and f"{folder} is not used" in said
+    assert [*folder.iterdir()] == [library] and library.stat().st_atime_ns == began
+
+
+def test_a_folder_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.private_folder() == tmp_path / "nanoqk" / "kernels"
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert build.private_folder() is None and "others can write there" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_for_the_process(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert load(XDG_CACHE_HOME=str(tmp_path / "file")) == (True, "")

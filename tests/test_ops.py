@@ -1,0 +1,504 @@
+"""The operations of model/ops.py: their kernels against their references in float64, and which of the two is taken."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from variants import build, config_of, random_tokens
+
+from core.device import cpu_flags
+from model import gpt, kernels, ops
+from model.kernels import operators
+from model.options import MLAOptions
+
+NORMS = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]  # p, and 0 for RMS
+NAMES = ["rms", *(f"lp{p:g}" for p in NORMS[1:])]
+ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
+BOTH = pytest.mark.parametrize("dtype", ULP, ids=["fp32", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    assert operators.loaded(), "a C++ compiler is needed"
+
+
+@contextmanager
+def operations_alone() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operators, "loaded", lambda: False)
+        yield
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def leaves(*tensors: Tensor) -> Any:
+    """The same values, of which derivatives are taken."""
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def assert_near(y: Tensor, exact: Tensor, ulp: float) -> None:
+    """To half a unit of its dtype, and what fp32 loses on the way."""
+    assert ((y.double() - exact).abs() <= (0.51 * ulp + 16 * 2.0**-24) * exact.abs() + 1e-30).all()
+
+
+# -----------------------------------------------------------------------------
+# Norms of vectors
+
+
+def norm(x: Tensor, p: float, factor: Tensor | None, implementation: Any = ops) -> Tensor:
+    """By ops or by kernels; in float64 both are the reference."""
+    if p:
+        return implementation.lp_norm(x, p, factor)
+    return implementation.rms_norm(x, x.new_ones(x.size(-1)) if factor is None else factor, 1e-6)
+
+
+# qkv's heads as they lie, heads first, channels apart, fewer dimensions
+LAYOUTS: dict[str, Callable[[int], Tensor]] = {
+    "of qkv": lambda n: draw(2, 5, 4 * n).view(2, 5, 4, n).transpose(1, 2)[:, 1:],
+    "dense": lambda n: draw(2, 3, 5, n),
+    "channels apart": lambda n: draw(2, 3, n, 5).transpose(2, 3),
+    "two dimensions": lambda n: draw(7, n),
+    "one": lambda n: draw(n),
+    "one for all heads": lambda n: draw(2, 1, 5, n).expand(2, 3, 5, n),
+    "strides that tie": lambda n: draw(n, 1).t().unsqueeze(1).expand(1, 3, n),
+    "none": lambda n: draw(2, 0, 5, n),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("p", NORMS, ids=NAMES)
+def test_norm_derivative_and_scale_are_the_reference(p: float, layout: str, dtype: torch.dtype) -> None:
+    for n in (1, 7, 32, 40, 128, 2048):
+        x = LAYOUTS[layout](n).to(dtype)
+        factors: list[Tensor | None] = [0.5 + draw(n, seed=1).abs()] if p == 0 else [None]
+        if p and x.ndim == 4:
+            factors += [0.5 + draw(k, 1, 1, seed=1).abs() for k in (1, x.size(1))]
+        for factor in factors:
+            check_norm(x, p, factor)
+        s = kernels.inverse_lp_norm(x, p) if p else kernels.inverse_rms(x, 1e-6)
+        exact = ops.inverse_lp_norm(x.double(), p) if p else ops.inverse_rms(x.double(), 1e-6)
+        assert s.shape == exact.shape and s.dtype == torch.float32
+        torch.testing.assert_close(s.double(), exact, rtol=1e-6, atol=0)
+
+
+def check_norm(x: Tensor, p: float, factor: Tensor | None) -> None:
+    n, grad = x.size(-1), draw(*x.shape, seed=2).to(x.dtype)
+    a, b = x.detach().requires_grad_(), x.detach().double().requires_grad_()
+    w = None if factor is None else factor.clone().requires_grad_()
+    w64 = None if factor is None else factor.double().requires_grad_()
+    y, exact = norm(a, p, w, kernels), norm(b, p, w64)
+    assert y.dtype == x.dtype and y.shape == x.shape
+    assert_near(y, exact, ULP[x.dtype])
+    with torch.no_grad():
+        assert torch.equal(norm(x, p, factor, kernels), y)
+    y.backward(grad)
+    exact.backward(grad.double())
+    assert a.grad is not None and b.grad is not None
+    # a vector's derivative may cancel (one channel: to zero) from terms of the size that dy and the scale have
+    size = (grad.double() * exact.detach()).abs().amax(-1, keepdim=True) / b.detach().abs().amax(-1, keepdim=True)
+    assert ((a.grad.double() - b.grad).abs() <= ULP[x.dtype] * b.grad.abs() + 40 * 2.0**-23 * size * n**0.5).all()
+    if w is not None and w64 is not None:
+        assert w.grad is not None and w64.grad is not None
+        torch.testing.assert_close(w.grad.double(), w64.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("p", NORMS, ids=NAMES)
+def test_zeros_and_extremes(p: float) -> None:
+    """A vector at or below 1e-30 is a zero vector to Lp; no power over- or underflows; nan and inf spread over their
+    vector alone; a vector has one result, whatever is beside it."""
+    rows = [torch.zeros(64), draw(64) * 1e-31, draw(64) * 1e-20, draw(64) * 1e30, draw(64)]
+    x = torch.stack([row if p else row * 1e-12 for row in rows]).requires_grad_()  # RMS squares fp32 as it is
+    y = norm(x, p, None, kernels)
+    y.backward(draw(5, 64, seed=1))
+    assert x.grad is not None and x.grad.isfinite().all() and y.isfinite().all()
+    assert_near(y[2:], norm(x.detach().double(), p, None)[2:], ULP[torch.float32])
+    assert (y[0] == 0).all()
+    if p:
+        assert (y[:2] == 0).all() and (x.grad[:2] == 0).all()
+        assert (kernels.inverse_lp_norm(x.detach(), p)[:2] == 0).all()
+    bad = draw(3, 64)
+    bad[0, 5], bad[2, 63] = torch.nan, torch.inf
+    y = norm(bad, p, None, kernels)
+    assert y[1].isfinite().all() and y[0].isnan().any() and y[2].isnan().any()
+    x, factor = draw(3, 4, 150, 48), 0.5 + draw(48 if p == 0 else 4, seed=2).abs()
+    whole = norm(x, p, factor.view(4, 1, 1) if p else factor, kernels)
+    alone = norm(x[1:2, 2:3, 7:8], p, factor[2].view(1, 1, 1) if p else factor, kernels)
+    assert torch.equal(alone, whole[1:2, 2:3, 7:8])
+
+
+@BOTH
+@pytest.mark.parametrize("nh,n,rank", [(16, 128, 512), (3, 5, 7), (1, 1, 1)])
+def test_fold_is_its_reference(nh: int, n: int, rank: int, dtype: torch.dtype) -> None:
+    w, q, latent = draw(nh, n, rank).to(dtype), draw(1, nh, 1, n, seed=1).to(dtype), draw(1, 1, rank, seed=2).to(dtype)
+    with torch.no_grad():
+        q_latent, k = ops.fold(w, q, latent, True)
+        alone, none = ops.fold(w.mT.contiguous().mT, q, latent, False)
+    assert none is None and torch.equal(alone, q_latent) and k is not None and k.dtype == torch.float32
+    exact_q, exact_k = ops.fold_reference(w.double(), q.double(), latent.double(), True)
+    assert exact_k is not None and q_latent.shape == exact_q.shape and q_latent.dtype == dtype
+    torch.testing.assert_close(k.double(), exact_k, rtol=0, atol=1e-6 * rank)
+    torch.testing.assert_close(q_latent.double(), exact_q, rtol=ULP[dtype], atol=1e-6 * n)
+
+
+# -----------------------------------------------------------------------------
+# Dropout
+
+
+def splitmix(seed: int, words: int) -> np.ndarray:
+    """The generator as it is published, a loop over its state: (8 words,) bytes."""
+    state, mask, drawn = seed % 2**64, 2**64 - 1, []
+    for _ in range(words):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        drawn.append(z ^ (z >> 31))
+    return np.array(drawn, dtype="<u8").view(np.uint8)
+
+
+def test_random_bytes_are_those_of_splitmix64() -> None:
+    known = splitmix(0, 3).view("<u8").tolist()
+    assert known == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF):
+        expected = splitmix(seed, 50)
+        assert np.array_equal(ops.random_bytes(seed, 50).numpy(), expected)
+        rows = ops.random_bytes(torch.tensor(seed), 8, torch.tensor([[0, 8], [3, 42]])).numpy()
+        assert rows.shape == (2, 2, 64)
+        for first, row in zip((0, 8, 3, 42), rows.reshape(4, 64), strict=True):
+            assert np.array_equal(row, expected[8 * first : 8 * first + 64])
+
+
+def test_a_seed_is_64_bits_of_the_generator() -> None:
+    torch.manual_seed(5)
+    seed, state = ops.draw_seed(), torch.get_rng_state()
+    torch.manual_seed(5)
+    assert seed == torch.empty((), dtype=torch.int64).random_(-(2**63), None)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@BOTH
+@pytest.mark.parametrize("p", [0.0, 1 / 256, 0.2, 0.999])
+def test_dropout_add_is_the_operations(p: float, dtype: torch.dtype) -> None:
+    """From one state of the generator the same elements are dropped, and backwards the same."""
+    x, y, grad = draw(5, 41, 100), draw(5, 41, 100, seed=1).to(dtype), draw(5, 41, 100, seed=2)
+    dropped, results = ops.out_of_256(p), []
+    assert dropped == {0.0: 0, 1 / 256: 1, 0.2: 51, 0.999: 255}[p]
+    for context in (nullcontext, operations_alone):
+        torch.manual_seed(3)
+        seed = int(ops.draw_seed())
+        torch.manual_seed(3)
+        inputs = leaves(x, y)
+        with context():
+            out = ops.dropout_add(*inputs, p)
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+        assert ("DropoutAdd" in str(out.grad_fn)) == (context is not operations_alone)
+    (out, dx, dy), (other, other_dx, other_dy) = results
+    kept = torch.from_numpy(splitmix(seed, x.numel() // 8 + 1).astype(np.int64))[: x.numel()].view(x.shape) >= dropped
+    scale = 256 / (256 - dropped)
+    torch.testing.assert_close(out.double(), x.double() + y.double() * kept * scale, rtol=1e-6, atol=1e-6 * scale)
+    torch.testing.assert_close(out, other, rtol=0, atol=4 * scale * ULP[dtype])
+    assert torch.equal(dx, grad) and torch.equal(other_dx, grad)
+    assert dy.dtype == dtype and torch.equal(dy == 0, other_dy == 0)
+    torch.testing.assert_close(dy, other_dy, rtol=ULP[dtype], atol=0)
+
+
+def test_dropout_is_the_operations() -> None:
+    """Bit for bit; gradients may lie anyhow."""
+    x, grad, results = draw(5, 41, 100), draw(5, 100, 41, seed=1).mT, []
+    for context in (nullcontext, operations_alone):
+        torch.manual_seed(3)
+        (leaf,) = leaves(x)
+        with context():
+            out = ops.dropout(leaf, 0.2)
+        assert ("Dropout" in str(out.grad_fn)) == (context is not operations_alone)
+        results.append([out, *torch.autograd.grad(out, leaf, grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# -----------------------------------------------------------------------------
+# Attention
+
+needs_bf16 = pytest.mark.skipif(
+    "avx512_bf16" not in cpu_flags(), reason="attention is compiled for AVX-512 bf16; elsewhere the reference serves"
+)
+SHAPES = {  # B, nh, nkv, T, dk, dv
+    "one": (1, 1, 1, 1, 16, 16),
+    "short": (2, 3, 3, 17, 48, 16),
+    "nano": (2, 4, 4, 64, 32, 32),
+    "baby": (2, 6, 6, 256, 64, 64),
+    "gqa": (2, 4, 2, 100, 32, 80),
+    "mqa": (1, 4, 1, 333, 64, 128),
+    "mla": (1, 2, 2, 130, 192, 128),
+    "long": (1, 2, 1, 1100, 16, 32),  # products in parts
+}
+
+
+def heads(B: int, n: int, T: int, d: int, seed: int, pad: int = 0) -> Tensor:
+    """(B, n, T, d) in bf16 as projections leave it: heads side by side, other channels between them."""
+    x = draw(B, T, n * d + pad, seed=seed).bfloat16()[..., pad:]
+    return x.unflatten(-1, (n, d)).transpose(1, 2)
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, factor: Tensor | float = 1.0) -> Tensor:
+    """By the definition; `factor` is what dropout multiplies the probabilities by."""
+    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+    hidden = torch.ones(q.size(2), q.size(2), dtype=torch.bool).triu(1)
+    return ((q @ k.transpose(-2, -1) * scale).masked_fill(hidden, -torch.inf).softmax(-1) * factor) @ v
+
+
+@needs_bf16
+@pytest.mark.parametrize("dropped", [0, 51])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_and_its_derivative_are_the_definition(shape: tuple[int, ...], dropped: int) -> None:
+    """Also the mask: an element's byte is that of its place in (B, nh, T, T rounded up to 64)."""
+    B, nh, nkv, T, dk, dv = shape
+    q, k, v = heads(B, nh, T, dk, 0, 3), heads(B, nkv, T, dk, 1), heads(B, nkv, T, dv, 2, 1)
+    grad, scale, seed = heads(B, nh, T, dv, 3), 1.7 / dk**0.5, -(2**62) + 5
+    inputs, exact_inputs = leaves(q, k, v), leaves(q.double(), k.double(), v.double())
+    padded = -(-T // 64) * 64
+    drawn = torch.from_numpy(splitmix(seed, B * nh * T * padded // 8).astype(np.int64)) if dropped else torch.zeros(1)
+    factor = (drawn >= dropped).double() * 256 / (256 - dropped)
+    factor = factor.view(B, nh, T, padded)[..., :T] if dropped else factor
+    settings = scale, dropped, torch.tensor(seed)
+    y, exact = kernels.attention(*inputs, *settings), attention_reference(*exact_inputs, scale, factor)
+    assert y.shape == exact.shape and y.dtype == torch.bfloat16 and y.transpose(1, 2).is_contiguous()
+    y.backward(grad)
+    exact.backward(grad.double())
+    gradients = [(a.grad, b.grad) for a, b in zip(inputs, exact_inputs, strict=True)]
+    for mine, theirs in ((y, exact), *gradients):
+        assert mine is not None and theirs is not None
+        error, size = (mine.double() - theirs).norm(), theirs.norm()
+        assert error < 3.5e-3 * size + 1e-6 * T  # roundings to bf16 of 2^-9 each; of one position dq and dk are 0
+    with torch.no_grad():
+        assert torch.equal(kernels.attention(q, k, v, *settings), y)
+    assert torch.equal(kernels.attention(q.mT.contiguous().mT, k, v, *settings), y)
+
+
+@needs_bf16
+@pytest.mark.parametrize("dropped", [0, 51])
+def test_attention_with_the_operations_masks_is_the_operations(dropped: int) -> None:
+    """From one state of the generator: kernel and reference, in bf16, forwards and backwards."""
+    q, k, v, grad = (heads(2, 3, 150, 32, i) for i in range(4))
+    results = []
+    for context in (nullcontext, operations_alone):
+        torch.manual_seed(5)
+        inputs = leaves(q, k, v)
+        with context():
+            y = ops.causal_attention(*inputs, 0.3, dropped / 256)
+        assert ("Blocked" in str(y.grad_fn)) == (context is operations_alone)
+        results.append([y, *torch.autograd.grad(y, inputs, grad), torch.get_rng_state()])
+    (*compiled, state), (*operations, other_state) = results
+    assert torch.equal(state, other_state)
+    for a, b in zip(compiled, operations, strict=True):
+        assert (a - b).float().norm() < 6e-3 * b.float().norm()
+
+
+@needs_bf16
+def test_attention_has_one_result_whatever_is_beside_it_or_comes_later() -> None:
+    q, k, v = heads(3, 4, 150, 32, 0), heads(3, 2, 150, 32, 1), heads(3, 2, 150, 32, 2)
+    whole = ops.causal_attention(q, k, v, 0.2)
+    assert torch.equal(ops.causal_attention(q[1:2, 2:4], k[1:2, 1:], v[1:2, 1:], 0.2), whole[1:2, 2:4])
+    for T in (1, 20, 64, 100):
+        assert torch.equal(ops.causal_attention(q[:, :, :T], k[:, :, :T], v[:, :, :T], 0.2), whole[:, :, :T])
+    later = k.clone()
+    later[:, :, 77:] *= -3
+    assert torch.equal(ops.causal_attention(q, later, v, 0.2)[:, :, :77], whole[:, :, :77])
+
+
+@needs_bf16
+def test_logits_that_exp_cannot_take_and_nan() -> None:
+    q, k, v = (heads(1, 1, 70, 16, i) for i in range(3))
+    for factor in (100.0, 1e7):
+        large = leaves(q * factor, k * factor, v)
+        y = ops.causal_attention(*large, 10.0)
+        expected = attention_reference(large[0].double(), large[1].double(), v.double(), 10.0)
+        torch.testing.assert_close(y.double(), expected, rtol=2.0**-8, atol=1e-2)
+        y.sum().backward()
+        assert all(x.grad.isfinite().all() for x in large)
+    q = q.clone()
+    q[0, 0, 40, 3] = torch.nan
+    y = ops.causal_attention(q, k, v, 0.25)
+    assert y[0, 0, 40].isnan().all() and y[0, 0, :40].isfinite().all() and y[0, 0, 41:].isfinite().all()
+
+
+@needs_bf16
+@pytest.mark.parametrize("dropped", [0, 1, 255])
+def test_what_a_call_leaves_behind_does_not_show_in_the_next(dropped: int) -> None:
+    """The memory in which a thread works is kept from call to call."""
+
+    def outcome(*given: Tensor) -> list[Tensor]:
+        inputs = leaves(*given[:3])
+        y = kernels.attention(*inputs, 0.3, dropped, torch.tensor(3))
+        return [y.detach(), *torch.autograd.grad(y, inputs, given[3])]
+
+    small = [heads(2, 2, 37, 48, i) for i in range(4)]
+    before = outcome(*small)
+    assert all(x.isnan().all() for x in outcome(*(torch.full((2, 2, 500, 96), torch.nan).bfloat16() for _ in range(4))))
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(outcome(*small), before, strict=True))
+
+
+# -----------------------------------------------------------------------------
+# Between a block's matmuls
+
+
+@BOTH
+@pytest.mark.parametrize("n", [1, 48, 64, 100, 384, 3000])
+@pytest.mark.parametrize("norm", ["layernorm", "layernorm without a bias", "rmsnorm"])
+def test_layer_norm_and_its_derivative_are_the_reference(norm: str, n: int, dtype: torch.dtype) -> None:
+    x, grad = 3 * draw(3, 37, n) + 1, draw(3, 37, n, seed=1).to(dtype)
+    inputs = [x, draw(n, seed=2), *([draw(n, seed=3)] if norm == "layernorm" else [])]
+    mine, exact = ([t.detach().to(to).requires_grad_() for t in inputs] for to in (torch.float32, torch.float64))
+    bias, exact_bias = (t[2] if len(t) == 3 else None for t in (mine, exact))
+    y = kernels.layer_norm(mine[0], mine[1], bias, 1e-5, norm != "rmsnorm", dtype)
+    expected = ops.layer_norm(exact[0], exact[1], exact_bias, 1e-5, norm != "rmsnorm")
+    assert y.dtype == dtype and y.shape == x.shape
+    torch.testing.assert_close(y.double(), expected, rtol=0.51 * ULP[dtype], atol=5e-6)
+    y.backward(grad)
+    expected.backward(grad.double())
+    for a, b in zip(mine, exact, strict=True):
+        assert a.grad is not None and b.grad is not None
+        if n > 1 or a is not mine[0]:  # one channel's x does not matter: its derivative is the round-off of its terms
+            size = max(1, b.grad.abs().amax().item())
+            torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=2e-5 * size)
+
+
+def test_gelu_of_every_bf16_number() -> None:
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    x = x[x.isfinite() & (x.abs() < 1e30)].requires_grad_()
+    exact_x = x.detach().double().requires_grad_()
+    y, exact = ops.gelu(x), ops.gelu_reference(exact_x)
+    assert "GELU" in str(y.grad_fn)
+    torch.testing.assert_close(y.double(), exact, rtol=0.51 * ULP[torch.bfloat16], atol=3e-6)
+    y.sum().backward()
+    exact.sum().backward()
+    assert x.grad is not None and exact_x.grad is not None
+    torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=0.51 * ULP[torch.bfloat16], atol=6e-7)
+    assert kernels.gelu(torch.tensor([torch.nan]).bfloat16()).isnan().all()
+
+
+# -----------------------------------------------------------------------------
+# Which is taken
+
+
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are called from now on."""
+    names: list[str] = []
+
+    def spy(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            names.append(name)
+            return real(*args)
+
+        return call
+
+    for name in operators.FAKES.keys() & set(kernels.__all__):
+        monkeypatch.setattr(kernels, name, spy(name, getattr(kernels, name)))
+    return names
+
+
+def test_a_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All else goes to the reference: other dtypes, devices and sizes, learned p, fp16 autocast, too few elements."""
+    names, half = called(monkeypatch), torch.bfloat16
+    x, weight, q = draw(300, 64), torch.ones(64), heads(1, 2, 8, 16, 0)
+    odd, seven = heads(1, 2, 8, 24, 0), torch.tensor(3.0)
+    with torch.no_grad():
+        takes: dict[str, list[Callable[[], Any]]] = {
+            "rms_norm": [lambda: ops.rms_norm(x, weight, 1e-6)],
+            "lp_norm": [lambda: ops.lp_norm(x.to(half), 3.0)],
+            "layer_norm": [lambda: ops.layer_norm(x, weight, None, 1e-5)],
+            "gelu": [lambda: ops.gelu(x.to(half))],
+            "dropout_add": [lambda: ops.dropout_add(x, x.to(half), 0.1), lambda: ops.dropout_add(x, x, 0.0)],
+            "dropout": [lambda: ops.dropout(x, 0.1)],
+            "": [
+                lambda: ops.rms_norm(x.double(), weight, 1e-6),
+                lambda: ops.rms_norm(draw(3, 2049), torch.ones(2049), 1e-6),
+                lambda: ops.rms_norm(draw(1, 1, 1, 3, 64), weight, 1e-6),
+                lambda: ops.lp_norm(x, 7.25),
+                lambda: ops.lp_norm(x, torch.inf),
+                lambda: ops.lp_norm(x, seven),
+                lambda: ops.lp_norm(x.to("meta"), 3.0),
+                lambda: ops.layer_norm(x[:2], weight, None, 1e-5),
+                lambda: ops.layer_norm(x.double(), weight.double(), None, 1e-5),
+                lambda: ops.gelu(x[:2].to(half)),
+                lambda: ops.dropout_add(x.double(), x.double(), 0.1),
+                lambda: ops.dropout(x, 0.0),
+                lambda: ops.causal_attention(q.float(), q.float(), q.float(), 1.0),
+                lambda: ops.causal_attention(odd, odd, odd, 1.0),
+                lambda: ops.causal_attention(q[:, :, :2], q, q, 1.0),
+                lambda: ops.causal_attention(q, q, q, -1.0),
+            ],
+        }
+        if "avx512_bf16" in cpu_flags():
+            takes["attention"] = [lambda: ops.causal_attention(q, q, q, 1.0)]
+        for name, calls in takes.items():
+            for call in calls:
+                call()
+                assert names == ([name] if name else []), name
+                names.clear()
+    with torch.autocast("cpu", torch.float16):
+        torch.testing.assert_close(gpt.BlockLayerNorm(64)(x).float(), F.layer_norm(x, (64,)), rtol=2e-3, atol=2e-3)
+    assert not names
+
+
+@pytest.mark.parametrize("layout", ["mha", "gqa", "mqa", "mla"])  # LayerNorm with mha, RMSNorm with the others
+def test_a_model_learns_alike_with_and_without(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five updates in bf16 with dropout: every kernel is used, the masks are the same, the losses agree."""
+    monkeypatch.setattr(ops, "SMALL", 0)
+    attention = MLAOptions(kv_rank=16, nope_dim=16, rope_dim=16, v_dim=16) if layout == "mla" else layout
+    idx, names, losses = random_tokens(4, 17), called(monkeypatch), []
+    for context in (nullcontext, operations_alone):
+        model = build(config_of(attention, "rms", dropout=0.2, n_embd=64), dtype=torch.float32).train()
+        sgd, of_run = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(5):
+            torch.manual_seed(step)
+            with torch.autocast("cpu", torch.bfloat16), context():
+                loss = model(idx[:, :-1], idx[:, 1:])[1]
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            of_run.append(loss.item())
+        losses.append(of_run)
+        used = {"rms_norm", "layer_norm", "gelu", "dropout", "dropout_add"}
+        used |= {"attention"} if "avx512_bf16" in cpu_flags() else set()
+        assert set(names) == (set() if context is operations_alone else used)
+        names.clear()
+    assert losses[0] == pytest.approx(losses[1], abs=0.01) and losses[0][0] - losses[0][-1] > 0.05
+
+
+def test_checkpointing_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 with dropout: what is computed again has the same masks."""
+    monkeypatch.setattr(ops, "SMALL", 0)
+    idx, results = random_tokens(4, 17), []
+    for checkpointing in (False, True):
+        config = config_of("mha", "rms", dropout=0.2, n_embd=64, activation_checkpointing=checkpointing)
+        model = build(config, dtype=torch.float32).train()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(idx[:, :-1], idx[:, 1:])[1]
+        assert loss is not None
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    "norm,scales",
+    [("none", []), ("rms", ["inverse_rms"]), ("layernorm", ["inverse_rms"]), ("lp3", ["inverse_lp_norm"])],
+)
+def test_decoding_takes_them(norm: str, scales: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of absorbed MLA in a layer: the latent's norm, both products with the up-projection, the keys' scale."""
+    model = build(config_of("mla", norm), dtype=torch.float32)
+    with torch.no_grad():
+        caches = model.new_caches(1, 8, torch.float32)
+        model(torch.tensor([[1, 2, 3]]), caches=caches)
+        names = called(monkeypatch)
+        model(torch.tensor([[4]]), caches=caches, pos=3)
+    of_norm = [] if norm == "none" else 3 * ["lp_norm" if norm == "lp3" else "rms_norm"]  # queries, shared RoPE key
+    assert sorted(names) == sorted(2 * (["rms_norm", "fold", *scales] + of_norm))
