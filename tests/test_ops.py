@@ -196,7 +196,7 @@ def test_dropout_add_is_the_operations(p: float, dtype: torch.dtype) -> None:
         torch.manual_seed(3)
         inputs = leaves(x, y)
         with context():
-            out = ops.dropout_add(*inputs, p)
+            out = ops.dropout_add(*inputs, p)  # type: ignore[call-arg]
         results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
         assert ("DropoutAdd" in str(out.grad_fn)) == (context is not operations_alone)
     (out, dx, dy), (other, other_dx, other_dy) = results
@@ -267,7 +267,7 @@ def test_attention_and_its_derivative_are_the_definition(shape: tuple[int, ...],
     factor = (drawn >= dropped).double() * 256 / (256 - dropped)
     factor = factor.view(B, nh, T, padded)[..., :T] if dropped else factor
     settings = scale, dropped, torch.tensor(seed)
-    y, exact = kernels.attention(*inputs, *settings), attention_reference(*exact_inputs, scale, factor)
+    y, exact = kernels.attention(*inputs, *settings), attention_reference(*exact_inputs, scale, factor)  # type: ignore[call-arg]
     assert y.shape == exact.shape and y.dtype == torch.bfloat16 and y.transpose(1, 2).is_contiguous()
     y.backward(grad)
     exact.backward(grad.double())
@@ -291,7 +291,7 @@ def test_attention_with_the_operations_masks_is_the_operations(dropped: int) -> 
         torch.manual_seed(5)
         inputs = leaves(q, k, v)
         with context():
-            y = ops.causal_attention(*inputs, 0.3, dropped / 256)
+            y = ops.causal_attention(*inputs, 0.3, dropped / 256)  # type: ignore[call-arg]
         assert ("Blocked" in str(y.grad_fn)) == (context is operations_alone)
         results.append([y, *torch.autograd.grad(y, inputs, grad), torch.get_rng_state()])
     (*compiled, state), (*operations, other_state) = results
@@ -317,7 +317,7 @@ def test_logits_that_exp_cannot_take_and_nan() -> None:
     q, k, v = (heads(1, 1, 70, 16, i) for i in range(3))
     for factor in (100.0, 1e7):
         large = leaves(q * factor, k * factor, v)
-        y = ops.causal_attention(*large, 10.0)
+        y = ops.causal_attention(*large, 10.0)  # type: ignore[call-arg]
         expected = attention_reference(large[0].double(), large[1].double(), v.double(), 10.0)
         torch.testing.assert_close(y.double(), expected, rtol=2.0**-8, atol=1e-2)
         y.sum().backward()
@@ -335,7 +335,7 @@ def test_what_a_call_leaves_behind_does_not_show_in_the_next(dropped: int) -> No
 
     def outcome(*given: Tensor) -> list[Tensor]:
         inputs = leaves(*given[:3])
-        y = kernels.attention(*inputs, 0.3, dropped, torch.tensor(3))
+        y = kernels.attention(*inputs, 0.3, dropped, torch.tensor(3))  # type: ignore[call-arg]
         return [y.detach(), *torch.autograd.grad(y, inputs, given[3])]
 
     small = [heads(2, 2, 37, 48, i) for i in range(4)]
