@@ -11,6 +11,7 @@ from torch import Tensor
 
 from core.device import resolve_dtype
 from core.schema import require
+from model.gpt import FusedLinear
 from training.config import AdamWOptions, MuonOptions, TrainConfig
 
 
@@ -29,8 +30,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]
     for module_name, module in model.named_modules():
         for name, p in module.named_parameters(module_name, recurse=False):
             if name.startswith("transformer.h.") and p.dim() == 2 and p.requires_grad:
-                rows: list[int] | None = getattr(module, "projections", None)
-                found[name] = (p, rows or [p.size(0)])
+                found[name] = (p, module.split_sizes if isinstance(module, FusedLinear) else [p.size(0)])
     return found
 
 
