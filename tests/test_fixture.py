@@ -1,0 +1,126 @@
+"""Runs of an earlier commit (tests/fixtures/v0) load, resume, sample, report and audit as they did then.
+
+Only command lines and files are used, so that these tests stand whatever moves inside. Other kernels, another CPU and
+another PyTorch round differently: a resumed run agrees with the uninterrupted one to TOLERANCE, forty times what
+was measured between the compiled kernels and PyTorch's operations.
+"""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from safetensors.numpy import load_file
+
+TOLERANCE = 1e-4  # relative
+STOPPED_AT = 36
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A copy of the earlier commit's runs, in the folder that `program` runs in."""
+    shutil.copytree(ROOT / "tests" / "fixtures" / "v0", tmp_path, symlinks=True, dirs_exist_ok=True)
+    return tmp_path
+
+
+def numbers(run: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl, then those of diagnostics.jsonl, without what a clock measures."""
+    files = [run / name for name in ("metrics.jsonl", "diagnostics.jsonl")]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("tok_per_sec", "mfu")} for line in lines]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a run's or a sweep's folder but its logs."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.suffix != ".log" and "launches" not in p.parts]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+@pytest.mark.parametrize("run", ["gqa", "mla"])
+def test_a_stopped_run_resumes_to_the_numbers_of_the_uninterrupted_one(run: str, old: Path, program: Program) -> None:
+    """Bit for bit where a new run equals the uninterrupted one, so that the machine computes as that one did."""
+    words = (old / f"{run}.txt").read_text().split()
+    done = program("train.py", *words, f"out_dir={run}_stopped,new", "-m")
+    assert done.returncode == 0, done.stderr
+    assert f"{run}_stopped: " in done.stdout and f"resumed at iteration {STOPPED_AT}" in done.stdout
+    stored, resumed, new = numbers(old / run), numbers(old / f"{run}_stopped"), numbers(old / "new")
+    assert len(resumed) == len(stored)
+    for before, after in zip(stored, resumed, strict=True):
+        assert after == pytest.approx(before, rel=TOLERANCE)
+    weights = {
+        name: load_file(old / name / "ckpt" / "latest" / "model.safetensors") for name in (run, f"{run}_stopped")
+    }
+    for name, tensor in weights[run].items():
+        assert weights[f"{run}_stopped"][name] == pytest.approx(tensor, rel=TOLERANCE, abs=TOLERANCE), name
+    if new == stored:
+        assert resumed == stored
+        assert all((weights[f"{run}_stopped"][name] == tensor).all() for name, tensor in weights[run].items())
+    states = [json.loads((old / f / "summary.json").read_text()) for f in (run, f"{run}_stopped")]
+    for key in ("status", "iter", "iter_of_min", "parameters", "corpus_sha256", "held_out_tokens"):
+        assert states[0][key] == states[1][key], key
+
+
+def test_a_finished_run_says_that_it_is_done_and_stays_as_it_is(old: Path, program: Program) -> None:
+    before = contents(old / "gqa")
+    done = program("train.py", *(old / "gqa.txt").read_text().split(), "out_dir=gqa")
+    assert done.returncode == 0 and "gqa is done" in done.stdout, done.stderr
+    assert contents(old / "gqa") == before
+
+
+@pytest.mark.parametrize(("run", "how"), [
+    ("gqa", "num_samples=4 temperature=1"),
+    ("mla/ckpt/step_000060", "num_samples=1 temperature=0"),  # two logits are never closer than 0.007
+])  # fmt: skip
+def test_a_run_and_a_checkpoint_give_the_same_text(run: str, how: str, old: Path, program: Program) -> None:
+    words = [f"run={run}", "start=to", "max_new_tokens=40", "device=cpu", "dtype=float32"]
+    done = program("sample.py", *words, *how.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (old / "expected" / f"{run[:3]}_sample.txt").read_text()
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of the tables below the first heading of a report's table.md."""
+    return [line.split(" | ") for line in table.split("\n## ", 1)[1].splitlines() if line.startswith("| ")]
+
+
+def test_a_sweep_is_reported_with_the_same_numbers(old: Path, program: Program) -> None:
+    done = program("scripts/report.py", "sweep=grid.yaml", "sweep_dir=sweep", "out=report")
+    assert done.returncode == 0 and "4 runs, 4 done" in done.stdout, done.stderr
+    expected = rows((old / "expected" / "sweep_table.md").read_text())
+    assert rows((old / "report" / "table.md").read_text()) == expected
+
+
+def test_a_sweep_s_status_is_what_it_was(old: Path, program: Program) -> None:
+    done = program("sweeps/status.py", "sweep_dir=sweep")
+    assert done.returncode == 0, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["sweep:", "4", "runs,", "4", "done"], ["p=2", "2", "done"], ["p=3", "2", "done"],
+    ]  # fmt: skip
+
+
+def test_a_finished_sweep_that_is_launched_again_trains_nothing(old: Path, program: Program) -> None:
+    before = contents(old / "sweep")
+    done = program("sweeps/launch.py", "sweep=grid.yaml", "sweep_dir=sweep", "launcher.workers=1", "launcher.threads=1")
+    assert done.returncode == 0 and "4 runs (4 done)" in done.stdout, done.stderr
+    assert contents(old / "sweep") == before
+
+
+def test_an_audit_finds_the_same(old: Path, program: Program) -> None:
+    done = program("scripts/audit.py", "run=mla", "steps=20", "device=cpu")
+    assert done.returncode == 0, done.stderr
+    expected = json.loads((old / "expected" / "mla_audit.json").read_text())
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["caught"] == expected["caught"] == []
+    assert leaves(found["checks"]) == pytest.approx(leaves(expected["checks"]), rel=TOLERANCE, abs=1e-6)
+
+
+def leaves(content: Any, key: str = "") -> dict[str, float]:
+    """The numbers in nested objects, by their path."""
+    if isinstance(content, dict):
+        return {path: x for part, of in content.items() for path, x in leaves(of, f"{key}/{part}").items()}
+    return {key: content} if isinstance(content, int | float) else {}
