@@ -75,6 +75,8 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
         hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=schema.__name__)(task)()
     except KeyboardInterrupt:
         statuses.append(130)
+    except ConfigError as error:
+        statuses.append(refuse(str(error)))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         statuses.append(refuse(explain(error, schema, argv)))
     sys.exit(max(statuses))
@@ -86,8 +88,8 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    register(schema, overrides)
     try:
-        register(schema, overrides)
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             return to_dict(hydra.compose(schema.__name__, overrides))
     except (HydraException, OmegaConfBaseException, ValueError) as error:

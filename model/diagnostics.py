@@ -66,6 +66,28 @@ def qk_norms(attn: nn.Module) -> dict[str, Any]:
     return {name.removesuffix("_norm"): norm for name, norm in attn.named_children() if isinstance(norm, QKNorm)}
 
 
+@torch.no_grad()
+def logit_bound(attn: nn.Module) -> float:
+    """The largest |logit| that the QK norms of a layer allow with their present gains, however large its weights are.
+
+    Infinite where alpha is learned, and without QK norms.
+    """
+    norms, scale = qk_norms(attn), getattr(attn, "logit_scale", None)
+    if not norms or scale is None or scale.alpha is not None:
+        return math.inf
+    blocks = [(norm, norms[f"k{side[1:]}"]) for side, norm in norms.items() if side.startswith("q")]
+    return scale.left * sum(longest_output(q) * longest_output(k) for q, k in blocks)
+
+
+def longest_output(norm: QKNorm) -> float:
+    """The largest 2-norm that a QK norm gives to vectors of length 1000: one-hot, constant and random ones."""
+    g, hs = torch.Generator().manual_seed(0), norm.head_dim
+    x = torch.cat([torch.eye(1, hs), torch.ones(1, hs), torch.randn(16, hs, generator=g)])
+    x = 1000 * nn.functional.normalize(x, dim=-1).expand(1, norm.n_head, -1, -1)  # (1, nh, 18, hs)
+    device = next((p.device for p in norm.parameters()), torch.device("cpu"))
+    return torch.linalg.vector_norm(norm(x.to(device)), dim=-1).max().item()
+
+
 def measure_logits(table: dict[str, Tensor], q: Tensor, k: Tensor, scale: float) -> None:
     """Put the values (nh,) of the logits of q (B, nh, T, hs) and k (B, nkv, T, hs) into `table`."""
     B, nh, T, _ = q.shape

@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from core.dist import World
 from core.schema import require
 from data.batches import Batches
-from model.diagnostics import LEAK_TOLERANCE, future_leak
+from model.diagnostics import LEAK_TOLERANCE, future_leak, logit_bound
 from model.ops import positions_with_logits
 from training.evaluate import mean_loss
 from training.session import Batch, Session
 from training.updates import accumulate_gradients, rows_at_once
 
+LEAST_LOGIT_BOUND = 0.5  # below, no key can get more than e times the weight of another one
 INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats
 
 
@@ -31,7 +32,7 @@ def start_up_checks(session: Session) -> list[str]:
     x, y = batches.get_batch(0)  # (B, T)
     fatal = [*future_seen(session, x), *(f"training repeats one batch: {r}" for r in repetition(batches, text))]
     require(session.config.fault.name != "none" or not fatal, "; ".join(fatal))
-    warnings = [*fatal, *target_warnings(x, y, text), *loss_warnings(session, x, y)]
+    warnings = [*fatal, *target_warnings(x, y, text), *loss_warnings(session, x, y), *norm_warnings(session)]
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if session.config.qk_clip.name != "none":
@@ -74,6 +75,15 @@ def repetition(batches: Batches, tokens: np.ndarray) -> list[str]:
         if all(torch.equal(batches.get_batch(*step)[0], x) for step in steps):
             return [f"{what} 0 to {n} are equal"]
     return []
+
+
+def norm_warnings(session: Session) -> list[str]:
+    """A warning of a QK norm with which the logits cannot spread."""
+    bound = max(logit_bound(attention) for attention in session.model.attentions)
+    if bound >= LEAST_LOGIT_BOUND:
+        return []
+    name = session.config.qk_norm.name
+    return [f"qk_norm={name} bounds every |logit| by {bound:.2g}, whatever the weights: attention stays nearly uniform"]
 
 
 def target_warnings(x: Tensor, y: Tensor, text: np.ndarray) -> list[str]:

@@ -1,0 +1,192 @@
+"""Plugins: a norm or a layout in a file of one's own is found, recorded, found again, or named as missing."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import QK_NORM_VARIANTS, TINY
+from variants import LAYOUTS, PAIRS, config_of
+
+from core import cli, plugins
+from core.schema import ConfigError, options
+from model.diagnostics import logit_bound
+from model.gpt import GPT, QK_NORMS, QKNorm
+from model.options import QK_NORMS as OPTIONS
+from model.options import QKNormOptions, label, register
+from training.config import TrainConfig, load_config
+
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+PLUGIN = '''
+from typing import Annotated
+from core.schema import AtLeast, Help, options
+from model.gpt import GroupedQueryAttention, QKNorm, register_attention, register_qk_norm
+from model.options import MHAOptions, QKNormOptions
+
+@options
+class HalfOptions(QKNormOptions):
+    """x / n"""
+    name: str = "half"
+    n: Annotated[int, AtLeast(1), Help("a divisor")] = 2
+
+class Half(QKNorm):
+    def scale(self, x):
+        return x[..., :1] * 0 + 1 / self.options.n
+
+@options
+class ReversedOptions(MHAOptions):
+    """Multi-head attention over the reversed heads"""
+    name: str = "reversed"
+
+class Reversed(GroupedQueryAttention):
+    def attend(self, q, k, v, scale):
+        return super().attend(q.flip(1), k.flip(1), v.flip(1), scale).flip(1)
+
+register_qk_norm(HalfOptions, Half)
+register_attention(ReversedOptions, Reversed)
+'''
+
+
+@pytest.fixture
+def words(tmp_path: Path, corpus: Path) -> list[str]:
+    (tmp_path / "halves.py").write_text(PLUGIN)
+    tiny = [word for word in TINY if not word.startswith(("eval_interval", "checkpoint_interval"))]
+    chosen = ["plugins=[halves]", "qk_norm=half", "wandb.mode=disabled", "max_iters=2"]
+    return ["data=text", f"data.path={corpus}", *tiny, *chosen]
+
+
+def test_a_run_is_named_after_the_plugins_values_and_resumed_only_with_them(
+    words: list[str], tmp_path: Path, program: Program
+) -> None:
+    both = [*words, "attention=reversed"]
+    done = program("train.py", *both)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert done.returncode == 0 and run.name.startswith("baby_gpt-reversed-half_n2-text-s1337-"), done.stderr
+    again = program("train.py", *both, "qk_norm.n=3", f"out_dir={run}")
+    assert again.returncode == 2 and "qk_norm.n 2 -> 3" in again.stderr
+    listed = program("train.py", "plugins=[halves]", "--help").stdout
+    assert "qk_norm.n=2" in listed and "attention=reversed" in listed and "also head_dim" in listed
+
+    (tmp_path / "halves.py").write_text(PLUGIN + "# changed\n")
+    sample = ["sample.py", f"run={run}", "start=to", "num_samples=1", "max_new_tokens=2"]
+    assert "the plugin halves has changed: its SHA-256 is" in program(*sample).stderr
+    program("train.py", *both, "schedule=constant", "out_dir=c")
+    (tmp_path / "halves.py").write_text(PLUGIN)
+    resumed = program("train.py", *both, "schedule=constant", "out_dir=c", "max_iters=3")
+    assert resumed.returncode == 0 and "warning: the plugin halves has changed" in resumed.stdout, resumed.stderr
+
+    (tmp_path / "halves.py").rename(tmp_path / "elsewhere.py")
+    for command in (sample, ["train.py", *both], ["scripts/audit.py", f"run={run}"]):
+        missing = program(*command)
+        assert missing.returncode == 2 and missing.stderr.count("\n") == 1
+        assert missing.stderr.startswith("error: plugins=[halves]: no module halves in ")
+
+
+def test_a_sweep_names_a_plugin_and_its_workers_and_report_find_it(
+    words: list[str], tmp_path: Path, program: Program
+) -> None:
+    sweep = {"overrides": [word for word in words if word != "qk_norm=half"], "grid": {"qk_norm": ["none", "half"]}}
+    (tmp_path / "tiny.yaml").write_text(json.dumps(sweep))
+    done = program("sweeps/launch.py", "sweep=tiny.yaml", "launcher.workers=1")
+    assert done.returncode == 0 and "2 done" in done.stdout, done.stdout + done.stderr
+    assert program("sweeps/status.py", "sweep=tiny.yaml").returncode == 0
+    report = program("scripts/report.py", "sweep=tiny.yaml")
+    assert report.returncode == 0 and (tmp_path / "results" / "tiny" / "report.html").exists(), report.stderr
+
+
+def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(plugins, "import_plugin", loaded.append)
+    monkeypatch.setattr(cli, "CONFIG_DIR", tmp_path)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nplugins: [not_there]\n")
+    for overrides in (["experiment=mine"], ["+experiment=mine", "seed=2"], ["plugins=[nor_this]", "experiment=mine"]):
+        cli.load_early(TrainConfig, overrides)
+    assert loaded == ["not_there", "not_there", "nor_this"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("nowhere", "", "plugins=[nowhere]: no module nowhere in "),
+        ("../up", "", "plugins=[../up] must be names of modules"),
+        ("broken", "1 / 0", "plugins=[broken] cannot be imported: ZeroDivisionError: division by zero"),
+        ("again", PLUGIN.replace('"half"', '"rms"'), "HalfOptions.name=rms is taken by model.options"),
+        ("spaced", PLUGIN.replace('"half"', '"a b"'), "HalfOptions.name=a b must be a lower-case word"),
+    ],
+)
+def test_a_plugin_that_cannot_be_used_is_named(
+    name: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text:
+        (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config({"plugins": [name]})
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("held", [["config.yaml", "status.json"], ["config.yaml", "ckpt"], ["plan.jsonl"]])
+def test_nothing_is_imported_from_a_run_directory(
+    held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in held:
+        (tmp_path / name).touch()
+    inside = tmp_path / "ckpt_copy"
+    inside.mkdir()
+    for folder in (tmp_path, inside):
+        (folder / "evil.py").write_text("raise SystemExit('imported')")
+        monkeypatch.chdir(folder)
+        with pytest.raises(ConfigError, match="is in the run directory .*, from which nothing is imported"):
+            plugins.load_plugins(["evil"])
+
+
+# -----------------------------------------------------------------------------
+# A norm with which the logits cannot spread
+
+
+def test_no_norm_of_ours_is_said_to_keep_attention_uniform() -> None:
+    for attention, norm in PAIRS:
+        gpt = GPT(config_of(attention, norm), 11)
+        gpt.init_weights(0)
+        assert all(logit_bound(layer) >= 1 for layer in gpt.attentions), (attention, norm)
+    for norm in QK_NORM_VARIANTS.values():
+        config = config_of("mha", norm, n_embd=4)  # one channel a head
+        gpt = GPT(config, 11)
+        gpt.init_weights(0)
+        assert logit_bound(gpt.attentions[0]) >= 1 or norm.name == "layernorm"  # which maps one channel to 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bound_is_reached_by_a_key_that_equals_the_query(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unit(QKNorm):
+        def scale(self, x: torch.Tensor) -> torch.Tensor:
+            return 1 / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+    monkeypatch.setitem(QK_NORMS, "rms", Unit)
+    gpt = GPT(config_of(layout, "rms"), 11)
+    gpt.init_weights(0)
+    blocks = 2 if layout.startswith("mla") and layout != "mla_unified" else 1
+    for layer in gpt.attentions:
+        assert logit_bound(layer) == pytest.approx(blocks * layer.logit_scale.left, rel=1e-5)
+
+
+def test_a_label_has_every_value_in_letters_that_a_path_can_have() -> None:
+    @options
+    class OddOptions(QKNormOptions):
+        name: str = "odd"
+        q: float = 0.5
+        way: str = "a/b c"
+        flag: bool = True
+
+    table: dict[str, Any] = dict(OPTIONS)
+    assert register(table, OddOptions) == "odd" and table["odd"] is OddOptions
+    assert label(OddOptions()) == "odd_q0.5_wayabc_flagtrue"
+    assert (
+        replace(load_config({}), qk_norm=OddOptions()).label == "baby_gpt-mha-odd_q0.5_wayabc_flagtrue-tiny_shakespeare"
+    )
