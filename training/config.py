@@ -87,7 +87,7 @@ class AdamWOptions:
 
 @options
 class MuonOptions(AdamWOptions):
-    """Muon for the matrices of the blocks, each projection on its own; AdamW for the rest"""
+    """Muon for the matrices of the blocks, AdamW for the rest"""
 
     name: str = "muon"
     momentum: Annotated[float, Between(0, 1, "[)"), Help("Muon's")] = 0.95
