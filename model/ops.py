@@ -400,12 +400,13 @@ def latent_attention(
 
         return attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, scaled_rope)[:, :, None]
     inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, s, shift), latent.shape
+    attend = functools.partial(latent_attention_reference, scale=scale, scaled_rope=scaled_rope)
     if (
         B > 1 and S * kr > COPIED and latent.is_cpu
     ):  # sequences lie apart in the cache: a matmul of all copies them first
-        each = zip(*([None] * B if x is None else x.split(1) for x in inputs), strict=True)
-        return torch.cat([latent_attention_reference(*one, scale, scaled_rope) for one in each])  # type: ignore[arg-type]
-    return latent_attention_reference(*inputs, scale, scaled_rope)
+        each: Any = zip(*([None] * B if x is None else x.split(1) for x in inputs), strict=True)
+        return torch.cat([attend(*one) for one in each])
+    return attend(*inputs)
 
 
 def fits_triton(q_latent: Tensor, latent: Tensor, k_rope: Tensor) -> bool:
