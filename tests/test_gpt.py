@@ -505,17 +505,6 @@ def test_only_the_logits_of_attention_in_bf16_may_be_multiplied_in_bf16(monkeypa
     assert torch.equal(x @ x, product)
 
 
-@pytest.mark.usefixtures("each_implementation")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_attention_with_dropout_has_the_mean_of_attention_without(dtype: torch.dtype) -> None:
-    g = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 8, 16, generator=g).to(dtype)
-    exact = causal_attention(q, k, v, 0.25)
-    torch.manual_seed(0)
-    mean = torch.stack([causal_attention(q, k, v, 0.25, p_dropout=0.2) for _ in range(4000)]).mean(0)
-    torch.testing.assert_close(mean, exact, rtol=0, atol=0.06)
-
-
 def test_attention_of_the_last_queries_sees_what_the_full_attention_sees() -> None:
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, 3, 9, 8, generator=g, dtype=torch.float64)

@@ -148,8 +148,8 @@ def test_a_compiler_keeps_the_kernels(name: str) -> None:
     seen: set[str] = set()
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        from functorch.compile import make_boxed_func
         from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.aot_autograd import make_boxed_func
 
         def collect(part: torch.fx.GraphModule, _: Any) -> Any:
             seen.update(str(node.target) for node in part.graph.nodes if "nanoqk" in str(node.target))

@@ -1,6 +1,6 @@
 """The operations of model/ops.py: their kernels against their references in float64, and which of the two is taken."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,9 @@ from model.options import MLAOptions
 
 NORMS = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]  # p, and 0 for RMS
 NAMES = ["rms", *(f"lp{p:g}" for p in NORMS[1:])]
+attention: Callable[..., Tensor] = kernels.attention
+causal_attention: Callable[..., Tensor] = ops.causal_attention
+dropout_add: Callable[..., Tensor] = ops.dropout_add
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 BOTH = pytest.mark.parametrize("dtype", ULP, ids=["fp32", "bf16"])
 
@@ -184,42 +187,31 @@ def test_a_seed_is_64_bits_of_the_generator() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("p", [0.0, 1 / 256, 0.2, 0.999])
-def test_dropout_add_is_the_operations(p: float, dtype: torch.dtype) -> None:
-    """From one state of the generator the same elements are dropped, and backwards the same."""
+@pytest.mark.parametrize("p,dropped", [(0.0, 0), (1 / 256, 1), (0.2, 51), (0.999, 255)])
+def test_dropout_and_dropout_add_drop_what_the_reference_drops(p: float, dropped: int, dtype: torch.dtype) -> None:
+    """From one state of the generator, forwards and backwards; and that is by SplitMix64."""
     x, y, grad = draw(5, 41, 100), draw(5, 41, 100, seed=1).to(dtype), draw(5, 41, 100, seed=2)
-    dropped, results = ops.out_of_256(p), []
-    assert dropped == {0.0: 0, 1 / 256: 1, 0.2: 51, 0.999: 255}[p]
+    results = []
     for context in (nullcontext, operations_alone):
-        torch.manual_seed(3)
-        seed = int(ops.draw_seed())
-        torch.manual_seed(3)
         inputs = leaves(x, y)
         with context():
-            out = ops.dropout_add(*inputs, p)  # type: ignore[call-arg]
-        results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
-        assert ("DropoutAdd" in str(out.grad_fn)) == (context is not operations_alone)
-    (out, dx, dy), (other, other_dx, other_dy) = results
-    kept = torch.from_numpy(splitmix(seed, x.numel() // 8 + 1).astype(np.int64))[: x.numel()].view(x.shape) >= dropped
-    scale = 256 / (256 - dropped)
+            torch.manual_seed(3)
+            alone = ops.dropout(inputs[0], p)
+            torch.manual_seed(3)
+            out = dropout_add(*inputs, p)
+        assert ("DropoutAdd" in str(out.grad_fn)) == (context is nullcontext)
+        grads = torch.autograd.grad(out, inputs, grad)
+        results.append([alone, *torch.autograd.grad(alone, inputs[0], grad.mT.contiguous().mT), out.detach(), *grads])
+    (alone, d_alone, out, dx, dy), (other_alone, d_other_alone, other, other_dx, other_dy) = results
+    torch.manual_seed(3)
+    drawn = splitmix(int(ops.draw_seed()), x.numel() // 8 + 1).astype(np.int64)[: x.numel()]
+    kept, scale = torch.from_numpy(drawn).view(x.shape) >= dropped, 256 / (256 - dropped)
     torch.testing.assert_close(out.double(), x.double() + y.double() * kept * scale, rtol=1e-6, atol=1e-6 * scale)
     torch.testing.assert_close(out, other, rtol=0, atol=4 * scale * ULP[dtype])
+    assert torch.equal(alone, other_alone) and torch.equal(d_alone, d_other_alone)
     assert torch.equal(dx, grad) and torch.equal(other_dx, grad)
     assert dy.dtype == dtype and torch.equal(dy == 0, other_dy == 0)
     torch.testing.assert_close(dy, other_dy, rtol=ULP[dtype], atol=0)
-
-
-def test_dropout_is_the_operations() -> None:
-    """Bit for bit; gradients may lie anyhow."""
-    x, grad, results = draw(5, 41, 100), draw(5, 100, 41, seed=1).mT, []
-    for context in (nullcontext, operations_alone):
-        torch.manual_seed(3)
-        (leaf,) = leaves(x)
-        with context():
-            out = ops.dropout(leaf, 0.2)
-        assert ("Dropout" in str(out.grad_fn)) == (context is not operations_alone)
-        results.append([out, *torch.autograd.grad(out, leaf, grad)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # -----------------------------------------------------------------------------
@@ -246,8 +238,9 @@ def heads(B: int, n: int, T: int, d: int, seed: int, pad: int = 0) -> Tensor:
     return x.unflatten(-1, (n, d)).transpose(1, 2)
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, factor: Tensor | float = 1.0) -> Tensor:
+def attention_reference(qkv: Sequence[Tensor], scale: float, factor: Tensor | float = 1.0) -> Tensor:
     """By the definition; `factor` is what dropout multiplies the probabilities by."""
+    q, k, v = qkv
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
     hidden = torch.ones(q.size(2), q.size(2), dtype=torch.bool).triu(1)
     return ((q @ k.transpose(-2, -1) * scale).masked_fill(hidden, -torch.inf).softmax(-1) * factor) @ v
@@ -267,7 +260,7 @@ def test_attention_and_its_derivative_are_the_definition(shape: tuple[int, ...],
     factor = (drawn >= dropped).double() * 256 / (256 - dropped)
     factor = factor.view(B, nh, T, padded)[..., :T] if dropped else factor
     settings = scale, dropped, torch.tensor(seed)
-    y, exact = kernels.attention(*inputs, *settings), attention_reference(*exact_inputs, scale, factor)  # type: ignore[call-arg]
+    y, exact = attention(*inputs, *settings), attention_reference(exact_inputs, scale, factor)
     assert y.shape == exact.shape and y.dtype == torch.bfloat16 and y.transpose(1, 2).is_contiguous()
     y.backward(grad)
     exact.backward(grad.double())
@@ -277,8 +270,8 @@ def test_attention_and_its_derivative_are_the_definition(shape: tuple[int, ...],
         error, size = (mine.double() - theirs).norm(), theirs.norm()
         assert error < 3.5e-3 * size + 1e-6 * T  # roundings to bf16 of 2^-9 each; of one position dq and dk are 0
     with torch.no_grad():
-        assert torch.equal(kernels.attention(q, k, v, *settings), y)
-    assert torch.equal(kernels.attention(q.mT.contiguous().mT, k, v, *settings), y)
+        assert torch.equal(attention(q, k, v, *settings), y)
+    assert torch.equal(attention(q.mT.contiguous().mT, k, v, *settings), y)
 
 
 @needs_bf16
@@ -291,7 +284,7 @@ def test_attention_with_the_operations_masks_is_the_operations(dropped: int) -> 
         torch.manual_seed(5)
         inputs = leaves(q, k, v)
         with context():
-            y = ops.causal_attention(*inputs, 0.3, dropped / 256)  # type: ignore[call-arg]
+            y = causal_attention(*inputs, 0.3, dropped / 256)
         assert ("Blocked" in str(y.grad_fn)) == (context is operations_alone)
         results.append([y, *torch.autograd.grad(y, inputs, grad), torch.get_rng_state()])
     (*compiled, state), (*operations, other_state) = results
@@ -317,8 +310,8 @@ def test_logits_that_exp_cannot_take_and_nan() -> None:
     q, k, v = (heads(1, 1, 70, 16, i) for i in range(3))
     for factor in (100.0, 1e7):
         large = leaves(q * factor, k * factor, v)
-        y = ops.causal_attention(*large, 10.0)  # type: ignore[call-arg]
-        expected = attention_reference(large[0].double(), large[1].double(), v.double(), 10.0)
+        y = causal_attention(*large, 10.0)
+        expected = attention_reference([x.double() for x in large], 10.0)
         torch.testing.assert_close(y.double(), expected, rtol=2.0**-8, atol=1e-2)
         y.sum().backward()
         assert all(x.grad.isfinite().all() for x in large)
@@ -335,7 +328,7 @@ def test_what_a_call_leaves_behind_does_not_show_in_the_next(dropped: int) -> No
 
     def outcome(*given: Tensor) -> list[Tensor]:
         inputs = leaves(*given[:3])
-        y = kernels.attention(*inputs, 0.3, dropped, torch.tensor(3))  # type: ignore[call-arg]
+        y = attention(*inputs, 0.3, dropped, torch.tensor(3))
         return [y.detach(), *torch.autograd.grad(y, inputs, given[3])]
 
     small = [heads(2, 2, 37, 48, i) for i in range(4)]
@@ -404,44 +397,36 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All else goes to the reference: other dtypes, devices and sizes, learned p, fp16 autocast, too few elements."""
-    names, half = called(monkeypatch), torch.bfloat16
-    x, weight, q = draw(300, 64), torch.ones(64), heads(1, 2, 8, 16, 0)
-    odd, seven = heads(1, 2, 8, 24, 0), torch.tensor(3.0)
+    """All else goes to the reference: other dtypes, devices and sizes, p as data, fp16 autocast, too few elements."""
+    names, x, weight, q = called(monkeypatch), draw(300, 64), torch.ones(64), heads(1, 2, 8, 16, 0)
+    half, double, odd = x.bfloat16(), x.double(), heads(1, 2, 8, 24, 0)
+    takes: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+        ("rms_norm", ops.rms_norm, (half, weight, 1e-6)),
+        ("", ops.rms_norm, (double, weight, 1e-6)),
+        ("", ops.rms_norm, (draw(3, 2049), torch.ones(2049), 1e-6)),
+        ("", ops.rms_norm, (draw(1, 1, 1, 3, 64), weight, 1e-6)),
+        ("lp_norm", ops.lp_norm, (x, 3.0)),
+        *(("", ops.lp_norm, (x, p)) for p in (7.25, torch.inf, torch.tensor(3.0))),
+        ("", ops.lp_norm, (x.to("meta"), 3.0)),
+        ("layer_norm", ops.layer_norm, (x, weight, None, 1e-5)),
+        ("", ops.layer_norm, (x[:2], weight, None, 1e-5)),
+        ("", ops.layer_norm, (double, weight.double(), None, 1e-5)),
+        ("gelu", ops.gelu, (half,)),
+        *(("", ops.gelu, (y,)) for y in (x, half[:2])),
+        ("dropout_add", ops.dropout_add, (x, half, 0.1)),
+        ("dropout_add", ops.dropout_add, (x, x, 0.0)),
+        ("", ops.dropout_add, (double, double, 0.1)),
+        ("dropout", ops.dropout, (x, 0.1)),
+        ("", ops.dropout, (x, 0.0)),
+        ("attention" if "avx512_bf16" in cpu_flags() else "", ops.causal_attention, (q, q, q, 1.0)),
+        ("", ops.causal_attention, (q, q, q, -1.0)),
+        *(("", ops.causal_attention, (*qkv, 1.0)) for qkv in ((3 * (q.float(),)), 3 * (odd,), (q[:, :, :2], q, q))),
+    ]
     with torch.no_grad():
-        takes: dict[str, list[Callable[[], Any]]] = {
-            "rms_norm": [lambda: ops.rms_norm(x, weight, 1e-6)],
-            "lp_norm": [lambda: ops.lp_norm(x.to(half), 3.0)],
-            "layer_norm": [lambda: ops.layer_norm(x, weight, None, 1e-5)],
-            "gelu": [lambda: ops.gelu(x.to(half))],
-            "dropout_add": [lambda: ops.dropout_add(x, x.to(half), 0.1), lambda: ops.dropout_add(x, x, 0.0)],
-            "dropout": [lambda: ops.dropout(x, 0.1)],
-            "": [
-                lambda: ops.rms_norm(x.double(), weight, 1e-6),
-                lambda: ops.rms_norm(draw(3, 2049), torch.ones(2049), 1e-6),
-                lambda: ops.rms_norm(draw(1, 1, 1, 3, 64), weight, 1e-6),
-                lambda: ops.lp_norm(x, 7.25),
-                lambda: ops.lp_norm(x, torch.inf),
-                lambda: ops.lp_norm(x, seven),
-                lambda: ops.lp_norm(x.to("meta"), 3.0),
-                lambda: ops.layer_norm(x[:2], weight, None, 1e-5),
-                lambda: ops.layer_norm(x.double(), weight.double(), None, 1e-5),
-                lambda: ops.gelu(x[:2].to(half)),
-                lambda: ops.dropout_add(x.double(), x.double(), 0.1),
-                lambda: ops.dropout(x, 0.0),
-                lambda: ops.causal_attention(q.float(), q.float(), q.float(), 1.0),
-                lambda: ops.causal_attention(odd, odd, odd, 1.0),
-                lambda: ops.causal_attention(q[:, :, :2], q, q, 1.0),
-                lambda: ops.causal_attention(q, q, q, -1.0),
-            ],
-        }
-        if "avx512_bf16" in cpu_flags():
-            takes["attention"] = [lambda: ops.causal_attention(q, q, q, 1.0)]
-        for name, calls in takes.items():
-            for call in calls:
-                call()
-                assert names == ([name] if name else []), name
-                names.clear()
+        for name, function, args in takes:
+            function(*args)
+            assert names == ([name] if name else []), (function, args)
+            names.clear()
     with torch.autocast("cpu", torch.float16):
         torch.testing.assert_close(gpt.BlockLayerNorm(64)(x).float(), F.layer_norm(x, (64,)), rtol=2e-3, atol=2e-3)
     assert not names

@@ -1,8 +1,8 @@
-// Causal attention on a CPU with AVX-512 bf16, forwards and backwards. No T x T matrix is kept: 64 queries at a time meet
-// the keys that they see, and backwards their probabilities are made anew from the largest logit and the sum of
-// exponentials of each query (as in FlashAttention, Dao et al. 2022). Logits, softmax and all sums are fp32; the
-// probabilities, and the derivatives of the logits, are rounded to bf16 as operands. A query head of a sequence is one
-// thread's.
+// Causal attention on a CPU with AVX-512 bf16, forward and backward. The T x T matrix is never stored: a block of 64
+// queries meets the keys that it sees, and the backward pass computes the probabilities again from each query's largest
+// logit and sum of exponentials (as in FlashAttention, Dao et al. 2022). Logits, softmax and all sums are fp32. The
+// probabilities, and the derivatives of the logits, are rounded to bf16 as operands of a matmul. One thread works on one
+// query head of one sequence.
 
 #include "kernels.h"
 
@@ -13,10 +13,10 @@
 #include <immintrin.h>
 
 constexpr int64_t ROWS = 64;  // queries at a time
-constexpr int64_t PANEL = 64; // columns of a right operand that lie together
-constexpr int64_t DEPTH = 512; // of a product at a time, so that a panel stays in a cache
+constexpr int64_t PANEL = 64; // columns of a right operand that are stored together
+constexpr int64_t DEPTH = 512; // of a matmul at a time, so that a panel stays in a cache
 
-// (batch, head, position, channel) from data, in elements; channels side by side
+// (batch, head, position, channel) from data, in elements; channels are contiguous
 struct Heads {
   uint16_t *data;
   int64_t batch, head, position;
@@ -26,9 +26,9 @@ struct Heads {
 struct Attention {
   int64_t batch, heads, group, length, dk, dv; // group: query heads of a key head. dk, dv: multiples of 16
   int64_t dropped, seed, threads;
-  Heads q, k, v, y;                   // y: forwards
-  Heads grad, grad_q, grad_k, grad_v; // backwards: of y, q, and of k and v as each query head has them
-  float *largest, *log_sum; // (batch, heads, length): of a query's products with keys; and of exp(scale (product - largest))
+  Heads q, k, v, y;                   // y: of the forward pass
+  Heads grad, grad_q, grad_k, grad_v; // of the backward pass: of y, q, and of k and v for each query head
+  float *largest, *log_sum; // (batch, heads, length): of q k^T, and of sum exp(scale (q k^T - largest))
   double scale;             // > 0
 };
 
@@ -82,7 +82,7 @@ inline void transpose(__m512i (&x)[16]) { // 16 x 16 words, quarters of squares 
   }
 }
 
-// x (rows, n) as the right operand x^T: words of two channels, a column for each row; zeros behind the rows
+// x (rows, n) as the right operand x^T: words of two channels, a column for each row; zeros after the rows
 void transposed(const uint16_t *x, int64_t stride, int64_t rows, int64_t n, uint32_t *to) {
   for (int64_t r = 0; r < (rows + PANEL - 1) / PANEL * PANEL; r += 16)
     for (int64_t c = 0; c < n / 2; c += 16) {
@@ -102,7 +102,7 @@ inline __m512i row_pair(__m256i first, __m256i second) {
   return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
 }
 
-// x (rows, n) as the right operand x: words of two rows; zeros behind them up to `height` words
+// x (rows, n) as the right operand x: words of two rows; zeros after them up to `height` words
 void paired(const uint16_t *x, int64_t stride, int64_t rows, int64_t n, uint32_t *to, int64_t height) {
   for (int64_t w = 0; w < height; w++)
     for (int64_t c = 0; c < n; c += 16) {
@@ -124,8 +124,8 @@ void write_rows(const float *x, int64_t rows, int64_t n, const float *factor, fl
     }
 }
 
-// The products of attention, of `queries` rows from position i on. Of the keys from i on sixteen queries meet those up to
-// the last of them: what lies beyond is neither made nor read.
+// The matmuls of attention, of `queries` rows from position i on. Of the keys from i on sixteen queries meet those up to
+// the last of the sixteen: later ones are neither computed nor read.
 
 // c (queries, P) = a b, a (queries, n) and b of keys, transposed
 void with_keys(const uint16_t *a, int64_t n, const uint32_t *b, float *c, int64_t P, int64_t queries, int64_t i) {
@@ -152,7 +152,7 @@ void over_queries(const uint32_t *a, int64_t P, const uint32_t *b, float *c, int
 }
 
 inline __m512 exponential(__m512 x) { // of x <= 88, to 2 ulp; of less than -104 it is 0
-  x = _mm512_max_ps(_mm512_set1_ps(-104.f), x); // in this order nan stays
+  x = _mm512_max_ps(_mm512_set1_ps(-104.f), x); // this order of the operands keeps nan
   __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x), y = _mm512_set1_ps(1.9875691500e-4f);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -161,7 +161,7 @@ inline __m512 exponential(__m512 x) { // of x <= 88, to 2 ulp; of less than -104
   return _mm512_scalef_ps(y, n);
 }
 
-// Of elements j to j + 15 of a row those up to `seen`, and what dropout keeps of a row of bytes that start at `first`
+// Masks of elements j to j + 15 of a row: those up to `seen`, and those that dropout keeps; the row's bytes start at `first`
 struct Row {
   const Attention &a;
   int64_t seen, first;
@@ -180,12 +180,12 @@ struct Row {
 
 inline int64_t up_to(int64_t multiple, int64_t n) { return (n + multiple - 1) / multiple * multiple; }
 
-struct Room { // a thread's own, kept for its next call
+struct Room { // memory of one thread, kept for its next call
   char *data = nullptr;
   int64_t size = 0, used = 0;
   ~Room() { std::free(data); }
 
-  // How much the calls of take() in `work` ask for is found out by a first pass without memory.
+  // A first pass of `work` without memory adds up what its calls of take() ask for.
   template <class F> void lay_out(F work) {
     char *kept = data;
     data = nullptr, used = 0;
@@ -249,7 +249,7 @@ void forward(const Attention &a, int64_t b, int64_t h) {
   }
 }
 
-// With p the probabilities and m what dropout multiplies them with: dv = (p m)^T dy, dp = (dy v^T) m,
+// With p the probabilities and m the mask and scale of dropout: dv = (p m)^T dy, dp = (dy v^T) m,
 // ds = p (dp - sum p dp), dq = scale ds k, dk = scale ds^T q
 void backward(const Attention &a, int64_t b, int64_t h) {
   int64_t T = a.length, P = up_to(PANEL, T), dk = a.dk, dv = a.dv, wide_k = up_to(PANEL, dk), wide_v = up_to(PANEL, dv);
@@ -371,7 +371,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor &given_q, const Tensor &given_
   return {y, softmax};
 }
 
-// of q, and of k and v as each query head has them
+// of q, and of k and v for each query head
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor &given_grad, const Tensor &given_q,
                                                       const Tensor &given_k, const Tensor &given_v,
                                                       const Tensor &softmax, double scale, int64_t dropped,
@@ -395,7 +395,7 @@ STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
 }
 #endif
 
-// Without AVX-512 bf16 they have no implementation for a CPU: operators.py asks whether there is one.
+// Without AVX-512 bf16 there are schemas and no implementation: operators.py asks whether there is one.
 STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
   m.def("attention(Tensor q, Tensor k, Tensor v, float scale, int dropped, Tensor? seed) -> (Tensor, Tensor)");
   m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor softmax, float scale, int dropped,"

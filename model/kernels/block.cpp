@@ -1,5 +1,5 @@
-// What a block of a GPT does to its activations between the matrix products on a CPU, in one pass each where PyTorch's
-// operations take several: LayerNorm or RMSNorm, GELU, dropout with the sum of the residual stream.
+// The operations between a block's matmuls on a CPU: LayerNorm or RMSNorm, GELU, dropout with the residual sum. Each takes
+// one pass over memory where PyTorch's operations take several.
 
 #include <algorithm>
 #include <cmath>
@@ -9,8 +9,8 @@
 struct BlockNorm {
   int64_t rows, n, itemsize, centred, threads; // itemsize: of y and grad; x is fp32
   const float *x, *weight, *bias;              // (rows, n), (n), (n) or null
-  void *y;                                     // forwards
-  const void *grad;                            // backwards
+  void *y;                                     // of the forward pass
+  const void *grad;                            // of the backward pass
   float *grad_x, *grad_weight, *grad_bias;     // (rows, n), (CHUNKS, n), (CHUNKS, n) or null
   double eps;
 };
@@ -23,7 +23,7 @@ struct Pointwise {
 
 constexpr int64_t BLOCK = 64; // elements of one draw of random bytes
 
-// GELU is x Phi(x), its derivative Phi(x) + x phi(x), with the normal distribution Phi = phi'. Less 1/2 both are odd:
+// GELU is x Phi(x), its derivative Phi(x) + x phi(x), with the normal distribution Phi = phi'. Minus 1/2 both are odd:
 // x p(x^2) / q(x^2) to 3e-7 where |x| <= EDGE, fitted by least squares; at EDGE they are 0 and 1, to 1e-7 and 4e-7.
 constexpr float EDGE = 5.6f;
 
@@ -41,7 +41,7 @@ inline float gelu_derivative(float x) {
   return 0.5f + x * (p + 0.79788536f) / (q + 1);
 }
 
-template <class F> void each_row(const BlockNorm &c, F work) { // in CHUNKS for any number of threads
+template <class F> void each_row(const BlockNorm &c, F work) { // in CHUNKS, whatever the number of threads
 #pragma omp parallel for schedule(static) num_threads(c.threads)
   for (int64_t chunk = 0; chunk < CHUNKS; chunk++)
     for (int64_t r = chunk * c.rows / CHUNKS; r < (chunk + 1) * c.rows / CHUNKS; r++) work(chunk, r, c.x + r * c.n);
@@ -73,7 +73,7 @@ template <class T> void norm_forward(const BlockNorm &c) {
   });
 }
 
-// with u = (x - mean) s and v = dy weight: dx = (v - mean(v) - u mean(v u)) s, without mean(v) where none was taken
+// with u = (x - mean) s and v = dy weight: dx = (v - mean(v) - u mean(v u)) s, without mean(v) if not centred
 template <class T> void norm_backward(const BlockNorm &c) {
   each_row(c, [&](int64_t chunk, int64_t r, const float *x) {
     const T *grad = static_cast<const T *>(c.grad) + r * c.n;
@@ -103,7 +103,7 @@ template <class F> void each_block(const Pointwise &c, F work) {
     work(block, block * BLOCK, std::min(c.n, (block + 1) * BLOCK));
 }
 
-// for each element of a block: what dropout multiplies it with
+// the factor of each element of a block: 0 if it is dropped
 inline void kept(const Pointwise &c, int64_t block, float (&factor)[BLOCK]) {
   uint8_t bytes[BLOCK];
   if (!c.dropped) return std::fill(factor, factor + BLOCK, 1.f);
@@ -193,7 +193,7 @@ Tensor layer_norm(const Tensor &given, const Tensor &weight, const MaybeTensor &
   return y;
 }
 
-// of x, weight and bias, the last of no elements where there is none
+// of x, weight and bias; without a bias the last is empty
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor &given_grad, const Tensor &given,
                                                        const Tensor &weight, bool has_bias, double eps, bool centred) {
   Tensor x = as_contiguous(given), grad = as_contiguous(given_grad), grad_x = empty_as(x);

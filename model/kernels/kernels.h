@@ -1,5 +1,5 @@
-// What the kernels share: the checks of an operator's arguments, room for its results, bf16, and dropout's random bytes.
-// The operators are registered on PyTorch's stable ABI: compiled once, they load into every later PyTorch.
+// Shared by the kernels: checks of arguments, allocation of results, bf16, and dropout's random bytes. The operators are
+// registered on PyTorch's stable ABI (torch/csrc/stable).
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-constexpr int64_t CHUNKS = 64; // rows of partial sums of a parameter's derivative, for any number of threads
+constexpr int64_t CHUNKS = 64; // partial sums of a parameter's derivative, whatever the number of threads
 
 inline bool has_dtype(const Tensor &x, int32_t dtype) {
   int32_t its;
@@ -31,7 +31,7 @@ inline bool has_dtype(const Tensor &x, int32_t dtype) {
 inline bool is_fp32(const Tensor &x) { return has_dtype(x, aoti_torch_dtype_float32()); }
 inline bool is_bf16(const Tensor &x) { return has_dtype(x, aoti_torch_dtype_bfloat16()); }
 
-// 2 for bf16, 4 for fp32; all else is refused
+// 2 for bf16, 4 for fp32; raises for all else
 inline int64_t itemsize(const Tensor &x, const char *name) {
   if (is_bf16(x)) return 2;
   STD_TORCH_CHECK(is_fp32(x), name, " must be fp32 or bf16 on a CPU");
@@ -55,7 +55,7 @@ inline Tensor contiguous_last_dim(const Tensor &x) {
 template <class T> T *pointer(const Tensor &x) { return static_cast<T *>(x.data_ptr()); }
 template <class T> T *pointer(const MaybeTensor &x) { return x ? pointer<T>(*x) : nullptr; }
 
-// Room for a tensor on the CPU. `dtype` is one of aoti_torch_dtype_...()
+// An uninitialized tensor on the CPU. `dtype` is one of aoti_torch_dtype_...()
 inline Tensor empty(int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype) {
   AtenTensorHandle made;
   STABLE_TORCH_ERROR_CODE_CHECK(
@@ -75,8 +75,8 @@ inline Tensor empty_as(const Tensor &x) {
   return empty_as(x, is_bf16(x) ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32());
 }
 
-// Partial sums of a parameter's derivative, one row a chunk. Their sum has the order of PyTorch's sum over the rows: for
-// whole blocks of columns sixteen rows at a time, for the columns behind them, and for one column, interleaved.
+// Partial sums of a parameter's derivative, one row a chunk. Their sum rounds as PyTorch's sum over the rows does on a CPU
+// with AVX2: sixteen rows at a time for whole blocks of columns, interleaved for the last columns and for a single one.
 struct Partial {
   int64_t n;
   std::vector<float> rows;

@@ -6,14 +6,14 @@
 
 #include "kernels.h"
 
-// The vectors are cut into CHUNKS for any number of threads: each chunk has its own sum for the derivative of a factor.
+// The vectors are cut into CHUNKS, whatever the number of threads: each has its own sum for the derivative of a factor.
 constexpr int64_t MAX_CHANNELS = 2048; // of a vector; operators.py has the same number
-constexpr int64_t GROUP = 16;          // vectors go through each step together, so that none waits for its own sums and
-constexpr int64_t ROOM = 4096;         // roots: at most 16, and so few that their channels stay in the first cache
-constexpr int64_t SERIAL = 1 << 14;    // below this many channels in all one thread is faster than two
+constexpr int64_t GROUP = 16;          // at most so many vectors take each step together: sums and roots overlap
+constexpr int64_t ROOM = 4096;         // channels of a group at most: they stay in the first cache
+constexpr int64_t SERIAL = 1 << 14;    // for fewer channels in all one thread is faster than two
 constexpr float TINY = 1e-30f;         // as in ops.py
 
-// Vectors of n channels, side by side in memory; (i, j, k) is i * stride[0] + j * stride[1] + k * stride[2] from data.
+// Vectors of n contiguous channels; (i, j, k) is i * stride[0] + j * stride[1] + k * stride[2] from data.
 struct Vectors {
   void *data;
   int64_t stride[3];
@@ -68,7 +68,7 @@ template <class F> inline float reduce(Lanes x, F two) {
   x = two(x, __builtin_shuffle(x, Words{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
   return x[0];
 }
-inline Lanes larger(Lanes x, Lanes y) { return x > y ? x : y; } // y where x is nan
+inline Lanes larger(Lanes x, Lanes y) { return x > y ? x : y; } // y if x is nan
 inline float sum_of(Lanes x) {
   return reduce(x, [](Lanes a, Lanes b) { return a + b; });
 }
@@ -95,7 +95,7 @@ template <int TWICE_P> inline float root(float total) {
   return std::pow(total, -2.f / TWICE_P);
 }
 
-// A group of vectors: their addresses, and room for their values, with zeros behind them up to a multiple of 16.
+// A group of vectors: their addresses, and room for their values, with zeros after them up to a multiple of 16.
 template <class T> struct Group {
   int64_t count, n, blocks, chunk;
   T *x[GROUP], *y[GROUP], *grad[GROUP], *grad_x[GROUP];
@@ -106,7 +106,7 @@ template <class T> struct Group {
 
   float *u(int64_t g) { return room[0] + g * 16 * blocks; }
   float *v(int64_t g) { return room[1] + g * 16 * blocks; }
-  Lanes block(const T *x, int64_t b) { // zeros behind the last channel
+  Lanes block(const T *x, int64_t b) { // zeros after the last channel
     if (16 * (b + 1) <= n) return lanes(x + 16 * b);
     float rest[16] = {};
     for (int64_t e = 16 * b; e < n; e++) rest[e - 16 * b] = to_float(x[e]);
@@ -119,7 +119,7 @@ template <class T> struct Group {
       store(to + 16 * b, part, std::min<int64_t>(16, n - 16 * b));
     }
   }
-  // one number for each channel, with zeros behind the last
+  // one number for each channel, with zeros after the last
   void pad(const float *x, float *to) {
     std::memcpy(to, x, 4 * n);
     std::memset(to + n, 0, 4 * (16 * blocks - n));
@@ -132,7 +132,7 @@ template <class T> T *vector(const Vectors &v, const int64_t at[3]) {
 
 template <class T, class F> void each_group(const Call &c, F work) {
   int64_t all = c.size[0] * c.size[1] * c.size[2];
-  int in = c.x.stride[1] < c.x.stride[2] ? 1 : 2, out = 3 - in; // one after the other as they lie in memory
+  int in = c.x.stride[1] < c.x.stride[2] ? 1 : 2, out = 3 - in; // the inner loop has the smaller stride
   if (all == 0) return;
 #pragma omp parallel for schedule(static) if (all * c.n > SERIAL) num_threads(c.threads)
   for (int64_t chunk = 0; chunk < CHUNKS; chunk++) {
