@@ -76,7 +76,7 @@ def logit_bound(attn: nn.Module) -> float:
     if not norms or scale is None or scale.alpha is not None:
         return math.inf
     blocks = [(norm, norms[f"k{side[1:]}"]) for side, norm in norms.items() if side.startswith("q")]
-    return scale.left * sum(longest_output(q) * longest_output(k) for q, k in blocks)
+    return scale.softmax_scale * sum(longest_output(q) * longest_output(k) for q, k in blocks)
 
 
 def longest_output(norm: QKNorm) -> float:

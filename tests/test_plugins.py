@@ -172,7 +172,7 @@ def test_the_bound_is_reached_by_a_key_that_equals_the_query(layout: str, monkey
     gpt.init_weights(0)
     blocks = 2 if layout.startswith("mla") and layout != "mla_unified" else 1
     for layer in gpt.attentions:
-        assert logit_bound(layer) == pytest.approx(blocks * layer.logit_scale.left, rel=1e-5)
+        assert logit_bound(layer) == pytest.approx(blocks * layer.logit_scale.softmax_scale, rel=1e-5)
 
 
 def test_a_label_has_every_value_in_letters_that_a_path_can_have() -> None:
