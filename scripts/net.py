@@ -126,7 +126,8 @@ def train_all(tree: Path, only: str) -> dict[str, dict[str, Any]]:
             except RuntimeError as error:  # whose text has the folder's name
                 results[name] = {"failed": str(error).replace(folder, "FOLDER")}
         if len(results) % 20 == 0 or "failed" in results[name]:
-            print(f"{len(results)} of {len(cases)}: {name} {results[name].get('failed', '')}", file=sys.stderr)
+            said = results[name].get("failed", "").strip().rpartition("\n")[2]
+            print(f"{len(results)} of {len(cases)}: {name} {said}", file=sys.stderr)
     return results
 
 
