@@ -21,7 +21,7 @@ from model.gpt import (
     mean_norm_ratio,
 )
 from model.kernels import operators
-from model.ops import causal_attention, dropout, dropout_mask
+from model.ops import causal_attention, dropout_mask
 from model.options import GPTConfig, LayerNormOptions, LpNormOptions, ModelOptions, QKNormOptions, RMSNormOptions
 from training.config import TrainConfig
 
@@ -384,30 +384,6 @@ def test_alpha_starts_at_its_init_and_stays_positive(alpha_map: Any, initial: fl
 
 # -----------------------------------------------------------------------------
 # Dropout, attention product
-
-
-@pytest.mark.parametrize("p", [0.1, 0.2, 0.5])
-def test_cpu_dropout_keeps_the_mean_and_drops_the_stated_share(p: float) -> None:
-    torch.manual_seed(0)
-    x = torch.ones(1000, 1003, requires_grad=True)  # not a multiple of eight
-    y = dropout(x, p)
-    assert (y == 0).float().mean().item() == pytest.approx(p, abs=0.004)
-    assert y.mean().item() == pytest.approx(1, abs=0.005)
-    assert len(y.unique()) == 2
-    y.sum().backward()
-    assert torch.equal(x.grad, y.detach())  # type: ignore[arg-type]
-    share = (y == 0).float().view(-1)[: 8 * 125_000].view(-1, 8).mean(0)  # each byte of the random words
-    torch.testing.assert_close(share, torch.full((8,), p), rtol=0, atol=0.006)
-
-
-def test_dropout_follows_the_global_generator_and_zero_draws_nothing() -> None:
-    x = torch.ones(100)
-    torch.manual_seed(3)
-    first = dropout(x, 0.2)
-    state = torch.get_rng_state()
-    assert torch.equal(dropout(x, 0.0), x) and torch.equal(state, torch.get_rng_state())
-    torch.manual_seed(3)
-    assert torch.equal(dropout(x, 0.2), first)
 
 
 @pytest.mark.parametrize("p_dropout", [0.0, 0.25])

@@ -189,7 +189,7 @@ def test_a_seed_is_64_bits_of_the_generator() -> None:
 @BOTH
 @pytest.mark.parametrize("p,dropped", [(0.0, 0), (1 / 256, 1), (0.2, 51), (0.999, 255)])
 def test_dropout_and_dropout_add_drop_what_the_reference_drops(p: float, dropped: int, dtype: torch.dtype) -> None:
-    """From one state of the generator, forwards and backwards; and that is by SplitMix64."""
+    """From one state of the generator, forwards and backwards; the bytes are SplitMix64's. p=0 draws nothing."""
     x, y, grad = draw(5, 41, 100), draw(5, 41, 100, seed=1).to(dtype), draw(5, 41, 100, seed=2)
     results = []
     for context in (nullcontext, operations_alone):
@@ -199,6 +199,7 @@ def test_dropout_and_dropout_add_drop_what_the_reference_drops(p: float, dropped
             alone = ops.dropout(inputs[0], p)
             torch.manual_seed(3)
             out = dropout_add(*inputs, p)
+        assert torch.equal(torch.get_rng_state(), torch.manual_seed(3).get_state()) == (p == 0)
         assert ("DropoutAdd" in str(out.grad_fn)) == (context is nullcontext)
         grads = torch.autograd.grad(out, inputs, grad)
         results.append([alone, *torch.autograd.grad(alone, inputs[0], grad.mT.contiguous().mT), out.detach(), *grads])
