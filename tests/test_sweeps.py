@@ -407,6 +407,7 @@ def test_a_crash_while_a_plan_is_frozen_is_mended_by_the_next_launch(
     with monkeypatch.context() as patch, suppress(OSError):
         patch.setattr(sweeps.plan, "write_atomic", write)
         frozen(file)
+    assert not (folder / "plan.jsonl").exists() or (folder / "sweep.json").exists()  # what has a plan has the rest
     assert len(frozen(file)) == len(read_sweep(folder, "tiny").runs) == 8
     assert len(read_json(folder / "sweep.json")["frozen"]) == 1
 
