@@ -21,6 +21,25 @@ ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
 
+SLOW = {  # files whose tests train, start programs or load large libraries: make check leaves them out
+    "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_corpora", "test_ddp", "test_docs",
+    "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture",
+    "test_kernels", "test_long_sequences", "test_mla_decode_triton", "test_plugins", "test_presets", "test_readme",
+    "test_references", "test_report", "test_resume", "test_slurm", "test_sweeps", "test_train", "test_wandb",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name, fixtures = item.path.stem, getattr(item, "fixturenames", ())
+        if name in SLOW or "program" in fixtures:
+            item.add_marker("slow")
+        if "browser" in fixtures:
+            item.add_marker("browser")
+        if name == "test_slurm":
+            item.add_marker("slurm")
+
+
 QK_NORM_VARIANTS: dict[str, QKNormOptions] = {
     "none": NoNormOptions(),
     "rms": RMSNormOptions(),

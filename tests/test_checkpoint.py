@@ -93,6 +93,7 @@ def test_loaded_tensors_outlive_their_files(tmp_path: Path) -> None:
     assert torch.equal(loaded, tensor)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_tensors_come_back_bitwise(tmp_path: Path) -> None:
     tensor = torch.randn(33, 5, device="cuda").T

@@ -132,6 +132,7 @@ def test_the_kernel_compiles_for_ampere_and_hopper_within_their_shared_memory() 
     assert run_python(COMPILED, PYTHONPATH=str(ROOT)) == "compiled\n"
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("norm", [0, 1, 2])
 @pytest.mark.parametrize("B, S, slices", [(1, 65536, 132), (3, 4097, 7), (128, 1000, 1)])
