@@ -1,7 +1,7 @@
-"""The README's figure: python scripts/readme_figure.py
+"""What the documentation takes from elsewhere: python scripts/docs.py
 
-Draws how far p = 3 and p = 4 are below p = 2 along the runs of results/p_sweep_cpu_5000, from the curves that its
-report.html holds, into along.svg beside it. The same curves give the same bytes.
+Writes docs/configuration.md, from the declarations of the settings, and the README's figure: how far p = 3 and p = 4
+are below p = 2 along the runs of results/p_sweep_cpu_5000, from the curves that its report.html holds.
 """
 
 import base64
@@ -13,8 +13,37 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from core.cli import presets, run_script
 from core.files import ROOT, write_atomic
+from core.help import describe
+from core.schema import options
+from data.options import PrepareFineWebConfig
+from sample import SampleConfig
 from scripts.reporting.charts import Curve, Figure, Series, Style, along_chart, svg
+from training.config import TrainConfig
+
+# -----------------------------------------------------------------------------
+# docs/configuration.md
+
+PROGRAMS = {"train.py": TrainConfig, "sample.py": SampleConfig, "data/prepare_fineweb.py": PrepareFineWebConfig}
+SAYS = """# Configuration
+
+Written by `python scripts/docs.py` from the declarations of the settings; `--help` of each program prints the same.
+Settings are written `key=value`. A group, as `qk_norm`, is one of several options, each with settings of its own. A
+setting that the chosen option does not have is an error. `also` names those that an option shares with one above it.
+"""
+
+
+def configuration() -> str:
+    pages = [SAYS]
+    for program, settings in PROGRAMS.items():
+        lines = "\n".join(describe(settings, presets(settings) if settings is TrainConfig else {}))
+        pages.append(f"## {program}\n\n```text\n{lines}\n```\n")
+    return "\n".join(pages)
+
+
+# -----------------------------------------------------------------------------
+# The README's figure
 
 STUDY = ROOT / "results" / "p_sweep_cpu_5000"
 STARTS = {"alpha_1": "α from 1", "matched": "matched temperature"}  # part of the sweep -> its words in the legend
@@ -54,7 +83,7 @@ def minus(a: Mapping[str, Curve], b: Mapping[str, Curve]) -> dict[Any, Curve]:
     return {run: {i: a[run][i] - b[run][i] for i in a[run] if i in b[run]} for run in a if run in b}
 
 
-def figure(page: Path) -> Figure:
+def figure(page: Path = STUDY / "report.html") -> Figure:
     series = []
     for (part, p), (colour, symbol, dashes) in LOOK.items():
         curves = curves_of(page, f"loss_{part}")
@@ -63,12 +92,18 @@ def figure(page: Path) -> Figure:
     return Figure("along", TITLE, along_chart(series, "p = 2"), "")
 
 
-def main() -> int:
-    drawn = svg(figure(STUDY / "report.html"))
-    write_atomic(STUDY / "along.svg", drawn)
-    print(f"{STUDY / 'along.svg'}: {len(drawn):,} bytes")
+@options
+class DocsConfig:
+    pass
+
+
+def write(_: DocsConfig) -> int:
+    made = {ROOT / "docs" / "configuration.md": configuration().encode(), STUDY / "along.svg": svg(figure())}
+    for file, content in made.items():
+        write_atomic(file, content)
+        print(file)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(DocsConfig, write, __doc__))
