@@ -20,6 +20,7 @@ from core.schema import options
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
 from scripts.reporting.charts import Curve, Figure, Series, Style, along_chart, svg
+from scripts.reporting.statistics import Replicate
 from training.config import TrainConfig
 
 # -----------------------------------------------------------------------------
@@ -87,7 +88,9 @@ def figure(page: Path = STUDY / "report.html") -> Figure:
     series = []
     for (part, p), (colour, symbol, dashes) in LOOK.items():
         curves = curves_of(page, f"loss_{part}")
-        runs = {(0, n): curve for n, curve in enumerate(minus(curves[f"p={p}"], curves["p=2"]).values())}
+        runs: dict[Replicate, Curve] = {
+            (0, n): curve for n, curve in enumerate(minus(curves[f"p={p}"], curves["p=2"]).values())
+        }
         series.append(Series(f"p = {p}, {STARTS[part]}", Style(colour, colour, symbol, dashes), runs))
     return Figure("along", TITLE, along_chart(series, "p = 2"), "")
 

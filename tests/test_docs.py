@@ -25,6 +25,7 @@ from sweeps.launch import read_request
 from training.config import TrainConfig, load_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = [ROOT / "results" / "README.md", *sorted((ROOT / "results").glob("*/*.md"))]
 LISTED = [ROOT / "docs" / "configuration.md"]  # written by scripts/docs.py
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -73,7 +74,7 @@ def broken_links(page: Path) -> list[str]:
     return found
 
 
-@each_page
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
 
