@@ -1,7 +1,6 @@
 """A corpus is one text: `load_text(config.data)`.
 
-To add a corpus: a function and its entry in LOADERS; its settings and their entry in CORPORA, in data/options.py; a
-file in configs/data/.
+To add a corpus: a function and its entry in LOADERS; its settings and their entry in CORPORA, in data/options.py.
 """
 
 import contextlib

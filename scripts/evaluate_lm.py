@@ -6,7 +6,7 @@ each, beside its Table 1. `cloze` needs no network: which of four passages conti
 num_fewshot: examples before each question (default: the task's own number; 3 for paper). limit: questions per task
 (default: all). include_path: a folder with your own task files (YAML; `dataset_path: json` needs no network).
 batch_size=16, checkpoint=best|latest, device=auto, dtype=float32|bfloat16|auto. out: a JSON file for all results; the
-report of a sweep compares its runs where this file is RUN/evaluation.json (README, "Reports").
+report of a sweep compares its runs where this file is RUN/evaluation.json (docs/sweeps.md).
 Prints a table; the last line is JSON. Needs the extra `eval`.
 """
 

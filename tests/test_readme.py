@@ -1,4 +1,4 @@
-"""What the README tells a user to type does what it says."""
+"""What docs/your_own_variant.md tells a user to type does what it says."""
 
 import json
 import re
@@ -21,9 +21,9 @@ LAYOUTS["unified"] = [*LAYOUTS["mla"], "attention.qk_norm_layout=unified"]
 
 @pytest.fixture
 def my_norm(tmp_path: Path) -> Path:
-    """The README's plugin as a file in the folder where programs run."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("### A QK norm of your own")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    """The page's plugin as a file in the folder where programs run."""
+    page = (ROOT / "docs" / "your_own_variant.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     file = tmp_path / "my_norm.py"
     file.write_text(code)
     return file
@@ -36,7 +36,7 @@ def words(corpus: Path, layout: str, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_qk_norm_of_ones_own_trains_samples_and_decodes_as_the_readme_says(
+def test_a_qk_norm_of_ones_own_trains_samples_and_decodes_as_the_page_says(
     layout: str, my_norm: Path, corpus: Path, program: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     done = program("train.py", *words(corpus, layout, "max_iters=4", "qk_norm.q=0.25"))
@@ -58,7 +58,7 @@ def test_a_qk_norm_of_ones_own_trains_samples_and_decodes_as_the_readme_says(
     assert checked.returncode == 0, checked.stderr
 
 
-def test_the_readmes_norm_attends(
+def test_the_pages_norm_attends(
     my_norm: Path, corpus: Path, program: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     """Its logits grow with the weights. With q = 1 they cannot, and the start says so."""

@@ -176,6 +176,14 @@ def curve_chart(series: Sequence[Series], key: str) -> alt.LayerChart:
     return layers.properties(width="container", height=360, usermeta=palette(series))
 
 
+def along_chart(series: Sequence[Series], baseline: str) -> alt.LayerChart:
+    """curve_chart() of differences to a baseline, with a line at 0."""
+    zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(y="zero:Q")
+    chart = curve_chart(series, f"validation loss minus that of {baseline} (nats per token)")
+    chart.layer = [zero, *chart.layer]
+    return chart
+
+
 def panel_chart(panels: Mapping[str, Sequence[Series]], key: str, own_axes: bool = False) -> alt.ConcatChart:
     """A small chart of means for each panel, without intervals, with one legend. own_axes: each has its own y axis."""
     columns = min(5 if own_axes else 4, len(panels))

@@ -1,0 +1,266 @@
+"""README.md and docs/: links lead somewhere, commands compose, numbers and generated parts are up to date."""
+
+import csv
+import itertools
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+import core.cli
+import model.gpt
+import model.options
+import scripts.benchmarks.timing as timing
+from core.schema import validate
+from scripts.reporting.statistics import interval
+from sweeps.launch import read_request
+from training.config import TrainConfig, load_config
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = [ROOT / "results" / "README.md", *sorted((ROOT / "results").glob("*/*.md"))]
+LISTED = [ROOT / "docs" / "configuration.md"]  # written by scripts/docs.py
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return [text for kind, text in parts(page) if kind == language]
+
+
+def prose(page: Path) -> str:
+    return "\n".join(text for kind, text in parts(page) if kind is None)
+
+
+def parts(page: Path) -> list[tuple[str | None, str]]:
+    """(language, text) of each fenced block; (None, text) of what is between."""
+    found: list[tuple[str | None, list[str]]] = [(None, [])]
+    for line in text_of(page).splitlines():
+        if not line.startswith("```"):
+            found[-1][1].append(line)
+        else:
+            found.append((line[3:] if found[-1][0] is None else None, []))
+    return [(kind, "\n".join(lines) + "\n") for kind, lines in found]
+
+
+# -----------------------------------------------------------------------------
+# Links, files, length
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's, of the headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?:configs|core|data|docs|model|scripts|sweeps|tests|training)/[\w/.]+)`", text_of(page))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@each_page
+def test_a_page_is_short(page: Path) -> None:
+    assert len(text_of(page).splitlines()) <= 150 or page in LISTED
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    linked = re.findall(r"\]\((docs/\w+\.md)", text_of(ROOT / "README.md"))
+    assert {ROOT / name for name in linked} == {*(ROOT / "docs").glob("*.md")}
+
+
+# -----------------------------------------------------------------------------
+# Commands
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of fenced blocks without a language, and code that begins with python within the text."""
+    lines = [line for block in blocks(page, "") for line in block.replace("\\\n", " ").splitlines()]
+    return lines + re.findall(r"`((?:python|torchrun|make) [^`]+)`", prose(page))
+
+
+def programs(line: str) -> Iterator[tuple[str, list[str]]]:
+    """(script, words) of each program in a shell line."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    for operator, part in itertools.groupby(lexer, lambda token: set(token) <= set("();<>|&")):
+        tokens = list(part)
+        scripts = [i for i, token in enumerate(tokens) if token.endswith(".py")]
+        if "pytest" in tokens:
+            yield "pytest", [tokens[i] for i in scripts]
+        elif not operator and scripts:
+            yield tokens[scripts[0]], tokens[scripts[0] + 1 :]
+        elif not operator and "make" in tokens:
+            yield "make", tokens[tokens.index("make") + 1 :]
+
+
+def check(script: str, words: list[str], patch: pytest.MonkeyPatch) -> None:
+    """Raise, or exit with a status that is not 0, where a program refuses its words. Nothing is run."""
+    if script == "make":
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert all("=" in word or word in targets for word in words), words
+    elif script == "pytest":
+        assert all((ROOT / word).exists() for word in words), words
+    elif script == "train.py" and "--help" in words:
+        core.cli.load_early(TrainConfig, [word for word in words if "=" in word])
+    elif script == "train.py":
+        many = "-m" in words
+        split = [word.split("=", 1) for word in words if word != "-m"]
+        choices = [[f"{key}={one}" for one in (value.split(",") if many else [value])] for key, value in split]
+        for chosen in itertools.product(*choices):
+            load_config(core.cli.compose(TrainConfig, list(chosen)))
+    elif script == "sweeps/launch.py":
+        patch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "sbatch" else None)
+        read_request(words)
+    else:
+        parse_only(patch)
+        patch.setattr(sys, "argv", [script, *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        assert not end.value.code, f"{script} {words} ends with {end.value.code}"
+
+
+def parse_only(patch: pytest.MonkeyPatch) -> None:
+    """Programs read their words and check their settings, then end."""
+
+    def without_program(run: Callable[..., int], stub: Callable[..., int]) -> Callable[..., int]:
+        return lambda *given, **named: run(
+            *(stub if callable(one) and not isinstance(one, type) else one for one in given), **named
+        )
+
+    def bench(values: dict[str, Any], words: list[str]) -> int:
+        if values.get("variants"):
+            timing.variants(values, words)
+        elif words:
+            load_config(core.cli.compose(TrainConfig, words))
+        return 0
+
+    patch.setattr(core.cli, "run_script", without_program(core.cli.run_script, lambda *_: 0))
+    patch.setattr(timing, "run_benchmark", without_program(timing.run_benchmark, bench))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with the files that the pages tell a user to write; what a plugin registers is undone."""
+    docs = ROOT / "docs"
+    (tmp_path / "my_norm.py").write_text(blocks(docs / "your_own_variant.md", "python")[0])
+    (tmp_path / "two_norms.yaml").write_text(blocks(docs / "first_steps.md", "yaml")[0])
+    (tmp_path / "my_sweep.yaml").write_text(blocks(docs / "sweeps.md", "yaml")[0])
+    monkeypatch.chdir(tmp_path)
+    tables: list[dict[str, Any]] = [model.gpt.QK_NORMS, model.options.QK_NORMS]
+    before = [dict(table) for table in tables]
+    yield tmp_path
+    sys.modules.pop("my_norm", None)
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
+
+
+def test_commands_are_found() -> None:
+    found = [one for page in PAGES for line in commands(page) for one in programs(line)]
+    assert len(found) > 60 and {"train.py", "sweeps/launch.py", "sample.py", "make", "pytest"} <= dict(found).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in LISTED], ids=lambda page: page.name)
+def test_commands_compose(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for script, words in [one for line in commands(page) for one in programs(line)]:
+        with monkeypatch.context() as patch:
+            check(script, words, patch)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python train.py model=nano_cpu qk_norm=rms qk_norm.p=3",
+        "python train.py -m qk_norm=none,rns",
+        "torchrun --standalone train.py batchsize=3",
+        "python sweeps/launch.py sweep=p_sweep_cpu sweep.fold=[0]",
+        "python sample.py run=RUN temprature=0.5",
+        "python scripts/report.py sweep=p_sweep plots=true",
+        "python scripts/benchmarks/bench_train.py variants=qk_norm=rns",
+        "python scripts/gone.py",
+        "echo a | python scripts/audit.py run=RUN step=3",
+        "make quick",
+    ],
+)
+def test_a_stale_command_is_found(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((script, words),) = programs(line)
+    with pytest.raises((Exception, AssertionError)), monkeypatch.context() as patch:
+        check(script, words, patch)
+
+
+def test_the_sweep_of_docs_sweeps_is_what_it_says(folder: Path) -> None:
+    request, _ = read_request(["sweep=my_sweep.yaml"])
+    assert {run.points[0] for run in request.runs} == {"alpha_1/p=2", "alpha_1/p=3"} and len(request.runs) == 6
+    for run in request.runs:
+        validate(run.config)
+
+
+# -----------------------------------------------------------------------------
+# What is stated, and what is generated
+
+
+def test_a_run_loads_in_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = blocks(ROOT / "docs" / "from_python.md", "python")
+    run = ROOT / "tests" / "fixtures" / "v0" / "gqa"
+    assert len(code.split("\n\n")[1].splitlines()) <= 10
+    names: dict[str, Any] = {}
+    exec(code.replace('"runs/quickstart"', repr(str(run))), names)
+    layers, n, T = names["config"].model.n_layer, names["config"].model.n_head, len("the question")
+    assert names["logits"].shape == (1, T, names["model"].vocab_size)
+    assert [tuple(one.shape) for one in names["maps"]] == [(1, n, T, T)] * layers
+    for one in names["maps"]:  # rows are weights of the positions so far
+        assert one.sum(-1).allclose(one.new_ones(1, n, T)) and not one.triu(1).any()
+    assert names["curve"][60] == pytest.approx(2.2044, abs=1e-4)
+
+
+def test_the_headline_is_that_of_the_runs() -> None:
+    with open(ROOT / "results" / "p_sweep_cpu_5000" / "runs.csv", newline="") as file:
+        losses = {(row["settings"], row["fold"]): float(row["val_loss_min"]) for row in csv.DictReader(file)}
+    for part, p in itertools.product(("alpha_1", "matched"), (3, 4)):
+        point = interval([losses[f"{part}/p={p}", f"{k}"] - losses[f"{part}/p=2", f"{k}"] for k in range(10)])
+        mean, low, high = (f"{value:.4f}".replace("-", "−") for value in (point.mean, point.low, point.high))
+        found = re.search(rf"{mean} \((?:95 % interval )?{low} to {high}\)", text_of(ROOT / "README.md"))
+        assert found, f"{part}, p = {p}: {mean} ({low} to {high})"
+
+
+@pytest.mark.slow
+def test_generated_parts_are_fresh(tmp_path: Path) -> None:
+    """In a process of its own: other tests register variants. After a change of a setting: python scripts/docs.py"""
+    code = (
+        "from pathlib import Path; from scripts import docs\n"
+        "Path('page.md').write_text(docs.configuration(), encoding='utf-8')\n"
+        "Path('figure.svg').write_bytes(docs.svg(docs.figure()))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env={"PYTHONPATH": str(ROOT)})
+    assert (tmp_path / "page.md").read_bytes() == LISTED[0].read_bytes()
+    figure = ROOT / "results" / "p_sweep_cpu_5000" / "along.svg"
+    assert (tmp_path / "figure.svg").read_bytes() == figure.read_bytes()
+    assert b'fill="white"' in figure.read_bytes()[:400]  # legible on a dark page
