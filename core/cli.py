@@ -1,6 +1,7 @@
 """A command line becomes settings: Hydra's composition, key=value scripts, exit statuses, one-line errors."""
 
 import contextlib
+import keyword
 import os
 import re
 import sys
@@ -258,10 +259,10 @@ def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
 
 
 def run_script(
-    settings: Any,
-    program: Any,
-    doc: Any,
-    argv: Any = None,
+    settings: type,
+    program: Callable[..., int],
+    doc: str | None,
+    argv: list[str] | None = None,
     passes_on: bool = False,
 ) -> int:
     """Call program(settings) with the key=value words of the command line; --help prints `doc` and the settings.
@@ -269,8 +270,6 @@ def run_script(
     passes_on: words with an unknown key are no error, but go to the program as a list, its second argument.
     Returns the exit status: the program's, 2 for a word that cannot be used, 1 where a file cannot be written.
     """
-    if isinstance(settings, list):  # until all scripts have a settings class: run_script(argv, doc, known, program)
-        return old_run_script(settings, program, doc, argv)
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         return guarded(lambda: print_help(doc, settings, [], {}))
@@ -287,45 +286,34 @@ def run_script(
     return guarded(run)
 
 
-def old_run_script(argv: list[str], doc: str | None, known: dict[str, Any], program: Callable[..., int]) -> int:
-    if {"-h", "--help"} & set(argv):
-        return guarded(lambda: print(doc) or 0)
-
-    def run() -> int:
-        values, others = read_words(argv, known)
-        require(not others, f"{others[:1]} is unknown{did_you_mean(''.join(others[:1]), known)}")
-        return program(values)
-
-    return guarded(run)
-
-
-def read_words(argv: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    values: dict[str, Any] = {}
-    others = []
-    for word in argv:
-        key, equals, text = word.partition("=")
-        if key in known and equals:
-            value = text if known[key] is str else parse_yaml(text, f"{word} is not key=value")
-            values[key] = convert(value, known[key], key)
-        else:
-            others.append(word)
-    return values, others
-
-
 def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list[str]]:
     """The key=value words of a settings class, as a mapping for build(), and the other words. Text needs no quotes."""
-    values: dict[str, Any] = {}
-    others = []
+    known, others = declared(settings), []
+    texts: dict[str, str] = {}
+    groups: dict[str, dict[str, str]] = {}
     for word in argv:
         key, equals, text = word.partition("=")
-        setting = declared(settings).get(key)
-        if setting is None or not equals:
+        key = f"{key}_" if keyword.iskeyword(key) else key  # the name of a field, as in from=
+        group, dot, leaf = key.partition(".")
+        if not equals or group not in known or bool(dot) > bool(known[group].options):
             others.append(word)
-        elif str not in (setting.kind, *get_args(setting.kind)) or (setting.kind is not str and text == "null"):
-            values[key] = parse_yaml(text, f"{word} is not key=value")
+        elif known[group].options:
+            groups.setdefault(group, {})[leaf or "name"] = text
         else:
-            values[key] = text
+            texts[key] = text
+    values = {key: read_value(key, text, known[key]) for key, text in texts.items()}
+    for group, given in groups.items():
+        name = given.get("name", known[group].default.name)
+        inner = declared(known[group].options.get(name, type(known[group].default)))
+        values[group] = {"name": name, **{k: read_value(f"{group}.{k}", v, inner.get(k)) for k, v in given.items()}}
     return values, others
+
+
+def read_value(key: str, text: str, setting: Setting | None) -> Any:
+    kinds = () if setting is None else (setting.kind, *get_args(setting.kind))
+    if str in kinds and not (text == "null" and type(None) in kinds):
+        return text
+    return parse_yaml(text, f"{key}={text} is not key=value")
 
 
 def parse_yaml(text: str, where: str) -> Any:

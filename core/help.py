@@ -59,7 +59,7 @@ def choices(options: Mapping[str, str], default: str | None = None, group: str =
 
 
 def line(key: str, setting: Setting, indent: int = 2) -> str:
-    default = setting.default
+    key, default = key.rstrip("_"), setting.default
     value = json.dumps(default)[1:-1] if isinstance(default, str) else show(default)
     words = [word for part in typing.get_args(setting.kind) for word in typing.get_args(part) or [part]]
     words = [word for word in words if isinstance(word, str)]

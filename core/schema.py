@@ -37,14 +37,6 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def at_least(key: str, value: int, least: int) -> None:
-    require(least <= value < 2**31, f"{key}={value} must be >= {least} and < 2**31")
-
-
-def one_of(key: str, value: str, allowed: tuple[str, ...], otherwise: str = "") -> None:
-    require(value in allowed, f"{key}={value} must be one of {', '.join(allowed)} {otherwise}".rstrip())
-
-
 # -----------------------------------------------------------------------------
 # Declaring a setting
 
@@ -195,7 +187,7 @@ TYPE_NAMES: dict[Any, list[str]] = {
 
 def convert(value: Any, hint: Any, key: str) -> Any:
     """`value` as the type `hint`: exact, but for an integer where a float is asked for and a list where a tuple is."""
-    require(value != REQUIRED, f"{key} must be given")
+    require(value != REQUIRED, f"{key}= must be given")
     allowed: list[str] = []
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     for option in typing.get_args(hint) if union else (hint,):
@@ -208,7 +200,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
             many = inner[-1:] == (...,)
             if isinstance(value, list | tuple) and (many or len(value) == len(inner)):
                 return tuple(convert(v, inner[0] if many else inner[i], key) for i, v in enumerate(value))
-            allowed.append("a list, as [a,b]" if many else f"a list of {len(inner)} numbers")
+            example = "[a,b]" if inner[0] is str else "[1,2]"
+            allowed.append(f"a list, as {example}" if many else f"a list of {len(inner)} numbers")
         elif type(value) is kind:
             return value
         elif kind is float and type(value) is int:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from core.cli import run_script
 from core.device import resolve_device
 from core.metrics import Metrics
 from core.rundir import commit
-from core.schema import ConfigError, at_least, one_of, require
+from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, options, require
 from data.batches import Batches
 from data.corpora import one_line
 from data.options import RandomOptions
@@ -47,7 +47,7 @@ from model.ops import positions_with_logits
 from sample import open_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
-from training.config import ConstantOptions, WandbOptions, check_common
+from training.config import ConstantOptions, Device, WandbOptions
 from training.session import build_model
 
 MODES = ("evaluation", "training")
@@ -352,24 +352,32 @@ def audit(subject: Subject, steps: int, vocab_size: int) -> list[Finding]:
     return findings
 
 
-def open_subject(words: dict[str, Any]) -> Subject:
-    require(bool(words.get("run")) != bool(words.get("model")), "either run= or model= must be given")
-    for key, other in (("checkpoint", "run"), ("trust_remote_code", "model")):
-        require(key not in words or other in words, f"{key}={words.get(key)} needs {other}=")
-    which = words.get("checkpoint", "best")
-    one_of("checkpoint", which, ("best", "latest"))
-    at_least("steps", words["steps"], 20)
-    check_common(0, words.get("device", "auto"), "float32")
-    device = resolve_device(words.get("device", "auto"))
-    if "run" in words:
-        return Run(words["run"], which, device)
-    return HuggingFace(words["model"], words.get("trust_remote_code", False), device)
+@options
+class AuditOptions:
+    run: Annotated[str | None, NOT_EMPTY, Help("a run directory, or one checkpoint in it")] = None
+    checkpoint: Annotated[Literal["best", "latest"] | None, Help("of a run directory; null: best")] = None
+    model: Annotated[str | None, NOT_EMPTY, Help("instead of run: a folder that transformers loads")] = None
+    trust_remote_code: Annotated[bool, Help("run the code of that folder")] = False
+    steps: Annotated[int, AtLeast(20), Help("of the training on random tokens")] = 200
+    vocab_size: Annotated[int | None, Help("different random tokens; null: up to 256")] = None
+    device: Device = "auto"
+
+    def check(self) -> None:
+        require((self.run is None) != (self.model is None), "either run= or model= must be given")
+        require(self.checkpoint is None or self.run is not None, f"checkpoint={self.checkpoint} needs run=")
+        require(not self.trust_remote_code or self.model is not None, "trust_remote_code=true needs model=")
 
 
-def audit_model(words: dict[str, Any]) -> int:
-    words = {"steps": 200, **words}
-    subject, steps = open_subject(words), words["steps"]
-    vocab_size = words.get("vocab_size", min(subject.vocab_size, 256))
+def open_subject(asked: AuditOptions) -> Subject:
+    device = resolve_device(asked.device)
+    if asked.run is not None:
+        return Run(asked.run, asked.checkpoint or "best", device)
+    return HuggingFace(str(asked.model), asked.trust_remote_code, device)
+
+
+def audit_model(asked: AuditOptions) -> int:
+    subject, steps = open_subject(asked), asked.steps
+    vocab_size = asked.vocab_size or min(subject.vocab_size, 256)
     good = 2 <= vocab_size <= subject.vocab_size
     require(good, f"vocab_size={vocab_size} must be in 2..{subject.vocab_size}, the model's")
     print(", ".join(f"{key} {value}" for key, value in subject.about.items()), flush=True)
@@ -381,16 +389,14 @@ def audit_model(words: dict[str, Any]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    known = {**dict.fromkeys(("run", "model", "checkpoint", "device"), str), "steps": int, "vocab_size": int}
-
-    def program(words: dict[str, Any]) -> int:
+    def program(asked: AuditOptions) -> int:
         try:
-            return audit_model(words)
+            return audit_model(asked)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeErrors
             print(f"failed: {one_line(error)}", file=sys.stderr)
             return 3  # run_script's 1 means here that something was caught
 
-    return run_script(argv, __doc__, {**known, "trust_remote_code": bool}, program)
+    return run_script(AuditOptions, program, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -18,19 +18,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
 from core.files import write_atomic
-from core.schema import ConfigError, at_least, did_you_mean, one_of, require, show
+from core.schema import REQUIRED, AtLeast, ConfigError, Help, did_you_mean, options, require, show
 from data.corpora import one_line, probe_hub
 from data.tokenizer import NoText
 from data.tokens import load_corpus
-from sample import LoadedRun, open_run
-from training.config import check_common
+from sample import LoadedRun, RunPath, Which, open_run
+from training.config import Device, Dtype
 
 INSTALL = "pip install -c constraints.txt -e '.[eval]'"
 
@@ -184,30 +184,37 @@ def table(metrics: dict[str, dict[str, float]], paper: bool) -> str:
 
 # -----------------------------------------------------------------------------
 
-DEFAULTS = {"checkpoint": "best", "batch_size": 16, "device": "auto", "dtype": "float32"}
+
+@options
+class EvaluateOptions:
+    run: RunPath = REQUIRED
+    tasks: Annotated[str, Help("names of lm_eval's tasks, paper or cloze: A,B")] = REQUIRED
+    checkpoint: Which = "best"
+    num_fewshot: Annotated[
+        int | None, AtLeast(0), Help("examples before each question; null: the task's own number, 3 for paper")
+    ] = None
+    limit: Annotated[int | None, AtLeast(1), Help("questions per task; null: all")] = None
+    include_path: Annotated[str | None, Help("a folder with task files of one's own")] = None
+    batch_size: Annotated[int, AtLeast(1), Help("questions at a time")] = 16
+    device: Device = "auto"
+    dtype: Dtype = "float32"
+    out: Annotated[str | None, Help("a JSON file for all results; reports read RUN/evaluation.json")] = None
+
+    @property
+    def task_names(self) -> list[str]:
+        names = [PAPER if name == "paper" else [name] for name in self.tasks.split(",") if name]
+        return list(dict.fromkeys(task for tasks in names for task in tasks))
+
+    def check(self) -> None:
+        require(bool(self.task_names), "tasks= must name a task")
+        if self.out is not None:
+            out = Path(self.out).expanduser()
+            good = out.parent.is_dir() and not out.is_dir() and os.access(out.parent, os.W_OK)
+            require(good, f"out={self.out} must be a file in a folder that can be written")
 
 
-def check(words: dict[str, Any]) -> None:
-    require(bool(words.get("run") and words.get("tasks")), "run= and tasks= must be given")
-    require(bool(task_names(words)), "tasks= must name a task")
-    one_of("checkpoint", words["checkpoint"], ("best", "latest"))
-    check_common(0, words["device"], words["dtype"])
-    for key, least in {"num_fewshot": 0, "limit": 1, "batch_size": 1}.items():
-        if key in words:
-            at_least(key, words[key], least)
-    if "out" in words:
-        out = Path(words["out"]).expanduser()
-        good = out.parent.is_dir() and not out.is_dir() and os.access(out.parent, os.W_OK)
-        require(good, f"out={words['out']} must be a file in a folder that can be written")
-
-
-def task_names(words: dict[str, Any]) -> list[str]:
-    asked = [PAPER if name == "paper" else [name] for name in words["tasks"].split(",") if name]
-    return list(dict.fromkeys(task for tasks in asked for task in tasks))
-
-
-def evaluate(words: dict[str, Any]) -> dict[str, Any]:
-    """lm_eval's results for the program's words; "about" has the metrics and the conditions."""
+def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
+    """lm_eval's results; "about" has the metrics and the conditions."""
     try:
         import lm_eval
     except ImportError as error:
@@ -216,31 +223,31 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its resamples are one task: a pool of forks only adds a risk
-    device = resolve_device(words["device"])
-    dtype = resolve_dtype(words["dtype"], device)
-    run = open_run(words["run"], words["checkpoint"], device)
-    names, shots, limit = task_names(words), words.get("num_fewshot"), words.get("limit")
-    tasks, manager = load_tasks(names, words.get("include_path"))
-    if shots is None and "paper" in words["tasks"].split(","):
+    device = resolve_device(asked.device)
+    dtype = resolve_dtype(asked.dtype, device)
+    run = open_run(asked.run, asked.checkpoint, device)
+    names, shots, limit = asked.task_names, asked.num_fewshot, asked.limit
+    tasks, manager = load_tasks(names, asked.include_path)
+    if shots is None and "paper" in asked.tasks.split(","):
         shots = PAPER_SHOTS
         for task in tasks:
             if task.config.task in PAPER:
                 task.set_config("num_fewshot", PAPER_SHOTS)
     tasks += [cloze(run)] if CLOZE in names else []
     began = time.perf_counter()
-    lm = NanoQK(run.model, run.tokenizer, words["batch_size"], dtype)
+    lm = NanoQK(run.model, run.tokenizer, asked.batch_size, dtype)
     try:
         results = lm_eval.simple_evaluate(
-            lm, tasks=tasks, task_manager=manager, num_fewshot=words.get("num_fewshot"), limit=limit,
-            batch_size=words["batch_size"], bootstrap_iters=1000,
+            lm, tasks=tasks, task_manager=manager, num_fewshot=asked.num_fewshot, limit=limit,
+            batch_size=asked.batch_size, bootstrap_iters=1000,
         )  # fmt: skip
     except ConfigError:
         raise
     except ValueError as error:  # more examples than a task has documents, for instance
-        raise ConfigError(f"tasks={words['tasks']} num_fewshot={show(shots)}: {one_line(error)}") from error
+        raise ConfigError(f"tasks={asked.tasks} num_fewshot={show(shots)}: {one_line(error)}") from error
     fault, metrics = run.config.fault.name, metrics_of(results)
     about = {
-        "run": words["run"], "iter": run.state.get("step"), "num_fewshot": results["n-shot"], "limit": limit,
+        "run": asked.run, "iter": run.state.get("step"), "num_fewshot": results["n-shot"], "limit": limit,
         "dtype": str(dtype).removeprefix("torch."), "lm_eval": lm_eval.__version__,
         "seconds": round(time.perf_counter() - began, 1), "truncated": lm.truncated,
         "questions": {task: n["effective"] for task, n in results["n-samples"].items()},
@@ -249,26 +256,22 @@ def evaluate(words: dict[str, Any]) -> dict[str, Any]:
     return {**results, "about": about}
 
 
-def evaluate_run(words: dict[str, Any]) -> int:
-    words = {**DEFAULTS, **words}
-    check(words)
-    results = evaluate(words)
+def evaluate_run(asked: EvaluateOptions) -> int:
+    results = evaluate(asked)
     about = results["about"]
-    print(table(about["metrics"], "paper" in words["tasks"].split(",")))
+    print(table(about["metrics"], "paper" in asked.tasks.split(",")))
     if about["truncated"]:
         print(f"warning: {about['truncated']} prompts lost their first tokens: model.block_size has no room for them "
               "and their answers")  # fmt: skip
-    if "out" in words:
+    if asked.out is not None:
         text = json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n"
-        write_atomic(Path(words["out"]).expanduser(), text.encode())
+        write_atomic(Path(asked.out).expanduser(), text.encode())
     print(json.dumps(about))
     return 0
 
 
 def main(argv: list[str]) -> int:
-    texts = ("run", "tasks", "checkpoint", "include_path", "device", "dtype", "out")
-    known = {**dict.fromkeys(texts, str), **dict.fromkeys(("num_fewshot", "limit", "batch_size"), int)}
-    return run_script(argv, __doc__, known, evaluate_run)
+    return run_script(EvaluateOptions, evaluate_run, __doc__, argv)
 
 
 if __name__ == "__main__":

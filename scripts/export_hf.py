@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors.torch import save
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from core import checkpoint
 from core.cli import run_script
-from core.schema import flatten, one_of, require, show
+from core.schema import NOT_EMPTY, REQUIRED, Help, flatten, options, require, show
 from data.tokenizer import SEPARATOR, Tokenizer
 from model.gpt import GPT
 from model.options import GPTConfig
-from sample import open_run
+from sample import RunPath, Which, open_run
 from scripts.hf_tokenizer import tokenizer_json
 
 Config = dict[str, Any]
@@ -215,12 +215,16 @@ def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> 
     return sorted(file.name for file in out.iterdir())
 
 
-def export_run(values: dict[str, Any]) -> int:
-    require(bool(values.get("run") and values.get("out")), "run= and out= must be given")
-    which = values.get("checkpoint", "best")
-    one_of("checkpoint", which, ("best", "latest"))
-    model, tokenizer, config, _ = open_run(values["run"], which, torch.device("cpu"))
-    out = Path(values["out"])
+@options
+class ExportOptions:
+    run: RunPath = REQUIRED
+    out: Annotated[str, NOT_EMPTY, Help("the folder to write")] = REQUIRED
+    checkpoint: Which = "best"
+
+
+def export_run(asked: ExportOptions) -> int:
+    model, tokenizer, config, _ = open_run(asked.run, asked.checkpoint, torch.device("cpu"))
+    out = Path(asked.out)
     files = export(model, tokenizer, out, config.fault.name)
     print(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")
     if "tokenizer.json" not in files:
@@ -229,7 +233,7 @@ def export_run(values: dict[str, Any]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    return run_script(argv, __doc__, {"run": str, "checkpoint": str, "out": str}, export_run)
+    return run_script(ExportOptions, export_run, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from core.cli import run_script
 from core.files import read_json, write_atomic
-from core.schema import require
+from core.schema import NOT_EMPTY, Help, options, require
 from scripts.reporting.charts import svg
 from scripts.reporting.page import figures_of, markdown, outline, page
 from scripts.reporting.runs import Sweep, compared_families, read_sweep
 from scripts.reporting.tables import facts, runs_csv
-from sweeps.status import sweep_directory, tally
+from sweeps.status import SweepPlace, tally
 
 
 def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
@@ -65,18 +65,22 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
     write_atomic(out / "provenance.json", (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def write_report(values: dict[str, Any], argv: list[str]) -> int:
-    sweep_dir = sweep_directory(values)
-    name = Path(values.get("sweep") or sweep_dir.resolve().name).stem
-    out = Path(values.get("out") or Path("results") / name).expanduser()
+@options
+class ReportOptions(SweepPlace):
+    out: Annotated[str | None, NOT_EMPTY, Help("folder of the report; null: results/NAME")] = None
+
+
+def write_report(asked: ReportOptions, argv: list[str]) -> int:
+    sweep_dir = asked.directory
+    name = Path(asked.sweep or sweep_dir.resolve().name).stem
+    out = Path(asked.out or Path("results") / name).expanduser()
     sweep = report(sweep_dir, out, name, argv)
     print(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
     return 0
 
 
 def main(argv: list[str]) -> int:
-    known = {"sweep": str, "sweep_dir": str, "out": str}
-    return run_script(argv, __doc__, known, lambda values: write_report(values, argv))
+    return run_script(ReportOptions, lambda asked: write_report(asked, argv), __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,8 @@
 """Launch a sweep: python sweeps/launch.py sweep=NAME [launcher=local|slurm] [settings] [overrides for every run]
 
-The same command continues a sweep: it skips done runs, resumes partial ones and retries failed ones. Settings:
-  sweep_dir=PATH            the directory of the plan and of all runs, by default runs/NAME
-  dry_run=true              list the runs with an estimate of time and disk; write nothing
-  keep_going | fail_fast    after a failed run: go on (the default), or stop the others at a checkpoint
-  retries=N                 further tries of a run that fails, by default 1
-  launcher.KEY=VALUE        configs/launcher/ has them: workers, threads, runs_per_gpu, ranks, partition, ...
-  sweep.KEY=VALUE           instead of what configs/sweep/NAME.yaml says: sweep.folds=[0,1] sweep.seeds=[1,2]
-                            sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
+The same command continues a sweep: it skips done runs, resumes partial ones and retries failed ones. keep_going and
+fail_fast are short for fail_fast=false and fail_fast=true. sweep.KEY=VALUE replaces what configs/sweep/NAME.yaml says:
+sweep.folds=[0,1] sweep.seeds=[1,2] sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
 """
 
 import json
@@ -18,22 +13,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 from tqdm import tqdm
 
-from core.cli import CONFIG_DIR, leave_output, parse_yaml, read_words, refuse
+from core.cli import parse_yaml, run_script
 from core.files import read_json
 from core.rundir import at_end
-from core.schema import ConfigError, at_least, build, require, validate
+from core.schema import AtLeast, ConfigError, Help, Variants, options, require
 from sweeps.claims import Launch
 from sweeps.definition import load_sweep
-from sweeps.launchers import LAUNCHERS, Launcher
+from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
 from sweeps.plan import PlannedRun, freeze, plan_runs
-from sweeps.status import FINAL, State, failures, state_of, sweep_directory, tally
+from sweeps.status import FINAL, State, SweepPlace, failures, state_of, tally
 from sweeps.worker import WORKER
 from training.config import TrainConfig
 
@@ -53,18 +48,34 @@ class Request:
     retries: int = 1
 
 
+@options
+class LaunchOptions(SweepPlace):
+    dry_run: Annotated[bool, Help("list the runs with an estimate of time and disk; write nothing")] = False
+    fail_fast: Annotated[bool, Help("after a failed run stop the others at a checkpoint; false: go on")] = False
+    retries: Annotated[int, AtLeast(0), Help("further tries of a run that fails")] = 1
+    launcher: Annotated[
+        LocalOptions | SlurmOptions,
+        Variants({name: chosen for name, (chosen, _) in LAUNCHERS.items()}),
+        Help("where the runs are trained"),
+    ] = field(default_factory=LocalOptions)
+
+    def check(self) -> None:
+        require(self.sweep is not None, "sweep= must be given")
+
+
+SHORT = {"keep_going": "fail_fast=false", "fail_fast": "fail_fast=true"}
+
+
 def main(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
+    return run_script(LaunchOptions, run, __doc__, [SHORT.get(word, word) for word in argv], passes_on=True)
+
+
+def run(asked: LaunchOptions, overrides: list[str]) -> int:
+    """Check everything, then write: an OSError before the plan is written is a bad setting."""
     try:
-        request, freeze_plan = read_request(argv)
+        request, freeze_plan = read_request(asked, overrides)
         if request.dry_run:
-            try:
-                list_runs(request)
-                sys.stdout.flush()
-            except BrokenPipeError:
-                leave_output()
+            list_runs(request)
             return 0
         left = [run for run in request.runs if not at_end(request.sweep_dir / run.id)]
         if request.launcher.name == "slurm":  # this machine may lack the devices of its nodes
@@ -72,52 +83,30 @@ def main(argv: list[str]) -> int:
         keys = ("data", "device", "dtype", "model")  # runs that agree in these can all start, or none of them
         ask("check", {json.dumps([asdict(run.config)[key] for key in keys]): run.config for run in left})
         freeze_plan()
-    except (ConfigError, OSError) as error:
-        return refuse(str(error))
-    except KeyboardInterrupt:
-        return 130
-    try:
-        return launch(request)
-    except ConfigError as error:  # SLURM refuses such tasks
-        return refuse(str(error))
-    except OSError as error:  # a full disk, say
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(str(error)) from error
+    return launch(request)
 
 
-def read_request(argv: list[str]) -> tuple[Request, Callable[[], None]]:
-    """The command line, with every run composed and checked, and a function that writes the plan."""
-    argv = [{"keep_going": "fail_fast=false", "fail_fast": "fail_fast=true"}.get(word, word) for word in argv]
-    known = {"sweep": str, "sweep_dir": str, "launcher": str, "dry_run": bool, "fail_fast": bool, "retries": int}
-    values, others = read_words(argv, known)
-    require("sweep" in values, "sweep= must be given")
-    changes: dict[str, Any] = {}
-    for prefix in ("sweep.", "launcher."):
-        for word in [word for word in others if word.startswith(prefix) and "=" in word]:
-            others.remove(word)
-            key, _, text = word.partition("=")
-            changes[key] = parse_yaml(text, f"{word} is not key=value")
-    where = values.get("launcher", "local")
-    require(where in LAUNCHERS, f"launcher={where} must be one of {', '.join(LAUNCHERS)}")
-    source = parse_yaml((CONFIG_DIR / "launcher" / f"{where}.yaml").read_text(encoding="utf-8"), f"launcher={where}")
-    source |= {k.removeprefix("launcher."): v for k, v in changes.items() if k.startswith("launcher.")}
-    launcher = build(LAUNCHERS[where][0], source, "launcher.")
-    validate(launcher)
-    at_least("retries", values.get("retries", 0), 0)
-    sweep = load_sweep(
-        values["sweep"], {k.removeprefix("sweep."): v for k, v in changes.items() if k.startswith("sweep.")}
-    )
-    runs = plan_runs(sweep, others)
+def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Request, Callable[[], None]]:
+    """What is to be launched, with every run composed and checked, and a function that writes the plan."""
+    changes = {}
+    for word in [word for word in overrides if word.startswith("sweep.") and "=" in word]:
+        key, _, text = word.removeprefix("sweep.").partition("=")
+        changes[key] = parse_yaml(text, f"{word} is not key=value")
+        overrides = [other for other in overrides if other != word]
+    sweep = load_sweep(str(asked.sweep), changes)
+    runs, launcher = plan_runs(sweep, overrides), asked.launcher
     steps = {run.config.gradient_accumulation_steps for run in runs}
     require(
         all(n % launcher.ranks == 0 for n in steps),
         f"launcher.ranks={launcher.ranks} must divide gradient_accumulation_steps={min(steps)}",
     )
-    sweep_dir = sweep_directory(values).resolve()
-    settings = {key: values[key] for key in ("dry_run", "fail_fast", "retries") if key in values}
-    name = Path(values["sweep"]).stem
-    request = Request(name, sweep_dir, runs, launcher, **settings)
-    return request, lambda: freeze(sweep_dir, name, sweep, others, runs)
+    sweep_dir, name = asked.directory.resolve(), Path(str(asked.sweep)).stem
+    request = Request(name, sweep_dir, runs, launcher, asked.dry_run, asked.fail_fast, asked.retries)
+    return request, lambda: freeze(sweep_dir, name, sweep, overrides, runs)
 
 
 # -----------------------------------------------------------------------------

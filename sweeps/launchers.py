@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 from core.files import ROOT
-from core.schema import ConfigError, at_least, require, show
+from core.schema import AtLeast, ConfigError, Help, Rule, options, require, show
 from sweeps.worker import PATIENCE, RESTART, WORKER
 
 YOUNG = 60  # seconds; a worker that dies before that, without having taken a run, died at its start
@@ -27,18 +27,19 @@ SBATCH_AGAIN = 60.0  # seconds after which tasks that SLURM refused are submitte
 USR2_AFTER_TERM = 60  # seconds; SLURM preempts with SIGTERM, then with the signal that submitit asks for, then SIGKILL
 
 
-@dataclass(frozen=True)
+@options
 class LocalOptions:
+    """Processes of this machine"""
+
     name: str = "local"
-    workers: int | None = None
-    threads: int | None = None
-    runs_per_gpu: int = 1
-    ranks: int = 1
+    workers: Annotated[
+        int | None, AtLeast(1), Help("processes; null: one a CPU, or gpus x runs_per_gpu where there are GPUs")
+    ] = None
+    threads: Annotated[int | None, AtLeast(1), Help("CPU threads of each; null: an equal share")] = None
+    runs_per_gpu: Annotated[int, AtLeast(1), Help("runs that share a GPU")] = 1
+    ranks: Annotated[int, AtLeast(1), Help("processes that train one run together, by torchrun")] = 1
 
     def check(self) -> None:
-        for key in ("workers", "threads", "runs_per_gpu", "ranks"):
-            if getattr(self, key) is not None:
-                at_least(f"launcher.{key}", getattr(self, key), 1)
         if self.ranks > 1:
             require(self.runs_per_gpu == 1, f"launcher.runs_per_gpu={self.runs_per_gpu} must be 1 with launcher.ranks")
             wanted, gpus = self.ranks * (self.workers or 1), len(visible_gpus())
@@ -48,31 +49,30 @@ class LocalOptions:
             )
 
 
-@dataclass(frozen=True)
+@options
 class SlurmOptions:
+    """Tasks of a SLURM job array"""
+
     name: str = "slurm"
-    workers: int = 1
-    threads: int = 1
-    gpus: int = 0
-    mem_gb: int | None = None
-    partition: str | None = None
-    timeout_min: int = 60
-    save_s: int = 90
-    max_requeues: int = 100
-    options: dict = field(default_factory=dict)
-    setup: list = field(default_factory=list)
+    workers: Annotated[int, AtLeast(1), Help("tasks, each of which trains one run after the other")] = 1
+    threads: Annotated[int, AtLeast(1), Help("--cpus-per-task")] = 1
+    gpus: Annotated[int, Rule(lambda n: n in (0, 1), "must be 0 or 1: a run uses one"), Help("--gpus-per-node")] = 0
+    mem_gb: Annotated[int | None, AtLeast(1), Help("--mem; null: what the partition gives")] = None
+    partition: Annotated[str | None, Help("--partition; null: SLURM's default")] = None
+    timeout_min: Annotated[int, Help("--time; a task that is out of time saves, and is requeued")] = 60
+    save_s: Annotated[int, AtLeast(1), Help("seconds before that end at which a task is told to save")] = 90
+    max_requeues: Annotated[int, AtLeast(0), Help("of one task; a launcher that still runs submits a new one")] = 100
+    options: Annotated[dict, Help("more of sbatch's options, as {account: lab, qos: long}")] = field(
+        default_factory=dict
+    )
+    setup: Annotated[list, Help('shell lines before python, as ["module load cuda"]')] = field(default_factory=list)
     ranks = 1  # processes that train one run; not a setting here
 
     def check(self) -> None:
-        for key in ("workers", "threads", "save_s"):
-            at_least(f"launcher.{key}", getattr(self, key), 1)
-        require(self.gpus in (0, 1), f"launcher.gpus={self.gpus} must be 0 or 1: a run uses one")
-        at_least("launcher.max_requeues", self.max_requeues, 0)
         require(
             60 * self.timeout_min > self.save_s + 60,  # SLURM can be a minute early
             f"launcher.timeout_min={self.timeout_min} must be more than launcher.save_s={self.save_s} and a minute",
         )
-        require(self.mem_gb is None or self.mem_gb > 0, f"launcher.mem_gb={self.mem_gb} must be > 0")
         good = all(isinstance(key, str) and isinstance(value, str | int) for key, value in self.options.items())
         require(good, f"launcher.options={show(self.options)} must be names and values, as {{account: lab}}")
         good = all(isinstance(line, str) for line in self.setup)

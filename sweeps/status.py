@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from core.cli import run_script
 from core.rundir import at_end, is_locked, read_status
-from core.schema import require
+from core.schema import NOT_EMPTY, Help, options, require
 from sweeps.claims import is_claimed, read_claim
 from sweeps.plan import PlannedRun, read_plan
 
@@ -84,19 +84,34 @@ def show_status(sweep_dir: Path, runs: list[PlannedRun]) -> bool:
     return all(state.state in FINAL for state in states.values())
 
 
-def sweep_directory(values: dict[str, Any]) -> Path:
-    require("sweep" in values or "sweep_dir" in values, "sweep= must be given")
-    return Path(values.get("sweep_dir") or Path("runs") / Path(values["sweep"]).stem).expanduser()
+@options
+class SweepPlace:
+    """Which sweep a program reads."""
+
+    sweep: Annotated[str | None, NOT_EMPTY, Help("its name, or its file")] = None
+    sweep_dir: Annotated[str | None, NOT_EMPTY, Help("its directory; null: runs/NAME")] = None
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.sweep_dir or Path("runs") / Path(self.sweep or "").stem).expanduser()
+
+    def check(self) -> None:
+        require(bool(self.sweep or self.sweep_dir), "sweep= must be given")
 
 
-def show(values: dict[str, Any]) -> int:
-    sweep_dir = sweep_directory(values)
+@options
+class StatusOptions(SweepPlace):
+    watch: Annotated[bool, Help("print it again every two seconds until all runs have ended")] = False
+
+
+def show(asked: StatusOptions) -> int:
+    sweep_dir = asked.directory
     try:
         while True:
             runs = read_plan(sweep_dir)
-            if values.get("watch") and sys.stdout.isatty():
+            if asked.watch and sys.stdout.isatty():
                 print("\033[H\033[2J", end="")
-            if show_status(sweep_dir, runs) or not values.get("watch"):
+            if show_status(sweep_dir, runs) or not asked.watch:
                 return 0
             time.sleep(2)
     except KeyboardInterrupt:
@@ -104,4 +119,4 @@ def show(values: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(sys.argv[1:], __doc__, {"sweep": str, "sweep_dir": str, "watch": bool}, show))
+    sys.exit(run_script(StatusOptions, show, __doc__))

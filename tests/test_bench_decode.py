@@ -25,7 +25,7 @@ TINY = [
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr("sys.argv", ["bench_decode.py", *words])
-    return run_benchmark(None, bench_decode.KNOWN, bench_decode.bench)
+    return run_benchmark(bench_decode.DecodeOptions, bench_decode.bench, None)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -94,10 +94,10 @@ def test_the_interval_of_a_median_is_the_sign_tests() -> None:
     "word, message",
     [
         ("contexts=[1]", "contexts=[1] must be a list of integers >= 2"),
-        ("batch=2", "batch=2 must be a list of integers >= 1"),
-        ("rounds=0", "rounds=0 must be at least 1"),
-        ("starts=0", "starts=0 must be at least 1"),
-        ("seconds=0", "seconds=0.0 must be positive"),
+        ("batch=2", "batch=2 must be a list, as [1,2]"),
+        ("rounds=0", "rounds=0 must be >= 1"),
+        ("starts=0", "starts=0 must be >= 1"),
+        ("seconds=0", "seconds=0.0 must be a finite number > 0"),
         ("from=bench.json", "from=bench.json must be a bench.json of this benchmark"),
         ("sides=absorbed,fast", "fast must be one of absorbed, rms"),
         ("attention=gqa", "attention"),

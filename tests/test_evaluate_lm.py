@@ -472,7 +472,7 @@ def test_without_lm_eval_the_pip_command_is_said(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tasks=paper"], "run= and tasks="),
+        (["tasks=paper"], "run= must be given"),
         (["run=nowhere", "tasks=paper"], "run=nowhere"),
         (["run=nowhere", "tasks=paper", "limit=0"], "limit=0"),
         (["run=nowhere", "tasks=paper", "num_fewshot=many"], "num_fewshot=many"),

@@ -249,7 +249,7 @@ def test_a_failed_export_leaves_nothing(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["out=hf"], "run= and out="),
+        (["out=hf"], "run= must be given"),
         (["run=nowhere", "out=hf"], "run=nowhere"),
         (["run=nowhere", "out=hf", "checkpoint=last"], "checkpoint=last must be one of best, latest"),
         (["run=nowhere", "out=hf", "chekpoint=best"], "did you mean checkpoint"),

@@ -28,6 +28,7 @@ from test_bad_input import Outcome, check, contents, outcome
 from test_train import assert_same_run, configured, lines
 
 import train
+from core import cli
 from core.schema import ConfigError
 from data import prepare_fineweb
 from data.batches import Batches
@@ -38,7 +39,7 @@ from data.shards import Shards, open_shards
 from data.tokenizer import BYTES, BPETokenizer, Tokenizer, from_dict, learn_bpe
 from data.tokens import load_corpus
 from sweeps.definition import load_sweep
-from sweeps.launch import read_request
+from sweeps.launch import LaunchOptions, read_request
 
 __all__ = ["outcome"]  # a fixture
 
@@ -594,7 +595,8 @@ def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards
 def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shards: Path, tmp_path: Path) -> None:
     size = "null" if "per_sequence" in words else "4096"  # a window of 32,768 needs all that is held out
     asked = [*words.split(), f"data.path={shards}", f"data.val_tokens={size}", f"sweep_dir={tmp_path / 'sweep'}"]
-    request, _ = read_request(asked)
+    values, overrides = cli.read_settings(asked, LaunchOptions)
+    request, _ = read_request(cli.settings_of(LaunchOptions, values), overrides)
     assert [run.config.tokens_per_iter for run in request.runs] == [step] * runs
     committed = load_sweep(request.name, {}).overrides
     (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))

@@ -72,7 +72,7 @@ def load(**source: Any) -> Drawing:
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "title must be given": {"title": REQUIRED},
+    "title= must be given": {"title": REQUIRED},
     "title= must not be empty": {"title": ""},
     "copies=0 must be >= 1 and < 2**31": {"copies": 0},
     "copies=true must be an integer": {"copies": True},

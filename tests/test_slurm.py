@@ -17,7 +17,7 @@ from test_train import assert_same_run
 
 import train
 from core.rundir import read_status
-from core.schema import ConfigError
+from core.schema import ConfigError, validate
 from sweeps.claims import Launch, is_claimed, read_claim
 from sweeps.launchers import Slurm, SlurmOptions, Task
 from sweeps.plan import read_plan
@@ -327,12 +327,12 @@ def test_tasks_stay_alive_while_slurm_does_not_answer(tmp_path: Path, monkeypatc
         ({"workers": 0}, ["launcher.workers=0", ">= 1"]),
         ({"gpus": 2}, ["launcher.gpus=2", "0 or 1"]),
         ({"timeout_min": 2, "save_s": 60}, ["launcher.timeout_min=2", "launcher.save_s=60"]),
-        ({"mem_gb": 0}, ["launcher.mem_gb=0", "> 0"]),
+        ({"mem_gb": 0}, ["launcher.mem_gb=0", ">= 1"]),
         ({"options": {"account": ["a"]}}, ["launcher.options=", "account: lab"]),
         ({"setup": [1]}, ["launcher.setup=[1]", "shell lines"]),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(settings: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        SlurmOptions(**settings).check()  # type: ignore[arg-type]
+        validate(SlurmOptions(**settings), "launcher.")  # type: ignore[arg-type]
     assert all(word in str(error.value) for word in words), error.value

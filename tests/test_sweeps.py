@@ -32,7 +32,7 @@ from scripts.reporting.tables import runs_csv
 from sweeps import launchers, worker
 from sweeps.claims import Launch, claimed, is_claimed, read_claim
 from sweeps.definition import load_sweep
-from sweeps.launch import main, read_request
+from sweeps.launch import LaunchOptions, main, read_request
 from sweeps.plan import PlannedRun, compose, freeze, plan_runs, read_plan
 from sweeps.status import state_of
 from training.config import load_config, to_yaml
@@ -258,7 +258,8 @@ def test_runs_that_two_points_share_are_planned_once(tmp_path: Path, corpus: Pat
 
 def test_the_command_line_changes_grid_folds_seeds_and_parts() -> None:
     words = "sweep.folds=[3] sweep.seeds=[1,2] sweep.parts=[sqrt_d] sweep.grid.qk_norm.p=[2,3.5] max_iters=700"
-    request, _ = read_request(["sweep=p_sweep_cpu", *words.split(), "sweep.grid.optim.learning_rate=[1e-3,2E-3]"])
+    asked = LaunchOptions("p_sweep_cpu")
+    request, _ = read_request(asked, [*words.split(), "sweep.grid.optim.learning_rate=[1e-3,2E-3]"])
     points = [f"sqrt_d/learning_rate={rate},p={p}" for rate in (0.001, 0.002) for p in (2, 3.5)]
     assert [(r.points, r.seed, r.fold) for r in request.runs] == [([p], seed, 3) for seed in (1, 2) for p in points]
     assert {run.config.max_iters for run in request.runs} == {700}

@@ -379,10 +379,6 @@ class TrainConfig:
             )
 
 
-def check_common(seed: int, device: str, dtype: str) -> None:
-    validate(TrainConfig(seed=seed, device=device, dtype=dtype))  # type: ignore[arg-type]
-
-
 def load_config(source: Mapping[str, Any]) -> TrainConfig:
     """A nested mapping (a composed config, or a run's config.yaml) as a checked TrainConfig.
 

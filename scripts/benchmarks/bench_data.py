@@ -14,16 +14,26 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from core.schema import ConfigError, at_least, did_you_mean
+from core.schema import NOT_EMPTY, AtLeast, Help, options
 from data.batches import Batches
 from data.folds import Split
 from data.options import FineWebOptions
 from data.shards import Shards, open_shards
 from scripts.benchmarks.timing import machine, run_benchmark
+
+
+@options
+class DataOptions:
+    path: Annotated[str | None, NOT_EMPTY, Help("a folder of token shards; null: random ones")] = None
+    block_size: Annotated[int, AtLeast(1), Help("tokens of a window")] = 1024
+    batch_size: Annotated[int, AtLeast(1), Help("windows of a batch")] = 32
+    steps: Annotated[int, AtLeast(1), Help("batches of each measurement")] = 100
+    tokens_per_second: Annotated[int, AtLeast(1), Help("speed of the model that waits for batches")] = 1_000_000
+    shard_tokens: Annotated[int, AtLeast(1), Help("of each of the four random shards")] = 100_000_000
 
 
 def random_shards(folder: Path, n_tokens: int) -> list[Path]:
@@ -41,19 +51,19 @@ def drop_from_page_cache(files: list[Path]) -> None:
         os.close(descriptor)
 
 
-def measure(fresh: Callable[[], Batches], values: dict[str, Any], first: int) -> dict[str, float]:
+def measure(fresh: Callable[[], Batches], values: DataOptions, first: int) -> dict[str, float]:
     """As fast as possible, from step `first` on: tok_per_sec of the median step, slowest_ms. Then prefetched as in
     train.py, for a model of the asked speed: wait_ms, the median wait for a batch, and stall, the share of time spent
     waiting. `fresh` opens the tokens anew."""
     batches = fresh()
-    n_tokens, steps = batches.batch_size * batches.block_size, values["steps"]
+    n_tokens, steps = batches.batch_size * batches.block_size, values.steps
     seconds = []
     for step in range(first, first + steps):
         start = time.perf_counter()
         batches.get_batch(step)
         seconds.append(time.perf_counter() - start)
     del batches  # mapped files cannot be dropped from the page cache
-    compute, waits = n_tokens / values["tokens_per_second"], []
+    compute, waits = n_tokens / values.tokens_per_second, []
     prefetched = fresh().prefetch((step, 0) for step in range(first + steps, first + 2 * steps + 2))
     next(prefetched)
     for _ in range(steps):
@@ -70,26 +80,21 @@ def measure(fresh: Callable[[], Batches], values: dict[str, Any], first: int) ->
     }
 
 
-def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    if words:
-        raise ConfigError(f"{words[0]} is unknown{did_you_mean(words[0].partition('=')[0], values)}")
-    for key, value in values.items():
-        if key != "path":
-            at_least(key, value, 1)
-    T, batch_size = values["block_size"], values["batch_size"]
+def bench(values: DataOptions) -> dict[str, Any]:
+    T, batch_size = values.block_size, values.batch_size
 
     def batches_of(tokens: Any, n_train: int) -> Batches:
         split = Split(train=((0, n_train),), val=((n_train, len(tokens)),))
         return Batches(tokens, split, T, batch_size, seed=0)
 
-    rate = values["tokens_per_second"]
+    rate = values.tokens_per_second
     found: dict[str, Any] = {"block_size": T, "batch_size": batch_size, "asked_tok_per_sec": rate}
-    if values["path"]:
-        _, _, tokens, n_train = open_shards(FineWebOptions(path=values["path"]))
+    if values.path:
+        _, _, tokens, n_train = open_shards(FineWebOptions(path=values.path))
         measured = measure(lambda: batches_of(tokens, n_train), values, 0)
         return {**found, "tokens": len(tokens), "as_found": measured, **machine()}
     with tempfile.TemporaryDirectory() as folder:
-        files = random_shards(Path(folder), values["shard_tokens"])
+        files = random_shards(Path(folder), values.shard_tokens)
 
         def shards() -> Batches:
             found = Shards([np.memmap(file, dtype=np.uint16, mode="r") for file in files])
@@ -104,10 +109,8 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
                 file.read_bytes()
             found[name] = measure(fresh, values, first)
             print(f"{name}: {found[name]}")
-    return {**found, "tokens": len(files) * values["shard_tokens"], **machine()}
+    return {**found, "tokens": len(files) * values.shard_tokens, **machine()}
 
 
 if __name__ == "__main__":
-    known = {"path": (str, ""), "block_size": (int, 1024), "batch_size": (int, 32), "steps": (int, 100)}
-    known |= {"tokens_per_second": (int, 1_000_000), "shard_tokens": (int, 100_000_000)}
-    sys.exit(run_benchmark(__doc__, known, bench))
+    sys.exit(run_benchmark(DataOptions, bench, __doc__, passes_on=False))

@@ -23,16 +23,15 @@ out= writes table.md, decode.svg and bench.json after every point; with from=A.j
 from earlier results and measures nothing. The last line is JSON.
 """
 
-import json
 import math
 import os
 import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from core.schema import ConfigError, require
+from core.schema import NOT_EMPTY, POSITIVE, AtLeast, ConfigError, Help, options, require, show
 from model.options import MLAOptions
 from scripts.benchmarks.decode_results import NORMS, PAPER, Point, read_results, table, write_results
 from scripts.benchmarks.timing import Side, Turns, alternate, machine, median, ratio, run_benchmark, start
@@ -45,10 +44,36 @@ LAYER = [
     "attention.v_dim=128",
 ]  # fmt: skip
 ABSORBED = ("absorbed", "rms", "lp")
-KNOWN: dict[str, Any] = {
-    "contexts": (str, ""), "batch": (str, "[1]"), "rounds": (int, 25), "starts": (int, 1),
-    "seconds": (float, 0.2), "sides": (str, ",".join(NORMS)), "out": (str, ""), "from": (str, ""),
-}  # fmt: skip
+
+
+@options
+class DecodeOptions:
+    contexts: Annotated[
+        tuple[int, ...] | None, Help("positions in the cache; null: the paper's on CUDA, elsewhere [4096,16384]")
+    ] = None
+    batch: Annotated[tuple[int, ...], Help("sequences")] = (1,)
+    rounds: Annotated[int, AtLeast(1), Help("turns of each side")] = 25
+    starts: Annotated[int, AtLeast(1), Help("of the processes")] = 1
+    seconds: Annotated[float, POSITIVE, Help("of a turn")] = 0.2
+    sides: Annotated[str, Help("what is compared")] = ",".join(NORMS)
+    out: Annotated[str | None, NOT_EMPTY, Help("folder for table.md, decode.svg and bench.json")] = None
+    from_: Annotated[str | None, NOT_EMPTY, Help("earlier results, A.json,B.json: nothing is measured")] = None
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in self.sides.split(",") if name]
+
+    def check(self) -> None:
+        for key, least in {"batch": 1, "contexts": 2}.items():
+            numbers = getattr(self, key)
+            good = numbers is None or (len(numbers) > 0 and all(n >= least for n in numbers))
+            require(
+                good, f"{key}={show(numbers)} must be a list of integers >= {least}, as in {key}=[{least},{2 * least}]"
+            )
+        for name in self.names:
+            require(name in NORMS, f"sides={self.sides}: {name} must be one of {', '.join(NORMS)}")
+        require(bool(self.names), f"sides={self.sides} must name one of {', '.join(NORMS)}")
+        require(self.from_ is None or self.out is not None, f"from={self.from_} needs out=")
 
 
 def settings(names: list[str], words: list[str], context: int) -> dict[str, TrainConfig]:
@@ -213,30 +238,6 @@ def row(info: dict[str, Any], turns: list[dict[str, Any]], copy: float) -> dict[
 # The command line
 
 
-def whole_numbers(key: str, text: str, least: int) -> list[int]:
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError:
-        values = None
-    good = isinstance(values, list) and values and all(type(v) is int and v >= least for v in values)
-    require(bool(good), f"{key}={text} must be a list of integers >= {least}, as in {key}=[{least},{2 * least}]")
-    assert isinstance(values, list)
-    return values
-
-
-def check(values: dict[str, Any]) -> list[str]:
-    """The names of the sides. Raises: ConfigError."""
-    for key in ("rounds", "starts"):
-        require(values[key] >= 1, f"{key}={values[key]} must be at least 1")
-    require(values["seconds"] > 0, f"seconds={values['seconds']} must be positive")
-    names = [name for name in values["sides"].split(",") if name]
-    for name in names:
-        require(name in NORMS, f"sides={values['sides']}: {name} must be one of {', '.join(NORMS)}")
-    require(bool(names), f"sides={values['sides']} must name one of {', '.join(NORMS)}")
-    require(not values["from"] or bool(values["out"]), f"from={values['from']} needs out=")
-    return names
-
-
 def make_folder(out: str) -> Path:
     folder = Path(out)
     try:
@@ -247,18 +248,17 @@ def make_folder(out: str) -> Path:
     return folder
 
 
-def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+def bench(values: DecodeOptions, words: list[str]) -> dict[str, Any]:
     from core.device import resolve_device, resolve_dtype
 
-    batches = whole_numbers("batch", values["batch"], 1)
-    names = check(values)
-    earlier = read_results(values["from"]) if values["from"] else None
+    names = values.names
+    earlier = read_results(values.from_) if values.from_ else None
     config = settings(names[:1], words, 2)[names[0]]
     device = resolve_device(config.device)
     usual = list(PAPER) if device.type == "cuda" else [4096, 16384]
-    contexts = whole_numbers("contexts", values["contexts"] or json.dumps(usual), 2)
+    contexts = [*(values.contexts or usual)]
     configs = {context: settings(names, words, context) for context in contexts}
-    folder = make_folder(values["out"]) if values["out"] else None
+    folder = make_folder(values.out) if values.out else None
     if earlier is not None and folder is not None:
         write_results(earlier, folder)
         return earlier
@@ -269,16 +269,16 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
         "command": " ".join(["python scripts/benchmarks/bench_decode.py", *sys.argv[1:]]),
         **machine(config.device, config.threads),
     }  # fmt: skip
-    for batch in batches:
+    for batch in values.batch:
         for context in contexts:
-            timing = values["rounds"], values["starts"], values["seconds"]
+            timing = values.rounds, values.starts, values.seconds
             points.append(bench_point(configs[context], batch, *timing))
             if folder is not None and any(p["sides"] for p in points):
                 write_results(result, folder)  # after each point, as a later one may fail
-    require(any(p["sides"] for p in points), f"contexts={contexts} batch={batches}: none fits the memory")
+    require(any(p["sides"] for p in points), f"contexts={contexts} batch={[*values.batch]}: none fits the memory")
     print(table(result))
     return result
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark(__doc__, KNOWN, bench))
+    sys.exit(run_benchmark(DecodeOptions, bench, __doc__))

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from core.schema import require
+from core.schema import NOT_EMPTY, AtLeast, Help, options, require
 from scripts.benchmarks.nanogpt import check_model, load_model, model_args
 from scripts.benchmarks.timing import ROOT, Turn, alternate, machine, median, program_of, ratio, run_benchmark, variants
 
@@ -102,29 +102,45 @@ def convert(run: Path, peer: str, file: Path, start: str) -> None:
     torch.save({"model": state, "model_args": args, "prompt": tokenizer.encode(start).tolist()}, file)
 
 
+@options
+class BenchOptions:
+    peer: Annotated[str | None, NOT_EMPTY, Help("a checkout of nanoGPT, to compare with")] = None
+    old: Annotated[str | None, NOT_EMPTY, Help("another checkout of this repository, to compare with")] = None
+    variants: Annotated[str, Help("our own settings to compare, lists of overrides: A;B")] = ""
+    run: Annotated[str | None, NOT_EMPTY, Help("to sample from; null: the model after one update")] = None
+    start: Annotated[str, Help("the prompt")] = "\n"
+    rounds: Annotated[int, AtLeast(1), Help("turns of each side")] = 5
+    tokens: Annotated[int, AtLeast(1), Help("of each sequence")] = 500
+
+    def check(self) -> None:
+        pair = bool(self.peer or self.old)
+        require(pair != bool(self.variants), "one of peer=, old= and variants= must be given")
+        require(pair or not self.run, "run= goes with peer= or old=")
+
+
 Program = Callable[..., str]  # program(n=number of sequences) is its source
 
 
-def sides_of(values: dict[str, Any], words: list[str], folder: Path) -> dict[str, tuple[Path, Program]]:
+def sides_of(values: BenchOptions, words: list[str], folder: Path) -> dict[str, tuple[Path, Program]]:
     """Side -> its checkout and its program. Writes runs and weights to `folder`."""
-    about = {"start": values["start"], "tokens": values["tokens"]}
-    if values["variants"]:
-        named = variants(values, words).items()
+    about = {"start": values.start, "tokens": values.tokens}
+    if values.variants:
+        named = variants(values.variants, words).items()
         runs = {name: fresh_run(folder / f"run{i}", variant) for i, (name, variant) in enumerate(named)}
         return {name: (ROOT, partial(OURS.format, run=str(run), **about)) for name, run in runs.items()}
-    old = Path(values["old"] or ROOT).resolve()
-    source = program_of(values["old"] or str(ROOT), "bench_sample.py").read_text()
-    if values["peer"]:
-        load_model(values["peer"])  # refuses a wrong path before a run is trained
-    run = str(Path(values["run"] or fresh_run(folder / "run", words, old)).resolve())  # old code cannot read new runs
+    old = Path(values.old or ROOT).resolve()
+    source = program_of(values.old or str(ROOT), "bench_sample.py").read_text()
+    if values.peer:
+        load_model(values.peer)  # refuses a wrong path before a run is trained
+    run = str(Path(values.run or fresh_run(folder / "run", words, old)).resolve())  # old code cannot read new runs
     sides: dict[str, tuple[Path, Program]] = {"ours": (ROOT, partial(OURS.format, run=run, **about))}
-    if values["old"]:
+    if values.old:
         # its modules cannot be imported beside ours
         program = re.findall(r'^OURS = """(.*?)"""', source, re.DOTALL | re.MULTILINE)[0]
         sides["old"] = (old, partial(program.format, run=run, root=str(old), **about))
-    if values["peer"]:
-        convert(Path(run), values["peer"], folder / "ckpt.pt", values["start"])
-        sides["peer"] = (Path(values["peer"]).resolve(), partial(NANOGPT.format, ckpt=str(folder / "ckpt.pt"), **about))
+    if values.peer:
+        convert(Path(run), values.peer, folder / "ckpt.pt", values.start)
+        sides["peer"] = (Path(values.peer).resolve(), partial(NANOGPT.format, ckpt=str(folder / "ckpt.pt"), **about))
     return sides
 
 
@@ -136,21 +152,18 @@ def sample(checkout: Path, program: Program, n: int, tokens: int) -> Turn:
     return {"tok_per_sec": n * tokens / (end - loaded), "first_token_s": first - began, "seconds": end - began}
 
 
-def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    pair = bool(values["peer"] or values["old"])
-    require(pair != bool(values["variants"]), "one of peer=, old= and variants= must be given")
-    require(pair or not values["run"], "run= goes with peer= or old=")
-    require(not (values["run"] and words), f"{words[:1]} cannot be set for a run that is there")
-    result: dict[str, Any] = {"rounds": values["rounds"], "tokens": values["tokens"], "words": words, **machine()}
+def bench(values: BenchOptions, words: list[str]) -> dict[str, Any]:
+    require(not (values.run and words), f"{words[:1]} cannot be set for a run that is there")
+    result: dict[str, Any] = {"rounds": values.rounds, "tokens": values.tokens, "words": words, **machine()}
     with tempfile.TemporaryDirectory() as folder:
         sides = sides_of(values, words, Path(folder))
         for n in (1, 10):
             print(f"{n} sequence{'s' * (n > 1)}")
-            named = {name: partial(sample, *side, n, values["tokens"]) for name, side in sides.items()}
-            turns = alternate(named, values["rounds"], "tok_per_sec", "tokens/s")
+            named = {name: partial(sample, *side, n, values.tokens) for name, side in sides.items()}
+            turns = alternate(named, values.rounds, "tok_per_sec", "tokens/s")
             rows = {name: {key: round(median(side, key), 2) for key in side[0]} for name, side in turns.items()}
             first, *others = turns
-            if values["variants"]:
+            if values.variants:
                 speeds = {name: ratio(turns, name, first, "tok_per_sec") for name in others}
                 result[f"{n}_sequences"] = {"variants": rows, "speed_over_first": speeds}
                 continue
@@ -161,13 +174,4 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    known = {
-        "peer": (str, ""),
-        "old": (str, ""),
-        "variants": (str, ""),
-        "run": (str, ""),
-        "start": (str, "\n"),
-        "rounds": (int, 5),
-        "tokens": (int, 500),
-    }
-    sys.exit(run_benchmark(__doc__, known, bench))
+    sys.exit(run_benchmark(BenchOptions, bench, __doc__))

@@ -18,9 +18,9 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from core.schema import at_least, require
+from core.schema import NOT_EMPTY, AtLeast, Help, options, require
 from scripts.benchmarks.timing import ROOT, Turn, alternate, machine, median, ratio, run_benchmark
 from sweeps.definition import load_sweep
 from sweeps.plan import read_plan
@@ -55,17 +55,25 @@ def launch(sweep: str, seeds: int, words: list[str], workers: int) -> Turn:
     }
 
 
-def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    rounds, runs, workers = values["rounds"], values["runs"], values["workers"]
-    at_least("rounds", rounds, 1)
-    at_least("workers", workers, 2)
-    good = runs > workers and runs % workers == 0
-    require(good, f"runs={runs} must be a multiple of workers={workers}, and more")
-    sweep = load_sweep(values["sweep"], {})
+@options
+class SweepOptions:
+    sweep: Annotated[str, NOT_EMPTY, Help("its first point is run")] = "p_sweep_cpu"
+    runs: Annotated[int, Help("seeds of that point, a multiple of workers")] = 8
+    rounds: Annotated[int, AtLeast(1), Help("turns of each side")] = 3
+    workers: Annotated[int, AtLeast(2), Help("compared with one")] = 2
+
+    def check(self) -> None:
+        good = self.runs > self.workers and self.runs % self.workers == 0
+        require(good, f"runs={self.runs} must be a multiple of workers={self.workers}, and more")
+
+
+def bench(values: SweepOptions, words: list[str]) -> dict[str, Any]:
+    rounds, runs, workers = values.rounds, values.runs, values.workers
+    sweep = load_sweep(values.sweep, {})
     part = next(iter(sweep.parts.values()), sweep)
     first = [f"sweep.grid.{key}={[next(iter(grid.values()))]}" for key, grid in {**sweep.grid, **part.grid}.items()]
     words = [*first, *([] if sweep.folds is None else ["sweep.folds=[0]"]), *words]
-    sides = {f"{n}_workers": partial(launch, values["sweep"], runs, words, n) for n in (1, workers)}
+    sides = {f"{n}_workers": partial(launch, values.sweep, runs, words, n) for n in (1, workers)}
     turns = alternate(sides, rounds)
     rows = {name: {key: round(median(side, key), 4) for key in side[0]} for name, side in turns.items()}
     one, several = sides
@@ -74,5 +82,4 @@ def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    known = {"sweep": (str, "p_sweep_cpu"), "runs": (int, 8), "rounds": (int, 3), "workers": (int, 2)}
-    sys.exit(run_benchmark(__doc__, known, bench))
+    sys.exit(run_benchmark(SweepOptions, bench, __doc__))

@@ -25,11 +25,11 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from core.schema import require
+from core.schema import NOT_EMPTY, AtLeast, Help, options, require
 from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
 from scripts.benchmarks.timing import (
     ROOT,
@@ -132,42 +132,60 @@ def machine_of(words: list[str]) -> dict[str, Any]:
 # Updates
 
 
-def start_sides(values: dict[str, Any], words: list[str]) -> list[Side]:
-    if values["variants"]:
-        named = variants(values, words)
-        if values["together"]:
+@options
+class BenchOptions:
+    peer: Annotated[str | None, NOT_EMPTY, Help("a checkout of nanoGPT, to compare with")] = None
+    old: Annotated[str | None, NOT_EMPTY, Help("another checkout of this repository, to compare with")] = None
+    variants: Annotated[str, Help("our own settings to compare, lists of overrides: A;B")] = ""
+    together: Annotated[bool, Help("variants in one process, update by update in random order")] = False
+    rounds: Annotated[int, AtLeast(1), Help("turns of each side")] = 5
+    iters: Annotated[int, AtLeast(0), Help("updates a turn; 0: as many as take 5 s")] = 0
+    eval_iters: Annotated[int, AtLeast(0), Help("with peer: an evaluation, nanoGPT's of so many batches")] = 0
+    curves: Annotated[int, AtLeast(0), Help("with peer: the losses of so many updates, for `rounds` seeds")] = 0
+    start_up: Annotated[bool, Help("the start of train.py instead")] = False
+
+    def check(self) -> None:
+        asked = [bool(self.peer or self.old), bool(self.variants), self.start_up]
+        require(sum(asked) == 1, "one of peer=, old=, variants= and start_up=true must be given")
+        require(bool(self.variants) or not self.together, "together=true needs variants=")
+
+
+def start_sides(values: BenchOptions, words: list[str]) -> list[Side]:
+    if values.variants:
+        named = variants(values.variants, words)
+        if values.together:
             return [start("all", together, named)]
         return [start(name, ours, own) for name, own in named.items()]
-    other = program_of(values["old"], "bench_train.py") if values["old"] else None
+    other = program_of(values.old, "bench_train.py") if values.old else None
     sides = [start("ours", ours, words)]
-    if values["old"]:
-        sides.append(start("old", old, Path(values["old"]).resolve(), other, words))
-    if values["peer"]:
-        sides.append(start("peer", nanogpt, values["peer"], words))
+    if values.old:
+        sides.append(start("old", old, Path(values.old).resolve(), other, words))
+    if values.peer:
+        sides.append(start("peer", nanogpt, values.peer, words))
     return sides
 
 
-def bench_updates(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+def bench_updates(values: BenchOptions, words: list[str]) -> dict[str, Any]:
     sides = start_sides(values, words)
-    infos = sides[0].info["of"] if values["together"] else {side.name: side.info for side in sides}
+    infos = sides[0].info["of"] if values.together else {side.name: side.info for side in sides}
     first, about = next(iter(infos.items()))
-    n = values["iters"]
+    n = values.iters
     if n == 0:
         slowest = max(side.take_turn(1)["seconds"] for side in sides)
         n = max(1, round(SECONDS / slowest))
     print(f"{n} iterations a turn, {about['tokens_per_iter']:,} tokens each; parameters: "
           + ", ".join(f"{name} {info['parameters']:,}" for name, info in infos.items()))  # fmt: skip
     began = time.time()
-    turns = alternate({side.name: partial(side.take_turn, n) for side in sides}, values["rounds"])
-    if values["together"]:
+    turns = alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
+    if values.together:
         turns = {name: [{**turn, "seconds": turn["seconds_of"][name]} for turn in turns["all"]] for name in infos}
     rows = {name: summary(turns[name], n, {**about, **info}) for name, info in infos.items()}
     common = {
-        "rounds": values["rounds"], "iters": n, "words": words, "seconds": round(time.time() - began),
+        "rounds": values.rounds, "iters": n, "words": words, "seconds": round(time.time() - began),
         "dtype": about["dtype"], "peak_tflops": round(about["peak_flops"] / 1e12, 3),
-        **machine_of(next(iter(variants(values, words).values()), words)),
+        **machine_of(next(iter(variants(values.variants, words).values()), words)),
     }  # fmt: skip
-    return {**compared(turns, rows, bool(values["variants"])), **common}
+    return {**compared(turns, rows, bool(values.variants)), **common}
 
 
 def summary(turns: list[Turn], n: int, about: dict[str, Any]) -> dict[str, Any]:
@@ -193,31 +211,31 @@ def compared(turns: Turns, rows: dict[str, Any], of_variants: bool) -> dict[str,
 # Evaluation, curves, start-up
 
 
-def bench_evaluation(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+def bench_evaluation(values: BenchOptions, words: list[str]) -> dict[str, Any]:
     """Seconds of an evaluation: ours of every held-out token, nanoGPT's of 2 eval_iters sampled batches."""
-    sides = [start("ours", ours, words, True), start("peer", nanogpt, values["peer"], words, True)]
-    n, batches, about = values["iters"] or 2, 2 * values["eval_iters"], sides[0].info
-    turns = alternate({side.name: partial(side.take_turn, n) for side in sides}, values["rounds"])
+    sides = [start("ours", ours, words, True), start("peer", nanogpt, values.peer, words, True)]
+    n, batches, about = values.iters or 2, 2 * values.eval_iters, sides[0].info
+    turns = alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
     for turn in turns["peer"]:
         turn["seconds"] *= batches / n
     tokens = batches * sides[1].info["tokens_per_batch"]
     return {
         "ours": {"seconds": median(turns["ours"], "seconds"), "tokens": about["held_out_tokens"]},
         "peer": {"seconds": median(turns["peer"], "seconds"), "tokens": tokens, "batches_run": n},
-        "ratio": ratio(turns, "peer", "ours"), "rounds": values["rounds"], "words": words, "dtype": about["dtype"],
+        "ratio": ratio(turns, "peer", "ours"), "rounds": values.rounds, "words": words, "dtype": about["dtype"],
         **machine_of(words),
     }  # fmt: skip
 
 
-def bench_curves(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+def bench_curves(values: BenchOptions, words: list[str]) -> dict[str, Any]:
     """Training losses of both sides as means over tenths of the updates, their differences, the spread of seeds."""
-    n, seeds = values["curves"], range(1, values["rounds"] + 1)
+    n, seeds = values.curves, range(1, values.rounds + 1)
     require(n >= 10 and len(seeds) >= 2, "curves= needs 10 updates, and rounds= 2 seeds")
     curves: dict[str, list[list[float]]] = {"ours": [], "peer": []}  # for each seed the loss of every update
     for seed in seeds:
         own = [*words, f"seed={seed}"]
         for name in curves:
-            peer = (nanogpt, values["peer"], own, False, True)
+            peer = (nanogpt, values.peer, own, False, True)
             side = start(name, ours, own, False, 0) if name == "ours" else start(name, *peer)
             curves[name].append(side.take_turn(n)["losses"])
             side.stop()
@@ -255,32 +273,27 @@ def start_up(words: list[str]) -> Turn:
     return turn
 
 
-def bench_start_up(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
+def bench_start_up(values: BenchOptions, words: list[str]) -> dict[str, Any]:
     load_config(compose(words))
-    (turns,) = alternate({"train.py": partial(start_up, words)}, values["rounds"], "first_update_s").values()
-    return {**{key: median(turns, key) for key in turns[0]}, "rounds": values["rounds"], "words": words,
+    (turns,) = alternate({"train.py": partial(start_up, words)}, values.rounds, "first_update_s").values()
+    return {**{key: median(turns, key) for key in turns[0]}, "rounds": values.rounds, "words": words,
             **machine_of(words)}  # fmt: skip
 
 
-def bench(values: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    asked = [bool(values["peer"] or values["old"]), bool(values["variants"]), values["start_up"]]
-    require(sum(asked) == 1, "one of peer=, old=, variants= and start_up=true must be given")
-    require(bool(values["variants"]) or not values["together"], "together=true needs variants=")
-    if values["start_up"]:
+def bench(values: BenchOptions, words: list[str]) -> dict[str, Any]:
+    if values.start_up:
         return bench_start_up(values, words)
-    if values["peer"]:
+    if values.peer:
         config = load_config(compose(words))
         check_model(config.gpt, "peer=")
         require(type(config.optim) is AdamWOptions, "peer= needs nanoGPT's own settings: optim=adamw")
-        load_model(values["peer"])
-        if values["eval_iters"]:
+        load_model(values.peer)
+        if values.eval_iters:
             return bench_evaluation(values, words)
-        if values["curves"]:
+        if values.curves:
             return bench_curves(values, words)
     return bench_updates(values, words)
 
 
 if __name__ == "__main__":
-    known = {"peer": (str, ""), "variants": (str, ""), "rounds": (int, 5), "iters": (int, 0), "eval_iters": (int, 0)}
-    known |= {"start_up": (bool, False), "curves": (int, 0), "together": (bool, False), "old": (str, "")}
-    sys.exit(run_benchmark(__doc__, known, bench))
+    sys.exit(run_benchmark(BenchOptions, bench, __doc__))

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from core.cli import read_words, refuse
+from core.cli import run_script
 from core.schema import ConfigError, require
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -135,15 +135,15 @@ def rank_of_interval(n: int) -> int:
     return k
 
 
-def variants(values: dict[str, Any], words: list[str]) -> dict[str, list[str]]:
+def variants(named: str, words: list[str]) -> dict[str, list[str]]:
     """variants=A;B -> {"A": words of A, "B": words of B}, each after the common `words`. Raises: ConfigError."""
     from sweeps.plan import compose
     from training.config import load_config
 
-    named = {part.strip(): [*words, *part.split()] for part in values["variants"].split(";") if part.strip()}
-    for variant in named.values():
+    chosen = {part.strip(): [*words, *part.split()] for part in named.split(";") if part.strip()}
+    for variant in chosen.values():
         load_config(compose(variant))
-    return named
+    return chosen
 
 
 def program_of(checkout: str, name: str) -> Path:
@@ -173,20 +173,16 @@ def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
     }
 
 
-def run_benchmark(doc: str | None, known: dict[str, Any], program: Callable[[dict[str, Any], list[str]], Any]) -> int:
-    """Call program(values, other words) with the command line's words; print its JSON as the last line.
+def run_benchmark(settings: type, program: Callable[..., Any], doc: str | None, passes_on: bool = True) -> int:
+    """run_script() of a program that returns JSON, which is the last line, and raises RuntimeError for a failed side.
+    passes_on: its second argument are train.py's overrides."""
 
-    known: word -> (type, default). Exit status 2 for a word that cannot be used, 1 for a side that failed.
-    """
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(doc)
+    def run(*asked: Any) -> int:
+        try:
+            print(json.dumps(program(*asked)))
+        except RuntimeError as error:
+            print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
+            return 1
         return 0
-    try:
-        values, others = read_words(sys.argv[1:], {key: kind for key, (kind, _) in known.items()})
-        print(json.dumps(program({key: default for key, (_, default) in known.items()} | values, others)))
-    except ConfigError as error:
-        return refuse(str(error))
-    except RuntimeError as error:
-        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+
+    return run_script(settings, run, doc, passes_on=passes_on)
