@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import model.options
 import scripts.benchmarks.timing as timing
 from core.schema import validate
 from scripts.reporting.statistics import interval
-from sweeps.launch import read_request
+from sweeps.launch import LaunchOptions, Request, read_request
 from training.config import TrainConfig, load_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -137,13 +137,18 @@ def check(script: str, words: list[str], patch: pytest.MonkeyPatch) -> None:
             load_config(core.cli.compose(TrainConfig, list(chosen)))
     elif script == "sweeps/launch.py":
         patch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "sbatch" else None)
-        read_request(words)
+        request_of(words)
     else:
         parse_only(patch)
         patch.setattr(sys, "argv", [script, *words])
         with pytest.raises(SystemExit) as end:
             runpy.run_path(str(ROOT / script), run_name="__main__")
         assert not end.value.code, f"{script} {words} ends with {end.value.code}"
+
+
+def request_of(words: list[str]) -> Request:
+    values, overrides = core.cli.read_settings(words, LaunchOptions)
+    return read_request(core.cli.settings_of(LaunchOptions, values), overrides)[0]
 
 
 def parse_only(patch: pytest.MonkeyPatch) -> None:
@@ -154,11 +159,11 @@ def parse_only(patch: pytest.MonkeyPatch) -> None:
             *(stub if callable(one) and not isinstance(one, type) else one for one in given), **named
         )
 
-    def bench(values: dict[str, Any], words: list[str]) -> int:
-        if values.get("variants"):
-            timing.variants(values, words)
-        elif words:
-            load_config(core.cli.compose(TrainConfig, words))
+    def bench(asked: Any, overrides: Sequence[str] = ()) -> int:
+        if getattr(asked, "variants", None):
+            timing.variants(asked.variants, [*overrides])
+        elif overrides:
+            load_config(core.cli.compose(TrainConfig, [*overrides]))
         return 0
 
     patch.setattr(core.cli, "run_script", without_program(core.cli.run_script, lambda *_: 0))
@@ -172,6 +177,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "my_norm.py").write_text(blocks(docs / "your_own_variant.md", "python")[0])
     (tmp_path / "two_norms.yaml").write_text(blocks(docs / "first_steps.md", "yaml")[0])
     (tmp_path / "my_sweep.yaml").write_text(blocks(docs / "sweeps.md", "yaml")[0])
+    (tmp_path / "RUN").mkdir()
     monkeypatch.chdir(tmp_path)
     tables: list[dict[str, Any]] = [model.gpt.QK_NORMS, model.options.QK_NORMS]
     before = [dict(table) for table in tables]
@@ -217,7 +223,7 @@ def test_a_stale_command_is_found(line: str, folder: Path, monkeypatch: pytest.M
 
 
 def test_the_sweep_of_docs_sweeps_is_what_it_says(folder: Path) -> None:
-    request, _ = read_request(["sweep=my_sweep.yaml"])
+    request = request_of(["sweep=my_sweep.yaml"])
     assert {run.points[0] for run in request.runs} == {"alpha_1/p=2", "alpha_1/p=3"} and len(request.runs) == 6
     for run in request.runs:
         validate(run.config)
