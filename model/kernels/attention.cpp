@@ -1,7 +1,7 @@
 // Causal attention on a CPU with AVX-512 bf16, forward and backward. The T x T matrix is never stored: a block of 64
 // queries meets the keys that it sees, and the backward pass computes the probabilities again from each query's largest
 // logit and sum of exponentials (as in FlashAttention, Dao et al. 2022). Logits, softmax and all sums are fp32. The
-// probabilities, and the derivatives of the logits, are rounded to bf16 as operands of a matmul. One thread works on one
+// probabilities, and the derivatives of the logits, are rounded to bf16 as operands of a matmul. A thread works on one
 // query head of one sequence.
 
 #include "kernels.h"
@@ -34,7 +34,8 @@ struct Attention {
 
 // c (4, 16 N) = or += a b, of bf16 in pairs along the sum: a[m * am + k * ak] and b[k * PANEL + n]
 template <int N>
-void tile(const uint32_t *a, int64_t am, int64_t ak, const uint32_t *b, float *c, int64_t ldc, int64_t depth, bool add) {
+void tile(const uint32_t *a, int64_t am, int64_t ak, const uint32_t *b, float *c, int64_t ldc, int64_t depth,
+          bool add) {
   __m512 sum[4][N];
   for (int m = 0; m < 4; m++)
     for (int n = 0; n < N; n++) sum[m][n] = add ? _mm512_loadu_ps(c + m * ldc + 16 * n) : _mm512_setzero_ps();
@@ -124,8 +125,8 @@ void write_rows(const float *x, int64_t rows, int64_t n, const float *factor, fl
     }
 }
 
-// The matmuls of attention, of `queries` rows from position i on. Of the keys from i on sixteen queries meet those up to
-// the last of the sixteen: later ones are neither computed nor read.
+// The matmuls of attention, of `queries` rows from position i on. Of the keys from i on sixteen queries meet those up
+// to the last of the sixteen: later ones are neither computed nor read.
 
 // c (queries, P) = a b, a (queries, n) and b of keys, transposed
 void with_keys(const uint16_t *a, int64_t n, const uint32_t *b, float *c, int64_t P, int64_t queries, int64_t i) {
@@ -161,7 +162,8 @@ inline __m512 exponential(__m512 x) { // of x <= 88, to 2 ulp; of less than -104
   return _mm512_scalef_ps(y, n);
 }
 
-// Masks of elements j to j + 15 of a row: those up to `seen`, and those that dropout keeps; the row's bytes start at `first`
+// Masks of elements j to j + 15 of a row: those up to `seen`, and those that dropout keeps; the row's bytes start at
+// `first`.
 struct Row {
   const Attention &a;
   int64_t seen, first;
@@ -341,7 +343,7 @@ Attention attention_of(const Tensor &q, const Tensor &k, const Tensor &v, double
   STD_TORCH_CHECK(q.dim() == 4, "q must be (B, heads, T, channels)");
   int64_t B = q.size(0), nh = q.size(1), T = q.size(2), nkv = k.size(1);
   check_heads(q, B, T, "q"), check_heads(k, B, T, "k"), check_heads(v, B, T, "v");
-  STD_TORCH_CHECK(v.size(1) == nkv && nkv > 0 && nh % nkv == 0, "the heads of k and v must be one number, a divisor of q's");
+  STD_TORCH_CHECK(v.size(1) == nkv && nkv > 0 && nh % nkv == 0, "k and v must have as many heads, a divisor of q's");
   STD_TORCH_CHECK(k.size(3) == q.size(3), "q and k must have as many channels");
   STD_TORCH_CHECK(scale > 0, "the scale must be positive");
   Dropout dropout = dropout_of(dropped, seed);
@@ -382,7 +384,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor &given_grad, 
   check_heads(grad, a.batch, a.length, "grad");
   STD_TORCH_CHECK(grad.size(1) == a.heads && grad.size(3) == a.dv, "grad has another shape than the output");
   check_fp32(softmax, "softmax");
-  STD_TORCH_CHECK(softmax.is_contiguous() && softmax.numel() == 2 * a.batch * a.heads * a.length, "softmax does not fit q");
+  bool fits = softmax.is_contiguous() && softmax.numel() == 2 * a.batch * a.heads * a.length;
+  STD_TORCH_CHECK(fits, "softmax does not fit q");
   Tensor grad_q = empty_heads(q, a.dk), grad_k = empty_heads(q, a.dk), grad_v = empty_heads(q, a.dv);
   a.grad = heads_of(grad), a.grad_q = heads_of(grad_q), a.grad_k = heads_of(grad_k), a.grad_v = heads_of(grad_v);
   run(a, softmax);

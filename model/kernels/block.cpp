@@ -1,5 +1,5 @@
-// The operations between a block's matmuls on a CPU: LayerNorm or RMSNorm, GELU, dropout with the residual sum. Each takes
-// one pass over memory where PyTorch's operations take several.
+// The operations between a block's matmuls on a CPU: LayerNorm or RMSNorm, GELU, dropout with the residual sum. Each
+// takes one pass over memory where PyTorch's operations take several.
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,7 @@
 #include "kernels.h"
 
 struct BlockNorm {
-  int64_t rows, n, itemsize, centred, threads; // itemsize: of y and grad; x is fp32
+  int64_t rows, n, centred, threads;
   const float *x, *weight, *bias;              // (rows, n), (n), (n) or null
   void *y;                                     // of the forward pass
   const void *grad;                            // of the backward pass
@@ -16,7 +16,7 @@ struct BlockNorm {
 };
 
 struct Pointwise {
-  int64_t n, itemsize, dropped, seed, threads; // itemsize: of y and grad_y, and in GELU of all
+  int64_t n, dropped, seed, threads;
   const void *x, *y, *grad;                    // of the residual stream x and grad are fp32
   void *out;
 };
@@ -210,8 +210,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor &given_grad,
 
 Pointwise pointwise_of(const Tensor &out, const MaybeTensor &x, const MaybeTensor &y, const MaybeTensor &grad,
                        Dropout dropout) {
-  return {out.numel(), 0, dropout.dropped, dropout.seed, torch::stable::get_num_threads(), pointer<void>(x), pointer<void>(y),
-          pointer<void>(grad), out.data_ptr()};
+  return {out.numel(), dropout.dropped, dropout.seed, torch::stable::get_num_threads(),
+          pointer<void>(x), pointer<void>(y), pointer<void>(grad), out.data_ptr()};
 }
 
 Tensor dropout_add(const Tensor &given_x, const Tensor &given_y, int64_t dropped, const MaybeTensor &seed) {

@@ -1,5 +1,5 @@
-// Shared by the kernels: checks of arguments, allocation of results, bf16, and dropout's random bytes. The operators are
-// registered on PyTorch's stable ABI (torch/csrc/stable).
+// Shared by the kernels: checks of arguments, allocation of results, bf16, and dropout's random bytes. The operators
+// are registered on PyTorch's stable ABI (torch/csrc/stable).
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,9 @@ inline int64_t itemsize(const Tensor &x, const char *name) {
   STD_TORCH_CHECK(is_fp32(x), name, " must be fp32 or bf16 on a CPU");
   return 4;
 }
-inline void check_fp32(const Tensor &x, const char *name) { STD_TORCH_CHECK(is_fp32(x), name, " must be fp32 on a CPU"); }
+inline void check_fp32(const Tensor &x, const char *name) {
+  STD_TORCH_CHECK(is_fp32(x), name, " must be fp32 on a CPU");
+}
 
 inline bool same_shape(const Tensor &x, const Tensor &y) {
   auto a = x.sizes(), b = y.sizes();
@@ -75,8 +77,9 @@ inline Tensor empty_as(const Tensor &x) {
   return empty_as(x, is_bf16(x) ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32());
 }
 
-// Partial sums of a parameter's derivative, one row a chunk. Their sum rounds as PyTorch's sum over the rows does on a CPU
-// with AVX2: sixteen rows at a time for whole blocks of columns, interleaved for the last columns and for a single one.
+// Partial sums of a parameter's derivative, one row a chunk. Their sum rounds as PyTorch's sum over the rows does on a
+// CPU with AVX2: sixteen rows at a time for whole blocks of columns, interleaved for the last columns and for a single
+// one.
 struct Partial {
   int64_t n;
   std::vector<float> rows;

@@ -1,5 +1,5 @@
-// RMS and Lp norms on a CPU in one pass over the vectors, where PyTorch's operations take ten. The formulas are those of
-// ops.py, in fp32. The derivative normalises a vector again, so that x alone is kept.
+// RMS and Lp norms on a CPU in one pass over the vectors, where PyTorch's operations take ten. The formulas are those
+// of ops.py, in fp32. The derivative normalises a vector again, so that x alone is kept.
 
 #include <algorithm>
 #include <cmath>
@@ -338,8 +338,8 @@ Call call_of(const Tensor &x, const MaybeTensor &factor, int64_t twice_p, double
   c.x = vectors(x);
   if (factor) {
     auto of = factor->sizes();
-    bool fits = twice_p == 0 ? of.size() == 1 && of[0] == c.n
-                             : factor->numel() == 1 || (dim > 2 && of.size() == 3 && of[0] == c.size[1] && of[1] * of[2] == 1);
+    bool a_head = dim > 2 && of.size() == 3 && of[0] == c.size[1] && of[1] * of[2] == 1;
+    bool fits = twice_p == 0 ? of.size() == 1 && of[0] == c.n : factor->numel() == 1 || a_head;
     STD_TORCH_CHECK(fits, "the factor's shape does not fit x");
     c.factor = pointer<float>(*factor), c.of_factor = factor->numel();
   }
@@ -408,7 +408,8 @@ std::tuple<Tensor, Tensor> lp_norm_backward(const Tensor &grad, const Tensor &x,
 }
 Tensor inverse_lp_norm(const Tensor &x, double p) { return inverse(x, twice(p), 0); }
 
-std::tuple<Tensor, Tensor> fold(const Tensor &given_w, const Tensor &given_q, const Tensor &given_latent, bool with_keys) {
+std::tuple<Tensor, Tensor> fold(const Tensor &given_w, const Tensor &given_q, const Tensor &given_latent,
+                                bool with_keys) {
   STD_TORCH_CHECK(given_w.dim() == 3, "w must be (nh, n, rank)");
   Tensor w = as_contiguous(given_w), q = as_contiguous(given_q), latent = as_contiguous(given_latent);
   int64_t nh = w.size(0), n = w.size(1), rank = w.size(2), size = itemsize(w, "w");
