@@ -94,7 +94,7 @@ def train(
         StopSignal() as stop,
     ):
         model.train()
-        for step in range(start, config.max_iters + 1):  # evaluate and save what was made; make update `step`
+        for step in range(start, config.max_iters + 1):  # evaluate and save after `step` updates, then make one more
             line: dict[str, Any] = {"iter": step}
             ends = step == config.max_iters or meter.stop_requested
             evaluated = evaluates(config, step)
@@ -117,9 +117,10 @@ def train(
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            meter.add(line, loss, norm, stop.signal, qk_clip(model.attentions, config.qk_clip))
+            max_logits = qk_clip(model.attentions, config.qk_clip)  # and scales weights back where it must
+            meter.add(line, loss, norm, stop.signal, max_logits)
 
-            # Its numbers stay on the device until they are needed.
+            # Its numbers are read at a log line, before an evaluation or a save, and with several ranks after every update.
             bar.update()
             logged = evaluated or step % config.log_interval == 0
             needed = logged or evaluates(config, step + 1) or saves(config, step + 1) or bool(stop.signal)
@@ -132,7 +133,7 @@ def train(
                 run_dir.record(line)
                 seconds_left = (config.max_iters - step - 1) * (time.perf_counter() - began) / (step + 1 - start)
                 show_progress(run_dir, bar, line, seconds_left)
-    return line, "" if step == config.max_iters else stop.name
+    return line, ("" if step == config.max_iters else stop.name)
 
 
 def evaluates(config: TrainConfig, step: int) -> bool:

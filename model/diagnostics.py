@@ -49,10 +49,11 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
             attn.probe = None
     values: dict[str, float] = {}
     for layer, (attn, table) in enumerate(zip(model.attentions, tables, strict=True)):
-        if attn.logit_scale.alpha is not None:
+        if getattr(getattr(attn, "logit_scale", None), "alpha", None) is not None:
             table["alpha"] = attn.logit_scale.alpha().flatten()
             for side, norm in qk_norms(attn).items():
-                table[f"{side}_p"] = torch.as_tensor(norm.p).flatten()
+                if isinstance(norm, LpNorm):
+                    table[f"{side}_p"] = torch.as_tensor(norm.p).flatten()
         for name, heads in table.items():
             values |= {f"attn/{name}/layer_{layer}/head_{head}": v for head, v in enumerate(heads.tolist())}
     for name in dict.fromkeys(name for table in tables for name in table):

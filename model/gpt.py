@@ -262,7 +262,7 @@ class CausalAttention(nn.Module):
     """Base class of the layouts: softmax(scale q k^T) v, and what QK-Clip and the diagnostics see of q and k.
 
     After track_max_logits() `max_logits` is the exact largest logit of each head, (nh,), over the training forwards
-    since the last pop_max_logits(). Every forward that forms keys calls `probe(q, k, scale)`.
+    since the last pop_max_logits(). A forward without a cache calls `probe(q, k, scale)`.
     """
 
     n_head: int

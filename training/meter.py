@@ -23,7 +23,8 @@ class Diverged(Exception):
 
 
 class Meter:
-    """Takes the numbers of each update as tensors, and reads those of several updates at once.
+    """Takes the numbers of each update as tensors, and reads those of several updates at once. The ranks'
+    request to stop travels with the loss.
 
     For each update: start(), then add(). read() raises Diverged for the first update that is not finite, however many
     were made after it. saved: the state() of a checkpoint, from which a resumed run goes on; {} for a new one.

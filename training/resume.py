@@ -50,7 +50,9 @@ def open_run_dir(session: Session) -> RunDir:
 def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
     """Load the newest checkpoint into model and optimizer. Returns its state; {} where the run begins.
 
-    Raises: ConfigError where the rest of the run would be another run's.
+    Fills session.about.
+
+    Raises: ConfigError where dtype, text, tokenizer or max_iters does not fit the checkpoint.
     """
     session.about |= describe(session)
     saved = load_checkpoint(run_dir)
