@@ -120,7 +120,7 @@ def train(
             max_logits = qk_clip(model.attentions, config.qk_clip)  # and scales weights back where it must
             meter.add(line, loss, norm, stop.signal, max_logits)
 
-            # Its numbers are read at a log line, before an evaluation or a save, and with several ranks after every update.
+            # Its numbers are read at log lines, before an evaluation or a save; with several ranks after every update.
             bar.update()
             logged = evaluated or step % config.log_interval == 0
             needed = logged or evaluates(config, step + 1) or saves(config, step + 1) or bool(stop.signal)
