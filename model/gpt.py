@@ -131,7 +131,7 @@ class LpNorm(QKNorm):
     zero with zero gradient. For p != 2 the norm is not invariant under rotations, RoPE's among them.
     """
 
-    p_as_data: Tensor  # ()
+    p_as_data: Tensor | None  # (), for a finite number p
 
     def __init__(self, options: LpNormOptions, head_dim: int, n_head: int):
         super().__init__(options, head_dim, n_head)
@@ -140,7 +140,8 @@ class LpNorm(QKNorm):
             self.raw_p = nn.Parameter(torch.empty(n_head))
         else:
             self.fixed_p = options.p
-            self.register_buffer("p_as_data", torch.tensor(options.p, device="cpu"), persistent=False)
+            data = torch.tensor(options.p, device="cpu") if math.isfinite(options.p) else None
+            self.register_buffer("p_as_data", data, persistent=False)
 
     def init_weights(self) -> None:
         if self.learned:

@@ -138,9 +138,9 @@ def inverse_norm_of_unit(u: Tensor, p: float | Tensor) -> Tensor:
     return torch.exp(-torch.log(total.clamp(min=1)) / p)
 
 
-def number_or_data(number: float, data: Tensor) -> float | Tensor:
+def number_or_data(number: float, data: Tensor | None) -> float | Tensor:
     """`number`, or to a compiler `data`, (), with that value: one compilation is then right for all numbers."""
-    return data if torch.compiler.is_compiling() and math.isfinite(number) else number
+    return data if torch.compiler.is_compiling() and data is not None else number
 
 
 # -----------------------------------------------------------------------------
