@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -228,11 +228,13 @@ def explain(error: BaseException, schema: type, argv: list[str]) -> str:
         group, _, option = override.lstrip("+").partition("=")
         known = options_of(schema).get(group, [option])
         if option not in known and (missing is None or missing[1] == f"{group}/{option}"):
-            close = closest(option, known, 0.6)
-            return f"{override} must be one of {', '.join(known)}" + (
-                f"; did you mean {group}={close}?" if close else ""
-            )
+            return f"{override} {must_be_one_of(group, option, known)}"
     return text
+
+
+def must_be_one_of(group: str, option: str, known: Iterable[str]) -> str:
+    close = closest(option, known, 0.6)
+    return f"must be one of {', '.join(known)}" + (f"; did you mean {group}={close}?" if close else "")
 
 
 def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
@@ -265,10 +267,10 @@ def run_script(
     argv: list[str] | None = None,
     passes_on: bool = False,
 ) -> int:
-    """Call program(settings) with the key=value words of the command line; --help prints `doc` and the settings.
+    """Call program(settings) with the key=value arguments of the command line; --help prints `doc` and the settings.
 
-    passes_on: words with an unknown key are no error, but go to the program as a list, its second argument.
-    Returns the exit status: the program's, 2 for a word that cannot be used, 1 where a file cannot be written.
+    passes_on: arguments with an unknown key are no error, but go to the program as a list, its second argument.
+    Returns the exit status: the program's, 2 for an argument that cannot be used, 1 where a file cannot be written.
     """
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
@@ -287,7 +289,7 @@ def run_script(
 
 
 def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list[str]]:
-    """The key=value words of a settings class, as a mapping for build(), and the other words. Text needs no quotes."""
+    """The arguments of a settings class, as a mapping for build(), and the other arguments. Text needs no quotes."""
     known, others = declared(settings), []
     texts: dict[str, str] = {}
     groups: dict[str, dict[str, str]] = {}
@@ -303,8 +305,9 @@ def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list
             texts[key] = text
     values = {key: read_value(key, text, known[key]) for key, text in texts.items()}
     for group, given in groups.items():
-        name = given.get("name", known[group].default.name)
-        inner = declared(known[group].options.get(name, type(known[group].default)))
+        name, options = given.get("name", known[group].default.name), known[group].options
+        require(name in options, f"{group}={name} {must_be_one_of(group, name, options)}")
+        inner = declared(options[name])
         values[group] = {"name": name, **{k: read_value(f"{group}.{k}", v, inner.get(k)) for k, v in given.items()}}
     return values, others
 

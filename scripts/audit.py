@@ -7,8 +7,7 @@ Four checks, each with a verdict. V is the vocabulary size, random tokens are un
   random-token floor  a fresh model trained on random tokens keeps a loss above ln V; the trained weights do too
   accumulation        1, 2 and 4 micro-batches give the same loss and gradient (of a run: gradient norm, one window)
 A run keeps its fault, if it has one, and train.py trains it. A Hugging Face model is checked with its own loss and
-trained with AdamW. Settings: steps=200 and vocab_size=256 of the training on random tokens, checkpoint=best|latest,
-device=auto, trust_remote_code=true to run the folder's own code.
+trained with AdamW.
 The last line is JSON. A check is undecided where the model diverges, its own code fails or memory runs out. Exit
 status: 0 nothing was caught, 1 something was, 2 a bad setting, 3 nothing was caught, but a check is undecided or the
 program failed. model= needs transformers.

@@ -3,10 +3,8 @@
 tasks: names of lm_eval's tasks, and two more. `paper` is the eight tasks of the QK-Normed MLA paper with 3 examples
 each, beside its Table 1. `cloze` needs no network: which of four passages continues a text that the run held out
 (chance: 25 %)?
-num_fewshot: examples before each question (default: the task's own number; 3 for paper). limit: questions per task
-(default: all). include_path: a folder with your own task files (YAML; `dataset_path: json` needs no network).
-batch_size=16, checkpoint=best|latest, device=auto, dtype=float32|bfloat16|auto. out: a JSON file for all results; the
-report of a sweep compares its runs where this file is RUN/evaluation.json (docs/sweeps.md).
+include_path: a folder with your own task files (YAML; `dataset_path: json` needs no network).
+The report of a sweep compares its runs where out= is RUN/evaluation.json (docs/sweeps.md).
 Prints a table; the last line is JSON. Needs the extra `eval`.
 """
 

@@ -1,4 +1,4 @@
-"""A run as a Hugging Face folder: python scripts/export_hf.py run=RUN out=FOLDER [checkpoint=best|latest]
+"""A run as a Hugging Face folder: python scripts/export_hf.py run=RUN out=FOLDER
 
 Writes config.json, model.safetensors and the tokenizer's files. transformers loads the folder with
 AutoModelForCausalLM.from_pretrained(FOLDER) and computes the same logits. The settings of the run decide the

@@ -1,4 +1,4 @@
-"""A sweep's report: python scripts/report.py sweep=NAME [sweep_dir=PATH] [out=PATH]
+"""A sweep's report: python scripts/report.py sweep=NAME
 
 Reads the files of a sweep (by default runs/NAME), done or not, and writes to results/NAME: runs.csv (a line a run),
 table.md (every number, with its spread and its test), figures as SVG, report.html (one page to explore, without

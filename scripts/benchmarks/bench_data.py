@@ -1,11 +1,10 @@
 """Speed of the batches
 
-python scripts/benchmarks/bench_data.py [path=FOLDER of token shards] [tokens_per_second=1000000]
+python scripts/benchmarks/bench_data.py [path=FOLDER]
 
 Draws batches as train.py does: first as fast as possible, then for a model that takes so many tokens a second, to
 measure how long that model would wait. Without a path it writes four shards of random tokens to a temporary folder and
-measures them twice: dropped from the page cache, and in it. Other words: block_size=1024 batch_size=32 steps=100
-shard_tokens=100000000 (tokens of each random shard). The last line is JSON.
+measures them twice: dropped from the page cache, and in it. The last line is JSON.
 """
 
 import os

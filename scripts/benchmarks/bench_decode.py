@@ -12,7 +12,7 @@ reexpanded  RMS; caches latents and computes keys and values anew at every step
 contexts= are by default the paper's on CUDA, elsewhere [4096,16384]. The sides alternate: rounds=25 turns of
 seconds=0.2 each, after each of starts=1 starts of their processes. absorbed, rms and lp share a process, weights and
 latents and alternate step by step in random order, as the memory layout of a process changes its times by several
-percent. sides=absorbed,rms,lp drops the others. Other words are train.py's: dtype=, device=, threads=,
+percent. sides=absorbed,rms,lp drops the others. Further settings are train.py's: dtype=, device=, threads=,
 attention.kv_rank=512, ...
 Weights and cache are in dtype, by default bfloat16 where the hardware has it. A time is the median over rounds, with
 lowest and highest. An overhead is computed within a round, against `absorbed`; with several starts it is the median

@@ -1,11 +1,11 @@
 """Sampling speed
 
-python scripts/benchmarks/bench_sample.py peer=PATH [rounds=5] [tokens=500] [start=TEXT] [words of train.py]
+python scripts/benchmarks/bench_sample.py peer=PATH [rounds=5] [tokens=500] [start=TEXT] [overrides of train.py]
 
 peer=PATH     alternates our generate() and that of nanoGPT, from a checkout, with the same weights
 old=PATH      alternates our generate() and that of another checkout of this repository; also together with peer=
-variants=A;B  alternates models of ours, each a list of train.py's words: "qk_norm=none;qk_norm=rms"
-run=RUN       with peer= or old=: the run to sample from. By default the model that the words set, after one update
+variants=A;B  alternates models of ours, each a list of overrides: "qk_norm=none;qk_norm=rms"
+run=RUN       with peer= or old=: the run to sample from. By default the model that the overrides set, after one update
 
 Each turn is a new process that reads a checkpoint and writes text: one sequence, then ten. tok_per_sec counts the
 tokens of all sequences and starts when the checkpoint is loaded. first_token_s and seconds start with the process, so

@@ -1,6 +1,6 @@
 """Sweep speed
 
-python scripts/benchmarks/bench_sweep.py [sweep=p_sweep_cpu] [runs=8] [rounds=3] [workers=2] [words of train.py]
+python scripts/benchmarks/bench_sweep.py [sweep=p_sweep_cpu] [runs=8] [rounds=3] [workers=2] [overrides of train.py]
 
 Alternates one worker and `workers` workers on `runs` runs of a sweep (seeds of its first point), one thread a run.
 speed_up: time with one worker / time with `workers`, median over rounds. Of each:

@@ -1,8 +1,8 @@
-"""Training speed: python scripts/benchmarks/bench_train.py peer=PATH [rounds=5] [iters=N] [words of train.py]
+"""Training speed: python scripts/benchmarks/bench_train.py peer=PATH [rounds=5] [iters=N] [overrides of train.py]
 
 peer=PATH     alternates our update and nanoGPT's: the model.py of a checkout and the update of its train.py
 old=PATH      alternates our update and that of another checkout of this repository; also together with peer=
-variants=A;B  alternates our own settings, each a list of train.py's words: "qk_norm=none;qk_norm=rms". together=true:
+variants=A;B  alternates our own settings, each a list of overrides: "qk_norm=none;qk_norm=rms". together=true:
               in one process, update by update in random order, as the memory layout of a process changes its times by
               several percent
 eval_iters=N  with peer=: an evaluation instead of updates. Ours is exact; nanoGPT's has N batches of each split, of
