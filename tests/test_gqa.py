@@ -196,6 +196,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @settings(deadline=None, max_examples=8)
 @given(cases())
@@ -214,6 +215,7 @@ def test_compiled_with_and_without_a_cache_too(case: Case) -> None:
     assert_is_the_loop(torch.cat(parts, 1), case, attn, x)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_generated_code_too() -> None:
     """torch.compile's own backend."""

@@ -216,6 +216,7 @@ def test_a_line_tells_of_all_updates_since_the_one_before_and_no_clip_goes_unlog
             assert line[f"qk_clip/{key}"] == max(update[f"qk_clip/{key}"] for update in updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("attention, optim", [("mha", "adamw"), ("gqa", "adamw"), ("mla", "adamw"), ("mla", "muon")])
 def test_compiled_runs_clip_as_eager_ones(
@@ -252,6 +253,7 @@ def test_compiled_runs_clip_as_eager_ones(
     assert graphs == 2  # training and evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
 def test_generated_code_has_the_maxima_of_eager_code(attention: str) -> None:
     """torch.compile's own backend, over two micro-batches, a clip, and one more."""
@@ -300,6 +302,7 @@ train.main()
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_clip_alike_and_keep_identical_weights(tiny_run: list[str], tmp_path: Path) -> None:
     """The maximum is taken over the ranks: each rank alone would scale by another gamma and drift apart."""
     (tmp_path / "spy.py").write_text(SPY)
