@@ -14,7 +14,7 @@ from scipy.stats import binom
 from scripts.benchmarks import bench_decode
 from scripts.benchmarks.bench_decode import settings
 from scripts.benchmarks.decode_results import NORMS, PAPER
-from scripts.benchmarks.timing import Side, Turn, machine, rank_of_interval, ratio, run_benchmark
+from scripts.benchmarks.timing import Side, Turn, machine, ratio, run_benchmark, spread
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 TINY = [
@@ -86,7 +86,7 @@ def test_of_several_starts_the_medians_of_each_are_compared() -> None:
 
 def test_the_interval_of_a_median_is_the_sign_tests() -> None:
     for n in range(1, 400):
-        k = rank_of_interval(n)
+        k = spread(range(1, n + 1)).get("low", 0)
         assert 2 * binom.cdf(k - 1, n, 0.5) <= 0.05 < 2 * binom.cdf(k, n, 0.5)
 
 
