@@ -37,15 +37,10 @@ class NanoQK(TemplateLM):
         self.truncated = 0  # prompts that were longer than block_size and lost their first tokens
 
     @property
-    def separator(self) -> int | None:
-        """The token between documents, if the tokenizer has one."""
-        return getattr(self.ours, "separator", None)
-
-    @property
     def eot_token_id(self) -> int:
         """Stands for an empty context: the separator, else a new line, else the vocabulary's first token."""
-        if self.separator is not None:
-            return self.separator
+        if self.ours.separator is not None:
+            return self.ours.separator
         vocabulary = self.ours.to_dict().get("chars", "\n")
         return int(self.ours.encode("\n")[0]) if "\n" in vocabulary else 0
 
@@ -148,7 +143,7 @@ class NanoQK(TemplateLM):
         tokens: list[int] = []
         text = ""
         for token in generate(self.model, idx, options["max_gen_toks"], temperature, **sampling, dtype=self.dtype):
-            if int(token) == self.separator:
+            if int(token) == self.ours.separator:
                 break
             tokens.append(int(token))
             text = self.ours.decode(tokens)

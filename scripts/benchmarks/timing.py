@@ -22,6 +22,8 @@ from typing import Annotated, Any
 
 from core.cli import run_script
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, options, require
+from sweeps.plan import compose
+from training.config import load_config
 
 PACKAGES = {"core", "data", "model", "sample", "scripts", "sweeps", "train", "training"}
 Turn = dict[str, Any]  # what one turn measured: seconds, and more
@@ -141,9 +143,6 @@ def old(checkout: Path, program: Path, words: list[str], *more: Any) -> Built:
 
 def variants(named: str, words: list[str]) -> dict[str, list[str]]:
     """variants=A;B -> {"A": words of A, "B": words of B}, each after the common `words`. Raises: ConfigError."""
-    from sweeps.plan import compose
-    from training.config import load_config
-
     chosen = {part.strip(): [*words, *part.split()] for part in named.split(";") if part.strip()}
     for variant in chosen.values():
         load_config(compose(variant))
@@ -230,9 +229,6 @@ def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
 
 def machine_of(asked: SidesOptions, words: list[str]) -> dict[str, Any]:
     """machine() with the settings of the first side."""
-    from sweeps.plan import compose
-    from training.config import load_config
-
     config = load_config(compose(next(iter(variants(asked.variants, words).values()), words)))
     return machine(config.device, config.threads)
 
