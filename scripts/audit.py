@@ -51,6 +51,7 @@ from training.session import build_model
 
 MODES = ("evaluation", "training")
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
+MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
 LEAK_CONTEXT = 512  # positions at most, for future leakage
 SIGMAS, LEAST = 5, 0.01  # a loss is caught this far below the floor: standard errors, and nats
 ACCUMULATION_TOLERANCE = 1e-3  # relative difference that round-off explains
@@ -267,7 +268,8 @@ def step_0_loss(subject: Subject) -> Finding:
     return Finding("step-0 loss", caught, text, numbers)
 
 
-def random_token_floor(subject: Subject, steps: int, vocab_size: int) -> Finding:
+def random_token_floor(subject: Subject, steps: int) -> Finding:
+    vocab_size = min(subject.vocab_size, MAX_VOCAB_SIZE)
     losses, tokens = subject.train(steps, vocab_size)
     last = losses[-max(5, steps // 10) :]
     numbers = {
@@ -328,13 +330,13 @@ def accumulation(subject: Subject) -> Finding:
 # -----------------------------------------------------------------------------
 
 
-def audit(subject: Subject, steps: int, vocab_size: int) -> list[Finding]:
+def audit(subject: Subject, steps: int) -> list[Finding]:
     """All checks, each printed as it ends. A model that train.py refuses counts as caught."""
     findings = []
     checks: dict[str, Callable[[Subject], Finding]] = {
         "future leakage": future_leakage,
         "step-0 loss": step_0_loss,
-        "random-token floor": partial(random_token_floor, steps=steps, vocab_size=vocab_size),
+        "random-token floor": partial(random_token_floor, steps=steps),
         "accumulation": accumulation,
     }
     for name, check in checks.items():
@@ -358,7 +360,6 @@ class AuditOptions:
     model: Annotated[str | None, NOT_EMPTY, Help("instead of run: a folder that transformers loads")] = None
     trust_remote_code: Annotated[bool, Help("run the code of that folder")] = False
     steps: Annotated[int, AtLeast(20), Help("of the training on random tokens")] = 200
-    vocab_size: Annotated[int | None, Help("different random tokens; null: up to 256")] = None
     device: Device = "auto"
 
     def check(self) -> None:
@@ -367,20 +368,15 @@ class AuditOptions:
         require(not self.trust_remote_code or self.model is not None, "trust_remote_code=true needs model=")
 
 
-def open_subject(asked: AuditOptions) -> Subject:
-    device = resolve_device(asked.device)
-    if asked.run is not None:
-        return Run(asked.run, asked.checkpoint or "best", device)
-    return HuggingFace(str(asked.model), asked.trust_remote_code, device)
-
-
 def audit_model(asked: AuditOptions) -> int:
-    subject, steps = open_subject(asked), asked.steps
-    vocab_size = asked.vocab_size or min(subject.vocab_size, 256)
-    good = 2 <= vocab_size <= subject.vocab_size
-    require(good, f"vocab_size={vocab_size} must be in 2..{subject.vocab_size}, the model's")
+    device, steps = resolve_device(asked.device), asked.steps
+    subject: Subject
+    if asked.run is not None:
+        subject = Run(asked.run, asked.checkpoint or "best", device)
+    else:
+        subject = HuggingFace(str(asked.model), asked.trust_remote_code, device)
     print(", ".join(f"{key} {value}" for key, value in subject.about.items()), flush=True)
-    findings = audit(subject, steps, vocab_size)
+    findings = audit(subject, steps)
     caught = [finding.check for finding in findings if finding.caught]
     checks = {finding.check: {"caught": finding.caught, **finding.numbers} for finding in findings}
     print(json.dumps({**subject.about, "caught": caught, "steps": steps, "checks": checks, "commit": commit()}))

@@ -9,7 +9,6 @@ import gzip
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,44 +54,27 @@ LOOK = {
     ("matched", 3): ("#56B4E9", "triangle-up", [4, 3]), ("matched", 4): ("#E69F00", "diamond", [4, 3]),
 }  # fmt: skip
 
-Curves = dict[str, dict[str, dict[int, float]]]  # setting -> fold and seed -> iteration -> value
 
-
-def curves_of(page: Path, chart: str) -> Curves:
-    """The single runs of a curve chart of report.html, in which each row of data is a value of one run."""
-    packed = re.findall(r'<script type="text/plain" id="charts">([^<]*)</script>', page.read_text(encoding="utf-8"))
-    charts = json.loads(gzip.decompress(base64.b64decode(packed[0])))
-    found: Curves = {}
-    for row in rows_of(charts[chart]):
-        if row["run"] != "mean":
-            found.setdefault(row["setting"], {}).setdefault(row["run"], {})[row["iteration"]] = row["value"]
-    return found
-
-
-def rows_of(spec: Any) -> Iterator[dict[str, Any]]:
-    """The rows of each data set in a Vega-Lite specification; some sets are there once a layer."""
-    if isinstance(spec, Mapping):
-        rows = spec.get("values")
-        yield from (row for row in rows if "run" in row) if isinstance(rows, list) and "name" not in spec else ()
-    for part in spec.values() if isinstance(spec, Mapping) else spec if isinstance(spec, list) else ():
-        if isinstance(part, Mapping | list):
-            yield from rows_of(part)
-
-
-def minus(a: Mapping[str, Curve], b: Mapping[str, Curve]) -> dict[Any, Curve]:
-    """a - b, run by run, at the iterations that both have."""
-    return {run: {i: a[run][i] - b[run][i] for i in a[run] if i in b[run]} for run in a if run in b}
-
-
-def figure(page: Path = STUDY / "report.html") -> Figure:
-    series = []
+def figure() -> Figure:
+    charts, series = charts_of(STUDY / "report.html"), []
     for (part, p), (colour, symbol, dashes) in LOOK.items():
-        curves = curves_of(page, f"loss_{part}")
-        runs: dict[Replicate, Curve] = {
-            (0, n): curve for n, curve in enumerate(minus(curves[f"p={p}"], curves["p=2"]).values())
-        }
+        curves: dict[str, dict[str, dict[int, float]]] = {}  # setting -> fold and seed -> iteration -> loss
+        for row in charts[f"loss_{part}"]["data"]["values"]:
+            if row["run"] != "mean":
+                curves.setdefault(row["setting"], {}).setdefault(row["run"], {})[row["iteration"]] = row["value"]
+        runs: dict[Replicate, Curve] = {}
+        for n, (run, curve) in enumerate(curves[f"p={p}"].items()):
+            base = curves["p=2"][run]
+            runs[0, n] = {i: value - base[i] for i, value in curve.items()}
         series.append(Series(f"p = {p}, {STARTS[part]}", Style(colour, colour, symbol, dashes), runs))
     return Figure("along", TITLE, along_chart(series, "p = 2"), "")
+
+
+def charts_of(page: Path) -> dict[str, Any]:
+    """The charts that a report.html holds, by name."""
+    packed = re.findall(r'<script type="text/plain" id="charts">([^<]*)</script>', page.read_text(encoding="utf-8"))
+    charts: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[0])))
+    return charts
 
 
 @options

@@ -55,6 +55,8 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any
 
     Raises: ConfigError naming every task whose data is missing.
     """
+    import datasets.config
+    import huggingface_hub.constants
     import lm_eval.tasks
 
     own = [] if include_path is None else [Path(include_path).expanduser()]
@@ -70,7 +72,8 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any
     remote = [name for name in names if (manager.task_index[name].cfg or {}).get("dataset_path") not in LOCAL]
     problem = probe_hub() if remote else None
     if problem is not None:
-        go_offline()  # the cache still works; without this, everything else would be tried for minutes
+        huggingface_hub.constants.HF_HUB_OFFLINE = True  # the cache still works, and nothing is tried for minutes
+        datasets.config.HF_HUB_OFFLINE = True
     tasks: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for name in names:
@@ -126,14 +129,6 @@ def cloze(run: LoadedRun) -> Any:
             "doc_to_target": "answer", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
         }
     )  # fmt: skip
-
-
-def go_offline() -> None:
-    import datasets.config
-    import huggingface_hub.constants
-
-    huggingface_hub.constants.HF_HUB_OFFLINE = True
-    datasets.config.HF_HUB_OFFLINE = True
 
 
 # -----------------------------------------------------------------------------
@@ -224,28 +219,26 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
     device = resolve_device(asked.device)
     dtype = resolve_dtype(asked.dtype, device)
     run = open_run(asked.run, asked.checkpoint, device)
-    names, shots, limit = asked.task_names, asked.num_fewshot, asked.limit
-    tasks, manager = load_tasks(names, asked.include_path)
-    if shots is None and "paper" in asked.tasks.split(","):
-        shots = PAPER_SHOTS
+    tasks, manager = load_tasks(asked.task_names, asked.include_path)
+    if asked.num_fewshot is None and "paper" in asked.tasks.split(","):
         for task in tasks:
             if task.config.task in PAPER:
                 task.set_config("num_fewshot", PAPER_SHOTS)
-    tasks += [cloze(run)] if CLOZE in names else []
+    tasks += [cloze(run)] if CLOZE in asked.task_names else []
     began = time.perf_counter()
     lm = NanoQK(run.model, run.tokenizer, asked.batch_size, dtype)
     try:
         results = lm_eval.simple_evaluate(
-            lm, tasks=tasks, task_manager=manager, num_fewshot=asked.num_fewshot, limit=limit,
+            lm, tasks=tasks, task_manager=manager, num_fewshot=asked.num_fewshot, limit=asked.limit,
             batch_size=asked.batch_size, bootstrap_iters=1000,
         )  # fmt: skip
     except ConfigError:
         raise
     except ValueError as error:  # more examples than a task has documents, for instance
-        raise ConfigError(f"tasks={asked.tasks} num_fewshot={show(shots)}: {one_line(error)}") from error
+        raise ConfigError(f"tasks={asked.tasks} num_fewshot={show(asked.num_fewshot)}: {one_line(error)}") from error
     fault, metrics = run.config.fault.name, metrics_of(results)
     about = {
-        "run": asked.run, "iter": run.state.get("step"), "num_fewshot": results["n-shot"], "limit": limit,
+        "run": asked.run, "iter": run.state.get("step"), "num_fewshot": results["n-shot"], "limit": asked.limit,
         "dtype": str(dtype).removeprefix("torch."), "lm_eval": lm_eval.__version__,
         "seconds": round(time.perf_counter() - began, 1), "truncated": lm.truncated,
         "questions": {task: n["effective"] for task, n in results["n-samples"].items()},

@@ -42,6 +42,22 @@ ARCHITECTURES: dict[str, dict[str, tuple[Any, ...]]] = {  # setting -> the value
 LATENT_EPS = 1e-6  # of DeepSeek-V3's two latent norms; they ignore rms_norm_eps
 
 
+def architecture_of(config: GPTConfig) -> str:
+    """The architecture that computes the same as the run's model. Raises: ConfigError naming what does not fit."""
+    if config.attention.name == "mla":
+        closest = "DeepseekV3"
+    elif config.model.norm == "layernorm":
+        closest = "GPT2"
+    else:
+        closest = "Llama" if config.qk_norm.name == "none" else "Qwen3"
+    reasons = misfits(config, closest)
+    require(
+        not reasons,
+        f"no Hugging Face architecture fits this run; the closest, {closest}, does not have {', '.join(reasons)}",
+    )
+    return closest
+
+
 def misfits(config: GPTConfig, architecture: str) -> list[str]:
     """The settings of the run that an architecture does not support."""
     settings = flatten(asdict(config))
@@ -56,23 +72,6 @@ def misfits(config: GPTConfig, architecture: str) -> list[str]:
     elif architecture == "GPT2" and head_dim not in (None, m.n_embd // m.n_head):
         found.append(f"attention.head_dim={head_dim} (only model.n_embd / model.n_head)")
     return found
-
-
-def architecture_of(config: GPTConfig) -> str:
-    """The architecture that computes the same as the run's model. Raises: ConfigError naming what does not fit."""
-    reasons = {name: misfits(config, name) for name in ARCHITECTURES}
-
-    def distance(name: str) -> tuple[Any, ...]:
-        text = ", ".join(reasons[name])
-        return len(reasons[name]), "attention=" in text, "qk_norm=" in text
-
-    closest = min(reasons, key=distance)
-    require(
-        not reasons[closest],
-        f"no Hugging Face architecture fits this run; the closest, {closest}, does not have "
-        + ", ".join(reasons[closest]),
-    )
-    return closest
 
 
 # -----------------------------------------------------------------------------
@@ -206,10 +205,7 @@ def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> 
             (temporary / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         tensors = {key: w.detach().cpu().clone(memory_format=torch.contiguous_format) for key, w in state.items()}
         (temporary / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
-        for file in (*temporary.iterdir(), temporary):
-            checkpoint.sync(file)
         os.rename(temporary, out)
-        checkpoint.sync(out.parent)
     finally:
         checkpoint.remove(temporary)
     return sorted(file.name for file in out.iterdir())

@@ -2,15 +2,7 @@
 
 from typing import Any
 
-from data.tokenizer import (
-    PRINTABLE,
-    SEPARATOR,
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    bytes_to_printable,
-)
+from data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, bytes_to_printable
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -23,18 +15,16 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
         split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         model = {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(tokenizer.chars)}, "unk_token": ""}
         return {**common, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    if isinstance(tokenizer, ByteTokenizer):
-        model = {"type": "BPE", "vocab": {PRINTABLE[byte]: byte for byte in range(256)}, "merges": []}
-        return {**common, "pre_tokenizer": level, "decoder": level, "model": model}
-    if isinstance(tokenizer, BPETokenizer):
-        vocab = {bytes_to_printable(token): i for i, token in enumerate(tokenizer.learnt)}
-        model = {"type": "BPE", "vocab": vocab, "merges": merges(tokenizer.learnt)}
+    if isinstance(tokenizer, ByteTokenizer | BPETokenizer):
+        learnt = tokenizer.pieces[: tokenizer.separator]  # the separator is the last token
+        vocab = {bytes_to_printable(token): i for i, token in enumerate(learnt)}
+        model = {"type": "BPE", "vocab": vocab, "merges": merges(learnt)}
         if tokenizer.separator is not None:
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             common["added_tokens"] = [{"id": tokenizer.separator, "content": SEPARATOR, "special": True, **flags}]
         # the regular expression splits as GPT-2's does
-        return {**common, "pre_tokenizer": {**level, "use_regex": True}, "decoder": level, "model": model}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+        return {**common, "pre_tokenizer": level, "decoder": level, "model": model}
     return None
 
 

@@ -37,23 +37,15 @@ class NanoQK(TemplateLM):
         self.truncated = 0  # prompts that were longer than block_size and lost their first tokens
 
     @property
-    def separator(self) -> int | None:
-        """The token between documents, if the tokenizer has one."""
-        return getattr(self.ours, "separator", None)
-
-    @property
     def eot_token_id(self) -> int:
         """Stands for an empty context: the separator, else a new line, else the vocabulary's first token."""
-        if self.separator is not None:
-            return self.separator
+        if self.ours.separator is not None:
+            return self.ours.separator
         vocabulary = self.ours.to_dict().get("chars", "\n")
         return int(self.ours.encode("\n")[0]) if "\n" in vocabulary else 0
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self.ours.encode(string).tolist()
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, self.dtype, enabled=self.dtype == torch.bfloat16)
 
     # Log-likelihoods
 
@@ -92,7 +84,7 @@ class NanoQK(TemplateLM):
         shared = min(map(len, distinct)) - 1
         tails = [(x + y)[shared:-1] for x, y in zip(contexts, continuations, strict=True)]
         idx = pad_sequence([torch.tensor(tail) for tail in tails], batch_first=True).to(self._device)  # (B, T)
-        with self.autocast():
+        with torch.autocast(self._device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
             caches = None
             if shared > 0:
                 heads = torch.tensor([context[:shared] for context in distinct], device=self._device)  # (G, shared)
@@ -128,50 +120,36 @@ class NanoQK(TemplateLM):
     # Generation
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Batches hold prompts of equal length and options. Too long ones lose their first tokens."""
-        prepared = []
-        for i, request in enumerate(requests):
+        """One prompt at a time. Too long ones lose their first tokens."""
+        texts = []
+        for request in requests:
             context, options = request.args
             options = normalize_gen_kwargs(options, default_max_gen_toks=256)
             room = self.max_length - options["max_gen_toks"]
             room = room if room > 0 else max(1, self.max_length // 2)  # generate() slides its window
             whole = self.tok_encode(context) or [self.eot_token_id]
-            tokens = whole[-room:]
-            self.truncated += len(whole) > len(tokens)
-            prepared.append((repr(sorted(options.items())), len(tokens), tokens, i, options))
-        prepared.sort(key=lambda p: (p[0], -p[1], p[2], p[3]))
-        texts = [""] * len(requests)
-        for _, same in groupby(prepared, key=lambda p: (p[0], p[1])):
-            group = list(same)
-            for start in range(0, len(group), self.batch_size):
-                batch = group[start : start + self.batch_size]
-                results = self.continue_prompts([tokens for _, _, tokens, _, _ in batch], batch[0][4])
-                for (_, _, _, i, _), text in zip(batch, results, strict=True):
-                    texts[i] = text
-                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
+            prompt = whole[-room:]
+            self.truncated += len(whole) > len(prompt)
+            texts.append(self.continue_prompt(prompt, options))
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 
-    def continue_prompts(self, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
-        """Texts up to the first stop sequence, without it."""
+    def continue_prompt(self, prompt: list[int], options: dict[str, Any]) -> str:
+        """The text up to the first stop sequence, without it."""
         until = handle_stop_sequences(list(options["until"]), eos=None)
-        idx = torch.tensor(prompts, device=self._device)  # (B, T)
+        idx = torch.tensor([prompt], device=self._device)  # (1, T)
         temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
         sampling: dict[str, Any] = {"top_k": options.get("top_k") or None, "top_p": options.get("top_p")}
-        rows: list[list[int]] = [[] for _ in prompts]
-        texts = [""] * len(prompts)
-        open_rows = set(range(len(prompts)))
-        for tokens in generate(self.model, idx, options["max_gen_toks"], temperature, **sampling, dtype=self.dtype):
-            for i, token in enumerate(tokens.tolist()):
-                if i not in open_rows:
-                    continue
-                if token != self.separator:
-                    rows[i].append(token)
-                    texts[i] = self.ours.decode(rows[i])
-                if token == self.separator or any(stop and stop in texts[i] for stop in until):
-                    open_rows.remove(i)
-            if not open_rows:
+        tokens: list[int] = []
+        text = ""
+        for token in generate(self.model, idx, options["max_gen_toks"], temperature, **sampling, dtype=self.dtype):
+            if int(token) == self.ours.separator:
                 break
-        return [postprocess_generated_text(text, until, None) for text in texts]
+            tokens.append(int(token))
+            text = self.ours.decode(tokens)
+            if any(stop and stop in text for stop in until):
+                break
+        return postprocess_generated_text(text, until, None)
 
 
 def take_rows(cache: Cache, rows: Tensor) -> Cache:

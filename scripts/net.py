@@ -6,7 +6,7 @@ the SHA-256 of weights, optimizer state and diagnostics.jsonl, every number of m
 text. Equal code gives equal files on one machine; another machine or PyTorch rounds differently. Settings:
   out=FILE      train, and write {case: {what: value}} there; takes six minutes on one core
   tree=PATH     the checkout that is tested, by default this one
-  before=FILE   compare the file of an earlier commit with out=FILE, or, where nothing is trained, with after=FILE
+  before=FILE   compare the file of an earlier commit with out=FILE
   only=GLOB     of the cases' names, as 'mla*/bfloat16/*'
 CXX=none in the environment tests PyTorch's operations instead of the compiled kernels. Exit status: 0 equal, 1 not.
 """
@@ -149,21 +149,21 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 def main(argv: list[str]) -> int:
     values = dict(word.partition("=")[::2] for word in argv)
-    tree, only = Path(values.get("tree", Path(__file__).parent.parent)).resolve(), values.get("only", "*")
     if {"-h", "--help"} & values.keys():
         print(__doc__)
         return 0
-    good = not values.keys() - {"out", "tree", "before", "after", "only"} and ("out" in values) != ("after" in values)
-    files = [Path(values[key]) for key in ("before", "after") if key in values] + [tree / "train.py"]
-    if not good or not all(file.is_file() for file in files) or not Path(values.get("out", "x")).parent.is_dir():
-        print(f"error: {' '.join(argv)}: an unknown word, a missing file, or neither out= nor after=", file=sys.stderr)
+    tree, only = Path(values.get("tree", Path(__file__).parent.parent)).resolve(), values.get("only", "*")
+    files = [Path(values["before"])] if "before" in values else []
+    good = values.keys() <= {"out", "tree", "before", "only"} and Path(values.get("out", "/missing/x")).parent.is_dir()
+    if not good or not all(file.is_file() for file in [*files, tree / "train.py"]):
+        print(f"error: {' '.join(argv)}: an unknown word, a missing file, or no out=", file=sys.stderr)
         return 2
-    if "out" in values:
-        Path(values["out"]).write_text(json.dumps(train_all(tree, only), indent=0) + "\n")
-    if "before" not in values:
+    after = train_all(tree, only)
+    Path(values["out"]).write_text(json.dumps(after, indent=0) + "\n")
+    if not files:
         return 0
-    both = [json.loads(Path(file).read_text()) for file in (values["before"], values.get("out") or values["after"])]
-    return min(1, compare(*({case: kept for case, kept in of.items() if fnmatch(case, only)} for of in both)))
+    before = {case: kept for case, kept in json.loads(files[0].read_text()).items() if fnmatch(case, only)}
+    return min(1, compare(before, after))
 
 
 if __name__ == "__main__":

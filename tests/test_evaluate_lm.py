@@ -240,17 +240,6 @@ def test_known_answers_are_right_and_shuffled_ones_are_right_by_chance(
     assert saved["about"] == about and len(saved["samples"]["who_says"]) == 6
 
 
-def test_the_program_does_the_same(
-    run: Path, tasks: Path, program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    env = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
-    words = [f"run={run}", "tasks=writing,who_says", f"include_path={tasks}", "device=cpu", "limit=3"]
-    done = program("scripts/evaluate_lm.py", *words, env=env)
-    assert done.returncode == 0, done.stderr
-    metrics = json.loads(done.stdout.splitlines()[-1])["metrics"]
-    assert metrics["writing"]["exact_match"] == metrics["who_says"]["acc"] == 1.0
-
-
 def results_of(lm: Any, tasks: Path, num_fewshot: int) -> Any:
     manager = TaskManager(include_path=[tasks], include_defaults=False)
     return lm_eval.simple_evaluate(
@@ -467,23 +456,6 @@ def test_without_lm_eval_the_pip_command_is_said(
     assert evaluate.main([f"run={run}", "tasks=piqa"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "pip install -c constraints.txt -e '.[eval]'" in error
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["tasks=paper"], "run= must be given"),
-        (["run=nowhere", "tasks=paper"], "run=nowhere"),
-        (["run=nowhere", "tasks=paper", "limit=0"], "limit=0"),
-        (["run=nowhere", "tasks=paper", "num_fewshot=many"], "num_fewshot=many"),
-        (["run=nowhere", "tasks=paper", "device=gpu"], "device=gpu"),
-        (["run=nowhere", "task=paper"], "did you mean tasks"),
-    ],
-)
-def test_bad_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.main(words) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and said in error
 
 
 def test_what_a_task_asks_for_in_vain_is_named(

@@ -16,10 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
-from variants import NORMS, config_of
+from variants import config_of
 
 from core import checkpoint
-from core.schema import ConfigError
 from data.corpora import load_python_docs
 from data.options import PythonDocsOptions
 from data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, Tokenizer, learn_bpe
@@ -193,16 +192,6 @@ def test_a_variant_that_no_architecture_has_is_refused_by_name(
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_of_the_qk_norms_none_and_rms_have_an_architecture(name: str) -> None:
-    config = config_of("gqa", name, **LLAMA)
-    if name in ("none", "rms"):
-        assert architecture_of(config.gpt) == {"none": "Llama", "rms": "Qwen3"}[name]
-    else:
-        with pytest.raises(ConfigError, match="qk_norm="):
-            architecture_of(config.gpt)
-
-
 @pytest.mark.parametrize(
     ("words", "architecture"),
     [
@@ -244,25 +233,6 @@ def test_a_failed_export_leaves_nothing(
     assert main([f"run={run}", f"out={tmp_path / 'hf'}"]) == 1
     assert "No space left" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["out=hf"], "run= must be given"),
-        (["run=nowhere", "out=hf"], "run=nowhere"),
-        (["run=nowhere", "out=hf", "checkpoint=last"], "checkpoint=last must be one of best, latest"),
-        (["run=nowhere", "out=hf", "chekpoint=best"], "did you mean checkpoint"),
-    ],
-)
-def test_bad_words_are_refused(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and said in error
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_weights_are_those_of_the_checkpoint_that_was_named(tmp_path: Path) -> None:

@@ -656,16 +656,3 @@ def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: 
     for _ in batches.prefetch((step, 0) for step in range(16)):
         time.sleep(0.1)
     assert time.perf_counter() - start < 2.6  # one after the other: 3.2 at least
-
-
-def test_the_benchmark_of_the_loader_ends_with_one_json_line(
-    shards: Path, program: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    done = program("scripts/benchmarks/bench_data.py", "shard_tokens=100000", "steps=5")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["tokens"] == 400_000 and found["cold"].keys() == found["warm"].keys() >= {"tok_per_sec", "stall"}
-    done = program("scripts/benchmarks/bench_data.py", f"path={shards}", "block_size=64", "steps=5")
-    assert json.loads(done.stdout)["as_found"]["tok_per_sec"] > 0, done.stderr
-    done = program("scripts/benchmarks/bench_data.py", "step=5")
-    assert done.returncode == 2 and done.stderr == "error: step=5 is unknown; did you mean steps?\n"

@@ -12,29 +12,23 @@ reexpanded  RMS; caches latents and computes keys and values anew at every step
 contexts= are by default the paper's on CUDA, elsewhere [4096,16384]. The sides alternate: rounds=25 turns of
 seconds=0.2 each, after each of starts=1 starts of their processes. absorbed, rms and lp share a process, weights and
 latents and alternate step by step in random order, as the memory layout of a process changes its times by several
-percent. sides=absorbed,rms,lp drops the others. Further settings are train.py's: dtype=, device=, threads=,
-attention.kv_rank=512, ...
-Weights and cache are in dtype, by default bfloat16 where the hardware has it. A time is the median over rounds, with
-lowest and highest. An overhead is computed within a round, against `absorbed`; with several starts it is the median
-over starts of their medians. `attend` is the step without its projections of the hidden state, with its writes to the
-cache. Bandwidth is the bytes that a step must read over its time, compared with that of a copy that takes turns too. On
-CUDA steps are compiled, and ten of them form a graph.
-out= writes table.md, decode.svg and bench.json after every point; with from=A.json,B.json it writes them
-from earlier results and measures nothing. The last line is JSON.
+percent. Further settings are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
+`attend` is the step without its projections of the hidden state, with its writes to the cache. Bandwidth is the bytes
+that a step must read over its time, compared with that of a copy that takes turns too. On CUDA steps are compiled, and
+ten of them form a graph.
+out= writes table.md and bench.json after every point; with from=A.json,B.json it writes them from earlier results
+and measures nothing. The last line is JSON.
 """
 
 import math
-import os
-import re
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from core.schema import NOT_EMPTY, POSITIVE, AtLeast, ConfigError, Help, options, require, show
-from model.options import MLAOptions
+from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, options, require, show
 from scripts.benchmarks.decode_results import NORMS, PAPER, Point, read_results, table, write_results
-from scripts.benchmarks.timing import Side, Turns, alternate, machine, median, ratio, run_benchmark, start
+from scripts.benchmarks.timing import Turns, alternate, machine, median, ratio, run_benchmark, start
 from sweeps.plan import compose
 from training.config import TrainConfig, load_config
 
@@ -56,7 +50,7 @@ class DecodeOptions:
     starts: Annotated[int, AtLeast(1), Help("of the processes")] = 1
     seconds: Annotated[float, POSITIVE, Help("of a turn")] = 0.2
     sides: Annotated[str, Help("what is compared")] = ",".join(NORMS)
-    out: Annotated[str | None, NOT_EMPTY, Help("folder for table.md, decode.svg and bench.json")] = None
+    out: Annotated[str | None, NOT_EMPTY, Help("folder for table.md and bench.json")] = None
     from_: Annotated[str | None, NOT_EMPTY, Help("earlier results, A.json,B.json: nothing is measured")] = None
 
     @property
@@ -66,13 +60,10 @@ class DecodeOptions:
     def check(self) -> None:
         for key, least in {"batch": 1, "contexts": 2}.items():
             numbers = getattr(self, key)
-            good = numbers is None or (len(numbers) > 0 and all(n >= least for n in numbers))
-            require(
-                good, f"{key}={show(numbers)} must be a list of integers >= {least}, as in {key}=[{least},{2 * least}]"
-            )
-        for name in self.names:
-            require(name in NORMS, f"sides={self.sides}: {name} must be one of {', '.join(NORMS)}")
-        require(bool(self.names), f"sides={self.sides} must name one of {', '.join(NORMS)}")
+            good = numbers is None or (len(numbers) > 0 and min(numbers) >= least)
+            require(good, f"{key}={show(numbers)} must be a list of integers >= {least}")
+        good = bool(self.names) and set(self.names) <= NORMS.keys()
+        require(good, f"sides={self.sides} must be a list of {', '.join(NORMS)}")
         require(self.from_ is None or self.out is not None, f"from={self.from_} needs out=")
 
 
@@ -94,121 +85,49 @@ def settings(names: list[str], words: list[str], context: int) -> dict[str, Trai
 def bench_point(configs: dict[str, TrainConfig], batch: int, rounds: int, starts: int, seconds: float) -> Point:
     """The results of the sides in `configs`; a turn is `seconds` long."""
     context = next(iter(configs.values())).model.block_size
-    point: Point = {"batch": batch, "context": context, "rounds": rounds, "starts": starts}
     print(f"batch {batch}, context {context}", flush=True)
     turns: Turns = {name: [] for name in [*configs, "copy"]}
     infos: dict[str, Any] = {}
-    skipped: dict[str, str] = {}
     for _ in range(starts):
-        fitting = {name: config for name, config in configs.items() if name not in skipped}
-        if not fitting:
-            break
-        infos, of_start, why = take_turns(fitting, batch, rounds, seconds)
-        skipped |= why
-        for name in of_start:
+        infos, of_start = take_turns(configs, batch, rounds, seconds)
+        for name in turns:
             turns[name] += of_start[name]
-    infos = {name: infos[name] for name in configs if name not in skipped}
-    if not infos:
-        return {**point, "sides": {}, "skipped": skipped}
     copy = median(turns["copy"], "gb_per_s")
-    rows = {name: row(infos[name], turns[name], copy) for name in infos}
+    rows = {name: row(infos[name], turns[name], copy) for name in configs}
     for name, error in differences(infos).items():
         rows[name]["difference_from_full_keys"] = error
-    point |= {"copy_gb_per_s": copy, "sides": rows}
+    point: Point = {
+        "batch": batch, "context": context, "rounds": rounds, "starts": starts, "copy_gb_per_s": copy, "sides": rows,
+    }  # fmt: skip
     if "absorbed" in rows:
         against = {name: ratio(turns, name, "absorbed", "ms", starts) for name in rows if name != "absorbed"}
         percent = {name: {key: 100 * (x - 1) for key, x in found.items()} for name, found in against.items()}
         point["time_over_absorbed"] = against
         point["overhead_percent"] = {name: percent[name] for name in ABSORBED if name in percent}
-    return {**point, "skipped": skipped}
+    return point
 
 
 def take_turns(
     configs: dict[str, TrainConfig], batch: int, rounds: int, seconds: float
-) -> tuple[dict[str, Any], Turns, dict[str, str]]:
-    """One start of the processes: infos of the sides, turns of them and of "copy", and why sides are skipped."""
-    from scripts.benchmarks.decode_layers import copying
+) -> tuple[dict[str, Any], Turns]:
+    """One start of the processes, one for the absorbed sides and one for each other side: infos of the sides, and turns
+    of them and of "copy"."""
+    from scripts.benchmarks.decode_layers import copying, layers
 
     config = next(iter(configs.values()))
-    sides, skipped = start_sides(configs, batch)
-    if not sides:
-        return {}, {}, skipped
-    try:
-        sides.append(start("copy", copying, config.device, config.threads))
-        once = {side.name: side.take_turn(1)["seconds"] for side in sides}
-        n = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}
-        turns = alternate({side.name: partial(side.take_turn, n[side.name]) for side in sides}, rounds)
-    except RuntimeError as failure:
-        if not out_of_memory(failure):
-            raise
-        print(f"the point is skipped: {failure}", flush=True)
-        return {}, {}, {**dict.fromkeys(configs, str(failure)), **skipped}
-    finally:
-        for side in sides:
-            side.stop()
-    infos = {name: info for side in sides[:-1] for name, info in side.info.items()}
-    by_name = {name: [turn[name] for turn in turns[side.name]] for side in sides[:-1] for name in side.info}
-    return infos, {**by_name, "copy": turns["copy"]}, skipped
-
-
-def start_sides(configs: dict[str, TrainConfig], batch: int) -> tuple[list[Side], dict[str, str]]:
-    """One process for the absorbed sides and one for each other side, and why sides are skipped."""
-    from core.device import resolve_device, resolve_dtype
-    from model.generate import keys_dtype
-    from scripts.benchmarks.decode_layers import layers
-
-    config = next(iter(configs.values()))
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    sizes = dtype.itemsize, keys_dtype(dtype, device).itemsize
-    sides: list[Side] = []
-    skipped: dict[str, str] = {}
-    left = 0.9 * free_bytes(config.device)
     groups = [[name for name in configs if name in ABSORBED], *([name] for name in configs if name not in ABSORBED)]
-    for group in filter(None, groups):
-        need = sum(needed_bytes(name, configs[name], batch, *sizes) for name in group)
-        why = f"needs about {need / 2**30:.1f} GiB, {max(left, 0) / 2**30:.1f} are free" if need > left else ""
-        try:
-            if not why:
-                sides.append(start(", ".join(group), layers, {name: configs[name] for name in group}, batch))
-                left -= need
-        except RuntimeError as failure:
-            if not out_of_memory(failure):
-                raise
-            why = str(failure)
-        if why:
-            skipped |= dict.fromkeys(group, why)
-            print(*(f"{name} is skipped: {why}" for name in group), sep="\n", flush=True)
-    return sides, skipped
-
-
-def needed_bytes(name: str, config: TrainConfig, batch: int, itemsize: int, of_keys: int) -> int:
-    """The most that a side allocates, about: cache, logits, and what it computes from the latents. of_keys: the item
-    size of cached keys and values."""
-    m, a = config.model, config.attention
-    assert isinstance(a, MLAOptions)
-    latents = (a.kv_rank + a.rope_dim + m.n_head) * itemsize + 12 * m.n_head
-    keys = m.n_head * (a.nope_dim + a.rope_dim + a.v_dim)
-    formed = keys * itemsize + 2 * m.n_head * a.nope_dim * (itemsize + 4)
-    each = {"full_keys": keys * of_keys, "reexpanded": latents + formed}.get(name, latents)
-    return batch * (config.model.block_size * each + 4096 * formed) + 2**29
-
-
-def free_bytes(device_word: str) -> int:
-    import torch
-
-    from core.device import resolve_device
-
-    device = resolve_device(device_word)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    assert available is not None
-    return 1024 * int(available[1])
-
-
-def out_of_memory(failure: RuntimeError) -> bool:
-    return bool(re.search(r"memory|exit status -9", str(failure)))  # 9: killed by the kernel
+    sides = [
+        start(", ".join(group), layers, {name: configs[name] for name in group}, batch) for group in groups if group
+    ]
+    running = [*sides, start("copy", copying, config.device, config.threads)]
+    once = {side.name: side.take_turn(1)["seconds"] for side in running}
+    n = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}
+    turns = alternate({side.name: partial(side.take_turn, n[side.name]) for side in running}, rounds)
+    for side in running:
+        side.stop()
+    infos = {name: info for side in sides for name, info in side.info.items()}
+    by_name = {name: [turn[name] for turn in turns[side.name]] for side in sides for name in side.info}
+    return infos, {**by_name, "copy": turns["copy"]}
 
 
 def differences(infos: dict[str, Any]) -> dict[str, float]:
@@ -238,30 +157,20 @@ def row(info: dict[str, Any], turns: list[dict[str, Any]], copy: float) -> dict[
 # The command line
 
 
-def make_folder(out: str) -> Path:
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={folder} must be a folder that can be written: {error.strerror}") from error
-    require(os.access(folder, os.W_OK), f"out={folder} must be a folder that can be written")
-    return folder
-
-
 def bench(values: DecodeOptions, words: list[str]) -> dict[str, Any]:
     from core.device import resolve_device, resolve_dtype
 
-    names = values.names
     earlier = read_results(values.from_) if values.from_ else None
-    config = settings(names[:1], words, 2)[names[0]]
+    config = settings(values.names[:1], words, 2)[values.names[0]]
     device = resolve_device(config.device)
     usual = list(PAPER) if device.type == "cuda" else [4096, 16384]
-    contexts = [*(values.contexts or usual)]
-    configs = {context: settings(names, words, context) for context in contexts}
-    folder = make_folder(values.out) if values.out else None
-    if earlier is not None and folder is not None:
-        write_results(earlier, folder)
-        return earlier
+    configs = {context: settings(values.names, words, context) for context in values.contexts or usual}
+    folder = Path(values.out) if values.out else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if earlier is not None:
+            write_results(earlier, folder)
+            return earlier
 
     points: list[Point] = []
     result = {
@@ -270,12 +179,10 @@ def bench(values: DecodeOptions, words: list[str]) -> dict[str, Any]:
         **machine(config.device, config.threads),
     }  # fmt: skip
     for batch in values.batch:
-        for context in contexts:
-            timing = values.rounds, values.starts, values.seconds
-            points.append(bench_point(configs[context], batch, *timing))
-            if folder is not None and any(p["sides"] for p in points):
-                write_results(result, folder)  # after each point, as a later one may fail
-    require(any(p["sides"] for p in points), f"contexts={contexts} batch={[*values.batch]}: none fits the memory")
+        for of_context in configs.values():
+            points.append(bench_point(of_context, batch, values.rounds, values.starts, values.seconds))
+            if folder is not None:
+                write_results(result, folder)  # after each point, as a later one may not fit the memory
     print(table(result))
     return result
 

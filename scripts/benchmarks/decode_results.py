@@ -1,7 +1,6 @@
-"""The results of bench_decode.py as a folder: bench.json, a table, a figure."""
+"""The results of bench_decode.py as a folder: bench.json and a table."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ Point = dict[str, Any]
 
 def write_results(result: dict[str, Any], folder: Path) -> None:
     write_atomic(folder / "bench.json", (json.dumps(result, indent=1) + "\n").encode())
-    write_atomic(folder / "decode.svg", draw(result["points"]))
     write_atomic(folder / "table.md", table(result).encode())
 
 
@@ -51,8 +49,6 @@ def table(result: dict[str, Any]) -> str:
              "overhead", NAMES["full_keys"], NAMES["reexpanded"], "cache MiB", "attend with RMS, GB/s (of copying)",
              "paper: MLA", "paper: + QK norm", "overhead"]  # fmt: skip
     rows = [heads, ["---:"] * len(heads), *map(cells, result["points"])]
-    skipped = [f"- batch {p['batch']}, context {p['context']}: {name}: {why}"
-               for p in result["points"] for name, why in p["skipped"].items()]  # fmt: skip
     lines = [
         "# Decode speed of MLA with a QK norm", "", "```", *result["command"].split("; "), "```", "",
         f"{result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token. Times are ms a step,",
@@ -63,8 +59,7 @@ def table(result: dict[str, Any]) -> str:
         "",
         *("| " + " | ".join(r) + " |" for r in rows), "",
         f"Cache: {' / '.join(NAMES[n] for n in CACHED)}; Lp's is that of RMS. On a CPU full keys are in fp32.",
-        "– marks a side that was dropped or did not fit.",
-        *(["", "Skipped for memory:", "", *skipped] if skipped else []),
+        "– marks a side that was dropped.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -98,30 +93,3 @@ def overhead_of(point: Point, name: str) -> str:
 
 def short(context: int) -> str:
     return f"{context // 1024}k" if context % 1024 == 0 else str(context)
-
-
-def draw(points: Sequence[Point]) -> bytes:
-    """An SVG of ms a step by context, one panel per batch size: medians, with bars from lowest to highest."""
-    import altair as alt
-
-    from scripts.reporting.charts import Figure, Series, range_chart, styles, svg
-
-    look = styles({"": {name: name for name in NORMS}})
-    label = "datum.value % 1024 ? datum.value : datum.value / 1024 + 'k'"
-    panels = []
-    for batch in sorted({p["batch"] for p in points}):
-        rows = []
-        for name in NORMS:
-            here = [p for p in points if p["batch"] == batch and name in p["sides"]]
-            here.sort(key=lambda p: (p["context"], p["starts"] * p["rounds"]))  # the last of a context has most rounds
-            for context, side in {p["context"]: p["sides"][name] for p in here}.items():
-                ends = {"low": side["ms_lowest"], "high": side["ms_highest"]}
-                rows.append({"setting": name, "x": context, "value": side["ms"], **ends, "n": 1})
-        y = alt.Y("value:Q", title="ms a step", scale=alt.Scale(type="log", nice=False, padding=12))
-        y = y.axis(format="~g", tickCount=5)
-        series = [Series(name, look[name], {}) for name in NORMS]
-        chart = range_chart(rows, series, y, "context (tokens)", label)
-        panels.append(chart.properties(title=f"batch {batch}", width=300, height=300))
-    usermeta = {"light": [style.colour for style in look.values()]}
-    grid = alt.concat(*panels, columns=3, usermeta=usermeta).resolve_scale(y="shared")
-    return svg(Figure("decode", "Decode speed of MLA with a QK norm", grid, ""))

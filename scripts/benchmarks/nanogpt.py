@@ -11,13 +11,11 @@ import torch
 
 from core.device import move, resolve_device, synchronize
 from core.schema import require
-from data.batches import Batches
 from data.tokens import load_corpus
 from model.options import GPTConfig
-from scripts.benchmarks.timing import Turn, Work
+from scripts.benchmarks.timing import Built, Turn
 from sweeps.plan import compose
-from training.config import load_config
-from training.schedule import learning_rate
+from training.config import TrainConfig, load_config
 
 
 def load_model(peer: str) -> Any:
@@ -32,107 +30,63 @@ def load_model(peer: str) -> Any:
     return module
 
 
-def check_model(config: GPTConfig, what: str) -> None:
+def check_model(config: GPTConfig) -> None:
     """Raise ConfigError for a model that nanoGPT does not have."""
     m = config.model
     plain = config.qk_norm.name == "none" and config.attention.name == "mha"
     plain = plain and (m.norm, m.mlp, m.position, m.tied) == ("layernorm", "gelu", "learned", True)
-    require(plain, f"{what} needs nanoGPT's own settings: MHA without a QK norm")
+    require(plain, "peer= needs nanoGPT's own settings: MHA without a QK norm")
 
 
-def model_args(config: GPTConfig, vocab_size: int) -> dict[str, Any]:
-    """The arguments of nanoGPT's GPTConfig."""
+def set_up(peer: str, config: TrainConfig, vocab_size: int) -> tuple[Any, torch.device, Any]:
+    """nanoGPT's model at our settings, the device, and the autocast that it uses there: fp32 on a CPU, bf16 on CUDA."""
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    device = resolve_device(config.device)
+    autocast: Any = nullcontext()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+        autocast = torch.autocast("cuda", torch.bfloat16)
+    module = load_model(peer)
+    torch.manual_seed(config.seed)
     keys = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
-    return {key: getattr(config.model, key) for key in keys} | {"vocab_size": vocab_size}
+    sizes = {key: getattr(config.model, key) for key in keys}
+    return module.GPT(module.GPTConfig(**sizes, vocab_size=vocab_size)).to(device), device, autocast
 
 
-class NanoGPT:
-    """Its training: fp32 on a CPU; compiled, in bf16 and TF32 on CUDA. `alike`: with our initial weights, batches and
-    learning rates."""
+def nanogpt(peer: str, words: list[str]) -> Built:
+    """The update of its train.py; compiled on CUDA."""
+    config = load_config(compose(words))
+    T, accumulation, o = config.model.block_size, config.gradient_accumulation_steps, config.optim
+    _, tokenizer, tokens, folds = load_corpus(config.data, T)
+    ((first, end),) = folds.train[:1]
+    data = np.asarray(tokens[first:end], dtype=np.uint16)
+    model, device, autocast = set_up(peer, config, tokenizer.vocab_size)
+    forward: Any = torch.compile(model.train()) if device.type == "cuda" else model.train()
+    optimizer = model.configure_optimizers(o.weight_decay, o.learning_rate, o.betas, device.type)
 
-    def __init__(self, peer: str, words: list[str], alike: bool) -> None:
-        self.config = config = load_config(compose(words))
-        self.alike, self.accumulation = alike, config.gradient_accumulation_steps
-        torch.set_num_threads(config.threads or torch.get_num_threads())
-        self.device = resolve_device(config.device)
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.set_float32_matmul_precision("high")
-        _, tokenizer, tokens, folds = load_corpus(config.data, config.model.block_size)
-        self.batches = Batches(tokens, folds, config.model.block_size, config.batch_size, config.seed)
-        ((first, end),) = folds.train[:1]
-        self.data = np.asarray(tokens[first:end], dtype=np.uint16)
-        module = load_model(peer)
-        torch.manual_seed(config.seed)
-        self.model = (
-            module.GPT(module.GPTConfig(**model_args(config.gpt, tokenizer.vocab_size))).to(self.device).train()
-        )
-        if alike:
-            self.copy_our_weights(peer, tokenizer.vocab_size)
-        o = config.optim
-        self.optimizer = self.model.configure_optimizers(o.weight_decay, o.learning_rate, o.betas, self.device.type)
-        self.forward: Any = torch.compile(self.model) if cuda else self.model
-        self.autocast = torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
-        self.drawn = 0
-        self.batch = self.get_batch()  # nanoGPT draws the next batch while the device computes
+    def get_batch() -> tuple[Any, Any]:
+        ix = torch.randint(len(data) - T, (config.batch_size,))
+        x = torch.stack([torch.from_numpy(data[i : i + T].astype(np.int64)) for i in ix])
+        y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + T].astype(np.int64)) for i in ix])
+        return move(x, device), move(y, device)  # pinned and without waiting, as in nanoGPT
 
-    def copy_our_weights(self, peer: str, vocab_size: int) -> None:
-        from training.session import build_model  # not above: the process of old= must not load our operators
+    batch = get_batch()
 
-        ours = build_model(self.config, vocab_size)
-        ours.init_weights(self.config.seed)
-        missing, unknown = self.model.load_state_dict(ours.state_dict(), strict=False)
-        require(not unknown and set(missing) <= {"lm_head.weight"}, f"peer={peer} has other weights: {missing}")
-
-    def get_batch(self) -> tuple[Any, Any]:
-        if self.alike:
-            self.drawn += 1
-            x, y = self.batches.get_batch(*divmod(self.drawn - 1, self.accumulation))
-        else:
-            data, T = self.data, self.config.model.block_size
-            ix = torch.randint(len(data) - T, (self.config.batch_size,))
-            x = torch.stack([torch.from_numpy(data[i : i + T].astype(np.int64)) for i in ix])
-            y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + T].astype(np.int64)) for i in ix])
-        return move(x, self.device), move(y, self.device)  # pinned and without waiting, as in nanoGPT
-
-    def update(self, n: int) -> Turn:
-        """n updates from the first one on."""
-        losses = []
-        for step in range(n):
-            total = 0.0
-            for group in self.optimizer.param_groups if self.alike else ():
-                group["lr"] = learning_rate(step, self.config)
-            for _ in range(self.accumulation):
-                with self.autocast:
-                    _, loss = self.forward(*self.batch)
-                    loss = loss / self.accumulation
-                self.batch = self.get_batch()
+    def update(n: int) -> Turn:
+        nonlocal batch
+        for _ in range(n):
+            for _ in range(accumulation):
+                with autocast:
+                    _, loss = forward(*batch)
+                    loss = loss / accumulation
+                batch = get_batch()  # while the device computes
                 loss.backward()
-                total = total + loss.detach()
-            losses.append(total)
-            if self.config.grad_clip:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        synchronize(self.device)
-        return {"losses": [float(total) for total in losses]}
+            if config.grad_clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+        return {}
 
-    def evaluate(self, n: int) -> Turn:
-        """n batches of its sampled evaluation."""
-        self.model.eval()
-        with torch.no_grad():
-            for _ in range(n):
-                with self.autocast:
-                    _, loss = self.forward(*self.get_batch())
-                value = loss.item()
-        return {"loss": value}
-
-
-def nanogpt(peer: str, words: list[str], evaluation: bool = False, alike: bool = False) -> tuple[Work, dict[str, Any]]:
-    """Its update, or n batches of its evaluation."""
-    side = NanoGPT(peer, words, alike)
-    if not alike:
-        side.update(2)  # warm-up
-    tokens_per_batch = side.config.batch_size * side.config.model.block_size
-    info = {"parameters": sum(p.numel() for p in side.model.parameters()), "tokens_per_batch": tokens_per_batch}
-    return side.evaluate if evaluation else side.update, info
+    update(2)  # warm-up
+    return update, {"parameters": sum(p.numel() for p in model.parameters())}

@@ -4,8 +4,8 @@ A side is one of the things that are compared. The speed of a machine drifts, so
 the sides on the same machine and report the median over rounds of the ratio within a round.
 """
 
+import importlib
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -18,15 +18,36 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from core.cli import run_script
-from core.schema import ConfigError, require
+from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, options, require
+from sweeps.plan import compose
+from training.config import load_config
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = {"core", "data", "model", "sample", "scripts", "sweeps", "train", "training"}
 Turn = dict[str, Any]  # what one turn measured: seconds, and more
 Turns = dict[str, list[Turn]]  # side -> its turn in each round
 Work = Callable[[int], Turn]  # does n units of work and reports on them
+Built = tuple[Work, dict[str, Any]]  # the work of a side, and facts about it
+Build = Callable[..., Built]
+
+
+@options
+class SidesOptions:
+    """What bench_train.py and bench_sample.py compare."""
+
+    peer: Annotated[str | None, NOT_EMPTY, Help("a checkout of nanoGPT, to compare with")] = None
+    old: Annotated[str | None, NOT_EMPTY, Help("another checkout of this repository, to compare with")] = None
+    variants: Annotated[str, Help("our own settings to compare, lists of overrides: A;B")] = ""
+    rounds: Annotated[int, AtLeast(1), Help("turns of each side")] = 5
+
+    def check(self) -> None:
+        require(bool(self.peer or self.old) != bool(self.variants), "one of peer=, old= and variants= must be given")
+
+
+# -----------------------------------------------------------------------------
+# Sides
 
 
 @dataclass
@@ -49,23 +70,21 @@ class Side:
 
     def receive(self) -> dict[str, Any]:
         try:
-            kind, content = self.pipe.recv()
+            result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
             raise RuntimeError(f"{self.name} died (exit status {self.process.exitcode})") from None
-        if kind == "refused":
-            raise ConfigError(content)
-        if kind == "failed":
-            raise RuntimeError(f"{self.name}: {content}")
-        result: dict[str, Any] = content
+        if isinstance(result, Exception):
+            raise result
+        assert isinstance(result, dict)
         return result
 
 
-def start(name: str, build: Callable[..., tuple[Work, dict[str, Any]]], *arguments: Any) -> Side:
+def start(name: str, build: Build, *arguments: Any) -> Side:
     """Start a side. `build(*arguments)` runs in the new process and returns the work and the side's info."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, build, arguments), daemon=True)
+    process = context.Process(target=serve, args=(name, there, build, arguments), daemon=True)
     process.start()
     there.close()
     side = Side(name, process, here, {})
@@ -73,34 +92,83 @@ def start(name: str, build: Callable[..., tuple[Work, dict[str, Any]]], *argumen
     return side
 
 
-def serve(pipe: Connection, build: Callable[..., tuple[Work, dict[str, Any]]], arguments: tuple[Any, ...]) -> None:
+def serve(name: str, pipe: Connection, build: Build, arguments: tuple[Any, ...]) -> None:
     """The process of a side: build the work, then do as much of it as each message asks for."""
     try:
         work, info = build(*arguments)
-        pipe.send(("ready", info))
+        pipe.send(info)
         while True:
             n = pipe.recv()
             began = time.perf_counter()
             reported = work(n)
             seconds = time.perf_counter() - began
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            pipe.send(("done", {"seconds": seconds, "peak_memory_mib": memory, **reported}))
+            pipe.send({"seconds": seconds, "peak_memory_mib": memory, **reported})
     except ConfigError as error:
-        pipe.send(("refused", str(error)))
+        pipe.send(error)
     except EOFError:
         pass
     except Exception as error:
-        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        pipe.send(RuntimeError(f"{name}: {type(error).__name__}: {error}"))
         raise
 
 
-def alternate(sides: Mapping[str, Callable[[], Turn]], rounds: int, key: str = "seconds", unit: str = "s") -> Turns:
-    """`rounds` turns of each side. Every other round has the reverse order. Prints `key` of each turn."""
+def start_sides(
+    asked: SidesOptions, words: list[str], program: str, ours: Build, peer: Build, *more: Any
+) -> list[Side]:
+    """A side for each of variants=, or else ours and those of old= and peer=.
+
+    ours(words, *more) and peer(path, words, *more) build them; old='s is built by ours() in its file `program`.
+    """
+    if asked.variants:
+        return [start(name, ours, own, *more) for name, own in variants(asked.variants, words).items()]
+    file = program_of(asked.old, program) if asked.old else None
+    sides = [start("ours", ours, words, *more)]
+    if asked.old:
+        sides.append(start("old", old, Path(asked.old).resolve(), file, words, *more))
+    if asked.peer:
+        sides.append(start("peer", peer, asked.peer, words, *more))
+    return sides
+
+
+def old(checkout: Path, program: Path, words: list[str], *more: Any) -> Built:
+    """ours() of another checkout of this repository. It replaces our modules in this process."""
+    for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
+        del sys.modules[name]
+    sys.path.insert(0, str(checkout))  # its packages have the names of ours
+    module = importlib.import_module(".".join(program.relative_to(checkout).with_suffix("").parts))
+    built: Built = module.ours(words, *more)
+    return built
+
+
+def variants(named: str, words: list[str]) -> dict[str, list[str]]:
+    """variants=A;B -> {"A": words of A, "B": words of B}, each after the common `words`. Raises: ConfigError."""
+    chosen = {part.strip(): [*words, *part.split()] for part in named.split(";") if part.strip()}
+    for variant in chosen.values():
+        load_config(compose(variant))
+    return chosen
+
+
+def program_of(checkout: str, name: str) -> Path:
+    """The file of the benchmark `name` in another checkout of this repository. Raises: ConfigError."""
+    files = [*Path(checkout).resolve().glob(f"scripts/**/{name}")]  # it has not always been in scripts/benchmarks/
+    require(len(files) == 1, f"old={checkout} must be a checkout of this repository: it has no {name}")
+    return files[0]
+
+
+# -----------------------------------------------------------------------------
+# Turns and their ratios
+
+
+def alternate(sides: Mapping[str, Callable[[], Turn]], rounds: int) -> Turns:
+    """`rounds` turns of each side. Every other round has the reverse order."""
     turns: Turns = {name: [] for name in sides}
     for i in range(rounds):
         for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
             turns[name].append(sides[name]())
-        print(f"round {i + 1}: " + ", ".join(f"{name} {turns[name][-1][key]:.2f} {unit}" for name in sides), flush=True)
+        print(
+            f"round {i + 1}: " + ", ".join(f"{name} {turns[name][-1]['seconds']:.2f} s" for name in sides), flush=True
+        )
     return turns
 
 
@@ -116,41 +184,27 @@ def ratio(turns: Turns, a: str, b: str, key: str = "seconds", starts: int = 1) -
     return spread([statistics.median(ratios[i * n : (i + 1) * n]) for i in range(starts)] if starts > 1 else ratios)
 
 
+def against_ours(turns: Turns) -> dict[str, dict[str, float]]:
+    """How many times as long the sides of peer= and old= take as ours."""
+    names = {"peer": "ratio", "old": "ratio_to_old"}
+    return {key: ratio(turns, name, "ours") for name, key in names.items() if name in turns}
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, lowest and highest, and with 6 values or more the 95 % interval of the median: low, high."""
+    from scipy.stats import binom
+
     values = sorted(values)
     found = {"median": statistics.median(values), "lowest": values[0], "highest": values[-1]}
-    if (k := rank_of_interval(len(values))) > 0:
+    # the k-th lowest and the k-th highest enclose the median of any distribution with 95 % or more (sign test)
+    k = int(binom.ppf(0.025, len(values), 0.5))
+    if k > 0:
         found |= {"low": values[k - 1], "high": values[-k]}
     return found
 
 
-def rank_of_interval(n: int) -> int:
-    """The largest k such that the k-th lowest and the k-th highest of n values enclose the median with a probability of
-    at least 95 %, for any distribution (sign test: binomial with 1/2); 0 where n is too small."""
-    k, below = 0, math.comb(n, 0)  # of 2^n equally likely samples, those with at most k values below the median
-    while 40 * below <= 2**n:
-        k += 1
-        below += math.comb(n, k)
-    return k
-
-
-def variants(named: str, words: list[str]) -> dict[str, list[str]]:
-    """variants=A;B -> {"A": words of A, "B": words of B}, each after the common `words`. Raises: ConfigError."""
-    from sweeps.plan import compose
-    from training.config import load_config
-
-    chosen = {part.strip(): [*words, *part.split()] for part in named.split(";") if part.strip()}
-    for variant in chosen.values():
-        load_config(compose(variant))
-    return chosen
-
-
-def program_of(checkout: str, name: str) -> Path:
-    """The file of the benchmark `name` in another checkout of this repository. Raises: ConfigError."""
-    files = [*Path(checkout).resolve().glob(f"scripts/**/{name}")]  # it has not always been in scripts/benchmarks/
-    require(len(files) == 1, f"old={checkout} must be a checkout of this repository: it has no {name}")
-    return files[0]
+# -----------------------------------------------------------------------------
+# The machine and the command line
 
 
 def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
@@ -173,9 +227,15 @@ def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
     }
 
 
-def run_benchmark(settings: type, program: Callable[..., Any], doc: str | None, passes_on: bool = True) -> int:
-    """run_script() of a program that returns JSON, which is the last line, and raises RuntimeError for a failed side.
-    passes_on: its second argument are train.py's overrides."""
+def machine_of(asked: SidesOptions, words: list[str]) -> dict[str, Any]:
+    """machine() with the settings of the first side."""
+    config = load_config(compose(next(iter(variants(asked.variants, words).values()), words)))
+    return machine(config.device, config.threads)
+
+
+def run_benchmark(settings: type, program: Callable[..., Any], doc: str | None) -> int:
+    """run_script() of program(asked, overrides of train.py), which returns JSON, the last line, and raises RuntimeError
+    for a failed side."""
 
     def run(*asked: Any) -> int:
         try:
@@ -185,4 +245,4 @@ def run_benchmark(settings: type, program: Callable[..., Any], doc: str | None, 
             return 1
         return 0
 
-    return run_script(settings, run, doc, passes_on=passes_on)
+    return run_script(settings, run, doc, passes_on=True)
