@@ -137,7 +137,7 @@ def load_tiny_shakespeare(config: TinyShakespeareOptions) -> str:
     with creating(files[-1]):
         if (text := find_tiny_shakespeare(files)) is not None:  # another process downloaded it
             return text
-        raw = join_rows(HUB_REPO, f"data={config.name} from the Hugging Face Hub")
+        raw = download_tiny_shakespeare()
         text = check_tiny_shakespeare(raw, f"{HUB_REPO} on the Hugging Face Hub")
         write_cache(files[-1], raw, "downloads again")
     return text
@@ -149,18 +149,14 @@ def find_tiny_shakespeare(files: list[Path]) -> str | None:
 
 
 def read_tiny_shakespeare(path: str) -> bytes:
-    """The bytes at data.path: the file itself, a folder that holds it, or a copy of the Hub's repository."""
+    """The bytes at data.path: the file itself, or a folder that holds it."""
     name, place = f"data.path={path}", expand(path)
     if not place.is_dir():
         return read_bytes(place, name)
     for file in (place / "input.txt", place / "tiny_shakespeare" / "input.txt"):
         if os.path.exists(file):
             return read_bytes(file, str(file))
-    require(
-        any(place.rglob("*.parquet")),
-        f"{name} holds neither input.txt nor tiny_shakespeare/input.txt nor parquet files of {HUB_REPO}",
-    )
-    return join_rows(str(place), name)
+    raise ConfigError(f"{name} holds neither input.txt nor tiny_shakespeare/input.txt")
 
 
 def check_tiny_shakespeare(raw: bytes, source: str) -> str:
@@ -173,48 +169,40 @@ def check_tiny_shakespeare(raw: bytes, source: str) -> str:
     return raw.decode()
 
 
-def join_rows(path: str, name: str) -> bytes:
-    """The rows of train, validation and test, joined, of a repository on the Hub or a folder with the same layout."""
+def download_tiny_shakespeare() -> bytes:
+    """The rows of train, validation and test, joined."""
     try:
         import datasets
 
         datasets.disable_progress_bars()
         with tempfile.TemporaryDirectory() as folder:  # datasets would keep a second copy under ~/.cache
-            splits = datasets.load_dataset(path, revision=HUB_REVISION, cache_dir=folder)
+            splits = datasets.load_dataset(HUB_REPO, revision=HUB_REVISION, cache_dir=folder)
             return "".join(row for split in ("train", "validation", "test") for row in splits[split]["text"]).encode()
     except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
-        raise ConfigError(f"{name} cannot be loaded: {one_line(error)}") from error
+        raise ConfigError(
+            f"data=tiny_shakespeare from the Hugging Face Hub cannot be loaded: {one_line(error)}"
+        ) from error
 
 
 def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION) -> str | None:
     """Why the Hub cannot be used, or None if it can.
 
     The Hub's own client knows HF_ENDPOINT, HF_HUB_OFFLINE, proxies and certificates. load_dataset is not asked: it
-    retries for minutes if a server accepts and never answers.
+    retries for minutes if a server accepts and never answers. The request runs in a thread that is abandoned after
+    PROBE_SECONDS, since name resolution can outlast every timeout.
     """
-    try:
-        from huggingface_hub import HfApi
-    except ImportError as error:
-        return one_line(error)
-    # without `expand` the answer lists every file, which takes too long for FineWeb
-    return probe(lambda: HfApi().dataset_info(repo, revision=revision, expand=["sha"], timeout=PROBE_SECONDS))
+    from huggingface_hub import HfApi
 
-
-def probe(ask: Callable[[], object]) -> str | None:
-    """Why the request `ask()` fails or takes longer than PROBE_SECONDS; None if it succeeds.
-
-    It runs in a thread that is abandoned after that time, since name resolution can outlast every timeout.
-    """
     answer: queue.Queue[str | None] = queue.Queue()
 
-    def run() -> None:
-        try:
-            ask()
+    def ask() -> None:
+        try:  # without `expand` the answer lists every file, which takes too long for FineWeb
+            HfApi().dataset_info(repo, revision=revision, expand=["sha"], timeout=PROBE_SECONDS)
             answer.put(None)
         except Exception as error:
             answer.put(one_line(error))
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=ask, daemon=True).start()
     try:
         return answer.get(timeout=PROBE_SECONDS)
     except queue.Empty:

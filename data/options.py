@@ -2,18 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from core.schema import (
-    FREE,
-    NOT_EMPTY,
-    REQUIRED,
-    AtLeast,
-    BeforeItExisted,
-    Between,
-    Help,
-    deciding,
-    options,
-    require,
-)
+from core.schema import FREE, NOT_EMPTY, REQUIRED, AtLeast, BeforeItExisted, Between, Help, deciding, options, require
 
 BPE_VOCAB_SIZE = 4096
 MOVABLE = FREE  # a corpus may lie elsewhere: its SHA-256 is compared
@@ -143,7 +132,6 @@ class PrepareFineWebConfig:
     ] = None
     tokenizer: Annotated[Literal["gpt2", "bpe"], Help("gpt2, or bpe: learnt from the first documents")] = "gpt2"
     vocab_size: Annotated[int | None, AtLeast(257), Help("of bpe, with the separator; null: 32768")] = None
-    learn_bytes: Annotated[int | None, AtLeast(1, bits=53), Help("of text that bpe learns from; null: 100 MB")] = None
     max_tokens: Annotated[
         int | None, AtLeast(1, bits=53), Help("stop after the document that reaches it, train and val together")
     ] = None
@@ -151,8 +139,7 @@ class PrepareFineWebConfig:
     val_fraction: Annotated[
         float, Between(0, 1, "()"), Help("of the documents is held out, chosen by a hash of the text")
     ] = 0.001
-    workers: Annotated[int | None, FREE, AtLeast(1), Help("processes that tokenise; null: one a core")] = None
-    verify: Annotated[bool, FREE, Help("compare every byte of finished shards with their index")] = False
+    workers: Annotated[int | None, FREE, AtLeast(1), Help("threads that tokenise; null: one a core")] = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -162,15 +149,10 @@ class PrepareFineWebConfig:
             resolved["name"] = "sample-10BT"
         if self.tokenizer == "bpe":
             resolved["vocab_size"] = 2**15 if self.vocab_size is None else self.vocab_size
-            resolved["learn_bytes"] = 100_000_000 if self.learn_bytes is None else self.learn_bytes
         return resolved
 
     def check(self) -> None:
         check_vocab_size("", self.tokenizer, self.vocab_size)
-        require(
-            self.learn_bytes is None or self.tokenizer == "bpe",
-            f"learn_bytes={self.learn_bytes} needs tokenizer=bpe: tokenizer={self.tokenizer} learns nothing",
-        )
 
 
 def check_vocab_size(prefix: str, tokenizer: str, vocab_size: int | None) -> None:

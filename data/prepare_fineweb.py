@@ -7,16 +7,12 @@ continues with the same command: progress.json says how much is done.
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,31 +22,27 @@ from tqdm import tqdm
 from core.cli import run_script
 from core.files import FileLock, cache_folder, read_json, write_atomic
 from core.schema import ConfigError, require, show
-from data.corpora import expand, one_line, probe_hub
+from data.corpora import expand, one_line
 from data.options import PrepareFineWebConfig
-from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER, file_sha256, verify
+from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER
 from data.tokenizer import BPETokenizer, Tokenizer, build_tokenizer, from_dict, learn_bpe, token_dtype, tokenizer_sha256
 
 SAVE_SECONDS = 5.0
-PRINT_SECONDS = 30.0
-BATCH_CHARS, BATCH_DOCUMENTS = 2**20, 1024  # a worker's task ends at the first limit that it reaches
+PRINT_SECONDS = 30.0  # between two states of the progress bar in a log
+LEARN_BYTES = 100_000_000  # of text that tokenizer=bpe learns from
+BATCH_CHARS, BATCH_DOCUMENTS = 2**20, 1024  # a thread's task ends at the first limit that it reaches
+
+Position = dict[str, Any]  # of the stream of `datasets`, between two documents
 
 
-class Batch(NamedTuple):
-    """The tokens of some documents, joined, and for each document: tokens, UTF-8 bytes, whether it is held out."""
-
+class Document(NamedTuple):
     tokens: np.ndarray
-    lengths: list[int]
-    n_bytes: list[int]
-    held_out: list[bool]
+    n_bytes: int  # of its text in UTF-8
+    held_out: bool
 
 
 def prepare(config: PrepareFineWebConfig) -> int:
     out = cache_folder() / "fineweb" if config.out is None else expand(config.out)
-    if config.verify:  # whatever settings the shards were made with
-        require((out / INDEX).exists(), f"verify=true: {out} holds no finished shards")
-        verify(out)
-        return report_finished(out, " and intact")
     dataset = expand(config.dataset).resolve()
     require(dataset not in [out.resolve(), *out.resolve().parents], f"out={out} must not lie in dataset={dataset}")
     check_usable(out, config)
@@ -76,20 +68,14 @@ def check_usable(out: Path, config: PrepareFineWebConfig) -> None:
         names = set(os.listdir(out)) if out.exists() else set()
         if not names:
             return
-        state = json.loads((out / (INDEX if INDEX in names else PROGRESS)).read_bytes())
+        begun = json.loads((out / (INDEX if INDEX in names else PROGRESS)).read_bytes())["settings"]
     except FileNotFoundError:
         require(names <= {"lock", f"{PROGRESS}.tmp"}, f"out={out} is neither empty nor a folder of token shards")
         return
     except OSError as error:
         raise ConfigError(f"out={out} cannot be used: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"out={out} holds a damaged {PROGRESS} or {INDEX}: remove the folder") from error
-    state = state if isinstance(state, dict) else {}
-    require(
-        INDEX in names or isinstance(state.get("source"), dict),
-        f"out={out} holds a {PROGRESS} that does not say of which files: remove the folder",
-    )
-    begun = state.get("settings", {})
     changes = [
         f"{key} {show(begun.get(key))} -> {show(value)}"
         for key, value in config.settings.items()
@@ -98,9 +84,9 @@ def check_usable(out: Path, config: PrepareFineWebConfig) -> None:
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
 
 
-def report_finished(out: Path, intact: str = "") -> int:
+def report_finished(out: Path) -> int:
     clean_up(out)
-    print(f"{out} is complete{intact}: {summary(read_json(out / INDEX))}")
+    print(f"{out} is complete: {summary(read_json(out / INDEX))}")
     return 0
 
 
@@ -110,7 +96,7 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents"
         write_json(out / TOKENIZER, tokenizer.to_dict())
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     writers = {split: ShardWriter(out, split, dtype, config.shard_tokens, state[split]) for split in SPLITS}
-    with contextlib.closing(tokenised(documents, state, tokenizer, config)) as batches:
+    with contextlib.closing(tokenised(documents, state["stream"], tokenizer, config)) as batches:
         write_documents(out, config.max_tokens, state, writers, batches)
     index: dict[str, Any] = {
         "format": FORMAT, "settings": config.settings, "source": documents.source, "dtype": dtype.name,
@@ -127,26 +113,17 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents"
 
 
 def load_progress(out: Path, config: PrepareFineWebConfig, documents: "Documents") -> dict[str, Any]:
-    """The content of progress.json, which is written where there is none.
-
-    stream: the position of the data set after `documents` documents. finished: no document is left to write.
-    """
-    state = read_json(out / PROGRESS)
-    if state:
+    """The content of progress.json, which is written where there is none. stream: a Position after `documents`."""
+    if state := read_json(out / PROGRESS):
         require(
-            state["source"] == documents.source,
+            state.get("source") == documents.source,
             f"dataset={config.dataset} is not what {out} was begun on: its files have changed; use another folder",
         )
         return state
-    state = {"settings": config.settings, "source": documents.source, "documents": 0, "stream": None, "finished": False}
+    state = {"settings": config.settings, "source": documents.source, "documents": 0, "stream": None}
     state |= {split: {"shards": [], "tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
     write_json(out / PROGRESS, state)
     return state
-
-
-def save_progress(out: Path, state: dict[str, Any], writers: dict[str, "ShardWriter"]) -> None:
-    state |= {split: writer.flushed_state() for split, writer in writers.items()}
-    write_json(out / PROGRESS, state)
 
 
 def write_documents(
@@ -154,35 +131,26 @@ def write_documents(
     max_tokens: int | None,
     state: dict[str, Any],
     writers: dict[str, "ShardWriter"],
-    batches: Iterable[tuple[Batch, dict[str, Any]]],
+    batches: Iterable[tuple[list[Document], Position]],
 ) -> None:
     """Write the documents up to the one that reaches `max_tokens`, and save the progress now and then."""
     n_tokens = sum(writer.total("tokens") for writer in writers.values())
     if state["documents"]:
         print(f"{out}: continues after {state['documents']:,} documents, {n_tokens:,} tokens")
-    saved = printed = time.monotonic()
-    with tqdm(total=max_tokens, initial=n_tokens, unit="tok", unit_scale=True, disable=None, dynamic_ncols=True) as bar:
-        for batch, stream in batches:
-            documents = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
-            for tokens, n_bytes, held_out in zip(documents, batch.n_bytes, batch.held_out, strict=True):
+    saved, interval = time.monotonic(), 0.1 if sys.stderr.isatty() else PRINT_SECONDS
+    with tqdm(total=max_tokens, initial=n_tokens, unit="tok", unit_scale=True, mininterval=interval) as bar:
+        for documents, stream in batches:
+            for tokens, n_bytes, held_out in documents:
                 writers["val" if held_out else "train"].add(tokens, n_bytes)
                 n_tokens += len(tokens)
                 state["documents"] += 1
+                bar.update(len(tokens))
                 if max_tokens is not None and n_tokens >= max_tokens:
-                    state["finished"] = True
-                    break
-            state["stream"] = stream
-            bar.update(n_tokens - bar.n)
-            if state["finished"]:
-                break
-            if time.monotonic() - saved > SAVE_SECONDS:  # now all files and `stream` are at the same document
-                save_progress(out, state, writers)
+                    return
+            if time.monotonic() - saved > SAVE_SECONDS:  # all files and `stream` are at the same document
+                state |= {"stream": stream, **{split: writer.flushed_state() for split, writer in writers.items()}}
+                write_json(out / PROGRESS, state)
                 saved = time.monotonic()
-            if bar.disable and time.monotonic() - printed > PRINT_SECONDS:
-                print(f"{state['documents']:,} documents, {n_tokens:,} tokens", flush=True)
-                printed = time.monotonic()
-    state["finished"] = True
-    save_progress(out, state, writers)
 
 
 def summary(index: dict[str, Any]) -> str:
@@ -195,7 +163,7 @@ def summary(index: dict[str, Any]) -> str:
 
 def clean_up(out: Path) -> None:
     """Remove the files that only an unfinished preparation needs."""
-    for file in (out / PROGRESS, *out.glob("*.offsets"), *out.glob("*.tmp")):
+    for file in (out / PROGRESS, *out.glob("*.tmp")):
         file.unlink(missing_ok=True)
 
 
@@ -218,13 +186,7 @@ class Documents:
     def __init__(self, config: PrepareFineWebConfig, begun: dict[str, Any]) -> None:
         self.config = config
         folder, name = expand(config.dataset), config.settings["name"]
-        if not folder.is_dir():
-            problem = probe_hub(config.dataset, None)
-            require(
-                problem is None,
-                f"dataset={config.dataset} is no folder here, and the Hugging Face Hub does not give it ({problem}): "
-                "dataset=FOLDER takes parquet files",
-            )
+        where = "of this folder" if folder.is_dir() else "of the Hugging Face Hub, as there is no such folder,"
         try:
             import datasets
             from huggingface_hub import HfApi
@@ -240,9 +202,8 @@ class Documents:
             self.rows = datasets.load_dataset(path, name, split=config.split, streaming=True, revision=revision)
             first = next(iter(self.rows.take(1)), None)
         except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
-            raise ConfigError(
-                f"dataset={config.dataset} name={show(name)} split={config.split} cannot be loaded: {one_line(error)}"
-            ) from error
+            chosen = f"dataset={config.dataset} name={show(name)} split={config.split}"
+            raise ConfigError(f"{chosen} {where} cannot be loaded: {one_line(error)}") from error
         require(first is not None, f"dataset={config.dataset} is empty")
         assert first is not None
         require(config.column in first, f"column={config.column} must be one of {', '.join(first)}")
@@ -250,26 +211,24 @@ class Documents:
         require(kind in ("str", "NoneType"), f"column={config.column} must hold text, not {kind}")
         self.rows = self.rows.select_columns([config.column])
 
-    def batches(self, stream: dict[str, Any] | None) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    def batches(self, stream: Position | None) -> Iterator[tuple[list[str], Position]]:
         """Some texts at a time, and the position after them. Begins at the position `stream`; skips empty rows."""
         if stream is not None:
             self.rows.load_state_dict(stream)
         texts: list[str] = []
         size = 0
-        rows = iter(self.rows)
-        while True:
-            try:
-                row = next(rows, None)
-            except Exception as error:
-                raise OSError(f"dataset={self.config.dataset}: {one_line(error)}; the same command goes on") from error
-            if row is not None and row[self.config.column] is not None:
-                texts.append(row[self.config.column])
-                size += len(texts[-1])
-            if texts and (row is None or size >= BATCH_CHARS or len(texts) >= BATCH_DOCUMENTS):
-                yield texts, self.rows.state_dict()
-                texts, size = [], 0
-            if row is None:
-                return
+        try:
+            for row in self.rows:
+                if (text := row[self.config.column]) is not None:
+                    texts.append(text)
+                    size += len(text)
+                if size >= BATCH_CHARS or len(texts) >= BATCH_DOCUMENTS:
+                    yield texts, self.rows.state_dict()
+                    texts, size = [], 0
+        except Exception as error:
+            raise OSError(f"dataset={self.config.dataset}: {one_line(error)}; the same command goes on") from error
+        if texts:
+            yield texts, self.rows.state_dict()
 
 
 def source_of(folder: Path) -> dict[str, Any]:
@@ -298,73 +257,48 @@ def load_tokenizer(out: Path, config: PrepareFineWebConfig, documents: Documents
 
 def learn(config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
     """A BPE tokenizer learnt from the first training documents, none of them held out."""
-    settings, learnt_from, size = config.settings, [], 0
+    vocab_size, learnt_from, size = config.settings["vocab_size"], [], 0
     for texts, _ in documents.batches(None):
         for text in texts:
-            if size < settings["learn_bytes"] and not is_held_out(text.encode(), config.val_fraction):
+            if size < LEARN_BYTES and not is_held_out(text.encode(), config.val_fraction):
                 learnt_from.append(text)
                 size += len(text.encode())
-        if size >= settings["learn_bytes"]:
+        if size >= LEARN_BYTES:
             break
     try:
-        return BPETokenizer(learn_bpe(learnt_from, settings["vocab_size"] - 1), has_separator=True)
+        return BPETokenizer(learn_bpe(learnt_from, vocab_size - 1), has_separator=True)
     except ConfigError as error:
-        raise ConfigError(f"vocab_size={settings['vocab_size']} is too large for {size} bytes of text") from error
+        raise ConfigError(f"vocab_size={vocab_size} is too large for {size} bytes of text") from error
 
 
 # -----------------------------------------------------------------------------
-# Tokens: many processes encode, in the order of the documents
+# Tokens: threads encode, in the order of the documents
 
 
 def tokenised(
-    documents: Documents, state: dict[str, Any], tokenizer: Tokenizer, config: PrepareFineWebConfig
-) -> Generator[tuple[Batch, dict[str, Any]], None, None]:
-    if state["finished"]:
-        return
+    documents: Documents, stream: Position | None, tokenizer: Tokenizer, config: PrepareFineWebConfig
+) -> Generator[tuple[list[Document], Position], None, None]:
+    """The documents from the position `stream` on, some at a time, and the position after them."""
     workers = config.workers or os.cpu_count() or 1
-    context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks of datasets and pyarrow
-    pool = ProcessPoolExecutor(workers, context, start_worker, (tokenizer.to_dict(), config.val_fraction))
-    pending: deque[tuple[Future[Batch], dict[str, Any]]] = deque()
-    try:
-        for texts, stream in documents.batches(state["stream"]):
-            pending.append((pool.submit(encode, texts), stream))
+    pending: deque[tuple[Future[list[Document]], Position]] = deque()
+    with ThreadPoolExecutor(workers) as pool:  # tiktoken releases Python's lock
+        for texts, position in documents.batches(stream):
+            pending.append((pool.submit(encode, texts, tokenizer, config.val_fraction), position))
             if len(pending) > 2 * workers:
-                future, stream = pending.popleft()
-                yield future.result(), stream
-        while pending:
-            future, stream = pending.popleft()
-            yield future.result(), stream
-    except BrokenProcessPool as error:
-        raise OSError(
-            f"a worker died, of too little memory perhaps (workers={workers}); the same command goes on"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+                encoded, position = pending.popleft()
+                yield encoded.result(), position
+        for encoded, position in pending:
+            yield encoded.result(), position
 
 
-worker: dict[str, Any] = {}  # the tokenizer and the held-out fraction, in a worker process
-
-
-def start_worker(tokenizer: dict[str, Any], val_fraction: float) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=die_with_parent, daemon=True).start()
-    worker.update(tokenizer=from_dict(tokenizer), val_fraction=val_fraction)
-
-
-def die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def encode(texts: list[str]) -> Batch:
-    tokenizer: Tokenizer = worker["tokenizer"]
-    raw = [text.encode(errors="surrogatepass") for text in texts]
+def encode(texts: list[str], tokenizer: Tokenizer, val_fraction: float) -> list[Document]:
     end = np.array([tokenizer.separator], dtype=token_dtype(tokenizer.vocab_size))
-    tokens = [np.concatenate([tokenizer.encode(text), end]) for text in texts]
-    held_out = [is_held_out(text, worker["val_fraction"]) for text in raw]
-    return Batch(np.concatenate(tokens), [len(part) for part in tokens], [len(text) for text in raw], held_out)
+    documents = []
+    for text in texts:
+        raw = text.encode(errors="surrogatepass")
+        tokens = np.concatenate([tokenizer.encode(text), end])
+        documents.append(Document(tokens, len(raw), is_held_out(raw, val_fraction)))
+    return documents
 
 
 # -----------------------------------------------------------------------------
@@ -381,72 +315,58 @@ class ShardWriter:
         self.out, self.split, self.dtype, self.limit = out, split, dtype, limit
         self.shards: list[dict[str, Any]] = list(state["shards"])
         self.current: dict[str, int] = {key: state[key] for key in ("tokens", "documents", "bytes")}
-        self.files: tuple[BinaryIO, BinaryIO] | None = None
-        if self.current["tokens"]:
-            self.reopen()
+        self.stream: BinaryIO | None = self.reopen() if self.current["tokens"] else None
 
-    def path(self, number: int, kind: str) -> Path:
-        return self.out / f"{self.split}_{number:06d}.{kind}"
+    @property
+    def file(self) -> Path:
+        return self.out / f"{self.split}_{len(self.shards):06d}.bin"
 
     def total(self, key: str) -> int:
         return self.current[key] + sum(shard[key] for shard in self.shards)
+
+    def reopen(self) -> BinaryIO:
+        """The current shard, truncated to what is valid and open for appending."""
+        length = self.current["tokens"] * self.dtype.itemsize
+        self.file.touch()
+        stream = open(self.file, "r+b")  # noqa: SIM115 (close() closes it)
+        valid = os.fstat(stream.fileno()).st_size >= length
+        require(valid, f"{self.file} is shorter than {PROGRESS} says: remove the folder")
+        stream.truncate(length)
+        stream.seek(length)
+        return stream
 
     def add(self, tokens: np.ndarray, n_bytes: int) -> None:
         """Append a document, whose last token is the separator."""
         if self.current["tokens"] and self.current["tokens"] + len(tokens) > self.limit:
             self.close()
-        if self.files is None:
-            self.reopen()
-        assert self.files is not None
-        self.files[0].write(tokens.astype(self.dtype).tobytes())
-        self.files[1].write(self.current["tokens"].to_bytes(8, "little"))
+        if self.stream is None:
+            self.stream = self.reopen()
+        self.stream.write(tokens.astype(self.dtype).tobytes())
         self.current["tokens"] += len(tokens)
         self.current["documents"] += 1
         self.current["bytes"] += n_bytes
 
-    def reopen(self) -> None:
-        number = len(self.shards)
-        self.files = (
-            open_at(self.path(number, "bin"), self.current["tokens"] * self.dtype.itemsize),
-            open_at(self.path(number, "offsets"), 8 * self.current["documents"]),
-        )
-
     def flushed_state(self) -> dict[str, Any]:
-        for file in self.files or ():
-            file.flush()
-            os.fsync(file.fileno())
+        if self.stream is not None:
+            self.stream.flush()
+            os.fsync(self.stream.fileno())
         return {"shards": self.shards, **self.current}
 
     def close(self) -> None:
         """Complete the current shard."""
+        assert self.stream is not None
         self.flushed_state()
-        for stream in self.files or ():
-            stream.close()
-        file = self.path(len(self.shards), "bin")
-        self.shards.append({"file": file.name, **self.current, "sha256": file_sha256(file)})
-        self.current, self.files = dict.fromkeys(self.current, 0), None
+        self.stream.close()
+        with open(self.file, "rb") as whole:
+            sha256 = hashlib.file_digest(whole, "sha256").hexdigest()
+        self.shards.append({"file": self.file.name, **self.current, "sha256": sha256})
+        self.current, self.stream = dict.fromkeys(self.current, 0), None
 
     def finish(self) -> dict[str, Any]:
-        """Complete the last shard and write the offsets of the documents. Returns the split's part of the index."""
+        """Complete the last shard. Returns the split's part of the index."""
         if self.current["tokens"]:
             self.close()
-        for number, shard in enumerate(self.shards):
-            offsets = np.fromfile(self.path(number, "offsets"), dtype="<u8").tolist()
-            file = self.path(number, "json")
-            write_atomic(file, json.dumps({"offsets": offsets}).encode())
-            shard |= {"offsets": file.name, "offsets_sha256": file_sha256(file)}
         return {**{key: self.total(key) for key in self.current}, "shards": self.shards}
-
-
-def open_at(file: Path, length: int) -> BinaryIO:
-    """The file, truncated to `length` bytes and open for appending."""
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o666))
-    stream = open(file, "r+b")  # noqa: SIM115 (ShardWriter closes it)
-    require(os.fstat(stream.fileno()).st_size >= length, f"{file} is shorter than {PROGRESS} says: remove the folder")
-    stream.truncate(length)
-    stream.seek(length)
-    return stream
 
 
 def main() -> None:

@@ -1,15 +1,13 @@
 """Token shards on disk, as data/prepare_fineweb.py writes them: a corpus that is larger than memory.
 
-index.json            settings, totals, and for each shard: tokens, documents, bytes of text, SHA-256 of both files
+index.json            settings, totals, and for each shard: tokens, documents, bytes of text, SHA-256
 train_000000.bin, …   token ids, uint16 or uint32 as index.json says; each document ends with the separator
-train_000000.json     {"offsets": [the first token of each document]}
 val_000000.bin, …     the same for the held-out documents
 tokenizer.json        the tokenizer; index.json has its SHA-256
 """
 
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from core.files import read_json
-from core.schema import ConfigError, require, show
+from core.schema import ConfigError, require
 from data.corpora import data_folders, expand, read_bytes
-from data.options import FineWebOptions, PrepareFineWebConfig
+from data.options import FineWebOptions
 from data.tokenizer import Tokenizer, from_dict, tokenizer_sha256
 
 FORMAT = 1
@@ -57,7 +54,6 @@ def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
     """SHA-256 of the index, the tokenizer, all tokens, and the number of training tokens, which come first.
 
     Raises: ConfigError where the shards are absent, unfinished, or differ in size from their index.
-    `python data/prepare_fineweb.py verify=true` compares every byte.
     """
     folder = find_shards(config)
     raw = read_bytes(folder / INDEX, str(folder / INDEX))
@@ -83,25 +79,14 @@ def find_shards(config: FineWebOptions) -> Path:
         if (folder / INDEX).exists():
             return folder
     for folder in folders:
-        if (folder / PROGRESS).exists():
-            command = command_that_began(folder)
-            raise ConfigError(f"data={config.name} is not complete in {folder}: {command} goes on from there")
+        require(
+            not (folder / PROGRESS).exists(),
+            f"data={config.name} is not complete in {folder}: the command of data/prepare_fineweb.py goes on there",
+        )
     where = f"data.path={config.path}" if config.path is not None else f"data={config.name}"
     names = " nor ".join(str(folder / INDEX) for folder in folders)
-    command = prepare_command(folders[0], ["max_tokens=1000000000"])
+    command = shlex.join(["python", "data/prepare_fineweb.py", f"out={folders[0]}", "max_tokens=1000000000"])
     raise ConfigError(f"{where} has no {names}: {command} makes it")
-
-
-def command_that_began(folder: Path) -> str:
-    """The command with the settings of progress.json that are not the defaults. A damaged file has none."""
-    settings, defaults = read_json(folder / PROGRESS).get("settings"), PrepareFineWebConfig().settings
-    settings = settings if isinstance(settings, dict) else {}
-    changed = [f"{key}={show(value)}" for key, value in settings.items() if value != defaults.get(key)]
-    return prepare_command(folder, changed)
-
-
-def prepare_command(out: Path, overrides: list[str]) -> str:
-    return shlex.join(["python", "data/prepare_fineweb.py", f"out={out}", *overrides])
 
 
 def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
@@ -122,19 +107,3 @@ def load_tokenizer(folder: Path, index: dict[str, Any]) -> Tokenizer:
         raise ConfigError(f"{file} is not a tokenizer: {error}") from error
     require(tokenizer_sha256(tokenizer) == index["tokenizer_sha256"], f"{file} is not the one that {INDEX} names")
     return tokenizer
-
-
-def file_sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def verify(folder: Path) -> None:
-    """Compare every file with the index. Raises: ConfigError naming the first that differs."""
-    index = parse_index(folder, read_bytes(folder / INDEX, str(folder / INDEX)))
-    load_tokenizer(folder, index)
-    for shard in (shard for split in SPLITS for shard in index[split]["shards"]):
-        for file, sha256 in ((shard["file"], shard["sha256"]), (shard["offsets"], shard["offsets_sha256"])):
-            require(os.path.exists(folder / file), f"{folder / file} is absent")
-            intact = file_sha256(folder / file) == sha256
-            require(intact, f"{folder / file} is not what {INDEX} says: its SHA-256 differs")

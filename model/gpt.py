@@ -55,7 +55,8 @@ class QKNorm(nn.Module):
     """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys.
 
     A norm of one's own defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least, and may have a `gain`, a parameter
-    of shape (hs,), and be `centred`. Attention may apply the three apart: absorbed MLA decoding does.
+    of shape (hs,), and be `centred`: `scale` then still gets x with its mean. Absorbed MLA decoding applies gain, mean
+    and scale apart.
     """
 
     centred = False
@@ -88,6 +89,7 @@ class NoNorm(QKNorm):
         return torch.ones_like(at_least_fp32(x[..., :1]))
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
+        assert alpha is None
         return x
 
 
@@ -103,7 +105,7 @@ class RMSNorm(QKNorm):
         return ops.inverse_rms(x, self.eps)
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
-        assert self.gain is not None
+        assert self.gain is not None and alpha is None
         return ops.rms_norm(x, self.gain, self.eps)  # (..., hs)
 
 
@@ -119,7 +121,7 @@ class LayerNorm(RMSNorm):
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         y = at_least_fp32(x)
         # y's own mean square, not centred again: where y is round-off, as of a constant x, that keeps |output| bounded
-        return super().forward(y - y.mean(-1, keepdim=True)).to(x.dtype)  # (..., hs)
+        return super().forward(y - y.mean(-1, keepdim=True), alpha).to(x.dtype)  # (..., hs)
 
 
 class LpNorm(QKNorm):
@@ -247,8 +249,8 @@ class FusedLinear(Linear):
 
 
 # -----------------------------------------------------------------------------
-# Attention layouts: forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), cache_bytes_per_token(dtype),
-# flops_per_token(context), and for QK-Clip scale_logits(gamma, balance), beside what CausalAttention has
+# Attention layouts: forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context), and for
+# QK-Clip scale_logits(gamma, balance), beside what CausalAttention has
 
 
 @dataclass
@@ -325,13 +327,13 @@ class GroupedQueryAttention(CausalAttention):
         q, k = self.q_norm(q, self.logit_scale()), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope, pos), rotate(k, rope, pos)
-        if cache is not None:
+        if cache is None:
+            self.observe(q, k, self.logit_scale.softmax_scale)
+        else:
             cache.k[:, :, pos : pos + T] = k
             cache.v[:, :, pos : pos + T] = v
             if pos > 0:
                 k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nkv, S, hs)
-        if cache is None:
-            self.observe(q, k, self.logit_scale.softmax_scale)
         y = self.attend(q, k, v, self.logit_scale.softmax_scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -350,9 +352,6 @@ class GroupedQueryAttention(CausalAttention):
     def new_cache(self, batch: int, max_len: int, dtype: torch.dtype) -> KVCache:
         shape, device = (batch, self.n_kv_head, max_len, self.head_dim), self.c_attn.weight.device
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
-
-    def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.n_kv_head * self.head_dim * dtype.itemsize
 
     def flops_per_token(self, context: int) -> int:
         """Training FLOPs of q k^T and att v for one token that sees `context` keys: 2 matmuls, 2 FLOPs, 3 passes."""
@@ -495,10 +494,11 @@ class MultiHeadLatentAttention(CausalAttention):
         self.observe(q, k, self.logit_scale.softmax_scale)
         return self.attend(q, k, v, self.logit_scale.softmax_scale)
 
-    # Absorbed decoding. With g the gain and (q_n, q_r) the finished query, the logit of a key is
+    # Absorbed decoding. (q_n, q_r) is the query that project() returns; g_n and g_r are the gains of a key's content
+    # and RoPE channels. R rotates. s and mean are those of a key before its norm, mean 0 but for LayerNorm. A logit is
     #   s [(W_uk^T (g_n q_n)) . latent + q_r . R g_r k_rope] - s mean [(g_n . q_n) + q_r . R g_r]
-    # where blockwise k_rope is normalised as a whole, so that s covers the content alone, and the mean's part of the
-    # content is linear in the latent: centring g_n q_n does it.
+    # in the unified layout. Blockwise k_rope has its own norm already, so that s and mean are the content's alone. The
+    # mean is then linear in the latent: g_n q_n is centred instead.
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """W_kv_b as (nh, dn, kr) for keys and (nh, dv, kr) for values."""
@@ -572,16 +572,13 @@ class MultiHeadLatentAttention(CausalAttention):
         shift = zeros(max_len, self.n_head) if self.k_norm.centred and self.unified else None
         return LatentCache(zeros(max_len, self.kv_rank), zeros(max_len, self.rope_dim), s, shift)
 
-    def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
-        scalars = self.n_head * (self.normed + (self.k_norm.centred and self.unified))
-        return (self.kv_rank + self.rope_dim + scalars) * dtype.itemsize
-
     def flops_per_token(self, context: int) -> int:
         """Training FLOPs of q k^T and att v on the explicit path for one token that sees `context` keys."""
         return 6 * self.n_head * (self.nope_dim + self.rope_dim + self.v_dim) * context
 
 
-ATTENTIONS: dict[str, Callable[[GPTConfig], CausalAttention]] = {
+Layout = Callable[[GPTConfig], CausalAttention]
+ATTENTIONS: dict[str, Layout] = {
     "mha": GroupedQueryAttention,
     "gqa": GroupedQueryAttention,
     "mla": MultiHeadLatentAttention,
@@ -775,7 +772,8 @@ class GPT(nn.Module):
         return [attn.new_cache(batch, max_len, dtype) for attn in self.attentions]
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return sum(attn.cache_bytes_per_token(dtype) for attn in self.attentions)
+        tensors = [tensor for cache in self.new_caches(1, 1, dtype) for tensor in vars(cache).values()]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 # -----------------------------------------------------------------------------
@@ -786,7 +784,5 @@ def register_qk_norm(options: type[QKNormOptions], norm: type[QKNorm]) -> None:
     QK_NORMS[settings.register(settings.QK_NORMS, options)] = norm
 
 
-def register_attention(
-    options: type[settings.AttentionOptions], layout: Callable[[GPTConfig], CausalAttention]
-) -> None:
+def register_attention(options: type[settings.AttentionOptions], layout: Layout) -> None:
     ATTENTIONS[settings.register(settings.ATTENTIONS, options)] = layout

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from model import kernels
+from model.kernels import operators as kernels
 
 LOGITS_AT_ONCE = 2**26  # elements; a loss of more logits is computed some positions at a time
 SMALL = 2**14  # elements; for fewer PyTorch's own operation between two matmuls is done before a kernel is called
@@ -70,10 +70,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centr
     dtype = matmul_dtype(x)
     if x.dtype == weight.dtype == torch.float32 and dtype in kernels.DTYPES and pays(x):
         return kernels.layer_norm(x, weight, bias, eps, centred, dtype)
-    return layer_norm_reference(x, weight, bias, eps, centred)
-
-
-def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool = True) -> Tensor:
     if centred:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
@@ -163,13 +159,9 @@ def dropout(x: Tensor, p: float) -> Tensor:
     """
     if p == 0 or not x.is_cpu:
         return F.dropout(x, p)
-    seed = draw_seed()
+    seed, dropped = draw_seed(), out_of_256(p)
     if x.dtype == torch.float32 and pays(x):
-        return kernels.dropout(x, out_of_256(p), seed)
-    return dropout_reference(x, out_of_256(p), seed)
-
-
-def dropout_reference(x: Tensor, dropped: int, seed: Tensor) -> Tensor:
+        return kernels.dropout(x, dropped, seed)
     drawn = random_bytes(seed, (x.numel() + 7) // 8)[: x.numel()].view(x.shape)
     return ApplyMask.apply(x, *dropout_mask(drawn, dropped, x.dtype))
 
@@ -458,10 +450,6 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) 
     x (N, C), weight (V, C), targets (N,), -1 is ignored -> ()
     """
     return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
-
-
-def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(at_least_fp32(F.linear(x, weight)), targets, ignore_index=-1)
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -1,5 +1,6 @@
 import itertools
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,32 @@ def test_too_few_tokens_are_a_config_error() -> None:
     held_out_is_short = Batches(tokens, split(200, 10, 0), block_size=20, batch_size=1, seed=0)
     with pytest.raises(ConfigError, match=r"^model.block_size=20 needs a held-out block of more than 20 tokens"):
         held_out_is_short.sampled_batch("val", 0)
+
+
+def test_batches_from_shards_in_the_page_cache_come_at_several_million_tokens_a_second(tmp_path: Path) -> None:
+    arrays = []
+    for i in range(4):
+        np.random.default_rng(i).integers(50257, size=5_000_000).astype(np.uint16).tofile(tmp_path / f"{i}.bin")
+        arrays.append(np.memmap(tmp_path / f"{i}.bin", dtype=np.uint16, mode="r"))
+    batches = Batches(Shards(arrays), Split(train=((0, 19_000_000),), val=((19_000_000, 20_000_000),)), 1024, 32, 0)
+    seconds = []
+    for step in range(60):
+        start = time.perf_counter()
+        batches.get_batch(step)
+        seconds.append(time.perf_counter() - start)
+    assert 32 * 1024 / float(np.median(seconds)) > 3e6
+
+
+def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Batches(np.arange(1000), Split(train=((0, 900),), val=((900, 1000),)), 16, 4, seed=0)
+    get_batch = batches.get_batch
+
+    def slow(*place: int) -> Any:
+        time.sleep(0.1)
+        return get_batch(*place)
+
+    monkeypatch.setattr(batches, "get_batch", slow)
+    start = time.perf_counter()
+    for _ in batches.prefetch((step, 0) for step in range(16)):
+        time.sleep(0.1)
+    assert time.perf_counter() - start < 2.6  # one after the other: 3.2 at least

@@ -48,13 +48,13 @@ def write(path: Path, raw: bytes) -> Path:
     return path
 
 
-def hub_folder(root: Path, text: str, splits: tuple[str, ...] = ("train", "validation", "test")) -> Path:
+def hub_folder(root: Path, text: str) -> Path:
     """A local copy of the Hub's repository as refs/convert/parquet lays it out, of `text` cut in unequal parts."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     cuts = [0, int(0.9 * len(text)), int(0.95 * len(text)), len(text)]
-    for i, split in enumerate(splits):
+    for i, split in enumerate(("train", "validation", "test")):
         file = root / "default" / split / "0000.parquet"
         file.parent.mkdir(parents=True)
         pq.write_table(pa.table({"text": [text[cuts[i] : cuts[i + 1]]]}), file)
@@ -173,26 +173,6 @@ def test_an_explicit_path_is_never_replaced_by_another_source(
 # Tiny Shakespeare, through `datasets`
 
 
-def test_a_folder_laid_out_like_the_hub_gives_the_same_bytes(
-    shakespeare: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = hub_folder(tmp_path / "repo", shakespeare.decode())
-    assert load_text(TinyShakespeareOptions(path=str(folder))).encode() == shakespeare
-    assert "examples/s" not in capfd.readouterr().err  # no progress bars
-
-
-def test_a_folder_with_another_text_or_without_a_split_is_refused(tmp_path: Path) -> None:
-    other = hub_folder(tmp_path / "other", "to be or not to be" * 9)
-    with pytest.raises(ConfigError, match=f"^data.path={other} is not Tiny Shakespeare: it has 162 bytes"):
-        load_text(TinyShakespeareOptions(path=str(other)))
-    partial = hub_folder(tmp_path / "partial", "to be or not to be" * 9, ("train", "test"))
-    with pytest.raises(ConfigError, match=f"^data.path={partial} cannot be loaded: KeyError: 'validation'$"):
-        load_text(TinyShakespeareOptions(path=str(partial)))
-    broken = write(tmp_path / "broken" / "default" / "train" / "0000.parquet", b"not parquet").parents[2]
-    with pytest.raises(ConfigError, match=f"^data.path={broken} cannot be loaded: [^\n]*$"):
-        load_text(TinyShakespeareOptions(path=str(broken)))
-
-
 @pytest.fixture
 def hub(shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The Hub played by a local folder; the list records each probe."""
@@ -203,9 +183,10 @@ def hub(shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_fetched_text_is_cached_and_fetched_once_or_where_it_cannot_be_costs_a_warning_only(
-    hub: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first = load_text(TinyShakespeareOptions())
+    assert "examples/s" not in capfd.readouterr().err  # no progress bars
     folder = tmp_path / "cache" / "nanoqk" / "tiny_shakespeare"
     assert {f.name for f in folder.iterdir()} == {"input.txt", "input.txt.lock"}
     assert (folder / "input.txt").read_bytes() == first.encode()
@@ -213,19 +194,22 @@ def test_a_fetched_text_is_cached_and_fetched_once_or_where_it_cannot_be_costs_a
     monkeypatch.setenv("XDG_CACHE_HOME", str(write(tmp_path / "a_file", b"")))
     with pytest.warns(UserWarning, match="input.txt cannot be written, the next run downloads again"):
         assert load_text(TinyShakespeareOptions()) == first
+    monkeypatch.setattr(corpora, "HUB_REPO", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="^data=tiny_shakespeare from the Hugging Face Hub cannot be loaded: [^\n]*$"):
+        load_text(TinyShakespeareOptions())
 
 
 def test_processes_that_start_together_download_once(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for the first. Threads stand for processes: each opens the lock file itself."""
-    download, ready = corpora.join_rows, threading.Barrier(3)
-    downloads: list[str] = []
+    download, ready = corpora.download_tiny_shakespeare, threading.Barrier(3)
+    downloads: list[bytes] = []
 
-    def counted(path: str, name: str) -> bytes:
-        downloads.append(path)
-        return download(path, name)
+    def counted() -> bytes:
+        downloads.append(download())
+        return downloads[-1]
 
     monkeypatch.setattr(corpora, "probe_hub", lambda: [ready.wait(), None][1])  # all have found no file
-    monkeypatch.setattr(corpora, "join_rows", counted)
+    monkeypatch.setattr(corpora, "download_tiny_shakespeare", counted)
     with ThreadPoolExecutor(3) as threads:
         texts = set(threads.map(load_text, [TinyShakespeareOptions()] * 3))
     assert len(downloads) == len(texts) == 1

@@ -14,32 +14,20 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_bad_input import Outcome, check, contents, outcome
-from test_train import assert_same_run, configured, lines
 
-import train
-from core import cli
 from core.schema import ConfigError
 from data import prepare_fineweb
-from data.batches import Batches
-from data.folds import Split
 from data.options import FineWebOptions, PrepareFineWebConfig
 from data.prepare_fineweb import prepare
-from data.shards import Shards, open_shards
+from data.shards import open_shards
 from data.tokenizer import BYTES, BPETokenizer, Tokenizer, from_dict, learn_bpe
-from data.tokens import load_corpus
-from sweeps.definition import load_sweep
-from sweeps.launch import LaunchOptions, read_request
 
 __all__ = ["outcome"]  # a fixture
 
@@ -112,26 +100,6 @@ def held_out(text: str, fraction: float) -> bool:
     return int(digest, 16) / 2**64 < fraction
 
 
-class Serial:
-    """concurrent.futures.ProcessPoolExecutor without processes: starts in no time."""
-
-    def __init__(self, workers: int, context: Any, start: Callable[..., None], args: tuple[Any, ...]) -> None:
-        prepare_fineweb.worker.update(tokenizer=from_dict(args[0]), val_fraction=args[1])
-
-    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(function(*args))
-        return done
-
-    def shutdown(self, cancel_futures: bool = False) -> None:
-        pass
-
-
-@pytest.fixture
-def serial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_fineweb, "ProcessPoolExecutor", Serial)
-
-
 # -----------------------------------------------------------------------------
 # What is written
 
@@ -145,10 +113,8 @@ def test_shards_hold_every_document_once_in_order_with_its_separator(parquet: Pa
         found: list[str] = []
         for shard in index[split]["shards"]:
             tokens = np.fromfile(shards / shard["file"], dtype=index["dtype"])
-            offsets = json.loads((shards / shard["offsets"]).read_bytes())["offsets"]
-            assert len(tokens) == shard["tokens"] <= 5000 and len(offsets) == shard["documents"]
-            documents = [tokens[a:b] for a, b in zip(offsets, [*offsets[1:], len(tokens)], strict=True)]
-            assert all(document[-1] == 299 and 299 not in document[:-1] for document in documents)
+            *documents, rest = np.split(tokens, np.flatnonzero(tokens == 299) + 1)
+            assert len(tokens) == shard["tokens"] <= 5000 and len(documents) == shard["documents"] and len(rest) == 0
             found += [tokenizer.decode(document[:-1]) for document in documents]
             assert shard["sha256"] == hashlib.sha256((shards / shard["file"]).read_bytes()).hexdigest()
         assert found == texts
@@ -156,13 +122,12 @@ def test_shards_hold_every_document_once_in_order_with_its_separator(parquet: Pa
         assert index[split]["bytes"] == sum(len(text.encode()) for text in texts)
         assert index[split]["tokens"] == sum(shard["tokens"] for shard in index[split]["shards"])
     assert len(index["train"]["shards"]) > 3
-    assert set(files(shards)) == {"index.json", "tokenizer.json"} | {
-        shard[key] for split in ("train", "val") for shard in index[split]["shards"] for key in ("file", "offsets")
-    }
+    named = {shard["file"] for split in ("train", "val") for shard in index[split]["shards"]}
+    assert set(files(shards)) == {"index.json", "tokenizer.json"} | named
 
 
 def test_the_number_of_workers_and_the_size_of_batches_change_nothing(
-    parquet: Parquet, shards: Path, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+    parquet: Parquet, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_fineweb, "BATCH_DOCUMENTS", 3)
     assert prepare(settings_of(parquet, tmp_path / "out", workers=1)) == 0
@@ -170,7 +135,7 @@ def test_the_number_of_workers_and_the_size_of_batches_change_nothing(
 
 
 def test_a_token_budget_stops_after_the_document_that_reaches_it(
-    parquet: Parquet, shards: Path, tmp_path: Path, serial: None
+    parquet: Parquet, shards: Path, tmp_path: Path
 ) -> None:
     assert prepare(settings_of(parquet, tmp_path / "out", max_tokens=9000)) == 0
     index = index_of(tmp_path / "out")
@@ -181,9 +146,7 @@ def test_a_token_budget_stops_after_the_document_that_reaches_it(
     assert index["train"]["tokens"] + index["val"]["tokens"] == lengths[n - 1] >= 9000
 
 
-def test_rows_without_a_text_are_left_out(
-    parquet: Parquet, tmp_path: Path, serial: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_without_a_text_are_left_out(parquet: Parquet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [None, *parquet[1][:40], None, *parquet[1][40:80], None]
     write_parquet(tmp_path / "in" / "0.parquet", text=texts)
     config = settings_of((tmp_path / "in", []), tmp_path / "out")
@@ -193,6 +156,18 @@ def test_rows_without_a_text_are_left_out(
     assert "warning" not in capsys.readouterr().out
     assert prepare(settings_of((tmp_path / "in", []), tmp_path / "all", val_fraction=1e-9)) == 0
     assert "warning: val is empty: data=fineweb refuses these shards" in capsys.readouterr().out
+
+
+def test_a_large_vocabulary_makes_shards_of_four_bytes_a_token(
+    parquet: Parquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = BPETokenizer([*BYTES, *(a + b for a in BYTES for b in BYTES)], has_separator=True)
+    monkeypatch.setattr(prepare_fineweb, "load_tokenizer", lambda *args: large)
+    assert prepare(settings_of(parquet, tmp_path / "out")) == 0
+    _, tokenizer, tokens, n_train = open_shards(FineWebOptions(path=str(tmp_path / "out")))
+    assert tokenizer.vocab_size > 2**16 and tokens[:10].dtype == np.uint32
+    texts = [text for text in parquet[1] if not held_out(text, 0.1)]
+    assert tokenizer.decode(tokens[:n_train].tolist()) == "".join(text + "<|endoftext|>" for text in texts)
 
 
 class Killed(BaseException):
@@ -218,7 +193,7 @@ def interrupted(config: PrepareFineWebConfig) -> None:
 
 
 def test_a_crash_at_any_write_neither_doubles_nor_loses_a_document(
-    parquet: Parquet, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+    parquet: Parquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saved after every batch; stopped before the n-th replacement of a file, then before the n-th of the rest, …"""
     monkeypatch.setattr(prepare_fineweb, "SAVE_SECONDS", 0.0)
@@ -226,7 +201,7 @@ def test_a_crash_at_any_write_neither_doubles_nor_loses_a_document(
     config = settings_of(parquet, tmp_path / "whole", max_tokens=12_000, shard_tokens=2500)
     assert prepare(config) == 0
     expected = files(tmp_path / "whole")
-    places = [(os, "replace", (1, 2, 3, 7)), (prepare_fineweb.ShardWriter, "add", (3, 40, 100))]
+    places = [(os, "replace", (1, 2, 3, 5)), (prepare_fineweb.ShardWriter, "add", (3, 40, 100))]
     for owner, name, gap in [(owner, name, gap) for owner, name, gaps in places for gap in gaps]:
         call, left, crashes, out = getattr(owner, name), gap, 0, tmp_path / f"{name}{gap}"
 
@@ -282,7 +257,7 @@ def test_kill_9_at_random_moments_neither_doubles_nor_loses_a_document(
             time.sleep(0.005)
         time.sleep(draw.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
-        process.communicate()  # its workers hold the pipes: they end with it
+        process.communicate()
         if (out / "index.json").exists():
             break
         stops.append(reached())
@@ -292,9 +267,7 @@ def test_kill_9_at_random_moments_neither_doubles_nor_loses_a_document(
     assert files(out) == files(shards)
 
 
-def test_a_data_set_that_changes_between_a_kill_and_the_next_start_is_refused(
-    parquet: Parquet, tmp_path: Path, serial: None
-) -> None:
+def test_a_data_set_that_changes_between_a_kill_and_the_next_start_is_refused(parquet: Parquet, tmp_path: Path) -> None:
     """A position in the stream counts files: one more that sorts first would make it another document's."""
     folder, out = tmp_path / "growing", tmp_path / "out"
     shutil.copytree(parquet[0], folder)
@@ -336,7 +309,7 @@ def hub(parquet: Parquet, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_resumed_preparation_keeps_the_revision_of_the_hub_that_it_was_begun_on(
-    parquet: Parquet, hub: dict[str, Any], shards: Path, tmp_path: Path, serial: None
+    parquet: Parquet, hub: dict[str, Any], shards: Path, tmp_path: Path
 ) -> None:
     fineweb, out = "HuggingFaceFW/fineweb", tmp_path / "out"
     config = replace(settings_of(parquet, out, split="test"), dataset=fineweb)
@@ -355,7 +328,7 @@ def test_a_resumed_preparation_keeps_the_revision_of_the_hub_that_it_was_begun_o
 
 @pytest.mark.parametrize("shard_tokens", [5000, 6000])
 def test_a_process_that_comes_late_leaves_finished_shards_alone(
-    shard_tokens: int, parquet: Parquet, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
+    shard_tokens: int, parquet: Parquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another one, with the same or other settings, finishes between its look at the folder and its lock."""
     config, out, flock = settings_of(parquet, tmp_path / "out"), tmp_path / "out", fcntl.flock
@@ -379,55 +352,18 @@ def test_a_process_that_comes_late_leaves_finished_shards_alone(
     assert state() == before != {}
 
 
-def test_a_worker_that_dies_is_one_line(parquet: Parquet, tmp_path: Path) -> None:
-    (tmp_path / "dying.py").write_text(DYING)
-    words = [f"dataset={parquet[0]}", f"out={tmp_path / 'out'}", "tokenizer=bpe", "vocab_size=300", "workers=1"]
-    command = [sys.executable, str(tmp_path / "dying.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "failed: a worker died" in done.stderr and "the same command goes on" in done.stderr
-
-
-DYING = """
-import os, signal, sys
-from data import prepare_fineweb
-if __name__ == "__main__":
-    prepare_fineweb.main()
-else:
-    prepare_fineweb.encode = lambda texts: os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_finished_folder_is_left_alone_and_can_be_verified(
-    parquet: Parquet, tmp_path: Path, serial: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_folder_is_left_alone(parquet: Parquet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert prepare(settings_of(parquet, out)) == 0
     before = files(out)
     (out / "progress.json").write_text("{}")  # as a kill just after the index was written leaves it
-    assert prepare(settings_of(parquet, out, verify=True)) == 0
-    assert "is complete and intact" in capsys.readouterr().out and files(out) == before
+    assert prepare(settings_of(parquet, out)) == 0
+    assert "is complete: train" in capsys.readouterr().out and files(out) == before
     with pytest.raises(ConfigError, match="was begun with other settings: shard_tokens 5000 -> 6000; use another"):
         prepare(settings_of(parquet, out, shard_tokens=6000))
 
 
-def test_verify_reads_every_byte_whatever_settings_the_shards_were_made_with(
-    shards: Path, tmp_path: Path, outcome: Outcome
-) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(shards, out)
-    status, stderr = outcome(prepare_fineweb.main, f"out={out}", "verify=true")
-    assert status == 0, stderr
-    for name in ("train_000001.bin", "val_000000.json"):
-        intact = (out / name).read_bytes()
-        (out / name).write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
-        status, stderr = outcome(prepare_fineweb.main, f"out={out}", "verify=true")
-        check(status, stderr, [f"{name} is not what index.json says"])
-        (out / name).write_bytes(intact)
-
-
 def test_nothing_is_learnt_from_held_out_documents(parquet: Parquet, shards: Path, tmp_path: Path) -> None:
-
     tokenizer = tokenizer_of(shards)
     texts = [text for text in parquet[1] if not held_out(text, 0.1)]
     assert tokenizer.pieces[:-1] == learn_bpe(texts, 299)
@@ -442,18 +378,16 @@ BAD: dict[str, list[str]] = {
     "column=body": ["column=body", "text, id, dump, url"],
     "column=token_count": ["column=token_count", "text, not int"],
     "split=validation": ["split=validation", "cannot be loaded"],
-    "dataset=nowhere": ["dataset=nowhere", "no folder here"],
+    "dataset=nowhere": ["dataset=nowhere", "no such folder"],
     "dataset=empty": ["dataset=empty", "cannot be loaded"],
     "tokenizer=char": ["tokenizer=char", "gpt2, bpe"],
     "tokenizer=gpt2 vocab_size=300": ["vocab_size=300", "tokenizer=bpe"],
-    "tokenizer=gpt2 learn_bytes=300": ["learn_bytes=300", "tokenizer=bpe"],
     "tokenizer=gpt2": ["tokenizer=gpt2", "tiktoken's cache"],
     "tokenizer=bpe vocab_size=100": ["vocab_size=100", ">= 257"],
     "tokenizer=bpe vocab_size=90000": ["vocab_size=90000", "too large"],
     "max_tokens=0": ["max_tokens=0", ">= 1"],
     "val_fraction=1.5": ["val_fraction=1.5", "(0, 1)"],
     "workers=0": ["workers=0", ">= 1"],
-    "verify=true": ["verify=true", "no finished shards"],
     "out=corpus.txt": ["out=corpus.txt"],
     "out=theirs": ["out=theirs", "neither empty nor"],
     "out=/proc/shards": ["out=/proc/shards"],
@@ -496,163 +430,3 @@ def test_the_program_is_found_and_helps(program: Callable[..., subprocess.Comple
     assert done.returncode == 0 and "max_tokens=null" in done.stdout and "HuggingFaceFW/fineweb" in done.stdout
     bad = program("data/prepare_fineweb.py", "max_tokens=none")
     assert bad.returncode == 2 and bad.stderr.startswith("error: max_tokens=none must be an integer or null")
-
-
-BAD_DATA: dict[str, list[str]] = {
-    "data.path=nowhere": ["data.path=nowhere", "prepare_fineweb.py out=nowhere max_tokens=1000000000 makes it"],
-    "data.path=null": ["data=fineweb has no", "prepare_fineweb.py"],
-    "data.path=begun": ["not complete in begun", "prepare_fineweb.py out=begun 'dataset=my texts' name=null goes on"],
-    "data.path=unclear": ["not complete in unclear", "prepare_fineweb.py out=unclear goes on"],
-    "data.path=short": ["train_000000.bin is", "bytes"],
-    "data.path=damaged": ["damaged/index.json", "not an index"],
-    "data.path=other": ["tokenizer.json", "not the one"],
-    "data.path=whole data.val_tokens=1": ["data.val_tokens=1", ">= 2"],
-    "data.path=whole data.val_tokens=10000000": ["data.val_tokens=10000000", "<="],
-    "data.path=whole data.fold=0": ["data.fold=0", "unknown"],
-    "data.path=whole data.folds=5": ["data.folds=5", "unknown"],
-    "data.path=whole +data.split=shuffled": ["data.split=shuffled", "unknown"],
-    "data.path=whole data.tokenizer=bpe": ["data.tokenizer=bpe", "unknown"],
-}
-
-
-@pytest.mark.parametrize("overrides", BAD_DATA)
-def test_bad_setting_of_fineweb(overrides: str, folder: Path, outcome: Outcome, shards: Path) -> None:
-    for name in ("whole", "short", "damaged", "other"):
-        shutil.copytree(shards, folder / name)
-    begun = PrepareFineWebConfig(dataset="my texts").settings
-    for name, progress in (("begun", {"settings": begun}), ("unclear", {})):
-        (folder / name).mkdir()
-        (folder / name / "progress.json").write_text(json.dumps(progress))
-    os.truncate(folder / "short" / "train_000000.bin", 100)
-    (folder / "damaged" / "index.json").write_text("[]")
-    (folder / "other" / "tokenizer.json").write_text(json.dumps(BPETokenizer(BYTES).to_dict()))
-    before = contents(folder)
-    status, stderr = outcome(train.main, "data=fineweb", "model=nano_cpu", "max_iters=200", *overrides.split())
-    check(status, stderr, BAD_DATA[overrides])
-    assert contents(folder) == before
-
-
-# -----------------------------------------------------------------------------
-# Shards as one sequence
-
-
-@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), data=st.data())
-@settings(deadline=None)
-def test_shards_are_sliced_like_one_array(lengths: list[int], data: st.DataObject) -> None:
-    whole = np.arange(sum(lengths))
-    shards = Shards(np.split(whole, np.cumsum(lengths)[:-1]))
-    assert len(shards) == len(whole)
-    start, end = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 60))
-    np.testing.assert_array_equal(shards[start:end], whole[start:end])
-
-
-def test_a_large_vocabulary_makes_shards_of_four_bytes_a_token(
-    parquet: Parquet, tmp_path: Path, serial: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    large = BPETokenizer([*BYTES, *(a + b for a in BYTES for b in BYTES)], has_separator=True)
-    monkeypatch.setattr(prepare_fineweb, "load_tokenizer", lambda *args: large)
-    assert prepare(settings_of(parquet, tmp_path / "out")) == 0
-    _, tokenizer, tokens, n_train = open_shards(FineWebOptions(path=str(tmp_path / "out")))
-    assert tokenizer.vocab_size > 2**16 and tokens[:10].dtype == np.uint32
-    texts = [text for text in parquet[1] if not held_out(text, 0.1)]
-    assert tokenizer.decode(tokens[:n_train].tolist()) == "".join(text + "<|endoftext|>" for text in texts)
-
-
-# -----------------------------------------------------------------------------
-# A run
-
-
-def fineweb_run(shards: Path, run: Path, **changes: Any) -> Any:
-    data = {"name": "fineweb", "path": str(shards), **changes.pop("data", {})}
-    return configured(shards, run, **{"eval_interval": 3, "checkpoint_interval": 3, **changes, "data": data})
-
-
-def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards: Path, tmp_path: Path) -> None:
-    assert train.run(fineweb_run(shards, tmp_path / "whole")) == 0
-    assert train.run(fineweb_run(shards, tmp_path / "halves", max_iters=3)) == 0
-    assert train.run(fineweb_run(shards, tmp_path / "halves")) == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "halves")
-    index = index_of(shards)
-    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
-    assert summary["held_out_tokens"] == index["val"]["tokens"]
-    assert summary["corpus_sha256"] == hashlib.sha256((shards / "index.json").read_bytes()).hexdigest()
-    assert "tokenizer" not in summary
-    line = lines(tmp_path / "whole")[-1]
-    first = tokenizer_of(shards).pieces[int(np.fromfile(shards / "val_000000.bin", dtype=np.uint16, count=1)[0])]
-    nats = line["val/loss"] * (index["val"]["tokens"] - 1)
-    assert line["val/bpb"] == pytest.approx(nats / np.log(2) / (index["val"]["bytes"] - len(first)), rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("words", "runs", "step"),
-    [
-        ("sweep=mla_comparison launcher.ranks=8", 35, 2**20),
-        ("sweep=mla_stress_400m launcher.ranks=8", 90, 2**20),
-        ("sweep=gqa", 27, 2**15),
-        ("sweep=gqa sweep.parts=[per_sequence]", 15, 2**20),
-    ],
-)
-def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shards: Path, tmp_path: Path) -> None:
-    size = "null" if "per_sequence" in words else "4096"  # a window of 32,768 needs all that is held out
-    asked = [*words.split(), f"data.path={shards}", f"data.val_tokens={size}", f"sweep_dir={tmp_path / 'sweep'}"]
-    values, overrides = cli.read_settings(asked, LaunchOptions)
-    request, _ = read_request(cli.settings_of(LaunchOptions, values), overrides)
-    assert [run.config.tokens_per_iter for run in request.runs] == [step] * runs
-    committed = load_sweep(request.name, {}).overrides
-    (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))
-    held_out_of = 10**9 if request.name == "gqa" else 10**11  # the tokens that its file says to prepare
-    assert asked_for < 0.7 * held_out_of * PrepareFineWebConfig.val_fraction
-    command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), *asked, "dry_run=true"]
-    listed = subprocess.run(command, capture_output=True, text=True)
-    assert listed.returncode == 0, listed.stderr
-    assert f"{runs} runs ({runs} pending)" in listed.stdout and "GiB of disk" in listed.stdout
-    assert not (tmp_path / "sweep").exists()
-
-
-def test_val_tokens_is_a_fixed_prefix_of_the_held_out_ones(shards: Path) -> None:
-    corpus = load_corpus(FineWebOptions(path=str(shards), val_tokens=100), 16)
-    whole = load_corpus(FineWebOptions(path=str(shards)), 16)
-    ((start, end),) = whole.split.val
-    assert corpus.split == Split(train=whole.split.train, val=((start, start + 100),)) and end > start + 100
-    np.testing.assert_array_equal(whole.tokens[start:end][:50], np.fromfile(shards / "val_000000.bin", np.uint16, 50))
-
-
-def test_a_run_on_other_shards_is_refused(shards: Path, tmp_path: Path) -> None:
-    assert train.run(fineweb_run(shards, tmp_path / "run", max_iters=3)) == 0
-    shutil.copytree(shards, tmp_path / "moved")
-    assert train.run(fineweb_run(tmp_path / "moved", tmp_path / "run", max_iters=4)) == 0  # the same elsewhere
-    with open(tmp_path / "moved" / "index.json", "a") as file:
-        file.write("\n")
-    with pytest.raises(ConfigError, match="is not the text that .*run was begun on"):
-        train.run(fineweb_run(tmp_path / "moved", tmp_path / "run"))
-    with pytest.raises(ConfigError, match="data.val_tokens null -> 50"):
-        train.run(fineweb_run(shards, tmp_path / "run", data={"val_tokens": 50}))
-
-
-def test_batches_from_shards_in_the_page_cache_come_at_several_million_tokens_a_second(tmp_path: Path) -> None:
-    arrays = []
-    for i in range(4):
-        np.random.default_rng(i).integers(50257, size=5_000_000).astype(np.uint16).tofile(tmp_path / f"{i}.bin")
-        arrays.append(np.memmap(tmp_path / f"{i}.bin", dtype=np.uint16, mode="r"))
-    batches = Batches(Shards(arrays), Split(train=((0, 19_000_000),), val=((19_000_000, 20_000_000),)), 1024, 32, 0)
-    seconds = []
-    for step in range(60):
-        start = time.perf_counter()
-        batches.get_batch(step)
-        seconds.append(time.perf_counter() - start)
-    assert 32 * 1024 / float(np.median(seconds)) > 3e6
-
-
-def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = Batches(np.arange(1000), Split(train=((0, 900),), val=((900, 1000),)), 16, 4, seed=0)
-    get_batch = batches.get_batch
-
-    def slow(*place: int) -> Any:
-        time.sleep(0.1)
-        return get_batch(*place)
-
-    monkeypatch.setattr(batches, "get_batch", slow)
-    start = time.perf_counter()
-    for _ in batches.prefetch((step, 0) for step in range(16)):
-        time.sleep(0.1)
-    assert time.perf_counter() - start < 2.6  # one after the other: 3.2 at least

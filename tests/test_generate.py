@@ -3,11 +3,9 @@ from typing import Any
 
 import pytest
 import torch
-import variants
 from conftest import tiny_config
-from test_gpt import V, build, random_tokens
 from torch import Tensor
-from variants import PAIRS, config_of
+from variants import PAIRS, V, build, config_of, random_tokens
 
 from model.generate import cast_linears, decode_one_token, decoding, generate, prefill, sample_token
 from model.gpt import GPT
@@ -93,8 +91,8 @@ def test_top_k_1_is_greedy_and_ties_keep_one_token_at_least() -> None:
 @pytest.mark.parametrize(("layout", "norm", "bias"), [*((*pair, False) for pair in PAIRS), ("mha", "rms", True)])
 def test_in_bf16_logits_are_those_of_autocast(layout: str, norm: str, bias: bool, tied: bool) -> None:
     """The same bits with the weights cast in advance, of the same tensors afterwards."""
-    model = variants.build(config_of(layout, norm, bias=bias, tied=tied), dtype=torch.float32)
-    idx, parameters = variants.random_tokens(2, 9), dict(model.named_parameters())
+    model = build(config_of(layout, norm, bias=bias, tied=tied), dtype=torch.float32)
+    idx, parameters = random_tokens(2, 9), dict(model.named_parameters())
     casts = cast_linears(model, torch.bfloat16)
     outcomes = []
     for weights in ([], casts):
@@ -126,7 +124,7 @@ def test_a_model_whose_decoding_fails_or_waits_has_its_own_weights() -> None:
 
 @pytest.mark.parametrize("layout", ["gqa", "mla"])
 def test_on_a_cpu_keys_and_values_are_cached_in_fp32(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, made = variants.build(config_of(layout, "rms"), dtype=torch.float32), []
+    model, made = build(config_of(layout, "rms"), dtype=torch.float32), []
     new_caches = GPT.new_caches
 
     def spy(*args: Any) -> Any:

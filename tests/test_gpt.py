@@ -9,109 +9,28 @@ import torch
 from conftest import QK_NORM_VARIANTS, tiny_config
 from torch import Tensor
 from torch.nn import functional as F
+from variants import V, build, random_tokens
 
 from model import ops
-from model.gpt import (
-    GPT,
-    QK_NORMS,
-    Alpha,
-    LpNorm,
-    RMSNorm,
-    initial_alpha,
-    mean_norm_ratio,
-)
+from model.gpt import GPT, QK_NORMS, Alpha, LpNorm, RMSNorm, initial_alpha, mean_norm_ratio
 from model.kernels import operators
 from model.ops import causal_attention, dropout_mask
-from model.options import GPTConfig, LayerNormOptions, LpNormOptions, ModelOptions, QKNormOptions, RMSNormOptions
+from model.options import GPTConfig, LpNormOptions, ModelOptions, QKNormOptions, RMSNormOptions
 from training.config import TrainConfig
 
-V = 11
 PS = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 7.3, math.inf]
 
 
-def build(config: TrainConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> GPT:
-    model = GPT(config.gpt, V)
-    model.init_weights(seed)
-    with torch.no_grad():  # away from the special values of initialisation
-        g = torch.Generator().manual_seed(1)
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=g))
-    return model.to(dtype).eval()
-
-
-def random_tokens(*shape: int, seed: int = 2) -> Tensor:
-    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
-
-
 # -----------------------------------------------------------------------------
-# The model against others
+# The model against others: test_references.py has Hugging Face's, test_gqa.py attention by hand
 
 
-def reference_logits(model: GPT, config: TrainConfig, idx: Tensor) -> Tensor:
-    """The same network from its state dict, one sequence, head, query and key at a time, in float64."""
-    w = {name: value.double() for name, value in model.state_dict().items()}
-    m, T = config.model, idx.size(1)
-    hs = m.n_embd // m.n_head
-
-    def layer_norm(x: Tensor, name: str) -> Tensor:
-        x = x - x.mean(-1, keepdim=True)
-        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
-        return x + w[f"{name}.bias"] if m.bias else x
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        y = x @ w[f"{name}.weight"].T
-        return y + w[f"{name}.bias"] if m.bias else y
-
-    def normalise(x: Tensor, name: str, head: int) -> Tensor:
-        if isinstance(config.qk_norm, LpNormOptions):
-            p = config.qk_norm.p
-            if isinstance(p, str):
-                p = (1 + (1 + w[f"{name}.raw_p"][head].exp()).log()).item()
-            return x / (x.abs().max() if math.isinf(p) else (x.abs() ** p).sum() ** (1 / p))
-        if isinstance(config.qk_norm, LayerNormOptions):
-            x = x - x.mean()
-        if isinstance(config.qk_norm, RMSNormOptions):
-            return x / (x.square().mean() + config.qk_norm.eps).sqrt() * w[f"{name}.gain"]
-        return x
-
-    rows = []
-    for tokens in idx:
-        x = w["transformer.wte.weight"][tokens] + w["transformer.wpe.weight"][:T]  # (T, C)
-        for layer in range(m.n_layer):
-            name = f"transformer.h.{layer}"
-            qkv = linear(layer_norm(x, f"{name}.ln_1"), f"{name}.attn.c_attn").split(m.n_embd, -1)
-            y = torch.zeros_like(x)
-            for h in range(m.n_head):
-                q, k, v = (part[:, h * hs : (h + 1) * hs] for part in qkv)
-                scale = torch.tensor(1 / math.sqrt(hs), dtype=torch.float64)
-                if isinstance(config.qk_norm, LpNormOptions):
-                    raw = w[f"{name}.attn.logit_scale.alpha.raw"][h if config.qk_norm.alpha_per == "head" else 0]
-                    maps = {"exp": raw.exp(), "softplus": (1 + raw.exp()).log(), "linear": raw.abs()}
-                    scale = maps[config.qk_norm.alpha_map]
-                for i in range(T):
-                    qi = normalise(q[i], f"{name}.attn.q_norm", h)
-                    keys = [normalise(k[j], f"{name}.attn.k_norm", h) for j in range(i + 1)]
-                    s = scale * torch.stack(keys) @ qi
-                    y[i, h * hs : (h + 1) * hs] = (s.exp() / s.exp().sum()) @ v[: i + 1]
-            x = x + linear(y, f"{name}.attn.c_proj")
-            hidden = linear(layer_norm(x, f"{name}.ln_2"), f"{name}.mlp.c_fc")
-            hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
-            x = x + linear(hidden, f"{name}.mlp.c_proj")
-        rows.append(layer_norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].T)
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_logits_and_loss_equal_a_float64_reference_for_every_norm(qk_norm: QKNormOptions, bias: bool) -> None:
-    config = tiny_config(qk_norm, bias=bias, block_size=8, n_head=2, n_embd=12)
-    model = build(config)
-    idx, targets = random_tokens(2, 8), random_tokens(2, 8, seed=3)
+def test_the_loss_is_the_mean_over_the_targets_that_are_not_ignored() -> None:
+    model, idx, targets = build(tiny_config(bias=True)), random_tokens(2, 16), random_tokens(2, 16, seed=3)
     targets[0, 5:] = -1
     logits, loss = model(idx, targets)
-    expected = reference_logits(model, config, idx)
-    torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-11)
-    log_probs = expected - expected.exp().sum(-1, keepdim=True).log()
-    picked = [-log_probs[b, t, targets[b, t]] for b in range(2) for t in range(8) if targets[b, t] >= 0]
+    log_probs = logits - logits.exp().sum(-1, keepdim=True).log()
+    picked = [-log_probs[b, t, targets[b, t]] for b in range(2) for t in range(16) if targets[b, t] >= 0]
     torch.testing.assert_close(loss, torch.stack(picked).mean(), rtol=1e-11, atol=1e-11)
 
 
@@ -158,34 +77,7 @@ def test_nanogpts_weights_give_nanogpts_logits_loss_gradients_and_flops(nanogpt:
 
 
 # -----------------------------------------------------------------------------
-# Causality, caches, parameters
-
-
-def test_no_token_receives_gradient_from_earlier_logits(qk_norm: QKNormOptions) -> None:
-    model, idx = build(tiny_config(qk_norm)), random_tokens(1, 16)
-    embedded: list[Tensor] = []
-
-    def keep(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
-
-    model.transformer.wte.register_forward_hook(keep)
-    logits = model(idx)[0]
-    for t in (0, 7, 15):
-        (gradient,) = torch.autograd.grad(logits[0, t].sum(), embedded[0], retain_graph=True)
-        assert gradient[0, t + 1 :].abs().sum() == 0
-        assert (gradient[0, : t + 1].abs().sum(-1) > 0).all()
-
-
-@pytest.mark.parametrize("chunks", [(1,) * 16, (16,), (5, 1, 1, 4, 5), (9, 7)])
-def test_cached_forward_equals_full_forward(qk_norm: QKNormOptions, chunks: tuple[int, ...]) -> None:
-    model, idx = build(tiny_config(qk_norm)), random_tokens(3, 16)
-    full = model(idx)[0]
-    caches, pos, parts = model.new_caches(3, 16, torch.float64), 0, []
-    for n in chunks:
-        parts.append(model(idx[:, pos : pos + n], caches=caches, pos=pos)[0])
-        pos += n
-    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-11, atol=1e-11)
+# Parameters
 
 
 def test_last_only_gives_the_last_positions_logits() -> None:
@@ -244,30 +136,52 @@ def test_default_model_has_nanogpts_size() -> None:
 # QK norms
 
 
-@pytest.mark.parametrize("p", PS)
-def test_lp_norm_is_x_over_its_p_norm(p: float) -> None:
-    x = torch.randn(5, 3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    y = LpNorm(LpNormOptions(p=p), 64, 1)(x)
-    torch.testing.assert_close(y, x / torch.linalg.vector_norm(x, p, -1, keepdim=True), rtol=1e-13, atol=0)
-    torch.testing.assert_close(torch.linalg.vector_norm(y, p, -1), torch.ones(5, 3).double(), rtol=1e-13, atol=0)
+each_p = pytest.mark.parametrize("p", [*PS, "learned"])
 
 
-@pytest.mark.parametrize("p", PS)
-def test_lp_norm_is_scale_invariant_and_its_gradient_orthogonal_to_x(p: float) -> None:
-    norm = LpNorm(LpNormOptions(p=p), 32, 1)
-    x = torch.randn(7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    y = norm(x)
-    for factor in (1e-20, 1e-3, 1e25):
-        torch.testing.assert_close(norm(x * factor), y, rtol=1e-12, atol=0)
-    (gradient,) = torch.autograd.grad((y * torch.linspace(-1, 2, 32).double()).sum(), x)
-    assert gradient.abs().sum() > 0
-    torch.testing.assert_close((gradient * x).sum(-1), torch.zeros(7).double(), rtol=0, atol=1e-12)
+def lp_norm(p: Any, d: int, n_head: int) -> LpNorm:
+    """In float64; learned p differ from head to head."""
+    norm = LpNorm(LpNormOptions(p=p), d, n_head).double()
+    norm.init_weights()
+    with torch.no_grad():
+        for raw_p in norm.parameters():
+            raw_p.add_(torch.linspace(-1, 2, n_head))
+    return norm
 
 
-@pytest.mark.parametrize("p", PS)
-def test_lp_norm_passes_gradcheck(p: float) -> None:
-    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    assert torch.autograd.gradcheck(LpNorm(LpNormOptions(p=p), 8, 1), (x,))
+def heads(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@each_p
+def test_lp_norm_is_x_over_its_p_norm_whatever_the_length_of_x(p: Any) -> None:
+    norm, x = lp_norm(p, 64, 3), heads(2, 3, 5, 64)
+    if isinstance(norm.p, float):
+        size = torch.linalg.vector_norm(x, norm.p, -1, keepdim=True)
+    else:
+        size = (x.abs() ** norm.p).sum(-1, keepdim=True) ** (1 / norm.p)
+    torch.testing.assert_close(norm(x), x / size, rtol=1e-12, atol=0)
+    for factor in (1e-20, -1e-3, 1e25):
+        torch.testing.assert_close(norm(x * factor), math.copysign(1, factor) * norm(x), rtol=1e-12, atol=0)
+
+
+@each_p
+def test_the_gradient_of_an_lp_norm_is_orthogonal_to_x(p: Any) -> None:
+    norm, x = lp_norm(p, 32, 3), heads(2, 3, 7, 32).requires_grad_()
+    (gradient,) = torch.autograd.grad((norm(x) * heads(2, 3, 7, 32, seed=1)).sum(), x)
+    assert (gradient.abs().sum(-1) > 0).all()
+    torch.testing.assert_close((gradient * x).sum(-1), torch.zeros(2, 3, 7).double(), rtol=0, atol=1e-12)
+
+
+@each_p
+def test_lp_norm_passes_gradcheck_in_x_and_in_a_learned_p(p: Any) -> None:
+    norm, x = lp_norm(p, 8, 2), heads(2, 2, 2, 8).requires_grad_()
+    names, parameters = [*dict(norm.named_parameters())], [*norm.parameters()]
+
+    def of_all(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(norm, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(of_all, (x, *parameters))
 
 
 @pytest.mark.parametrize("p", [1.2, *PS])
@@ -300,24 +214,26 @@ def test_infinity_norm_shares_the_gradient_among_ties() -> None:
     torch.testing.assert_close(gradient, torch.tensor([[-0.25, 0.25, 1.0]], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("p", PS)
+@each_p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_lp_norm_is_finite_at_zero_and_at_the_ends_of_the_number_format(p: float, dtype: torch.dtype) -> None:
+def test_lp_norm_is_finite_at_zero_and_at_the_ends_of_the_number_format(p: Any, dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     zeros, one_hot, sparse = torch.zeros(3, 64)
     one_hot[5] = 1
     sparse[::7] = -3
     rows = [zeros, one_hot, sparse, one_hot * info.tiny, torch.full((64,), info.tiny / 2)]
     rows += [torch.full((64,), info.max), one_hot * info.max, torch.full((64,), info.smallest_normal)]
-    x = torch.stack(rows).to(dtype).requires_grad_()
-    y = LpNorm(LpNormOptions(p=p), 64, 1)(x)
+    x = torch.stack(rows).to(dtype)[None, None].requires_grad_()
+    norm = lp_norm(p, 64, 1).float()
+    y = norm(x)
     (0.5 * y.float().square()).sum().backward()
-    assert x.grad is not None and y.dtype == dtype
-    assert y.isfinite().all() and x.grad.isfinite().all()
-    assert (y[0] == 0).all() and (x.grad[0] == 0).all()
+    assert y.dtype == dtype and y.isfinite().all() and (y[0, 0, 0] == 0).all()
+    assert all(t.grad is not None and t.grad.isfinite().all() for t in (x, *norm.parameters()))
+    assert x.grad is not None and (x.grad[0, 0, 0] == 0).all()
     with torch.no_grad():
-        assert torch.equal(LpNorm(LpNormOptions(p=p), 64, 1)(x), y)
-    norms = torch.linalg.vector_norm(y[[1, 2, 5, 6]].double(), p, -1)
+        assert torch.equal(norm(x), y)
+    exponent = norm.p if isinstance(norm.p, float) else norm.p.item()
+    norms = torch.linalg.vector_norm(y[0, 0, [1, 2, 5, 6]].double(), exponent, -1)
     torch.testing.assert_close(norms, torch.ones(4).double(), rtol=2 * info.eps + 1e-6, atol=0)
 
 

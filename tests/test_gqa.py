@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import QK_NORM_VARIANTS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from variants import NORMS, config_of
+from variants import config_of
 
 from model.gpt import GroupedQueryAttention, Rope
 from model.options import GQAOptions, LpNormOptions, MHAOptions
@@ -52,7 +53,7 @@ class Case:
         position = "rope" if self.rope else "learned"
         shape: dict[str, Any] = {"n_head": self.n, "n_embd": self.width, "block_size": self.s + 3, "bias": self.bias}
         shape |= {"position": position, "rope_theta": THETA if self.rope else None}
-        config = config_of(layout, self.norm, **shape)
+        config = config_of(layout, QK_NORM_VARIANTS[self.norm], **shape)
         attn, g = GroupedQueryAttention(config.gpt).double().eval(), torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             for parameter in attn.parameters():
@@ -77,7 +78,7 @@ def by_hand(attn: GroupedQueryAttention, case: Case, x: Tensor) -> Tensor:
     """(batch, s, width): one head and query at a time, from the weights; autograd can follow it."""
     w = dict(attn.named_parameters())
     n, k, d = case.n, case.k, case.d
-    config = NORMS[case.norm]
+    config = QK_NORM_VARIANTS[case.norm]
 
     def project(head: int) -> Tensor:
         rows = slice(head * d, (head + 1) * d)
@@ -110,7 +111,8 @@ def by_hand(attn: GroupedQueryAttention, case: Case, x: Tensor) -> Tensor:
         keys, values = turn(norm(project(n + group), "k", group)), project(n + k + group)
         scale: Tensor | float = 1 / math.sqrt(d)
         if isinstance(config, LpNormOptions):
-            scale = w["logit_scale.alpha.raw"][h if config.alpha_per == "head" else 0].exp()
+            raw = w["logit_scale.alpha.raw"][h if config.alpha_per == "head" else 0]
+            scale = {"exp": raw.exp(), "softplus": raw.exp().log1p(), "linear": raw.abs()}[config.alpha_map]
         means = []
         for i in range(case.s):
             logits = scale * (queries[:, i, None] * keys[:, : i + 1]).sum(-1, True)  # (batch, i + 1, 1)
@@ -142,7 +144,7 @@ def cases(draw: st.DrawFn) -> Case:
         s=draw(st.integers(1, 9)),
         batch=draw(st.integers(1, 3)),
         width=draw(st.integers(1, 9)),
-        norm=draw(st.sampled_from([*NORMS])),
+        norm=draw(st.sampled_from([*QK_NORM_VARIANTS])),
         rope=rope,
         bias=draw(st.booleans()),
         layout=draw(st.sampled_from(["contiguous", "transposed", "strided", "expanded"])),

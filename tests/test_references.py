@@ -5,7 +5,6 @@ Theirs run their eager attention, which shares no kernel with ours. Nothing is d
 
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -198,13 +197,13 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
 
 
-def both(name: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, GPT]:
+def both(name: str, dtype: torch.dtype) -> tuple[Any, GPT]:
     hf, config, state = PAIRS[name]()
     randomise(hf)
-    ours = GPT(replace(config.gpt, model=replace(config.model, **changes)), V)
+    ours = GPT(config.gpt, V)
     ours.load_state_dict(state(hf))
     hf, ours = hf.to(dtype).eval(), ours.to(dtype).eval()
-    if dtype == torch.float64 and not changes and config.model.position == "rope":
+    if dtype == torch.float64 and config.model.position == "rope":
         # both tables come from float32 angles, by formulas that differ in the last bit: here ours takes theirs
         cos, sin = hf.model.rotary_emb(
             torch.zeros(1, dtype=dtype), torch.arange(ours.block_size)[None]
@@ -251,12 +250,6 @@ def test_cached_decoding_gives_hugging_faces_full_logits(
     assert difference(torch.cat(logits, 1), hf(idx).logits) < TOLERANCE[dtype]
 
 
-@torch.no_grad()
-def test_float64_without_the_wider_cast_agrees_to_hugging_faces_float32() -> None:
-    hf, ours = both("qwen3", torch.float64)
-    assert 1e-10 < difference(ours(tokens())[0], hf(tokens()).logits) < 1e-6
-
-
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "deepseek_v3"])
 def test_greedy_continuations_are_hugging_faces(name: str) -> None:
     hf, ours = both(name, torch.float32)
@@ -283,31 +276,3 @@ def test_the_angles_are_hugging_faces_to_the_last_bits() -> None:
     for mine, theirs, true in zip(rope_table(2048, 64, 1e4), (cos, sin), (exact.cos(), exact.sin()), strict=True):
         assert (mine - true).abs().max() < 3e-4  # half a last bit of an angle of 2047 is 6e-5
         assert (mine - theirs[0, :, :32]).abs().max() < 3e-4
-
-
-def swap_gate_and_up(state: State) -> None:
-    for key in [k for k in state if k.endswith("c_fc.weight")]:
-        state[key] = torch.cat(state[key].chunk(2)[::-1])
-
-
-def forget_the_query_gain(state: State) -> None:
-    for key in [k for k in state if k.endswith("q_norm.gain")]:
-        state[key] = torch.ones_like(state[key])
-
-
-@pytest.mark.parametrize("mistake", [swap_gate_and_up, forget_the_query_gain])
-@torch.no_grad()
-def test_a_wrong_copy_is_seen(mistake: Callable[[State], None]) -> None:
-    hf, ours = both("qwen3", torch.float32)
-    state = qwen3(hf)
-    mistake(state)
-    ours.load_state_dict(state)
-    assert difference(ours(tokens())[0], hf(tokens()).logits) > 1e-2
-
-
-@pytest.mark.parametrize("change", [{"rope_theta": 400.0}, {"norm_eps": 1e-2}], ids=str)
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
-@torch.no_grad()
-def test_a_wrong_setting_is_seen(name: str, change: dict[str, Any]) -> None:
-    hf, ours = both(name, torch.float32, **change)
-    assert difference(ours(tokens())[0], hf(tokens()).logits) > 1e-3

@@ -13,7 +13,6 @@ from test_train import configured, lines
 
 import train
 from core import checkpoint
-from core.files import cache_folder
 from core.schema import ConfigError
 from data import tokens
 from data.corpora import load_text
@@ -92,18 +91,6 @@ def test_merges_and_tokens_are_computed_once(greek: Path, monkeypatch: pytest.Mo
     assert isinstance(again.tokens, np.memmap) and again.tokens.dtype == first.tokens[:].dtype == np.uint16
     np.testing.assert_array_equal(again.tokens, first.tokens)
     assert again.tokenizer.to_dict() == first.tokenizer.to_dict() and again.split == first.split
-
-
-def test_a_damaged_cache_is_made_again(greek: Path) -> None:
-    first = np.array(load_corpus(bpe_of(greek), 16).tokens)
-    files = [file for file in cache_folder().rglob("*") if file.is_file() and file.suffix != ".lock"]
-    assert sorted(file.parent.name for file in files) == ["bpe", "tokens"]
-    good = {file: file.read_bytes() for file in files}
-    for damage in (lambda raw: raw[:-2], lambda raw: raw[:50] + bytes([raw[50] ^ 1]) + raw[51:], lambda raw: b""):
-        for file in files:
-            file.write_bytes(damage(good[file]))
-        np.testing.assert_array_equal(load_corpus(bpe_of(greek), 16).tokens, first)
-        assert {file: file.read_bytes() for file in files} == good
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning_only(

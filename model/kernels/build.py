@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from core.device import cpu_flags
 from core.files import cache_folder, write_atomic
 
 HERE = Path(__file__).parent
@@ -26,7 +26,6 @@ FLAGS = [
 # No OpenMP library of their own: the kernels run in the threads of PyTorch's, which is loaded already
 LINKS = ["-shared", f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
 SECONDS = 300  # after which a compiler counts as hanging
-DIGEST = hashlib.sha256().digest_size
 
 
 @functools.cache
@@ -44,10 +43,9 @@ def load() -> bool:
         folder = private_folder()
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             library = (folder or Path(scratch)) / f"kernels-{key(command)}.so"
-            if not intact(library):
-                signed = Path(scratch) / "signed.so"
-                write_atomic(signed, with_digest(compile_library(command, Path(scratch)).read_bytes()))
-                os.replace(signed, library)
+            if not library.exists():
+                write_atomic(Path(scratch) / "whole.so", compile_library(command, Path(scratch)).read_bytes())
+                os.replace(Path(scratch) / "whole.so", library)
             torch.ops.load_library(library)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
@@ -75,13 +73,8 @@ def compile_library(command: list[str], scratch: Path) -> Path:
 
 def key(command: list[str]) -> str:
     """Of all that decides what is compiled; machines with different instructions may share a home."""
-    try:
-        with open("/proc/cpuinfo") as cpu:
-            instructions = next((line for line in cpu if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        instructions = platform.processor()
     sources = [path.read_text() for path in (*SOURCES, HERE / "kernels.h")]
-    made_of = sources, FLAGS, LINKS, shutil.which(command[0]), command, instructions, torch.__version__
+    made_of = sources, FLAGS, LINKS, shutil.which(command[0]), command, sorted(cpu_flags()), torch.__version__
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
 
 
@@ -97,16 +90,3 @@ def private_folder() -> Path | None:
         print(f"warning: {folder} is not used, others can write there: compiling for this process", file=sys.stderr)
         return None
     return folder if os.access(folder, os.W_OK) else None
-
-
-def with_digest(library: bytes) -> bytes:
-    """The loader does not read what stands behind a library."""
-    return library + hashlib.sha256(library).digest()
-
-
-def intact(path: Path) -> bool:
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return content == with_digest(content[:-DIGEST])

@@ -1,0 +1,145 @@
+"""Token shards: as one sequence, with bad settings, and in a run."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_bad_input import Outcome, check, contents, outcome
+from test_fineweb import folder, index_of, parquet, shards, tokenizer_of
+from test_train import assert_same_run, configured, lines
+
+import train
+from core import cli
+from core.schema import ConfigError
+from data.folds import Split
+from data.options import FineWebOptions, PrepareFineWebConfig
+from data.shards import Shards
+from data.tokenizer import BYTES, BPETokenizer
+from data.tokens import load_corpus
+from sweeps.definition import load_sweep
+from sweeps.launch import LaunchOptions, read_request
+
+__all__ = ["folder", "outcome", "parquet", "shards"]  # fixtures
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), data=st.data())
+@settings(deadline=None)
+def test_shards_are_sliced_like_one_array(lengths: list[int], data: st.DataObject) -> None:
+    whole = np.arange(sum(lengths))
+    shards = Shards(np.split(whole, np.cumsum(lengths)[:-1]))
+    assert len(shards) == len(whole)
+    start, end = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 60))
+    np.testing.assert_array_equal(shards[start:end], whole[start:end])
+
+
+BAD_DATA: dict[str, list[str]] = {
+    "data.path=nowhere": ["data.path=nowhere", "prepare_fineweb.py out=nowhere max_tokens=1000000000 makes it"],
+    "data.path=null": ["data=fineweb has no", "prepare_fineweb.py"],
+    "data.path=begun": ["not complete in begun", "prepare_fineweb.py"],
+    "data.path=short": ["train_000000.bin is", "bytes"],
+    "data.path=damaged": ["damaged/index.json", "not an index"],
+    "data.path=other": ["tokenizer.json", "not the one"],
+    "data.path=whole data.val_tokens=1": ["data.val_tokens=1", ">= 2"],
+    "data.path=whole data.val_tokens=10000000": ["data.val_tokens=10000000", "<="],
+    "data.path=whole data.fold=0": ["data.fold=0", "unknown"],
+    "data.path=whole data.folds=5": ["data.folds=5", "unknown"],
+    "data.path=whole +data.split=shuffled": ["data.split=shuffled", "unknown"],
+    "data.path=whole data.tokenizer=bpe": ["data.tokenizer=bpe", "unknown"],
+}
+
+
+@pytest.mark.parametrize("overrides", BAD_DATA)
+def test_bad_setting_of_fineweb(overrides: str, folder: Path, outcome: Outcome, shards: Path) -> None:
+    for name in ("whole", "short", "damaged", "other"):
+        shutil.copytree(shards, folder / name)
+    (folder / "begun").mkdir()
+    (folder / "begun" / "progress.json").touch()
+    os.truncate(folder / "short" / "train_000000.bin", 100)
+    (folder / "damaged" / "index.json").write_text("[]")
+    (folder / "other" / "tokenizer.json").write_text(json.dumps(BPETokenizer(BYTES).to_dict()))
+    before = contents(folder)
+    status, stderr = outcome(train.main, "data=fineweb", "model=nano_cpu", "max_iters=200", *overrides.split())
+    check(status, stderr, BAD_DATA[overrides])
+    assert contents(folder) == before
+
+
+# -----------------------------------------------------------------------------
+# A run
+
+
+def fineweb_run(shards: Path, run: Path, **changes: Any) -> Any:
+    data = {"name": "fineweb", "path": str(shards), **changes.pop("data", {})}
+    return configured(shards, run, **{"eval_interval": 3, "checkpoint_interval": 3, **changes, "data": data})
+
+
+def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards: Path, tmp_path: Path) -> None:
+    assert train.run(fineweb_run(shards, tmp_path / "whole")) == 0
+    assert train.run(fineweb_run(shards, tmp_path / "halves", max_iters=3)) == 0
+    assert train.run(fineweb_run(shards, tmp_path / "halves")) == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+    index = index_of(shards)
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["held_out_tokens"] == index["val"]["tokens"]
+    assert summary["corpus_sha256"] == hashlib.sha256((shards / "index.json").read_bytes()).hexdigest()
+    assert "tokenizer" not in summary
+    line = lines(tmp_path / "whole")[-1]
+    first = tokenizer_of(shards).pieces[int(np.fromfile(shards / "val_000000.bin", dtype=np.uint16, count=1)[0])]
+    nats = line["val/loss"] * (index["val"]["tokens"] - 1)
+    assert line["val/bpb"] == pytest.approx(nats / np.log(2) / (index["val"]["bytes"] - len(first)), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "runs", "step"),
+    [
+        ("sweep=mla_comparison launcher.ranks=8", 35, 2**20),
+        ("sweep=mla_stress_400m launcher.ranks=8", 90, 2**20),
+        ("sweep=gqa", 27, 2**15),
+        ("sweep=gqa sweep.parts=[per_sequence]", 15, 2**20),
+    ],
+)
+def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shards: Path, tmp_path: Path) -> None:
+    size = "null" if "per_sequence" in words else "4096"  # a window of 32,768 needs all that is held out
+    asked = [*words.split(), f"data.path={shards}", f"data.val_tokens={size}", f"sweep_dir={tmp_path / 'sweep'}"]
+    values, overrides = cli.read_settings(asked, LaunchOptions)
+    request, _ = read_request(cli.settings_of(LaunchOptions, values), overrides)
+    assert [run.config.tokens_per_iter for run in request.runs] == [step] * runs
+    committed = load_sweep(request.name, {}).overrides
+    (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))
+    held_out_of = 10**9 if request.name == "gqa" else 10**11  # the tokens that its file says to prepare
+    assert asked_for < 0.7 * held_out_of * PrepareFineWebConfig.val_fraction
+    command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), *asked, "dry_run=true"]
+    listed = subprocess.run(command, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stderr
+    assert f"{runs} runs ({runs} pending)" in listed.stdout and "GiB of disk" in listed.stdout
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_val_tokens_is_a_fixed_prefix_of_the_held_out_ones(shards: Path) -> None:
+    corpus = load_corpus(FineWebOptions(path=str(shards), val_tokens=100), 16)
+    whole = load_corpus(FineWebOptions(path=str(shards)), 16)
+    ((start, end),) = whole.split.val
+    assert corpus.split == Split(train=whole.split.train, val=((start, start + 100),)) and end > start + 100
+    np.testing.assert_array_equal(whole.tokens[start:end][:50], np.fromfile(shards / "val_000000.bin", np.uint16, 50))
+
+
+def test_a_run_on_other_shards_is_refused(shards: Path, tmp_path: Path) -> None:
+    assert train.run(fineweb_run(shards, tmp_path / "run", max_iters=3)) == 0
+    shutil.copytree(shards, tmp_path / "moved")
+    assert train.run(fineweb_run(tmp_path / "moved", tmp_path / "run", max_iters=4)) == 0  # the same elsewhere
+    with open(tmp_path / "moved" / "index.json", "a") as file:
+        file.write("\n")
+    with pytest.raises(ConfigError, match="is not the text that .*run was begun on"):
+        train.run(fineweb_run(tmp_path / "moved", tmp_path / "run"))
+    with pytest.raises(ConfigError, match="data.val_tokens null -> 50"):
+        train.run(fineweb_run(shards, tmp_path / "run", data={"val_tokens": 50}))
