@@ -91,6 +91,22 @@ def test_other_code_is_warned_of_and_every_commit_is_kept(
     assert log.count("warning: commit") == log.count("warning: commit a -> b+12: other code trains the rest") == 1
 
 
+def test_a_machine_that_rounds_otherwise_is_warned_of(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, kernels = tmp_path / "run", session.operators.loaded()
+    assert train.run(configured(corpus, run, max_iters=2)) == 0
+    assert train.run(configured(corpus, run, max_iters=3)) == 0
+    assert "will not be equal" not in (run / "train.log").read_text()
+    state = checkpoint.load(run / "ckpt" / "latest").state
+    monkeypatch.setattr(session.torch, "__version__", "9.0")
+    monkeypatch.setattr(session.operators, "loaded", lambda: not kernels)
+    monkeypatch.setattr(session, "device_name", lambda device: "cpu (2 threads)")
+    assert train.run(configured(corpus, run)) == 0
+    changes = f"device {state['device']} -> cpu (2 threads), torch {state['torch']} -> 9.0, kernels {kernels} -> "
+    assert f"warning: {changes}{not kernels}: the rest of the run will not be" in (run / "train.log").read_text()
+
+
 def test_a_finished_run_is_not_handed_back_for_another_dtype_or_text(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "run")) == 0
     with pytest.raises(ConfigError, match=r"dtype=bfloat16: .*run is done in torch.float32; .*fresh=true"):

@@ -77,9 +77,9 @@ class NanoGPT:
         self.batch = self.get_batch()  # nanoGPT draws the next batch while the device computes
 
     def copy_our_weights(self, peer: str, vocab_size: int) -> None:
-        from training.session import build_model  # not above: the process of old= must not load our operators
+        from model.gpt import GPT  # not above: the process of old= must not load our operators
 
-        ours = build_model(self.config, vocab_size)
+        ours = GPT(self.config.gpt, vocab_size)
         ours.init_weights(self.config.seed)
         missing, unknown = self.model.load_state_dict(ours.state_dict(), strict=False)
         require(not unknown and set(missing) <= {"lm_head.weight"}, f"peer={peer} has other weights: {missing}")
