@@ -100,10 +100,6 @@ def Between(low: float, high: float, ends: str = "[]") -> Rule:
     return Rule(holds, f"must be in {ends[0]}{low:g}, {high:g}{ends[1]}")
 
 
-def OneOf(words: Iterable[str]) -> Rule:
-    return Rule(lambda value: value in words, f"must be one of {', '.join(words)}")
-
-
 POSITIVE = Rule(lambda value: 0 < value < math.inf, "must be a finite number > 0")
 NOT_NEGATIVE = Rule(lambda value: 0 <= value < math.inf, "must be a finite number >= 0")
 NOT_EMPTY = Rule(lambda value: value != "", "must not be empty")
@@ -153,6 +149,13 @@ declared: Callable[[Any], dict[str, Setting]] = declarations  # the settings of 
 
 # -----------------------------------------------------------------------------
 # From a mapping to checked settings
+
+
+def settings_of(cls: type, source: Mapping[str, Any]) -> Any:
+    """A checked instance of the settings class `cls`. Raises: ConfigError naming key, value and rule."""
+    settings = build(cls, source)
+    validate(settings)
+    return settings
 
 
 def build(cls: type, source: Any, prefix: str = "") -> Any:
