@@ -15,7 +15,6 @@ from typing import Any, get_args
 
 from core.help import Presets, help_text
 from core.schema import (
-    AlsoCalled,
     ConfigError,
     Loads,
     Setting,
@@ -234,8 +233,8 @@ def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
     chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group, "")
     if chosen in options:
         return f"is unknown{did_you_mean(leaf, declared(options[chosen]), group + '.')}"
-    for name, setting in settings.items():  # nanoGPT's flat names
-        if key == name.rpartition(".")[2] or key in (setting.one(AlsoCalled) or ()):
+    for name in settings:  # nanoGPT's flat names
+        if key == name.rpartition(".")[2]:
             return f"is unknown; did you mean {name}?"
     return f"is unknown{did_you_mean(key, [k for k in settings if k.rpartition('.')[0] == group])}"
 

@@ -17,7 +17,8 @@ POLL_SECONDS = 0.01
 def cache_folder() -> Path:
     """The folder of downloads, tokens and compiled kernels: $XDG_CACHE_HOME/nanoqk, by default ~/.cache/nanoqk.
 
-    A user without a home folder, as in some containers, gets one in the temporary folder. It need not be writable.
+    A user without a home folder, as in some containers, gets one in the temporary folder. It may be read-only: each
+    caller needs its answer to an OSError.
     """
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "nanoqk"
