@@ -18,17 +18,7 @@ from core import checkpoint
 from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
 from core.plugins import changed_plugins
-from core.schema import (
-    NOT_EMPTY,
-    NOT_NEGATIVE,
-    REQUIRED,
-    AtLeast,
-    Between,
-    ConfigError,
-    Help,
-    options,
-    require,
-)
+from core.schema import NOT_EMPTY, NOT_NEGATIVE, REQUIRED, AtLeast, Between, ConfigError, Help, options, require
 from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
 from model.gpt import GPT

@@ -56,6 +56,8 @@ def run(config: TrainConfig) -> int:
             return EXIT_DIVERGED if run_dir.state == "diverged" else 0
         saved = resume(session, run_dir)
         start = saved.get("step", 0)
+        for warning in warnings:
+            run_dir.log(f"warning: {warning}")
         if config.fault.name != "none":
             run_dir.log(f"warning: fault={config.fault.name}: the losses of this run are wrong on purpose")
             session.about |= {"fault": config.fault.name, "start_up_warnings": warnings}
@@ -94,20 +96,21 @@ def train(
         StopSignal() as stop,
     ):
         model.train()
-        for step in range(start, config.max_iters + 1):  # evaluate and save after `step` updates, then make one more
+        for step in range(start, config.max_iters + 1):
+            # Evaluate and save what `step` updates have made. Each raises Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}
             ends = step == config.max_iters or meter.stop_requested
-            evaluated = evaluates(config, step)
-            if evaluated:
-                evaluate(session, run_dir, line)  # raises Diverged, as save() and meter.read() do
-            best = evaluated and lowest.update(step, line["val/loss"], extra=step % config.eval_interval != 0)
-            if best or ends or (saves(config, step) and step > start):
-                save(session, run_dir, meter, line, best, lowest.without_extra)
+            is_best = False
+            if evaluates(step, config):
+                evaluate(session, run_dir, line)
+                is_best = lowest.update(step, line["val/loss"], extra=step % config.eval_interval != 0)
+            if is_best or ends or (saves(step, config) and step > start):
+                save(session, run_dir, meter, line, is_best, lowest.keep_step)
             if ends:
                 break
 
             # One update. Its random numbers follow from (seed, step, rank): there is no generator to save.
-            before = {name: p.detach().clone() for name, p in model.named_parameters()} if evaluated else {}
+            before = {n: p.detach().clone() for n, p in model.named_parameters()} if evaluates(step, config) else {}
             meter.start()
             seed_generator(seed_of_update(config.seed, step, world.rank), machine.device)
             line["lr"] = learning_rate(step, config)
@@ -116,19 +119,17 @@ def train(
             loss = accumulate_gradients(session.forward, train_batches, len(micro_steps), machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             max_logits = qk_clip(model.attentions, config.qk_clip)  # and scales weights back where it must
             meter.add(line, loss, norm, stop.signal, max_logits)
-
-            # Its numbers are read at log lines, before an evaluation or a save; with several ranks after every update.
             bar.update()
-            logged = evaluated or step % config.log_interval == 0
-            needed = logged or evaluates(config, step + 1) or saves(config, step + 1) or bool(stop.signal)
-            if needed or world.size > 1:  # ranks agree to stop after the same update
+
+            # Its numbers, and those of the updates since the last time.
+            if reads(step, config) or stop.signal or world.size > 1:  # ranks agree to stop after the same update
                 meter.read()
-            if evaluated:
+            if evaluates(step, config):
                 line |= update_ratios(model, before)
-            if logged:
+            if logs(step, config):
                 line |= meter.since_last_line()
                 run_dir.record(line)
                 seconds_left = (config.max_iters - step - 1) * (time.perf_counter() - began) / (step + 1 - start)
@@ -136,12 +137,21 @@ def train(
     return line, ("" if step == config.max_iters else stop.name)
 
 
-def evaluates(config: TrainConfig, step: int) -> bool:
+def evaluates(step: int, config: TrainConfig) -> bool:
     return step % config.eval_interval == 0 or step == config.max_iters
 
 
-def saves(config: TrainConfig, step: int) -> bool:
+def saves(step: int, config: TrainConfig) -> bool:
     return step % config.checkpoint_interval == 0 or step == config.max_iters
+
+
+def logs(step: int, config: TrainConfig) -> bool:
+    return step % config.log_interval == 0 or evaluates(step, config)
+
+
+def reads(step: int, config: TrainConfig) -> bool:
+    """Whether the host waits for the numbers of update `step`: at log lines, and before an evaluation or a save."""
+    return logs(step, config) or evaluates(step + 1, config) or saves(step + 1, config)
 
 
 def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
@@ -157,14 +167,14 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
 
 
 def save(
-    session: Session, run_dir: RunDir, meter: Meter, line: dict[str, Any], best: bool, extra_kept: int | None
+    session: Session, run_dir: RunDir, meter: Meter, line: dict[str, Any], best: bool, keep_step: int | None
 ) -> None:
     """Write a checkpoint. Raises: Diverged instead where a weight is not finite."""
     if not all(p.isfinite().all() for p in session.model.parameters()):
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}
     state = {"step": line["iter"], **meter.state(), **settings, **session.about}
-    run_dir.save(line["iter"], session.tensors(), state, best, extra_kept)
+    run_dir.save(line["iter"], session.tensors(), state, best, keep_step)
 
 
 def find_lowest(run_dir: RunDir) -> LowestLoss:
@@ -188,7 +198,7 @@ def finish(
 ) -> int:
     """Record the last `line` and the summary of a run that is done, or that diverged: `failure`."""
     status, step = "diverged" if failure else "done", line["iter"]
-    run_dir.record(line | meter.qk_clip)
+    run_dir.record(line | meter.clip_metrics)
     run_dir.finish({
         "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": lowest.loss,
         "iter_of_min": lowest.step, "train/loss": meter.train_loss, "seconds": meter.seconds,

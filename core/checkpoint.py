@@ -11,14 +11,14 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 from torch import Tensor
 
 from core.files import read_json
@@ -28,8 +28,7 @@ FORMAT = 1
 KEEP = 2  # the newest checkpoints that pruning keeps, besides the best
 MANIFEST, STATE = "MANIFEST.json", "state.json"
 TENSOR_FILE = re.compile(r"(\w+)\.safetensors")
-STEP_DIR = re.compile(r"step_(\d{6,})(_replaced)?")  # _replaced: moved aside while its successor is renamed
-TEMPORARY = re.compile(r"\.tmp-(\d{1,9})-.+")  # the number is the pid of its writer
+STEP_DIR = re.compile(r"step_\d{6,}")
 
 
 class CorruptCheckpoint(ValueError):
@@ -56,7 +55,7 @@ def save(
     best: bool,
     keep_step: int | None = None,
 ) -> Path:
-    """Write `folder/step_<step>`, point `latest` (and `best`) at it, and prune old ones but `keep_step`.
+    """Write `folder/step_<step>`, point `latest` (and `best`) at it, and prune old ones but that of `keep_step`.
 
     state: JSON values under text keys; NaN, infinities and integers of any size are loaded as they were saved.
     Returns: the new directory. Raises: OSError (a full disk, say); the earlier checkpoints then stay as they were.
@@ -71,17 +70,17 @@ def save(
     try:
         temporary.mkdir()
         (temporary / STATE).write_text(json.dumps(dict(state), indent=1), encoding="utf-8")
-        for group in tensors:
-            write_tensors(temporary / f"{group}.safetensors", tensors[group])
+        for group, named in tensors.items():
+            on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+            (temporary / f"{group}.safetensors").write_bytes(serialize(on_cpu))
         manifest = render(FORMAT, step, {file.name: measure(file) for file in sorted(temporary.iterdir())})
         (temporary / MANIFEST).write_text(manifest, encoding="utf-8")
         for entry in (*temporary.iterdir(), temporary):
             sync(entry)
-        if not (is_valid(final) and (final / MANIFEST).read_text(encoding="utf-8") == manifest):
-            if final.exists():
-                os.rename(final, final.with_name(f"{final.name}_replaced"))
-            os.rename(temporary, final)
-            sync(folder)
+        if final.exists():  # a corrupt one, or that of a run that died before it wrote its summary
+            discard(final)
+        os.rename(temporary, final)
+        sync(folder)
         point(folder, "latest", step)
         if best:
             point(folder, "best", step)
@@ -89,23 +88,6 @@ def save(
         tidy(folder)
     prune(folder, step, keep_step)
     return final
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    packed: dict[str, Tensor] = {}
-    storages = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        packed[name] = tensor.clone() if storage in storages else tensor  # safetensors refuses shared storage
-        storages.add(storage)
-    try:
-        save_file(packed, file)
-    except SafetensorError as error:  # as the OSError that Python raises
-        code = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) if code else error from None
-    # safetensors lets only the owner read: copy the mode that the umask gave to state.json
-    file.chmod(stat.S_IMODE((file.parent / STATE).stat().st_mode))
 
 
 def point(folder: Path, name: str, step: int) -> None:
@@ -122,43 +104,28 @@ def point(folder: Path, name: str, step: int) -> None:
     sync(folder)
 
 
-def restore_best(folder: Path, step: int | None) -> None:
-    """Point `best` at the checkpoint of `step` if it exists.
+def prune(folder: Path, step: int, keep_step: int | None) -> None:
+    """Keep the newest checkpoints up to `step`, the best, and that of `keep_step`.
 
-    After a resume from an earlier checkpoint, `best` may still point at one of an evaluation that is now repeated.
+    Those beyond `step` are corrupt, since a run goes on from the newest valid one.
     """
-    if step is not None and (folder / f"step_{step:06d}").is_dir():
-        point(folder, "best", step)
-
-
-def prune(folder: Path, step: int, keep_step: int | None = None) -> None:
-    """Keep the newest checkpoints up to `step`, the best, that of `keep_step`, and valid ones beyond `step`."""
     kept = [path for path in step_dirs(folder) if number(path) <= step][:KEEP]
     kept += [] if keep_step is None else [folder / f"step_{keep_step:06d}"]
     if (folder / "best").is_symlink():
         kept.append(folder / os.readlink(folder / "best"))
     for path in step_dirs(folder):
-        if path not in kept and (number(path) <= step or not is_valid(path)):
+        if path not in kept:
             discard(path)
 
 
 def tidy(folder: Path) -> None:
-    """Clean up after an interrupted save: temporary entries of dead processes, and checkpoints moved aside."""
-    for entry in folder.iterdir():
-        match = TEMPORARY.fullmatch(entry.name)
-        # our own pid: a failed save of ours, or an earlier process with our pid (in a container often 1)
-        if match and (int(match[1]) == os.getpid() or not is_alive(int(match[1]))):
-            remove(entry)
-    for aside in folder.glob("step_*_replaced"):
-        original = aside.with_name(aside.name.removesuffix("_replaced"))
-        if original.exists():  # it is complete, since it has the final name
-            discard(aside)
-        else:
-            os.rename(aside, original)
+    """Remove what an interrupted save left behind."""
+    for entry in folder.glob(".tmp-*"):
+        remove(entry)
 
 
 def temporary_name(path: Path) -> Path:
-    return path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    return path.with_name(f".tmp-{path.name}")
 
 
 def discard(directory: Path) -> None:
@@ -182,15 +149,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
 
 
 def measure(file: Path) -> dict[str, Any]:
@@ -244,18 +202,9 @@ def verify(path: Path) -> tuple[int, list[str]]:
             actual = measure(path / name)
         except OSError as error:
             raise CorruptCheckpoint(f"{path / name}: {error.strerror}") from error
-        for key in ("size", "sha256"):
-            if actual[key] != expected[key]:
-                raise CorruptCheckpoint(f"{path / name}: {key} is {actual[key]}, not {expected[key]}")
+        if actual != expected:
+            raise CorruptCheckpoint(f"{path / name}: checksum is wrong")
     return step, list(files)
-
-
-def is_valid(path: Path) -> bool:
-    try:
-        verify(path)
-    except CorruptCheckpoint:
-        return False
-    return True
 
 
 def number(path: Path) -> int:

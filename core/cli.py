@@ -1,119 +1,107 @@
 """A command line becomes settings: Hydra's composition, key=value scripts, exit statuses, one-line errors."""
 
 import contextlib
+import itertools
 import keyword
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from core.help import Presets, help_text
 from core.schema import (
-    AlsoCalled,
     ConfigError,
     Loads,
     Setting,
-    build,
     closest,
     convert,
     declared,
     did_you_mean,
     flatten,
     require,
+    settings_of,
     show,
-    validate,
 )
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 OF_SWEEPS = ("sweep", "sweep_dir", "launcher")  # what sweeps/launch.py takes, and train.py does not
-HYDRA_OPTIONS = {
-    "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m", "--multirun",
-    "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
-    "--experimental-rerun", "-i", "--info",
-}  # fmt: skip
-
 
 # -----------------------------------------------------------------------------
 # Hydra programs
 
 
 def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> None:
-    """Run `program(settings)`, settings an instance of `schema`, as a Hydra application (overrides, -m, --cfg, --help).
+    """Run `program(settings)`, settings an instance of `schema` that Hydra composes from the command line.
 
     Exits with the program's status. Whatever is wrong with the settings ends as one line on standard error and status
-    2. In a multirun the other runs go on, and the highest status is the last word.
+    2. With -m there is a run for each combination of values; the highest status is the last word.
     """
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
         sys.exit(guarded(lambda: print_help(doc, schema, argv, presets(schema))))
-    for word in argv:
-        if re.fullmatch(r"--?[A-Za-z][\w-]*", word) and word not in HYDRA_OPTIONS:
-            sys.exit(refuse(f"{word} is unknown: settings are written key=value, and --help lists them"))
-        if word.startswith("--") and "=" in word and not word.startswith("--config") or word.startswith("~"):
-            plain = word.lstrip("-~")
-            sys.exit(refuse(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}"))
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises, instead of printing and leaving with status 1
-    import hydra
+    overrides = [word for word in argv if word not in ("-m", "--multirun")]
+
+    def run(overrides: list[str]) -> int:
+        return program(settings_of(schema, compose(schema, overrides)))
+
+    def run_each() -> int:
+        status = 0
+        for combination in combinations(schema, overrides):
+            status = max(status, guarded(partial(run, combination)))
+            if status > 128:  # a signal
+                break
+        return status
+
+    sys.exit(guarded(run_each if len(overrides) < len(argv) else partial(run, overrides)))
+
+
+def combinations(schema: type, overrides: list[str]) -> list[list[str]]:
+    """The overrides of each run of a multirun. Raises: ConfigError."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
-    from omegaconf import DictConfig
-    from omegaconf.errors import OmegaConfBaseException
 
-    statuses = [0]
-
-    def task(composed: DictConfig) -> None:
-        statuses.append(guarded(lambda: program(settings_of(schema, to_dict(composed)))))
-        if statuses[-1] > 128:  # a signal stops a multirun too
-            sys.exit(statuses[-1])
-
-    # hydra's parser takes no settings after an option that stands between them
-    sys.argv[1:] = sorted(argv, key=lambda word: word in ("-m", "--multirun"))
     try:
-        register(schema, argv)
-        hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=schema.__name__)(task)()
-    except KeyboardInterrupt:
-        statuses.append(130)
-    except ConfigError as error:
-        statuses.append(refuse(str(error)))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        statuses.append(refuse(explain(error, schema, argv)))
-    sys.exit(max(statuses))
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise ConfigError(explain(error, schema, overrides)) from error
+    choices = []
+    for one in parsed:
+        key = one.get_key_element()
+        choices.append(
+            [f"{key}={value}" for value in one.sweep_string_iterator()]
+            if one.is_discrete_sweep()
+            else [str(one.input_line)]
+        )
+    return [[*combination] for combination in itertools.product(*choices)]
 
 
 def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
-    """What a Hydra application with these overrides composes, as a nested dict. Raises: ConfigError."""
+    """What Hydra composes from the overrides, as a nested dict. Raises: ConfigError."""
     import hydra
     from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    register(schema, overrides)
-    try:
-        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            return to_dict(hydra.compose(schema.__name__, overrides))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explain(error, schema, overrides)) from error
-
-
-def to_dict(composed: Any) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    for word in overrides:
+        known = not word.startswith(("-", "~"))
+        require(known, f"{word} is unknown: settings are written key=value, and --help lists them")
+    register(schema, overrides)
+    try:
+        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            composed = hydra.compose(schema.__name__, overrides)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explain(error, schema, overrides)) from error
     try:
         nested = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error)) from error
     assert isinstance(nested, dict)
     return {str(key): value for key, value in nested.items()}
-
-
-def settings_of(schema: type, source: Mapping[str, Any]) -> Any:
-    """A checked instance of the settings class `schema`. Raises: ConfigError."""
-    settings = build(schema, source)
-    validate(settings)
-    return settings
 
 
 def load_early(schema: type, overrides: list[str]) -> None:
@@ -155,11 +143,8 @@ def register(schema: type, overrides: list[str]) -> None:
     rest = {key: value for key, value in asdict(schema()).items() if key not in chosen}
     # presets last: they may choose the option of another group
     chosen |= {group: known[group].default.name if group in known else None for group in preset_groups(schema)}
-    quiet = [{f"override hydra/{log}_logging": "none"} for log in ("job", "hydra")]
-    multirun = {"dir": "${oc.env:TMPDIR,/tmp}/nanoqk-multirun", "subdir": "."}  # Hydra's list of overrides goes there
-    hydra = {"run": {"dir": "."}, "sweep": multirun, "output_subdir": None, "job": {"chdir": False}}
-    defaults = ["_self_", *({group: option} for group, option in chosen.items()), *quiet]
-    store.store(name=schema.__name__, node={"defaults": defaults, **rest, "hydra": hydra})
+    defaults = ["_self_", *({group: option} for group, option in chosen.items())]
+    store.store(name=schema.__name__, node={"defaults": defaults, **rest})
 
 
 def preset_groups(schema: type) -> list[str]:
@@ -206,12 +191,11 @@ def every_setting(schema: type) -> dict[str, Setting]:
     return found
 
 
-def explain(error: BaseException, schema: type, argv: list[str]) -> str:
+def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
     """One line for an error of Hydra's: the override that caused it and the rule."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    overrides = [a for a in argv if not a.startswith("-")]
     for override in overrides:
         try:
             OverridesParser.create().parse_override(override)
@@ -223,11 +207,10 @@ def explain(error: BaseException, schema: type, argv: list[str]) -> str:
     if unknown:
         override = next((o for o in overrides if o.lstrip("+~").split("=")[0] == unknown[1]), unknown[1])
         return f"{override} {unknown_key(unknown[1], schema, overrides)}"
-    missing = re.search(r"Could not find '([^']+)'", text)
     for override in overrides:
         group, _, option = override.lstrip("+").partition("=")
         known = options_of(schema).get(group, [option])
-        if option not in known and (missing is None or missing[1] == f"{group}/{option}"):
+        if option not in known:
             return f"{override} {must_be_one_of(group, option, known)}"
     return text
 
@@ -250,8 +233,8 @@ def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
     chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group, "")
     if chosen in options:
         return f"is unknown{did_you_mean(leaf, declared(options[chosen]), group + '.')}"
-    for name, setting in settings.items():  # nanoGPT's flat names
-        if key == name.rpartition(".")[2] or key in (setting.one(AlsoCalled) or ()):
+    for name in settings:  # nanoGPT's flat names
+        if key == name.rpartition(".")[2]:
             return f"is unknown; did you mean {name}?"
     return f"is unknown{did_you_mean(key, [k for k in settings if k.rpartition('.')[0] == group])}"
 
@@ -368,7 +351,7 @@ def guarded(run: Callable[[], int]) -> int:
         if is_out_of_memory(error):
             said = " ".join(str(error).split())[:300]
             print(f"failed: out of memory ({said}); dry_run=true says what a run takes", file=sys.stderr)
-        else:  # printed here: hydra would add its own lines to it
+        else:
             traceback.print_exc()
     return 1
 

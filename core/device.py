@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import re
-import sys
 import time
 from pathlib import Path
 
@@ -20,9 +19,9 @@ GPU_BF16_TFLOPS = {
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """`auto` is CUDA, else MPS, else the CPU. Each rank of torchrun has its own CUDA device. Raises: ConfigError."""
+    """`auto` is CUDA, else the CPU. Each rank of torchrun has its own CUDA device. Raises: ConfigError."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and torch.cuda.is_available():
         name = f"cuda:{torch.cuda.current_device() if local_rank is None else local_rank}"
     device = torch.device(name)
@@ -30,8 +29,6 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
         count = torch.cuda.device_count()
         require(count > 0, f"device={name} is absent: torch {torch.__version__} sees no CUDA device")
         require((device.index or 0) < count, f"device={name} is absent: there are {count} CUDA devices")
-    if device.type == "mps":
-        require(torch.backends.mps.is_available(), f"device={name} is absent: torch sees no MPS device")
     return device
 
 
@@ -46,11 +43,10 @@ def keep_freed_memory() -> None:
     By default it returns large blocks to the system, and each later use costs a page fault per 4 KiB: up to a sixth of
     a training step. Without glibc nothing happens.
     """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory
-            mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the maximum; larger blocks still come from the system each time
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the maximum; larger blocks still come from the system each time
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -66,18 +62,21 @@ def has_bfloat16(device: torch.device) -> bool:
     """Hardware bf16, not emulation: CUDA capability 8.0, or a CPU with AMX or AVX-512 bf16 (x86), or bf16 (Arm)."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type == "mps":
-        return False  # autocast on MPS is young: float32 unless it is asked for
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & cpu_flags())
 
 
 @functools.lru_cache
-def cpu_flags() -> frozenset[str]:
+def cpu_info() -> str:
+    """The system's description of its CPUs; empty where there is none."""
     try:
-        lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return frozenset()
-    return frozenset(lines[0].split()) if lines else frozenset()
+        return ""
+
+
+def cpu_flags() -> set[str]:
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpu_info(), re.MULTILINE)
+    return set(flags[1].split()) if flags else set()
 
 
 @functools.lru_cache
@@ -94,18 +93,11 @@ def bfloat16_works(device: torch.device) -> bool:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of matmuls: from the data sheet for a known GPU in bf16, else measured in about 0.2 s."""
     if device.type == "cuda" and dtype == torch.bfloat16:
-        tflops = data_sheet_tflops(torch.cuda.get_device_name(device))
-        if tflops is not None:
-            return tflops * 1e12
+        name = torch.cuda.get_device_name(device)
+        for key, tflops in GPU_BF16_TFLOPS.items():
+            if re.search(rf"\b{key}\b", name) and "MIG" not in name:  # a slice of a GPU is measured
+                return tflops * 1e12
     return measured_peak_flops(device, dtype, torch.get_num_threads())
-
-
-def data_sheet_tflops(device_name: str) -> float | None:
-    """None for an unknown GPU, and for a MIG slice of one."""
-    if "MIG" in device_name:
-        return None
-    found = (tflops for key, tflops in GPU_BF16_TFLOPS.items() if re.search(rf"\b{key}\b", device_name))
-    return next(found, None)
 
 
 @functools.lru_cache
@@ -128,19 +120,12 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, threads: int, 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def device_name(device: torch.device) -> str:
     """A name for people: "NVIDIA H200", or "cpu (AMD EPYC, 2 threads)"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if device.type == "cpu":
-        try:
-            model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        except OSError:
-            model = None
-        n = torch.get_num_threads()
-        return f"cpu ({model[1].strip() + ', ' if model else ''}{n} thread{'s' if n > 1 else ''})"
-    return device.type
+    model = re.search(r"model name\s*: (.*)", cpu_info())
+    n = torch.get_num_threads()
+    return f"cpu ({model[1].strip() + ', ' if model else ''}{n} thread{'s' if n > 1 else ''})"

@@ -16,11 +16,6 @@ class World:
     size: int = 1
     local_rank: int = 0
 
-    @property
-    def main(self) -> bool:
-        """Whether this rank reports and writes."""
-        return self.rank == 0
-
 
 def read_world() -> World:
     """The ranks that torchrun describes in the environment; alone without it."""

@@ -1,18 +1,14 @@
 """The only atomic write, JSON read, file lock and cache folder. It imports nothing of this project."""
 
+import fcntl
 import json
 import math
 import os
+import tempfile
 import time
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout: the folder of train.py and configs/
 POLL_SECONDS = 0.01
@@ -21,12 +17,13 @@ POLL_SECONDS = 0.01
 def cache_folder() -> Path:
     """The folder of downloads, tokens and compiled kernels: $XDG_CACHE_HOME/nanoqk, by default ~/.cache/nanoqk.
 
-    For a user without a home it is a path that cannot be created, so each caller needs its answer to an OSError.
+    A user without a home folder, as in some containers, gets one in the temporary folder. It may be read-only: each
+    caller needs its answer to an OSError.
     """
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "nanoqk"
     home = os.path.expanduser("~")
-    return Path("/nonexistent" if home == "~" else home, ".cache", "nanoqk")
+    return Path(tempfile.gettempdir(), f"nanoqk-{os.getuid()}") if home == "~" else Path(home, ".cache", "nanoqk")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -80,28 +77,21 @@ class FileLock:
     two files of one name. If a process moves the folder away while another one waits, the latter locks a new file.
     Give a timeout above 0 where another process may call is_locked(), which holds the lock for a moment.
     Raises: OSError where the file cannot be opened or the file system has no locks.
-
-    This is flock(2). Windows lacks it: every lock is then granted, with one warning.
     """
 
-    def __init__(self, file: Path, timeout: float | None = None) -> None:
+    def __init__(self, file: Path, timeout: float = math.inf) -> None:
         self._descriptor: int | None = None
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._acquire(file, wait=deadline is None):
-            if deadline is not None:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(POLL_SECONDS)
+        deadline = time.monotonic() + timeout
+        while not self._acquire(file) and time.monotonic() <= deadline:
+            time.sleep(POLL_SECONDS)
 
-    def _acquire(self, file: Path, wait: bool) -> bool:
+    def _acquire(self, file: Path) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            if flock(descriptor, exclusive=True, wait=wait) and is_at(descriptor, file):
-                self._descriptor = descriptor
-        finally:
-            if not self.held:
-                os.close(descriptor)
+        if flock(descriptor, fcntl.LOCK_EX) and is_at(descriptor, file):
+            self._descriptor = descriptor
+        else:
+            os.close(descriptor)
         return self.held
 
     @property
@@ -122,31 +112,21 @@ class FileLock:
 
 def is_locked(file: Path) -> bool:
     """Whether a process holds the FileLock of `file`. Needs no right to write; False where there is no file."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        return not flock(descriptor, exclusive=False, wait=False)
-    finally:
-        os.close(descriptor)
+    with suppress(FileNotFoundError), open(file) as opened:
+        return not flock(opened.fileno(), fcntl.LOCK_SH)
+    return False
 
 
-def flock(descriptor: int, exclusive: bool, wait: bool) -> bool:
-    """Lock an open file. False if another process holds it and `wait` is not set."""
-    if fcntl is None:
-        warnings.warn("this system has no flock: start no two processes on one folder", stacklevel=4)
+def flock(descriptor: int, how: int) -> bool:
+    """Lock an open file without waiting. False if another process holds it."""
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
         return True
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    return True
+    return False
 
 
 def is_at(descriptor: int, file: Path) -> bool:
     """Whether the open file still has this name: its folder may have been moved since it was opened."""
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
-    except FileNotFoundError:
-        return False
+    return False

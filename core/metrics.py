@@ -9,10 +9,18 @@ from core.files import finite, write_atomic
 
 
 class Metrics:
-    """metrics.jsonl: one JSON object a line, "iter" first."""
+    """metrics.jsonl: one JSON object a line, "iter" first.
 
-    def __init__(self, path: Path) -> None:
+    It is opened to go on from iteration `step`: the lines before it stay, byte by byte; later, torn and damaged ones
+    are dropped.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
         self.path = path
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if line.endswith(b"\n") and iter_of(line) < step]
+        if kept != lines:
+            write_atomic(path, b"".join(kept))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, line: dict[str, Any]) -> None:
@@ -24,15 +32,6 @@ class Metrics:
     def sync(self) -> None:
         """Wait until the lines are on the disk."""
         os.fsync(self._file.fileno())
-
-    def cut(self, step: int) -> None:
-        """Keep the lines with iter < step, byte by byte. Drops later, torn and damaged ones, atomically."""
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith(b"\n") and iter_of(line) < step]
-        if kept != lines:
-            write_atomic(self.path, b"".join(kept))
-            self.close()
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def close(self) -> None:
         self._file.close()

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from core.schema import ConfigError, require
@@ -30,25 +29,21 @@ def load_plugins(names: Iterable[str]) -> None:
 
 
 def import_plugin(name: str) -> None:
-    """Import `name`, whose first part may lie in the current folder. A module that fails leaves nothing behind."""
+    """Import `name`, which may lie in the current folder."""
     first, here = name.split(".")[0], os.getcwd()
-    spec = PathFinder.find_spec(first, [here]) or importlib.util.find_spec(first)
-    require(
-        spec is not None and spec.loader is not None, f"plugins=[{name}]: no module {first} in {here} or on the path"
-    )
-    assert spec is not None and spec.loader is not None
-    if spec.origin is not None and (run := run_directory(Path(spec.origin))):
-        raise ConfigError(
-            f"plugins=[{name}]: {spec.origin} is in the run directory {run}, from which nothing is imported"
-        )
-    if first not in sys.modules:
-        module = sys.modules[first] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[first]
-            raise
-    importlib.import_module(name)
+    sys.path.insert(0, here)
+    try:
+        importlib.invalidate_caches()  # the file may be younger than what was found in its folder before
+        spec = importlib.util.find_spec(first)
+        if spec is None:
+            raise ConfigError(f"plugins=[{name}]: no module {first} in {here} or on the path")
+        if spec.origin is not None and (run := run_directory(Path(spec.origin))):
+            raise ConfigError(
+                f"plugins=[{name}]: {spec.origin} is in the run directory {run}, from which nothing is imported"
+            )
+        importlib.import_module(name)
+    finally:
+        sys.path.remove(here)
 
 
 def run_directory(file: Path) -> Path | None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,7 +52,7 @@ class RunDir:
     print_line: what log() prints with.
     """
 
-    def __init__(self, path: Path, lock: FileLock | None, finished: bool = False) -> None:
+    def __init__(self, path: Path, lock: FileLock | None = None, finished: bool = False) -> None:
         self.path = path
         self.state: str | None = read_status(path).get("state")
         self.finished = finished
@@ -74,10 +74,10 @@ class RunDir:
         again. They are the same bit by bit, so points double on the curves but do not move.
         """
         self.claim(config_yaml)
-        self._metrics, self._diagnostics = (Metrics(self.path / f"{name}.jsonl") for name in ("metrics", "diagnostics"))
-        for file in (self._metrics, self._diagnostics):
-            self._held.callback(file.close)
-            file.cut(step)
+        self._metrics = Metrics(self.path / "metrics.jsonl", step)
+        self._diagnostics = Metrics(self.path / "diagnostics.jsonl", step)
+        self._held.callback(self._metrics.close)
+        self._held.callback(self._diagnostics.close)
         if wandb is not None and wandb["mode"] != "disabled":
             try:
                 self._wandb = WandbRun(self._metrics.path, wandb, self.log)
@@ -115,19 +115,26 @@ class RunDir:
         lines = Metrics.read(self._metrics.path)
         return {line["iter"]: line[key] for line in lines if line.get(key) is not None}
 
-    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any], best: bool, extra: int | None) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Any], state: dict[str, Any], best: bool, keep_step: int | None
+    ) -> None:
         """Write a checkpoint, as core.checkpoint.save() does."""
         from core import checkpoint  # which loads torch
 
         self._metrics.sync()
-        checkpoint.save(self.path / "ckpt", step, tensors, state, best, extra)
+        checkpoint.save(self.path / "ckpt", step, tensors, state, best, keep_step)
         self.status("running", iter=step)
 
     def restore_best(self, step: int | None) -> None:
-        """Point ckpt/best at the checkpoint of `step`."""
+        """Point ckpt/best at the checkpoint of `step` if it exists.
+
+        After a resume from an earlier checkpoint, it may still point at one of an evaluation that is now repeated.
+        """
         from core import checkpoint
 
-        checkpoint.restore_best(self.path / "ckpt", step)
+        if step is not None:
+            with suppress(FileNotFoundError):
+                checkpoint.point(self.path / "ckpt", "best", step)
 
     def plot(self) -> None:
         """Draw metrics.jsonl's losses into curve.png."""
@@ -176,9 +183,6 @@ class ReadOnlyRunDir(RunDir):
     """The run directory as ranks other than 0 see it: they read it, and what they write goes nowhere."""
 
     _no_bar = True
-
-    def __init__(self, path: Path, finished: bool) -> None:
-        super().__init__(path, None, finished)
 
     def _skip(self, *_: Any, **__: Any) -> None:
         """Rank 0 does it."""

@@ -75,10 +75,6 @@ class Variants:
     says: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-class AlsoCalled(tuple[str, ...]):
-    """What other programs call the setting: AlsoCalled(["lr"])."""
-
-
 @dataclass(frozen=True)
 class Loads:
     """build() calls it with the setting's value before it converts the settings that are declared later."""
@@ -98,10 +94,6 @@ def Between(low: float, high: float, ends: str = "[]") -> Rule:
         return low <= value <= high and (value > low or ends[0] == "[") and (value < high or ends[1] == "]")
 
     return Rule(holds, f"must be in {ends[0]}{low:g}, {high:g}{ends[1]}")
-
-
-def OneOf(words: Iterable[str]) -> Rule:
-    return Rule(lambda value: value in words, f"must be one of {', '.join(words)}")
 
 
 POSITIVE = Rule(lambda value: 0 < value < math.inf, "must be a finite number > 0")
@@ -153,6 +145,13 @@ declared: Callable[[Any], dict[str, Setting]] = declarations  # the settings of 
 
 # -----------------------------------------------------------------------------
 # From a mapping to checked settings
+
+
+def settings_of(cls: type, source: Mapping[str, Any]) -> Any:
+    """A checked instance of the settings class `cls`. Raises: ConfigError naming key, value and rule."""
+    settings = build(cls, source)
+    validate(settings)
+    return settings
 
 
 def build(cls: type, source: Any, prefix: str = "") -> Any:

@@ -70,14 +70,12 @@ def wandb_mode(mode: str) -> str:
 
 
 def has_api_key() -> bool:
+    """In W&B's variables, or in ~/.netrc, where `wandb login` writes it."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import netrc
 
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for path in map(os.path.expanduser, candidates):
-        with suppress(OSError, netrc.NetrcParseError):
-            entry = netrc.netrc(path).authenticators(host)
-            return entry is not None and bool(entry[2])
+    with suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     return False

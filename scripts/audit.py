@@ -42,12 +42,12 @@ from data.corpora import one_line
 from data.options import RandomOptions
 from data.tokens import load_corpus
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
+from model.gpt import GPT
 from model.ops import positions_with_logits
 from sample import open_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
 from training.config import ConstantOptions, Device, WandbOptions
-from training.session import build_model
 
 MODES = ("evaluation", "training")
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
@@ -85,7 +85,7 @@ class Run:
 
     def fresh(self) -> nn.Module:
         """The model as it is initialised."""
-        model = build_model(self.config, self.vocab_size)
+        model = GPT(self.config.gpt, self.vocab_size)
         model.init_weights(self.config.seed)
         faults.inject_into_model(self.config, model)
         return model.to(self.device)

@@ -13,7 +13,7 @@ from core.metrics import Metrics, plot, spike_score
 
 @pytest.fixture
 def metrics(tmp_path: Path) -> Metrics:
-    return Metrics(tmp_path / "metrics.jsonl")
+    return Metrics(tmp_path / "metrics.jsonl", 0)
 
 
 def test_lines_start_with_iter_are_on_disk_at_once_and_hold_floats_exactly(metrics: Metrics) -> None:
@@ -25,7 +25,7 @@ def test_lines_start_with_iter_are_on_disk_at_once_and_hold_floats_exactly(metri
     assert [line["x"] for line in Metrics.read(metrics.path)[1:]] == values
 
 
-def test_cut_and_write_again_gives_the_uninterrupted_file(metrics: Metrics, tmp_path: Path) -> None:
+def test_cut_and_write_again_gives_the_uninterrupted_file(metrics: Metrics) -> None:
     lines = [{"iter": i, "train/loss": 1 / (i + 1)} for i in range(0, 60, 10)]
     for line in lines:
         metrics.write(line)
@@ -33,7 +33,7 @@ def test_cut_and_write_again_gives_the_uninterrupted_file(metrics: Metrics, tmp_
     for step in (0, 15, 20, 60, 1000):
         for torn in (b"", b'{"iter": 70, "tr', b'{"iter": 1}', b"\0" * 9):
             metrics.path.write_bytes(whole + torn)
-            metrics.cut(step)
+            metrics = Metrics(metrics.path, step)
             assert metrics.path.read_bytes() == whole[: sum(len(json.dumps(x)) + 1 for x in lines if x["iter"] < step)]
             for line in lines:
                 if line["iter"] >= step:
@@ -44,7 +44,7 @@ def test_cut_and_write_again_gives_the_uninterrupted_file(metrics: Metrics, tmp_
 def test_cut_keeps_the_bytes_of_lines_that_others_wrote_and_a_reader_sees_no_half_line(metrics: Metrics) -> None:
     kept = b'{"iter":1,  "x": 1.50}\n{"x": 2e0, "iter": 2}\n{"iter": 2}\n'
     metrics.path.write_bytes(kept + b'{"iter": 3}\nnot json\n[1]\n{"x": 1}\n')
-    metrics.cut(3)
+    Metrics(metrics.path, 3)
     assert metrics.path.read_bytes() == kept
     metrics.path.write_bytes(b'{"iter": 1}\n{"iter": 2')
     assert Metrics.read(metrics.path) == [{"iter": 1}]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from core.cli import CONFIG_DIR, OF_SWEEPS, compose, options_of, parse_yaml
-from core.schema import ConfigError, declared, flatten
+from core.schema import declared, flatten
 from model.gpt import GPT
 from model.options import ATTENTIONS, GQAOptions, MHAOptions, MLAOptions, ModelOptions
 from training.config import TrainConfig, load_config
@@ -93,15 +93,6 @@ def test_flops_of_the_default_model_are_those_of_nanogpts_formula() -> None:
 # Composition
 
 
-@pytest.mark.parametrize("qk_norm", OPTIONS["qk_norm"])
-@pytest.mark.parametrize("model", OPTIONS["model"])
-def test_every_preset_composes_with_every_qk_norm(model: str, qk_norm: str) -> None:
-    config = load(f"model={model}", f"qk_norm={qk_norm}")
-    assert config.model.name == model
-    assert config.qk_norm.name == qk_norm
-    assert replace(config, qk_norm=load().qk_norm) == load(f"model={model}")
-
-
 @pytest.mark.parametrize("group", OPTIONS)
 def test_every_option_of_every_group_composes(group: str) -> None:
     needs = {
@@ -173,16 +164,3 @@ def test_an_experiment_may_name_a_preset_and_the_command_line_another() -> None:
     assert load("experiment=quickstart").model.name == "nano_cpu"
     config = load("experiment=quickstart", "model=mla_nano")
     assert (config.model.name, config.attention, config.max_iters) == ("mla_nano", LAYOUTS["mla_nano"], 900)
-
-
-@pytest.mark.parametrize("model", ["baby_gpt", "nano_cpu", "gpt2_124m"])
-def test_layouts_that_need_rope_refuse_learned_positions(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.position=learned: attention=mla needs rope"):
-        load(f"model={model}", "attention=mla")
-    if model != "gpt2_124m":  # which has biases too
-        load(f"model={model}", "attention=mla", "model.position=rope", "model.rope_theta=1e4")
-
-
-def test_a_size_that_the_layout_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.n_head=9 must be divisible by attention\.n_kv_head=2"):
-        load("model=qwen_134m", "attention.n_kv_head=2")

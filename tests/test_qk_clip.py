@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import variants
 from test_ddp import torchrun
 from test_gpt import build, random_tokens
 from test_resume import assert_halves_equal_straight
@@ -23,17 +24,11 @@ import train
 from core.schema import validate
 from model.gpt import GPT
 from model.ops import max_logits, queries_at_once
-from model.options import AttentionOptions, GQAOptions, MHAOptions, MLAOptions, ModelOptions
+from model.options import AttentionOptions, MLAOptions, ModelOptions
 from training.config import LogClipOptions, NoClipOptions, QKClipOptions, TrainConfig, load_config
-from training.qk_clip import over_updates, qk_clip, qk_clip_line
+from training.qk_clip import qk_clip, qk_clip_line
 
-LAYOUTS: dict[str, AttentionOptions] = {
-    "mha": MHAOptions(),
-    "gqa": GQAOptions(n_kv_head=2),
-    "mqa": GQAOptions(n_kv_head=1),
-    "mla": MLAOptions(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6),
-    "mla_q_rank": MLAOptions(kv_rank=12, q_rank=10, nope_dim=8, rope_dim=4, v_dim=6),
-}
+LAYOUTS = {name: variants.LAYOUTS[name] for name in ("mha", "gqa", "mqa", "mla", "mla_q_rank")}
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -161,19 +156,6 @@ def test_heads_of_negative_logits_are_left_alone_and_stay_finite() -> None:
 
     config = QKClipOptions(threshold=100.0)
     assert clip_line([Head()], config)["qk_clip/gamma_min"] == 1
-
-
-def test_several_updates_join_to_the_largest_maxima_the_smallest_gamma_and_all_clips() -> None:
-    lines = [
-        {"qk_clip/max_logit": m, "qk_clip/max_logit/layer_0": -m, "qk_clip/clipped": c, "qk_clip/gamma_min": g}
-        for m, c, g in ((3.0, 2, 0.5), (7.0, 0, 1.0), (-1.0, 4, 0.25))
-    ]
-    joined: dict[str, float] = {}
-    for line in lines:
-        joined = over_updates(joined, line)
-    assert joined == {
-        "qk_clip/max_logit": 7, "qk_clip/max_logit/layer_0": 1, "qk_clip/clipped": 6, "qk_clip/gamma_min": 0.25,
-    }  # fmt: skip
 
 
 def test_a_clipped_run_logs_its_clips_keeps_below_the_threshold_and_resumes(corpus: Path, tmp_path: Path) -> None:

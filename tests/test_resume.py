@@ -19,7 +19,7 @@ import train
 from core import checkpoint
 from core.metrics import Metrics
 from core.schema import ConfigError
-from training import session
+from training import resume, session
 
 
 def assert_halves_equal_straight(corpus: Path, folder: Path, **changes: Any) -> None:
@@ -89,6 +89,21 @@ def test_other_code_is_warned_of_and_every_commit_is_kept(
     assert saved_json(run, "summary")["commit"] == "a, b+12" == checkpoint.load(run / "ckpt" / "latest").state["commit"]
     log = (run / "train.log").read_text()
     assert log.count("warning: commit") == log.count("warning: commit a -> b+12: other code trains the rest") == 1
+
+
+def test_a_machine_that_rounds_otherwise_is_warned_of(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    for max_iters in (2, 3):
+        assert train.run(configured(corpus, run, max_iters=max_iters)) == 0
+    assert "will not be equal" not in (run / "train.log").read_text()
+    old = checkpoint.load(run / "ckpt" / "latest").state
+    elsewhere = {"device": "cpu (2 threads)", "torch": "9.0", "kernels": not old["kernels"]}
+    monkeypatch.setattr(resume, "describe", lambda of: {**session.describe(of), **elsewhere})
+    assert train.run(configured(corpus, run)) == 0
+    changes = ", ".join(f"{key} {old[key]} -> {value}" for key, value in elsewhere.items())
+    assert f"warning: {changes}: the rest of the run will not be equal" in (run / "train.log").read_text()
 
 
 def test_a_finished_run_is_not_handed_back_for_another_dtype_or_text(corpus: Path, tmp_path: Path) -> None:

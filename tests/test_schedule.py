@@ -1,9 +1,6 @@
-import ast
 import math
-from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from core.schema import ConfigError, validate
 from training.config import ConstantOptions, CosineOptions, LinearOptions, ScheduleOptions, TrainConfig, WSDOptions
@@ -85,10 +82,3 @@ def test_wsds_warm_up_may_end_where_the_decay_begins_but_not_later() -> None:
 def test_a_vanishing_decay_is_a_step_to_min_lr() -> None:
     config = TrainConfig(max_iters=1000, schedule=WSDOptions(decay_frac=1e-20))
     assert [learning_rate(step, config) for step in (999, 1000, 1001)] == [1e-3, 1e-3, 0.0]
-
-
-def test_the_schedule_needs_no_torch() -> None:
-    tree = ast.parse((Path(ROOT) / "training" / "schedule.py").read_text())
-    imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    imported |= {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
-    assert imported == {"math", "training.config"}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, ROOT, TINY, tiny_config
+from conftest import QK_NORM_VARIANTS, ROOT, tiny_config
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +42,7 @@ from training.checks import repetition
 from training.config import TrainConfig, load_config
 from training.evaluate import mean_loss
 from training.optim import build_optimizer, update_ratios
-from training.session import Machine, read_corpus
+from training.session import Machine, read_data
 from training.updates import accumulate_gradients
 
 FP32 = Machine(World(), torch.device("cpu"), torch.float32)
@@ -342,9 +342,9 @@ def test_each_evaluation_has_diagnostics_of_the_same_held_out_sequences(corpus: 
     for line, table in zip(evaluated, tables, strict=True):
         summary = {key: value for key, value in table.items() if key.startswith("attn/") and "/layer_" not in key}
         assert summary == {key: value for key, value in line.items() if key.startswith("attn/")} and len(table) > 30
-    _, tokenizer, tokens, _ = read_corpus(config)
-    held_out = torch.from_numpy(tokens[5400:6000].astype(np.int64))  # the last tenth
-    gpt = GPT(config.gpt, tokenizer.vocab_size)
+    corpus_read = read_data(config).corpus
+    held_out = torch.from_numpy(corpus_read.tokens[5400:6000].astype(np.int64))  # the last tenth
+    gpt = GPT(config.gpt, corpus_read.tokenizer.vocab_size)
     gpt.load_state_dict(checkpoint.load(tmp_path / "run" / "ckpt" / "latest").tensors["model"])
     values = diagnose(gpt, held_out[: 4 * 16].view(4, 16))
     assert tables[-1] == {"iter": 40, **values}
@@ -488,10 +488,11 @@ def test_an_initial_loss_far_from_a_guess_is_warned_of(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.run(configured(corpus, tmp_path / "a")) == 0
-    assert "warning" not in capsys.readouterr().err
+    assert "warning" not in capsys.readouterr().out
     monkeypatch.setattr(model.gpt, "INIT_STD", 1.0)
     assert train.run(configured(corpus, tmp_path / "b", max_iters=1)) == 0
-    assert "warning: the initial loss is " in capsys.readouterr().err
+    assert "warning: the initial loss is " in capsys.readouterr().out
+    assert "warning: the initial loss is " in (tmp_path / "b" / "train.log").read_text()
 
 
 class Waits(TorchFunctionMode):
@@ -702,7 +703,3 @@ def test_memory_that_is_freed_is_used_again_without_page_faults() -> None:
         return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env).stdout)
 
     assert 20 * page_faults("keep") < page_faults("give back")
-
-
-def test_tiny_overrides_are_those_of_the_in_process_settings() -> None:
-    assert f"batch_size={SETTINGS['batch_size']}" in TINY and f"model.n_embd={SETTINGS['model']['n_embd']}" in TINY

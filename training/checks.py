@@ -1,7 +1,6 @@
 """What every run checks before it trains: the model cannot see the future, batches differ, the losses are plausible."""
 
 import math
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +22,7 @@ INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats
 
 
 def start_up_checks(session: Session) -> list[str]:
-    """Print a warning for each check that fails, and return the warnings.
+    """A warning for each check that fails.
 
     Raises: ConfigError where the model sees the future or batches repeat, unless the run has a `fault`.
     """
@@ -33,8 +32,6 @@ def start_up_checks(session: Session) -> list[str]:
     fatal = [*future_seen(session, x), *(f"training repeats one batch: {r}" for r in repetition(batches, text))]
     require(session.config.fault.name != "none" or not fatal, "; ".join(fatal))
     warnings = [*fatal, *target_warnings(x, y, text), *loss_warnings(session, x, y), *norm_warnings(session)]
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
     if session.config.qk_clip.name != "none":
         for attention in model.attentions:
             attention.pop_max_logits()  # of the checks' forward passes

@@ -7,14 +7,12 @@ import torch
 from tqdm import tqdm
 
 from core import checkpoint
-from core.device import device_name, peak_flops, resolve_device, resolve_dtype
-from core.dist import World
-from data.tokens import Corpus
+from core.device import device_name, peak_flops
 from model.diagnostics import activation_bytes
 from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.optim import optimizer_bytes
-from training.session import DEFAULT_THREADS, Machine, build_model, find_machine, read_corpus, read_data
+from training.session import Data, Machine, find_machine, read_data
 from training.updates import rows_at_once
 
 
@@ -29,36 +27,33 @@ def dry_run(config: TrainConfig) -> int:
     """Print the settings and what the run would be. Returns the exit status."""
     machine, data = find_machine(config), read_data(config)
     print(to_yaml(config), end="")
-    for key, value in describe(config, machine, data.corpus).items():
+    for key, value in describe(config, machine, data).items():
         print(f"{key + ':':15s}{value}")
     return 0
 
 
 def check(config: TrainConfig) -> None:
     """Raise ConfigError where the run cannot start: no such device, no corpus, too little text."""
-    resolve_dtype(config.dtype, resolve_device(config.device))
+    find_machine(config)
     read_data(config)
 
 
 def estimate(config: TrainConfig) -> tuple[float, int]:
     """Seconds and bytes on disk that a run would take."""
-    torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    device = resolve_device(config.device)
-    machine = Machine(World(), device, resolve_dtype(config.dtype, device))
-    found = cost(config, machine, read_corpus(config))
+    found = cost(config, find_machine(config), read_data(config))
     return found.seconds, (checkpoint.KEEP + 1) * found.checkpoint_bytes
 
 
-def describe(config: TrainConfig, machine: Machine, corpus: Corpus) -> dict[str, str]:
-    vocab_size, dtype = corpus.tokenizer.vocab_size, machine.dtype
-    model = model_without_weights(config, vocab_size)
+def describe(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
+    corpus, dtype, model = data.corpus, machine.dtype, model_without_weights(config, data)
     n, flops = model.num_params(), model.flops_per_token()
     rows = rows_at_once(config.batch_size, config.model.block_size, machine.device)
     activations = activation_bytes(model, rows, machine.device, dtype)
-    found = cost(config, machine, corpus)
+    found = cost(config, machine, data)
     return {
         "run directory": f"{config.run_dir}",
-        "corpus": f"{len(corpus.tokens):,} tokens, {held_out(corpus):,} of them held out, vocabulary {vocab_size}",
+        "corpus": f"{len(corpus.tokens):,} tokens, {data.held_out_tokens:,} of them held out, "
+        f"vocabulary {corpus.tokenizer.vocab_size}",
         "parameters": f"{n:,}",
         "FLOPs": f"{flops:,} a token, {flops * config.tokens_per_iter:.3g} an iteration",
         "iteration": f"{config.tokens_per_iter:,} tokens",
@@ -73,26 +68,25 @@ def describe(config: TrainConfig, machine: Machine, corpus: Corpus) -> dict[str,
     }
 
 
-def cost(config: TrainConfig, machine: Machine, corpus: Corpus) -> Cost:
-    vocab_size = corpus.tokenizer.vocab_size
-    model = model_without_weights(config, vocab_size)
-    rate, how = training_rate(config, vocab_size, machine)
+def cost(config: TrainConfig, machine: Machine, data: Data) -> Cost:
+    model = model_without_weights(config, data)
+    rate, how = training_rate(model, config, machine)
     # an evaluation is a forward pass, a third of the work
-    tokens = config.max_iters * config.tokens_per_iter + n_evaluations(config) * held_out(corpus) / 3
+    tokens = config.max_iters * config.tokens_per_iter + n_evaluations(config) * data.held_out_tokens / 3
     return Cost(tokens / rate, rate, how, 4 * model.num_params() + optimizer_bytes(model, config))
 
 
-def training_rate(config: TrainConfig, vocab_size: int, machine: Machine) -> tuple[float, str]:
+def training_rate(shape: GPT, config: TrainConfig, machine: Machine) -> tuple[float, str]:
     """Tokens a second of an update, and how it is known: timed on a few sequences where that takes seconds."""
     T, device = config.model.block_size, machine.device
-    flops = model_without_weights(config, vocab_size).flops_per_token() * T  # a sequence
+    flops = shape.flops_per_token() * T  # a sequence
     peak = peak_flops(device, machine.dtype)
     rows = min(rows_at_once(config.batch_size, T, device), int(peak / flops))
     if rows < 1 or device.type != "cpu":
         return 0.4 * peak / flops * T, "40 % of the peak"
-    model = build_model(config, vocab_size)
+    model = GPT(config.gpt, shape.vocab_size)
     model.init_weights(config.seed)
-    idx = torch.randint(vocab_size, (rows, T))
+    idx = torch.randint(model.vocab_size, (rows, T))
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
@@ -103,13 +97,9 @@ def training_rate(config: TrainConfig, vocab_size: int, machine: Machine) -> tup
     return rows * T / min(seconds), f"timed on {rows} sequences"
 
 
-def model_without_weights(config: TrainConfig, vocab_size: int) -> GPT:
+def model_without_weights(config: TrainConfig, data: Data) -> GPT:
     with torch.device("meta"):
-        return build_model(config, vocab_size)
-
-
-def held_out(corpus: Corpus) -> int:
-    return sum(end - start for start, end in corpus.split.val)
+        return GPT(config.gpt, data.corpus.tokenizer.vocab_size)
 
 
 def n_evaluations(config: TrainConfig) -> int:

@@ -12,7 +12,7 @@ from core import dist
 from core.device import move
 from training.session import Batch, Machine, Session
 
-EVAL_TOKENS = {"cpu": 2**11, "cuda": 2**14, "mps": 2**14}  # that go through the model together; see CPU_TOKENS
+EVAL_TOKENS = {"cpu": 2**11, "cuda": 2**14}  # that go through the model together; see CPU_TOKENS
 DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head
 
 
@@ -70,15 +70,19 @@ def diagnosed_batch(session: Session) -> Tensor:
 
 @dataclass
 class LowestLoss:
-    """The lowest val/loss so far, and its iteration."""
+    """The lowest val/loss so far, and its iteration.
+
+    keep_step: the iteration of the lowest loss without an extra evaluation, one that is made only because the run ends.
+    A longer run does not repeat that evaluation, and goes back to this iteration's checkpoint, which is therefore kept.
+    """
 
     loss: float = math.inf
     step: int | None = None
-    without_extra: int | None = None  # the iteration before an extra evaluation
+    keep_step: int | None = None
 
     def update(self, step: int, loss: float, extra: bool) -> bool:
-        """Whether `loss` is the lowest. extra: an evaluation at the end only, which a longer run does not repeat."""
-        self.without_extra = self.step if extra else None
+        """Whether `loss` is the lowest."""
+        self.keep_step = self.step if extra else None
         if not loss < self.loss:
             return False
         self.loss, self.step = loss, step

@@ -57,17 +57,10 @@ def misreport(output: tuple[Tensor, Tensor | None], n: int) -> tuple[Tensor, Ten
     """Report the loss of a micro-batch divided by their number n, as espnet 5090 and allennlp 4706 did. The gradient
     stays right, so the weights equal those of the run without a fault bit for bit."""
     logits, loss = output
-    return logits, None if loss is None else Misreported.apply(loss, n)
-
-
-class Misreported(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, n: int) -> Tensor:
-        return loss / n
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    if loss is None:
+        return output
+    gradient_alone = loss - loss.detach()  # 0
+    return logits, (loss / n).detach() + gradient_alone
 
 
 def pad(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

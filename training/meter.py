@@ -34,7 +34,7 @@ class Meter:
         self.session = session
         self.train_loss: float | None = saved.get("train/loss")  # of the last update read that is finite
         self.stop_requested = False  # by any rank, in the last update read: all ranks know it at once
-        self.qk_clip: dict[str, float] = saved.get("qk_clip", {})  # of the updates since the last line
+        self.clip_metrics: dict[str, float] = saved.get("qk_clip", {})  # of the updates since the last line
         self.train_seconds: float = saved.get("train_seconds", 0.0)  # in updates; the rest is evaluations and saves
         self._began = time.perf_counter() - saved.get("seconds", 0.0)
         self._unread: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
@@ -47,7 +47,7 @@ class Meter:
 
     def state(self) -> dict[str, Any]:
         return {
-            "train/loss": self.train_loss, "qk_clip": self.qk_clip, "seconds": self.seconds,
+            "train/loss": self.train_loss, "qk_clip": self.clip_metrics, "seconds": self.seconds,
             "train_seconds": self.train_seconds,
         }  # fmt: skip
 
@@ -79,7 +79,7 @@ class Meter:
             finite = math.isfinite(loss) and math.isfinite(norm)
             if of_heads is not None:  # an update that is not finite counts as not made, so it clips nothing
                 options = self.session.config.qk_clip if finite else LogClipOptions()
-                self.qk_clip = over_updates(self.qk_clip, qk_clip_line(of_heads, options))
+                self.clip_metrics = over_updates(self.clip_metrics, qk_clip_line(of_heads, options))
             if not finite:
                 raise Diverged(line, f"train/loss {loss}, grad_norm {norm}")
             self.train_loss, self.stop_requested = loss, stop > 0
@@ -90,6 +90,6 @@ class Meter:
         config, seconds = self.session.config, self.train_seconds - self._logged_seconds
         rate = self._updates * config.tokens_per_iter / seconds
         mfu = rate * self.session.model.flops_per_token() / self.session.peak
-        line = {"tok_per_sec": rate, "mfu": mfu, **self.qk_clip}
-        self._updates, self._logged_seconds, self.qk_clip = 0, self.train_seconds, {}
+        line = {"tok_per_sec": rate, "mfu": mfu, **self.clip_metrics}
+        self._updates, self._logged_seconds, self.clip_metrics = 0, self.train_seconds, {}
         return line

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,17 +11,8 @@ from core import dist
 from training.config import NoClipOptions, QKClipOptions
 
 
-class Clippable(Protocol):
-    """An attention layer that tracks its logits."""
-
-    def pop_max_logits(self) -> Tensor:
-        """The largest logit of each head in the training forwards since the last call: (n_head,)."""
-
-    def scale_logits(self, gamma: Tensor, balance: float) -> None: ...
-
-
 @torch.no_grad()
-def qk_clip(attentions: Sequence[Clippable], options: NoClipOptions) -> Tensor | None:
+def qk_clip(attentions: Sequence[Any], options: NoClipOptions) -> Tensor | None:
     """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches.
 
     gamma = threshold / S where a head's maximum S exceeds the threshold, else 1: a head of negative logits is left

@@ -15,6 +15,8 @@ from core.wandb_run import wandb_mode
 from training.config import TrainConfig, load_config, to_yaml
 from training.session import Session, describe
 
+DECIDES_BITS = ("device", "compile", "ranks", "torch", "kernels")  # recorded; a CPU's name has the number of threads
+
 
 def run_request(config: TrainConfig) -> RunRequest:
     notes = {"schedule.lr_decay_iters": "schedule.lr_decay_iters (by default max_iters)"}
@@ -36,7 +38,7 @@ def open_run_dir(session: Session) -> RunDir:
     Raises: ConfigError, on every rank.
     """
     run_dir, error = None, None
-    if session.machine.world.main:
+    if session.machine.world.rank == 0:
         try:
             run_dir = open_run(run_request(session.config))
         except ConfigError as refusal:
@@ -44,7 +46,7 @@ def open_run_dir(session: Session) -> RunDir:
     finished, error = dist.broadcast_object((run_dir is not None and run_dir.finished, error))
     if error is not None:
         raise ConfigError(error)
-    return run_dir or ReadOnlyRunDir(session.config.run_dir, finished)
+    return run_dir or ReadOnlyRunDir(session.config.run_dir, finished=finished)
 
 
 def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
@@ -96,10 +98,8 @@ def check_resumable(session: Session, run_dir: RunDir, saved: Mapping[str, Any])
         saved["step"] <= config.max_iters,
         f"max_iters={config.max_iters} must be >= {saved['step']}, the iteration that {path} has reached",
     )
-    changed = [
-        f"{key} {saved[key]} -> {here[key]}" for key in ("device", "compile", "ranks") if saved[key] != here[key]
-    ]
-    if changed:
+    known = [key for key in DECIDES_BITS if key in saved]  # runs of earlier versions lack some
+    if changed := [f"{key} {saved[key]} -> {here[key]}" for key in known if saved[key] != here[key]]:
         run_dir.log(f"warning: {', '.join(changed)}: the rest of the run will not be equal bit for bit")
     for change in changed_plugins(saved.get("plugins", {})):
         run_dir.log(f"warning: {change}")

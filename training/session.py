@@ -19,6 +19,7 @@ from core.schema import require
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.gpt import GPT
+from model.kernels import operators
 from training import faults
 from training.config import TrainConfig
 from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -73,16 +74,12 @@ class Session:
     peak: float
     about: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def compiled(self) -> bool:
-        return is_compiled(self.config, self.machine.device)
-
     def join_ranks(self) -> None:
         """Average gradients over the ranks from here on."""
         world, device = self.machine.world, self.machine.device
         dist.init(world, device)
         if world.size > 1:
-            if self.compiled:
+            if is_compiled(self.config, device):
                 torch.compiler.reset()  # DDP has it compiled in parts: it sends the gradients of one during the next
             devices = [device] if device.type == "cuda" else None
             self.forward = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)  # constants
@@ -101,7 +98,7 @@ def setup(config: TrainConfig) -> Session:
     """Everything a run needs but its directory. Raises: ConfigError."""
     machine = find_machine(config)
     data = read_data(config)
-    model = build_model(config, data.corpus.tokenizer.vocab_size)
+    model = GPT(config.gpt, data.corpus.tokenizer.vocab_size)
     model.init_weights(config.seed)
     model.to(machine.device)
     if config.fault.name != "none":
@@ -133,21 +130,13 @@ def find_machine(config: TrainConfig) -> Machine:
     return Machine(world, device, dtype)
 
 
-def read_corpus(config: TrainConfig) -> Corpus:
-    saved = None if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
-    return load_corpus(config.data, config.model.block_size, saved)
-
-
 def read_data(config: TrainConfig) -> Data:
-    corpus = read_corpus(config)
+    saved = None if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
+    corpus = load_corpus(config.data, config.model.block_size, saved)
     batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed)
     if config.eval_iters:
         batches.sampled_batch("val", 0)  # raises where the held-out block is shorter than a window
     return Data(corpus, batches)
-
-
-def build_model(config: TrainConfig, vocab_size: int) -> GPT:
-    return GPT(config.gpt, vocab_size)
 
 
 def is_compiled(config: TrainConfig, device: torch.device) -> bool:
@@ -168,7 +157,8 @@ def describe(session: Session) -> dict[str, Any]:
     plugins = {"plugins": plugin_hashes(session.config.plugins)} if session.config.plugins else {}
     return plugins | {
         "dtype": str(machine.dtype), "corpus_sha256": corpus.sha256, "device": device_name(machine.device),
-        "compile": session.compiled, "ranks": machine.world.size, "commit": commit(),
+        "compile": is_compiled(session.config, machine.device), "ranks": machine.world.size, "commit": commit(),
+        "kernels": machine.device.type == "cpu" and operators.loaded(),
         "parameters": model.num_params(), "vocab_size": corpus.tokenizer.vocab_size, "tokens": len(corpus.tokens),
         "held_out_tokens": session.data.held_out_tokens,
         "cache_bytes_per_token": model.cache_bytes_per_token(machine.dtype),

@@ -66,7 +66,7 @@ def ours(words: list[str]) -> Built:
             loss = accumulate_gradients(session.forward, batches, n_micro_batches, machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             meter.add({"iter": step}, loss, norm, 0, qk_clip(model.attentions, config.qk_clip))
         meter.read()  # the host waits for the device
         return {}
