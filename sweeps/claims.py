@@ -1,7 +1,7 @@
 """What a launcher and its workers tell each other, in files of the sweep's directory.
 
 launches/NAME.json  what one start of sweeps/launch.py asks of its workers
-launches/NAME.stop  tells the workers of a launch to end; so does NAME.failed, after a failed run and with fail_fast
+launches/NAME.stop  tells the tasks of a launch on SLURM to end
 claims/RUN_ID       locked by the process that has the run; counts the tries of each launch
 """
 
@@ -24,7 +24,6 @@ class Launch:
     runs: list[str]
     tries: int
     threads: int | None = None
-    fail_fast: bool = False
     ranks: int = 1
 
     @classmethod

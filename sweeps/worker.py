@@ -1,7 +1,7 @@
 """A worker of a sweep: it trains one run after the other until none is left. sweeps/launchers.py starts it.
 
 One process trains many runs, so that it imports and compiles once. If it dies, the run in hand goes on elsewhere, from
-its checkpoint. Commands: work SWEEP_DIR LAUNCH | ranks N CONFIG | rank CONFIG | answer check | answer estimate
+its checkpoint. Commands: work SWEEP_DIR LAUNCH | ranks N CONFIG | rank CONFIG
 """
 
 import contextlib
@@ -27,53 +27,33 @@ from training.config import TrainConfig
 
 WORKER = str(Path(__file__).resolve())
 PATIENCE = 600  # seconds that a run has to finish its iteration and save
-RESTART = 4  # exit status of a worker that asks for a new process in its place; no run failed because of it
+RESTART = 4  # exit status of a worker that asks for a new process in its place
 
 
 def work(sweep_dir: Path, launch_name: str) -> int:
     """Train the runs of a launch that no other process has. Returns 0 when no run is left to try, 128 + n when signal
-    n stopped a run, RESTART after an error that can make later runs in this process fail."""
+    n stopped a run, RESTART after a failed try: an error, as of CUDA, can make every later run of a process fail."""
     launch = Launch.read(sweep_dir, launch_name)
     runs = {run.id: run for run in read_plan(sweep_dir)}
-    tried_one = True
-    while tried_one:  # each pass tries the failed runs of the one before again
-        tried_one = False
-        for run_id in launch.runs:
-            if launch.fail_fast and launch.file(".failed").exists():
-                return 0
-            status = take(runs[run_id], launch)
-            if status is None:
-                continue
-            tried_one = True
-            if status > 128:
-                return status
-            if status == 1 and device_may_be_broken():
-                return RESTART
+    for run_id in launch.runs:
+        status = take(runs[run_id], launch)
+        if status > 128:
+            return status
+        if status == 1:
+            return RESTART
     return 0
 
 
-def take(run: PlannedRun, launch: Launch) -> int | None:
-    """Claim a run and try it. Returns the status of the try; None if the run has ended, is taken or has no try left."""
+def take(run: PlannedRun, launch: Launch) -> int:
+    """Claim a run and try it. Returns the status of the try; 0 if the run has ended, is taken or has no try left."""
     path = launch.sweep_dir / run.id
     if at_end(path):
-        return None
+        return 0
     with claimed(launch.sweep_dir, run.id) as claim:
         if claim is None or is_locked(path) or at_end(path):  # it may have ended since the first look
-            return None
-        if claim["tries"].get(launch.name, 0) >= launch.tries:
-            return None
-        status = attempt(run, launch, claim)
-        if launch.fail_fast:  # its further tries come before any other run
-            while status == 1 and claim["tries"][launch.name] < launch.tries and not device_may_be_broken():
-                status = attempt(run, launch, claim)
-            if status == 1 and claim["tries"][launch.name] >= launch.tries:
-                launch.file(".failed").touch()
-        return status
-
-
-def device_may_be_broken() -> bool:
-    """Whether an error may have left the GPU unusable to this process, as a CUDA error does."""
-    return "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_initialized())
+            return 0
+        left = claim["tries"].get(launch.name, 0) < launch.tries
+        return attempt(run, launch, claim) if left else 0
 
 
 def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
@@ -180,18 +160,6 @@ def train_rank(config: str) -> int:
         return refuse(str(error))
 
 
-def answer(question: str) -> None:
-    """Print the results of training.estimate's `question` for a JSON list of configs, or {"error": text}."""
-    from training import estimate
-
-    ask = getattr(estimate, question)
-    try:
-        reply: dict[str, Any] = {"answers": [ask(build(TrainConfig, config)) for config in json.load(sys.stdin)]}
-    except ConfigError as error:
-        reply = {"error": str(error)}
-    print(json.dumps(reply))
-
-
 def start_worker(sweep_dir: str, launch_name: str) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     stop_with_parent()
@@ -200,5 +168,5 @@ def start_worker(sweep_dir: str, launch_name: str) -> int:
 
 if __name__ == "__main__":
     commands: dict[str, Callable[..., int | None]]
-    commands = {"work": start_worker, "ranks": start_ranks, "rank": train_rank, "answer": answer}
+    commands = {"work": start_worker, "ranks": start_ranks, "rank": train_rank}
     sys.exit(commands[sys.argv[1]](*sys.argv[2:]))

@@ -327,7 +327,6 @@ def test_tasks_stay_alive_while_slurm_does_not_answer(tmp_path: Path, monkeypatc
         ({"workers": 0}, ["launcher.workers=0", ">= 1"]),
         ({"gpus": 2}, ["launcher.gpus=2", "0 or 1"]),
         ({"timeout_min": 2, "save_s": 60}, ["launcher.timeout_min=2", "launcher.save_s=60"]),
-        ({"mem_gb": 0}, ["launcher.mem_gb=0", ">= 1"]),
         ({"options": {"account": ["a"]}}, ["launcher.options=", "account: lab"]),
         ({"setup": [1]}, ["launcher.setup=[1]", "shell lines"]),
     ],
