@@ -586,8 +586,8 @@ def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards
 @pytest.mark.parametrize(
     ("words", "runs", "step"),
     [
-        ("sweep=mla_comparison launcher.ranks=8", 35, 2**20),
-        ("sweep=mla_stress_400m launcher.ranks=8", 90, 2**20),
+        ("sweep=mla_comparison", 35, 2**20),
+        ("sweep=mla_stress_400m", 90, 2**20),
         ("sweep=gqa", 27, 2**15),
         ("sweep=gqa sweep.parts=[per_sequence]", 15, 2**20),
     ],
