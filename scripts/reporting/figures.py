@@ -9,8 +9,7 @@ from fnmatch import fnmatchcase
 from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, Figure, Series, Style
 from scripts.reporting.runs import Curve, Replicate, Sweep
-from scripts.reporting.statistics import Family
-from scripts.reporting.tables import by_rate, final_losses, seconds
+from scripts.reporting.statistics import Family, by_rate, final_losses
 from sweeps.definition import REDUCTIONS
 
 POINTS = 100  # how many of each curve are drawn for a metric other than the validation loss
@@ -105,7 +104,7 @@ def series_of(
             if key in run.curves:
                 curve = run.curves[key] if how is None else thinned(run.curves[key], how)
                 (done if run.done else diverged)[run.replicate] = curve
-        found.append(Series(name, look[setting], done, diverged, seconds(sweep.done(setting))))
+        found.append(Series(name, look[setting], done, diverged, sweep.seconds(setting)))
     return [s for s in found if s.curves or s.diverged]
 
 

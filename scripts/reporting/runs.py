@@ -131,6 +131,10 @@ class Sweep:
     def done(self, setting: str) -> list[Run]:
         return [run for run in self.of(setting).values() if run.done]
 
+    def seconds(self, setting: str) -> list[float]:
+        """Of the runs that are done."""
+        return [run.summary["seconds"] for run in self.done(setting) if run.summary.get("seconds") is not None]
+
     def distinct(self, key: str) -> list[Any]:
         """The values of a key in the runs' summaries."""
         return list(dict.fromkeys(run.summary[key] for run in self.runs if run.summary.get(key) is not None))

@@ -1,8 +1,9 @@
 """Means, intervals and paired comparisons: the statistics of a report, from the table of runs."""
 
 import math
+import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from statistics import fmean, stdev
@@ -171,3 +172,64 @@ def test_over_train(runs: Sequence[Run]) -> float | None:
     """The amount of validation text over that of training text, where the runs are of several folds."""
     folds = {run.fold for run in runs if run.fold is not None}
     return 1 / (runs[0].config["data.folds"] - 1) if len(folds) > 1 else None
+
+
+# -----------------------------------------------------------------------------
+# Learning rates
+
+WORSE = 0.5  # nats above an untrained model
+
+
+def by_rate(sweep: Sweep) -> dict[str, dict[float, str]]:
+    """Variant -> learning rate, from the lowest on -> setting; {} where no variant has several rates."""
+    variants: dict[str, dict[float, str]] = {}
+    for setting in sweep.settings:
+        first = next(iter(sweep.of(setting).values()))
+        variant = re.sub(r"(^|[,/])learning_rate=[^,]*", "", setting).strip(",/") or "all"
+        variants.setdefault(variant, {})[first.config["optim.learning_rate"]] = setting
+    if all(len(of) < 2 for of in variants.values()):
+        return {}
+    return {variant: dict(sorted(of.items())) for variant, of in variants.items()}
+
+
+def final_losses(sweep: Sweep) -> dict[str, dict[float, list[float]]]:
+    """Variant -> learning rate -> the final validation losses of the runs that are done."""
+    return {
+        variant: {rate: [run.summary["val/loss"] for run in sweep.done(setting)] for rate, setting in of.items()}
+        for variant, of in by_rate(sweep).items()
+    }
+
+
+def final_means(of: Mapping[float, Sequence[Run]]) -> dict[float, float]:
+    """The mean final validation loss of the rates whose runs are all done."""
+    made = {rate: runs for rate, runs in of.items() if all(run.done for run in runs)}
+    return {rate: fmean(run.summary["val/loss"] for run in runs) for rate, runs in made.items()}
+
+
+def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str]:
+    """The highest rate up to which all are stable (notes.md says when one is), and how the next one fails."""
+    known = final_means(of)
+    best = min(known.values(), default=math.inf)
+    firsts = [run.losses[min(run.losses)] for runs in of.values() for run in runs if run.losses]
+    highest = None
+    for rate, runs in of.items():
+        if not all(run.state.state in ("done", "diverged") for run in runs):
+            return highest, f"{rate:g}: not all runs are made"
+        broken = [run.state.reason for run in runs if not run.done]
+        if broken:
+            return highest, f"{rate:g}: {len(broken)} of {len(runs)} diverged ({broken[0]})"
+        risen = (worst_loss(run) for run in runs if run.losses)
+        peak, first = max(risen, key=lambda of_run: of_run[0] - of_run[1], default=(0.0, 0.0))
+        if peak > first + WORSE:
+            return highest, f"{rate:g}: a loss of {peak:.4g}; the first was {first:.4f}"
+        if fmean(firsts) - known[rate] < (fmean(firsts) - best) / 2:
+            return highest, f"{rate:g}: final loss {known[rate]:.4f}"
+        highest = rate
+    return highest, "–"
+
+
+def worst_loss(run: Run) -> tuple[float, float]:
+    """The highest loss of a run after its first validation loss, and that one."""
+    first = min(run.losses)
+    every = [*run.losses.items(), *run.curves.get("train/loss", {}).items()]
+    return max((loss for i, loss in every if i > first), default=run.losses[first]), run.losses[first]

@@ -5,16 +5,15 @@ import html
 import io
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 from core.rundir import short
 from core.schema import show
 from scripts.reporting.runs import METRICS, Metric, Run, Sweep, replicate_name
-from scripts.reporting.statistics import Comparison, mean_curve
+from scripts.reporting.statistics import Comparison, by_rate, final_means, highest_stable, mean_curve
 from sweeps.status import STATES, tally
 
 FLOOR_TOLERANCE = 0.01  # nats; as in scripts/audit.py
@@ -65,10 +64,6 @@ def mean_of(runs: Sequence[Run], key: str) -> float | None:
     return mean(run.summary.get(key) for run in runs)
 
 
-def seconds(runs: Sequence[Run]) -> list[float]:
-    return [run.summary["seconds"] for run in runs if run.summary.get("seconds") is not None]
-
-
 def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     """A row a setting, with both readings of "averaged minimum"."""
     papers = any(sweep.paper(setting) is not None for setting in settings)
@@ -87,12 +82,12 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
         runs = f"{len(done)} of {len(planned)}" + "".join(f", {lost[s]} {s}" for s in STATES if lost[s])
         curve = mean_curve(run.losses for run in done)
         minimum, iteration = min(((point.mean, i) for i, point in curve.items()), default=(None, None))
-        minima = [run.summary["val/loss_min"] for run in done]
+        minima, times = [run.summary["val/loss_min"] for run in done], sweep.seconds(setting)
         rows.append([
             sweep.label(setting), runs, *[number(sweep.paper(setting), ".5f")] * papers, number(minimum),
             number(iteration, ",d"), number(mean_of(done, "val/loss_min")),
             number(stdev(minima) if len(minima) > 1 else None), number(mean_of(done, "iter_of_min"), ",.0f"),
-            number(mean_of(done, "val/loss")), number(median(times) if (times := seconds(done)) else None, ",.1f"),
+            number(mean_of(done, "val/loss")), number(median(times) if times else None, ",.1f"),
             *(number(mean(run.value(metric) for run in done), metric.spec.lstrip("+")) for metric in more),
             *(number(sweep.paper(setting, metric.key), ".5g") for metric in in_paper),
         ])  # fmt: skip
@@ -151,29 +146,6 @@ def fault_table(sweep: Sweep) -> Table:
     return Table([*columns, f"runs more than {FLOOR_TOLERANCE} below it"], rows, words=3)
 
 
-WORSE = 0.5  # nats above an untrained model
-
-
-def by_rate(sweep: Sweep) -> dict[str, dict[float, str]]:
-    """Variant -> learning rate, from the lowest on -> setting; {} where no variant has several rates."""
-    variants: dict[str, dict[float, str]] = {}
-    for setting in sweep.settings:
-        first = next(iter(sweep.of(setting).values()))
-        variant = re.sub(r"(^|[,/])learning_rate=[^,]*", "", setting).strip(",/") or "all"
-        variants.setdefault(variant, {})[first.config["optim.learning_rate"]] = setting
-    if all(len(of) < 2 for of in variants.values()):
-        return {}
-    return {variant: dict(sorted(of.items())) for variant, of in variants.items()}
-
-
-def final_losses(sweep: Sweep) -> dict[str, dict[float, list[float]]]:
-    """Variant -> learning rate -> the final validation losses of the runs that are done."""
-    return {
-        variant: {rate: [run.summary["val/loss"] for run in sweep.done(setting)] for rate, setting in of.items()}
-        for variant, of in by_rate(sweep).items()
-    }
-
-
 def stability_table(sweep: Sweep) -> Table | None:
     """For each variant the highest stable learning rate, where several are swept; None where they are not."""
     rows = []
@@ -193,41 +165,6 @@ def stability_table(sweep: Sweep) -> Table | None:
         ])  # fmt: skip
     columns = ["variant", "best rate", "its final loss", "highest stable rate", "of each run alone"]
     return Table([*columns, "how the next one fails", "final loss by rate"], rows) if rows else None
-
-
-def final_means(of: Mapping[float, Sequence[Run]]) -> dict[float, float]:
-    """The mean final validation loss of the rates whose runs are all done."""
-    made = {rate: runs for rate, runs in of.items() if all(run.done for run in runs)}
-    return {rate: fmean(run.summary["val/loss"] for run in runs) for rate, runs in made.items()}
-
-
-def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str]:
-    """The highest rate up to which all are stable (STABILITY_NOTE), and how the next one fails."""
-    known = final_means(of)
-    best = min(known.values(), default=math.inf)
-    firsts = [run.losses[min(run.losses)] for runs in of.values() for run in runs if run.losses]
-    highest = None
-    for rate, runs in of.items():
-        if not all(run.state.state in ("done", "diverged") for run in runs):
-            return highest, f"{rate:g}: not all runs are made"
-        broken = [run.state.reason for run in runs if not run.done]
-        if broken:
-            return highest, f"{rate:g}: {len(broken)} of {len(runs)} diverged ({broken[0]})"
-        risen = (worst_loss(run) for run in runs if run.losses)
-        peak, first = max(risen, key=lambda of_run: of_run[0] - of_run[1], default=(0.0, 0.0))
-        if peak > first + WORSE:
-            return highest, f"{rate:g}: a loss of {peak:.4g}; the first was {first:.4f}"
-        if fmean(firsts) - known[rate] < (fmean(firsts) - best) / 2:
-            return highest, f"{rate:g}: final loss {known[rate]:.4f}"
-        highest = rate
-    return highest, "–"
-
-
-def worst_loss(run: Run) -> tuple[float, float]:
-    """The highest loss of a run after its first validation loss, and that one."""
-    first = min(run.losses)
-    every = [*run.losses.items(), *run.curves.get("train/loss", {}).items()]
-    return max((loss for i, loss in every if i > first), default=run.losses[first]), run.losses[first]
 
 
 def missing_table(sweep: Sweep) -> Table:
