@@ -18,8 +18,8 @@ from core.help import describe
 from core.schema import options
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
-from scripts.reporting.charts import Curve, Figure, Series, Style, along_chart, svg
-from scripts.reporting.statistics import Replicate
+from scripts.reporting.charts import Figure, Series, Style, along_chart, svg
+from scripts.reporting.runs import Curve, Replicate
 from training.config import TrainConfig
 
 # -----------------------------------------------------------------------------

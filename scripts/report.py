@@ -19,7 +19,8 @@ from core.files import read_json, write_atomic
 from core.schema import NOT_EMPTY, Help, options, require
 from scripts.reporting.charts import svg
 from scripts.reporting.page import figures_of, markdown, outline, page
-from scripts.reporting.runs import Sweep, compared_families, read_sweep
+from scripts.reporting.runs import Sweep, read_sweep
+from scripts.reporting.statistics import compared_families
 from scripts.reporting.tables import facts, runs_csv
 from sweeps.status import SweepPlace, tally
 
@@ -30,11 +31,14 @@ def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
     sweep = read_sweep(sweep_dir, name)
     about, sections = facts(sweep), outline(sweep, compared_families(sweep))
     done = f"{sum(run.done for run in sweep.runs)} of {len(sweep.runs)} runs done"
+    figures = figures_of(sections)
+    for name, n in Counter(figure.name for figure in figures).items():
+        require(n == 1, f"{n} figures would be {name}.svg: rename a part or a comparison")
     files = {
         "runs.csv": runs_csv(sweep).encode(),
         "table.md": markdown(sweep.title, about, sections).encode(),
         "report.html": page(sweep.title, done, about, sections).encode(),
-        **{f"{figure.name}.svg": svg(figure) for figure in figures_of(sections)},
+        **{f"{figure.name}.svg": svg(figure) for figure in figures},
     }
     write_files(out, files, provenance(sweep, files, argv))
     return sweep
@@ -48,7 +52,7 @@ def provenance(sweep: Sweep, files: Mapping[str, bytes], argv: Sequence[str]) ->
         "runs": dict(Counter(run.state.state for run in sweep.runs)),
         "planned": sweep.about.get("frozen", []),
         **{key: sweep.distinct(key) for key in ("commit", "device", "torch", "python", "dtype", "corpus_sha256")},
-        "definition": sweep.definition,
+        "definition": sweep.about["sweep"],
         "sha256": {name: sha256(content).hexdigest() for name, content in files.items()},
     }
 

@@ -1,7 +1,7 @@
 """What a launcher and its workers tell each other, in files of the sweep's directory.
 
 launches/NAME.json  what one start of sweeps/launch.py asks of its workers
-launches/NAME.stop  tells the workers of a launch to end; so does NAME.failed, after a failed run and with fail_fast
+launches/NAME.stop  tells the tasks of a launch on SLURM to end
 claims/RUN_ID       locked by the process that has the run; counts the tries of each launch
 """
 
@@ -17,15 +17,13 @@ from core.files import FileLock, is_locked, read_json, write_json
 
 @dataclass(frozen=True)
 class Launch:
-    """runs: their ids. tries: of each run. threads: of a rank. ranks: processes that train one run together."""
+    """runs: their ids. tries: of each run. threads: of a worker."""
 
     sweep_dir: Path
     name: str
     runs: list[str]
     tries: int
     threads: int | None = None
-    fail_fast: bool = False
-    ranks: int = 1
 
     @classmethod
     def read(cls, sweep_dir: Path, name: str) -> Self:

@@ -7,29 +7,49 @@ sweeps/plan.py turns it into runs.
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 from core.cli import CONFIG_DIR, parse_yaml
-from core.schema import ConfigError, convert, did_you_mean, require, show
+from core.schema import ConfigError, Rule, build, convert, options, require, show, validate
 from training.config import TrainConfig
 
 Grid = dict[str, dict[str, Any]]  # key -> {label: value}
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of Sweep.also
+    "last": lambda v: v[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
+    # the mean distance of a value from the middle of its two neighbours: 0 on a straight line, however steep
+    "roughness": lambda v: fmean(abs(v[i] - (v[i - 1] + v[i + 1]) / 2) for i in range(1, len(v) - 1)) if v[2:] else 0.0,
+}  # fmt: skip
+OVERRIDES = Rule(lambda words: all("=" in word for word in words), "must be a list of overrides, as [max_iters=100]")
+DISTINCT = Rule(lambda values: 0 < len(values) == len(set(values)), "must name at least one value, and none twice")
+PAIRS = Rule(
+    lambda pairs: all(isinstance(pair, list) and len(pair) == 2 for pair in pairs), "must be a list of pairs [A, B]"
+)
 
 
-@dataclass(frozen=True)
+@options
 class Part:
     """A named protocol of a sweep, with overrides and a grid of its own. on_request: only sweep.parts selects it."""
 
     title: str = ""
-    overrides: list[str] = field(default_factory=list)
+    overrides: Annotated[tuple[str, ...], OVERRIDES] = ()
     grid: Grid = field(default_factory=dict)
     on_request: bool = False
 
 
-@dataclass(frozen=True)
+@options
+class Compare:
+    """An entry of Sweep.compare, tested together: the settings that match a pattern against a baseline, or pairs."""
+
+    title: str | None = None
+    baseline: str | None = None
+    settings: tuple[str, ...] = ("*",)
+    pairs: Annotated[list, PAIRS] = field(default_factory=list)
+
+
+@options
 class Sweep:
     """The keys of configs/sweep/NAME.yaml. `extends` names a sweep whose keys are the defaults of this one.
 
@@ -42,23 +62,33 @@ class Sweep:
     """
 
     title: str = ""
-    overrides: list[str] = field(default_factory=list)
-    folds: list[int] | None = None
-    seeds: list[int] = field(default_factory=lambda: [TrainConfig.seed])
+    overrides: Annotated[tuple[str, ...], OVERRIDES] = ()
+    folds: Annotated[tuple[int, ...] | None, DISTINCT] = None
+    seeds: Annotated[tuple[int, ...], DISTINCT] = (TrainConfig.seed,)
     grid: Grid = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     compare: dict[str, Any] = field(default_factory=dict)
     also: dict[str, Any] = field(default_factory=dict)
     paper: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def families(self) -> dict[str, Compare]:
+        return {name: build(Compare, family, f"compare.{name}.") for name, family in self.compare.items()}
 
-SWEEP_KEYS = [f.name for f in fields(Sweep)]
-PART_KEYS = [f.name for f in fields(Part)]
-REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of Sweep.also
-    "last": lambda v: v[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
-    # the mean distance of a value from the middle of its two neighbours: 0 on a straight line, however steep
-    "roughness": lambda v: fmean(abs(v[i] - (v[i - 1] + v[i + 1]) / 2) for i in range(1, len(v) - 1)) if v[2:] else 0.0,
-}  # fmt: skip
+    def check(self) -> None:
+        """What scripts/report.py could not evaluate is an error before the first run starts."""
+        for name, family in self.families.items():
+            validate(family, f"compare.{name}.")
+            good = (family.baseline is not None) != bool(family.pairs)
+            require(good, f"compare.{name} must have either baseline and settings, or pairs")
+        known = [*REDUCTIONS, "summary"]
+        for key, how in self.also.items():
+            good = all(one in known for one in (how if isinstance(how, list) and how else [how]))
+            require(good, f"also.{key}={show(how)} must be one of {', '.join(known)}")
+        for key, numbers in self.paper.items():
+            good = isinstance(numbers, Mapping) and all(isinstance(number, int | float) for number in numbers.values())
+            require(key == "name" or good, f"paper.{key}={show(numbers)} must be a group of numbers")
+
 
 # -----------------------------------------------------------------------------
 # YAML -> mapping
@@ -79,7 +109,6 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
         elif key == "parts":
             source["parts"] = select_parts(name, source["parts"], value)
         else:
-            require(key in SWEEP_KEYS, f"sweep.{key}={show(value)} is unknown{did_you_mean(key, SWEEP_KEYS, 'sweep.')}")
             source[key] = value
     source["parts"] = {name: part for name, part in source["parts"].items() if not part["on_request"]}
     return check_sweep(source)
@@ -96,7 +125,7 @@ def select_parts(sweep: str, parts: dict[str, Any], value: Any) -> dict[str, Any
 
 
 def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The content of a sweep's YAML file, merged into that of the sweep it extends. Its keys are known, not its values.
+    """The content of a sweep's YAML file, merged into that of the sweep it extends.
 
     extending: the chain of sweeps that led here through `extends`.
     """
@@ -107,26 +136,21 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
     if file is None:
         raise ConfigError(f"sweep={name} must be one of {', '.join(known)}, or a file that ends in .yaml")
     require(file.is_file(), f"sweep={name} is no file")
-    try:
-        source = parse_yaml(file.read_text(encoding="utf-8"), f"sweep={name}")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"sweep={name}: {error}") from error
-    source = group("sweep", source, [*SWEEP_KEYS, "extends"])
+    source = convert(parse_yaml(file.read_text(encoding="utf-8"), f"sweep={name}"), dict, "sweep")
     base = asdict(Sweep())
     if extended := str(source.pop("extends", "")):
         if extended.endswith(".yaml"):  # relative to this file
             extended = os.path.normpath(file.parent / extended)
         base = read_definition(extended, chain)
     merged = {**base, **source, "parts": dict(base["parts"])}
-    merged["overrides"] = [*base["overrides"], *list_of_overrides("overrides", source.get("overrides", []))]
+    added = convert(source.get("overrides", []), tuple[str, ...], "sweep.overrides")
+    merged["overrides"] = [*base["overrides"], *added]
     for key in ("compare", "also", "paper"):
-        both = {**base[key], **group(f"sweep.{key}", source.get(key) or {})}
+        both = {**base[key], **convert(source.get(key) or {}, dict, f"sweep.{key}")}
         merged[key] = {name: value for name, value in both.items() if value is not None}  # null removes an entry
-    merged["grid"] = group("sweep.grid", merged["grid"])
-    for part, content in group("sweep.parts", source.get("parts") or {}).items():
-        key = f"sweep.parts.{part}"
-        new = {**asdict(Part()), **merged["parts"].get(part, {}), **group(key, content or {}, PART_KEYS)}
-        merged["parts"][part] = {**new, "grid": group(f"{key}.grid", new["grid"])}
+    for part, content in convert(source.get("parts") or {}, dict, "sweep.parts").items():
+        changed = convert(content or {}, dict, f"sweep.parts.{part}")
+        merged["parts"][part] = {**asdict(Part()), **merged["parts"].get(part, {}), **changed}
     return merged
 
 
@@ -135,32 +159,23 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
 
 
 def check_sweep(source: Mapping[str, Any]) -> Sweep:
-    """`source` as a Sweep, with every type checked."""
-    check_evaluation(source["compare"], source["also"], source["paper"])
-    parts = {
-        name: Part(
-            title=convert(part["title"], str, f"sweep.parts.{name}.title"),
-            overrides=list_of_overrides(f"parts.{name}.overrides", part["overrides"]),
-            grid=checked_grid(f"parts.{name}.grid", part["grid"]),
-        )
-        for name, part in source["parts"].items()
-    }
-    checked = {
-        "title": convert(source["title"], str, "sweep.title"),
-        "overrides": list_of_overrides("overrides", source["overrides"]),
-        "folds": None if source["folds"] is None else integers("folds", source["folds"]),
-        "seeds": integers("seeds", source["seeds"]),
-        "grid": checked_grid("grid", source["grid"]),
-        "parts": parts,
-    }
-    return Sweep(**{**source, **checked})
+    """`source` as a Sweep, with every type and rule checked."""
+    parts = {}
+    for name, part in source.get("parts", {}).items():
+        key = f"sweep.parts.{name}."
+        parts[name] = build(Part, {**part, "grid": checked_grid(f"{key}grid", part.get("grid", {}))}, key)
+        validate(parts[name], key)
+    grid = checked_grid("sweep.grid", source.get("grid", {}))
+    sweep: Sweep = build(Sweep, {**source, "grid": grid, "parts": parts}, "sweep.")
+    validate(sweep, "sweep.")
+    return sweep
 
 
 def checked_grid(key: str, swept: Any) -> Grid:
     """A grid in which every value has a label, "p=3" where the definition gives none."""
     grid: Grid = {}
-    for setting, values in group(f"sweep.{key}", swept).items():
-        name = f"sweep.{key}.{setting}"
+    for setting, values in convert(swept, dict, key).items():
+        name = f"{key}.{setting}"
         full = isinstance(values, list | dict) and len(values) > 0
         require(full, f"{name}={show(values)} must be a list of values, as [2,3]")
         if isinstance(values, list):
@@ -169,7 +184,8 @@ def checked_grid(key: str, swept: Any) -> Grid:
             values = dict(zip(labels, values, strict=True))
         if setting == "words":
             for label, overrides in values.items():
-                list_of_overrides(f"{key}.words.{label}", overrides)
+                words = convert(overrides, tuple[str, ...], f"{name}.{label}")
+                require(OVERRIDES.holds(words), f"{name}.{label}={show(words)} {OVERRIDES.says}")
         grid[setting] = {str(label): value for label, value in values.items()}
     return grid
 
@@ -177,47 +193,3 @@ def checked_grid(key: str, swept: Any) -> Grid:
 def plain(point: str) -> str:
     """The name of a point with p=2 for p=2.0, since both are one value."""
     return re.sub(r"(=-?\d+)\.0(?=[,/]|$)", r"\1", point)
-
-
-def list_of_overrides(key: str, overrides: Any) -> list[str]:
-    good = isinstance(overrides, list) and all(isinstance(one, str) and "=" in one for one in overrides)
-    require(good, f"sweep.{key}={show(overrides)} must be a list of overrides, as [max_iters=100]")
-    return list(overrides)
-
-
-def integers(key: str, values: Any) -> list[int]:
-    good = isinstance(values, list) and len(values) > 0 and all(type(value) is int for value in values)
-    require(good, f"sweep.{key}={show(values)} must be a list of integers, as [0,1]")
-    require(len(set(values)) == len(values), f"sweep.{key}={values} names a value twice")
-    return list(values)
-
-
-def group(key: str, value: Any, known: list[str] | None = None) -> dict[str, Any]:
-    """`value` if it is a mapping with known keys only."""
-    require(isinstance(value, dict), f"{key}={show(value)} must be a group of settings")
-    for leaf in value:
-        require(known is None or leaf in known, f"{key}.{leaf} is unknown{did_you_mean(str(leaf), known or [])}")
-    return {str(leaf): content for leaf, content in value.items()}
-
-
-def check_evaluation(compare: Any, also: Any, paper: Any) -> None:
-    """Raise ConfigError, naming key, value and rule, for what scripts/report.py could not evaluate."""
-    for name, family in group("compare", compare).items():
-        key = f"compare.{name}"
-        group(key, family, ["title", "baseline", "settings", "pairs"])
-        pairs, patterns = family.get("pairs") or [], family.get("settings") or ["*"]
-        title = family.get("title")
-        require(title is None or isinstance(title, str), f"{key}.title={show(title)} must be text")
-        require(("baseline" in family) != bool(pairs), f"{key} must have either baseline and settings, or pairs")
-        good = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
-        require(good, f"{key}.pairs={pairs} must be a list of pairs [A, B]")
-        require(isinstance(patterns, list), f"{key}.settings={patterns} must be a list of patterns")
-    known = [*REDUCTIONS, "summary"]
-    for key, reductions in group("also", also).items():
-        several = reductions if isinstance(reductions, list) and reductions else [reductions]
-        require(
-            all(one in known for one in several), f"also.{key}={show(reductions)} must be one of {', '.join(known)}"
-        )
-    for key, numbers in group("paper", paper).items():
-        good = isinstance(numbers, Mapping) and all(isinstance(number, int | float) for number in numbers.values())
-        require(key == "name" or good, f"paper.{key}={show(numbers)} must be a group of numbers")

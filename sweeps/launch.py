@@ -9,43 +9,26 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
 from core.files import read_json
 from core.rundir import at_end
-from core.schema import AtLeast, ConfigError, Help, Variants, options, require
+from core.schema import AtLeast, Help, Variants, options, require
 from sweeps.claims import Launch
-from sweeps.definition import load_sweep
+from sweeps.definition import Sweep, load_sweep
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
 from sweeps.plan import PlannedRun, freeze, plan_runs
 from sweeps.status import FINAL, State, SweepPlace, failures, state_of, tally
-from sweeps.worker import WORKER
-from training.config import TrainConfig
 
 POLL = 0.5  # seconds between two looks at the runs
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for. launcher: the options of one of LAUNCHERS."""
-
-    name: str
-    sweep_dir: Path
-    runs: list[PlannedRun]
-    launcher: Any
-    dry_run: bool = False
-    fail_fast: bool = False
-    retries: int = 1
 
 
 @options
@@ -71,70 +54,66 @@ def main(argv: list[str]) -> int:
 
 
 def run(asked: LaunchOptions, overrides: list[str]) -> int:
-    """Check everything, then write: an OSError before the plan is written is a bad setting."""
-    try:
-        request, freeze_plan = read_request(asked, overrides)
-        if request.dry_run:
-            list_runs(request)
-            return 0
-        left = [run for run in request.runs if not at_end(request.sweep_dir / run.id)]
-        if request.launcher.name == "slurm":  # this machine may lack the devices of its nodes
-            left = [replace(run, config=replace(run.config, device="cpu", dtype="float32")) for run in left]
-        keys = ("data", "device", "dtype", "model")  # runs that agree in these can all start, or none of them
-        ask("check", {json.dumps([asdict(run.config)[key] for key in keys]): run.config for run in left})
-        freeze_plan()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise ConfigError(str(error)) from error
-    return launch(request)
+    sweep, runs, overrides = read_request(asked, overrides)
+    sweep_dir = asked.directory.resolve()
+    if asked.dry_run:
+        list_runs(asked, sweep_dir, runs)
+        return 0
+    left = [run for run in runs if not at_end(sweep_dir / run.id)]
+    if asked.launcher.name == "slurm":  # this machine may lack the devices of its nodes
+        left = [replace(run, config=replace(run.config, device="cpu", dtype="float32")) for run in left]
+    check_runs(left)
+    freeze(sweep_dir, Path(str(asked.sweep)).stem, sweep, overrides, runs)
+    return launch(asked, sweep_dir, runs)
 
 
-def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Request, Callable[[], None]]:
-    """What is to be launched, with every run composed and checked, and a function that writes the plan."""
+def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, list[PlannedRun], list[str]]:
+    """The sweep with the changes of the command line, its runs, composed and checked, and the overrides of them all."""
     changes = {}
     for word in [word for word in overrides if word.startswith("sweep.") and "=" in word]:
         key, _, text = word.removeprefix("sweep.").partition("=")
         changes[key] = parse_yaml(text, f"{word} is not key=value")
         overrides = [other for other in overrides if other != word]
     sweep = load_sweep(str(asked.sweep), changes)
-    runs, launcher = plan_runs(sweep, overrides), asked.launcher
-    steps = {run.config.gradient_accumulation_steps for run in runs}
-    require(
-        all(n % launcher.ranks == 0 for n in steps),
-        f"launcher.ranks={launcher.ranks} must divide gradient_accumulation_steps={min(steps)}",
-    )
-    sweep_dir, name = asked.directory.resolve(), Path(str(asked.sweep)).stem
-    request = Request(name, sweep_dir, runs, launcher, asked.dry_run, asked.fail_fast, asked.retries)
-    return request, lambda: freeze(sweep_dir, name, sweep, overrides, runs)
+    return sweep, plan_runs(sweep, overrides), overrides
 
 
 # -----------------------------------------------------------------------------
 # Before the launch
 
 
-def list_runs(request: Request) -> None:
+def check_runs(runs: list[PlannedRun]) -> None:
+    """Raise ConfigError where a run cannot start."""
+    keys = ("data", "device", "dtype", "model")  # runs that agree in these can all start, or none of them
+    configs = {json.dumps([asdict(run.config)[key] for key in keys]): run.config for run in runs}
+    if configs:
+        from training import estimate  # which loads torch
+
+        for config in configs.values():
+            estimate.check(config)
+
+
+def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> None:
     """Print every run with its state and the time that is left, and what all of them take together."""
-    states = {run.id: state_of(request.sweep_dir, run) for run in request.runs}
-    launcher = LAUNCHERS[request.launcher.name][1](request.launcher, request.sweep_dir, "")
-    configs = {cost_key(run): run.config for run in reversed(request.runs)}
-    cost = ask("estimate", {key: replace(c, threads=c.threads or launcher.threads) for key, c in configs.items()})
+    from training import estimate  # which loads torch
+
+    states = {run.id: state_of(sweep_dir, run) for run in runs}
+    launcher = LAUNCHERS[asked.launcher.name][1](asked.launcher, sweep_dir, "")
+    cost: dict[str, tuple[float, int]] = {}
     seconds, size = 0.0, 0
-    for run in request.runs:
-        state, (run_seconds, run_bytes) = states[run.id], cost[cost_key(run)]
+    for run in runs:
+        key = cost_key(run)
+        if key not in cost:
+            cost[key] = estimate.estimate(replace(run.config, threads=run.config.threads or launcher.threads))
+        state, (run_seconds, run_bytes) = states[run.id], cost[key]
         left = 0 if state.state in FINAL else run_seconds * (1 - (state.iter or 0) / run.config.max_iters)
         seconds, size = seconds + left, size + run_bytes
         print(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.points)}")
     print(
-        f"{len(request.runs)} runs ({tally(states.values())}) in {request.sweep_dir}: about "
-        f"{tqdm.format_interval(seconds / launcher.workers / request.launcher.ranks)} on "
-        f"{workers(request, launcher)}, {size / 2**30:.1f} GiB of disk"
+        f"{len(runs)} runs ({tally(states.values())}) in {sweep_dir}: about "
+        f"{tqdm.format_interval(seconds / launcher.workers)} on {launcher.workers} workers, "
+        f"{size / 2**30:.1f} GiB of disk"
     )
-
-
-def workers(request: Request, launcher: Launcher) -> str:
-    ranks = request.launcher.ranks
-    return f"{launcher.workers} workers" + f" of {ranks} ranks" * (ranks > 1)
 
 
 def cost_key(run: PlannedRun) -> str:
@@ -143,40 +122,23 @@ def cost_key(run: PlannedRun) -> str:
     return json.dumps([config, run.config.data.name, run.config.qk_norm.name], sort_keys=True)
 
 
-def ask(question: str, configs: dict[str, TrainConfig]) -> dict[str, Any]:
-    """The results of training.estimate's `question`, check or estimate, for each config. Raises: ConfigError where a
-    run cannot start. A worker computes them, so that the launcher holds neither torch nor the corpus."""
-    if not configs:
-        return {}
-    text = json.dumps([asdict(config) for config in configs.values()])
-    asked = subprocess.run([sys.executable, WORKER, "answer", question], input=text, stdout=subprocess.PIPE, text=True)
-    if asked.returncode != 0:
-        raise OSError(f"the worker that should {question} the runs ended with exit status {asked.returncode}")
-    reply = json.loads(asked.stdout)
-    if "error" in reply:
-        raise ConfigError(reply["error"])
-    return dict(zip(configs, reply["answers"], strict=True))
-
-
 # -----------------------------------------------------------------------------
 # The launch
 
 
-def launch(request: Request) -> int:
+def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int:
     """Have workers train what is left. Returns 0, 1 where a run failed, or 128 + the signal that stopped it."""
-    sweep_dir = request.sweep_dir
     for folder in ("claims", "launches", "logs"):
         (sweep_dir / folder).mkdir(exist_ok=True)
     name = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
-    launcher: Launcher = LAUNCHERS[request.launcher.name][1](request.launcher, sweep_dir, name)
-    ids, ranks = [run.id for run in request.runs], request.launcher.ranks
-    asked = Launch(sweep_dir, name, ids, 1 + request.retries, launcher.threads, request.fail_fast, ranks)
-    asked.write()
-    states = {run.id: state_of(sweep_dir, run, name) for run in request.runs}
-    print(f"{sweep_dir}: {len(ids)} runs ({tally(states.values())}), {workers(request, launcher)}")
+    launcher: Launcher = LAUNCHERS[asked.launcher.name][1](asked.launcher, sweep_dir, name)
+    ids, tries = [run.id for run in runs], 1 + asked.retries
+    Launch(sweep_dir, name, ids, tries, launcher.threads).write()
+    states = {run.id: state_of(sweep_dir, run, name) for run in runs}
+    print(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {launcher.workers} workers")
     stop, began = Stop(), time.monotonic()
-    trouble = follow(request.runs, states, asked, launcher, stop)
-    states = {run.id: state_of(sweep_dir, run, name) for run in request.runs}
+    trouble = follow(runs, states, launcher, tries, asked.fail_fast, stop)
+    states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     counts = tally(states.values())
     if stop.signal:
         print(f"stopped by {signal.Signals(stop.signal).name}: {counts}; the same command goes on from there")
@@ -190,42 +152,38 @@ def launch(request: Request) -> int:
 
 
 def follow(
-    runs: list[PlannedRun], states: dict[str, State], asked: Launch, launcher: Launcher, stop: "Stop"
+    runs: list[PlannedRun], states: dict[str, State], launcher: Launcher, tries: int, fail_fast: bool, stop: "Stop"
 ) -> str | None:
     """Keep workers alive while there are runs for them, and `states` up to date; then stop the workers.
 
-    Returns why no further worker can live, or None.
+    tries: of each run. Returns why no further worker can live, or None.
     """
-    began, ended = time.monotonic(), [state.state in FINAL for state in states.values()].count(True)
-    with tqdm(total=len(runs), initial=ended, unit="run", disable=None, dynamic_ncols=True) as bar:
-        while True:
-            claimed, tries = set(os.listdir(asked.sweep_dir / "claims")), sum(s.launch_tries for s in states.values())
-            for run in runs:
-                # to look at 10,000 runs takes a second, and a run that has no claim changes without our workers only
-                if states[run.id].state not in FINAL and (run.id in claimed or not launcher.alive()):
-                    states[run.id] = state_of(asked.sweep_dir, run, asked.name)
-                    if states[run.id].state in FINAL:
-                        bar.update()
-                        if bar.disable:
-                            print(line_of(run.id, states, asked.sweep_dir, began, ended), flush=True)
-            if tries != sum(s.launch_tries for s in states.values()):
-                launcher.deaths = 0  # a worker that took a run did not die at its start
-            left = [s for s in states.values() if s.state not in FINAL and s.launch_tries < asked.tries]
-            failed = any(s.state == "failed" and s.launch_tries >= asked.tries for s in states.values())
-            running = any(s.state == "running" for s in states.values())
-            trouble = launcher.failure()
-            if stop.signal or trouble or (failed and asked.fail_fast) or not (left or running):
-                break
-            waiting = sum(s.state != "running" for s in left)
-            launcher.start(min(launcher.workers, launcher.alive() + waiting))
-            bar.set_postfix_str(tally(states.values()), refresh=True)
-            time.sleep(POLL)
-        launcher.stop()
-    return trouble
+    sweep_dir = launcher.sweep_dir
+    began, ended = time.monotonic(), sum(state.state in FINAL for state in states.values())
+    while True:
+        claimed, tried = set(os.listdir(sweep_dir / "claims")), sum(s.launch_tries for s in states.values())
+        for run in runs:
+            # to look at 10,000 runs takes a second, and a run that has no claim changes without our workers only
+            if states[run.id].state not in FINAL and (run.id in claimed or not launcher.alive()):
+                states[run.id] = state_of(sweep_dir, run, launcher.launch)
+                if states[run.id].state in FINAL:
+                    print(line_of(run.id, states, sweep_dir, began, ended), flush=True)
+        if tried != sum(s.launch_tries for s in states.values()):
+            launcher.deaths = 0  # a worker that took a run did not die at its start
+        left = [s for s in states.values() if s.state not in FINAL and s.launch_tries < tries]
+        failed = any(s.state == "failed" and s.launch_tries >= tries for s in states.values())
+        running = any(s.state == "running" for s in states.values())
+        trouble = launcher.failure()
+        if stop.signal or trouble or (failed and fail_fast) or not (left or running):
+            launcher.stop()
+            return trouble
+        waiting = sum(s.state != "running" for s in left)
+        launcher.start(min(launcher.workers, launcher.alive() + waiting))
+        time.sleep(POLL)
 
 
 def line_of(run_id: str, states: dict[str, State], sweep_dir: Path, began: float, ended_before: int) -> str:
-    """What is printed for a run that has ended, where no bar is drawn."""
+    """What is printed for a run that has ended."""
     ended = sum(state.state in FINAL for state in states.values())
     left = (time.monotonic() - began) / (ended - ended_before) * (len(states) - ended)
     summary = read_json(sweep_dir / run_id / "summary.json")

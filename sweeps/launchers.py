@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from sweeps.worker import PATIENCE, RESTART, WORKER
 YOUNG = 60  # seconds; a worker that dies before that, without having taken a run, died at its start
 SQUEUE_EVERY = 5.0  # seconds between two calls of squeue
 SBATCH_AGAIN = 60.0  # seconds after which tasks that SLURM refused are submitted again
+MAX_REQUEUES = 100  # of one task; a launcher that still runs then submits a new one
 USR2_AFTER_TERM = 60  # seconds; SLURM preempts with SIGTERM, then with the signal that submitit asks for, then SIGKILL
 
 
@@ -32,21 +32,8 @@ class LocalOptions:
     """Processes of this machine"""
 
     name: str = "local"
-    workers: Annotated[
-        int | None, AtLeast(1), Help("processes; null: one a CPU, or gpus x runs_per_gpu where there are GPUs")
-    ] = None
+    workers: Annotated[int | None, AtLeast(1), Help("processes; null: one a GPU, or one a CPU without GPUs")] = None
     threads: Annotated[int | None, AtLeast(1), Help("CPU threads of each; null: an equal share")] = None
-    runs_per_gpu: Annotated[int, AtLeast(1), Help("runs that share a GPU")] = 1
-    ranks: Annotated[int, AtLeast(1), Help("processes that train one run together, by torchrun")] = 1
-
-    def check(self) -> None:
-        if self.ranks > 1:
-            require(self.runs_per_gpu == 1, f"launcher.runs_per_gpu={self.runs_per_gpu} must be 1 with launcher.ranks")
-            wanted, gpus = self.ranks * (self.workers or 1), len(visible_gpus())
-            require(
-                gpus == 0 or wanted <= gpus,
-                f"launcher.ranks={self.ranks} and launcher.workers={self.workers or 1} need {wanted} GPUs of {gpus}",
-            )
 
 
 @options
@@ -57,16 +44,13 @@ class SlurmOptions:
     workers: Annotated[int, AtLeast(1), Help("tasks, each of which trains one run after the other")] = 1
     threads: Annotated[int, AtLeast(1), Help("--cpus-per-task")] = 1
     gpus: Annotated[int, Rule(lambda n: n in (0, 1), "must be 0 or 1: a run uses one"), Help("--gpus-per-node")] = 0
-    mem_gb: Annotated[int | None, AtLeast(1), Help("--mem; null: what the partition gives")] = None
     partition: Annotated[str | None, Help("--partition; null: SLURM's default")] = None
     timeout_min: Annotated[int, Help("--time; a task that is out of time saves, and is requeued")] = 60
     save_s: Annotated[int, AtLeast(1), Help("seconds before that end at which a task is told to save")] = 90
-    max_requeues: Annotated[int, AtLeast(0), Help("of one task; a launcher that still runs submits a new one")] = 100
-    options: Annotated[dict, Help("more of sbatch's options, as {account: lab, qos: long}")] = field(
+    options: Annotated[dict, Help("more of sbatch's options, as {account: lab, mem: 64GB}")] = field(
         default_factory=dict
     )
     setup: Annotated[list, Help('shell lines before python, as ["module load cuda"]')] = field(default_factory=list)
-    ranks = 1  # processes that train one run; not a setting here
 
     def check(self) -> None:
         require(
@@ -81,20 +65,18 @@ class SlurmOptions:
 
 
 class Local:
-    """Worker processes on this machine, each with a share of the CPUs and of a GPU, or with one GPU a rank.
+    """Worker processes on this machine, each with a share of the CPUs and of a GPU.
 
     They stop when their launcher dies, since it holds the other end of their standard input. workers: the most that
-    live at a time. threads: of a rank. deaths: of workers at their start, in a row.
+    live at a time. threads: of each. deaths: of workers at their start, in a row.
     """
 
     def __init__(self, options: LocalOptions, sweep_dir: Path, launch: str) -> None:
         self.sweep_dir, self.launch = sweep_dir, launch
         cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        gpus, ranks = visible_gpus(), options.ranks
-        self.workers = options.workers or max(1, (len(gpus) * options.runs_per_gpu if gpus else cpus) // ranks)
-        self.threads = options.threads or max(1, cpus // (self.workers * ranks))
-        endless = itertools.cycle(gpus)
-        self.gpus = [",".join(itertools.islice(endless, ranks)) for _ in range(self.workers)]
+        self.gpus = visible_gpus()
+        self.workers = options.workers or len(self.gpus) or cpus
+        self.threads = options.threads or max(1, cpus // self.workers)
         self.slots: list[subprocess.Popen[bytes] | None] = [None] * self.workers
         self.started = [0.0] * self.workers
         self.deaths = 0
@@ -106,11 +88,12 @@ class Local:
                 died_young = process.returncode not in (0, RESTART) and time.monotonic() - self.started[i] < YOUNG
                 self.deaths = self.deaths + 1 if died_young else 0
                 self.slots[i] = None
-        for i, gpus in enumerate(self.gpus):
+        for i in range(self.workers):
             if self.slots[i] is None and self.alive() < n:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-                environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-                command = [sys.executable, WORKER, "work", str(self.sweep_dir), self.launch]
+                if self.gpus:
+                    environment["CUDA_VISIBLE_DEVICES"] = self.gpus[i % len(self.gpus)]
+                command = [sys.executable, WORKER, str(self.sweep_dir), self.launch]
                 with open(self.sweep_dir / "logs" / f"worker_{i}.log", "ab") as log:
                     self.slots[i] = subprocess.Popen(
                         command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
@@ -200,7 +183,7 @@ class Slurm:
         import submitit
 
         c = self.options
-        executor = submitit.SlurmExecutor(self.sweep_dir / "slurm", max_num_timeout=c.max_requeues)
+        executor = submitit.SlurmExecutor(self.sweep_dir / "slurm", max_num_timeout=MAX_REQUEUES)
         executor.update_parameters(
             job_name=self.name,
             partition=c.partition,
@@ -208,7 +191,6 @@ class Slurm:
             signal_delay_s=c.save_s,
             cpus_per_task=c.threads,
             gpus_per_node=c.gpus or None,
-            mem=None if c.mem_gb is None else f"{c.mem_gb}GB",
             array_parallelism=c.workers,
             stderr_to_stdout=True,
             srun_args=[f"--cpus-per-task={c.threads}"],  # srun does not inherit it from sbatch

@@ -146,7 +146,8 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
         frozen = {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
         merged = merge_plans(sweep_dir, frozen, runs)
         before = read_json(sweep_dir / "sweep.json")
-        definition, old, history = asdict(sweep), before.get("sweep", {}), before.get("frozen", [])
+        definition = json.loads(json.dumps(asdict(sweep)))  # as the file has it: lists for tuples
+        old, history = before.get("sweep", {}), before.get("frozen", [])
         grows = merged != frozen or not old
         if grows:
             definition["parts"] = {**old.get("parts", {}), **definition["parts"]}

@@ -1,7 +1,6 @@
-"""The state of a sweep's runs: python sweeps/status.py sweep=NAME [sweep_dir=PATH] [watch=true]"""
+"""The state of a sweep's runs: python sweeps/status.py sweep=NAME [sweep_dir=PATH]"""
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from core.schema import NOT_EMPTY, Help, options, require
 from sweeps.claims import is_claimed, read_claim
 from sweeps.plan import PlannedRun, read_plan
 
-NEVER = 10**9  # launch_tries of a run that another try does not help
 STATES = ("done", "diverged", "running", "stopped", "failed", "pending")
 FINAL = ("done", "diverged")
 
@@ -39,9 +37,6 @@ def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> Sta
     status = read_status(path)  # after the locks: the run may have ended since the first look
     state, step, reason = status.get("state"), status.get("iter"), str(status.get("reason", ""))
     if not held and at_end(path):
-        metrics = path / "metrics.jsonl"
-        if state == "done" and not (metrics.exists() and metrics.stat().st_size):
-            return State("failed", step, f"done, but metrics.jsonl is lost; delete {path} to train it again", NEVER)
         return State(str(state), step, reason)
     claim = read_claim(sweep_dir, run.id)
     tries = claim["tries"].get(launch, 0)
@@ -69,21 +64,6 @@ def failures(sweep_dir: Path, states: Mapping[str, State]) -> Iterator[str]:
             yield f"{state.state}: {run_id}: {state.reason}; {sweep_dir / 'logs' / run_id}.log"
 
 
-def show_status(sweep_dir: Path, runs: list[PlannedRun]) -> bool:
-    """Print a line a point, then what runs and what failed. Returns whether every run has ended."""
-    states = {run.id: state_of(sweep_dir, run) for run in runs}
-    print(f"{sweep_dir}: {len(runs)} runs, {tally(states.values())}")
-    points = dict.fromkeys(point for run in runs for point in run.points)
-    for point in points:
-        print(f"  {point:{max(map(len, points))}s}  {tally(states[run.id] for run in runs if point in run.points)}")
-    for run in runs:
-        if states[run.id].state == "running":
-            print(f"running: {run.id}: iteration {states[run.id].iter or 0} of {run.config.max_iters} is saved")
-    for line in failures(sweep_dir, states):
-        print(line)
-    return all(state.state in FINAL for state in states.values())
-
-
 @options
 class SweepPlace:
     """Which sweep a program reads."""
@@ -99,24 +79,21 @@ class SweepPlace:
         require(bool(self.sweep or self.sweep_dir), "sweep= must be given")
 
 
-@options
-class StatusOptions(SweepPlace):
-    watch: Annotated[bool, Help("print it again every two seconds until all runs have ended")] = False
-
-
-def show(asked: StatusOptions) -> int:
-    sweep_dir = asked.directory
-    try:
-        while True:
-            runs = read_plan(sweep_dir)
-            if asked.watch and sys.stdout.isatty():
-                print("\033[H\033[2J", end="")
-            if show_status(sweep_dir, runs) or not asked.watch:
-                return 0
-            time.sleep(2)
-    except KeyboardInterrupt:
-        return 130
+def show(asked: SweepPlace) -> int:
+    """Print a line a point, then what runs and what failed."""
+    sweep_dir, runs = asked.directory, read_plan(asked.directory)
+    states = {run.id: state_of(sweep_dir, run) for run in runs}
+    print(f"{sweep_dir}: {len(runs)} runs, {tally(states.values())}")
+    points = dict.fromkeys(point for run in runs for point in run.points)
+    for point in points:
+        print(f"  {point:{max(map(len, points))}s}  {tally(states[run.id] for run in runs if point in run.points)}")
+    for run in runs:
+        if states[run.id].state == "running":
+            print(f"running: {run.id}: iteration {states[run.id].iter or 0} of {run.config.max_iters} is saved")
+    for line in failures(sweep_dir, states):
+        print(line)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(StatusOptions, show, __doc__))
+    sys.exit(run_script(SweepPlace, show, __doc__))

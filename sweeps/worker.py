@@ -1,79 +1,55 @@
 """A worker of a sweep: it trains one run after the other until none is left. sweeps/launchers.py starts it.
 
 One process trains many runs, so that it imports and compiles once. If it dies, the run in hand goes on elsewhere, from
-its checkpoint. Commands: work SWEEP_DIR LAUNCH | ranks N CONFIG | rank CONFIG | answer check | answer estimate
+its checkpoint. Its arguments: SWEEP_DIR LAUNCH
 """
 
 import contextlib
 import gc
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.cli import refuse
-from core.rundir import at_end, is_locked, read_status
-from core.schema import ConfigError, build
+from core.rundir import at_end, is_locked
+from core.schema import ConfigError
 from sweeps.claims import Launch, claimed, write_claim
 from sweeps.plan import PlannedRun, read_plan
-from training.config import TrainConfig
 
 WORKER = str(Path(__file__).resolve())
 PATIENCE = 600  # seconds that a run has to finish its iteration and save
-RESTART = 4  # exit status of a worker that asks for a new process in its place; no run failed because of it
+RESTART = 4  # exit status of a worker that asks for a new process in its place
 
 
 def work(sweep_dir: Path, launch_name: str) -> int:
     """Train the runs of a launch that no other process has. Returns 0 when no run is left to try, 128 + n when signal
-    n stopped a run, RESTART after an error that can make later runs in this process fail."""
+    n stopped a run, RESTART after a failed try: an error, as of CUDA, can make every later run of a process fail."""
     launch = Launch.read(sweep_dir, launch_name)
     runs = {run.id: run for run in read_plan(sweep_dir)}
-    tried_one = True
-    while tried_one:  # each pass tries the failed runs of the one before again
-        tried_one = False
-        for run_id in launch.runs:
-            if launch.fail_fast and launch.file(".failed").exists():
-                return 0
-            status = take(runs[run_id], launch)
-            if status is None:
-                continue
-            tried_one = True
-            if status > 128:
-                return status
-            if status == 1 and device_may_be_broken():
-                return RESTART
+    for run_id in launch.runs:
+        status = take(runs[run_id], launch)
+        if status > 128:
+            return status
+        if status == 1:
+            return RESTART
     return 0
 
 
-def take(run: PlannedRun, launch: Launch) -> int | None:
-    """Claim a run and try it. Returns the status of the try; None if the run has ended, is taken or has no try left."""
+def take(run: PlannedRun, launch: Launch) -> int:
+    """Claim a run and try it. Returns the status of the try; 0 if the run has ended, is taken or has no try left."""
     path = launch.sweep_dir / run.id
     if at_end(path):
-        return None
+        return 0
     with claimed(launch.sweep_dir, run.id) as claim:
         if claim is None or is_locked(path) or at_end(path):  # it may have ended since the first look
-            return None
-        if claim["tries"].get(launch.name, 0) >= launch.tries:
-            return None
-        status = attempt(run, launch, claim)
-        if launch.fail_fast:  # its further tries come before any other run
-            while status == 1 and claim["tries"][launch.name] < launch.tries and not device_may_be_broken():
-                status = attempt(run, launch, claim)
-            if status == 1 and claim["tries"][launch.name] >= launch.tries:
-                launch.file(".failed").touch()
-        return status
-
-
-def device_may_be_broken() -> bool:
-    """Whether an error may have left the GPU unusable to this process, as a CUDA error does."""
-    return "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_initialized())
+            return 0
+        left = claim["tries"].get(launch.name, 0) < launch.tries
+        return attempt(run, launch, claim) if left else 0
 
 
 def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
@@ -87,14 +63,9 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
     )
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):
         try:
-            if launch.ranks > 1:
-                status = train_on_ranks(config, launch.ranks)
-                if status == 1:
-                    claim["error"] = "one of its ranks failed: its log has the reason"
-            else:
-                import train
+            import train
 
-                status = train.run(config)
+            status = train.run(config)
         except ConfigError as error:  # every further try would be refused too
             print(f"error: {error}", flush=True)
             claim["error"], status = str(error), 1
@@ -111,23 +82,9 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
     return status
 
 
-def train_on_ranks(config: TrainConfig, ranks: int) -> int:
-    """train.run(config) in `ranks` processes, by torchrun, whose own exit status does not tell how the run ended."""
-    command = [sys.executable, WORKER, "ranks", str(ranks), json.dumps(asdict(config))]
-    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(PATIENCE)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
-        try:
-            process.wait()
-        except SystemExit:  # SIGTERM
-            process.terminate()
-            process.wait()
-            raise
-    return {"done": 0, "diverged": 3}.get(str(read_status(config.run_dir).get("state")), 1)
-
-
 @contextlib.contextmanager
 def output_to(file: Path) -> Iterator[None]:
-    """Append this process's standard output and error, and its children's, to `file`."""
+    """Append this process's standard output and error to `file`, and what its libraries write to them."""
     with open(file, "ab") as log:
         kept = {number: os.dup(number) for number in (1, 2)}
         try:
@@ -162,36 +119,6 @@ def stop_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def start_ranks(ranks: str, config: str) -> None:
-    """torchrun, which stops with the worker that started it."""
-    stop_with_parent()
-    from torch.distributed.run import main as torchrun
-
-    torchrun(["--standalone", f"--nproc_per_node={ranks}", WORKER, "rank", config])
-
-
-def train_rank(config: str) -> int:
-    """What torchrun starts. Returns train.py's exit status."""
-    import train
-
-    try:
-        return train.run(build(TrainConfig, json.loads(config)))
-    except ConfigError as error:
-        return refuse(str(error))
-
-
-def answer(question: str) -> None:
-    """Print the results of training.estimate's `question` for a JSON list of configs, or {"error": text}."""
-    from training import estimate
-
-    ask = getattr(estimate, question)
-    try:
-        reply: dict[str, Any] = {"answers": [ask(build(TrainConfig, config)) for config in json.load(sys.stdin)]}
-    except ConfigError as error:
-        reply = {"error": str(error)}
-    print(json.dumps(reply))
-
-
 def start_worker(sweep_dir: str, launch_name: str) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     stop_with_parent()
@@ -199,6 +126,4 @@ def start_worker(sweep_dir: str, launch_name: str) -> int:
 
 
 if __name__ == "__main__":
-    commands: dict[str, Callable[..., int | None]]
-    commands = {"work": start_worker, "ranks": start_ranks, "rank": train_rank, "answer": answer}
-    sys.exit(commands[sys.argv[1]](*sys.argv[2:]))
+    sys.exit(start_worker(*sys.argv[1:]))

@@ -1,6 +1,5 @@
 """A headless Chromium for the tests: the DevTools protocol over a pipe, with the standard library alone."""
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -23,7 +22,7 @@ FLAGS = [
 class Page:
     """One page of a browser of its own. events: what the protocol reported, in order."""
 
-    def __init__(self, profile: Path, width: int = 1200, height: int = 900) -> None:
+    def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
         to_child, self._to = os.pipe()
         self._from, from_child = os.pipe()
@@ -48,7 +47,8 @@ class Page:
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
-        self.size(width, height)
+        size = {"width": 1200, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
 
     def __enter__(self) -> Self:
         return self
@@ -92,9 +92,6 @@ class Page:
         self.send("Page.navigate", url=file.resolve().as_uri())
         self.wait("document.documentElement?.dataset.ready === 'true'")
 
-    def size(self, width: int, height: int) -> None:
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-
     def dark(self, dark: bool) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[feature])
@@ -121,10 +118,6 @@ class Page:
         self.hover(x, y)
         for kind in ("mousePressed", "mouseReleased"):
             self.mouse(kind, x, y, button="left", clickCount=1)
-
-    def screenshot(self, file: Path, whole: bool = True) -> None:
-        picture = self.send("Page.captureScreenshot", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(picture["data"]))
 
     @property
     def requests(self) -> list[str]:

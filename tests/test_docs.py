@@ -21,7 +21,8 @@ import model.options
 import scripts.benchmarks.timing as timing
 from core.schema import validate
 from scripts.reporting.statistics import interval
-from sweeps.launch import LaunchOptions, Request, read_request
+from sweeps.launch import LaunchOptions, read_request
+from sweeps.plan import PlannedRun
 from training.config import TrainConfig, load_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -137,7 +138,7 @@ def check(script: str, words: list[str], patch: pytest.MonkeyPatch) -> None:
             load_config(core.cli.compose(TrainConfig, list(chosen)))
     elif script == "sweeps/launch.py":
         patch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "sbatch" else None)
-        request_of(words)
+        planned(words)
     else:
         parse_only(patch)
         patch.setattr(sys, "argv", [script, *words])
@@ -146,9 +147,9 @@ def check(script: str, words: list[str], patch: pytest.MonkeyPatch) -> None:
         assert not end.value.code, f"{script} {words} ends with {end.value.code}"
 
 
-def request_of(words: list[str]) -> Request:
+def planned(words: list[str]) -> list[PlannedRun]:
     values, overrides = core.cli.read_settings(words, LaunchOptions)
-    return read_request(core.cli.settings_of(LaunchOptions, values), overrides)[0]
+    return read_request(core.cli.settings_of(LaunchOptions, values), overrides)[1]
 
 
 def parse_only(patch: pytest.MonkeyPatch) -> None:
@@ -223,9 +224,9 @@ def test_a_stale_command_is_found(line: str, folder: Path, monkeypatch: pytest.M
 
 
 def test_the_sweep_of_docs_sweeps_is_what_it_says(folder: Path) -> None:
-    request = request_of(["sweep=my_sweep.yaml"])
-    assert {run.points[0] for run in request.runs} == {"alpha_1/p=2", "alpha_1/p=3"} and len(request.runs) == 6
-    for run in request.runs:
+    runs = planned(["sweep=my_sweep.yaml"])
+    assert {run.points[0] for run in runs} == {"alpha_1/p=2", "alpha_1/p=3"} and len(runs) == 6
+    for run in runs:
         validate(run.config)
 
 

@@ -111,11 +111,12 @@ def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shar
     size = "null" if "per_sequence" in words else "4096"  # a window of 32,768 needs all that is held out
     asked = [*words.split(), f"data.path={shards}", f"data.val_tokens={size}", f"sweep_dir={tmp_path / 'sweep'}"]
     values, overrides = cli.read_settings(asked, LaunchOptions)
-    request, _ = read_request(cli.settings_of(LaunchOptions, values), overrides)
-    assert [run.config.tokens_per_iter for run in request.runs] == [step] * runs
-    committed = load_sweep(request.name, {}).overrides
+    options = cli.settings_of(LaunchOptions, values)
+    _, planned, _ = read_request(options, overrides)
+    assert [run.config.tokens_per_iter for run in planned] == [step] * runs
+    committed = load_sweep(options.sweep, {}).overrides
     (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))
-    held_out_of = 10**9 if request.name == "gqa" else 10**11  # the tokens that its file says to prepare
+    held_out_of = 10**9 if options.sweep == "gqa" else 10**11  # the tokens that its file says to prepare
     assert asked_for < 0.7 * held_out_of * PrepareFineWebConfig.val_fraction
     command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), *asked, "dry_run=true"]
     listed = subprocess.run(command, capture_output=True, text=True)

@@ -1,7 +1,5 @@
-"""launcher=slurm, on a SLURM of this machine: where sinfo answers, or where NANOQK_SLURM names a folder whose up.sh
-starts one. The tests of what a task does with signals need no SLURM."""
+"""launcher=slurm, where sinfo answers on this machine. The tests of what a task does with signals need no SLURM."""
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -22,7 +20,6 @@ from sweeps.claims import Launch, is_claimed, read_claim
 from sweeps.launchers import Slurm, SlurmOptions, Task
 from sweeps.plan import read_plan
 
-SLURM = os.environ.get("NANOQK_SLURM")
 TWO_RUNS = "sweep.folds=[0]"
 PROGRAM = """
 import sys
@@ -46,27 +43,9 @@ def answers() -> bool:
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[None]:
-    """A SLURM that runs. The last of pytest's processes that use it stops what one of them has started."""
-    with open("/tmp/nanoqk_test_slurm.lock", "w") as lock:
-        started = Path(lock.name).with_suffix(".started")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not answers():
-            if SLURM is None:
-                pytest.skip("no SLURM here, and NANOQK_SLURM is not set")
-            subprocess.run(["bash", f"{SLURM}/up.sh"], stdin=subprocess.DEVNULL, timeout=120)
-            eventually(answers)
-            started.touch()
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        yield
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        if started.exists():
-            for daemon in ("slurmd", "slurmctld", "munge/munged"):
-                os.kill(int(Path(f"/run/{daemon}.pid").read_text()), signal.SIGTERM)
-            started.unlink()
+def slurm() -> None:
+    if not answers():
+        pytest.skip("no SLURM here")
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +306,6 @@ def test_tasks_stay_alive_while_slurm_does_not_answer(tmp_path: Path, monkeypatc
         ({"workers": 0}, ["launcher.workers=0", ">= 1"]),
         ({"gpus": 2}, ["launcher.gpus=2", "0 or 1"]),
         ({"timeout_min": 2, "save_s": 60}, ["launcher.timeout_min=2", "launcher.save_s=60"]),
-        ({"mem_gb": 0}, ["launcher.mem_gb=0", ">= 1"]),
         ({"options": {"account": ["a"]}}, ["launcher.options=", "account: lab"]),
         ({"setup": [1]}, ["launcher.setup=[1]", "shell lines"]),
     ],

@@ -11,7 +11,8 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from scripts.reporting.statistics import Comparison, Point, Replicate, mean_curve, replicate_name
+from scripts.reporting.runs import Curve, Replicate, replicate_name
+from scripts.reporting.statistics import Comparison, Point, mean_curve
 
 VEGA_LITE = "6.4"  # the version that Altair writes
 LOSS = "validation loss (nats per token)"
@@ -21,7 +22,6 @@ SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross
 DASHES = [[1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 1], [1, 2], [8, 2, 2, 2, 2, 2]]
 CROSS = "M-1,-1L1,1M-1,1L1,-1"
 
-Curve = Mapping[int, float]  # iteration -> value
 Row = dict[str, Any]  # of the data that Vega-Lite draws
 
 

@@ -3,14 +3,13 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import chain, count
 
 from scripts.reporting import charts
-from scripts.reporting.charts import LOSS, Curve, Figure, Series, Style
-from scripts.reporting.runs import Family, Run, Sweep
-from scripts.reporting.statistics import Replicate
-from scripts.reporting.tables import by_rate, final_losses, seconds
+from scripts.reporting.charts import LOSS, Figure, Series, Style
+from scripts.reporting.runs import Curve, Replicate, Sweep
+from scripts.reporting.statistics import Family, by_rate, final_losses
 from sweeps.definition import REDUCTIONS
 
 POINTS = 100  # how many of each curve are drawn for a metric other than the validation loss
@@ -23,15 +22,15 @@ DIFFERENCE = (
 
 def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     """Part -> its figures: loss, training time, a panel for each fold, and the metrics of the definition's `also`."""
-    look = charts.styles({part: labels(sweep, settings) for part, settings in sweep.parts.items()})
-    suffixes = unique_names(sweep.parts)
+    parts = {part: {s: sweep.label(s) for s in settings} for part, settings in sweep.parts.items()}
+    look = charts.styles(parts)
     found = {}
-    for part, settings in sweep.parts.items():
-        title, end = sweep.title_of(part), suffixes[part]
-        series = loss_series(sweep, settings, look)
-        found[part] = list(loss_figures(series, title, end)) if series else []
-        for key, groups in metric_series(sweep, labels(sweep, settings), look).items():
-            found[part].append(metric_figure(sweep, key, groups, file_name(key) + end, title))
+    for part, names in parts.items():
+        title, end = sweep.title_of(part), suffix(part)
+        losses = series_of(sweep, names, look, "val/loss")
+        found[part] = list(loss_figures(losses, title, end)) if losses else []
+        for key, panels in metric_panels(sweep, names, look).items():
+            found[part].append(metric_figure(sweep, key, panels, file_name(key) + end, title))
     return found
 
 
@@ -49,23 +48,22 @@ def loss_figures(series: Sequence[Series], title: str, end: str) -> Iterable[Fig
     yield Figure(f"folds{end}", title, charts.panel_chart(panels, LOSS, own_axes=True), caption)
 
 
-def metric_figure(sweep: Sweep, key: str, groups: Mapping[str, Sequence[Series]], name: str, title: str) -> Figure:
+def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]], name: str, title: str) -> Figure:
     """Curves of a metric; where `key` is a pattern, a panel for each key that matches it."""
-    every = [s for series in groups.values() for s in series]
-    chart = charts.panel_chart(groups, key) if len(groups) > 1 else charts.curve_chart(every, key)
-    span = f"a point is the {reductions(sweep)[key]} over a {POINTS}th of the run"
+    every = [s for series in panels.values() for s in series]
+    chart = charts.panel_chart(panels, key) if len(panels) > 1 else charts.curve_chart(every, key)
+    span = f"a point is the {sweep.logged[key]} over a {POINTS}th of the run"
     caption = f"{key} by iteration, averaged over folds and seeds; {span}.{charts.remarks(every, key)}"
     return Figure(name, title, chart, caption)
 
 
 def family_figures(families: Sequence[Family]) -> dict[str, list[Figure]]:
     """Family -> the differences in its first metric, the lowest validation loss."""
-    suffixes = unique_names(family.name for family in families)
     found: dict[str, list[Figure]] = {family.name: [] for family in families}
     for family in families:
         if any(c.differences for c in family.metrics[0]):
             chart = charts.difference_chart(family.metrics[0])
-            found[family.name].append(Figure(f"difference{suffixes[family.name]}", family.heading, chart, DIFFERENCE))
+            found[family.name].append(Figure(f"difference{suffix(family.name)}", family.heading, chart, DIFFERENCE))
     return found
 
 
@@ -76,14 +74,14 @@ def rate_figures(sweep: Sweep) -> list[Figure]:
         return []
     found = [Figure("stability", sweep.title, charts.stability_chart(finals), STABILITY)]
     variants = by_rate(sweep)
-    panels: dict[str, dict[str, list[Series]]] = {}
+    by_key: dict[str, dict[str, list[Series]]] = {}
     for rate in sorted({rate for of in variants.values() for rate in of}):
-        settings = {of[rate]: variant for variant, of in variants.items() if rate in of}
-        for key, groups in metric_series(sweep, settings, charts.styles({"": settings})).items():
-            if [*groups] == [key]:  # no pattern: its panels are the rates
-                panels.setdefault(key, {})[f"learning rate {rate:g}"] = groups[key]
+        names = {of[rate]: variant for variant, of in variants.items() if rate in of}
+        for key, panels in metric_panels(sweep, names, charts.styles({"": names})).items():
+            if [*panels] == [key]:  # no pattern: its panels are the rates
+                by_key.setdefault(key, {})[f"learning rate {rate:g}"] = panels[key]
     return found + [
-        metric_figure(sweep, key, groups, f"stability_{file_name(key)}", sweep.title) for key, groups in panels.items()
+        metric_figure(sweep, key, panels, f"stability_{file_name(key)}", sweep.title) for key, panels in by_key.items()
     ]
 
 
@@ -91,43 +89,35 @@ def rate_figures(sweep: Sweep) -> list[Figure]:
 # Runs -> series
 
 
-def labels(sweep: Sweep, settings: Sequence[str]) -> dict[str, str]:
-    return {setting: sweep.label(setting) for setting in settings}
+def series_of(
+    sweep: Sweep, names: Mapping[str, str], look: Mapping[str, Style], key: str, how: str | None = None
+) -> list[Series]:
+    """A metric's curves of the settings that have some. names: setting -> its name in the chart.
+
+    how: the reduction that thins a curve; None: each value is drawn.
+    """
+    found = []
+    for setting, name in names.items():
+        done: dict[Replicate, Curve] = {}
+        diverged: dict[Replicate, Curve] = {}
+        for run in sweep.of(setting).values():
+            if key in run.curves:
+                curve = run.curves[key] if how is None else thinned(run.curves[key], how)
+                (done if run.done else diverged)[run.replicate] = curve
+        found.append(Series(name, look[setting], done, diverged, sweep.seconds(setting)))
+    return [s for s in found if s.curves or s.diverged]
 
 
-def loss_series(sweep: Sweep, settings: Sequence[str], look: Mapping[str, Style]) -> list[Series]:
-    """The validation loss of the settings that have a run that is done or diverged."""
-    series = []
-    for setting in settings:
-        done = sweep.done(setting)
-        diverged = {run.replicate: run.curve for run in sweep.diverged(setting) if run.curve}
-        curves = {run.replicate: run.curve for run in done}
-        series.append(Series(sweep.label(setting), look[setting], curves, diverged, seconds(done)))
-    return [s for s in series if s.curves or s.diverged]
-
-
-def metric_series(
-    sweep: Sweep, settings: Mapping[str, str], look: Mapping[str, Style]
+def metric_panels(
+    sweep: Sweep, names: Mapping[str, str], look: Mapping[str, Style]
 ) -> dict[str, dict[str, list[Series]]]:
-    """Pattern of the definition's `also` -> key that matches it -> series. settings: setting -> its name in the chart.
-    What no run has is dropped."""
+    """Key or pattern of the definition's `also` -> metric that matches it -> series; none for what no run has."""
+    logged = {key for setting in names for run in sweep.of(setting).values() for key in run.curves} - {"val/loss"}
     found: dict[str, dict[str, list[Series]]] = {}
-    runs = {setting: (sweep.done(setting), sweep.diverged(setting)) for setting in settings}
-    logged = sorted({key for both in runs.values() for some in both for run in some for key in run.curves})
-    for pattern, how in reductions(sweep).items():
-        for key in (key for key in logged if fnmatchcase(key, pattern)):
-
-            def curves(some: Iterable[Run], key: str = key, how: str = how) -> dict[Replicate, Curve]:
-                return {run.replicate: thinned(run.curves[key], how) for run in some if key in run.curves}
-
-            series = [Series(settings[s], look[s], curves(done), curves(lost)) for s, (done, lost) in runs.items()]
-            found.setdefault(pattern, {})[key] = [s for s in series if s.curves or s.diverged]
+    for pattern, how in sweep.logged.items():
+        for key in sorted(key for key in logged if fnmatchcase(key, pattern)):
+            found.setdefault(pattern, {})[key] = series_of(sweep, names, look, key, how)
     return found
-
-
-def reductions(sweep: Sweep) -> dict[str, str]:
-    """Pattern of the definition's `also` -> the reduction that thins its curves."""
-    return {pattern: how[0].replace("roughness", "last") for pattern, how in sweep.logged.items()}
 
 
 def thinned(curve: Curve, how: str) -> dict[int, float]:
@@ -154,7 +144,9 @@ def by_fold(series: Sequence[Series]) -> dict[str, list[Series]]:
 
     panels = sorted({panel(replicate) for s in series for replicate in [*s.curves, *s.diverged]})
     return {
-        f"{kind} {n}": [Series(s.name, s.style, only(s.curves, (kind, n)), only(s.diverged, (kind, n))) for s in series]
+        f"{kind} {n}": [
+            replace(s, curves=only(s.curves, (kind, n)), diverged=only(s.diverged, (kind, n))) for s in series
+        ]
         for kind, n in panels
     }
 
@@ -163,14 +155,10 @@ def by_fold(series: Sequence[Series]) -> dict[str, list[Series]]:
 # File names
 
 
-def unique_names(parts: Iterable[str]) -> dict[str, str]:
-    """What each part adds to the names of its files; no two add the same."""
-    suffixes: dict[str, str] = {}
-    for part in parts:
-        plain = f"_{re.sub(r'[^A-Za-z0-9.-]+', '_', part)}" if part else ""
-        numbered = chain([plain], (f"{plain}_{n}" for n in count(2)))
-        suffixes[part] = next(suffix for suffix in numbered if suffix not in suffixes.values())
-    return suffixes
+def suffix(part: str) -> str:
+    """What a part or a comparison adds to the names of its files."""
+    plain = re.sub(r"[^\w.-]+", "_", part)
+    return f"_{plain}" if part else ""
 
 
 def file_name(key: str) -> str:

@@ -15,10 +15,12 @@ import vl_convert
 from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.figures import family_figures, part_figures, rate_figures
-from scripts.reporting.runs import Family, Sweep
+from scripts.reporting.runs import Sweep
+from scripts.reporting.statistics import Family
 from scripts.reporting.tables import Table
 
 TEMPLATE = Path(__file__).with_name("page.html")
+NOTES = Path(__file__).with_name("notes.md")
 LONG = 20  # rows: the page shows a table of more runs only when it is asked to
 
 
@@ -32,7 +34,7 @@ class Section:
 
 def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     """What the report says, in order."""
-    figures, differences, rates = part_figures(sweep), family_figures(families), rate_figures(sweep)
+    figures, differences = part_figures(sweep), family_figures(families)
     sections = [
         Section(sweep.title_of(part), [tables.part_table(sweep, settings), *figures[part]])
         for part, settings in sweep.parts.items()
@@ -44,13 +46,19 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
             title = metric.name.capitalize()
             compared.append(Table(table.columns, table.rows, table.words, title, folded=bool(compared)))
         sections.append(Section(family.heading, [*compared[:1], *differences[family.name], *compared[1:]]))
-    if any(run.plan.config.fault != tables.HONEST for run in sweep.runs):
-        sections.append(Section("Deliberate faults", [tables.FAULT_NOTE, tables.fault_table(sweep)]))
+    if any(run.config["fault.name"] != "none" for run in sweep.runs):
+        sections.append(with_notes("Deliberate faults", tables.fault_table(sweep)))
     if stability := tables.stability_table(sweep):
-        sections.append(Section("Highest stable learning rate", [tables.STABILITY_NOTE, stability, *rates]))
+        sections.append(with_notes("Highest stable learning rate", stability, *rate_figures(sweep)))
     missing = tables.missing_table(sweep)
     sections.append(Section("Runs that are not done", [missing if missing.rows else "None."]))
-    return [*sections, Section("How to read this", tables.NOTES.strip().split("\n\n"))]
+    return [*sections, with_notes("How to read this")]
+
+
+def with_notes(title: str, *items: Table | Figure) -> Section:
+    """A section that begins with the paragraphs under its title in notes.md."""
+    text = NOTES.read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return Section(title, [*text.strip().split("\n\n"), *items])
 
 
 def figures_of(sections: Sequence[Section]) -> list[Figure]:

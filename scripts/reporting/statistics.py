@@ -1,19 +1,18 @@
-"""Means, intervals and paired comparisons: the statistics of a report, over plain numbers."""
+"""Means, intervals and paired comparisons: the statistics of a report, from the table of runs."""
 
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from statistics import fmean, stdev
 
 from scipy import stats
 
-Replicate = tuple[int, int | None]  # (seed, fold): two runs with the same one are a pair
+from scripts.reporting.runs import Curve, Metric, Replicate, Run, Sweep
 
-
-def replicate_name(replicate: Replicate) -> str:
-    seed, fold = replicate
-    return f"seed {seed}" if fold is None else f"fold {fold}, seed {seed}"
+TESTS = ("t", "Wilcoxon", "corrected t")
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,11 @@ def interval(values: Sequence[float]) -> Point:
     return Point(mean, mean - half, mean + half, n)
 
 
-def mean_curve(curves: Iterable[Mapping[int, float]]) -> dict[int, Point]:
+def mean_curve(curves: Iterable[Curve]) -> dict[int, Point]:
     """Iteration -> mean over the curves, at the iterations that all of them have."""
     curves = list(curves)
     common = set.intersection(*map(set, curves)) if curves else set[int]()
     return {i: interval([curve[i] for curve in curves]) for i in sorted(common)}
-
-
-def lowest(curve: Mapping[int, Point]) -> tuple[float | None, int | None]:
-    """The minimum of a mean curve and its first iteration."""
-    return min(((point.mean, i) for i, point in curve.items()), default=(None, None))
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -75,11 +69,10 @@ def n_needed(effect: float, power: float = 0.8, alpha: float = 0.05) -> float:
 class Comparison:
     """A - B, paired over the replicates that both have. planned: how many replicates both will have.
 
-    p: of the paired t test and of Wilcoxon's signed-rank test, None where there is no test; adjusted: by Holm over the
-    family. n_needed: pairs for 80 % power, for a difference of this size and spread.
-    test_over_train: amount of validation text over that of training text, where the replicates are folds, which share
-    training text. corrected: p of the t test with the variance (1/n + test_over_train) sd^2 of the mean difference
-    (Nadeau and Bengio 2003), and by Holm.
+    p: of each of TESTS that can be made. "corrected t" is the t test with (1/n + test_over_train) sd^2 as the variance
+    of the mean difference (Nadeau and Bengio 2003). test_over_train: amount of validation text over that of training
+    text, where the replicates are folds, which share training text. adjusted: the same by Holm over the family.
+    n_needed: pairs for 80 % power, for a difference of this size and spread.
     """
 
     a: str
@@ -88,9 +81,8 @@ class Comparison:
     values: dict[Replicate, tuple[float, float]]
     test_over_train: float | None = None
     point: Point | None = None
-    p: tuple[float | None, float | None] = (None, None)
-    adjusted: tuple[float | None, float | None] = (None, None)
-    corrected: tuple[float | None, float | None] = (None, None)
+    p: dict[str, float] = field(default_factory=dict)
+    adjusted: dict[str, float | None] = field(default_factory=dict)
     n_needed: float | None = None
 
     def __post_init__(self) -> None:
@@ -98,13 +90,13 @@ class Comparison:
         if differences:
             self.point = interval(differences)
         if len(differences) > 1 and (sd := stdev(differences)) > 1e-12 * max(map(abs, differences)):
-            t, wilcoxon = stats.ttest_1samp(differences, 0), stats.wilcoxon(differences)
-            self.p = float(t.pvalue), float(wilcoxon.pvalue)
-            self.n_needed = n_needed(fmean(differences) / sd)
+            n, mean = len(differences), fmean(differences)
+            self.p["t"] = float(stats.ttest_1samp(differences, 0).pvalue)
+            self.p["Wilcoxon"] = float(stats.wilcoxon(differences).pvalue)
             if self.test_over_train is not None:
-                n = len(differences)
-                corrected_t = fmean(differences) / (sd * math.sqrt(1 / n + self.test_over_train))
-                self.corrected = 2 * float(stats.t.sf(abs(corrected_t), n - 1)), None
+                corrected_t = mean / (sd * math.sqrt(1 / n + self.test_over_train))
+                self.p["corrected t"] = 2 * float(stats.t.sf(abs(corrected_t), n - 1))
+            self.n_needed = n_needed(mean / sd)
 
     @property
     def differences(self) -> dict[Replicate, float]:
@@ -118,15 +110,126 @@ class Comparison:
             return "fewer than 2 complete pairs: no test"
         if not any(self.differences.values()):
             return "identical"
-        if self.adjusted[0] is None:
+        p = self.adjusted["t"]
+        if p is None:
             return "the differences do not vary: no test"
-        return "not resolved" if self.adjusted[0] > 0.05 else less if self.point.mean < 0 else more
+        return "not resolved" if p > 0.05 else less if self.point.mean < 0 else more
 
 
 def adjust(family: Sequence[Comparison]) -> None:
-    """Set Holm's adjusted p in each comparison of the family."""
-    t, wilcoxon = (holm([comparison.p[test] for comparison in family]) for test in (0, 1))
-    corrected = holm([comparison.corrected[0] for comparison in family])
-    for comparison, *adjusted, of_corrected in zip(family, t, wilcoxon, corrected, strict=True):
-        comparison.adjusted = adjusted[0], adjusted[1]
-        comparison.corrected = comparison.corrected[0], of_corrected
+    """Set Holm's adjusted p in each comparison of the family, for each test separately."""
+    for test in TESTS:
+        adjusted = holm([comparison.p.get(test) for comparison in family])
+        for comparison, p in zip(family, adjusted, strict=True):
+            comparison.adjusted[test] = p
+
+
+# -----------------------------------------------------------------------------
+# Runs -> comparisons
+
+
+@dataclass(frozen=True)
+class Family:
+    """The comparisons of an entry of the definition's `compare`, for each metric of the sweep."""
+
+    name: str
+    title: str
+    metrics: list[list[Comparison]]
+
+    @property
+    def heading(self) -> str:
+        return f"Comparison {': '.join(filter(None, [self.name, self.title]))}"
+
+
+def compared_families(sweep: Sweep) -> list[Family]:
+    """The comparisons that the definition's `compare` asks for."""
+    found = []
+    for name, asked in sweep.definition.families.items():
+        pairs = asked.pairs
+        if asked.baseline is not None:
+            chosen = [s for s in sweep.settings if any(fnmatchcase(s, pattern) for pattern in asked.settings)]
+            pairs = [(setting, asked.baseline) for setting in chosen if setting != asked.baseline]
+        metrics = [compare(sweep, pairs, metric) for metric in sweep.metrics]
+        found.append(Family(name, asked.title or "", metrics))
+    return found
+
+
+def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> list[Comparison]:
+    """A family of comparisons of a metric, paired by seed and fold."""
+    family = []
+    for a, b in pairs:
+        runs_a, runs_b = sweep.of(a), sweep.of(b)
+        common = [r for r in runs_a if r in runs_b]
+        done = [r for r in common if runs_a[r].done and runs_b[r].done]
+        both = {r: (runs_a[r].value(metric), runs_b[r].value(metric)) for r in done}
+        known = {r: (x, y) for r, (x, y) in both.items() if x is not None and y is not None}
+        family.append(Comparison(a, b, len(common), known, test_over_train([runs_a[r] for r in known])))
+    adjust(family)
+    return family
+
+
+def test_over_train(runs: Sequence[Run]) -> float | None:
+    """The amount of validation text over that of training text, where the runs are of several folds."""
+    folds = {run.fold for run in runs if run.fold is not None}
+    return 1 / (runs[0].config["data.folds"] - 1) if len(folds) > 1 else None
+
+
+# -----------------------------------------------------------------------------
+# Learning rates
+
+WORSE = 0.5  # nats above an untrained model
+
+
+def by_rate(sweep: Sweep) -> dict[str, dict[float, str]]:
+    """Variant -> learning rate, from the lowest on -> setting; {} where no variant has several rates."""
+    variants: dict[str, dict[float, str]] = {}
+    for setting in sweep.settings:
+        first = next(iter(sweep.of(setting).values()))
+        variant = re.sub(r"(^|[,/])learning_rate=[^,]*", "", setting).strip(",/") or "all"
+        variants.setdefault(variant, {})[first.config["optim.learning_rate"]] = setting
+    if all(len(of) < 2 for of in variants.values()):
+        return {}
+    return {variant: dict(sorted(of.items())) for variant, of in variants.items()}
+
+
+def final_losses(sweep: Sweep) -> dict[str, dict[float, list[float]]]:
+    """Variant -> learning rate -> the final validation losses of the runs that are done."""
+    return {
+        variant: {rate: [run.summary["val/loss"] for run in sweep.done(setting)] for rate, setting in of.items()}
+        for variant, of in by_rate(sweep).items()
+    }
+
+
+def final_means(of: Mapping[float, Sequence[Run]]) -> dict[float, float]:
+    """The mean final validation loss of the rates whose runs are all done."""
+    made = {rate: runs for rate, runs in of.items() if all(run.done for run in runs)}
+    return {rate: fmean(run.summary["val/loss"] for run in runs) for rate, runs in made.items()}
+
+
+def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str]:
+    """The highest rate up to which all are stable (notes.md says when one is), and how the next one fails."""
+    known = final_means(of)
+    best = min(known.values(), default=math.inf)
+    firsts = [run.losses[min(run.losses)] for runs in of.values() for run in runs if run.losses]
+    highest = None
+    for rate, runs in of.items():
+        if not all(run.state.state in ("done", "diverged") for run in runs):
+            return highest, f"{rate:g}: not all runs are made"
+        broken = [run.state.reason for run in runs if not run.done]
+        if broken:
+            return highest, f"{rate:g}: {len(broken)} of {len(runs)} diverged ({broken[0]})"
+        risen = (worst_loss(run) for run in runs if run.losses)
+        peak, first = max(risen, key=lambda of_run: of_run[0] - of_run[1], default=(0.0, 0.0))
+        if peak > first + WORSE:
+            return highest, f"{rate:g}: a loss of {peak:.4g}; the first was {first:.4f}"
+        if fmean(firsts) - known[rate] < (fmean(firsts) - best) / 2:
+            return highest, f"{rate:g}: final loss {known[rate]:.4f}"
+        highest = rate
+    return highest, "–"
+
+
+def worst_loss(run: Run) -> tuple[float, float]:
+    """The highest loss of a run after its first validation loss, and that one."""
+    first = min(run.losses)
+    every = [*run.losses.items(), *run.curves.get("train/loss", {}).items()]
+    return max((loss for i, loss in every if i > first), default=run.losses[first]), run.losses[first]

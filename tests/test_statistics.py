@@ -1,0 +1,89 @@
+"""The report's statistics, against published numbers, scipy, and numbers worked out by hand."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from scripts.reporting.runs import Replicate
+from scripts.reporting.statistics import Comparison, adjust, holm, interval, mean_curve, n_needed
+
+# Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
+DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+DRUG_2 = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+
+
+def paired(a: Sequence[float], b: Sequence[float], test_over_train: float | None = None) -> Comparison:
+    values: dict[Replicate, tuple[float, float]] = {(1, fold): pair for fold, pair in enumerate(zip(a, b, strict=True))}
+    return Comparison("a", "b", len(values), values, test_over_train)
+
+
+def test_p_values_and_intervals_are_students_and_scipys() -> None:
+    rng = np.random.default_rng(0)
+    samples = [(rng.normal(0, 1, n).tolist(), rng.normal(0.3, 1, n).tolist()) for n in (2, 3, 10, 40)]
+    for a, b in [*samples, (DRUG_1, DRUG_2)]:
+        c, t = paired(a, b), stats.ttest_rel(a, b)
+        assert c.p == pytest.approx({"t": t.pvalue, "Wilcoxon": stats.wilcoxon(a, b).pvalue}) and c.point is not None
+        assert [c.point.low, c.point.high] == pytest.approx(list(t.confidence_interval()))
+    drugs = paired(DRUG_1, DRUG_2)
+    assert drugs.point is not None and drugs.point.n == 10
+    assert astuple(drugs.point)[:3] == pytest.approx((-1.58, -2.4598858, -0.7001142))
+    assert drugs.p["t"] == pytest.approx(0.002833, abs=5e-7)
+    exact = paired([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 0]).p
+    assert exact["Wilcoxon"] == pytest.approx(2 / 2**6)  # Wilcoxon's of few folds, all of one sign
+
+
+def test_the_correction_for_folds_is_the_t_test_with_a_larger_variance() -> None:
+    """Nadeau and Bengio's (2003) with ten folds, by hand: t shrinks by sqrt((1/10) / (1/10 + 1/9))."""
+    plain, of_folds = paired(DRUG_1, DRUG_2), paired(DRUG_1, DRUG_2, 1 / 9)
+    t = stats.ttest_rel(DRUG_1, DRUG_2).statistic * (0.1 / (0.1 + 1 / 9)) ** 0.5
+    p = of_folds.p["corrected t"]
+    assert of_folds.p == {**plain.p, "corrected t": pytest.approx(2 * stats.t.sf(abs(t), 9))}
+    assert p == pytest.approx(0.0209, abs=5e-5)
+    adjust([of_folds, other := paired(DRUG_2, DRUG_2, 1 / 9)])
+    assert of_folds.adjusted["corrected t"] == pytest.approx(2 * p) and other.adjusted["corrected t"] is None
+
+
+@pytest.mark.parametrize(
+    ("p", "adjusted"),
+    [
+        # 0.01 x 4, 0.02 x 3, 0.03 x 2 is less than the one before and takes its value, 0.9 x 1
+        ([0.03, 0.9, 0.01, 0.02], [0.06, 0.9, 0.04, 0.06]),
+        ([0.5, 0.6], [1.0, 1.0]),
+        ([], []),
+        ([0.01, None, 0.04], [0.03, None, 0.08]),  # a comparison without a test counts in the family
+    ],
+)
+def test_holm_is_the_one_done_by_hand(p: list[float | None], adjusted: list[float | None]) -> None:
+    assert holm(p) == [x if x is None else pytest.approx(x) for x in adjusted]
+
+
+def test_verdicts_follow_the_adjusted_p() -> None:
+    lower, noise = [x - 1 - 0.01 * i for i, x in enumerate(DRUG_1)], [x + 0.1 * (-1) ** i for i, x in enumerate(DRUG_1)]
+    higher = [x + 1 + 0.01 * i for i, x in enumerate(DRUG_1)]
+    family = [paired(other, DRUG_1) for other in (lower, noise, higher, DRUG_1, DRUG_2)]
+    family += [paired([x + 0.5 for x in DRUG_2], DRUG_2), paired([1.0], [2.0])]
+    adjust(family)
+    verdicts = [c.verdict("lower", "higher") for c in family]
+    assert verdicts[:5] == ["lower", "not resolved", "higher", "identical", "higher"]
+    assert verdicts[5:] == ["the differences do not vary: no test", "fewer than 2 complete pairs: no test"]
+    alone = paired(DRUG_2, DRUG_1)
+    adjust([alone])
+    assert alone.adjusted["t"] == alone.p["t"] and family[4].adjusted["t"] == pytest.approx(5 * alone.p["t"])
+    many = [paired(DRUG_2, DRUG_1), *(paired([1.0], [2.0]) for _ in range(20))]
+    adjust(many)
+    assert many[0].verdict("lower", "higher") == "not resolved"  # 21 x 0.0028
+
+
+@pytest.mark.parametrize(("effect", "n"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (0.0, math.inf), (1000.0, 2)])
+def test_pairs_needed_are_those_of_power_tables(effect: float, n: int) -> None:
+    assert n_needed(effect) == n_needed(-effect) == n  # G*Power 3, "difference between two dependent means"
+
+
+def test_a_mean_curve_has_the_iterations_that_all_runs_have() -> None:
+    curve = mean_curve([{0: 4.0, 100: 2.0, 200: 1.0}, {0: 4.0, 50: 3.0, 200: 2.0}])
+    assert {i: point.mean for i, point in curve.items()} == {0: 4.0, 200: 1.5}
+    assert curve[200] == interval([1.0, 2.0]) and mean_curve([]) == {}
