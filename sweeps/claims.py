@@ -17,13 +17,14 @@ from core.files import FileLock, is_locked, read_json, write_json
 
 @dataclass(frozen=True)
 class Launch:
-    """runs: their ids. tries: of each run. threads: of a worker."""
+    """runs: their ids. tries: of each run. threads: of a rank. ranks: processes that train one run together."""
 
     sweep_dir: Path
     name: str
     runs: list[str]
     tries: int
     threads: int | None = None
+    ranks: int = 1
 
     @classmethod
     def read(cls, sweep_dir: Path, name: str) -> Self:

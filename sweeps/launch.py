@@ -75,7 +75,11 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, lis
         changes[key] = parse_yaml(text, f"{word} is not key=value")
         overrides = [other for other in overrides if other != word]
     sweep = load_sweep(str(asked.sweep), changes)
-    return sweep, plan_runs(sweep, overrides), overrides
+    runs, ranks = plan_runs(sweep, overrides), asked.launcher.ranks
+    steps = {run.config.gradient_accumulation_steps for run in runs}
+    good = all(n % ranks == 0 for n in steps)
+    require(good, f"launcher.ranks={ranks} must divide gradient_accumulation_steps={min(steps)}")
+    return sweep, runs, overrides
 
 
 # -----------------------------------------------------------------------------
@@ -111,9 +115,14 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
         print(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.points)}")
     print(
         f"{len(runs)} runs ({tally(states.values())}) in {sweep_dir}: about "
-        f"{tqdm.format_interval(seconds / launcher.workers)} on {launcher.workers} workers, "
-        f"{size / 2**30:.1f} GiB of disk"
+        f"{tqdm.format_interval(seconds / launcher.workers / asked.launcher.ranks)} on "
+        f"{workers(asked, launcher)}, {size / 2**30:.1f} GiB of disk"
     )
+
+
+def workers(asked: LaunchOptions, launcher: Launcher) -> str:
+    ranks = asked.launcher.ranks
+    return f"{launcher.workers} workers" + f" of {ranks} ranks" * (ranks > 1)
 
 
 def cost_key(run: PlannedRun) -> str:
@@ -133,9 +142,9 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     name = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
     launcher: Launcher = LAUNCHERS[asked.launcher.name][1](asked.launcher, sweep_dir, name)
     ids, tries = [run.id for run in runs], 1 + asked.retries
-    Launch(sweep_dir, name, ids, tries, launcher.threads).write()
+    Launch(sweep_dir, name, ids, tries, launcher.threads, asked.launcher.ranks).write()
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
-    print(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {launcher.workers} workers")
+    print(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {workers(asked, launcher)}")
     stop, began = Stop(), time.monotonic()
     trouble = follow(runs, states, launcher, tries, asked.fail_fast, stop)
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}

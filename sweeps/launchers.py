@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import re
@@ -34,6 +35,15 @@ class LocalOptions:
     name: str = "local"
     workers: Annotated[int | None, AtLeast(1), Help("processes; null: one a GPU, or one a CPU without GPUs")] = None
     threads: Annotated[int | None, AtLeast(1), Help("CPU threads of each; null: an equal share")] = None
+    ranks: Annotated[int, AtLeast(1), Help("processes that train one run together, by torchrun")] = 1
+
+    def check(self) -> None:
+        if self.ranks > 1:
+            wanted, gpus = self.ranks * (self.workers or 1), len(visible_gpus())
+            require(
+                gpus == 0 or wanted <= gpus,
+                f"launcher.ranks={self.ranks} and launcher.workers={self.workers or 1} need {wanted} GPUs of {gpus}",
+            )
 
 
 @options
@@ -51,6 +61,7 @@ class SlurmOptions:
         default_factory=dict
     )
     setup: Annotated[list, Help('shell lines before python, as ["module load cuda"]')] = field(default_factory=list)
+    ranks = 1  # processes that train one run; not a setting here
 
     def check(self) -> None:
         require(
@@ -65,18 +76,20 @@ class SlurmOptions:
 
 
 class Local:
-    """Worker processes on this machine, each with a share of the CPUs and of a GPU.
+    """Worker processes on this machine, each with a share of the CPUs and of a GPU, or with one GPU a rank.
 
     They stop when their launcher dies, since it holds the other end of their standard input. workers: the most that
-    live at a time. threads: of each. deaths: of workers at their start, in a row.
+    live at a time. threads: of a rank. deaths: of workers at their start, in a row.
     """
 
     def __init__(self, options: LocalOptions, sweep_dir: Path, launch: str) -> None:
         self.sweep_dir, self.launch = sweep_dir, launch
         cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        self.gpus = visible_gpus()
-        self.workers = options.workers or len(self.gpus) or cpus
-        self.threads = options.threads or max(1, cpus // self.workers)
+        gpus, ranks = visible_gpus(), options.ranks
+        self.workers = options.workers or max(1, (len(gpus) or cpus) // ranks)
+        self.threads = options.threads or max(1, cpus // (self.workers * ranks))
+        endless = itertools.cycle(gpus)
+        self.gpus = [",".join(itertools.islice(endless, ranks)) for _ in range(self.workers)]
         self.slots: list[subprocess.Popen[bytes] | None] = [None] * self.workers
         self.started = [0.0] * self.workers
         self.deaths = 0
@@ -88,12 +101,11 @@ class Local:
                 died_young = process.returncode not in (0, RESTART) and time.monotonic() - self.started[i] < YOUNG
                 self.deaths = self.deaths + 1 if died_young else 0
                 self.slots[i] = None
-        for i in range(self.workers):
+        for i, gpus in enumerate(self.gpus):
             if self.slots[i] is None and self.alive() < n:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-                if self.gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = self.gpus[i % len(self.gpus)]
-                command = [sys.executable, WORKER, str(self.sweep_dir), self.launch]
+                environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+                command = [sys.executable, WORKER, "work", str(self.sweep_dir), self.launch]
                 with open(self.sweep_dir / "logs" / f"worker_{i}.log", "ab") as log:
                     self.slots[i] = subprocess.Popen(
                         command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,

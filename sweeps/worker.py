@@ -1,25 +1,29 @@
 """A worker of a sweep: it trains one run after the other until none is left. sweeps/launchers.py starts it.
 
 One process trains many runs, so that it imports and compiles once. If it dies, the run in hand goes on elsewhere, from
-its checkpoint. Its arguments: SWEEP_DIR LAUNCH
+its checkpoint. Commands: work SWEEP_DIR LAUNCH | ranks N CONFIG | rank CONFIG
 """
 
 import contextlib
 import gc
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from core.rundir import at_end, is_locked
-from core.schema import ConfigError
+from core.cli import refuse
+from core.rundir import at_end, is_locked, read_status
+from core.schema import ConfigError, build
 from sweeps.claims import Launch, claimed, write_claim
 from sweeps.plan import PlannedRun, read_plan
+from training.config import TrainConfig
 
 WORKER = str(Path(__file__).resolve())
 PATIENCE = 600  # seconds that a run has to finish its iteration and save
@@ -63,9 +67,14 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
     )
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):
         try:
-            import train
+            if launch.ranks > 1:
+                status = train_on_ranks(config, launch.ranks)
+                if status == 1:
+                    claim["error"] = "one of its ranks failed: its log has the reason"
+            else:
+                import train
 
-            status = train.run(config)
+                status = train.run(config)
         except ConfigError as error:  # every further try would be refused too
             print(f"error: {error}", flush=True)
             claim["error"], status = str(error), 1
@@ -82,9 +91,23 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
     return status
 
 
+def train_on_ranks(config: TrainConfig, ranks: int) -> int:
+    """train.run(config) in `ranks` processes, by torchrun, whose own exit status does not tell how the run ended."""
+    command = [sys.executable, WORKER, "ranks", str(ranks), json.dumps(asdict(config))]
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(PATIENCE)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
+        try:
+            process.wait()
+        except SystemExit:  # SIGTERM
+            process.terminate()
+            process.wait()
+            raise
+    return {"done": 0, "diverged": 3}.get(str(read_status(config.run_dir).get("state")), 1)
+
+
 @contextlib.contextmanager
 def output_to(file: Path) -> Iterator[None]:
-    """Append this process's standard output and error to `file`, and what its libraries write to them."""
+    """Append this process's standard output and error, and its children's, to `file`."""
     with open(file, "ab") as log:
         kept = {number: os.dup(number) for number in (1, 2)}
         try:
@@ -119,6 +142,24 @@ def stop_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def start_ranks(ranks: str, config: str) -> None:
+    """torchrun, which stops with the worker that started it."""
+    stop_with_parent()
+    from torch.distributed.run import main as torchrun
+
+    torchrun(["--standalone", f"--nproc_per_node={ranks}", WORKER, "rank", config])
+
+
+def train_rank(config: str) -> int:
+    """What torchrun starts. Returns train.py's exit status."""
+    import train
+
+    try:
+        return train.run(build(TrainConfig, json.loads(config)))
+    except ConfigError as error:
+        return refuse(str(error))
+
+
 def start_worker(sweep_dir: str, launch_name: str) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     stop_with_parent()
@@ -126,4 +167,6 @@ def start_worker(sweep_dir: str, launch_name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(start_worker(*sys.argv[1:]))
+    commands: dict[str, Callable[..., int | None]]
+    commands = {"work": start_worker, "ranks": start_ranks, "rank": train_rank}
+    sys.exit(commands[sys.argv[1]](*sys.argv[2:]))

@@ -100,7 +100,7 @@ def workers_of(sweep_dir: Path) -> list[int]:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-            if str(sweep_dir).encode() in words and any(word.endswith(b"worker.py") for word in words):
+            if str(sweep_dir).encode() in words and b"work" in words:
                 found[int(entry.name)] = parent
     return [pid for pid, parent in found.items() if parent not in found]
 
@@ -231,6 +231,7 @@ BAD = {
     "": ["sweep="],
     "sweep=nosuch": ["sweep=nosuch", "p_sweep_cpu"],
     "sweep=p_sweep_cpu launcher=cloud": ["launcher=cloud", "local"],
+    "sweep=p_sweep_cpu launcher.ranks=2": ["launcher.ranks=2", "gradient_accumulation_steps=1"],
     "sweep=p_sweep_cpu launcher.workers=0": ["launcher.workers=0", ">= 1"],
     "sweep=p_sweep_cpu launcher.worker=2": ["launcher.worker=2", "launcher.workers"],
     "sweep=p_sweep_cpu qk_norm.p=3": ["qk_norm.p=3", "sweep.grid.qk_norm.p"],
@@ -504,6 +505,44 @@ def test_a_launcher_that_ends_stops_its_runs_at_a_checkpoint_and_the_same_comman
     assert "stopped" in states and "running" not in states
     assert "8 done" in launched(sweep)
     assert_same_sweep(undisturbed.parent / "sweep", folder)
+
+
+def test_a_run_may_be_of_several_ranks(tmp_path: Path, corpus: Path) -> None:
+    """By torchrun. A stopped launcher stops it at a checkpoint, and so does the death of its worker."""
+    ends, ranks = [], ["launcher.workers=1", "launcher.ranks=2"]
+    words = ["max_iters=200", "gradient_accumulation_steps=2", "checkpoint_interval=10"]
+    for name in ("straight", "stopped"):
+        (tmp_path / name).mkdir()
+        sweep = tiny_sweep(tmp_path / name, corpus, *words, grid={}, folds=None)
+        (run,) = plan_runs(load_sweep(str(sweep), {}), [])
+        folder = tmp_path / name / "sweep" / run.id
+        process = launcher(sweep, *ranks)
+        if name == "stopped":
+            eventually(lambda: (folder / "ckpt" / "latest").exists())  # noqa: B023
+            process.terminate()
+            assert "1 stopped" in output_of(process, 143)
+            first = read_status(folder)
+            assert first["state"] == "stopped" and 0 < first["iter"] < 200
+            process = launcher(sweep, *ranks)
+            eventually(lambda: read_status(folder)["iter"] > first["iter"])  # noqa: B023
+            (pid,) = workers_of(folder.parent)
+            os.kill(pid, signal.SIGKILL)  # and the launcher starts another worker
+            log = folder / "train.log"
+            eventually(lambda: log.read_text().count("resumed at iteration") == 2)  # noqa: B023
+            assert log.read_text().count("SIGTERM") == 2
+        output = output_of(process)
+        assert "1 workers of 2 ranks" in output and "1 done" in output
+        ends.append(read_json(folder / "summary.json"))
+    assert ends[0]["ranks"] == ends[1]["ranks"] == 2 and ends[0]["val/loss"] == ends[1]["val/loss"]
+
+
+def test_a_run_of_several_ranks_that_fails_says_so(tmp_path: Path, corpus: Path) -> None:
+    sweep = tiny_sweep(tmp_path, corpus, "gradient_accumulation_steps=2", grid={}, folds=None)
+    (run,) = plan_runs(load_sweep(str(sweep), {}), [])
+    spoil(tmp_path / "sweep", run, refused=True)
+    output = launched(sweep, "launcher.workers=1", "launcher.ranks=2", "retries=0", status=1)
+    assert f"failed: {run.id}: one of its ranks failed" in output
+    assert "neither empty nor a run directory" in (tmp_path / "sweep" / "logs" / f"{run.id}.log").read_text()
 
 
 def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,14 +38,10 @@ def ours(words: list[str], n_tokens: int) -> Built:
     import torch
 
     from model.generate import generate
-    from training.session import build_model, find_machine
+    from training.session import setup
 
-    config = load_config(compose(words))
-    machine = find_machine(config)
-    vocab_size = load_corpus(config.data, config.model.block_size).tokenizer.vocab_size
-    model = build_model(config, vocab_size)
-    model.init_weights(config.seed)
-    model.to(machine.device).eval()
+    session = setup(load_config(compose(words)))
+    model, machine = session.model.eval(), session.machine
 
     def sample(n: int) -> Turn:
         idx = torch.zeros(n, 1, dtype=torch.int64, device=machine.device)  # (B, T)
