@@ -1,4 +1,4 @@
-"""Does a change of the code change a number? python scripts/net.py out=AFTER.json [before=BEFORE.json] [tree=PATH]
+"""Does a change of the code change a number? python tests/net.py out=AFTER.json [before=BEFORE.json] [tree=PATH]
 
 Trains a tiny model for 20 updates in each of some 350 cases, by the programs' command lines: every layout with every QK
 norm, in float32 and bfloat16, with and without dropout, by AdamW and Muon; QK-Clip; other settings one by one. It keeps
