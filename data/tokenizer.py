@@ -162,11 +162,15 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of the text. A "<|endoftext|>" in it is encoded as ordinary text."""
-        encode = self.encoder.encode_ordinary  # replaces lone surrogates
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # bytes of the command line that are not UTF-8 arrive as lone surrogates
+            text = text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
+        encode = functools.partial(self.encoder.encode_to_numpy, disallowed_special=())
         if len(text) <= PART_CHARS:
-            return np.array(encode(text), dtype=self.dtype)
+            return np.asarray(encode(text), dtype=self.dtype)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            return np.concatenate([np.array(part, dtype=self.dtype) for part in threads.map(encode, parts(text))])
+            return np.concatenate([np.asarray(part, dtype=self.dtype) for part in threads.map(encode, parts(text))])
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text, with U+FFFD for bytes that are not UTF-8."""

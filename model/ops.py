@@ -45,10 +45,6 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """gain * x / sqrt(mean(x^2) + eps) along the last dimension, (..., n) -> (..., n)."""
     if kernels.can_normalize(x):
         return kernels.rms_norm(x, gain, eps)
-    return rms_norm_reference(x, gain, eps)
-
-
-def rms_norm_reference(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     y = at_least_fp32(x)
     return (y * inverse_rms_reference(y, eps) * gain).to(x.dtype)
 
@@ -92,10 +88,6 @@ def lp_norm(x: Tensor, p: float | Tensor, alpha: Tensor | None = None) -> Tensor
     """
     if not isinstance(p, Tensor) and p in kernels.LP and kernels.can_normalize(x):
         return kernels.lp_norm(x, p, alpha)
-    return lp_norm_reference(x, p, alpha)
-
-
-def lp_norm_reference(x: Tensor, p: float | Tensor, alpha: Tensor | None = None) -> Tensor:
     u, _ = divide_by_largest(at_least_fp32(x))
     y = u * inverse_norm_of_unit(u, p)
     return (y if alpha is None else y * alpha).to(x.dtype)
@@ -105,10 +97,6 @@ def inverse_lp_norm(x: Tensor, p: float | Tensor) -> Tensor:
     """1 / ||x||_p, of a zero vector 0, (..., hs) -> (..., 1), in fp32 at least."""
     if not isinstance(p, Tensor) and p in kernels.LP and kernels.can_normalize(x) and not torch.is_grad_enabled():
         return kernels.inverse_lp_norm(x, p)
-    return inverse_lp_norm_reference(x, p)
-
-
-def inverse_lp_norm_reference(x: Tensor, p: float | Tensor) -> Tensor:
     u, largest = divide_by_largest(at_least_fp32(x))
     return inverse_norm_of_unit(u, p) / largest
 
