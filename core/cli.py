@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from core.help import Presets, help_text
 from core.schema import (
+    AlsoCalled,
     ConfigError,
     Loads,
     Setting,
@@ -88,8 +89,10 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     for word in overrides:
-        known = not word.startswith(("-", "~"))
-        require(known, f"{word} is unknown: settings are written key=value, and --help lists them")
+        plain = word.lstrip("-~")
+        if word.startswith("~") or (word.startswith("-") and "=" in word):
+            raise ConfigError(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}")
+        require(plain == word, f"{word} is unknown: settings are written key=value, and --help lists them")
     register(schema, overrides)
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
@@ -233,8 +236,8 @@ def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
     chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group, "")
     if chosen in options:
         return f"is unknown{did_you_mean(leaf, declared(options[chosen]), group + '.')}"
-    for name in settings:  # nanoGPT's flat names
-        if key == name.rpartition(".")[2]:
+    for name, setting in settings.items():  # nanoGPT's flat names
+        if key == name.rpartition(".")[2] or key in (setting.one(AlsoCalled) or ()):
             return f"is unknown; did you mean {name}?"
     return f"is unknown{did_you_mean(key, [k for k in settings if k.rpartition('.')[0] == group])}"
 

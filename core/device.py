@@ -19,9 +19,9 @@ GPU_BF16_TFLOPS = {
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """`auto` is CUDA, else the CPU. Each rank of torchrun has its own CUDA device. Raises: ConfigError."""
+    """`auto` is CUDA, else MPS, else the CPU. Each rank of torchrun has its own CUDA device. Raises: ConfigError."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda" and torch.cuda.is_available():
         name = f"cuda:{torch.cuda.current_device() if local_rank is None else local_rank}"
     device = torch.device(name)
@@ -29,6 +29,8 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
         count = torch.cuda.device_count()
         require(count > 0, f"device={name} is absent: torch {torch.__version__} sees no CUDA device")
         require((device.index or 0) < count, f"device={name} is absent: there are {count} CUDA devices")
+    if device.type == "mps":
+        require(torch.backends.mps.is_available(), f"device={name} is absent: torch sees no MPS device")
     return device
 
 
@@ -62,6 +64,8 @@ def has_bfloat16(device: torch.device) -> bool:
     """Hardware bf16, not emulation: CUDA capability 8.0, or a CPU with AMX or AVX-512 bf16 (x86), or bf16 (Arm)."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "mps":
+        return False  # autocast on MPS is young: float32 unless it is asked for
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & cpu_flags())
 
 
@@ -120,12 +124,16 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, threads: int, 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def device_name(device: torch.device) -> str:
     """A name for people: "NVIDIA H200", or "cpu (AMD EPYC, 2 threads)"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
     model = re.search(r"model name\s*: (.*)", cpu_info())
     n = torch.get_num_threads()
     return f"cpu ({model[1].strip() + ', ' if model else ''}{n} thread{'s' if n > 1 else ''})"

@@ -75,6 +75,10 @@ class Variants:
     says: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+class AlsoCalled(tuple[str, ...]):
+    """What other programs call the setting: AlsoCalled(["lr"])."""
+
+
 @dataclass(frozen=True)
 class Loads:
     """build() calls it with the setting's value before it converts the settings that are declared later."""

@@ -188,21 +188,29 @@ def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION) -> str 
     """Why the Hub cannot be used, or None if it can.
 
     The Hub's own client knows HF_ENDPOINT, HF_HUB_OFFLINE, proxies and certificates. load_dataset is not asked: it
-    retries for minutes if a server accepts and never answers. The request runs in a thread that is abandoned after
-    PROBE_SECONDS, since name resolution can outlast every timeout.
+    retries for minutes if a server accepts and never answers.
     """
     from huggingface_hub import HfApi
 
+    # without `expand` the answer lists every file, which takes too long for FineWeb
+    return probe(lambda: HfApi().dataset_info(repo, revision=revision, expand=["sha"], timeout=PROBE_SECONDS))
+
+
+def probe(ask: Callable[[], object]) -> str | None:
+    """Why the request `ask()` fails or takes longer than PROBE_SECONDS; None if it succeeds.
+
+    It runs in a thread that is abandoned after that time, since name resolution can outlast every timeout.
+    """
     answer: queue.Queue[str | None] = queue.Queue()
 
-    def ask() -> None:
-        try:  # without `expand` the answer lists every file, which takes too long for FineWeb
-            HfApi().dataset_info(repo, revision=revision, expand=["sha"], timeout=PROBE_SECONDS)
+    def run() -> None:
+        try:
+            ask()
             answer.put(None)
         except Exception as error:
             answer.put(one_line(error))
 
-    threading.Thread(target=ask, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     try:
         return answer.get(timeout=PROBE_SECONDS)
     except queue.Empty:

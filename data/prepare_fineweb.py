@@ -22,7 +22,7 @@ from tqdm import tqdm
 from core.cli import run_script
 from core.files import FileLock, cache_folder, read_json, write_atomic
 from core.schema import ConfigError, require, show
-from data.corpora import expand, one_line
+from data.corpora import expand, one_line, probe_hub
 from data.options import PrepareFineWebConfig
 from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER
 from data.tokenizer import BPETokenizer, Tokenizer, build_tokenizer, from_dict, learn_bpe, token_dtype, tokenizer_sha256
@@ -186,7 +186,13 @@ class Documents:
     def __init__(self, config: PrepareFineWebConfig, begun: dict[str, Any]) -> None:
         self.config = config
         folder, name = expand(config.dataset), config.settings["name"]
-        where = "of this folder" if folder.is_dir() else "of the Hugging Face Hub, as there is no such folder,"
+        if not folder.is_dir():
+            problem = probe_hub(config.dataset, None)
+            require(
+                problem is None,
+                f"dataset={config.dataset} is no folder here, and the Hugging Face Hub does not give it ({problem}): "
+                "dataset=FOLDER takes parquet files",
+            )
         try:
             import datasets
             from huggingface_hub import HfApi
@@ -203,7 +209,7 @@ class Documents:
             first = next(iter(self.rows.take(1)), None)
         except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
             chosen = f"dataset={config.dataset} name={show(name)} split={config.split}"
-            raise ConfigError(f"{chosen} {where} cannot be loaded: {one_line(error)}") from error
+            raise ConfigError(f"{chosen} cannot be loaded: {one_line(error)}") from error
         require(first is not None, f"dataset={config.dataset} is empty")
         assert first is not None
         require(config.column in first, f"column={config.column} must be one of {', '.join(first)}")

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from core.schema import ConfigError, require
-from data.corpora import one_line
+from data.corpora import PROBE_SECONDS, one_line, probe
 
 if TYPE_CHECKING:
     import tiktoken
@@ -192,17 +193,7 @@ class GPT2Tokenizer(BPETokenizer):
     @classmethod
     def build(cls, text: str, vocab_size: int | None = None) -> Self:
         """Raises: ConfigError where neither tiktoken's cache nor the network has the vocabulary."""
-        import tiktoken
-
-        try:
-            encoding = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # requests, the file system, a wrong checksum
-            raise ConfigError(
-                f"data.tokenizer=gpt2 comes neither from tiktoken's cache nor from the network ({one_line(error)}): "
-                "set TIKTOKEN_CACHE_DIR to a folder that has it, or use data.tokenizer=bpe, learnt from the text"
-            ) from error
-        learnt = [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
-        return cls(learnt, has_separator=True)
+        return cls(fetch_gpt2(), has_separator=True)
 
 
 SEPARATOR = "<|endoftext|>"
@@ -267,6 +258,40 @@ def parts(text: str) -> Iterator[str]:
 
 SPACE = r"[^\S\x1c-\x1f]"  # without the four characters that only Python counts as white space
 CUT = re.compile(rf"(?<=\S)[ \n]|(?<={SPACE}){SPACE}(?=\S)")
+
+# -----------------------------------------------------------------------------
+# GPT-2's tokens
+
+GPT2_FILES = [
+    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json")
+]  # the same as in tiktoken_ext.openai_public
+
+
+def fetch_gpt2() -> list[bytes]:
+    import tiktoken
+
+    if not all(os.path.exists(file) for file in tiktoken_cache(GPT2_FILES)):
+        import requests  # tiktoken uses it without a timeout
+
+        problem = probe(lambda: requests.head(GPT2_FILES[0], timeout=PROBE_SECONDS).raise_for_status())
+        require(
+            problem is None,
+            f"data.tokenizer=gpt2 is not in tiktoken's cache, and its server is out of reach ({problem}): set "
+            "TIKTOKEN_CACHE_DIR to a folder that has it, or use data.tokenizer=bpe, which is learnt from the text",
+        )
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # requests, the file system, a wrong checksum
+        raise ConfigError(f"data.tokenizer=gpt2 cannot be loaded: {one_line(error)}") from error
+    return [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
+
+
+def tiktoken_cache(urls: list[str]) -> list[str]:
+    """The files in which tiktoken caches these downloads."""
+    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)
+    return [os.path.join(folder, hashlib.sha1(url.encode()).hexdigest()) for url in urls]
+
 
 # -----------------------------------------------------------------------------
 

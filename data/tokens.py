@@ -1,9 +1,9 @@
 """A corpus as tokens: `load_corpus(config.data, …)`. BPE merges and the tokens of a text are cached."""
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,21 +89,32 @@ def learnt_tokenizer(text: str, sha256: str, vocab_size: int) -> Tokenizer:
     def learn() -> bytes:
         return json.dumps(build_tokenizer("bpe", text, vocab_size).to_dict()).encode()
 
-    return from_dict(json.loads(cached(f"bpe/{sha256[:32]}-{vocab_size}.json", learn).tobytes()))
+    return from_dict(json.loads(cached(f"bpe/{sha256[:32]}-{vocab_size}", learn).tobytes()))
 
 
 def encoded(text: str, sha256: str, tokenizer: Tokenizer) -> np.ndarray:
     """The text's tokens, memory-mapped where the cache has them."""
-    key = f"tokens/{sha256[:32]}-{tokenizer_sha256(tokenizer)[:32]}.bin"
+    key = f"tokens/{sha256[:32]}-{tokenizer_sha256(tokenizer)[:32]}"
     return cached(key, lambda: tokenizer.encode(text).tobytes()).view(token_dtype(tokenizer.vocab_size))
 
 
 def cached(key: str, make: Callable[[], bytes]) -> np.ndarray:
-    """The bytes of the cache file `key`, memory-mapped; if it is absent, those of `make`, which are then cached."""
+    """The bytes of the cache file `key`, uint8; if it is absent or damaged, those of `make`, which are then cached."""
     path = cache_folder() / key
+    if (found := read_cached(path)) is not None:
+        return found
     with creating(path):
-        with contextlib.suppress(OSError, ValueError):  # absent, or empty
-            return np.memmap(path, dtype=np.uint8, mode="r")
+        if (found := read_cached(path)) is not None:  # another process has made it
+            return found
         content = make()
-        write_cache(path, content, "computes it again")
+        write_cache(path, hashlib.sha256(content).digest() + content, "computes it again")
     return np.frombuffer(content, dtype=np.uint8)
+
+
+def read_cached(path: Path) -> np.ndarray | None:
+    """The content of a cache file, memory-mapped; None where it is absent or damaged. It begins with its SHA-256."""
+    try:
+        raw = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError):  # absent, or empty
+        return None
+    return raw[32:] if hashlib.sha256(raw[32:].data).digest() == raw[:32].tobytes() else None

@@ -198,6 +198,11 @@ def load(**environment: str) -> tuple[bool, str]:
     return loaded == "True", done.stderr
 
 
+def kept(cache: Path) -> Path:
+    (library,) = (cache / "nanoqk" / "kernels").iterdir()
+    return library
+
+
 def script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -238,16 +243,29 @@ def test_a_compiler_that_hangs_is_given_up(
 
 
 @pytest.mark.slow
-def test_processes_that_compile_at_once_keep_one_library(tmp_path: Path) -> None:
+def test_processes_that_compile_at_once_keep_one_library_and_replace_a_damaged_one(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from model.kernels import operators; assert operators.loaded()"]
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": FAST}
     running = [subprocess.Popen(command, cwd=ROOT, env=env) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
-    (library,) = (tmp_path / "nanoqk" / "kernels").iterdir()
+    library = kept(tmp_path)
     began = library.stat().st_mtime_ns
     assert library.parent.stat().st_mode & 0o777 == 0o700
     assert load(XDG_CACHE_HOME=str(tmp_path)) == (True, "")
     assert library.stat().st_mtime_ns == began  # it was taken as it is
+    library.write_bytes(library.read_bytes()[:100_000])
+    assert load(XDG_CACHE_HOME=str(tmp_path)) == (True, "")
+    assert build.intact(kept(tmp_path))
+
+
+def test_a_library_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
+    signed, library = build.with_digest(bytes(range(256)) * 20), tmp_path / "library.so"
+    library.write_bytes(signed)
+    assert build.intact(library) and not build.intact(tmp_path / "none.so")
+    flipped = signed[:2000] + bytes([signed[2000] ^ 1]) + signed[2001:]
+    for damaged in (b"", signed[:10], signed[:2000], flipped, signed[: -build.DIGEST], signed + b"\0"):
+        library.write_bytes(damaged)
+        assert not build.intact(library)
 
 
 @pytest.mark.slow

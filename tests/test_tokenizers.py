@@ -1,11 +1,11 @@
 import functools
-import hashlib
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from core.schema import ConfigError
 from data import tokenizer as tokenizers
 from data.tokenizer import (
     BYTES,
+    GPT2_FILES,
     PRE_TOKENS,
     SEPARATOR,
     TOKENIZERS,
@@ -34,6 +35,7 @@ from data.tokenizer import (
     learn_bpe,
     parts,
     text_size,
+    tiktoken_cache,
     tokenizer_sha256,
 )
 
@@ -54,11 +56,9 @@ def gpt2_files() -> list[bytes]:
 
 @pytest.fixture(autouse=True)
 def tiktoken_has_gpt2(gpt2_files: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tiktoken caches a download under the SHA-1 of its address."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    for name, content in zip(("vocab.bpe", "encoder.json"), gpt2_files, strict=True):
-        address = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-        (tmp_path / hashlib.sha1(address.encode()).hexdigest()).write_bytes(content)
+    for file, content in zip(tiktoken_cache(GPT2_FILES), gpt2_files, strict=True):
+        Path(file).write_bytes(content)
     monkeypatch.setattr("tiktoken.load.check_hash", lambda data, expected: True)
     tiktoken.registry.ENCODINGS.clear()
 
@@ -255,17 +255,29 @@ def test_gpt2_out_of_a_checkpoint_needs_no_file(monkeypatch: pytest.MonkeyPatch,
     assert again.decode(again.encode(SOME_TEXT)) == SOME_TEXT
 
 
-def test_gpt2_without_a_network_or_from_damaged_files_is_an_error_of_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = "^data.tokenizer=gpt2 comes neither from tiktoken's cache nor [^\n]*TIKTOKEN_CACHE_DIR[^\n]*bpe"
-    for file in tmp_path.iterdir():
-        file.write_text("{}")
-    with pytest.raises(ConfigError, match=said):
+def test_a_damaged_file_of_gpt2_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(tiktoken_cache(GPT2_FILES)[1]).write_text("{}")
+    with pytest.raises(ConfigError, match="^data.tokenizer=gpt2 cannot be loaded: [^\n]*$"):
         build_tokenizer("gpt2", "")
+
+
+HANGING_DNS = "import socket, time\nsocket.getaddrinfo = lambda *args, **kwargs: time.sleep(60)\n"
+
+
+@pytest.mark.parametrize("case", ["refused", "silence"])
+def test_gpt2_without_a_network_is_refused_in_one_line_within_5_seconds(case: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server.getsockname()[1]}")  # refuses, once it is closed
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
-    tiktoken.registry.ENCODINGS.clear()
-    with pytest.raises(ConfigError, match=said):
-        build_tokenizer("gpt2", "")
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    settings = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "HTTPS_PROXY": closed if case == "refused" else ""}
+    code = "from data.tokenizer import build_tokenizer\nbuild_tokenizer('gpt2', '')"
+    code = HANGING_DNS + code if case == "silence" else code
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60
+    )
+    assert time.perf_counter() - began < 5  # of the whole process
+    message = done.stderr.splitlines()[-1]
+    assert "ConfigError: data.tokenizer=gpt2 is not in tiktoken's cache, and its server is out of reach" in message
+    assert "no answer in 2 s" in message or case == "refused"
+    assert "TIKTOKEN_CACHE_DIR" in message and "data.tokenizer=bpe" in message
+    assert not (tmp_path / "empty").exists()

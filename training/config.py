@@ -14,6 +14,7 @@ from core.schema import (
     NOT_EMPTY,
     NOT_NEGATIVE,
     POSITIVE,
+    AlsoCalled,
     AtLeast,
     BeforeItExisted,
     Between,
@@ -72,10 +73,11 @@ class AdamWOptions:
     """AdamW"""
 
     name: str = "adamw"
-    learning_rate: Annotated[float, POSITIVE, Help("the highest one of the schedule")] = 1e-3
+    learning_rate: Annotated[float, POSITIVE, AlsoCalled(["lr"]), Help("the highest one of the schedule")] = 1e-3
     betas: Annotated[
         tuple[float, float],
         Rule(lambda betas: all(0 <= b < 1 for b in betas), "must each be in [0, 1)"),
+        AlsoCalled(["beta1", "beta2"]),
         Help("AdamW's"),
     ] = (0.9, 0.99)
     weight_decay: Annotated[float, NOT_NEGATIVE, Help("of weights with two or more dimensions")] = 0.1
@@ -203,6 +205,7 @@ class FaultOptions:
 class WandbOptions:
     mode: Annotated[
         Literal["auto", "online", "offline", "disabled"],
+        AlsoCalled(["wandb_log"]),
         Help("auto: online with an API key, else offline"),
     ] = "auto"
     project: Annotated[
@@ -211,6 +214,7 @@ class WandbOptions:
             lambda name: re.fullmatch(r"[^/\\#?%:]{1,128}", name) is not None,
             "must be 1 to 128 characters, none of / \\ # ? % :",
         ),
+        AlsoCalled(["wandb_project"]),
         Help("name of the W&B project"),
     ] = "nanoqk"
     group: Annotated[str | None, Help("null: the run's readable prefix without its fold")] = None
@@ -227,8 +231,11 @@ CPUS = os.cpu_count() or 1  # here
 Seed = Annotated[int, AtLeast(0, bits=63), Help("of everything random")]
 Device = Annotated[
     str,
-    Rule(lambda name: re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name) is not None, "must be auto, cpu, cuda or cuda:N"),
-    Help("auto: cuda or cpu; or cpu, cuda, cuda:1"),
+    Rule(
+        lambda name: re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", name) is not None,
+        "must be auto, cpu, mps, cuda or cuda:N",
+    ),
+    Help("auto: cuda, mps or cpu; or cpu, cuda, cuda:1, mps"),
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 where the hardware has it, else float32")
@@ -275,7 +282,9 @@ class TrainConfig:
     qk_clip: Annotated[NoClipOptions, Variants(QK_CLIPS), Help("a bound on the largest logits")] = NoClipOptions()
     optim: Annotated[OptimOptions, Variants(OPTIMS), Help("the optimizer")] = AdamWOptions()
     schedule: Annotated[ScheduleOptions, Variants(SCHEDULES), Help("of the learning rate")] = CosineOptions()
-    data: Annotated[CorpusOptions, Variants(CORPORA), Help("the corpus")] = TinyShakespeareOptions()
+    data: Annotated[CorpusOptions, Variants(CORPORA), AlsoCalled(["dataset"]), Help("the corpus")] = (
+        TinyShakespeareOptions()
+    )
     fault: Annotated[
         FaultOptions, Variants(dict.fromkeys(FAULTS, FaultOptions), FAULTS), Help("train wrongly on purpose")
     ] = FaultOptions()

@@ -172,10 +172,30 @@ def new_adamw(parameters: Iterable[Tensor], o: AdamWOptions) -> AdamW:
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """The optimizer of config.optim over all parameters; each is in exactly one group."""
     o = config.optim
+    optimizer: Optimizer
     if isinstance(o, MuonOptions):
-        return MuonAndAdamW(model, o, exact=config.dtype == "float32")
-    require(o.name == "adamw", f"optim={o.name} is not implemented: build_optimizer() knows adamw and muon")
-    return new_adamw([p for p in model.parameters() if p.requires_grad], o)
+        optimizer = MuonAndAdamW(model, o, exact=config.dtype == "float32")
+    else:
+        require(o.name == "adamw", f"optim={o.name} is not implemented: build_optimizer() knows adamw and muon")
+        optimizer = new_adamw([p for p in model.parameters() if p.requires_grad], o)
+    assert_each_row_in_one_group(model, optimizer)
+    return optimizer
+
+
+def assert_each_row_in_one_group(model: nn.Module, optimizer: Optimizer) -> None:
+    """Compares memory: the groups' parts of each parameter's storage must tile it."""
+    held: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for t in group["params"]:
+            held[t.untyped_storage().data_ptr()].append((t.storage_offset(), t.storage_offset() + t.numel()))
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            end = p.storage_offset()
+            for start, stop in sorted(held.pop(p.untyped_storage().data_ptr(), [])):
+                assert start == end, f"a row of {name} is in {'two groups' if start < end else 'no group'}"
+                end = stop
+            assert end == p.storage_offset() + p.numel(), f"a row of {name} is in no group"
+    assert not held, "the optimizer holds a tensor that is no parameter of the model"
 
 
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:

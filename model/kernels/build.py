@@ -26,6 +26,7 @@ FLAGS = [
 # No OpenMP library of their own: the kernels run in the threads of PyTorch's, which is loaded already
 LINKS = ["-shared", f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
 SECONDS = 300  # after which a compiler counts as hanging
+DIGEST = hashlib.sha256().digest_size
 
 
 @functools.cache
@@ -43,9 +44,10 @@ def load() -> bool:
         folder = private_folder()
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             library = (folder or Path(scratch)) / f"kernels-{key(command)}.so"
-            if not library.exists():
-                write_atomic(Path(scratch) / "whole.so", compile_library(command, Path(scratch)).read_bytes())
-                os.replace(Path(scratch) / "whole.so", library)
+            if not intact(library):
+                signed = Path(scratch) / "signed.so"
+                write_atomic(signed, with_digest(compile_library(command, Path(scratch)).read_bytes()))
+                os.replace(signed, library)
             torch.ops.load_library(library)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
@@ -90,3 +92,16 @@ def private_folder() -> Path | None:
         print(f"warning: {folder} is not used, others can write there: compiling for this process", file=sys.stderr)
         return None
     return folder if os.access(folder, os.W_OK) else None
+
+
+def with_digest(library: bytes) -> bytes:
+    """The loader does not read what stands behind a library."""
+    return library + hashlib.sha256(library).digest()
+
+
+def intact(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content == with_digest(content[:-DIGEST])
