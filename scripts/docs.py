@@ -1,16 +1,11 @@
 """What the documentation takes from elsewhere: python scripts/docs.py
 
-Writes docs/configuration.md, from the declarations of the settings, and the README's figure: how far p = 3 and p = 4
-are below p = 2 along the runs of results/p_sweep_cpu_5000, from the curves that its report.html holds.
+Writes docs/configuration.md, from the declarations of the settings; the README's figure, how far p = 3 and p = 4 are
+below p = 2 along the runs of results/p_sweep_cpu_5000; and the table of results/README.md, from results/ledger.yaml and
+the studies' files.
 """
 
-import base64
-import gzip
-import json
-import re
 import sys
-from pathlib import Path
-from typing import Any
 
 from core.cli import presets, run_script
 from core.files import ROOT, write_atomic
@@ -19,7 +14,9 @@ from core.schema import options
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
 from scripts.reporting.charts import Figure, Series, Style, along_chart, svg
-from scripts.reporting.runs import Curve, Replicate
+from scripts.reporting.figures import minus
+from scripts.reporting.ledger import ledger
+from scripts.reporting.stored import read_stored
 from training.config import TrainConfig
 
 # -----------------------------------------------------------------------------
@@ -56,25 +53,25 @@ LOOK = {
 
 
 def figure() -> Figure:
-    charts, series = charts_of(STUDY / "report.html"), []
+    sweep, series = read_stored(STUDY, STUDY.name), []
     for (part, p), (colour, symbol, dashes) in LOOK.items():
-        curves: dict[str, dict[str, dict[int, float]]] = {}  # setting -> fold and seed -> iteration -> loss
-        for row in charts[f"loss_{part}"]["data"]["values"]:
-            if row["run"] != "mean":
-                curves.setdefault(row["setting"], {}).setdefault(row["run"], {})[row["iteration"]] = row["value"]
-        runs: dict[Replicate, Curve] = {}
-        for n, (run, curve) in enumerate(curves[f"p={p}"].items()):
-            base = curves["p=2"][run]
-            runs[0, n] = {i: value - base[i] for i, value in curve.items()}
-        series.append(Series(f"p = {p}, {STARTS[part]}", Style(colour, colour, symbol, dashes), runs))
+        runs, base = sweep.of(f"{part}/p={p}"), sweep.of(f"{part}/p=2")
+        curves = {r: minus(run.losses, base[r].losses) for r, run in runs.items()}
+        series.append(Series(f"p = {p}, {STARTS[part]}", Style(colour, colour, symbol, dashes), curves))
     return Figure("along", TITLE, along_chart(series, "p = 2"), "")
 
 
-def charts_of(page: Path) -> dict[str, Any]:
-    """The charts that a report.html holds, by name."""
-    packed = re.findall(r'<script type="text/plain" id="charts">([^<]*)</script>', page.read_text(encoding="utf-8"))
-    charts: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[0])))
-    return charts
+# -----------------------------------------------------------------------------
+# The ledger
+
+LEDGER = ROOT / "results" / "README.md"
+BEGIN, END = "<!-- made by scripts/docs.py from ledger.yaml -->\n", "<!-- end -->"
+
+
+def with_ledger(page: str) -> str:
+    """The page, with the table between its marks made anew."""
+    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
+    return f"{before}{BEGIN}\n{ledger()}\n{END}{after}"
 
 
 @options
@@ -83,7 +80,11 @@ class DocsConfig:
 
 
 def write(_: DocsConfig) -> int:
-    made = {ROOT / "docs" / "configuration.md": configuration().encode(), STUDY / "along.svg": svg(figure())}
+    made = {
+        ROOT / "docs" / "configuration.md": configuration().encode(),
+        STUDY / "along.svg": svg(figure()),
+        LEDGER: with_ledger(LEDGER.read_text(encoding="utf-8")).encode(),
+    }
     for file, content in made.items():
         write_atomic(file, content)
         print(file)

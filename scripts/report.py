@@ -1,8 +1,9 @@
 """A sweep's report: python scripts/report.py sweep=NAME
 
 Reads the files of a sweep (by default runs/NAME), done or not, and writes to results/NAME: runs.csv (a line a run),
-table.md (every number, with its spread and its test), figures as SVG, report.html (one page to explore, without
-network) and provenance.json. The same runs give the same bytes. Neither torch nor a GPU is needed.
+curves.csv.gz, table.md (every number, with its spread and its test), figures as SVG, report.html (one page to explore,
+without network) and provenance.json. The same runs give the same bytes. Neither torch nor a GPU is needed.
+python scripts/report.py from=results/NAME writes it again from the first two and provenance.json, without the runs.
 """
 
 import json
@@ -21,14 +22,14 @@ from scripts.reporting.charts import svg
 from scripts.reporting.page import figures_of, markdown, outline, page
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.statistics import compared_families
-from scripts.reporting.tables import facts, runs_csv
+from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, runs_csv
+from scripts.reporting.tables import facts
 from sweeps.status import SweepPlace, tally
 
 
-def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
-    """Read a sweep and write its report. Raises: ConfigError before anything is written."""
+def report(sweep: Sweep, out: Path, argv: Sequence[str]) -> None:
+    """Write a sweep's report. Raises: ConfigError before anything is written."""
     require(not out.exists() or out.is_dir(), f"out={out} is not a directory")
-    sweep = read_sweep(sweep_dir, name)
     about, sections = facts(sweep), outline(sweep, compared_families(sweep))
     done = f"{sum(run.done for run in sweep.runs)} of {len(sweep.runs)} runs done"
     figures = figures_of(sections)
@@ -36,12 +37,12 @@ def report(sweep_dir: Path, out: Path, name: str, argv: Sequence[str]) -> Sweep:
         require(n == 1, f"{n} figures would be {name}.svg: rename a part or a comparison")
     files = {
         "runs.csv": runs_csv(sweep).encode(),
+        "curves.csv.gz": curves_csv(sweep),
         "table.md": markdown(sweep.title, about, sections).encode(),
         "report.html": page(sweep.title, done, about, sections).encode(),
         **{f"{figure.name}.svg": svg(figure) for figure in figures},
     }
     write_files(out, files, provenance(sweep, files, argv))
-    return sweep
 
 
 def provenance(sweep: Sweep, files: Mapping[str, bytes], argv: Sequence[str]) -> dict[str, Any]:
@@ -53,6 +54,7 @@ def provenance(sweep: Sweep, files: Mapping[str, bytes], argv: Sequence[str]) ->
         "planned": sweep.about.get("frozen", []),
         **{key: sweep.distinct(key) for key in ("commit", "device", "torch", "python", "dtype", "corpus_sha256")},
         "definition": sweep.about["sweep"],
+        "config": common_config(sweep),
         "sha256": {name: sha256(content).hexdigest() for name, content in files.items()},
     }
 
@@ -72,13 +74,26 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
 @options
 class ReportOptions(SweepPlace):
     out: Annotated[str | None, NOT_EMPTY, Help("folder of the report; null: results/NAME")] = None
+    from_: Annotated[
+        str | None,
+        NOT_EMPTY,
+        Help("folder of a report: its runs count where the sweep's directory has them not; alone, it is made again"),
+    ] = None
+
+    def check(self) -> None:
+        require(bool(self.sweep or self.sweep_dir or self.from_), "sweep= or from= must be given")
 
 
 def write_report(asked: ReportOptions, argv: list[str]) -> int:
-    sweep_dir = asked.directory
-    name = Path(asked.sweep or sweep_dir.resolve().name).stem
+    name = Path(asked.sweep or asked.sweep_dir or asked.from_ or "").expanduser().resolve().stem
     out = Path(asked.out or Path("results") / name).expanduser()
-    sweep = report(sweep_dir, out, name, argv)
+    if asked.from_ is None:
+        sweep = read_sweep(asked.directory, name)
+    else:
+        sweep = read_stored(Path(asked.from_).expanduser(), name)
+        if asked.sweep or asked.sweep_dir:
+            sweep = joined(sweep, read_sweep(asked.directory, name))
+    report(sweep, out, argv)
     print(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
     return 0
 

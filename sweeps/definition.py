@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from core.cli import CONFIG_DIR, parse_yaml
-from core.schema import ConfigError, Rule, build, convert, options, require, show, validate
+from core.schema import POSITIVE, ConfigError, Rule, build, convert, options, require, show, validate
 from training.config import TrainConfig
 
 Grid = dict[str, dict[str, Any]]  # key -> {label: value}
@@ -41,9 +41,16 @@ class Part:
 
 @options
 class Compare:
-    """An entry of Sweep.compare, tested together: the settings that match a pattern against a baseline, or pairs."""
+    """An entry of Sweep.compare, tested together: the settings that match a pattern against a baseline, or pairs.
+
+    claim: what is claimed of the lowest validation loss of A against B. size: how large the claim says the difference
+    is, where the runs have its own scale. least: the least difference worth having, registered before the first run.
+    """
 
     title: str | None = None
+    claim: Literal["lower", "higher"] | None = None
+    size: Annotated[float | None, POSITIVE] = None
+    least: Annotated[float | None, POSITIVE] = None
     baseline: str | None = None
     settings: tuple[str, ...] = ("*",)
     pairs: Annotated[list, PAIRS] = field(default_factory=list)

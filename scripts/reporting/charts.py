@@ -68,25 +68,39 @@ def styles(parts: Mapping[str, Mapping[str, str]]) -> dict[str, Style]:
     """A style for each setting of parts = {part: {setting: its name in the part}}.
 
     Names that differ in one number have ordered colours (viridis), the same for a number in every part; others have
-    the colours of Okabe and Ito.
+    the colours of Okabe and Ito. Names of two words, as "rms,n_kv_head=4", have a colour for the first word, and dashes
+    and a symbol for the second.
     """
-    scales: dict[str, list[float]] = {}
-    for names in parts.values():
-        for key, value in filter(None, map(ordered_value, names.values())):
-            scales[key] = sorted({*scales.get(key, []), value})
     found = {}
+    numbers = [word for names in parts.values() for name in names.values() for word in name.split(",")]
     for names in parts.values():
-        for i, (setting, name) in enumerate(names.items()):
-            key, value = ordered_value(name) or ("", 0.0)
-            if len(scales.get(key, [])) > 2:
-                i = scales[key].index(value)
-                place = i / (len(scales[key]) - 1)
-                colour, dark = viridis(0.88 * place), viridis(0.3 + 0.7 * place)
-            else:
-                colour = OKABE_ITO[i % len(OKABE_ITO)]
-                dark = "#DDDDDD" if colour == "#000000" else colour
+        words = [name.split(",") for name in names.values()]
+        both = all(len(of) == 2 for of in words)
+        hues = list(dict.fromkeys(of[0] if both else name for of, name in zip(words, names.values(), strict=True)))
+        looks = list(dict.fromkeys(of[1] for of in words)) if both else hues
+        colour_of = colours_of(hues, numbers)
+        for setting, name in names.items():
+            hue, look = name.split(",") if both else (name, name)
+            i = looks.index(look)
             dashes = DASHES[(i + i // len(OKABE_ITO)) % len(DASHES)]  # colours and dashes repeat out of step
-            found[setting] = Style(colour, dark, SYMBOLS[i % len(SYMBOLS)], dashes)
+            found[setting] = Style(*colour_of[hue], SYMBOLS[i % len(SYMBOLS)], dashes)
+    return found
+
+
+def colours_of(names: Sequence[str], everywhere: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Name -> its colours on a light and on a dark ground. everywhere: the names whose numbers share a scale."""
+    scales: dict[str, list[float]] = {}
+    for key, value in filter(None, map(ordered_value, [*names, *everywhere])):
+        scales[key] = sorted({*scales.get(key, []), value})
+    found = {}
+    for i, name in enumerate(names):
+        key, value = ordered_value(name) or ("", 0.0)
+        if len(scales.get(key, [])) > 2:
+            place = scales[key].index(value) / (len(scales[key]) - 1)
+            found[name] = viridis(0.88 * place), viridis(0.3 + 0.7 * place)
+        else:
+            colour = OKABE_ITO[i % len(OKABE_ITO)]
+            found[name] = colour, "#DDDDDD" if colour == "#000000" else colour
     return found
 
 
@@ -345,10 +359,10 @@ def difference_chart(family: Sequence[Comparison]) -> alt.LayerChart:
     """A point for each fold or seed of each comparison; a bar for the mean's 95 % interval, a diamond for the mean."""
     points, means = [], []
     for c in family:
-        if c.point is not None:
+        if c.deciding is not None:
             (part_a, _, a), (part_b, _, b) = c.a.rpartition("/"), c.b.rpartition("/")
             pair = f"{a} − {b}" if part_a == part_b else f"{c.a} − {c.b}"
-            means.append({"pair": pair, **asdict(c.point)})
+            means.append({"pair": pair, **asdict(c.deciding)})
             for replicate, (x, y) in c.values.items():
                 points.append({"pair": pair, "run": replicate_name(replicate), "difference": x - y, "A": x, "B": y})
     names = alt.Y("pair:N", sort=[mean["pair"] for mean in means], title=None)

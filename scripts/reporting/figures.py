@@ -1,22 +1,21 @@
 """The figures of a report: which of a sweep's runs each chart shows, and its caption."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, Figure, Series, Style
-from scripts.reporting.runs import Curve, Replicate, Sweep
+from scripts.reporting.runs import POINTS, Curve, Replicate, Sweep, in_words
 from scripts.reporting.statistics import Family, by_rate, final_losses
-from sweeps.definition import REDUCTIONS
 
-POINTS = 100  # how many of each curve are drawn for a metric other than the validation loss
+FEW = 3
 TIMES = "median, box to the quartiles, whiskers to 1.5 IQR, outliers; diamond: mean."
+ALONG = "A − B in validation loss by iteration, paired; band: 95 % t interval, not corrected for shared text."
 STABILITY = "Final validation loss by learning rate: mean of the runs that are done, bars from lowest to highest."
 DIFFERENCE = (
-    "A − B in validation loss: a point for each fold or seed; bar: the mean's 95 % interval, diamond: the mean."
+    "A − B in validation loss: a point for each fold or seed; diamond: the mean; "
+    "bar: its 95 % interval, corrected where folds share training text."
 )
 
 
@@ -30,7 +29,8 @@ def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
         losses = series_of(sweep, names, look, "val/loss")
         found[part] = list(loss_figures(losses, title, end)) if losses else []
         for key, panels in metric_panels(sweep, names, look).items():
-            found[part].append(metric_figure(sweep, key, panels, file_name(key) + end, title))
+            if worth_drawing(s for series in panels.values() for s in series):
+                found[part].append(metric_figure(sweep, key, panels, file_name(key) + end, title))
     return found
 
 
@@ -39,32 +39,61 @@ def loss_figures(series: Sequence[Series], title: str, end: str) -> Iterable[Fig
     counts = sorted({len(s.curves) for s in series})
     n = f"n = {' to '.join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))} runs a setting"
     caption = f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean."
-    yield Figure(f"loss{end}", title, charts.curve_chart(series, LOSS), caption + charts.remarks(series, LOSS))
+    if worth_drawing(series):
+        yield Figure(f"loss{end}", title, charts.curve_chart(series, LOSS), caption + charts.remarks(series, LOSS))
     if timed := [s for s in series if s.seconds]:
         yield Figure(f"time{end}", title, charts.time_chart(timed), f"Training time ({n}): {TIMES}")
-    panels = by_fold(series)
-    each = next(iter(panels)).split()[0]
-    caption = f"Validation loss by iteration for each {each}; every panel has its own vertical axis."
-    yield Figure(f"folds{end}", title, charts.panel_chart(panels, LOSS, own_axes=True), caption)
+
+
+def worth_drawing(series: Iterable[Series]) -> bool:
+    """Whether a chart says more than a table: some curve has more than FEW values, and they are not all equal."""
+    curves = [curve for s in series for curve in [*s.curves.values(), *s.diverged.values()]]
+    return max(map(len, curves), default=0) > FEW and len({v for curve in curves for v in curve.values()}) > 1
 
 
 def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]], name: str, title: str) -> Figure:
     """Curves of a metric; where `key` is a pattern, a panel for each key that matches it."""
     every = [s for series in panels.values() for s in series]
-    chart = charts.panel_chart(panels, key) if len(panels) > 1 else charts.curve_chart(every, key)
+    words = in_words(key)
+    panels = {in_words(panel): series for panel, series in panels.items()}
+    chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curve_chart(every, words)
     span = f"a point is the {sweep.logged[key]} over a {POINTS}th of the run"
-    caption = f"{key} by iteration, averaged over folds and seeds; {span}.{charts.remarks(every, key)}"
-    return Figure(name, title, chart, caption)
+    caption = f"{words[0].upper()}{words[1:]} by iteration, averaged over folds and seeds; {span}."
+    return Figure(name, title, chart, caption + charts.remarks(every, words))
 
 
-def family_figures(families: Sequence[Family]) -> dict[str, list[Figure]]:
-    """Family -> the differences in its first metric, the lowest validation loss."""
+def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[Figure]]:
+    """Family -> the differences in its first metric, the lowest validation loss, at the end and along the runs."""
     found: dict[str, list[Figure]] = {family.name: [] for family in families}
     for family in families:
+        figures = found[family.name]
         if any(c.differences for c in family.metrics[0]):
             chart = charts.difference_chart(family.metrics[0])
-            found[family.name].append(Figure(f"difference{suffix(family.name)}", family.heading, chart, DIFFERENCE))
+            figures.append(Figure(f"difference{suffix(family.name)}", family.heading, chart, DIFFERENCE))
+        if worth_drawing(series := along(sweep, family)):
+            baseline = family.asked.baseline
+            of = sweep.label(baseline) if baseline else "B"
+            name = f"along{suffix(family.name)}"
+            figures.append(Figure(name, family.heading, charts.along_chart(series, of), ALONG))
     return found
+
+
+def along(sweep: Sweep, family: Family) -> list[Series]:
+    """A − B in validation loss at the evaluations that both runs of a pair have."""
+    pairs = {f"{c.a} {c.b}": c for c in family.metrics[0]}
+    whole = {c.b for c in pairs.values()} == {family.asked.baseline}
+    names = {pair: sweep.label(c.a) if whole else f"{c.a} − {c.b}" for pair, c in pairs.items()}
+    look = charts.styles({"": names})
+    found = []
+    for pair, c in pairs.items():
+        runs_a, runs_b = sweep.of(c.a), sweep.of(c.b)
+        curves = {r: minus(runs_a[r].losses, runs_b[r].losses) for r in c.values}
+        found.append(Series(names[pair], look[pair], curves))
+    return [s for s in found if s.curves]
+
+
+def minus(a: Curve, b: Curve) -> dict[int, float]:
+    return {i: a[i] - b[i] for i in a if i in b}
 
 
 def rate_figures(sweep: Sweep) -> list[Figure]:
@@ -81,7 +110,9 @@ def rate_figures(sweep: Sweep) -> list[Figure]:
             if [*panels] == [key]:  # no pattern: its panels are the rates
                 by_key.setdefault(key, {})[f"learning rate {rate:g}"] = panels[key]
     return found + [
-        metric_figure(sweep, key, panels, f"stability_{file_name(key)}", sweep.title) for key, panels in by_key.items()
+        metric_figure(sweep, key, panels, f"stability_{file_name(key)}", sweep.title)
+        for key, panels in by_key.items()
+        if worth_drawing(s for series in panels.values() for s in series)
     ]
 
 
@@ -89,21 +120,15 @@ def rate_figures(sweep: Sweep) -> list[Figure]:
 # Runs -> series
 
 
-def series_of(
-    sweep: Sweep, names: Mapping[str, str], look: Mapping[str, Style], key: str, how: str | None = None
-) -> list[Series]:
-    """A metric's curves of the settings that have some. names: setting -> its name in the chart.
-
-    how: the reduction that thins a curve; None: each value is drawn.
-    """
+def series_of(sweep: Sweep, names: Mapping[str, str], look: Mapping[str, Style], key: str) -> list[Series]:
+    """A metric's curves of the settings that have some. names: setting -> its name in the chart."""
     found = []
     for setting, name in names.items():
         done: dict[Replicate, Curve] = {}
         diverged: dict[Replicate, Curve] = {}
         for run in sweep.of(setting).values():
             if key in run.curves:
-                curve = run.curves[key] if how is None else thinned(run.curves[key], how)
-                (done if run.done else diverged)[run.replicate] = curve
+                (done if run.done else diverged)[run.replicate] = run.curves[key]
         found.append(Series(name, look[setting], done, diverged, sweep.seconds(setting)))
     return [s for s in found if s.curves or s.diverged]
 
@@ -114,41 +139,10 @@ def metric_panels(
     """Key or pattern of the definition's `also` -> metric that matches it -> series; none for what no run has."""
     logged = {key for setting in names for run in sweep.of(setting).values() for key in run.curves} - {"val/loss"}
     found: dict[str, dict[str, list[Series]]] = {}
-    for pattern, how in sweep.logged.items():
+    for pattern in sweep.logged:
         for key in sorted(key for key in logged if fnmatchcase(key, pattern)):
-            found.setdefault(pattern, {})[key] = series_of(sweep, names, look, key, how)
+            found.setdefault(pattern, {})[key] = series_of(sweep, names, look, key)
     return found
-
-
-def thinned(curve: Curve, how: str) -> dict[int, float]:
-    """A curve of at most POINTS values: one for each of as many equal spans, at the span's last iteration.
-
-    how: the metric's own reduction (REDUCTIONS), so that a maximum keeps its peaks.
-    """
-    width = math.ceil((max(curve) + 1) / POINTS)
-    spans: dict[int, dict[int, float]] = {}
-    for i, value in curve.items():
-        spans.setdefault(i // width, {})[i] = value
-    return {max(of): REDUCTIONS[how](list(of.values())) for of in spans.values()}
-
-
-def by_fold(series: Sequence[Series]) -> dict[str, list[Series]]:
-    """ "fold 3" -> the series with that fold's runs alone; "seed 3" where there are no folds."""
-
-    def panel(replicate: Replicate) -> tuple[str, int]:
-        seed, fold = replicate
-        return ("seed", seed) if fold is None else ("fold", fold)
-
-    def only(curves: Mapping[Replicate, Curve], chosen: tuple[str, int]) -> dict[Replicate, Curve]:
-        return {replicate: curve for replicate, curve in curves.items() if panel(replicate) == chosen}
-
-    panels = sorted({panel(replicate) for s in series for replicate in [*s.curves, *s.diverged]})
-    return {
-        f"{kind} {n}": [
-            replace(s, curves=only(s.curves, (kind, n)), diverged=only(s.diverged, (kind, n))) for s in series
-        ]
-        for kind, n in panels
-    }
 
 
 # -----------------------------------------------------------------------------

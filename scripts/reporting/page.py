@@ -6,6 +6,7 @@ import html
 import json
 import re
 import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.figures import family_figures, part_figures, rate_figures
 from scripts.reporting.runs import Sweep
-from scripts.reporting.statistics import Family
+from scripts.reporting.statistics import Comparison, Family, judge
 from scripts.reporting.tables import Table
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -34,8 +35,10 @@ class Section:
 
 def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     """What the report says, in order."""
-    figures, differences = part_figures(sweep), family_figures(families)
-    sections = [
+    figures, differences = part_figures(sweep), family_figures(sweep, families)
+    conclusions = [conclusion(family) for family in families]
+    sections = [Section("Conclusions", conclusions)] if conclusions else []
+    sections += [
         Section(sweep.title_of(part), [tables.part_table(sweep, settings), *figures[part]])
         for part, settings in sweep.parts.items()
     ]
@@ -53,6 +56,28 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     missing = tables.missing_table(sweep)
     sections.append(Section("Runs that are not done", [missing if missing.rows else "None."]))
     return [*sections, with_notes("How to read this")]
+
+
+def conclusion(family: Family) -> str:
+    """One sentence: which settings are told apart in the lowest validation loss, and what becomes of the claim."""
+    told: dict[str, list[str]] = {}
+    for c in family.metrics[0]:
+        name = c.a if c.b == family.asked.baseline else f"{c.a} against {c.b}"
+        told.setdefault(c.verdict("lower", "higher"), []).append(f"{name} {difference(c)}".strip())
+    words = [f"{verdict}: {', '.join(names)}" for verdict, names in told.items()]
+    if claim := family.asked.claim:
+        judged = [judge(c.deciding, claim, family.asked.size, family.asked.least) for c in family.metrics[0]]
+        found = Counter(judged)
+        words.append(f"the claim that they are {claim} is {', '.join(f'{v} in {n}' for v, n in found.items())}")
+    return f"**{family.asked.title or family.name}.** {'; '.join(words) or 'Nothing to compare'}."
+
+
+def difference(c: Comparison) -> str:
+    """The mean difference, with the interval that decides."""
+    if c.deciding is None:
+        return ""
+    mean, low, high = (tables.number(value, "+.4f") for value in (c.deciding.mean, c.deciding.low, c.deciding.high))
+    return f"{mean} ({low} to {high})" if c.deciding.n > 1 else mean
 
 
 def with_notes(title: str, *items: Table | Figure) -> Section:

@@ -1,6 +1,7 @@
 """The table of a sweep's runs, with the curves of each: what every number of a report is made from."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -29,7 +30,7 @@ def replicate_name(replicate: Replicate) -> str:
 class Metric:
     """A number of each run. less, more: how a verdict calls a difference; spec: the format of a difference.
 
-    of: the reduction of the run's curve to the number (REDUCTIONS); None: the run's summary has it.
+    of: the reduction of the run's curve to the number (REDUCTIONS); None: train.py wrote it into the run's summary.
     """
 
     key: str
@@ -38,6 +39,32 @@ class Metric:
     more: str
     spec: str
     of: str | None = None
+
+    @property
+    def column(self) -> str:
+        """Its name in Run.summary and in runs.csv."""
+        return self.key if self.of is None else f"{self.of} {self.key}"
+
+
+WORDS = {
+    "train/loss": "training loss",
+    "val/bpb": "validation loss (bits per byte)",
+    "grad_norm": "gradient norm",
+    "qk_clip/max_logit": "largest attention logit",
+    "attn/max_logit": "largest attention logit",
+    "qk_clip/clipped": "heads clipped",
+    "attn/alpha": "α",
+    "attn/entropy": "entropy of attention (nats)",
+    "train/spike_score": "loss spike score",
+    "cache_bytes_per_token": "cache (bytes a token)",
+    "eval/cloze/acc": "cloze accuracy",
+}
+
+
+def in_words(key: str) -> str:
+    """A metric, or a pattern of metrics, as titles and axes name it."""
+    whole, _, layer = key.partition("/layer_")
+    return WORDS.get(whole, whole) + (f", layer {layer}" if layer and layer != "*" else ", each layer" if layer else "")
 
 
 METRICS = [
@@ -51,8 +78,8 @@ METRICS = [
 class Run:
     """A row of the table of runs. Only a run that is done or diverged has a summary and curves.
 
-    settings: the points of the grid that come to this run. config: its settings, flat. summary: its final numbers.
-    curves: of val/loss, and of what the definition's `also` names.
+    settings: the points of the grid that come to this run. config: its settings, flat. summary: its final numbers, with
+    those of the definition's `also`. curves: of val/loss, and of what `also` names, thinned.
     """
 
     id: str
@@ -65,10 +92,7 @@ class Run:
     curves: dict[str, Curve] = field(default_factory=dict)
 
     def value(self, metric: Metric) -> float | None:
-        if metric.of is None:
-            return self.summary.get(metric.key)
-        curve = self.curves.get(metric.key)
-        return REDUCTIONS[metric.of](list(curve.values())) if curve else None
+        return self.summary.get(metric.column)
 
     @property
     def losses(self) -> Curve:
@@ -119,7 +143,7 @@ class Sweep:
 
     def title_of(self, part: str) -> str:
         about = self.definition.parts.get(part, Part()).title
-        return ": ".join(filter(None, [part, about])) or "Settings"
+        return ": ".join(filter(None, [part, about])) or self.title
 
     def label(self, setting: str) -> str:
         """A setting's name within its part."""
@@ -146,9 +170,9 @@ class Sweep:
         for key, reductions in self.also.items():
             for how in reductions if "*" not in key else []:
                 if how == "summary":
-                    found.append(Metric(key, key, "lower", "higher", "+,.6g"))
+                    found.append(Metric(key, in_words(key), "lower", "higher", "+,.6g"))
                 else:
-                    name = f"{'last logged' if how == 'last' else f'{how} of'} {key}"
+                    name = f"{'last' if how == 'last' else f'{how} of'} {in_words(key)}"
                     found.append(Metric(key, name, "lower", "higher", "+.4g", how))
         return found
 
@@ -178,24 +202,25 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     plan, about = read_plan(sweep_dir), read_json(sweep_dir / "sweep.json")
     require(isinstance(about.get("sweep"), dict), f"sweep_dir={sweep_dir} has no sweep.json that can be read")
     sweep = Sweep(name, about, check_sweep(about["sweep"]), [])
-    keys = ["val/loss", *sweep.logged]
-    sweep.runs.extend(read_run(sweep_dir, run, keys) for run in plan)
+    sweep.runs.extend(read_run(sweep_dir, run, sweep) for run in plan)
     for key, value in ((m.key, run.value(m)) for m in sweep.metrics for run in sweep.runs):
         require(value is None or isinstance(value, int | float), f"also.{key}: {show(value)} is not a number")
     return sweep
 
 
-def read_run(sweep_dir: Path, plan: PlannedRun, keys: Sequence[str]) -> Run:
-    """A run from its files. keys: metrics whose curves are read, or patterns of them.
+def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:
+    """A run from its files.
 
     A run whose status is "done" is failed where its files are damaged, and stopped where the plan asks for more.
     """
     path, state, max_iters = sweep_dir / plan.id, state_of(sweep_dir, plan), plan.config.max_iters
     row = partial(Run, plan.id, plan.points, plan.seed, plan.fold, flatten(asdict(plan.config)))
+    keys = ["val/loss", "train/loss", *sweep.logged]
     if state.state == "diverged":
+        curves: dict[str, Curve] = {}
         with suppress(ConfigError):
-            return row(state, read_json(path / "summary.json"), read_curves(path, keys))
-        return row(state, read_json(path / "summary.json"))
+            curves = read_curves(path, keys)
+        return row(state, *kept(read_json(path / "summary.json"), curves, sweep))
     if state.state != "done":
         saved = f"iteration {state.iter} of {max_iters} is saved" if state.iter else ""
         reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")
@@ -206,7 +231,39 @@ def read_run(sweep_dir: Path, plan: PlannedRun, keys: Sequence[str]) -> Run:
         return row(State("failed", state.iter, f"done, but {damage}"))
     if summary["iter"] < max_iters:
         return row(State("stopped", summary["iter"], f"done at iteration {summary['iter']} of {max_iters}"))
-    return row(state, summary, curves)
+    return row(state, *kept(summary, curves, sweep))
+
+
+def kept(summary: dict[str, Any], curves: Mapping[str, Curve], sweep: Sweep) -> tuple[dict[str, Any], dict[str, Curve]]:
+    """What a report keeps of a run: its summary with the reductions of `also`, and its curves, thinned."""
+    numbers = {
+        metric.column: REDUCTIONS[metric.of]([*curves[metric.key].values()])
+        for metric in sweep.metrics
+        if metric.of is not None and curves.get(metric.key)
+    }
+    if losses := curves.get("val/loss"):
+        later = [*losses.items(), *curves.get("train/loss", {}).items()]
+        numbers["worst_loss"] = max((v for i, v in later if i > min(losses)), default=losses[min(losses)])
+    drawn = {"val/loss": curves["val/loss"]} if "val/loss" in curves else {}
+    for pattern, how in sweep.logged.items():
+        found = sorted(key for key in curves if fnmatchcase(key, pattern) and key != "val/loss")
+        drawn |= {key: thinned(curves[key], how) for key in found}
+    return summary | numbers, drawn
+
+
+POINTS = 100  # how many of each curve are kept of a metric other than the validation loss
+
+
+def thinned(curve: Curve, how: str) -> dict[int, float]:
+    """A curve of at most POINTS values: one for each of as many equal spans, at the span's last iteration.
+
+    how: the metric's own reduction (REDUCTIONS), so that a maximum keeps its peaks.
+    """
+    width = math.ceil((max(curve) + 1) / POINTS)
+    spans: dict[int, dict[int, float]] = {}
+    for i, value in curve.items():
+        spans.setdefault(i // width, {})[i] = value
+    return {max(of): float(f"{REDUCTIONS[how](list(of.values())):.6g}") for of in spans.values()}
 
 
 def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str, Curve]]:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from statistics import fmean, stdev
+from typing import Literal
 
 from scipy import stats
 
 from scripts.reporting.runs import Curve, Metric, Replicate, Run, Sweep
+from sweeps.definition import Compare
 
 TESTS = ("t", "Wilcoxon", "corrected t")
 
@@ -25,11 +27,12 @@ class Point:
     n: int
 
 
-def interval(values: Sequence[float]) -> Point:
+def interval(values: Sequence[float], shared: float = 0.0) -> Point:
+    """shared: test_over_train where the values are of folds that share training text, as in Comparison."""
     mean, n = fmean(values), len(values)
     if n < 2:
         return Point(mean, None, None, n)
-    half = float(stats.t.isf(0.025, n - 1)) * stdev(values) / math.sqrt(n)
+    half = float(stats.t.isf(0.025, n - 1)) * stdev(values) * math.sqrt(1 / n + shared)
     return Point(mean, mean - half, mean + half, n)
 
 
@@ -72,7 +75,8 @@ class Comparison:
     p: of each of TESTS that can be made. "corrected t" is the t test with (1/n + test_over_train) sd^2 as the variance
     of the mean difference (Nadeau and Bengio 2003). test_over_train: amount of validation text over that of training
     text, where the replicates are folds, which share training text. adjusted: the same by Holm over the family.
-    n_needed: pairs for 80 % power, for a difference of this size and spread.
+    n_needed: pairs for 80 % power, for a difference of this size and spread. point, deciding: the plain interval, and
+    the one that decides, which is corrected where folds share training text.
     """
 
     a: str
@@ -81,6 +85,7 @@ class Comparison:
     values: dict[Replicate, tuple[float, float]]
     test_over_train: float | None = None
     point: Point | None = None
+    deciding: Point | None = None
     p: dict[str, float] = field(default_factory=dict)
     adjusted: dict[str, float | None] = field(default_factory=dict)
     n_needed: float | None = None
@@ -88,7 +93,7 @@ class Comparison:
     def __post_init__(self) -> None:
         differences = list(self.differences.values())
         if differences:
-            self.point = interval(differences)
+            self.point, self.deciding = interval(differences), interval(differences, self.test_over_train or 0.0)
         if len(differences) > 1 and (sd := stdev(differences)) > 1e-12 * max(map(abs, differences)):
             n, mean = len(differences), fmean(differences)
             self.p["t"] = float(stats.ttest_1samp(differences, 0).pvalue)
@@ -102,18 +107,41 @@ class Comparison:
     def differences(self) -> dict[Replicate, float]:
         return {replicate: a - b for replicate, (a, b) in self.values.items()}
 
+    @property
+    def decides(self) -> str:
+        """The test that decides."""
+        return "t" if self.test_over_train is None else "corrected t"
+
     def verdict(self, less: str, more: str) -> str:
-        """`less` or `more` where the paired t test's Holm p is at most 0.05."""
+        """`less` or `more` where the Holm p of the test that decides is at most 0.05."""
         if self.planned == 0:
             return "no such pair in the plan"
         if self.point is None or self.point.n < 2:
             return "fewer than 2 complete pairs: no test"
         if not any(self.differences.values()):
             return "identical"
-        p = self.adjusted["t"]
+        p = self.adjusted[self.decides]
         if p is None:
             return "the differences do not vary: no test"
-        return "not resolved" if p > 0.05 else less if self.point.mean < 0 else more
+        return "not told apart" if p > 0.05 else less if self.point.mean < 0 else more
+
+
+Verdict = Literal["reproduced", "smaller", "excluded", "no power", "not tested"]
+
+
+def judge(point: Point | None, direction: str, size: float | None = None, least: float | None = None) -> Verdict:
+    """The verdict on the claim that a difference is lower or higher (`direction`), from its interval.
+
+    size: the claim's, given only where the runs have the claim's own scale; without it the direction alone is judged.
+    least: the least difference worth having, registered before the first run.
+    """
+    if point is None or point.low is None or point.high is None:
+        return "not tested"
+    low, high = (point.low, point.high) if direction == "higher" else (-point.high, -point.low)
+    if low > 0:
+        return "smaller" if size is not None and high < size else "reproduced"
+    excluded = high < 0 or any(limit is not None and high < limit for limit in (size, least))
+    return "excluded" if excluded else "no power"
 
 
 def adjust(family: Sequence[Comparison]) -> None:
@@ -133,12 +161,12 @@ class Family:
     """The comparisons of an entry of the definition's `compare`, for each metric of the sweep."""
 
     name: str
-    title: str
+    asked: Compare
     metrics: list[list[Comparison]]
 
     @property
     def heading(self) -> str:
-        return f"Comparison {': '.join(filter(None, [self.name, self.title]))}"
+        return f"Comparison {': '.join(filter(None, [self.name, self.asked.title]))}"
 
 
 def compared_families(sweep: Sweep) -> list[Family]:
@@ -150,7 +178,7 @@ def compared_families(sweep: Sweep) -> list[Family]:
             chosen = [s for s in sweep.settings if any(fnmatchcase(s, pattern) for pattern in asked.settings)]
             pairs = [(setting, asked.baseline) for setting in chosen if setting != asked.baseline]
         metrics = [compare(sweep, pairs, metric) for metric in sweep.metrics]
-        found.append(Family(name, asked.title or "", metrics))
+        found.append(Family(name, asked, metrics))
     return found
 
 
@@ -218,7 +246,7 @@ def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str
         broken = [run.state.reason for run in runs if not run.done]
         if broken:
             return highest, f"{rate:g}: {len(broken)} of {len(runs)} diverged ({broken[0]})"
-        risen = (worst_loss(run) for run in runs if run.losses)
+        risen = ((run.summary["worst_loss"], run.losses[min(run.losses)]) for run in runs if run.losses)
         peak, first = max(risen, key=lambda of_run: of_run[0] - of_run[1], default=(0.0, 0.0))
         if peak > first + WORSE:
             return highest, f"{rate:g}: a loss of {peak:.4g}; the first was {first:.4f}"
@@ -226,10 +254,3 @@ def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str
             return highest, f"{rate:g}: final loss {known[rate]:.4f}"
         highest = rate
     return highest, "–"
-
-
-def worst_loss(run: Run) -> tuple[float, float]:
-    """The highest loss of a run after its first validation loss, and that one."""
-    first = min(run.losses)
-    every = [*run.losses.items(), *run.curves.get("train/loss", {}).items()]
-    return max((loss for i, loss in every if i > first), default=run.losses[first]), run.losses[first]

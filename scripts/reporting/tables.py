@@ -1,9 +1,6 @@
 """The tables of a report: each once, for table.md and for the page."""
 
-import csv
 import html
-import io
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,9 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
 from core.rundir import short
-from core.schema import show
 from scripts.reporting.runs import METRICS, Metric, Run, Sweep, replicate_name
-from scripts.reporting.statistics import Comparison, by_rate, final_means, highest_stable, mean_curve
+from scripts.reporting.statistics import Comparison, Point, by_rate, final_means, highest_stable, mean_curve
 from sweeps.status import STATES, tally
 
 FLOOR_TOLERANCE = 0.01  # nats; as in scripts/audit.py
@@ -99,23 +95,29 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
     share = metric.key == "seconds"
     corrected = ["corrected t"] if any(c.test_over_train is not None for c in family) else []
     columns = [
-        "A", "B", "verdict on A", "pairs", "mean of A − B", "95 % interval", *["% of B"] * share,
+        "A", "B", "verdict on A", "pairs", "mean of A − B", *["corrected 95 % interval"] * len(corrected),
+        "95 % interval", *["% of B"] * share,
         *["paper's A − B"] * papers, "t: p", "Wilcoxon: p", "t: Holm p", "Wilcoxon: Holm p",
         *(f"{test}: {p}" for test in corrected for p in ("p", "Holm p")), "pairs for 80 % power",
     ]  # fmt: skip
     rows = []
     for c in family:
-        mean, low, high = (c.point.mean, c.point.low, c.point.high) if c.point else (None, None, None)
+        mean = c.point.mean if c.point else None
         of_b = 100 * mean / fmean(b for _, b in c.values.values()) if share and mean is not None else None
         rows.append([
             c.a, c.b, c.verdict(metric.less, metric.more), f"{len(c.differences)} of {c.planned}",
-            number(mean, metric.spec),
-            "–" if low is None else f"{number(low, metric.spec)} to {number(high, metric.spec)}",
+            number(mean, metric.spec), *[ends(c.deciding, metric)] * len(corrected), ends(c.point, metric),
             *[number(of_b, "+.2f")] * share, *[number(paper_difference(sweep, c), "+.4f")] * papers,
             *(p_value(p.get(test)) for p in (c.p, c.adjusted) for test in ("t", "Wilcoxon")),
             *(p_value(p.get(test)) for test in corrected for p in (c.p, c.adjusted)), number(c.n_needed, ",.0f"),
         ])  # fmt: skip
     return Table(columns, rows, words=3)
+
+
+def ends(point: Point | None, metric: Metric) -> str:
+    if point is None or point.low is None:
+        return "–"
+    return f"{number(point.low, metric.spec)} to {number(point.high, metric.spec)}"
 
 
 def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:
@@ -200,21 +202,3 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "deliberate faults": ", ".join(dict.fromkeys(faults)),
     }
     return {key: value for key, value in found.items() if value}
-
-
-def runs_csv(sweep: Sweep) -> str:
-    """A line a run; the settings that differ between runs are columns of their own."""
-    keys = dict.fromkeys(key for run in sweep.runs for key in run.config if key not in ("seed", "data.fold"))
-    varied = [key for key in keys if len({json.dumps(run.config.get(key)) for run in sweep.runs}) > 1]
-    numbers = ["val/loss_min", "iter_of_min", "val/loss", "train/loss", "seconds", "tok_per_sec", "parameters"]
-    measured = [*numbers, "cache_bytes_per_token", "device", "dtype", "torch", "commit"]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    names = [key.replace("/", "_") for key in measured]
-    writer.writerow(["id", "settings", *varied, "seed", "fold", "status", *names, "iter", "reason"])
-    for run in sweep.runs:
-        values = [show(run.config[key]) if key in run.config else None for key in varied]
-        found = [run.summary.get(key) for key in measured]
-        row = [run.id, ";".join(run.settings), *values, run.seed, run.fold, run.state.state, *found]
-        writer.writerow([*row, run.summary.get("iter", run.state.iter), run.state.reason])
-    return text.getvalue()

@@ -1,0 +1,201 @@
+"""The ledger of results/README.md: a row for each claim of results/ledger.yaml, computed from the committed studies."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Annotated, Any, Literal
+
+from scipy import stats
+
+from core.cli import parse_yaml
+from core.files import ROOT
+from core.schema import NOT_EMPTY, POSITIVE, build, options, require, show, validate
+from scripts.reporting.runs import Replicate, Sweep
+from scripts.reporting.statistics import Point, holm, interval, judge, test_over_train
+from scripts.reporting.stored import read_stored
+from scripts.reporting.tables import Table, number
+
+RESULTS = ROOT / "results"
+
+
+@options
+class Part:
+    """A number of a row: sum of weight * (mean of a metric over the runs of a setting), paired by fold and seed.
+
+    weights: setting -> weight. unpaired: two settings whose runs are not of the same folds or seeds (Welch's test).
+    file, key: a ratio in a JSON file of results/ instead, {"median": …, "low": …, "high": …}, shown as a share over 1.
+    """
+
+    label: str = ""
+    study: str = ""
+    weights: dict[str, Any] = field(default_factory=dict)
+    metric: str = "val/loss_min"
+    unpaired: bool = False
+    file: str = ""
+    key: tuple[str, ...] = ()
+
+
+@options
+class Row:
+    """A claim. paper: its number there. parts: ours; each is tested, with Holm's correction over the row.
+
+    direction, size, least, limit: what is claimed, as in judge(); limit: that a number is below it. Without any of them
+    nobody claimed it, and the row has no verdict. says: where no number is computed. note: stands below the table.
+    """
+
+    claim: Annotated[str, NOT_EMPTY]
+    paper: str = "–"
+    parts: tuple[dict, ...] = ()
+    direction: Literal["lower", "higher"] | None = None
+    size: Annotated[float | None, POSITIVE] = None
+    least: Annotated[float | None, POSITIVE] = None
+    limit: float | None = None
+    verdict: Literal["not tested", "reproduced", "excluded"] | None = None
+    says: str = ""
+    scale: str = ""
+    figure: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part's number: its interval, the p of the test that decides, and what it was computed from."""
+
+    point: Point
+    p: float | None
+    scale: str
+
+
+def ledger(file: Path = RESULTS / "ledger.yaml") -> str:
+    """The table, as Markdown. Raises: ConfigError for a row that cannot be computed."""
+    source = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    lines = []
+    for i, given in enumerate(source):
+        row = build(Row, given, f"row {i + 1}: ")
+        validate(row, f"row {i + 1}: ")
+        lines.append(cells(row))
+    return Table(
+        ["claim", "there", "ours, with 95 % interval", "n and scale", "verdict", "figure"], lines, 6
+    ).markdown()
+
+
+def cells(row: Row) -> list[str]:
+    parts = [build(Part, part, f"{row.claim}: ") for part in row.parts]
+    found = [measured(part) for part in parts]
+    ours = [f"{part.label} {written(part, one.point)}".strip() for part, one in zip(parts, found, strict=True)]
+    scales = dict.fromkeys(one.scale for one in found)
+    figure = f"[{Path(row.figure).stem}]({row.figure})" if row.figure else "–"
+    said = "; ".join([*ours, *filter(None, [row.says])])
+    return [
+        row.claim,
+        row.paper,
+        said or "–",
+        row.scale or "; ".join(scales) or "–",
+        verdicts(row, parts, found),
+        figure,
+    ]
+
+
+def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
+    """The verdict on each part, named where they differ. One that Holm's correction does not bear out has no power."""
+    if row.verdict is not None or not found or (row.direction is None and row.limit is None):
+        return row.verdict or "–"
+    words = []
+    for one, p in zip(found, holm([one.p for one in found]), strict=True):
+        if row.limit is not None:
+            verdict: str = against_limit(one.point, row.limit)
+        else:
+            assert row.direction is not None
+            verdict = judge(one.point, row.direction, row.size, row.least)
+            if verdict in ("reproduced", "smaller") and p is not None and p > 0.05:
+                verdict = "no power"
+        words.append(verdict)
+    if len(set(words)) == 1:
+        return words[0]
+    return "; ".join(f"{part.label} {word}" for part, word in zip(parts, words, strict=True))
+
+
+def against_limit(point: Point, limit: float) -> str:
+    if point.low is None or point.high is None:
+        return "not tested"
+    return "reproduced" if point.high < limit else "excluded" if point.low > limit else "no power"
+
+
+def written(part: Part, point: Point) -> str:
+    sign = "" if [*part.weights.values()] == [1] else "+"
+    spec = f"{sign}.2%" if part.file else f"{sign}.1f" if abs(point.mean) >= 10 else f"{sign}.4f"
+    low, high = (number(value, spec) for value in (point.low, point.high))
+    return f"{number(point.mean, spec)} ({low} to {high})" if point.low is not None else number(point.mean, spec)
+
+
+# -----------------------------------------------------------------------------
+# Numbers
+
+
+def measured(part: Part) -> Found:
+    if part.file:
+        return from_json(part)
+    sweep = stored(part.study)
+    values = {setting: values_of(sweep, setting, part.metric) for setting in part.weights}
+    runs = [run for setting in part.weights for run in sweep.done(setting)]
+    common = [r for r in values[next(iter(values))] if all(r in of for of in values.values())]
+    shared = test_over_train([run for run in runs if run.replicate in common]) or 0.0
+    if part.unpaired:
+        a, b = ([*of.values()] for of in values.values())
+        point, p = welch(a, b, shared)
+    else:
+        require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
+        sums = [sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common]
+        shared = shared if len(part.weights) > 1 else 0.0
+        point = interval(sums, shared)
+        p = p_value(sums, shared)
+    kind = "folds" if len({fold for _, fold in common}) > 1 else "seeds"
+    first = runs[0]
+    size = f"{first.summary['parameters'] / 1e6:.1f}M, {first.config['max_iters']:,} iterations"
+    return Found(point, p, f"{point.n} {kind}, {size}")
+
+
+@functools.cache
+def stored(study: str) -> Sweep:
+    return read_stored(RESULTS / study, study)
+
+
+def values_of(sweep: Sweep, setting: str, metric: str) -> dict[Replicate, float]:
+    """Of the runs that are done. Raises: ConfigError where the study has no such number."""
+    runs = sweep.done(setting)
+    require(len(runs) > 0, f"{sweep.name} has no run of {setting} that is done")
+    known = {run.replicate: run.summary.get(metric) for run in runs}
+    require(None not in known.values(), f"{sweep.name} has no {metric} of {setting}")
+    return {replicate: float(value) for replicate, value in known.items() if value is not None}
+
+
+def p_value(values: Sequence[float], shared: float) -> float | None:
+    """Of the paired t test, corrected where folds share training text."""
+    n = len(values)
+    if n < 2 or stdev(values) == 0:
+        return None
+    t = fmean(values) / (stdev(values) * math.sqrt(1 / n + shared))
+    return 2 * float(stats.t.sf(abs(t), n - 1))
+
+
+def welch(a: Sequence[float], b: Sequence[float], shared: float) -> tuple[Point, float]:
+    """a - b by Welch's test, each variance of a mean corrected as interval() does."""
+    of_means = [stdev(x) ** 2 * (1 / len(x) + shared) for x in (a, b)]
+    se = math.sqrt(sum(of_means))
+    df = sum(of_means) ** 2 / sum(v**2 / (len(x) - 1) for v, x in zip(of_means, (a, b), strict=True))
+    mean, half = fmean(a) - fmean(b), float(stats.t.isf(0.025, df)) * se
+    point = Point(mean, mean - half, mean + half, min(len(a), len(b)))
+    return point, 2 * float(stats.t.sf(abs(mean) / se, df))
+
+
+def from_json(part: Part) -> Found:
+    """A ratio that a benchmark wrote, {"median": …, "low": …, "high": …}, as a share over 1."""
+    content: Any = json.loads((RESULTS / part.file).read_text(encoding="utf-8"))
+    for key in part.key:
+        content = content[int(key) if isinstance(content, list) else key]
+    require(isinstance(content, Mapping), f"{part.file}: {show(part.key)} is no group of median, low and high")
+    mean, low, high = (content[key] - 1 for key in ("median", "low", "high"))
+    return Found(Point(mean, low, high, 0), None, "")

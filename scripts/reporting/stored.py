@@ -1,0 +1,119 @@
+"""What a report stores of its runs, runs.csv and curves.csv.gz, and how it reads them again.
+
+Tables, figures and the page are made from these two files and provenance.json alone.
+"""
+
+import csv
+import gzip
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from core.files import read_json
+from core.schema import ConfigError, require, show
+from scripts.reporting.runs import Curve, Run, Sweep
+from sweeps.definition import check_sweep
+from sweeps.status import FINAL, State
+
+ROW = ["id", "settings", "seed", "fold", "status", "iter", "reason"]
+NUMBERS = [
+    "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
+    "cache_bytes_per_token", "vocab_size",
+]  # fmt: skip
+TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
+
+
+def common_config(sweep: Sweep) -> dict[str, Any]:
+    """The settings that are equal in all runs."""
+    first = sweep.runs[0].config
+    return {key: value for key, value in first.items() if all(run.config.get(key) == value for run in sweep.runs)}
+
+
+def columns_of(sweep: Sweep) -> list[str]:
+    """What runs.csv takes from the runs' summaries."""
+    return list(dict.fromkeys([*NUMBERS, *(metric.column for metric in sweep.metrics), *TEXTS, "start_up_warnings"]))
+
+
+def runs_csv(sweep: Sweep) -> str:
+    """A line a run: its settings where they differ between runs, and its numbers."""
+    common, measured = common_config(sweep), columns_of(sweep)
+    keys = dict.fromkeys(key for run in sweep.runs for key in run.config)
+    varied = [key for key in keys if key not in {*common, "seed", "data.fold"}]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*ROW, *(f"config.{key}" if key in measured else key for key in varied), *measured])
+    for run in sweep.runs:
+        row = [run.id, ";".join(run.settings), run.seed, run.fold, run.state.state, run.state.iter, run.state.reason]
+        settings = [show(run.config[key]) if key in run.config else None for key in varied]
+        found = [run.summary.get(key) for key in measured]
+        writer.writerow([*row, *settings, *(json.dumps(x) if isinstance(x, list) else x for x in found)])
+    return text.getvalue()
+
+
+def curves_csv(sweep: Sweep) -> bytes:
+    """curves.csv.gz: a line for each value of each curve; a run is its line in runs.csv, from 0 on."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run", "metric", "iter", "value"])
+    for n, run in enumerate(sweep.runs):
+        writer.writerows([n, key, i, value] for key, curve in run.curves.items() for i, value in curve.items())
+    return gzip.compress(text.getvalue().encode(), mtime=0)
+
+
+def read_stored(folder: Path, name: str) -> Sweep:
+    """The sweep that a report was made of. Raises: ConfigError where the files of `folder` do not hold one."""
+    about = read_json(folder / "provenance.json")
+    good = isinstance(about.get("definition"), dict) and isinstance(about.get("config"), dict)
+    require(good, f"from={folder} holds no report (its provenance.json has no definition and config)")
+    sweep = Sweep(
+        name, {"sweep": about["definition"], "frozen": about["planned"]}, check_sweep(about["definition"]), []
+    )
+    try:
+        curves = read_curves(folder / "curves.csv.gz")
+        with (folder / "runs.csv").open(encoding="utf-8", newline="") as file:
+            for n, row in enumerate(csv.DictReader(file)):
+                sweep.runs.append(read_row(row, sweep, about["config"], curves.get(n, {})))
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise ConfigError(f"from={folder} cannot be read: {error}") from error
+    return sweep
+
+
+def read_row(row: dict[str, str], sweep: Sweep, common: dict[str, Any], curves: dict[str, Curve]) -> Run:
+    seed, fold = int(row["seed"]), int(row["fold"]) if row["fold"] else None
+    state = State(row["status"], int(row["iter"]) if row["iter"] else None, row["reason"])
+    measured = columns_of(sweep)
+    varied = {key: text for key, text in row.items() if key not in (*ROW, *measured) and text}
+    config = common | {key.removeprefix("config."): read_value(text) for key, text in varied.items()}
+    config |= {"seed": seed, "data.fold": fold}
+    found = {key: row[key] for key in measured if row.get(key)}
+    summary = {key: text if key in TEXTS else read_value(text) for key, text in found.items()}
+    summary |= {"iter": state.iter} if state.state in FINAL else {}
+    return Run(row["id"], row["settings"].split(";"), seed, fold, config, state, summary, curves)
+
+
+def read_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
+    """Line of runs.csv -> metric -> curve."""
+    found: dict[int, dict[str, Any]] = {}
+    with gzip.open(file, "rt", encoding="utf-8", newline="") as text:
+        for row in csv.DictReader(text):
+            of = found.setdefault(int(row["run"]), {}).setdefault(row["metric"], {})
+            of[int(row["iter"])] = float(row["value"])
+    return found
+
+
+def joined(stored: Sweep, sweep: Sweep) -> Sweep:
+    """`sweep`, with the runs of `stored` that it does not have, or that are not done in it."""
+    known = {run.id: run for run in sweep.runs}
+    replaced = {run.id for run in stored.runs if run.done and not (run.id in known and known[run.id].done)}
+    kept = [run for run in stored.runs if run.id in replaced or run.id not in known]
+    runs = [*(run for run in sweep.runs if run.id not in replaced), *kept]
+    return replace(sweep, runs=sorted(runs, key=lambda run: (run.fold or 0, run.seed)))
