@@ -143,6 +143,7 @@ def measured(part: Part) -> Found:
     runs = [run for setting in part.weights for run in sweep.done(setting)]
     common = [r for r in values[next(iter(values))] if all(r in of for of in values.values())]
     shared = test_over_train([run for run in runs if run.replicate in common]) or 0.0
+    p: float | None
     if part.unpaired:
         a, b = ([*of.values()] for of in values.values())
         point, p = welch(a, b, shared)
