@@ -40,7 +40,8 @@ def runs_csv(sweep: Sweep) -> str:
     """A line a run: its settings where they differ between runs, and its numbers."""
     common, measured = common_config(sweep), columns_of(sweep)
     keys = dict.fromkeys(key for run in sweep.runs for key in run.config)
-    varied = [key for key in keys if key not in {*common, "seed", "data.fold"}]
+    of_row = {"seed"} if all(run.fold is None for run in sweep.runs) else {"seed", "data.fold"}
+    varied = [key for key in keys if key not in {*common, *of_row}]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*ROW, *(f"config.{key}" if key in measured else key for key in varied), *measured])
@@ -86,7 +87,7 @@ def read_row(row: dict[str, str], sweep: Sweep, common: dict[str, Any], curves: 
     measured = columns_of(sweep)
     varied = {key: text for key, text in row.items() if key not in (*ROW, *measured) and text}
     config = common | {key.removeprefix("config."): read_value(text) for key, text in varied.items()}
-    config |= {"seed": seed, "data.fold": fold}
+    config |= {"seed": seed} if fold is None else {"seed": seed, "data.fold": fold}
     found = {key: row[key] for key in measured if row.get(key)}
     summary = {key: text if key in TEXTS else read_value(text) for key, text in found.items()}
     summary |= {"iter": state.iter} if state.state in FINAL else {}
