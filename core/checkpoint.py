@@ -73,15 +73,14 @@ def save(
         for group, named in tensors.items():
             on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
             (temporary / f"{group}.safetensors").write_bytes(serialize(on_cpu))
-        made = {file.name: measure(file) for file in sorted(temporary.iterdir())}
-        (temporary / MANIFEST).write_text(render(FORMAT, step, made), encoding="utf-8")
+        manifest = render(FORMAT, step, {file.name: measure(file) for file in sorted(temporary.iterdir())})
+        (temporary / MANIFEST).write_text(manifest, encoding="utf-8")
         for entry in (*temporary.iterdir(), temporary):
             sync(entry)
-        if not holds(final, made):  # a run that goes on from `step` and evaluates it again has these tensors already
-            if final.exists():
-                discard(final)
-            os.rename(temporary, final)
-            sync(folder)
+        if final.exists():  # a corrupt one, or that of a run that died before it wrote its summary
+            discard(final)
+        os.rename(temporary, final)
+        sync(folder)
         point(folder, "latest", step)
         if best:
             point(folder, "best", step)
@@ -206,15 +205,6 @@ def verify(path: Path) -> tuple[int, list[str]]:
         if actual != expected:
             raise CorruptCheckpoint(f"{path / name}: checksum is wrong")
     return step, list(files)
-
-
-def holds(path: Path, files: Mapping[str, Any]) -> bool:
-    """Whether it is a valid checkpoint with these tensors: `files` has what measure() says of each file."""
-    try:
-        _, names = verify(path)
-    except CorruptCheckpoint:
-        return False
-    return set(names) == set(files) and all(measure(path / name) == files[name] for name in files if name != STATE)
 
 
 def number(path: Path) -> int:

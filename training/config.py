@@ -256,7 +256,12 @@ class TrainConfig:
     device: Annotated[Device, FREE] = "auto"
     dtype: Annotated[Dtype, FREE] = "auto"
     compile: Annotated[bool | Literal["auto"], FREE, Help("torch.compile; auto: on CUDA only")] = "auto"
-    threads: Annotated[int | None, FREE, Between(1, CPUS), Help("CPU threads; null: torch's choice")] = None
+    threads: Annotated[
+        int | None,
+        FREE,
+        Rule(lambda n: 1 <= n <= CPUS, f"must be >= 1 and <= {CPUS}, the CPUs here"),
+        Help("CPU threads; null: torch's choice"),
+    ] = None
     batch_size: Annotated[int, AtLeast(1), Help("sequences a micro-batch")] = 64
     gradient_accumulation_steps: Annotated[
         int, AtLeast(1), Help("micro-batches an iteration, divided among the ranks of torchrun")

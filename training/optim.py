@@ -221,7 +221,7 @@ def owners(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Tensor, to
 def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's state as {"exp_avg/transformer.wte.weight": tensor, …}."""
     return {
-        f"{key}/{name}": value
+        f"{key}/{name}": value.clone() if key == "step" else value  # one tensor for all, which a file cannot hold
         for name, (parameter, owner) in owners(optimizer, model).items()
         for key, value in owner.state[parameter].items()
     }
