@@ -21,6 +21,7 @@ import model.options
 import scripts.benchmarks.timing as timing
 from core.schema import validate
 from scripts.reporting.statistics import interval
+from scripts.reporting.tables import number
 from sweeps.launch import LaunchOptions, read_request
 from sweeps.plan import PlannedRun
 from training.config import TrainConfig, load_config
@@ -250,12 +251,13 @@ def test_a_run_loads_in_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_headline_is_that_of_the_runs() -> None:
     with open(ROOT / "results" / "p_sweep_cpu_5000" / "runs.csv", newline="") as file:
-        losses = {(row["settings"], row["fold"]): float(row["val_loss_min"]) for row in csv.DictReader(file)}
+        losses = {(row["settings"], row["fold"]): float(row["val/loss_min"]) for row in csv.DictReader(file)}
     for part, p in itertools.product(("alpha_1", "matched"), (3, 4)):
-        point = interval([losses[f"{part}/p={p}", f"{k}"] - losses[f"{part}/p=2", f"{k}"] for k in range(10)])
-        mean, low, high = (f"{value:.4f}".replace("-", "−") for value in (point.mean, point.low, point.high))
-        found = re.search(rf"{mean} \((?:95 % interval )?{low} to {high}\)", text_of(ROOT / "README.md"))
-        assert found, f"{part}, p = {p}: {mean} ({low} to {high})"
+        differences = [losses[f"{part}/p={p}", f"{k}"] - losses[f"{part}/p=2", f"{k}"] for k in range(10)]
+        point = interval(differences, shared=1 / 9)
+        mean, low, high = (number(value, "+.4f").replace("+", r"\+") for value in (point.mean, point.low, point.high))
+        said = rf"{mean} \((?:95 % interval )?{low} to {high}\)"
+        assert re.search(said, text_of(ROOT / "README.md")), f"{part}, p = {p}: {mean} ({low} to {high})"
 
 
 @pytest.mark.slow
@@ -264,7 +266,9 @@ def test_generated_parts_are_fresh(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from scripts import docs\n"
         "Path('page.md').write_text(docs.configuration(), encoding='utf-8')\n"
-        "Path('figure.svg').write_bytes(docs.svg(docs.figure()))"
+        "Path('figure.svg').write_bytes(docs.svg(docs.figure()))\n"
+        "page = docs.LEDGER.read_text(encoding='utf-8')\n"
+        "assert docs.with_ledger(page) == page and page.count('\\n| ') < 40, 'results/README.md'"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env={"PYTHONPATH": str(ROOT)})
     assert (tmp_path / "page.md").read_bytes() == LISTED[0].read_bytes()

@@ -29,10 +29,11 @@ from data.options import RandomOptions, TinyShakespeareOptions
 from model.options import LpNormOptions
 from scripts import report
 from scripts.reporting.charts import LOSS, Figure, Series, curve_chart, panel_chart, remarks, styles, svg, value_axis
-from scripts.reporting.figures import metric_panels, series_of, thinned
+from scripts.reporting.figures import metric_panels, series_of
 from scripts.reporting.page import markdown, outline
-from scripts.reporting.runs import METRICS, Sweep, read_sweep
+from scripts.reporting.runs import METRICS, Sweep, read_sweep, thinned
 from scripts.reporting.statistics import compared_families, final_losses
+from scripts.reporting.stored import joined, read_stored, runs_csv
 from scripts.reporting.tables import (
     Table,
     comparison_table,
@@ -40,7 +41,6 @@ from scripts.reporting.tables import (
     fault_table,
     missing_table,
     part_table,
-    runs_csv,
     stability_table,
 )
 from training.config import AdamWOptions, FaultOptions
@@ -163,7 +163,7 @@ def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
     assert [c.p["t"] for c in loss] == pytest.approx([t.pvalue for t in expected])
     assert loss[0].adjusted["t"] == pytest.approx(2 * expected[0].pvalue)
     three, four = rows_of(comparison_table(sweep, loss, METRICS[0]))
-    assert (three["verdict on A"], four["verdict on A"]) == ("lower", "not resolved")
+    assert (three["verdict on A"], four["verdict on A"]) == ("lower", "not told apart")
     assert (three["pairs"], three["mean of A − B"]) == ("5 of 5", "−0.0500")
     assert (three["paper's A − B"], four["paper's A − B"]) == ("−0.0405", "–")
     t = expected[0].statistic * (0.2 / (0.2 + 1 / 9)) ** 0.5  # of data.folds=10
@@ -193,7 +193,7 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
         (run / "evaluation.json").write_text(json.dumps({"about": {"metrics": {"cloze": {"acc": accuracy}}}}))
     sweep = sweep_of(made.path)
     row = rows_of(part_table(sweep, ["a/p=2"]))[0]
-    assert row["parameters"] == "4,242" and float(row["mean of last logged train/loss"]) > 1
+    assert row["parameters"] == "4,242" and float(row["mean of last training loss"]) > 1
     names = [f"{metric.key} {metric.of}" for metric in sweep.metrics[3:]]
     assert names == [
         "train/loss last", "train/loss roughness", "parameters None", "eval/cloze/acc None", "val/loss last"
@@ -259,12 +259,12 @@ def test_no_two_parts_share_a_figure(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep", parts={"α": {}, "β": {}})
     for part in ("α", "β"):
         made.run(f"{part}/p=2", 0, falling(1.0))
-    report.report(made.path, tmp_path / "out", "made", [])
+    report.report(read_sweep(made.path, "made"), tmp_path / "out", [])
     assert (tmp_path / "out" / "loss_α.svg").exists() and (tmp_path / "out" / "loss_β.svg").exists()
     for part in ("a b", "a_b"):
         made.run(f"{part}/p=2", 0, falling(1.0))
     with pytest.raises(ConfigError, match="2 figures would be loss_a_b.svg"):
-        report.report(made.path, tmp_path / "out", "made", [])
+        report.report(read_sweep(made.path, "made"), tmp_path / "out", [])
 
 
 def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: Made, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: 
     found = metric_panels(sweep, names, look)["train/loss"]["train/loss"]
     assert [s.diverged[1, 5][20] for s in found if s.diverged] == [2999.9, 2999.9]
     out = tmp_path / "out"
-    report.report(made.path, out, "made", [])
+    report.report(read_sweep(made.path, "made"), out, [])
     text = (out / "table.md").read_text()
     assert text.count("ends in a cross is a run that diverged") == 2  # loss and train/loss
     assert "fold 5, seed 1, diverged" in json.dumps(charts_of(out)["loss_a"])
@@ -302,13 +302,13 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
     sweep = Made(tmp_path / "sweep", also={"train/loss": "last"})
     for seed in (1, 2):
         finals = {0.1: 2.0, 0.2: 1.8 + seed / 10, 0.4: 2.5, 0.8: 3.1, 1.6: 2.0}
-        at_rates(sweep, 2, seed, {rate: {0: 4.0, 40: final} for rate, final in finals.items()})
+        at_rates(sweep, 2, seed, {rate: {0: 4.0, 10: 3.5, 20: 3.2, 40: final} for rate, final in finals.items()})
         good: Curve = {0: 4.0, 40: 2.0}
         at_rates(sweep, 3, seed, {0.1: good, 0.2: good, 0.4: {0: 4.0} if seed == 2 else good})
     at_rates(sweep, 4, 1, {0.1: falling(2.0), 0.2: {0: 4.0, 20: 4.6, 40: 1.8}})
     table = stability_table(sweep_of(sweep.path))
     assert final_losses(sweep_of(sweep.path))["p=3"] == {0.1: [2.0, 2.0], 0.2: [2.0, 2.0], 0.4: [2.0]}
-    report.report(sweep.path, tmp_path / "out", "made", [])
+    report.report(read_sweep(sweep.path, "made"), tmp_path / "out", [])
     panels = (tmp_path / "out" / "stability_train_loss.svg").read_text()
     text = (tmp_path / "out" / "table.md").read_text()
     assert {"learning rate 0.1", "learning rate 1.6", "p=2", "p=3"} <= {*words_of(panels)}
@@ -379,9 +379,37 @@ def test_runs_csv_has_a_line_a_run_and_the_varied_settings(made: Made) -> None:
     assert [row["qk_norm.p"] for row in rows[:3]] == ["2.0", "3.0", "4.0"]
     first = rows[0]
     assert (first["settings"], first["seed"], first["fold"], first["status"]) == ("a/p=2", "1", "0", "done")
-    assert (float(first["val_loss_min"]), first["iter_of_min"], first["seconds"]) == (1.5, "30", "102")
+    assert (float(first["val/loss_min"]), first["iter_of_min"], first["seconds"]) == (1.5, "30", "102")
     assert (first["device"], first["commit"], first["torch"]) == ("cpu (test)", "abc", "")
     assert "qk_norm.alpha_init" not in first and "max_iters" not in first
+
+
+def test_a_report_is_made_again_from_what_it_stored(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the runs; with a run that diverged and one that never began, metrics of every kind, and an odd name."""
+    made.definition["also"] = {"train/loss": ["last", "mean"], "parameters": "summary"}
+    finish(made.plan("a/p=3", 1, 5), {0: 4.0, 10: 3.0}, status="diverged", reason='a "quoted", reason')
+    made.plan("a/p=2", 1, 6)
+    monkeypatch.chdir(tmp_path)
+    assert report.main([f"sweep_dir={made.path}", "out=one"]) == 0
+    assert report.main(["from=one", "out=two"]) == 0
+    names = sorted(file.name for file in Path("one").iterdir())
+    assert names == sorted(file.name for file in Path("two").iterdir()) and "along_p.svg" in names
+    assert [name for name in names if Path("one", name).read_bytes() != Path("two", name).read_bytes()] == [
+        "provenance.json"  # which has the command
+    ]
+    assert report.main(["from=nowhere"]) == 2 and report.main([]) == 2
+
+
+def test_runs_whose_directories_are_gone_count_as_they_were_stored(made: Made, tmp_path: Path) -> None:
+    report.report(sweep_of(made.path), tmp_path / "out", [])
+    later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=COMPARE)
+    later.run("a/p=2", 7, falling(1.0))
+    later.plan("a/p=2", 1, 0)  # done before, not here
+    sweep = joined(read_stored(tmp_path / "out", "made"), sweep_of(later.path))
+    assert [run.fold for run in sweep.done("a/p=2")] == [0, 1, 2, 3, 4, 7]
+    assert sweep.of("a/p=2")[1, 0].summary["val/loss_min"] == 1.5
 
 
 def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
@@ -408,7 +436,7 @@ def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
     statuses = {row["id"]: (row["status"], row["reason"]) for row in csv_of(sweep)}
     assert {run: statuses[run] for run in reasons} == reasons
     diverged = next(row for row in csv_of(sweep) if row["id"] == "a-p=3-fold5-s1")
-    assert (diverged["val_loss_min"], diverged["iter"]) == ("3.0", "10")
+    assert (diverged["val/loss_min"], diverged["iter"]) == ("3.0", "10")
     loss = compared_families(sweep)[0].metrics[0]
     assert [f"{len(c.differences)} of {c.planned}" for c in loss] == ["5 of 7", "5 of 6"]
 
@@ -518,9 +546,9 @@ def call(folder: Path, *words: str, **options: Any) -> subprocess.CompletedProce
 
 def test_the_report_has_all_its_files(whole: Path) -> None:
     out = whole / "results" / "made"
-    figures = {f"{kind}_{part}.svg" for kind in ("loss", "time", "folds") for part in "ab"}
-    figures |= {"difference_p.svg", "difference_parts.svg"}
-    files = figures | {"runs.csv", "table.md", "report.html", "provenance.json"}
+    figures = {f"{kind}_{part}.svg" for kind in ("loss", "time") for part in "ab"}
+    figures |= {f"{kind}_{family}.svg" for kind in ("difference", "along") for family in ("p", "parts")}
+    files = figures | {"runs.csv", "curves.csv.gz", "table.md", "report.html", "provenance.json"}
     assert {path.name for path in out.iterdir()} == files
     text = (out / "table.md").read_text()
     assert all(f"({name})" in text for name in figures)
@@ -554,7 +582,7 @@ def test_figures_of_parts_that_are_gone_go_and_other_files_stay(whole: Path, tmp
 
 
 BAD = {
-    "": "sweep= must be given",
+    "": "sweep= or from= must be given",
     "sweep=nowhere": "sweep_dir=runs/nowhere holds no sweep",
     "sweep=made swep=x": "swep=x",
     "sweep=made outt=x": "did you mean out?",
@@ -621,7 +649,9 @@ def test_the_page_draws_its_charts_without_an_error_or_a_request(whole: Path, br
     assert browser.problems == []
     assert browser.requests == [file.resolve().as_uri()]
     charts = browser.evaluate("[...document.querySelectorAll('.chart')].map(e => e.id)")
-    assert charts == ["loss_a", "time_a", "folds_a", "loss_b", "time_b", "folds_b", "difference_p", "difference_parts"]
+    assert charts == [
+        "loss_a", "time_a", "loss_b", "time_b", "difference_p", "along_p", "difference_parts", "along_parts"
+    ]  # fmt: skip
     for chart in charts:
         assert browser.evaluate(f"document.querySelectorAll('#{chart} svg .role-mark path').length") >= 3, chart
     assert browser.evaluate(MARKS) == 3

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from scripts.reporting.runs import Replicate
-from scripts.reporting.statistics import Comparison, adjust, holm, interval, mean_curve, n_needed
+from scripts.reporting.statistics import Comparison, Point, adjust, holm, interval, judge, mean_curve, n_needed
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
 DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -68,14 +68,14 @@ def test_verdicts_follow_the_adjusted_p() -> None:
     family += [paired([x + 0.5 for x in DRUG_2], DRUG_2), paired([1.0], [2.0])]
     adjust(family)
     verdicts = [c.verdict("lower", "higher") for c in family]
-    assert verdicts[:5] == ["lower", "not resolved", "higher", "identical", "higher"]
+    assert verdicts[:5] == ["lower", "not told apart", "higher", "identical", "higher"]
     assert verdicts[5:] == ["the differences do not vary: no test", "fewer than 2 complete pairs: no test"]
     alone = paired(DRUG_2, DRUG_1)
     adjust([alone])
     assert alone.adjusted["t"] == alone.p["t"] and family[4].adjusted["t"] == pytest.approx(5 * alone.p["t"])
     many = [paired(DRUG_2, DRUG_1), *(paired([1.0], [2.0]) for _ in range(20))]
     adjust(many)
-    assert many[0].verdict("lower", "higher") == "not resolved"  # 21 x 0.0028
+    assert many[0].verdict("lower", "higher") == "not told apart"  # 21 x 0.0028
 
 
 @pytest.mark.parametrize(("effect", "n"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (0.0, math.inf), (1000.0, 2)])
@@ -87,3 +87,27 @@ def test_a_mean_curve_has_the_iterations_that_all_runs_have() -> None:
     curve = mean_curve([{0: 4.0, 100: 2.0, 200: 1.0}, {0: 4.0, 50: 3.0, 200: 2.0}])
     assert {i: point.mean for i, point in curve.items()} == {0: 4.0, 200: 1.5}
     assert curve[200] == interval([1.0, 2.0]) and mean_curve([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("ends", "size", "least", "verdict"),
+    [
+        ((-0.03, -0.01), None, None, "reproduced"),
+        ((-0.03, -0.01), 0.02, None, "reproduced"),
+        ((-0.03, -0.01), 0.05, None, "smaller"),
+        ((-0.03, 0.01), None, None, "no power"),
+        ((-0.03, 0.01), 0.05, None, "excluded"),
+        ((-0.03, 0.01), 0.02, 0.02, "no power"),
+        ((-0.003, 0.01), None, 0.005, "excluded"),
+        ((0.01, 0.03), None, None, "excluded"),
+        ((None, None), 0.02, 0.01, "not tested"),
+    ],
+)
+def test_a_claim_is_judged_by_its_interval(
+    ends: tuple[float | None, float | None], size: float | None, least: float | None, verdict: str
+) -> None:
+    low, high = ends
+    assert judge(Point(0.0, low, high, 5), "lower", size, least) == verdict
+    assert judge(None, "lower", size, least) == "not tested"
+    mirrored = Point(0.0, None if high is None else -high, None if low is None else -low, 5)
+    assert judge(mirrored, "higher", size, least) == verdict

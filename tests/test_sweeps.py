@@ -28,7 +28,7 @@ from core.rundir import is_locked, read_status
 from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
 from scripts.reporting.runs import read_sweep
-from scripts.reporting.tables import runs_csv
+from scripts.reporting.stored import runs_csv
 from sweeps import launchers, worker
 from sweeps.claims import Launch, read_claim
 from sweeps.definition import load_sweep

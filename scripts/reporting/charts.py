@@ -72,36 +72,40 @@ def styles(parts: Mapping[str, Mapping[str, str]]) -> dict[str, Style]:
     and a symbol for the second.
     """
     found = {}
-    numbers = [word for names in parts.values() for name in names.values() for word in name.split(",")]
+    everywhere = [word for names in parts.values() for name in names.values() for word in name.split(",")]
     for names in parts.values():
         words = [name.split(",") for name in names.values()]
         both = all(len(of) == 2 for of in words)
-        hues = list(dict.fromkeys(of[0] if both else name for of, name in zip(words, names.values(), strict=True)))
-        looks = list(dict.fromkeys(of[1] for of in words)) if both else hues
-        colour_of = colours_of(hues, numbers)
+        hues = ranks([of[0] for of in words] if both else [*names.values()], everywhere)
+        looks = ranks([of[1] for of in words], everywhere) if both else hues
         for setting, name in names.items():
             hue, look = name.split(",") if both else (name, name)
-            i = looks.index(look)
+            i, _ = looks[look]
             dashes = DASHES[(i + i // len(OKABE_ITO)) % len(DASHES)]  # colours and dashes repeat out of step
-            found[setting] = Style(*colour_of[hue], SYMBOLS[i % len(SYMBOLS)], dashes)
+            found[setting] = Style(*colours_of(*hues[hue]), SYMBOLS[i % len(SYMBOLS)], dashes)
     return found
 
 
-def colours_of(names: Sequence[str], everywhere: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Name -> its colours on a light and on a dark ground. everywhere: the names whose numbers share a scale."""
+def ranks(names: Sequence[str], everywhere: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Name -> its place, and among how many numbers, or 0. everywhere: the names whose numbers share a scale."""
     scales: dict[str, list[float]] = {}
-    for key, value in filter(None, map(ordered_value, [*names, *everywhere])):
+    for key, value in filter(None, map(ordered_value, everywhere)):
         scales[key] = sorted({*scales.get(key, []), value})
     found = {}
-    for i, name in enumerate(names):
+    for i, name in enumerate(dict.fromkeys(names)):
         key, value = ordered_value(name) or ("", 0.0)
-        if len(scales.get(key, [])) > 2:
-            place = scales[key].index(value) / (len(scales[key]) - 1)
-            found[name] = viridis(0.88 * place), viridis(0.3 + 0.7 * place)
-        else:
-            colour = OKABE_ITO[i % len(OKABE_ITO)]
-            found[name] = colour, "#DDDDDD" if colour == "#000000" else colour
+        scale = scales.get(key, [])
+        found[name] = (scale.index(value), len(scale)) if len(scale) > 2 else (i, 0)
     return found
+
+
+def colours_of(rank: int, numbers: int) -> tuple[str, str]:
+    """On a light and on a dark ground: ordered ones for one of several numbers, else those of Okabe and Ito."""
+    if numbers:
+        place = rank / (numbers - 1)
+        return viridis(0.88 * place), viridis(0.3 + 0.7 * place)
+    colour = OKABE_ITO[rank % len(OKABE_ITO)]
+    return colour, "#DDDDDD" if colour == "#000000" else colour
 
 
 def ordered_value(name: str) -> tuple[str, float] | None:
