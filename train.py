@@ -7,18 +7,16 @@ start it again with the same command, and it ends with the same numbers.
 import math
 import shlex
 import signal
-import threading
 import time
 from contextlib import closing
 from dataclasses import asdict
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from core import checkpoint, dist
-from core.cli import run_app
+from core.cli import StopSignal, run_app
 from core.metrics import spike_score
 from core.rundir import RunDir
 from core.schema import require
@@ -230,32 +228,6 @@ def report(line: dict[str, Any]) -> str:
     formats = {"lr": ".2e", "tok_per_sec": ",.0f", "mfu": ".1%"}
     values = ", ".join(f"{key} {value:{formats.get(key, '.4f')}}" for key, value in line.items() if key != "iter")
     return f"iter {line['iter']}: {values}"
-
-
-class StopSignal:
-    """Within a `with` block SIGINT and SIGTERM ask the loop to save and stop. A second one ends the process at once.
-
-    signal: the number received in this process, 0 before.
-    """
-
-    def __enter__(self) -> Self:
-        self.signal, self.previous = 0, {}
-        if threading.current_thread() is threading.main_thread():
-            self.previous = {n: signal.signal(n, self.receive) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self.__exit__()
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    @property
-    def name(self) -> str:
-        """A signal to another rank stops this one too: SIGTERM."""
-        return signal.Signals(self.signal or signal.SIGTERM).name
 
 
 def main() -> None:

@@ -1,17 +1,20 @@
-"""A command line becomes settings: Hydra's composition, key=value scripts, exit statuses, one-line errors."""
+"""A command line becomes settings: Hydra's composition, key=value scripts, exit statuses, signals, one-line errors."""
 
 import contextlib
 import itertools
 import keyword
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from types import FrameType
+from typing import Any, Self, get_args
 
 from core.help import Presets, help_text
 from core.schema import (
@@ -325,6 +328,32 @@ def parse_yaml(text: str, where: str) -> Any:
 
 # -----------------------------------------------------------------------------
 # The end of a program
+
+
+class StopSignal:
+    """Within a `with` block SIGINT and SIGTERM ask a loop to save and stop. A second one ends the process at once.
+
+    signal: the number received in this process, 0 before.
+    """
+
+    def __enter__(self) -> Self:
+        self.signal, self.previous = 0, {}
+        if threading.current_thread() is threading.main_thread():
+            self.previous = {n: signal.signal(n, self.receive) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self.__exit__()
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def name(self) -> str:
+        """A signal to another rank stops this one too: SIGTERM."""
+        return signal.Signals(self.signal or signal.SIGTERM).name
 
 
 def print_help(doc: str | None, settings: type, argv: list[str], presets: Presets) -> int:

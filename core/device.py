@@ -128,12 +128,12 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: torch.device, threads: int | None = None) -> str:
     """A name for people: "NVIDIA H200", or "cpu (AMD EPYC, 2 threads)"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
     model = re.search(r"model name\s*: (.*)", cpu_info())
-    n = torch.get_num_threads()
+    n = threads or torch.get_num_threads()
     return f"cpu ({model[1].strip() + ', ' if model else ''}{n} thread{'s' if n > 1 else ''})"

@@ -13,12 +13,11 @@ import sys
 import time
 from dataclasses import asdict, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 from tqdm import tqdm
 
-from core.cli import parse_yaml, run_script
+from core.cli import StopSignal, parse_yaml, run_script
 from core.files import read_json
 from core.rundir import at_end
 from core.schema import AtLeast, Help, Variants, options, require
@@ -145,8 +144,9 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     Launch(sweep_dir, name, ids, tries, launcher.threads, asked.launcher.ranks).write()
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     print(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {workers(asked, launcher)}")
-    stop, began = Stop(), time.monotonic()
-    trouble = follow(runs, states, launcher, tries, asked.fail_fast, stop)
+    began = time.monotonic()
+    with StopSignal() as stop:
+        trouble = follow(runs, states, launcher, tries, asked.fail_fast, stop)
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     counts = tally(states.values())
     if stop.signal:
@@ -161,7 +161,7 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
 
 
 def follow(
-    runs: list[PlannedRun], states: dict[str, State], launcher: Launcher, tries: int, fail_fast: bool, stop: "Stop"
+    runs: list[PlannedRun], states: dict[str, State], launcher: Launcher, tries: int, fail_fast: bool, stop: StopSignal
 ) -> str | None:
     """Keep workers alive while there are runs for them, and `states` up to date; then stop the workers.
 
@@ -200,20 +200,6 @@ def line_of(run_id: str, states: dict[str, State], sweep_dir: Path, began: float
     loss = "" if loss is None else f"val/loss {loss:.4f}, "
     seconds = f"{summary.get('seconds', 0):.0f} s; {tqdm.format_interval(left)} left"
     return f"[{ended}/{len(states)}] {run_id} {states[run_id].state}: {loss}{seconds}"
-
-
-class Stop:
-    """The first SIGINT or SIGTERM sets `signal`; the second one raises KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.signal = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.receive)
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        if self.signal:
-            raise KeyboardInterrupt
-        self.signal = number
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from core.files import ROOT
 from core.schema import AtLeast, ConfigError, Help, Rule, options, require, show
 from sweeps.worker import PATIENCE, RESTART, WORKER
 
-YOUNG = 60  # seconds; a worker that dies before that, without having taken a run, died at its start
 SQUEUE_EVERY = 5.0  # seconds between two calls of squeue
 SBATCH_AGAIN = 60.0  # seconds after which tasks that SLURM refused are submitted again
 MAX_REQUEUES = 100  # of one task; a launcher that still runs then submits a new one
@@ -79,7 +78,7 @@ class Local:
     """Worker processes on this machine, each with a share of the CPUs and of a GPU, or with one GPU a rank.
 
     They stop when their launcher dies, since it holds the other end of their standard input. workers: the most that
-    live at a time. threads: of a rank. deaths: of workers at their start, in a row.
+    live at a time. threads: of a rank. deaths: of workers in a row; sweeps/launch.py sets it to 0 when one takes a run.
     """
 
     def __init__(self, options: LocalOptions, sweep_dir: Path, launch: str) -> None:
@@ -91,15 +90,13 @@ class Local:
         endless = itertools.cycle(gpus)
         self.gpus = [",".join(itertools.islice(endless, ranks)) for _ in range(self.workers)]
         self.slots: list[subprocess.Popen[bytes] | None] = [None] * self.workers
-        self.started = [0.0] * self.workers
         self.deaths = 0
 
     def start(self, n: int) -> None:
         """Start workers until n are alive."""
         for i, process in enumerate(self.slots):
             if process is not None and process.poll() is not None:
-                died_young = process.returncode not in (0, RESTART) and time.monotonic() - self.started[i] < YOUNG
-                self.deaths = self.deaths + 1 if died_young else 0
+                self.deaths = 0 if process.returncode in (0, RESTART) else self.deaths + 1
                 self.slots[i] = None
         for i, gpus in enumerate(self.gpus):
             if self.slots[i] is None and self.alive() < n:
@@ -111,7 +108,6 @@ class Local:
                         command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
                         start_new_session=True,  # Ctrl-C reaches the launcher alone, which sends one SIGTERM
                     )  # fmt: skip
-                self.started[i] = time.monotonic()
 
     def alive(self) -> int:
         return len(self.live())
@@ -164,7 +160,6 @@ class Slurm:
         self.workers, self.threads = options.workers, options.threads
         self.name = "nanoqk-" + re.sub(r"[^\w.-]", "_", sweep_dir.name)
         self.tasks: dict[str, Any] = {}  # queued or running: job id -> submitit's job
-        self.ran_from: dict[str, float] = {}  # job id -> when squeue first said that it runs
         self.deaths, self.log = 0, sweep_dir  # log: of the task that ended last
         self.asked = self.submitted = -math.inf  # when squeue and sbatch were last called
         self.refusals, self.refusal = 0, ""  # by sbatch, in a row; what it said
@@ -222,27 +217,22 @@ class Slurm:
         queue, self.asked = self.queue(), time.monotonic()
         if queue is None:
             return len(self.tasks)
-        for job_id, task in list(self.tasks.items()):
-            state = queue.get(job_id)
-            if state == "RUNNING":
-                self.ran_from.setdefault(job_id, self.asked)
-            elif state is None:
-                del self.tasks[job_id]
-                died = not task.paths.result_pickle.exists() or task.exception() is not None
-                died_young = died and self.asked - self.ran_from.get(job_id, self.asked) < YOUNG
-                self.deaths = self.deaths + 1 if died_young else 0
-                self.log = task.paths.stdout
+        for job_id in [job_id for job_id in self.tasks if job_id not in queue]:
+            task = self.tasks.pop(job_id)
+            died = not task.paths.result_pickle.exists() or task.exception() is not None
+            self.deaths = self.deaths + 1 if died else 0
+            self.log = task.paths.stdout
         return len(self.tasks)
 
-    def queue(self) -> dict[str, str] | None:
-        """Job id -> state of the jobs that have this sweep's name; None when SLURM does not answer."""
-        command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", f"--name={self.name}", "--format=%i %T"]
+    def queue(self) -> set[str] | None:
+        """The ids of the jobs that have this sweep's name; None when SLURM does not answer."""
+        command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", f"--name={self.name}", "--format=%i"]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
         try:
             asked = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
         except subprocess.TimeoutExpired:
             return None
-        return dict(line.split() for line in asked.stdout.splitlines()) if asked.returncode == 0 else None
+        return set(asked.stdout.split()) if asked.returncode == 0 else None
 
     def failure(self) -> str | None:
         if self.refusals >= 3 and not self.tasks:

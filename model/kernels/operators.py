@@ -61,17 +61,6 @@ for asked in (loaded, attends):
     asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def first_derivative(backward: Callable[..., Any]) -> Any:
-    """As once_differentiable, without its two microseconds where nobody asks for a second derivative."""
-    careful: Callable[..., Any] = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def either(ctx: Any, *grads: Tensor) -> Any:
-        return careful(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
-
-    return either
-
-
 # -----------------------------------------------------------------------------
 # Norms of vectors x (..., n), of at most four dimensions
 
@@ -104,7 +93,7 @@ class RMSNorm(torch.autograd.Function):
         return nanoqk.rms_norm(x, gain, eps)
 
     @staticmethod
-    @first_derivative
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain = ctx.saved_tensors
         return *nanoqk.rms_norm_backward(grad, x, gain, ctx.eps), None
@@ -118,7 +107,7 @@ class LpNorm(torch.autograd.Function):
         return nanoqk.lp_norm(x, alpha, p)
 
     @staticmethod
-    @first_derivative
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, alpha = ctx.saved_tensors
         grad_x, grad_alpha = nanoqk.lp_norm_backward(grad, x, alpha, ctx.p)
@@ -153,7 +142,7 @@ class Attention(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_derivative
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, softmax, seed = ctx.saved_tensors
         grads = nanoqk.attention_backward(grad, q, k, v, softmax, *ctx.settings, seed)
@@ -182,7 +171,7 @@ class LayerNorm(torch.autograd.Function):
         return nanoqk.layer_norm(x, weight, bias, eps, centred, dtype)
 
     @staticmethod
-    @first_derivative
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight, grad_bias = nanoqk.layer_norm_backward(grad, *ctx.saved_tensors, *ctx.settings)
         return grad_x, grad_weight, grad_bias if ctx.settings[0] else None, None, None, None
@@ -201,7 +190,7 @@ class DropoutAdd(torch.autograd.Function):
         return nanoqk.dropout_add(x, y, dropped, seed)
 
     @staticmethod
-    @first_derivative
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dropped, dtype = ctx.settings
         return grad, nanoqk.dropout(grad, dropped, *ctx.saved_tensors, dtype), None, None
@@ -220,7 +209,7 @@ class Dropout(torch.autograd.Function):
         return nanoqk.dropout(x, dropped, seed, x.dtype)
 
     @staticmethod
-    @first_derivative
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return nanoqk.dropout(grad, ctx.dropped, *ctx.saved_tensors, grad.dtype), None, None
 
@@ -237,7 +226,7 @@ class GELU(torch.autograd.Function):
         return nanoqk.gelu(x)
 
     @staticmethod
-    @first_derivative
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return nanoqk.gelu_backward(grad, *ctx.saved_tensors)
 

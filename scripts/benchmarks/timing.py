@@ -214,13 +214,9 @@ def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
     from core.device import device_name, resolve_device
     from core.rundir import commit
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    name = device_name(resolve_device(device))
-    torch.set_num_threads(before)
     return {
         "commit": commit(),
-        "device": name,
+        "device": device_name(resolve_device(device), threads),
         "cpus": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "python": platform.python_version(),
