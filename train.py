@@ -7,7 +7,6 @@ start it again with the same command, and it ends with the same numbers.
 import math
 import shlex
 import signal
-import time
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any
@@ -85,7 +84,7 @@ def train(
     """Make the updates from `start` to max_iters. Returns the last iteration's metrics, and the name of the signal that
     stopped the run; "" at the end. Raises: Diverged."""
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
-    world, parameters, began = machine.world, [*model.parameters()], time.perf_counter()
+    world, parameters = machine.world, [*model.parameters()]
     micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
     steps = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in micro_steps)
     with (
@@ -130,8 +129,7 @@ def train(
             if logs(step, config):
                 line |= meter.since_last_line()
                 run_dir.record(line)
-                seconds_left = (config.max_iters - step - 1) * (time.perf_counter() - began) / (step + 1 - start)
-                show_progress(run_dir, bar, line, seconds_left)
+                show_progress(run_dir, bar, line, meter.seconds_left(line) if step > start else None)
     return line, ("" if step == config.max_iters else stop.name)
 
 
@@ -217,10 +215,12 @@ def finish(
     return 0
 
 
-def show_progress(run_dir: RunDir, bar: tqdm, line: dict[str, Any], seconds_left: float) -> None:
+def show_progress(run_dir: RunDir, bar: tqdm, line: dict[str, Any], seconds_left: float | None) -> None:
+    """seconds_left: None where it is not known yet, as the first update of a process is slow."""
     bar.set_postfix_str(f"loss {line['train/loss']:.4f}, {line['tok_per_sec']:,.0f} tok/s", refresh=False)
     shown = {key: line[key] for key in ("iter", "train/loss", "lr", "grad_norm", "tok_per_sec", "mfu")}
-    run_dir.log(f"{report(shown)}, {tqdm.format_interval(seconds_left)} left", show=bool(bar.disable))
+    left = "" if seconds_left is None else f", {tqdm.format_interval(seconds_left)} left"
+    run_dir.log(f"{report(shown)}{left}", show=bool(bar.disable))
 
 
 def report(line: dict[str, Any]) -> str:

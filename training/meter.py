@@ -89,7 +89,15 @@ class Meter:
         """Tokens a second, MFU and QK-Clip's numbers of the updates since this was last asked for."""
         config, seconds = self.session.config, self.train_seconds - self._logged_seconds
         rate = self._updates * config.tokens_per_iter / seconds
-        mfu = rate * self.session.model.flops_per_token() / self.session.peak
-        line = {"tok_per_sec": rate, "mfu": mfu, **self.clip_metrics}
+        flops = rate * self.session.model.flops_per_token()
+        self.session.peak = max(self.session.peak, flops)  # one that is measured in a moment may be too low
+        line = {"tok_per_sec": rate, "mfu": flops / self.session.peak, **self.clip_metrics}
         self._updates, self._logged_seconds, self.clip_metrics = 0, self.train_seconds, {}
         return line
+
+    def seconds_left(self, line: Mapping[str, Any]) -> float:
+        """What is left after a line's update: updates at its speed, and evaluations as long as those so far."""
+        config, step = self.session.config, line["iter"]
+        updates = (config.max_iters - step - 1) * config.tokens_per_iter / line["tok_per_sec"]
+        evaluations = -(-config.max_iters // config.eval_interval) - step // config.eval_interval
+        return updates + evaluations * (self.seconds - self.train_seconds) / (step // config.eval_interval + 1)
