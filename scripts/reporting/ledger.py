@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ from core.cli import parse_yaml
 from core.files import ROOT
 from core.schema import NOT_EMPTY, POSITIVE, build, options, require, show, validate
 from scripts.reporting.runs import Replicate, Sweep
-from scripts.reporting.statistics import Point, holm, interval, judge, test_over_train
+from scripts.reporting.statistics import Family, Point, compared_families, holm, interval, judge, test_over_train
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Table, number
 
@@ -62,11 +62,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """A part's number: its interval, the p of the test that decides, and what it was computed from."""
+    """A part's number: its interval, the p of the test that decides, and what it was computed from.
+
+    p_in_study: by Holm over the study's own comparison, where it compares these two settings.
+    """
 
     point: Point
     p: float | None
     scale: str
+    p_in_study: float | None = None
 
 
 def ledger(file: Path = RESULTS / "ledger.yaml") -> str:
@@ -103,19 +107,24 @@ def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
     """The verdict on each part, named where they differ. One that Holm's correction does not bear out has no power."""
     if row.verdict is not None or not found or (row.direction is None and row.limit is None):
         return row.verdict or "–"
-    words = []
+    words: list[str] = []
     for one, p in zip(found, holm([one.p for one in found]), strict=True):
         if row.limit is not None:
-            verdict: str = against_limit(one.point, row.limit)
-        else:
-            assert row.direction is not None
-            verdict = judge(one.point, row.direction, row.size, row.least)
-            if verdict in ("reproduced", "smaller") and p is not None and p > 0.05:
-                verdict = "no power"
-        words.append(verdict)
+            words.append(against_limit(one.point, row.limit))
+            continue
+        assert row.direction is not None
+        unsure = max(p or 0, one.p_in_study or 0) > 0.05
+        words.append(judge(with_zero(one.point) if unsure else one.point, row.direction, row.size, row.least))
     if len(set(words)) == 1:
         return words[0]
     return "; ".join(f"{part.label} {word}" for part, word in zip(parts, words, strict=True))
+
+
+def with_zero(point: Point) -> Point:
+    """An interval that also covers zero: what is left of it where Holm's correction does not exclude zero."""
+    if point.low is None or point.high is None:
+        return point
+    return replace(point, low=min(point.low, 0.0), high=max(point.high, 0.0))
 
 
 def against_limit(point: Point, limit: float) -> str:
@@ -126,7 +135,7 @@ def against_limit(point: Point, limit: float) -> str:
 
 def written(part: Part, point: Point) -> str:
     sign = "" if [*part.weights.values()] == [1] else "+"
-    spec = f"{sign}.2%" if part.file else f"{sign}.1f" if abs(point.mean) >= 10 else f"{sign}.4f"
+    spec = f"{sign}.2%" if part.file else f"{sign}.{1 if abs(point.mean) >= 10 else 2 if abs(point.mean) >= 1 else 4}f"
     low, high = (number(value, spec) for value in (point.low, point.high))
     return f"{number(point.mean, spec)} ({low} to {high})" if point.low is not None else number(point.mean, spec)
 
@@ -156,7 +165,12 @@ def measured(part: Part) -> Found:
     kind = "folds" if len({fold for _, fold in common}) > 1 else "seeds"
     first = runs[0]
     size = f"{first.summary['parameters'] / 1e6:.1f}M, {first.config['max_iters']:,} iterations"
-    return Found(point, p, f"{point.n} {kind}, {size}")
+    return Found(point, p, f"{point.n} {kind}, {size}", None if part.unpaired else p_in_study(sweep, part))
+
+
+@functools.cache
+def families_of(study: str) -> list[Family]:
+    return compared_families(stored(study))
 
 
 @functools.cache
@@ -171,6 +185,16 @@ def values_of(sweep: Sweep, setting: str, metric: str) -> dict[Replicate, float]
     known = {run.replicate: run.summary.get(metric) for run in runs}
     require(None not in known.values(), f"{sweep.name} has no {metric} of {setting}")
     return {replicate: float(value) for replicate, value in known.items() if value is not None}
+
+
+def p_in_study(sweep: Sweep, part: Part) -> float | None:
+    """The largest p, by Holm, of the comparisons of these two settings and this metric in the study's report."""
+    found = []
+    for family in families_of(part.study):
+        for metric, comparisons in zip(sweep.metrics, family.metrics, strict=True):
+            if metric.column == part.metric:
+                found += [c.adjusted[c.decides] for c in comparisons if {c.a: 1, c.b: -1} == part.weights]
+    return max((p for p in found if p is not None), default=None)
 
 
 def p_value(values: Sequence[float], shared: float) -> float | None:
@@ -193,10 +217,10 @@ def welch(a: Sequence[float], b: Sequence[float], shared: float) -> tuple[Point,
 
 
 def from_json(part: Part) -> Found:
-    """A ratio that a benchmark wrote, {"median": …, "low": …, "high": …}, as a share over 1."""
+    """A ratio that a benchmark wrote, {"median": …}, as a share over 1, with its interval where there is one."""
     content: Any = json.loads((RESULTS / part.file).read_text(encoding="utf-8"))
     for key in part.key:
         content = content[int(key) if isinstance(content, list) else key]
-    require(isinstance(content, Mapping), f"{part.file}: {show(part.key)} is no group of median, low and high")
-    mean, low, high = (content[key] - 1 for key in ("median", "low", "high"))
-    return Found(Point(mean, low, high, 0), None, "")
+    require(isinstance(content, Mapping), f"{part.file}: {show(part.key)} is no group with a median")
+    low, high = (content[key] - 1 if key in content else None for key in ("low", "high"))
+    return Found(Point(content["median"] - 1, low, high, 0), None, "")
