@@ -378,7 +378,7 @@ BAD: dict[str, list[str]] = {
     "column=body": ["column=body", "text, id, dump, url"],
     "column=token_count": ["column=token_count", "text, not int"],
     "split=validation": ["split=validation", "cannot be loaded"],
-    "dataset=nowhere": ["dataset=nowhere", "no such folder"],
+    "dataset=nowhere": ["dataset=nowhere", "is no folder here"],
     "dataset=empty": ["dataset=empty", "cannot be loaded"],
     "tokenizer=char": ["tokenizer=char", "gpt2, bpe"],
     "tokenizer=gpt2 vocab_size=300": ["vocab_size=300", "tokenizer=bpe"],

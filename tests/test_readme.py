@@ -69,5 +69,5 @@ def test_the_pages_norm_attends(
         lines = [json.loads(line) for line in (my_norm.parent / f"q{q}" / "metrics.jsonl").read_text().splitlines()]
         largest[q] = lines[-1]["attn/max_logit"]
         warned = "warning: qk_norm=power bounds every |logit| by 0.35, whatever the weights"
-        assert done.returncode == 0 and (warned in done.stderr) == (q == 1), done.stderr
+        assert done.returncode == 0 and (warned in done.stdout) == (q == 1), done.stdout
     assert largest[1] <= 8**-0.5 + 1e-5 and largest[0.5] > 1.5, largest
