@@ -1,7 +1,8 @@
 """Train one model: python train.py qk_norm=lp qk_norm.p=3 data.fold=4
 
 run() sets up, train() is the loop, finish() ends a run. A run directory is the resume state: stop a run at any moment,
-start it again with the same command, and it ends with the same numbers.
+and start it again with the same command. On the same device, torch, threads, ranks and kernels it ends with the same
+numbers.
 """
 
 import math
@@ -11,6 +12,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
@@ -27,12 +29,12 @@ from training.evaluate import LowestLoss, diagnosed_batch, sampled_losses, valid
 from training.meter import Diverged, Meter
 from training.optim import update_ratios
 from training.qk_clip import qk_clip
-from training.resume import check_same, open_run_dir, resume, wandb_settings
+from training.resume import open_run_dir, refuse_other_dtype_or_text, resume, wandb_settings
 from training.schedule import learning_rate
 from training.session import Session, setup
 from training.updates import accumulate_gradients, seed_generator, seed_of_update
 
-EXIT_DIVERGED = 3  # done, stopped and failed are the shell's own: 0, 128 + signal, 1 (2 is a bad setting)
+EXIT_DIVERGED = 3  # other exit codes: 0 done, 1 failed, 2 bad setting, 128 + n stopped by signal n
 
 
 def run(config: TrainConfig) -> int:
@@ -46,9 +48,9 @@ def run(config: TrainConfig) -> int:
     session = setup(config)
     warnings = start_up_checks(session)
     session.join_ranks()
-    with open_run_dir(session) as run_dir:  # which ranks other than 0 only read
+    with open_run_dir(session) as run_dir:  # ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:
-            check_same(session, run_dir)
+            refuse_other_dtype_or_text(session, run_dir)
             run_dir.log(f"{run_dir.path} is {run_dir.state}; fresh=true starts it anew")
             return EXIT_DIVERGED if run_dir.state == "diverged" else 0
         saved = resume(session, run_dir)
@@ -57,6 +59,7 @@ def run(config: TrainConfig) -> int:
             run_dir.log(f"warning: {warning}")
         if config.fault.name != "none":
             run_dir.log(f"warning: fault={config.fault.name}: the losses of this run are wrong on purpose")
+            # recorded with the run: whoever reads its losses later must see that they are wrong
             session.about |= {"fault": config.fault.name, "start_up_warnings": warnings}
         if config.eval_only:
             require(bool(saved), f"eval_only=true needs a checkpoint in {run_dir.path}")
@@ -81,53 +84,62 @@ def run(config: TrainConfig) -> int:
 def train(
     session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, start: int
 ) -> tuple[dict[str, Any], str]:
-    """Make the updates from `start` to max_iters. Returns the last iteration's metrics, and the name of the signal that
-    stopped the run; "" at the end. Raises: Diverged."""
+    """Make the updates from `start` to max_iters. Raises: Diverged.
+
+    Returns the last iteration's metrics, and the name of the signal that stopped the run; "" at the end.
+
+    The line of iteration 250 holds val/loss before update 250, train/loss and grad_norm of update 250, and tok_per_sec,
+    mfu and qk_clip/… of all updates since the line before.
+    """
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
-    world, parameters = machine.world, [*model.parameters()]
+    world = machine.world
+    parameters = [*model.parameters()]
     micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
-    steps = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in micro_steps)
+    batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in micro_steps)
     with (
-        closing(session.data.batches.prefetch(steps)) as train_batches,
+        closing(session.data.batches.prefetch(batch_ids)) as train_batches,
         run_dir.progress_bar(config.max_iters, start) as bar,
         StopSignal() as stop,
     ):
         model.train()
-        for step in range(start, config.max_iters + 1):
-            # Evaluate and save what `step` updates have made. Each raises Diverged, as does meter.read().
+        for step in range(start, config.max_iters + 1):  # + 1: the last pass only evaluates and saves
+            # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}
-            ends = step == config.max_iters or meter.stop_requested
+            is_last = step == config.max_iters or meter.stop_requested
             is_best = False
             if evaluates(step, config):
                 evaluate(session, run_dir, line)
+                # extra: an evaluation only because the run ends here
                 is_best = lowest.update(step, line["val/loss"], extra=step % config.eval_interval != 0)
-            if is_best or ends or (saves(step, config) and step > start):
+            if is_best or is_last or (saves(step, config) and step > start):  # a resumed start is saved already
                 save(session, run_dir, meter, line, is_best, lowest.keep_step)
-            if ends:
+            if is_last:
                 break
 
             # One update. Its random numbers follow from (seed, step, rank): there is no generator to save.
-            before = {n: p.detach().clone() for n, p in model.named_parameters()} if evaluates(step, config) else {}
-            meter.start()
+            old_weights: dict[str, Tensor] = {}
+            if evaluates(step, config):
+                old_weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+            meter.start()  # cloning is not timed
             seed_generator(seed_of_update(config.seed, step, world.rank), machine.device)
             line["lr"] = learning_rate(step, config)
             for group in optimizer.param_groups:
                 group["lr"] = line["lr"]
             loss = accumulate_gradients(session.forward, train_batches, len(micro_steps), machine)
-            norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
+            norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)  # inf: measure only
             optimizer.step()
             optimizer.zero_grad()
-            max_logits = qk_clip(model.attentions, config.qk_clip)  # and scales weights back where it must
+            max_logits = qk_clip(model.attentions, config.qk_clip)  # clips heads; returns the largest logits
             meter.add(line, loss, norm, stop.signal, max_logits)
             bar.update()
 
-            # Its numbers, and those of the updates since the last time.
-            if reads(step, config) or stop.signal or world.size > 1:  # ranks agree to stop after the same update
+            # Read the losses and gradient norms of the updates since the last read.
+            if reads(step, config) or stop.signal or world.size > 1:  # several ranks: always, so that all stop together
                 meter.read()
             if evaluates(step, config):
-                line |= update_ratios(model, before)
+                line |= update_ratios(model, old_weights)
             if logs(step, config):
-                line |= meter.since_last_line()
+                line |= meter.take_interval()
                 run_dir.record(line)
                 show_progress(run_dir, bar, line, meter.seconds_left(line) if step > start else None)
     return line, ("" if step == config.max_iters else stop.name)
@@ -138,6 +150,7 @@ def evaluates(step: int, config: TrainConfig) -> bool:
 
 
 def saves(step: int, config: TrainConfig) -> bool:
+    """At intervals and at the end. train() saves at the end anyway; reads() needs to know it, too."""
     return step % config.checkpoint_interval == 0 or step == config.max_iters
 
 
@@ -151,7 +164,10 @@ def reads(step: int, config: TrainConfig) -> bool:
 
 
 def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
-    """Add the validation losses, the diagnostics and the spike score to `line`. Raises: Diverged."""
+    """Add the validation losses, the diagnostics and the spike score to `line`. Raises: Diverged.
+
+    Per-layer values go to diagnostics.jsonl alone.
+    """
     line |= validation_loss(session) | sampled_losses(session)
     run_dir.log(report(line))
     values = diagnose(session.model, diagnosed_batch(session))
@@ -174,9 +190,9 @@ def save(
 
 
 def find_lowest(run_dir: RunDir) -> LowestLoss:
-    """The lowest val/loss before the iteration that a run goes on from; ckpt/best leads there again."""
+    """The lowest val/loss before the iteration that a run resumes from. Also repoints ckpt/best at its checkpoint."""
     losses = run_dir.recorded("val/loss")
-    step = min(losses, key=lambda step: (losses[step], step), default=None)
+    step = min(losses, key=lambda i: (losses[i], i), default=None)
     found = LowestLoss() if step is None else LowestLoss(losses[step], step)
     run_dir.restore_best(found.step)
     return dist.broadcast_object(found)

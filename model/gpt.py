@@ -1,4 +1,5 @@
-"""The single-file GPT: RoPE, QK norms, attention layouts, MLPs, Block, GPT, initialisation, cost accounting.
+"""The GPT in one file: RoPE, QK norms, attention layouts, MLPs, Block, GPT, initialisation, cost accounting. The
+arithmetic of norms and attention, with its kernels, is in ops.py.
 
 Attention layout and QK norm are independent choices: any entry of ATTENTIONS works with any entry of QK_NORMS.
 Names follow nanoGPT, so its weights load by name; a tied model has no lm_head.weight of its own.
@@ -33,7 +34,7 @@ Rope = tuple[Tensor, Tensor]  # cos and sin of every position's angles, each (bl
 
 
 def rope_table(n_positions: int, dim: int, theta: float) -> Rope:
-    """On the CPU, whatever the default device is: as in Linear, the meta device would load the compiler."""
+    """On the CPU: on the meta device this would load the compiler (2 s)."""
     frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)  # (d / 2,)
     angle = torch.arange(n_positions, dtype=torch.float32, device="cpu")[:, None] * frequency  # (n_positions, d / 2)
     return angle.cos(), angle.sin()
@@ -47,16 +48,16 @@ def rotate(x: Tensor, rope: Rope, pos: int = 0) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# QK norms: gain * (x - mean) * s, a static per-feature gain times one scalar a vector; only LayerNorm has a mean.
-# They act on the queries and keys of each head, before RoPE (as in Qwen3).
+# QK norms: gain * (x - mean) * scale(x). `gain` is learned, one number a channel; scale(x) is one number a vector. Only
+# LayerNorm subtracts the mean. They act on the queries and keys of each head, before RoPE (as in Qwen3).
 
 
 class QKNorm(nn.Module):
     """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys.
 
-    A norm of one's own defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least, and may have a `gain`, a parameter
-    of shape (hs,), and be `centred`: `scale` then still gets x with its mean. Absorbed MLA decoding applies gain, mean
-    and scale apart.
+    Your own norm defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least. It may have a `gain`, a parameter of
+    shape (hs,). It may be `centred`; `scale` receives x before the mean is subtracted. It gets an alpha only if its
+    options derive from LpNormOptions. Absorbed MLA decoding applies gain, mean and scale separately.
     """
 
     centred = False
@@ -120,7 +121,7 @@ class LayerNorm(RMSNorm):
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         y = at_least_fp32(x)
-        # y's own mean square, not centred again: where y is round-off, as of a constant x, that keeps |output| bounded
+        # rms_norm does not centre y - mean again. So |output| is bounded even where y - mean is only round-off
         return super().forward(y - y.mean(-1, keepdim=True), alpha).to(x.dtype)  # (..., hs)
 
 
@@ -128,12 +129,12 @@ class LpNorm(QKNorm):
     """x / ||x||_p over each head's channels (papers: Lp QK-norm, eq. 12-14). p >= 1, inf included.
 
     p=learned makes p = 1 + softplus(raw_p) a parameter, one a head, that starts at 2; queries and keys have their own.
-    To a compiler a finite p is data, a tensor, so that what it makes serves the runs of every p.
+    Compiled code takes a finite p as a tensor, so one compilation serves every p.
     Computed in fp32 at least, on x / max|x|: no power overflows or underflows. A vector with max|x| <= 1e-30 maps to
     zero with zero gradient. For p != 2 the norm is not invariant under rotations, RoPE's among them.
     """
 
-    p_as_data: Tensor | None  # (), for a finite number p
+    p_as_data: Tensor | None  # (), p as compiled code takes it; None if p is inf
 
     def __init__(self, options: LpNormOptions, head_dim: int, n_head: int):
         super().__init__(options, head_dim, n_head)
@@ -151,7 +152,7 @@ class LpNorm(QKNorm):
 
     @property
     def p(self) -> float | Tensor:
-        """A number, or a tensor, (nh, 1, 1) where it is learned and () where a compiler traces."""
+        """Learned: a tensor (nh, 1, 1). Fixed: a number, but in compiled code a tensor () if it is finite."""
         if self.learned:
             return 1 + F.softplus(self.raw_p)[:, None, None]
         return ops.number_or_data(self.fixed_p, self.p_as_data)
@@ -170,42 +171,43 @@ QK_NORMS: dict[str, type[QKNorm]] = {"none": NoNorm, "lp": LpNorm, "rms": RMSNor
 class Alpha(nn.Module):
     """The learnable positive logit scale of Lp QK-norm (eq. 15): one a layer, or one a head.
 
-    `alpha_map` takes the free parameter `raw` to alpha: exp, softplus, or linear, which is |raw|. `blocks` are the
-    channel counts that are normalised on their own: (hs,), or MLA's (dn, dr).
+    `alpha_map` maps the free parameter `raw` to alpha: exp, softplus, or linear, which is |raw|. `block_dims` are the
+    channel counts of the blocks that are normalised separately: (hs,), or MLA's (dn, dr).
     """
 
     MAPS: dict[str, Callable[[Tensor], Tensor]] = {"exp": torch.exp, "softplus": F.softplus, "linear": torch.abs}
 
-    def __init__(self, options: LpNormOptions, n_head: int, blocks: tuple[int, ...], block_size: int):
+    def __init__(self, options: LpNormOptions, n_head: int, block_dims: tuple[int, ...], block_size: int):
         super().__init__()
         self.alpha_map = options.alpha_map
-        self.initial = initial_alpha(options, blocks, block_size)
+        self.initial = initial_alpha(options, block_dims, block_size)
         self.raw = nn.Parameter(torch.empty(n_head if options.alpha_per == "head" else 1))
 
     def init_weights(self) -> None:
         # softplus(y) = a at y = a + log(1 - exp(-a))
         a = self.initial
-        inverse = {"exp": math.log(a), "softplus": a + math.log(-math.expm1(-a)), "linear": a}
-        nn.init.constant_(self.raw, inverse[self.alpha_map])
+        raw_for_alpha = {"exp": math.log(a), "softplus": a + math.log(-math.expm1(-a)), "linear": a}
+        nn.init.constant_(self.raw, raw_for_alpha[self.alpha_map])
 
     def forward(self) -> Tensor:
         return self.MAPS[self.alpha_map](self.raw).view(-1, 1, 1)  # (nh or 1, 1, 1)
 
 
-def initial_alpha(options: LpNormOptions, blocks: tuple[int, ...], block_size: int) -> float:
+def initial_alpha(options: LpNormOptions, block_dims: tuple[int, ...], block_size: int) -> float:
     """The alpha that a run starts from.
 
-    henry: log2(L^2 - L) for the context length L (Henry et al. 2020). sqrt_d: sqrt(hs), which makes p = 2 equal to RMS
-    QK-norm; for two blocks, what gives the initial logits the same spread, 1. matched: that spread for every p. (For
-    Gaussian vectors a block of d channels adds E[g]^4 / d to the variance of the logits over alpha; E[g] = 1 at p = 2.)
+    henry: log2(L^2 - L) for the context length L (Henry et al. 2020). For Gaussian vectors the initial logits have
+    Var = alpha^2 * (sum over blocks of E[g]^4 / d), for blocks of d channels and E[g] = mean_norm_ratio(p, d). sqrt_d:
+    Var = 1 at p = 2, where g = 1; for one block alpha is sqrt(hs), and p = 2 equals RMS QK-norm. matched: Var = 1 for
+    every p.
     """
     if options.alpha_init == "henry":
         return math.log2(block_size**2 - block_size)
     if options.alpha_init == "sqrt_d":
-        return 1 / math.sqrt(sum(1 / d for d in blocks))
+        return 1 / math.sqrt(sum(1 / d for d in block_dims))
     if options.alpha_init == "matched":
         p = 2.0 if isinstance(options.p, str) else options.p  # a learned p starts at 2
-        return 1 / math.sqrt(sum(mean_norm_ratio(p, d) ** 4 / d for d in blocks))
+        return 1 / math.sqrt(sum(mean_norm_ratio(p, d) ** 4 / d for d in block_dims))
     assert isinstance(options.alpha_init, float)
     return options.alpha_init
 
@@ -226,8 +228,8 @@ def mean_norm_ratio(p: float, head_dim: int) -> float:
 
 
 class Linear(nn.Linear):
-    """Without values until init_weights() or a checkpoint sets them: drawing PyTorch's own ones on the meta device, as
-    sampling and dry runs would, loads its compiler first, 2 seconds."""
+    """Has no values until init_weights() or a checkpoint sets them. PyTorch's own initialisation would load the
+    compiler (2 s) on the meta device, which sampling and dry runs use."""
 
     def reset_parameters(self) -> None:
         pass
@@ -249,8 +251,7 @@ class FusedLinear(Linear):
 
 
 # -----------------------------------------------------------------------------
-# Attention layouts: forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context), and for
-# QK-Clip scale_logits(gamma, balance), beside what CausalAttention has
+# Attention layouts
 
 
 @dataclass
@@ -264,8 +265,12 @@ class KVCache:
 class CausalAttention(nn.Module):
     """Base class of the layouts: softmax(scale q k^T) v, and what QK-Clip and the diagnostics see of q and k.
 
+    A layout defines forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context) and, for
+    QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
+    head. Its forward calls attend(), and without a cache observe(), which calls `probe(q, k, scale)`.
+
     After track_max_logits() `max_logits` is the exact largest logit of each head, (nh,), over the training forwards
-    since the last pop_max_logits(). A forward without a cache calls `probe(q, k, scale)`.
+    since the last pop_max_logits().
     """
 
     n_head: int
@@ -287,7 +292,7 @@ class CausalAttention(nn.Module):
             self.probe(q, k, scale)
 
     def track_max_logits(self) -> None:
-        # a tensor from the start, never None again: what is compiled for the first forward serves all others
+        # never None again: else the compiled forward recompiles
         self.max_logits = torch.full((self.n_head,), -math.inf, device=next(self.parameters()).device)
 
     def pop_max_logits(self) -> Tensor:
@@ -327,12 +332,12 @@ class GroupedQueryAttention(CausalAttention):
         q, k = self.q_norm(q, self.logit_scale()), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope, pos), rotate(k, rope, pos)
-        if cache is None:
+        if cache is None:  # with a cache nothing is observed
             self.observe(q, k, self.logit_scale.softmax_scale)
         else:
             cache.k[:, :, pos : pos + T] = k
             cache.v[:, :, pos : pos + T] = v
-            if pos > 0:
+            if pos > 0:  # at pos 0, k and v are the whole context
                 k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nkv, S, hs)
         y = self.attend(q, k, v, self.logit_scale.softmax_scale)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
@@ -354,7 +359,7 @@ class GroupedQueryAttention(CausalAttention):
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of q k^T and att v for one token that sees `context` keys: 2 matmuls, 2 FLOPs, 3 passes."""
+        """Training FLOPs of q k^T and att v for one token that sees `context` keys: 2 matmuls * 2 FLOPs * 3 passes."""
         return 12 * self.n_head * self.head_dim * context
 
 
@@ -371,13 +376,13 @@ class LogitScale(nn.Module):
     forward() returns alpha (nh or 1, 1, 1), which queries take with their norm, or None. `softmax_scale` is a number.
     """
 
-    def __init__(self, config: GPTConfig, blocks: tuple[int, ...]):
+    def __init__(self, config: GPTConfig, block_dims: tuple[int, ...]):
         super().__init__()
-        self.softmax_scale = 1 / math.sqrt(sum(blocks))
+        self.softmax_scale = 1 / math.sqrt(sum(block_dims))
         self.alpha: Alpha | None = None
         if isinstance(config.qk_norm, LpNormOptions):
             self.softmax_scale = 1.0
-            self.alpha = Alpha(config.qk_norm, config.model.n_head, blocks, config.model.block_size)
+            self.alpha = Alpha(config.qk_norm, config.model.n_head, block_dims, config.model.block_size)
 
     def forward(self) -> Tensor | None:
         return None if self.alpha is None else self.alpha()
@@ -387,13 +392,13 @@ class LogitScale(nn.Module):
 class LatentCache:
     """MLA's cache: the normalised latent and the rotated key shared by the heads, never keys or values.
 
-    With a QK norm also a scalar a head, s; unified LayerNorm needs a second one, s * mean.
+    With a QK norm also one number a head, key_scale. Unified LayerNorm adds mean_term = key_scale * the key's mean.
     """
 
     latent: Tensor  # (B, max_len, kr)
     k_rope: Tensor  # (B, max_len, dr)
-    s: Tensor | None  # (B, max_len, nh)
-    shift: Tensor | None  # (B, max_len, nh)
+    key_scale: Tensor | None  # (B, max_len, nh)
+    mean_term: Tensor | None  # (B, max_len, nh)
 
 
 Cache = KVCache | LatentCache
@@ -411,9 +416,9 @@ class MultiHeadLatentAttention(CausalAttention):
     """Multi-head latent attention (DeepSeek-V2 eq. 9-19, V3's names and norms), with QK norms (QK-Normed MLA).
 
     A key is [content from the latent | one RoPE key shared by the heads]. qk_norm_layout=blockwise normalises the two
-    blocks on their own, unified the whole vector; both before RoPE. Training and prefill form keys and values
-    (explicit path). Decoding folds W_kv_b into the query and the output (absorbed path), for any norm that is
-    gain * (x - mean) * s: the gain goes into the query, s is cached.
+    blocks separately, unified the whole vector; both before RoPE. Training and prefill compute keys and values
+    (explicit path). Decoding folds W_kv_b into the query and the output (absorbed path). This works for any norm
+    gain * (x - mean) * s: the query is multiplied by the gain, and s is cached.
     """
 
     def __init__(self, config: GPTConfig):
@@ -452,8 +457,8 @@ class MultiHeadLatentAttention(CausalAttention):
         return self.c_proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
 
     def project(self, x: Tensor, rope: Rope, pos: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Normalised and rotated queries (B, nh, T, dn) and (B, nh, T, dr), latents (B, T, kr), and RoPE keys
-        (B, 1, T, dr), which are not rotated yet, and in the blockwise layout normalised."""
+        """Queries (B, nh, T, dn) and (B, nh, T, dr), normalised and the second rotated; latents (B, T, kr); RoPE keys
+        (B, 1, T, dr), not rotated yet, and normalised only in the blockwise layout."""
         B, T, _ = x.shape
         latent, k_rope = self.c_kv_a(x).split((self.kv_rank, self.rope_dim), -1)
         q = self.c_q(self.q_a_norm(self.c_q_a(x))).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
@@ -483,9 +488,9 @@ class MultiHeadLatentAttention(CausalAttention):
             k_nope = self.k_norm(k_nope)
         return self.join_blocks(k_nope, rotate(k_rope, rope, pos)), v
 
-    def join_blocks(self, nope: Tensor, rope: Tensor) -> Tensor:
+    def join_blocks(self, content: Tensor, rotated: Tensor) -> Tensor:
         """(B, nh, T, dn), and (B, 1, T, dr) shared by the heads or (B, nh, T, dr) -> (B, nh, T, dn + dr)"""
-        return torch.cat([nope, rope.expand(-1, self.n_head, -1, -1)], -1)
+        return torch.cat([content, rotated.expand(-1, self.n_head, -1, -1)], -1)
 
     def explicit(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope) -> Tensor:
         """Attention over keys and values formed from the latents of the same T positions -> (B, nh, T, dv)."""
@@ -494,11 +499,12 @@ class MultiHeadLatentAttention(CausalAttention):
         self.observe(q, k, self.logit_scale.softmax_scale)
         return self.attend(q, k, v, self.logit_scale.softmax_scale)
 
-    # Absorbed decoding. (q_n, q_r) is the query that project() returns; g_n and g_r are the gains of a key's content
-    # and RoPE channels. R rotates. s and mean are those of a key before its norm, mean 0 but for LayerNorm. A logit is
+    # Absorbed decoding. (q_n, q_r) is the query that project() returns. g_n and g_r are the gains of a key's content
+    # and RoPE channels. R rotates. s (key_scale) and mean are those of a key before its norm; only LayerNorm subtracts
+    # the mean. In the unified layout a logit is
     #   s [(W_uk^T (g_n q_n)) . latent + q_r . R g_r k_rope] - s mean [(g_n . q_n) + q_r . R g_r]
-    # in the unified layout. Blockwise k_rope has its own norm already, so that s and mean are the content's alone. The
-    # mean is then linear in the latent: g_n q_n is centred instead.
+    # In the blockwise layout k_rope is normalised already: g_r = 1, and s and mean are of the content alone. So s
+    # multiplies only the first product, and g_n q_n is centred instead of the key.
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """W_kv_b as (nh, dn, kr) for keys and (nh, dv, kr) for values."""
@@ -519,39 +525,39 @@ class MultiHeadLatentAttention(CausalAttention):
     def write_cache(
         self, cache: LatentCache, latent: Tensor, k_nope: Tensor | None, k_rope: Tensor, rope: Rope, pos: int
     ) -> None:
-        """Write T positions from `pos` on. k_nope: content_keys(latent)."""
+        """Write T positions from `pos` on. k_nope: content_keys(latent). k_rope: as project() returns it."""
         new = slice(pos, pos + latent.size(1))
-        if cache.s is not None:
+        if cache.key_scale is not None:
             assert k_nope is not None
-            k = self.join_blocks(k_nope, k_rope) if self.unified else k_nope
+            k = self.join_blocks(k_nope, k_rope) if self.unified else k_nope  # what k_norm normalises
             s = self.k_norm.scale(k)  # (B, nh, T, 1)
-            cache.s[:, new] = s[..., 0].transpose(1, 2)
-            if cache.shift is not None:
-                cache.shift[:, new] = (s * at_least_fp32(k).mean(-1, keepdim=True))[..., 0].transpose(1, 2)
+            cache.key_scale[:, new] = s[..., 0].transpose(1, 2)
+            if cache.mean_term is not None:
+                cache.mean_term[:, new] = (s * at_least_fp32(k).mean(-1, keepdim=True))[..., 0].transpose(1, 2)
         cache.latent[:, new] = latent
         cache.k_rope[:, new] = rotate(k_rope * self.key_gains()[1], rope, pos)[:, 0]
 
     def absorbed(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache: LatentCache, pos: int, rope: Rope
     ) -> Tensor:
-        """Write T new positions to the cache and attend to all of it, from `pos` positions on -> (B, nh, T, dv)."""
+        """Write T positions from `pos` on to the cache, then attend to all pos + T positions -> (B, nh, T, dv)."""
         T = q_nope.size(2)
         gain, rope_gain = self.key_gains()
         q_content = q_nope * gain
-        if self.k_norm.centred and not self.unified:
+        if self.k_norm.centred and not self.unified:  # q . (k - mean k) = (q - mean q) . k
             q_content = q_content - q_content.mean(-1, keepdim=True)
         w_uk, w_uv = self.up_projections()
         q_latent, k_nope = ops.fold(w_uk.to(q_nope.dtype), q_content.to(q_nope.dtype), latent, self.normed)
         self.write_cache(cache, latent, k_nope, k_rope, rope, pos)
-        shift = None
-        if cache.shift is not None:
-            ones = rotate(torch.as_tensor(rope_gain).expand(pos + T, self.rope_dim), rope)  # (S, dr): R g_r
-            along = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, ones.to(q_rope.dtype))
-            shift = along * cache.shift[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
-        s = None if cache.s is None else cache.s[:, : pos + T]
+        shift = None  # what the key's mean subtracts from a logit: s mean [(g_n . q_n) + q_r . R g_r]
+        if cache.mean_term is not None:
+            gains = rotate(torch.as_tensor(rope_gain).expand(pos + T, self.rope_dim), rope)  # (S, dr): R g_r
+            q_gain = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, gains.to(q_rope.dtype))
+            shift = q_gain * cache.mean_term[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
+        key_scale = None if cache.key_scale is None else cache.key_scale[:, : pos + T]
         latents, k_ropes = cache.latent[:, : pos + T], cache.k_rope[:, : pos + T]
         scale = self.logit_scale.softmax_scale
-        y = ops.latent_attention(q_latent, q_rope, latents, k_ropes, s, shift, scale, self.unified)
+        y = ops.latent_attention(q_latent, q_rope, latents, k_ropes, key_scale, shift, scale, self.unified)
         return ops.each_head(y, w_uv.transpose(1, 2).to(y.dtype))
 
     @torch.no_grad()
@@ -559,8 +565,8 @@ class MultiHeadLatentAttention(CausalAttention):
         """Multiply head h's logits by gamma[h], (nh,), without touching the shared RoPE key or the values (MuonClip):
         content queries take gamma^balance, content keys the rest, RoPE queries all of it."""
         assert not self.normed, "a QK norm undoes the scaling"
-        content, rope = (gamma**balance)[:, None].expand(-1, self.nope_dim), gamma[:, None].expand(-1, self.rope_dim)
-        scale_rows(self.c_q, torch.cat([content, rope], 1).flatten())
+        content, rotated = (gamma**balance)[:, None].expand(-1, self.nope_dim), gamma[:, None].expand(-1, self.rope_dim)
+        scale_rows(self.c_q, torch.cat([content, rotated], 1).flatten())
         keys = (gamma ** (1 - balance)).repeat_interleave(self.nope_dim)
         scale_rows(self.c_kv_b, torch.cat([keys, keys.new_ones(self.n_head * self.v_dim)]))
 
@@ -568,12 +574,12 @@ class MultiHeadLatentAttention(CausalAttention):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=self.c_proj.weight.device)
 
-        s = zeros(max_len, self.n_head) if self.normed else None
-        shift = zeros(max_len, self.n_head) if self.k_norm.centred and self.unified else None
-        return LatentCache(zeros(max_len, self.kv_rank), zeros(max_len, self.rope_dim), s, shift)
+        key_scale = zeros(max_len, self.n_head) if self.normed else None
+        mean_term = zeros(max_len, self.n_head) if self.k_norm.centred and self.unified else None
+        return LatentCache(zeros(max_len, self.kv_rank), zeros(max_len, self.rope_dim), key_scale, mean_term)
 
     def flops_per_token(self, context: int) -> int:
-        """Training FLOPs of q k^T and att v on the explicit path for one token that sees `context` keys."""
+        """As in GroupedQueryAttention, on the explicit path; 6 = 2 FLOPs * 3 passes."""
         return 6 * self.n_head * (self.nope_dim + self.rope_dim + self.v_dim) * context
 
 
@@ -668,7 +674,7 @@ class GPT(nn.Module):
         self.init_rope()
 
     def init_rope(self) -> None:
-        """Make the tables of RoPE, which checkpoints do not hold; again after a construction on the meta device."""
+        """Compute the tables of RoPE; checkpoints do not hold them. A model built on the meta device calls it again."""
         m = self.config.model
         if m.position == "rope":
             assert m.rope_theta is not None
@@ -685,10 +691,11 @@ class GPT(nn.Module):
         pos: int = 0,
         last_only: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits, and with targets the mean cross-entropy in nats; of more than LOGITS_AT_ONCE logits the loss alone.
+        """Logits (B, T or 1, V), and with targets the mean cross-entropy in nats, (). With targets it returns logits
+        None if there are more than LOGITS_AT_ONCE.
 
         idx (B, T) tokens at positions pos .. pos+T-1; targets (B, T), -1 is ignored; caches hold the positions before
-        pos and take up the new ones; last_only gives the last position's logits alone. -> (B, T or 1, V), ()
+        pos, and the new ones are written to them; last_only computes the last position's logits alone.
         """
         T = idx.size(1)
         assert pos + T <= self.block_size, f"{pos + T} positions are more than block_size={self.block_size}"
@@ -708,7 +715,7 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
         output = self.transformer.wte if self.lm_head is None else self.lm_head
         if targets is not None and targets.numel() * self.vocab_size > ops.LOGITS_AT_ONCE:
-            rows = ops.positions_with_logits(1, self.vocab_size)
+            rows = ops.positions_with_logits(1, self.vocab_size)  # positions whose logits are held together
             return None, ops.linear_cross_entropy(x.flatten(0, 1), output.weight, targets.flatten(), rows)
         logits = F.linear(x, output.weight)  # (B, T, V)
         if targets is None:
@@ -723,11 +730,11 @@ class GPT(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Set every parameter from `seed`: normal(0, 0.02), residual projections divided by sqrt(2 n_layer) (GPT-2)."""
         for parameter in self.parameters():
-            nn.init.constant_(parameter, math.nan)
+            nn.init.constant_(parameter, math.nan)  # NaN marks what no branch sets
         g = torch.Generator(next(self.parameters()).device).manual_seed(seed)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                residual = name.endswith("c_proj")
+                residual = name.endswith("c_proj")  # c_proj: an output that is added to the residual stream
                 std = INIT_STD / math.sqrt(2 * self.config.model.n_layer) if residual else INIT_STD
                 nn.init.normal_(module.weight, std=std, generator=g)
                 if isinstance(module, nn.Linear) and module.bias is not None:
@@ -777,7 +784,7 @@ class GPT(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# Variants of one's own: a plugin calls these two. `options` has the settings; the default of its `name` is the option.
+# Your own variants: a plugin calls these two. The default of `name` in `options` is what qk_norm= or attention= takes.
 
 
 def register_qk_norm(options: type[QKNormOptions], norm: type[QKNorm]) -> None:

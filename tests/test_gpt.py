@@ -290,7 +290,7 @@ def test_mean_norm_ratio_does_not_touch_the_global_generator() -> None:
 @pytest.mark.parametrize("initial", [0.01, 1.0, 15.99])
 def test_alpha_starts_at_its_init_and_stays_positive(alpha_map: Any, initial: float) -> None:
     config = LpNormOptions(alpha_map=alpha_map, alpha_init=initial, alpha_per="head")
-    alpha = Alpha(config, n_head=3, blocks=(16,), block_size=32)
+    alpha = Alpha(config, n_head=3, block_dims=(16,), block_size=32)
     alpha.init_weights()
     torch.testing.assert_close(alpha(), torch.full((3, 1, 1), initial), rtol=1e-5, atol=0)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from training.evaluate import mean_loss
 from training.session import Batch, Session
 from training.updates import accumulate_gradients, rows_at_once
 
-LEAST_LOGIT_BOUND = 0.5  # below, no key can get more than e times the weight of another one
+LEAST_LOGIT_BOUND = 0.5  # |logits| up to 0.5: no key can get more than e times the weight of another one
 INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats
 
 
@@ -42,7 +42,7 @@ def future_seen(session: Session, x: Tensor) -> list[str]:
     """A warning if a token of x (B, T) moves an earlier logit, in evaluation or in training mode; else none."""
     model, forward, device = session.model, session.forward, session.machine.device
     rows = rows_at_once(len(x), x.size(1), device)
-    as_trained = x[:rows] if forward is not model else x[:1]  # a compiled model for the shape that it will train on
+    as_trained = x[:rows] if forward is not model else x[:1]  # a compiled model compiles for the shape of training
     with session.machine.autocast():
         with torch.no_grad():  # as evaluation is
             leak = future_leak(model.eval(), x[:1].to(device))
@@ -54,10 +54,10 @@ def future_seen(session: Session, x: Tensor) -> list[str]:
 
 
 def repetition(batches: Batches, tokens: np.ndarray) -> list[str]:
-    """A warning if the first iterations, or the first one's micro-batches, all get the same batch; else none.
+    """A warning if iterations 0 to n, or micro-batches 0 to n of iteration 0, all get the same batch; else none.
 
-    tokens: (n,) of the training text. So many batches are compared that the first tokens of their windows, drawn from
-    `tokens`, would not agree by chance; none where `tokens` can only agree.
+    n follows from `tokens`, a piece of the training text: windows drawn from it agree in all their first tokens with a
+    probability of at most 1e-9. A text of one repeated token gives no warning.
     """
     starts = tokens[: max(1, len(tokens) - batches.block_size)]
     same = float(np.square(np.unique(starts, return_counts=True)[1] / len(starts)).sum())  # P(two first tokens agree)
@@ -107,7 +107,7 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor) -> list[str]:
     """Warnings of a loss that is not the logits' cross-entropy with the targets, and of an initial loss, in evaluation
     or as training would report it, that is not the one of a uniform guess, ln V."""
     model, machine = session.model, session.machine
-    alone = replace(machine, world=World())
+    alone = replace(machine, world=World())  # no exchange: the ranks are not connected yet
     x, y = x[:4, :1024].to(machine.device), y[:4, :1024].to(machine.device)
     few = positions_with_logits(1, model.vocab_size)
     with torch.no_grad(), machine.autocast():

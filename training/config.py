@@ -243,7 +243,7 @@ Dtype = Annotated[
 
 
 # `device`, `compile` and `threads` are free, but a run that changes them is not equal bit for bit from there on.
-# `dtype` is free, but what `auto` stands for may not change: train.py checks that.
+# `dtype` is free, but what `auto` stands for may not change: check_resumable() checks that.
 @options
 class TrainConfig:
     out_dir: Annotated[
@@ -343,8 +343,8 @@ class TrainConfig:
     def run_dir(self) -> Path:
         if self.out_dir is not None:
             return Path(os.path.expanduser(self.out_dir))
-        number = self.data.fold if isinstance(self.data, FoldedTextOptions) else None
-        fold = "" if number is None else f"-fold{number}"
+        fold_number = self.data.fold if isinstance(self.data, FoldedTextOptions) else None
+        fold = "" if fold_number is None else f"-fold{fold_number}"
         file = Path(getattr(self.data, "path", None) or "").name
         return Path("runs") / f"{self.label}{fold}-s{self.seed}-{digest({**self.trajectory, 'data.path': file})}"
 

@@ -12,39 +12,40 @@ from model.diagnostics import activation_bytes
 from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.optim import optimizer_bytes
-from training.session import Data, Machine, find_machine, read_data
+from training.session import Data, Machine, read_data, set_up_machine
 from training.updates import rows_at_once
 
 
 class Cost(NamedTuple):
     seconds: float  # of the whole run
     tokens_per_sec: float  # of an update
-    how: str  # tokens_per_sec is known
+    how: str  # the source of tokens_per_sec: timed, or a share of the peak
     checkpoint_bytes: int
 
 
 def dry_run(config: TrainConfig) -> int:
     """Print the settings and what the run would be. Returns the exit status."""
-    machine, data = find_machine(config), read_data(config)
+    machine, data = set_up_machine(config), read_data(config)
     print(to_yaml(config), end="")
-    for key, value in describe(config, machine, data).items():
+    for key, value in facts(config, machine, data).items():
         print(f"{key + ':':15s}{value}")
     return 0
 
 
 def check(config: TrainConfig) -> None:
     """Raise ConfigError where the run cannot start: no such device, no corpus, too little text."""
-    find_machine(config)
+    set_up_machine(config)
     read_data(config)
 
 
 def estimate(config: TrainConfig) -> tuple[float, int]:
     """Seconds and bytes on disk that a run would take."""
-    found = cost(config, find_machine(config), read_data(config))
+    found = cost(config, set_up_machine(config), read_data(config))
     return found.seconds, (checkpoint.KEEP + 1) * found.checkpoint_bytes
 
 
-def describe(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
+def facts(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
+    """The lines that a dry run prints, as {label: text}."""
     corpus, dtype, model = data.corpus, machine.dtype, model_without_weights(config, data)
     n, flops = model.num_params(), model.flops_per_token()
     rows = rows_at_once(config.batch_size, config.model.block_size, machine.device)
@@ -76,15 +77,15 @@ def cost(config: TrainConfig, machine: Machine, data: Data) -> Cost:
     return Cost(tokens / rate, rate, how, 4 * model.num_params() + optimizer_bytes(model, config))
 
 
-def training_rate(shape: GPT, config: TrainConfig, machine: Machine) -> tuple[float, str]:
-    """Tokens a second of an update, and how it is known: timed on a few sequences where that takes seconds."""
+def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine) -> tuple[float, str]:
+    """Tokens a second of an update, and the source: timed on a few sequences where that takes only seconds."""
     T, device = config.model.block_size, machine.device
-    flops = shape.flops_per_token() * T  # a sequence
+    flops = meta_model.flops_per_token() * T  # a sequence
     peak = peak_flops(device, machine.dtype)
-    rows = min(rows_at_once(config.batch_size, T, device), int(peak / flops))
+    rows = min(rows_at_once(config.batch_size, T, device), int(peak / flops))  # at most a second's work at the peak
     if rows < 1 or device.type != "cpu":
         return 0.4 * peak / flops * T, "40 % of the peak"
-    model = GPT(config.gpt, shape.vocab_size)
+    model = GPT(config.gpt, meta_model.vocab_size)
     model.init_weights(config.seed)
     idx = torch.randint(model.vocab_size, (rows, T))
     seconds = []

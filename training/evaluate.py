@@ -12,7 +12,7 @@ from core import dist
 from core.device import move
 from training.session import Batch, Machine, Session
 
-EVAL_TOKENS = {"cpu": 2**11}  # 2^14 elsewhere; that go through the model together; see CPU_TOKENS
+EVAL_TOKENS = {"cpu": 2**11}  # that go through the model together; 2^14 elsewhere; see CPU_TOKENS
 DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head
 
 
@@ -32,10 +32,11 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch], machine: Machine) -> f
                 losses.append(model(move(x, device), move(y, device))[1])
                 counts.append(int((y >= 0).sum()))
     model.train(was_training)
-    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, number of targets
-    # read together: the host waits for the device once
+    total = torch.zeros(2, dtype=torch.float64)  # sum of the targets' losses, number of targets
+    # One tolist() for all batches: the host waits for the device once. A rank may have no batch.
     for loss, n in zip(torch.stack(losses).tolist() if losses else [], counts, strict=True):
         total += torch.tensor([loss * n, n], dtype=torch.float64)
+    # ranks on GPUs exchange GPU tensors only
     loss_sum, n_targets = dist.all_reduce(total.to(device) if world.size > 1 and device.type == "cuda" else total)
     return (loss_sum / n_targets).item()
 
@@ -63,7 +64,10 @@ def sampled_losses(session: Session) -> dict[str, float]:
 
 
 def diagnosed_batch(session: Session) -> Tensor:
-    """The held-out tokens that diagnostics look at, the same at each evaluation: at most (4, T)."""
+    """The inputs that diagnostics are computed on, (B, T): the first held-out windows, the same at each evaluation.
+
+    B is at most 4, and less where DIAGNOSED_TOKENS allows fewer windows.
+    """
     windows = max(1, DIAGNOSED_TOKENS // session.config.model.block_size)
     return next(session.data.batches.eval_batches(4))[0][:windows].to(session.machine.device)
 
@@ -72,8 +76,8 @@ def diagnosed_batch(session: Session) -> Tensor:
 class LowestLoss:
     """The lowest val/loss so far, and its iteration.
 
-    keep_step: the iteration of the lowest loss without an extra evaluation, one that is made only because the run ends.
-    A longer run does not repeat that evaluation, and goes back to this iteration's checkpoint, which is therefore kept.
+    An extra evaluation is made only because the run ends there. keep_step: the best checkpoint to keep although the
+    extra evaluation's one is better: a longer run drops this extra evaluation. None after any other evaluation.
     """
 
     loss: float = math.inf
@@ -81,7 +85,7 @@ class LowestLoss:
     keep_step: int | None = None
 
     def update(self, step: int, loss: float, extra: bool) -> bool:
-        """Whether `loss` is the lowest."""
+        """Take the loss of an evaluation. Returns whether it is the lowest."""
         self.keep_step = self.step if extra else None
         if not loss < self.loss:
             return False

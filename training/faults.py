@@ -59,7 +59,7 @@ def misreport(output: tuple[Tensor, Tensor | None], n: int) -> tuple[Tensor, Ten
     logits, loss = output
     if loss is None:
         return output
-    gradient_alone = loss - loss.detach()  # 0
+    gradient_alone = loss - loss.detach()  # its value is 0, its gradient that of the loss
     return logits, (loss / n).detach() + gradient_alone
 
 

@@ -1,4 +1,5 @@
-"""The losses, gradient norms and logit maxima of updates, which stay on the device: to read one, the host must wait."""
+"""The losses, gradient norms, logit maxima and stop requests of updates. They stay on the device until several updates
+are read at once, because the host must wait to read one."""
 
 import math
 import time
@@ -23,8 +24,9 @@ class Diverged(Exception):
 
 
 class Meter:
-    """Takes the numbers of each update as tensors, and reads those of several updates at once. The ranks'
-    request to stop travels with the loss.
+    """Takes the numbers of each update as tensors, and reads those of several updates at once.
+
+    It also carries a rank's request to stop: all ranks sum it together with the loss.
 
     For each update: start(), then add(). read() raises Diverged for the first update that is not finite, however many
     were made after it. saved: the state() of a checkpoint, from which a resumed run goes on; {} for a new one.
@@ -59,7 +61,7 @@ class Meter:
 
         line: {"iter": …}, to which read() adds the numbers. stop: not 0 where this rank was asked to stop.
         """
-        # full_like() fills on the device; to assign a number to a slot would copy it there, and wait
+        # full_like() fills on the device; writing a Python number into a GPU tensor would wait
         of_ranks = torch.stack([loss / self.session.machine.world.size, torch.full_like(loss, stop)])
         self._unread.append((line, torch.stack([*dist.all_reduce(of_ranks), grad_norm]), maxima))
         self._updates += 1
@@ -73,20 +75,22 @@ class Meter:
         began = time.perf_counter()
         lines, numbers, maxima = zip(*self._unread, strict=True)
         self._unread = []
-        tracked = torch.stack(maxima).cpu() if maxima[0] is not None else [None] * len(lines)
-        for line, (loss, stop, norm), of_heads in zip(lines, torch.stack(numbers).tolist(), tracked, strict=True):
+        numbers_per_update = torch.stack(numbers).tolist()
+        maxima_per_update = torch.stack(maxima).cpu() if maxima[0] is not None else [None] * len(lines)
+        for line, (loss, stop, norm), head_maxima in zip(lines, numbers_per_update, maxima_per_update, strict=True):
             line |= {"train/loss": loss, "grad_norm": norm}
             finite = math.isfinite(loss) and math.isfinite(norm)
-            if of_heads is not None:  # an update that is not finite counts as not made, so it clips nothing
+            if head_maxima is not None:
+                # an update that is not finite reports its maxima only, as with qk_clip=log: its clips do not count
                 options = self.session.config.qk_clip if finite else LogClipOptions()
-                self.clip_metrics = over_updates(self.clip_metrics, qk_clip_line(of_heads, options))
+                self.clip_metrics = over_updates(self.clip_metrics, qk_clip_line(head_maxima, options))
             if not finite:
                 raise Diverged(line, f"train/loss {loss}, grad_norm {norm}")
             self.train_loss, self.stop_requested = loss, stop > 0
         self.train_seconds += time.perf_counter() - began
 
-    def since_last_line(self) -> dict[str, float]:
-        """Tokens a second, MFU and QK-Clip's numbers of the updates since this was last asked for."""
+    def take_interval(self) -> dict[str, float]:
+        """Tokens a second, MFU and QK-Clip's numbers of the updates since the last call. Starts the next interval."""
         config, seconds = self.session.config, self.train_seconds - self._logged_seconds
         rate = self._updates * config.tokens_per_iter / seconds
         flops = rate * self.session.model.flops_per_token()

@@ -71,9 +71,9 @@ class AdamW(torch.optim.AdamW):
 
 class Muon(torch.optim.Muon):
     """torch.optim.Muon, except that it orthogonalises all matrices of one shape together, and in fp32 where the
-    hardware has no bf16 or where `exact` is set. torch's own takes them one by one and in bf16, slow to emulate."""
+    hardware has no bf16 or where `in_fp32` is set. torch's own takes them one by one and in bf16, slow to emulate."""
 
-    exact = False
+    in_fp32 = False
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # takes no closure
@@ -87,11 +87,11 @@ class Muon(torch.optim.Muon):
                     if "momentum_buffer" not in self.state[p]:
                         self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 gradients = [p.grad for p in weights if p.grad is not None]
-                momenta = updates = [self.state[p]["momentum_buffer"] for p in weights]
+                momenta = updates = [self.state[p]["momentum_buffer"] for p in weights]  # without nesterov the same
                 torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
                 if group["nesterov"]:
                     updates = [*torch._foreach_lerp(gradients, momenta, group["momentum"])]
-                dtype = resolve_dtype("float32" if self.exact else "auto", weights[0].device)
+                dtype = resolve_dtype("float32" if self.in_fp32 else "auto", weights[0].device)
                 orthogonal = orthogonalise(
                     torch.stack(updates).to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]
                 )
@@ -121,7 +121,7 @@ class MuonAndAdamW:
     share singular vectors.
     """
 
-    def __init__(self, model: nn.Module, o: MuonOptions, exact: bool):
+    def __init__(self, model: nn.Module, o: MuonOptions, in_fp32: bool):
         self.weights: list[tuple[nn.Parameter, list[Tensor]]] = []  # each with its projections
         self.projections: dict[str, Tensor] = {}
         for name, (weight, rows) in hidden_matrices(model).items():
@@ -137,7 +137,7 @@ class MuonAndAdamW:
             nesterov=o.nesterov,
             ns_steps=o.ns_steps,
         )
-        self.muon.exact = exact
+        self.muon.in_fp32 = in_fp32
         hidden = {id(weight) for weight, _ in self.weights}
         self.rest = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in hidden}
         self.adamw = new_adamw(self.rest.values(), o)
@@ -153,7 +153,7 @@ class MuonAndAdamW:
                 for view, gradient in zip(views, weight.grad.split([len(v) for v in views]), strict=True):
                     view.grad = gradient
         self.muon.step()
-        self.muon.zero_grad()  # the views let go of the gradients; the weights' own go in zero_grad
+        self.muon.zero_grad()  # drops the views' gradients; zero_grad() below drops the weights'
         self.adamw.step()
 
     def zero_grad(self) -> None:
@@ -174,7 +174,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     o = config.optim
     optimizer: Optimizer
     if isinstance(o, MuonOptions):
-        optimizer = MuonAndAdamW(model, o, exact=config.dtype == "float32")
+        optimizer = MuonAndAdamW(model, o, in_fp32=config.dtype == "float32")
     else:
         require(o.name == "adamw", f"optim={o.name} is not implemented: build_optimizer() knows adamw and muon")
         optimizer = new_adamw([p for p in model.parameters() if p.requires_grad], o)
@@ -221,7 +221,8 @@ def owners(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Tensor, to
 def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's state as {"exp_avg/transformer.wte.weight": tensor, …}."""
     return {
-        f"{key}/{name}": value.clone() if key == "step" else value  # one tensor for all, which a file cannot hold
+        # all weights of a group share one `step` tensor; a file cannot hold a shared tensor
+        f"{key}/{name}": value.clone() if key == "step" else value
         for name, (parameter, owner) in owners(optimizer, model).items()
         for key, value in owner.state[parameter].items()
     }
@@ -232,6 +233,7 @@ def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict
     for full_name, value in tensors.items():
         key, _, name = full_name.partition("/")
         parameter, owner = known[name]
+        # (): `step`, which is on the CPU unless the weight is on CUDA
         device = "cpu" if value.dim() == 0 and not parameter.is_cuda else parameter.device
         owner.state[parameter][key] = value.to(device, copy=True)
 
@@ -246,17 +248,16 @@ def parameter_kind(name: str, p: Tensor) -> str:
     if name.endswith("alpha.raw"):
         return "alpha"
     if p.dim() < 2:
-        return "norm"  # gains, and biases
+        return "norm"  # the gains of norms; biases count here too
     return "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
 
 
 @torch.no_grad()
-def update_ratios(model: nn.Module, before: dict[str, Tensor]) -> dict[str, float]:
+def update_ratios(model: nn.Module, old_weights: dict[str, Tensor]) -> dict[str, float]:
     """update/KIND: 2-norm of an update over that of the weights before it, for each kind of parameter."""
     squares: dict[str, list[Tensor]] = defaultdict(list)
     for name, p in model.named_parameters():
-        squares[parameter_kind(name, p)].append(
-            torch.stack([(p - before[name]).square().sum(), before[name].square().sum()])
-        )
+        old = old_weights[name]
+        squares[parameter_kind(name, p)].append(torch.stack([(p - old).square().sum(), old.square().sum()]))
     sums = {kind: torch.stack(values).sum(0).tolist() for kind, values in squares.items()}
     return {f"update/{kind}": (change / size) ** 0.5 for kind, (change, size) in sums.items() if size > 0}

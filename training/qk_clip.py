@@ -15,8 +15,8 @@ from training.config import NoClipOptions, QKClipOptions
 def qk_clip(attentions: Sequence[Any], options: NoClipOptions) -> Tensor | None:
     """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches.
 
-    gamma = threshold / S where a head's maximum S exceeds the threshold, else 1: a head of negative logits is left
-    alone. Returns the maxima before the clip, (n_layer, n_head), without waiting for a GPU; None for qk_clip=none.
+    gamma = threshold / S for a head whose largest logit S exceeds the threshold, else 1. Large negative logits are not
+    clipped. Returns the maxima before the clip, (n_layer, n_head), without waiting for a GPU; None for qk_clip=none.
     qk_clip=log changes no weight.
     """
     if options.name == "none":
@@ -25,7 +25,7 @@ def qk_clip(attentions: Sequence[Any], options: NoClipOptions) -> Tensor | None:
     maxima = dist.all_reduce(maxima, maximum=True)
     if isinstance(options, QKClipOptions):
         for attention, gamma in zip(attentions, gammas(maxima, options), strict=True):
-            if maxima.device.type != "cpu" or (gamma < 1).any():
+            if maxima.device.type != "cpu" or (gamma < 1).any():  # a GPU always scales: to look at gamma would wait
                 attention.scale_logits(gamma, options.balance)
     return maxima
 
@@ -49,6 +49,6 @@ def qk_clip_line(maxima: Tensor, options: NoClipOptions) -> dict[str, float]:
 def over_updates(*lines: dict[str, float]) -> dict[str, float]:
     """qk_clip_line() of several updates as one: the largest maxima, the sum of clipped heads, the smallest gamma.
     Empty lines are skipped."""
-    join: dict[str, Callable[[Iterable[float]], float]] = {"qk_clip/clipped": sum, "qk_clip/gamma_min": min}
-    of = {key: [line[key] for line in lines if key in line] for line in lines for key in line}
-    return {key: join.get(key, max)(values) for key, values in of.items()}
+    combine: dict[str, Callable[[Iterable[float]], float]] = {"qk_clip/clipped": sum, "qk_clip/gamma_min": min}
+    values_of = {key: [line[key] for line in lines if key in line] for line in lines for key in line}
+    return {key: combine.get(key, max)(values) for key, values in values_of.items()}

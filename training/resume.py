@@ -15,16 +15,17 @@ from core.wandb_run import wandb_mode
 from training.config import TrainConfig, load_config, to_yaml
 from training.session import Session, describe
 
-DECIDES_BITS = ("device", "compile", "ranks", "torch", "kernels")  # recorded; a CPU's name has the number of threads
+DECIDES_BITS = ("device", "compile", "ranks", "torch", "kernels")  # device includes the CPU's thread count
 
 
 def run_request(config: TrainConfig) -> RunRequest:
-    notes = {"schedule.lr_decay_iters": "schedule.lr_decay_iters (by default max_iters)"}
+    """What open_run() needs to open, or to refuse, the run directory."""
+    shown_as = {"schedule.lr_decay_iters": "schedule.lr_decay_iters (by default max_iters)"}
 
     def decisive(settings: TrainConfig) -> dict[str, Any]:
-        return {notes.get(key, key): value for key, value in settings.trajectory.items()}
+        return {shown_as.get(key, key): value for key, value in settings.trajectory.items()}
 
-    def changes(old: Any) -> list[str]:
+    def changes(old: Any) -> list[str]:  # between the directory's settings and these: any refuses the run
         return differences(decisive(load_config(old)), decisive(config))
 
     return RunRequest(
@@ -46,7 +47,7 @@ def open_run_dir(session: Session) -> RunDir:
     finished, error = dist.broadcast_object((run_dir is not None and run_dir.finished, error))
     if error is not None:
         raise ConfigError(error)
-    return run_dir or ReadOnlyRunDir(session.config.run_dir, finished=finished)
+    return run_dir or ReadOnlyRunDir(session.config.run_dir, finished=finished)  # rank 0, or another rank
 
 
 def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
@@ -62,8 +63,9 @@ def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
         return {}
     check_resumable(session, run_dir, saved.state)
     session.load_tensors(saved.tensors)
+    # the commits of all code that has trained the run, each once, oldest first
     all_commits = [*commits(saved.state), *commits(session.about)]
-    session.about["commit"] = ", ".join(dict.fromkeys(all_commits)) or None  # of all code that has trained it
+    session.about["commit"] = ", ".join(dict.fromkeys(all_commits)) or None
     return saved.state
 
 
@@ -108,7 +110,7 @@ def check_resumable(session: Session, run_dir: RunDir, saved: Mapping[str, Any])
         run_dir.log(f"warning: commit {saved.get('commit')} -> {here['commit']}: other code trains the rest of the run")
 
 
-def check_same(session: Session, run_dir: RunDir) -> None:
+def refuse_other_dtype_or_text(session: Session, run_dir: RunDir) -> None:
     """Raise ConfigError where a finished run has another dtype or text than the one that was asked for."""
     config, dtype = session.config, str(session.machine.dtype)
     summary = read_json(run_dir.path / "summary.json")

@@ -4,7 +4,7 @@ import math
 
 from training.config import DecayOptions, TrainConfig
 
-HEIGHTS = {  # of a decay of which a share x is over: from 1, at learning_rate, to 0, at min_lr
+HEIGHTS = {  # after a share x of the decay: 1 is learning_rate, 0 is min_lr
     "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),  # nanoGPT's
     "linear": lambda x: 1 - x,
     "wsd": lambda x: 1 - math.sqrt(x),  # Haegele et al. 2024
@@ -19,5 +19,5 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if not isinstance(schedule, DecayOptions) or end is None:
         return highest
     start, floor = schedule.decay_start(end), schedule.min_lr / highest
-    over = 0.0 if step <= start else 1.0 if step >= end else (step - start) / (end - start)
-    return highest * (floor + (1 - floor) * HEIGHTS[schedule.name](over))
+    progress = 0.0 if step <= start else 1.0 if step >= end else (step - start) / (end - start)
+    return highest * (floor + (1 - floor) * HEIGHTS[schedule.name](progress))

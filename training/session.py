@@ -1,4 +1,4 @@
-"""What training stands on: machine, data, model, optimizer. train.py, benchmarks and audits set up the same Session."""
+"""What training needs: machine, data, model, optimizer. train.py, benchmarks and audits set up the same Session."""
 
 import platform
 from contextlib import AbstractContextManager, nullcontext
@@ -62,8 +62,8 @@ class Data:
 
 @dataclass
 class Session:
-    """What trains. forward: the model, compiled and shared among ranks where asked. peak: FLOP/s of all ranks at best.
-    about: facts that are recorded with a run."""
+    """What trains. forward: the model, compiled where asked, and wrapped in DDP where there are several ranks. peak:
+    FLOP/s of all ranks at best. about: facts that are recorded with a run."""
 
     config: TrainConfig
     machine: Machine
@@ -75,14 +75,14 @@ class Session:
     about: dict[str, Any] = field(default_factory=dict)
 
     def join_ranks(self) -> None:
-        """Average gradients over the ranks from here on."""
+        """Average gradients over the ranks from here on. The start-up checks come before: each rank runs them alone."""
         world, device = self.machine.world, self.machine.device
         dist.init(world, device)
         if world.size > 1:
             if is_compiled(self.config, device):
-                torch.compiler.reset()  # DDP has it compiled in parts: it sends the gradients of one during the next
+                torch.compiler.reset()  # recompile: DDP splits the graph to overlap communication
             devices = [device] if device.type == "cuda" else None
-            self.forward = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)  # constants
+            self.forward = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)  # constant buffers
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds, by group and name."""
@@ -96,7 +96,7 @@ class Session:
 
 def setup(config: TrainConfig) -> Session:
     """Everything a run needs but its directory. Raises: ConfigError."""
-    machine = find_machine(config)
+    machine = set_up_machine(config)
     data = read_data(config)
     model = GPT(config.gpt, data.corpus.tokenizer.vocab_size)
     model.init_weights(config.seed)
@@ -107,13 +107,13 @@ def setup(config: TrainConfig) -> Session:
     forward = compile_model(model, config) if is_compiled(config, machine.device) else model
     if config.qk_clip.name != "none":
         for attention in model.attentions:
-            attention.track_max_logits()  # before the first forward pass: what compiles then is what trains
+            attention.track_max_logits()  # before the first forward pass: else it recompiles
     peak = peak_flops(machine.device, machine.dtype) * machine.world.size
     return Session(config, machine, data, model, forward, build_optimizer(model, config), peak)
 
 
-def find_machine(config: TrainConfig) -> Machine:
-    """Also sets what holds for the whole process: threads, the CUDA device, TF32, the allocator."""
+def set_up_machine(config: TrainConfig) -> Machine:
+    """Resolve ranks, device and dtype. Sets threads, the CUDA device, TF32 and the allocator for the whole process."""
     world = dist.read_world()
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     device = resolve_device(config.device, world.local_rank if world.size > 1 else None)
@@ -131,7 +131,7 @@ def find_machine(config: TrainConfig) -> Machine:
 
 
 def read_data(config: TrainConfig) -> Data:
-    saved = None if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
+    saved = None if config.fresh else checkpoint.peek(config.run_dir / "ckpt")  # a resumed run keeps its BPE merges
     corpus = load_corpus(config.data, config.model.block_size, saved)
     batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed)
     if config.eval_iters:
@@ -146,7 +146,7 @@ def is_compiled(config: TrainConfig, device: torch.device) -> bool:
 def compile_model(model: GPT, config: TrainConfig) -> nn.Module:
     torch._dynamo.config.recompile_limit = 100  # a sweep's worker trains many models; by default it compiles four
     if config.model.activation_checkpointing:
-        # the forward pass alone tracks QK-Clip's maxima, and not its repetition in the backward pass
+        # The backward pass repeats the forward pass. The repetition does not track QK-Clip's maxima again.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     return torch.compile(model)  # type: ignore[return-value]
 

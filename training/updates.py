@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from core.device import move
 from training.session import Batch, Machine
 
-# Tokens that go through the model together on a CPU. Few: activations stay in its cache, and the allocator keeps their
-# memory instead of taking it from the system again, which costs a page fault for every 4 KiB.
+# Tokens that go through the model together on a CPU. They are few, so that activations fit the CPU's cache and the
+# allocator reuses their memory. Memory from the system would cost a page fault for every 4 KiB.
 CPU_TOKENS = 2**12
 
 
@@ -28,8 +28,8 @@ def accumulate_gradients(forward: nn.Module, batches: Iterator[Batch], n: int, m
                     forward.require_backward_grad_sync = i == n - 1 and first + rows >= len(x)
                 part = slice(first, first + rows)
                 _, loss = forward(move(x[part], device), move(y[part], device))
-                loss = loss / (n * len(x) / len(x[part]))
-                with torch.autocast(device.type, enabled=False):
+                loss = loss / (n * len(x) / len(x[part]))  # the part's share of the mean over all n
+                with torch.autocast(device.type, enabled=False):  # backward uses the dtypes of the forward
                     loss.backward()
                 total += loss.detach()
     return total
@@ -44,7 +44,7 @@ def rows_at_once(batch_size: int, block_size: int, device: torch.device) -> int:
 
 
 def seed_generator(seed: int, device: torch.device) -> None:
-    """torch.manual_seed(), without the half millisecond that it takes to prepare CUDA where there is none."""
+    """As torch.manual_seed(), which takes half a millisecond to prepare CUDA even on a machine without one."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:

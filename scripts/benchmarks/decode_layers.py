@@ -89,7 +89,7 @@ class Absorbed(Layer):
         cache: LatentCache = self.attn.new_cache(batch, context + ROOM, weight.dtype)
         cache.latent = shared.setdefault("latent", cache.latent)
         self.cache = cache
-        tensors = (cache.latent, cache.k_rope, cache.s, cache.shift)
+        tensors = (cache.latent, cache.k_rope, cache.key_scale, cache.mean_term)
         return [tensor[:, :context] for tensor in tensors if tensor is not None]
 
     def write(self, latent: Tensor, k_rope: Tensor, pos: int) -> None:
