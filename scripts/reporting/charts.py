@@ -270,7 +270,8 @@ def lines(base: alt.Chart, series: Sequence[Series]) -> list[alt.Chart]:
 def value_axis(series: Sequence[Series], key: str) -> dict[str, Any]:
     """The y axis of a metric: logarithmic where it spans more than a factor of 50, but never for the validation loss.
 
-    The range of a loss is that past a tenth of the run: before it, the loss falls from ln V and would set the scale.
+    Its range is that of the means and their intervals; of a loss, past a tenth of the run: before it, the loss falls
+    from ln V and would set the scale.
     """
     drawn = [point.mean for s in series for point in s.mean.values()]
     drawn += [value for s in series for curve in s.diverged.values() for value in curve.values()]
@@ -278,10 +279,12 @@ def value_axis(series: Sequence[Series], key: str) -> dict[str, Any]:
     if key != LOSS and min(drawn, default=0) > 0 and max(drawn) > 50 * min(drawn):
         scale = alt.Scale(type="log", domain=[min(drawn), max(drawn)], nice=False)
         return {"title": key, "scale": scale, "axis": alt.Axis(tickCount=5, format="~g")}
-    curves = [curve for s in series for curve in s.curves.values()]
-    curves = curves or [curve for s in series for curve in s.diverged.values()]
     start = 0.1 if is_loss(key) else -1
-    values = [value for curve in curves for i, value in curve.items() if i > start * max(curve)] or [0.0, 1.0]
+    points = [point for s in series for i, point in s.mean.items() if i > start * max(s.mean)]
+    values = [end for point in points for end in (point.mean, point.low, point.high) if end is not None]
+    if not values:
+        of_diverged = [curve for s in series for curve in s.diverged.values()]
+        values = [value for curve in of_diverged for i, value in curve.items() if i > start * max(curve)] or [0.0, 1.0]
     margin = 0.04 * (max(values) - min(values)) or 0.01
     scale = alt.Scale(domain=[min(values) - margin, max(values) + margin], nice=False, zero=False)
     return {"title": key, "scale": scale, "axis": alt.Axis(tickCount=5)}

@@ -66,10 +66,10 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     more = sweep.metrics[len(METRICS) :]
     in_paper = [metric for metric in more if any(sweep.paper(s, metric.key) is not None for s in settings)]
     columns = [
-        "setting", "runs done", *["paper"] * papers, "minimum of the mean curve", "at iteration",
+        "setting", "runs done", "minimum of the mean curve", "at iteration",
         "mean of the runs' minima", "SD", "mean iteration of the minimum", "final loss", "median seconds",
         *(f"mean of {metric.name}" if metric.of == "last" else metric.name for metric in more),
-        *(f"paper's {metric.key}" for metric in in_paper),
+        *["paper, at its own scale"] * papers, *(f"paper's {metric.key}, at its own scale" for metric in in_paper),
     ]  # fmt: skip
     rows = []
     for setting in settings:
@@ -80,11 +80,12 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
         minimum, iteration = min(((point.mean, i) for i, point in curve.items()), default=(None, None))
         minima, times = [run.summary["val/loss_min"] for run in done], sweep.seconds(setting)
         rows.append([
-            sweep.label(setting), runs, *[number(sweep.paper(setting), ".5f")] * papers, number(minimum),
+            sweep.label(setting), runs, number(minimum),
             number(iteration, ",d"), number(mean_of(done, "val/loss_min")),
             number(stdev(minima) if len(minima) > 1 else None), number(mean_of(done, "iter_of_min"), ",.0f"),
             number(mean_of(done, "val/loss")), number(median(times) if times else None, ",.1f"),
             *(number(mean(run.value(metric) for run in done), metric.spec.lstrip("+")) for metric in more),
+            *[number(sweep.paper(setting), ".5f")] * papers,
             *(number(sweep.paper(setting, metric.key), ".5g") for metric in in_paper),
         ])  # fmt: skip
     return Table(columns, rows, words=2)
