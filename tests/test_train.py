@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from training import evaluate, optim, updates
 from training.checks import repetition
 from training.config import TrainConfig, load_config
 from training.evaluate import mean_loss
+from training.meter import Meter
 from training.optim import build_optimizer, update_ratios
 from training.session import Machine, read_data
 from training.updates import accumulate_gradients
@@ -703,3 +705,13 @@ def test_memory_that_is_freed_is_used_again_without_page_faults() -> None:
         return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env).stdout)
 
     assert 20 * page_faults("keep") < page_faults("give back")
+
+
+def test_the_time_left_counts_updates_at_their_speed_and_evaluations_apart() -> None:
+    """The evaluation at the start of a run says nothing of its updates."""
+    config = SimpleNamespace(max_iters=100, eval_interval=40, tokens_per_iter=10)
+    meter = Meter(SimpleNamespace(config=config), {"seconds": 30.0, "train_seconds": 10.0})  # type: ignore[arg-type]
+    left = meter.seconds_left({"iter": 9, "tok_per_sec": 20.0})
+    assert left == pytest.approx(90 / 2 + 3 * 20, rel=0.01)  # evaluations at 40, 80 and 100, each as long as that at 0
+    left = meter.seconds_left({"iter": 99, "tok_per_sec": 20.0})
+    assert left == pytest.approx(20 / 3, rel=0.01)
