@@ -43,7 +43,7 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch], machine: Machine) -> f
 
 def validation_loss(session: Session) -> dict[str, float]:
     """val/loss, over every held-out token once; in bits a character and a byte as well, where the tokens are text."""
-    windows = max(1, EVAL_TOKENS.get(session.machine.device.type, 2**14) // session.config.model.block_size)
+    windows = max(1, EVAL_TOKENS[session.machine.device.type] // session.config.model.block_size)
     loss = mean_loss(session.forward, session.data.batches.eval_batches(windows), session.machine)
     n_bytes, n_chars = session.data.text_per_target
     if not n_chars:
