@@ -12,7 +12,7 @@ from core import dist
 from core.device import move
 from training.session import Batch, Machine, Session
 
-EVAL_TOKENS = {"cpu": 2**11}  # that go through the model together; 2^14 elsewhere; see CPU_TOKENS
+EVAL_TOKENS = {"cpu": 2**11, "cuda": 2**14, "mps": 2**14}  # that go through the model together; see CPU_TOKENS
 DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head
 
 
