@@ -87,9 +87,6 @@ def train(
     """Make the updates from `start` to max_iters. Raises: Diverged.
 
     Returns the last iteration's metrics, and the name of the signal that stopped the run; "" at the end.
-
-    The line of iteration 250 holds val/loss before update 250, train/loss and grad_norm of update 250, and tok_per_sec,
-    mfu and qk_clip/… of all updates since the line before.
     """
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
     world = machine.world

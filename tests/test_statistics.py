@@ -109,5 +109,8 @@ def test_a_claim_is_judged_by_its_interval(
     low, high = ends
     assert judge(Point(0.0, low, high, 5), "lower", size, least) == verdict
     assert judge(None, "lower", size, least) == "not tested"
+    if verdict in ("reproduced", "smaller"):  # what Holm's correction does not bear out
+        assert judge(Point(0.0, low, high, 5), "lower", p=0.06) == "no power"
+        assert judge(Point(0.0, low, high, 5), "lower", size, least, p=0.04) == verdict
     mirrored = Point(0.0, None if high is None else -high, None if low is None else -low, 5)
     assert judge(mirrored, "higher", size, least) == verdict

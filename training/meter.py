@@ -30,6 +30,9 @@ class Meter:
 
     For each update: start(), then add(). read() raises Diverged for the first update that is not finite, however many
     were made after it. saved: the state() of a checkpoint, from which a resumed run goes on; {} for a new one.
+
+    The line of iteration 250 holds val/loss before update 250, train/loss and grad_norm of update 250, and tok_per_sec,
+    mfu and qk_clip/... of all updates since the line before.
     """
 
     def __init__(self, session: Session, saved: Mapping[str, Any]) -> None:

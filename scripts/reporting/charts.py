@@ -202,15 +202,14 @@ def along_chart(series: Sequence[Series], baseline: str) -> alt.LayerChart:
     return chart
 
 
-def panel_chart(panels: Mapping[str, Sequence[Series]], key: str, own_axes: bool = False) -> alt.ConcatChart:
-    """A small chart of means for each panel, without intervals, with one legend. own_axes: each has its own y axis."""
-    columns = min(5 if own_axes else 4, len(panels))
+def panel_chart(panels: Mapping[str, Sequence[Series]], key: str) -> alt.ConcatChart:
+    """A small chart of means for each panel, without intervals, with one legend and one axis."""
+    columns = min(4, len(panels))
     every = list({s.name: s for series in panels.values() for s in series}.values())
-    common = value_axis([s for series in panels.values() for s in series], key)
+    axis = value_axis([s for series in panels.values() for s in series], key)
     charts = []
     for i, (name, series) in enumerate(panels.items()):
         rows = [row for row in curve_rows(series) if row["run"] == "mean" or "diverged" in row]
-        axis = value_axis(series, key) if own_axes else common
         base = encoded(rows, every, axis, title_x=i + columns >= len(panels), title_y=i % columns == 0)
         charts.append(alt.layer(*lines(base, every)).properties(title=name, width=170, height=140))
     spacing = alt.RowColnumber(row=56, column=52)

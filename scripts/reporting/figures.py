@@ -20,7 +20,7 @@ DIFFERENCE = (
 
 
 def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
-    """Part -> its figures: loss, training time, a panel for each fold, and the metrics of the definition's `also`."""
+    """Part -> its figures: loss, training time, and the metrics of the definition's `also`."""
     parts = {part: {s: sweep.label(s) for s in settings} for part, settings in sweep.parts.items()}
     look = charts.styles(parts)
     found = {}

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any, Literal
@@ -15,7 +15,16 @@ from core.cli import parse_yaml
 from core.files import ROOT
 from core.schema import NOT_EMPTY, POSITIVE, build, options, require, show, validate
 from scripts.reporting.runs import Replicate, Sweep
-from scripts.reporting.statistics import Family, Point, compared_families, holm, interval, judge, test_over_train
+from scripts.reporting.statistics import (
+    Family,
+    Point,
+    compared_families,
+    holm,
+    interval,
+    judge,
+    paired_p,
+    test_over_train,
+)
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Table, number
 
@@ -44,7 +53,7 @@ class Row:
     """A claim. paper: its number there. parts: ours; each is tested, with Holm's correction over the row.
 
     direction, size, least, limit: what is claimed, as in judge(); limit: that a number is below it. Without any of them
-    nobody claimed it, and the row has no verdict. says: where no number is computed. note: stands below the table.
+    nobody claimed it, and the row has no verdict. verdict: one that is judged by hand. says: what words add.
     """
 
     claim: Annotated[str, NOT_EMPTY]
@@ -113,18 +122,10 @@ def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
             words.append(against_limit(one.point, row.limit))
             continue
         assert row.direction is not None
-        unsure = max(p or 0, one.p_in_study or 0) > 0.05
-        words.append(judge(with_zero(one.point) if unsure else one.point, row.direction, row.size, row.least))
+        words.append(judge(one.point, row.direction, row.size, row.least, max(p or 0.0, one.p_in_study or 0.0)))
     if len(set(words)) == 1:
         return words[0]
     return "; ".join(f"{part.label} {word}" for part, word in zip(parts, words, strict=True))
-
-
-def with_zero(point: Point) -> Point:
-    """An interval that also covers zero: what is left of it where Holm's correction does not exclude zero."""
-    if point.low is None or point.high is None:
-        return point
-    return replace(point, low=min(point.low, 0.0), high=max(point.high, 0.0))
 
 
 def against_limit(point: Point, limit: float) -> str:
@@ -161,7 +162,7 @@ def measured(part: Part) -> Found:
         sums = [sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common]
         shared = shared if len(part.weights) > 1 else 0.0
         point = interval(sums, shared)
-        p = p_value(sums, shared)
+        p = paired_p(sums, shared)
     kind = "folds" if len({fold for _, fold in common}) > 1 else "seeds"
     first = runs[0]
     size = f"{first.summary['parameters'] / 1e6:.1f}M, {first.config['max_iters']:,} iterations"
@@ -195,15 +196,6 @@ def p_in_study(sweep: Sweep, part: Part) -> float | None:
             if metric.column == part.metric:
                 found += [c.adjusted[c.decides] for c in comparisons if {c.a: 1, c.b: -1} == part.weights]
     return max((p for p in found if p is not None), default=None)
-
-
-def p_value(values: Sequence[float], shared: float) -> float | None:
-    """Of the paired t test, corrected where folds share training text."""
-    n = len(values)
-    if n < 2 or stdev(values) == 0:
-        return None
-    t = fmean(values) / (stdev(values) * math.sqrt(1 / n + shared))
-    return 2 * float(stats.t.sf(abs(t), n - 1))
 
 
 def welch(a: Sequence[float], b: Sequence[float], shared: float) -> tuple[Point, float]:

@@ -66,8 +66,8 @@ def conclusion(family: Family) -> str:
         told.setdefault(c.verdict("lower", "higher"), []).append(f"{name} {difference(c)}".strip())
     words = [f"{verdict}: {', '.join(names)}" for verdict, names in told.items()]
     if claim := family.asked.claim:
-        judged = [judge(c.deciding, claim, family.asked.size, family.asked.least) for c in family.metrics[0]]
-        found = Counter(judged)
+        asked, compared = family.asked, family.metrics[0]
+        found = Counter(judge(c.deciding, claim, asked.size, asked.least, c.adjusted[c.decides]) for c in compared)
         words.append(f"the claim that they are {claim} is {', '.join(f'{v} in {n}' for v, n in found.items())}")
     return f"**{family.asked.title or family.name}.** {'; '.join(words) or 'Nothing to compare'}."
 

@@ -36,6 +36,14 @@ def interval(values: Sequence[float], shared: float = 0.0) -> Point:
     return Point(mean, mean - half, mean + half, n)
 
 
+def paired_p(differences: Sequence[float], shared: float = 0.0) -> float | None:
+    """p of the paired t test, shared: as in interval(); None where the differences do not vary."""
+    n, mean = len(differences), fmean(differences)
+    if n < 2 or (sd := stdev(differences)) <= 1e-12 * max(map(abs, differences)):
+        return None
+    return 2 * float(stats.t.sf(abs(mean) / (sd * math.sqrt(1 / n + shared)), n - 1))
+
+
 def mean_curve(curves: Iterable[Curve]) -> dict[int, Point]:
     """Iteration -> mean over the curves, at the iterations that all of them have."""
     curves = list(curves)
@@ -94,14 +102,14 @@ class Comparison:
         differences = list(self.differences.values())
         if differences:
             self.point, self.deciding = interval(differences), interval(differences, self.test_over_train or 0.0)
-        if len(differences) > 1 and (sd := stdev(differences)) > 1e-12 * max(map(abs, differences)):
-            n, mean = len(differences), fmean(differences)
-            self.p["t"] = float(stats.ttest_1samp(differences, 0).pvalue)
+        if differences and (p := paired_p(differences)) is not None:
+            self.p["t"] = p
             self.p["Wilcoxon"] = float(stats.wilcoxon(differences).pvalue)
             if self.test_over_train is not None:
-                corrected_t = mean / (sd * math.sqrt(1 / n + self.test_over_train))
-                self.p["corrected t"] = 2 * float(stats.t.sf(abs(corrected_t), n - 1))
-            self.n_needed = n_needed(mean / sd)
+                corrected = paired_p(differences, self.test_over_train)
+                assert corrected is not None
+                self.p["corrected t"] = corrected
+            self.n_needed = n_needed(fmean(differences) / stdev(differences))
 
     @property
     def differences(self) -> dict[Replicate, float]:
@@ -129,15 +137,24 @@ class Comparison:
 Verdict = Literal["reproduced", "smaller", "excluded", "no power", "not tested"]
 
 
-def judge(point: Point | None, direction: str, size: float | None = None, least: float | None = None) -> Verdict:
+def judge(
+    point: Point | None,
+    direction: str,
+    size: float | None = None,
+    least: float | None = None,
+    p: float | None = None,
+) -> Verdict:
     """The verdict on the claim that a difference is lower or higher (`direction`), from its interval.
 
     size: the claim's, given only where the runs have the claim's own scale; without it the direction alone is judged.
-    least: the least difference worth having, registered before the first run.
+    least: the least difference worth having. p: by Holm over the family; above 0.05 the interval counts as one that
+    also covers zero.
     """
     if point is None or point.low is None or point.high is None:
         return "not tested"
     low, high = (point.low, point.high) if direction == "higher" else (-point.high, -point.low)
+    if p is not None and p > 0.05:
+        low, high = min(low, 0.0), max(high, 0.0)
     if low > 0:
         return "smaller" if size is not None and high < size else "reproduced"
     excluded = high < 0 or any(limit is not None and high < limit for limit in (size, least))

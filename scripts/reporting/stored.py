@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,20 +72,20 @@ def read_stored(folder: Path, name: str) -> Sweep:
     sweep = Sweep(
         name, {"sweep": about["definition"], "frozen": about["planned"]}, check_sweep(about["definition"]), []
     )
+    measured = columns_of(sweep)
     try:
         curves = read_curves(folder / "curves.csv.gz")
         with (folder / "runs.csv").open(encoding="utf-8", newline="") as file:
             for n, row in enumerate(csv.DictReader(file)):
-                sweep.runs.append(read_row(row, sweep, about["config"], curves.get(n, {})))
+                sweep.runs.append(read_row(row, measured, about["config"], curves.get(n, {})))
     except (OSError, EOFError, ValueError, KeyError) as error:
         raise ConfigError(f"from={folder} cannot be read: {error}") from error
     return sweep
 
 
-def read_row(row: dict[str, str], sweep: Sweep, common: dict[str, Any], curves: dict[str, Curve]) -> Run:
+def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any], curves: dict[str, Curve]) -> Run:
     seed, fold = int(row["seed"]), int(row["fold"]) if row["fold"] else None
     state = State(row["status"], int(row["iter"]) if row["iter"] else None, row["reason"])
-    measured = columns_of(sweep)
     varied = {key: text for key, text in row.items() if key not in (*ROW, *measured) and text}
     config = common | {key.removeprefix("config."): read_value(text) for key, text in varied.items()}
     config |= {"seed": seed} if fold is None else {"seed": seed, "data.fold": fold}
