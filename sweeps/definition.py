@@ -31,11 +31,16 @@ PAIRS = Rule(
 
 @options
 class Part:
-    """A named protocol of a sweep, with overrides and a grid of its own. on_request: only sweep.parts selects it."""
+    """A named protocol of a sweep, with overrides and a grid of its own, and with folds and seeds where given.
+
+    on_request: only sweep.parts selects it.
+    """
 
     title: str = ""
     overrides: Annotated[tuple[str, ...], OVERRIDES] = ()
     grid: Grid = field(default_factory=dict)
+    folds: Annotated[tuple[int, ...] | None, DISTINCT] = None
+    seeds: Annotated[tuple[int, ...] | None, DISTINCT] = None
     on_request: bool = False
 
 
@@ -117,6 +122,8 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
             source["parts"] = select_parts(name, source["parts"], value)
         else:
             source[key] = value
+            if key in ("folds", "seeds"):  # also for the parts that have their own
+                source["parts"] = {name: {**part, key: None} for name, part in source["parts"].items()}
     source["parts"] = {name: part for name, part in source["parts"].items() if not part["on_request"]}
     return check_sweep(source)
 

@@ -58,9 +58,13 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
     check_overrides(sweep, overrides)
     composed = functools.cache(compose)  # Hydra takes 100 times as long as set_values
     runs: dict[str, PlannedRun] = {}
-    folds: list[int | None] = [None] if sweep.folds is None else [*sweep.folds]
-    for fold, seed in itertools.product(folds, sweep.seeds):
-        for point, chosen, values in points_of(sweep, overrides):
+    parts = {
+        name: (part, [*itertools.product(part.folds or sweep.folds or (None,), part.seeds or sweep.seeds)])
+        for name, part in (sweep.parts or {"": Part()}).items()
+    }
+    for fold, seed in dict.fromkeys(pair for _, pairs in parts.values() for pair in pairs):
+        chosen_parts = {name: part for name, (part, pairs) in parts.items() if (fold, seed) in pairs}
+        for point, chosen, values in points_of(sweep, chosen_parts, overrides):
             values |= {"seed": seed} if fold is None else {"seed": seed, "data.fold": fold}
             words = [*chosen, *(f"{key}={show(value)}" for key, value in values.items())]
             source = set_values(composed(tuple(chosen)), values)
@@ -89,8 +93,9 @@ def check_overrides(sweep: Sweep, overrides: list[str]) -> None:
     lists = [values for grid in grids for values in grid.get("words", {}).values()]
     lists += [overrides, sweep.overrides, *(part.overrides for part in sweep.parts.values())]
     given = {**{key: f"grid.{key}" for key in swept}, **{key_of(word): word for words in lists for word in words}}
+    has_folds = bool(sweep.folds) or any(part.folds for part in sweep.parts.values())
     for key, word in given.items():
-        good = key not in INSTEAD or (key == "data.fold" and sweep.folds is None)
+        good = key not in INSTEAD or (key == "data.fold" and not has_folds)
         require(good, f"{word}: {INSTEAD.get(key)}")
 
 
@@ -98,9 +103,11 @@ def key_of(override: str) -> str:
     return override.lstrip("+").split("=")[0]
 
 
-def points_of(sweep: Sweep, overrides: list[str]) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
-    """Each point of each part: its name, its overrides, `overrides` among them, and the plain values to set on top."""
-    for part_name, part in (sweep.parts or {"": Part()}).items():
+def points_of(
+    sweep: Sweep, parts: Mapping[str, Part], overrides: list[str]
+) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
+    """Each point of these parts: its name, its overrides with `overrides` among them, plain values to set on top."""
+    for part_name, part in parts.items():
         grid = {**sweep.grid, **part.grid}
         for labels in itertools.product(*grid.values()):
             values = {key: grid[key][label] for key, label in zip(grid, labels, strict=True)}

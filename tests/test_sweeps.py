@@ -227,6 +227,16 @@ def test_the_command_line_changes_grid_folds_seeds_and_parts() -> None:
     assert load_sweep("gqa_nano", {"parts": "all"}) == load_sweep("gqa_nano", {})  # it has no parts
 
 
+def test_a_part_has_its_own_folds_and_seeds_unless_the_command_line_names_them(tmp_path: Path, corpus: Path) -> None:
+    own = {"grid": {"qk_norm": ["none"]}, "folds": [2], "seeds": [5, 6]}
+    parts = {"all": {"grid": {"qk_norm": ["rms"]}}, "own": own}
+    sweep = tiny_sweep(tmp_path, corpus, grid={}, parts=parts, folds=[0, 1], seeds=[1])
+    planned = [(run.points[0].split("/")[0], run.fold, run.seed) for run in frozen(sweep)]
+    assert planned == [("all", 0, 1), ("all", 1, 1), ("own", 2, 5), ("own", 2, 6)]
+    _, runs, _ = read_request(LaunchOptions(str(sweep)), ["sweep.folds=[3]", "sweep.seeds=[9]"])
+    assert [(run.points[0].split("/")[0], run.fold, run.seed) for run in runs] == [("all", 3, 9), ("own", 3, 9)]
+
+
 BAD = {
     "": ["sweep="],
     "sweep=nosuch": ["sweep=nosuch", "p_sweep_cpu"],
