@@ -103,6 +103,7 @@ def read_prompt(start: str) -> str:
         start = sys.stdin.read()
     elif start.startswith("FILE:"):
         path = Path(os.path.expanduser(start.removeprefix("FILE:")))
+        require(path.is_file(), f"start=FILE:{path} is not a regular file")
         try:
             start = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,7 @@
 """A command line becomes settings: Hydra's composition, key=value scripts, exit statuses, signals, one-line errors."""
 
 import contextlib
+import errno
 import itertools
 import keyword
 import os
@@ -96,11 +97,12 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
         if word.startswith("~") or (word.startswith("-") and "=" in word):
             raise ConfigError(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}")
         require(plain == word, f"{word} is unknown: settings are written key=value, and --help lists them")
+        require(not word.lstrip("+").startswith("hydra"), f"{word} is unknown: Hydra composes here, and runs nothing")
     register(schema, overrides)
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             composed = hydra.compose(schema.__name__, overrides)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(explain(error, schema, overrides)) from error
     try:
         nested = OmegaConf.to_container(composed, resolve=True)
@@ -368,7 +370,8 @@ def guarded(run: Callable[[], int]) -> int:
     """The exit status of run(), and one line for what goes wrong in it: 2 a bad setting, 1 a failure, 130 Ctrl-C."""
     try:
         status = run()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where the shell closed it
+            sys.stdout.flush()
         return status
     except ConfigError as error:
         return refuse(str(error))
@@ -378,6 +381,8 @@ def guarded(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:  # a full disk, say
+        if error.errno == errno.ENAMETOOLONG:
+            return refuse(f"{error.filename} is too long for a path")
         print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
     except Exception as error:
         if is_out_of_memory(error):
@@ -390,8 +395,10 @@ def guarded(run: Callable[[], int]) -> int:
 
 def refuse(message: str) -> int:
     """Say in one line what is wrong with the settings. Returns the exit status for that."""
-    if os.environ.get("RANK", "0") == "0":  # under torchrun one rank speaks for all
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        # under torchrun one rank speaks for all
+        line = " ".join(message.split())
+        print(f"error: {line if len(line) < 590 else f'{line[:250]} ... {line[-250:]}'}", file=sys.stderr)
     return 2
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 import re
 import time
 from pathlib import Path
@@ -49,6 +50,13 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory
         mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the maximum; larger blocks still come from the system each time
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of a GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.schema import require
+
 
 @dataclass(frozen=True)
 class World:
@@ -18,10 +20,17 @@ class World:
 
 
 def read_world() -> World:
-    """The ranks that torchrun describes in the environment; alone without it."""
+    """The ranks that torchrun describes in the environment; alone without it. Raises: ConfigError."""
     if "RANK" not in os.environ:
         return World()
-    return World(*(int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    texts = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    said = " ".join(f"{key}={text}" for key, text in texts.items())
+    rule = f"{said}: torchrun sets these variables; unset RANK to train in one process"
+    require(all(text.isdecimal() and len(text) < 8 for text in texts.values()), rule)
+    world = World(*map(int, texts.values()))
+    found = world.size == 1 or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    require(world.rank < world.size and found, rule)
+    return world
 
 
 def init(world: World, device: torch.device) -> None:

@@ -77,7 +77,8 @@ def plot(metrics_path: Path, png_path: Path, title: str) -> None:
         points = [(line["iter"], line[key]) for line in lines if line.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=key)
-    axes.set(xlabel="iteration", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
+    axes.set_title(title, parse_math=False)  # a "$" in it is a dollar
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()

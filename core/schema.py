@@ -97,7 +97,7 @@ def Between(low: float, high: float, ends: str = "[]") -> Rule:
     def holds(value: float) -> bool:
         return low <= value <= high and (value > low or ends[0] == "[") and (value < high or ends[1] == "]")
 
-    return Rule(holds, f"must be in {ends[0]}{low:g}, {high:g}{ends[1]}")
+    return Rule(holds, f"must be in {ends[0]}{low}, {high}{ends[1]}")
 
 
 POSITIVE = Rule(lambda value: 0 < value < math.inf, "must be a finite number > 0")

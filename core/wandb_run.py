@@ -75,7 +75,7 @@ def has_api_key() -> bool:
         return True
     import netrc
 
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    with suppress(OSError, netrc.NetrcParseError):
+    with suppress(OSError, ValueError, netrc.NetrcParseError):  # ValueError: no URL, or a file that is not text
+        host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     return False

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from core.schema import FREE, NOT_EMPTY, REQUIRED, AtLeast, BeforeItExisted, Between, Help, deciding, options, require
 
 BPE_VOCAB_SIZE = 4096
+MOST_TOKENS = 2**20  # the largest vocabularies in use have 2**18
 MOVABLE = FREE  # a corpus may lie elsewhere: its SHA-256 is compared
 TextTokenizer = Annotated[
     Literal["char", "byte", "bpe", "gpt2"], Help("char, byte, bpe (byte-level, learnt from this text) or gpt2")
@@ -24,7 +25,7 @@ class FoldedTextOptions:
         Help("shuffled: windows of block_size tokens, dealt to the folds at random, which leaks neighbours"),
     ] = "contiguous"
     vocab_size: Annotated[
-        int | None, AtLeast(257), BeforeItExisted(None), Help(f"of tokenizer=bpe; null: {BPE_VOCAB_SIZE}")
+        int | None, Between(257, MOST_TOKENS), BeforeItExisted(None), Help(f"of tokenizer=bpe; null: {BPE_VOCAB_SIZE}")
     ] = None
 
     @property
@@ -95,7 +96,7 @@ class RandomOptions:
 
     name: str = "random"
     n_tokens: Annotated[int, AtLeast(4), Help("in all")] = 10_000_000
-    vocab_size: Annotated[int, AtLeast(2), Help("different tokens")] = 256
+    vocab_size: Annotated[int, Between(2, MOST_TOKENS), Help("different tokens")] = 256
     val_tokens: Annotated[int, AtLeast(2), Help("the last ones, which are held out")] = 100_000
     seed: Annotated[int, AtLeast(0, bits=63), Help("of the tokens")] = 0
 
@@ -131,7 +132,7 @@ class PrepareFineWebConfig:
         str | None, FREE, NOT_EMPTY, Help("the folder to write; null: fineweb in the cache, where data=fineweb looks")
     ] = None
     tokenizer: Annotated[Literal["gpt2", "bpe"], Help("gpt2, or bpe: learnt from the first documents")] = "gpt2"
-    vocab_size: Annotated[int | None, AtLeast(257), Help("of bpe, with the separator; null: 32768")] = None
+    vocab_size: Annotated[int | None, Between(257, MOST_TOKENS), Help("of bpe, with the separator; null: 32768")] = None
     max_tokens: Annotated[
         int | None, AtLeast(1, bits=53), Help("stop after the document that reaches it, train and val together")
     ] = None

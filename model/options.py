@@ -12,9 +12,9 @@ class ModelOptions:
     name: Annotated[str, Rule(lambda name: re.fullmatch(r"[\w.-]{1,64}", name) is not None, "must be a plain word")] = (
         "baby_gpt"
     )
-    n_layer: Annotated[int, AtLeast(1), Help("blocks")] = 6
-    n_head: Annotated[int, AtLeast(1), Help("query heads of a block")] = 6
-    n_embd: Annotated[int, AtLeast(1), Help("channels of the residual stream")] = 384
+    n_layer: Annotated[int, Between(1, 1000), Help("blocks")] = 6
+    n_head: Annotated[int, Between(1, 2**16), Help("query heads of a block")] = 6
+    n_embd: Annotated[int, Between(1, 2**20), Help("channels of the residual stream")] = 384
     block_size: Annotated[int, AtLeast(1), Help("context length in tokens")] = 256
     dropout: Annotated[float, Between(0, 1, "[)"), Help("probability; on a CPU a multiple of 1/256")] = 0.2
     bias: Annotated[bool, Help("biases in linear layers and LayerNorms")] = False

@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import sample
 import train
+from core.schema import ConfigError
 
 TEXT = "data=text data.path=corpus.txt"
 
@@ -70,7 +71,18 @@ BAD: dict[str, list[str]] = {
     "optim.betas=[0.9,1.5]": ["optim.betas=[0.9, 1.5]", "[0, 1)"],
     "model=3": ["model=3"],
     "model.n_embd=30 model.n_head=7": ["model.n_embd=30", "divisible", "model.n_head=7"],
-    "model.n_layer=0": ["model.n_layer=0", ">= 1"],
+    "model.n_layer=0": ["model.n_layer=0", "[1, 1000]"],
+    "model.n_layer=2147483647": ["model.n_layer=2147483647", "[1, 1000]"],
+    "model.n_embd=1073741824 dry_run=true": ["model.n_embd=1073741824", "1048576"],
+    "model.n_embd=1048576 model.n_head=8 data=text data.path=corpus.txt": ["parameters", "need more than", "GiB"],
+    "batch_size=2147483647": ["batch_size=2147483647", "need more than", "GiB"],
+    "data=random data.vocab_size=2147483647": ["data.vocab_size=2147483647", "1048576"],
+    "data=[1]": ["data=[1]"],
+    "hydra.run.dir=/proc/x": ["hydra.run.dir=/proc/x", "unknown"],
+    "--experimental-rerun FILE": ["--experimental-rerun"],
+    "--info foo": ["--info"],
+    "-sc foo": ["-sc"],
+    "--package": ["--package"],
     "model.dropout=1.0": ["model.dropout=1.0", "[0, 1)"],
     "model.dropout=nan": ["model.dropout=nan"],
     "batch_size=0": ["batch_size=0", ">= 1"],
@@ -128,7 +140,8 @@ BAD: dict[str, list[str]] = {
     "data.tokenizer=word": ["data.tokenizer=word", "char, byte, bpe, gpt2"],
     "data.vocab_size=300": ["data.vocab_size=300", "data.tokenizer=bpe"],
     "data=text data.path=corpus.txt data.tokenizer=gpt2 data.vocab_size=300": ["data.vocab_size=300", "gpt2 has its"],
-    "data=text data.path=corpus.txt data.tokenizer=bpe data.vocab_size=256": ["data.vocab_size=256", ">= 257"],
+    "data=text data.path=corpus.txt data.tokenizer=bpe data.vocab_size=256": ["data.vocab_size=256", "[257, "],
+    "data=text data.path=corpus.txt data.tokenizer=bpe data.vocab_size=2147483647": ["data.vocab_size=2147483647"],
     "data=text data.path=corpus.txt data.tokenizer=bpe data.vocab_size=9000": ["data.vocab_size=9000", "tokens that"],
     "data=python_docs +data.path=x": ["data.path=x", "unknown"],
     "data=text": ["data.path", "given"],
@@ -146,6 +159,7 @@ BAD: dict[str, list[str]] = {
     "out_dir=/proc/run": ["out_dir=/proc/run"],
     "out_dir=folder": ["out_dir=folder", "config.yaml"],
     "out_dir=": ["out_dir"],
+    f"out_dir={300 * 'a'}": ["too long"],
     "eval_only=true": ["eval_only=true", "run"],
     "gradient_accumulation_steps=0": ["gradient_accumulation_steps=0", ">= 1"],
     "threads=0": ["threads=0", ">= 1"],
@@ -168,6 +182,7 @@ BAD_SAMPLE: dict[str, list[str]] = {
     "run=x top_k=0": ["top_k=0", ">= 1"],
     "run=x seed=99999999999999999999": ["seed=99999999999999999999", "2**63"],
     "run=~nobody-at-all/x": ["run="],
+    f"run={5000 * 'a'}": ["aaaa ... aaaa", "does not exist"],
     "run=x start=FILE:~nobody-at-all/x": ["run=x"],
     "run=x top_p=0": ["top_p=0", "(0, 1]"],
     "run=x max_tokens=3": ["max_tokens=3", "did you mean max_new_tokens"],
@@ -236,6 +251,33 @@ def fits(override: str, given: list[str]) -> bool:
     """Whether a default of the tests leaves the setting under test alone."""
     keys = {g.lstrip("+").split("=")[0].split(".")[0] for g in given}
     return override.split("=")[0].split(".")[0] not in keys
+
+
+ENVIRONMENTS: dict[str, list[str]] = {
+    "RANK=abc": ["RANK=abc", "torchrun"],
+    "RANK=0": ["RANK=0 WORLD_SIZE=", "torchrun"],
+    "RANK=0 WORLD_SIZE=0 LOCAL_RANK=0": ["WORLD_SIZE=0", "torchrun"],
+    "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0": ["WORLD_SIZE=2", "torchrun"],  # without MASTER_ADDR
+    "RANK=1": ["RANK=1", "torchrun"],  # no rank 0 that would speak for it
+}
+
+
+@pytest.mark.parametrize("variables", ENVIRONMENTS)
+def test_an_environment_that_torchrun_does_not_set_is_refused(
+    variables: str, folder: Path, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(folder)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    status, stderr = outcome(train.main, *TEXT.split(), *TINY, "max_iters=2", "gradient_accumulation_steps=2")
+    check(status, stderr, ENVIRONMENTS[variables])
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("prompt", ["/dev/zero", "pipe"])
+def test_a_prompt_is_read_from_a_regular_file_alone(prompt: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="not a regular file"):
+        sample.read_prompt(f"FILE:{prompt}")
 
 
 @pytest.mark.parametrize("overrides", BAD_SAMPLE)

@@ -12,7 +12,7 @@ from model.diagnostics import activation_bytes
 from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.optim import optimizer_bytes
-from training.session import Data, Machine, read_data, set_up_machine
+from training.session import Data, Machine, model_without_weights, read_data, set_up_machine
 from training.updates import rows_at_once
 
 
@@ -96,11 +96,6 @@ def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine) -> tup
         loss.backward()
         seconds.append(time.perf_counter() - start)
     return rows * T / min(seconds), f"timed on {rows} sequences"
-
-
-def model_without_weights(config: TrainConfig, data: Data) -> GPT:
-    with torch.device("meta"):
-        return GPT(config.gpt, data.corpus.tokenizer.vocab_size)
 
 
 def n_evaluations(config: TrainConfig) -> int:

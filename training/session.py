@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from core import checkpoint, dist
-from core.device import device_name, keep_freed_memory, peak_flops, resolve_device, resolve_dtype
+from core.device import device_name, keep_freed_memory, peak_flops, resolve_device, resolve_dtype, total_memory
 from core.dist import World
 from core.plugins import plugin_hashes
 from core.rundir import commit
@@ -98,6 +98,7 @@ def setup(config: TrainConfig) -> Session:
     """Everything a run needs but its directory. Raises: ConfigError."""
     machine = set_up_machine(config)
     data = read_data(config)
+    refuse_too_large(config, model_without_weights(config, data), machine)
     model = GPT(config.gpt, data.corpus.tokenizer.vocab_size)
     model.init_weights(config.seed)
     model.to(machine.device)
@@ -137,6 +138,24 @@ def read_data(config: TrainConfig) -> Data:
     if config.eval_iters:
         batches.sampled_batch("val", 0)  # raises where the held-out block is shorter than a window
     return Data(corpus, batches)
+
+
+def model_without_weights(config: TrainConfig, data: Data) -> GPT:
+    """The model on PyTorch's meta device: shapes alone."""
+    with torch.device("meta"):
+        return GPT(config.gpt, data.corpus.tokenizer.vocab_size)
+
+
+def refuse_too_large(config: TrainConfig, meta_model: GPT, machine: Machine) -> None:
+    """Raise ConfigError where weights, gradients, AdamW's moments and the token ids of a batch exceed the memory."""
+    n, n_tokens = meta_model.num_params(), config.batch_size * config.model.block_size
+    needed, memory = 16 * n + 16 * n_tokens, total_memory(machine.device)  # inputs and targets are int64
+    require(
+        needed <= memory,
+        f"model.name={config.model.name} with {n:,} parameters and batch_size={config.batch_size} windows of "
+        f"model.block_size={config.model.block_size} need more than {needed / 2**30:,.0f} GiB; "
+        f"{machine.device} has {memory / 2**30:,.0f} GiB",
+    )
 
 
 def is_compiled(config: TrainConfig, device: torch.device) -> bool:
