@@ -29,7 +29,7 @@ from training.evaluate import LowestLoss, diagnosed_batch, sampled_losses, valid
 from training.meter import Diverged, Meter
 from training.optim import update_ratios
 from training.qk_clip import qk_clip
-from training.resume import open_run_dir, refuse_other_dtype_or_text, resume, wandb_settings
+from training.resume import find_damage, open_run_dir, refuse_other_dtype_or_text, resume, wandb_settings
 from training.schedule import learning_rate
 from training.session import Session, setup
 from training.updates import accumulate_gradients, seed_generator, seed_of_update
@@ -51,8 +51,9 @@ def run(config: TrainConfig) -> int:
     with open_run_dir(session) as run_dir:  # ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:
             refuse_other_dtype_or_text(session, run_dir)
-            run_dir.log(f"{run_dir.path} is {run_dir.state}; fresh=true starts it anew")
-            return EXIT_DIVERGED if run_dir.state == "diverged" else 0
+            damage = find_damage(run_dir.path)
+            run_dir.log(f"{run_dir.path} is {run_dir.state}{damage and ', but '}{damage}; fresh=true starts it anew")
+            return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0
         saved = resume(session, run_dir)
         start = saved.get("step", 0)
         for warning in warnings:
@@ -65,11 +66,12 @@ def run(config: TrainConfig) -> int:
             require(bool(saved), f"eval_only=true needs a checkpoint in {run_dir.path}")
             run_dir.log(report({"iter": start, **validation_loss(session)}))
             return 0
-        run_dir.begin(to_yaml(config), start, wandb_settings(config, run_dir.path, session.about))
+        wandb = wandb_settings(config, run_dir.path, session.about)
+        run_dir.begin(to_yaml(config), start, wandb, saved.get("records"))
         run_dir.log(
             f"{run_dir.path}: {session.model.num_params() / 1e6:.2f}M parameters, {config.tokens_per_iter:,} tokens a "
             f"step, {session.about['device']}, {session.machine.dtype}"
-            + (f", resumed at iteration {start}" if start else "")
+            + (f", resumed at iteration {start}" if saved else "")
         )
         meter, lowest = Meter(session, saved), find_lowest(run_dir)
         try:

@@ -1,6 +1,8 @@
 """metrics.jsonl: the record of a run. What is read off it: the spike score, a plot of the losses."""
 
+import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,23 +13,38 @@ from core.files import finite, write_atomic
 class Metrics:
     """metrics.jsonl: one JSON object a line, "iter" first.
 
-    It is opened to go on from iteration `step`: the lines before it stay, byte by byte; later, torn and damaged ones
-    are dropped.
+    It is opened to go on from iteration `step`: the lines before it stay, byte by byte; later,
+    torn, doubled and damaged ones are dropped. kept: the number of lines at that point.
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        self.path = path
+        self.path, self._last = path, -math.inf
+        self._digest = hashlib.sha256()  # of the lines so far
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if line.endswith(b"\n") and iter_of(line) < step]
-        if kept != lines:
-            write_atomic(path, b"".join(kept))
+        good = []
+        for line in lines:
+            if line.endswith(b"\n") and self._last < iter_of(line) < step:
+                good.append(line)
+                self._add(line, iter_of(line))
+        if good != lines:
+            write_atomic(path, b"".join(good))
+        self.kept = len(good)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def _add(self, line: bytes, step: float) -> None:
+        self._last, self._without_last = step, self._digest.copy()
+        self._digest.update(line)
+
+    def sha256(self, before: float = math.inf) -> str:
+        """Of the lines before an iteration: of all, or of all but the last one."""
+        return (self._digest if self._last < before else self._without_last).hexdigest()
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line, handed to the OS on return. `None` values are dropped; nan and inf become null."""
         data = (json.dumps(finite({"iter": line["iter"], **line}), allow_nan=False) + "\n").encode()
         if self._file.write(data) != len(data):  # one write call: a line cannot be torn by a kill
             raise OSError(f"{self.path}: disk full")
+        self._add(data, line["iter"])
 
     def sync(self) -> None:
         """Wait until the lines are on the disk."""

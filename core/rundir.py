@@ -7,6 +7,7 @@ ckpt/          checkpoints                     lock               lock file of t
 """
 
 import hashlib
+import math
 import os
 import socket
 import subprocess
@@ -67,8 +68,16 @@ class RunDir:
         write_atomic(self.path / "config.yaml", config_yaml.encode())
         self.status("running")
 
-    def begin(self, config_yaml: str, step: int = 0, wandb: Mapping[str, Any] | None = None) -> None:
+    def begin(
+        self,
+        config_yaml: str,
+        step: int = 0,
+        wandb: Mapping[str, Any] | None = None,
+        records: Mapping[str, str] | None = None,
+    ) -> None:
         """Claim the run from iteration `step` on: metrics.jsonl and diagnostics.jsonl are cut back to it.
+
+        records: what records(step) said when the checkpoint was saved; a file that has changed since is warned of.
 
         wandb: the "mode", and "init", the arguments of wandb.init(). After a resume W&B gets the lines from `step` on
         again. They are the same bit by bit, so points double on the curves but do not move.
@@ -78,6 +87,12 @@ class RunDir:
         self._diagnostics = Metrics(self.path / "diagnostics.jsonl", step)
         self._held.callback(self._metrics.close)
         self._held.callback(self._diagnostics.close)
+        for file, sha256 in self.records().items():
+            if (records or {}).get(file, sha256) != sha256:
+                kept = self._metrics.kept if file == self._metrics.path.name else self._diagnostics.kept
+                self.log(
+                    f"warning: {file} was damaged after iteration {step} was saved; its {kept} good lines are kept"
+                )
         if wandb is not None and wandb["mode"] != "disabled":
             try:
                 self._wandb = WandbRun(self._metrics.path, wandb, self.log)
@@ -110,6 +125,10 @@ class RunDir:
     def record_diagnostics(self, line: dict[str, Any]) -> None:
         self._diagnostics.write(line)
 
+    def records(self, before: float = math.inf) -> dict[str, str]:
+        """The SHA-256 of what metrics.jsonl and diagnostics.jsonl have before an iteration, by their names."""
+        return {metrics.path.name: metrics.sha256(before) for metrics in (self._metrics, self._diagnostics)}
+
     def recorded(self, key: str) -> dict[int, float]:
         """{iteration: value} of a key of metrics.jsonl, where it has a finite value."""
         lines = Metrics.read(self._metrics.path)
@@ -122,7 +141,7 @@ class RunDir:
         from core import checkpoint  # which loads torch
 
         self._metrics.sync()
-        checkpoint.save(self.path / "ckpt", step, tensors, state, best, keep_step)
+        checkpoint.save(self.path / "ckpt", step, tensors, {**state, "records": self.records(step)}, best, keep_step)
         self.status("running", iter=step)
 
     def restore_best(self, step: int | None) -> None:
@@ -147,7 +166,7 @@ class RunDir:
         """
         self._metrics.sync()
         if summary is not None:
-            write_json(self.path / "summary.json", summary)
+            write_json(self.path / "summary.json", summary | {"records": self.records()})
         if self._wandb is not None:
             self._wandb.finish(summary or {})
 

@@ -42,8 +42,8 @@ def test_cut_and_write_again_gives_the_uninterrupted_file(metrics: Metrics) -> N
 
 
 def test_cut_keeps_the_bytes_of_lines_that_others_wrote_and_a_reader_sees_no_half_line(metrics: Metrics) -> None:
-    kept = b'{"iter":1,  "x": 1.50}\n{"x": 2e0, "iter": 2}\n{"iter": 2}\n'
-    metrics.path.write_bytes(kept + b'{"iter": 3}\nnot json\n[1]\n{"x": 1}\n')
+    kept = b'{"iter":1,  "x": 1.50}\n{"x": 2e0, "iter": 2}\n'
+    metrics.path.write_bytes(kept + b'{"iter": 2}\n{"iter": 3}\nnot json\n[1]\n{"x": 1}\n')
     Metrics(metrics.path, 3)
     assert metrics.path.read_bytes() == kept
     metrics.path.write_bytes(b'{"iter": 1}\n{"iter": 2')

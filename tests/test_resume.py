@@ -140,6 +140,45 @@ def test_what_would_change_the_numbers_is_refused_and_named_and_a_moved_corpus_i
     assert train.run(configured(corpus.rename(tmp_path / "moved.txt"), run)) == 0
 
 
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "a digit": lambda raw: raw.replace(b"3", b"4", 1),
+    "a line in the middle": lambda raw: raw.replace(b"{", b"[", 2).replace(b"[", b"{", 1),
+    "truncated": lambda raw: raw[: len(raw) // 2],
+    "empty": lambda raw: b"",
+    "doubled": lambda raw: raw + raw,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", ["metrics.jsonl", "diagnostics.jsonl"])
+def test_a_damaged_record_is_noticed_when_a_run_goes_on_and_when_it_is_done(
+    corpus: Path, tmp_path: Path, file: str, damage: str
+) -> None:
+    run = tmp_path / "run"
+    assert train.run(configured(corpus, run, max_iters=3, eval_interval=1, log_interval=1)) == 0
+    raw = (run / file).read_bytes()
+    (run / file).write_bytes(DAMAGES[damage](raw))
+    assert train.run(configured(corpus, run, max_iters=3, eval_interval=1, log_interval=1)) == 1
+    assert f"is done, but {run / file} has changed since" in (run / "train.log").read_text()
+    assert train.run(configured(corpus, run, max_iters=5, eval_interval=1, log_interval=1)) == 0
+    said = f"warning: {file} was damaged after iteration 3 was saved" in (run / "train.log").read_text()
+    assert said == (damage != "doubled")  # the second copy is dropped, and nothing is lost
+    assert [line["iter"] for line in Metrics.read(run / file)] == sorted({x["iter"] for x in Metrics.read(run / file)})
+    log = (run / "train.log").read_text()
+    assert train.run(configured(corpus, run, max_iters=7, eval_interval=1, log_interval=1)) == 0
+    assert "was damaged" not in (run / "train.log").read_text().removeprefix(log)
+
+
+def test_a_finished_run_with_damaged_weights_says_so(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train.run(configured(corpus, run, max_iters=3)) == 0
+    weights = (run / "ckpt" / "latest").resolve() / "model.safetensors"
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert train.run(configured(corpus, run, max_iters=3)) == 1
+    assert f"is done, but {weights}: checksum is wrong" in (run / "train.log").read_text()
+
+
 def test_a_run_whose_checkpoints_are_lost_or_corrupt_is_not_begun_anew_unasked(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
     for file in (tmp_path / "run" / "ckpt").glob("step_*/model.safetensors"):

@@ -80,6 +80,8 @@ def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
         resumed is not None or not reached,
         f"out_dir={run_dir.path} has reached iteration {reached} but holds no checkpoint; fresh=true starts it anew",
     )
+    if resumed is None and (run_dir.path / "metrics.jsonl").exists():
+        run_dir.log("the run was stopped before its first checkpoint: it starts again at iteration 0")
     return resumed
 
 
@@ -120,6 +122,19 @@ def refuse_other_dtype_or_text(session: Session, run_dir: RunDir) -> None:
         "fresh=true",
     )
     require_same_text(session, run_dir.path, summary.get("corpus_sha256", session.data.corpus.sha256))
+
+
+def find_damage(path: Path) -> str:
+    """What is wrong with the files of a finished run; "" where nothing is. Deleted checkpoints are no damage."""
+    for name in ("best", "latest") if checkpoint.step_dirs(path / "ckpt") else ():
+        try:
+            checkpoint.verify((path / "ckpt" / name).resolve())
+        except checkpoint.CorruptCheckpoint as error:
+            return str(error)
+    for file, sha256 in read_json(path / "summary.json").get("records", {}).items():
+        if not (path / file).is_file() or checkpoint.measure(path / file)["sha256"] != sha256:
+            return f"{path / file} has changed since"
+    return ""
 
 
 def require_same_text(session: Session, path: Path, sha256: str) -> None:

@@ -1,5 +1,6 @@
 """The table of a sweep's runs, with the curves of each: what every number of a report is made from."""
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -271,6 +272,9 @@ def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str
     summary = {**evaluation(path), **read_json(path / "summary.json")}
     missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
     require(not missing, f"summary.json has no {', '.join(missing)}")
+    if (sha256 := summary.get("records", {}).get("metrics.jsonl")) and (path / "metrics.jsonl").is_file():
+        found = hashlib.sha256((path / "metrics.jsonl").read_bytes()).hexdigest()
+        require(found == sha256, "metrics.jsonl has changed since the run ended")
     curves = read_curves(path, keys)
     known = curves.get("val/loss", {}).get(summary["iter_of_min"]) == summary["val/loss_min"]
     require(known, "the minimum of summary.json is not in metrics.jsonl")
