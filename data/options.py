@@ -85,6 +85,9 @@ class FineWebOptions:
     path: Annotated[
         str | None, MOVABLE, NOT_EMPTY, Help("their folder; null: fineweb in $NANOQK_DATA, or in the cache")
     ] = None
+    verify: Annotated[
+        bool, FREE, Help("compare every file's SHA-256 at each start; false: once a machine and file")
+    ] = False
     val_tokens: Annotated[
         int | None, AtLeast(2), Help("evaluate on the first so many held-out tokens; null: on all")
     ] = None

@@ -10,19 +10,22 @@ import hashlib
 import json
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from core.schema import ConfigError, require
+from core.files import cache_folder
+from core.schema import ConfigError, require, show
 from data.corpora import data_folders, expand, read_bytes
 from data.options import FineWebOptions
-from data.tokenizer import Tokenizer, from_dict, tokenizer_sha256
+from data.tokenizer import Tokenizer, from_dict, token_dtype, tokenizer_sha256
 
 FORMAT = 1
 INDEX, PROGRESS, TOKENIZER = "index.json", "progress.json", "tokenizer.json"
 SPLITS = ("train", "val")
+CHANGED = "it was changed since data/prepare_fineweb.py wrote it"
 
 
 class Shards:
@@ -53,7 +56,7 @@ Tokens = np.ndarray | Shards
 def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
     """SHA-256 of the index, the tokenizer, all tokens, and the number of training tokens, which come first.
 
-    Raises: ConfigError where the shards are absent, unfinished, or differ in size from their index.
+    Raises: ConfigError where the shards are absent, unfinished, or differ from their index.
     """
     folder = find_shards(config)
     raw = read_bytes(folder / INDEX, str(folder / INDEX))
@@ -65,12 +68,29 @@ def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
         require(
             size == shard["tokens"] * dtype.itemsize,
             f"{file} is {'absent' if size < 0 else f'{size} bytes long'}, its index says "
-            f"{shard['tokens'] * dtype.itemsize} bytes: it was changed since data/prepare_fineweb.py wrote it",
+            f"{shard['tokens'] * dtype.itemsize} bytes: {CHANGED}",
         )
         arrays.append(np.memmap(file, dtype=dtype, mode="r"))
+        verify_shard(file, arrays[-1], shard["sha256"], index["vocab_size"], again=config.verify)
     for split in SPLITS:
         require(index[split]["tokens"] >= 2, f"{folder} holds {index[split]['tokens']} tokens of {split}, too few")
     return hashlib.sha256(raw).hexdigest(), load_tokenizer(folder, index), Shards(arrays), index["train"]["tokens"]
+
+
+def verify_shard(file: Path, tokens: np.ndarray, sha256: str, vocab_size: int, again: bool) -> None:
+    """Raise ConfigError for a file whose content is not what its index says. Remembers the files that are good."""
+    stat = file.stat()
+    identity = json.dumps([str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, sha256, vocab_size])
+    seen = cache_folder() / "verified" / hashlib.sha256(identity.encode()).hexdigest()
+    if seen.exists() and not again:
+        return
+    with open(file, "rb") as stream:
+        require(hashlib.file_digest(stream, "sha256").hexdigest() == sha256, f"{file} has another SHA-256: {CHANGED}")
+    highest = int(tokens.max(initial=0))
+    require(highest < vocab_size, f"{file} holds token {highest}, its tokenizer has {vocab_size}")
+    with suppress(OSError):  # a read-only cache: the next start verifies it again
+        seen.parent.mkdir(parents=True, exist_ok=True)
+        seen.touch()
 
 
 def find_shards(config: FineWebOptions) -> Path:
@@ -90,12 +110,21 @@ def find_shards(config: FineWebOptions) -> Path:
 
 
 def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
+    """The content of index.json. Raises: ConfigError where its parts do not agree."""
     try:
         index = json.loads(raw)
         found = index["format"]
-    except (ValueError, KeyError, TypeError) as error:
+        good = index["dtype"] == np.dtype(token_dtype(index["vocab_size"])).name
+        for split in SPLITS:
+            shards = index[split]["shards"]
+            names = [f"{split}_{i:06d}.bin" for i in range(len(shards))]
+            counts = [shard["tokens"] for shard in shards]
+            good &= names == [shard["file"] for shard in shards] and all(type(n) is int and n > 0 for n in counts)
+            good &= index[split]["tokens"] == sum(counts) and all(isinstance(shard["sha256"], str) for shard in shards)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder / INDEX} is not an index of token shards") from error
-    require(found == FORMAT, f"{folder / INDEX} has format {found}, not {FORMAT}")
+    require(found == FORMAT, f"{folder / INDEX} has format {show(found)}, not {FORMAT}")
+    require(good, f"{folder / INDEX} contradicts itself: {CHANGED}")
     return index
 
 

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from core import cli
 from core.schema import ConfigError
 from data.folds import Split
 from data.options import FineWebOptions, PrepareFineWebConfig
-from data.shards import Shards
+from data.shards import Shards, open_shards
 from data.tokenizer import BYTES, BPETokenizer
 from data.tokens import load_corpus
 from sweeps.definition import load_sweep
@@ -70,7 +72,62 @@ def test_bad_setting_of_fineweb(overrides: str, folder: Path, outcome: Outcome, 
     before = contents(folder)
     status, stderr = outcome(train.main, "data=fineweb", "model=nano_cpu", "max_iters=200", *overrides.split())
     check(status, stderr, BAD_DATA[overrides])
-    assert contents(folder) == before
+    assert {name: raw for name, raw in contents(folder).items() if not name.startswith("cache")} == before
+
+
+def edited(change: str) -> Callable[[Path], None]:
+    """Runs `change`, a statement about `index`, on a folder's index.json."""
+
+    def edit(folder: Path) -> None:
+        index = json.loads((folder / "index.json").read_text())
+        exec(change, {"index": index, "shard": index["train"]["shards"][0]})
+        (folder / "index.json").write_text(json.dumps(index))
+
+    return edit
+
+
+def flip(folder: Path) -> None:
+    file = folder / "train_000000.bin"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "moved tokens": (edited("index['train']['tokens'] += 5; index['val']['tokens'] -= 5"), "contradicts itself"),
+    "moved shard": (edited("index['val']['shards'].append(index['train']['shards'].pop())"), "contradicts itself"),
+    "no key": (edited("del index['train']['shards']"), "not an index"),
+    "a list": (edited("index['train'] = []"), "not an index"),
+    "wrong type": (edited("shard['tokens'] = str(shard['tokens'])"), "not an index|contradicts itself"),
+    "negative": (edited("shard['tokens'] = -1"), "contradicts itself"),
+    "no digest": (edited("shard['sha256'] = None"), "contradicts itself"),
+    "bogus dtype": (edited("index['dtype'] = 'float7'"), "contradicts itself"),
+    "object dtype": (edited("index['dtype'] = 'object'"), "contradicts itself"),
+    "vocabulary": (edited("index['vocab_size'] = 3"), "holds token [0-9]+, its tokenizer has 3"),
+    "path": (edited("shard['file'] = '../train_000000.bin'"), "contradicts itself"),
+    "format": (edited("index['format'] = [1]"), "has format"),
+    "flipped bit": (flip, "another SHA-256"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_changed_shards_are_refused(damage: str, tmp_path: Path, shards: Path) -> None:
+    shutil.copytree(shards, tmp_path / "shards")
+    options = FineWebOptions(path=str(tmp_path / "shards"))
+    open_shards(options)
+    change, says = DAMAGE[damage]
+    change(tmp_path / "shards")
+    with pytest.raises(ConfigError, match=says):
+        open_shards(options)
+
+
+def test_a_good_shard_is_read_once_a_machine_or_always(tmp_path: Path, shards: Path) -> None:
+    shutil.copytree(shards, tmp_path / "shards")
+    options = FineWebOptions(path=str(tmp_path / "shards"))
+    open_shards(options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.shards.hashlib.file_digest", None)  # reading again would raise
+        open_shards(options)
+        with pytest.raises(TypeError):
+            open_shards(replace(options, verify=True))
 
 
 # -----------------------------------------------------------------------------
