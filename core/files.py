@@ -29,9 +29,19 @@ def cache_folder() -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} where the file is absent or damaged."""
     with suppress(OSError, ValueError):
-        content = json.loads(path.read_bytes())
-        return content if isinstance(content, dict) else {}
+        return parse_object(path.read_bytes())
     return {}
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object. Raises: ValueError, for other JSON too."""
+    try:
+        content = json.loads(raw)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"it is a {type(content).__name__}, not an object")
+    return content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ A definition names the overrides, grid, folds and seeds of the runs, and the com
 sweeps/plan.py turns it into runs.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -174,8 +175,13 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
 
 def check_sweep(source: Mapping[str, Any]) -> Sweep:
     """`source` as a Sweep, with every type and rule checked."""
+    try:
+        json.dumps(source, ensure_ascii=False, default=str).encode()
+    except ValueError as error:
+        raise ConfigError(f"a sweep's definition is not Unicode text: {error}") from error
     parts = {}
-    for name, part in source.get("parts", {}).items():
+    for name, part in convert(source.get("parts", {}), dict, "sweep.parts").items():
+        part = convert(part, dict, f"sweep.parts.{name}")
         key = f"sweep.parts.{name}."
         parts[name] = build(Part, {**part, "grid": checked_grid(f"{key}grid", part.get("grid", {}))}, key)
         validate(parts[name], key)

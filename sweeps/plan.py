@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core import cli
-from core.files import FileLock, read_json, write_atomic
+from core.files import FileLock, parse_object, read_json, write_atomic
 from core.rundir import at_end, commit, differences, short, uncommitted
 from core.schema import ConfigError, build, flatten, require, show
 from sweeps.definition import Part, Sweep, plain
@@ -210,7 +210,7 @@ def read_plan(sweep_dir: Path) -> list[PlannedRun]:
     try:
         return [
             PlannedRun(x["id"], x["settings"], x["seed"], x["fold"], x["overrides"], build(TrainConfig, x["config"]))
-            for x in map(json.loads, lines)
+            for x in map(parse_object, lines)
         ]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"sweep_dir={sweep_dir} has a plan.jsonl that cannot be read: {error}") from error

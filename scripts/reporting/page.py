@@ -104,7 +104,7 @@ def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) 
     blocks = [f"# {title}\n", Table(["", ""], [[key, value] for key, value in about.items()], words=2).markdown()]
     for section in sections:
         blocks += [f"## {section.title}\n", *map(text, section.items)]
-    return "\n".join(blocks)
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", "\n".join(blocks))  # names may hold tags
 
 
 def page(title: str, state: str, about: Mapping[str, str], sections: Sequence[Section]) -> str:

@@ -1,7 +1,6 @@
 """The table of a sweep's runs, with the curves of each: what every number of a report is made from."""
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from core.files import read_json
+from core.files import parse_object, read_json
 from core.schema import ConfigError, flatten, require, show
 from sweeps.definition import REDUCTIONS, Part, check_sweep
 from sweeps.definition import Sweep as Definition
@@ -47,6 +46,12 @@ class Metric:
         return self.key if self.of is None else f"{self.of} {self.key}"
 
 
+# of a summary, what a report uses in any case
+TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
+NUMBERS = [
+    "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
+    "cache_bytes_per_token", "vocab_size",
+]  # fmt: skip
 WORDS = {
     "train/loss": "training loss",
     "val/bpb": "validation loss (bits per byte)",
@@ -201,7 +206,10 @@ class Sweep:
 def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     """Raises: ConfigError where there is no sweep, or its files cannot be read."""
     plan, about = read_plan(sweep_dir), read_json(sweep_dir / "sweep.json")
-    require(isinstance(about.get("sweep"), dict), f"sweep_dir={sweep_dir} has no sweep.json that can be read")
+    frozen = about.setdefault("frozen", [])
+    good = isinstance(frozen, list) and all(isinstance(one, dict) and "overrides" in one for one in frozen)
+    good &= isinstance(about.get("sweep"), dict)
+    require(good, f"sweep_dir={sweep_dir} has no sweep.json that can be read")
     sweep = Sweep(name, about, check_sweep(about["sweep"]), [])
     sweep.runs.extend(read_run(sweep_dir, run, sweep) for run in plan)
     for key, value in ((m.key, run.value(m)) for m in sweep.metrics for run in sweep.runs):
@@ -221,7 +229,7 @@ def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:
         curves: dict[str, Curve] = {}
         with suppress(ConfigError):
             curves = read_curves(path, keys)
-        return row(state, *kept(read_json(path / "summary.json"), curves, sweep))
+        return row(state, *kept(read_summary(path), curves, sweep))
     if state.state != "done":
         saved = f"iteration {state.iter} of {max_iters} is saved" if state.iter else ""
         reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")
@@ -269,16 +277,27 @@ def thinned(curve: Curve, how: str) -> dict[int, float]:
 
 def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str, Curve]]:
     """The summary and the curves of a run that is done. Raises: ConfigError where they are damaged."""
-    summary = {**evaluation(path), **read_json(path / "summary.json")}
+    summary = {**evaluation(path), **read_summary(path)}
     missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
     require(not missing, f"summary.json has no {', '.join(missing)}")
-    if (sha256 := summary.get("records", {}).get("metrics.jsonl")) and (path / "metrics.jsonl").is_file():
+    if (sha256 := summary.pop("records", {}).get("metrics.jsonl")) and (path / "metrics.jsonl").is_file():
         found = hashlib.sha256((path / "metrics.jsonl").read_bytes()).hexdigest()
         require(found == sha256, "metrics.jsonl has changed since the run ended")
     curves = read_curves(path, keys)
     known = curves.get("val/loss", {}).get(summary["iter_of_min"]) == summary["val/loss_min"]
     require(known, "the minimum of summary.json is not in metrics.jsonl")
     return summary, curves
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """A run's summary.json. Raises: ConfigError where a value has the wrong type."""
+    summary = read_json(path / "summary.json")
+    kinds: dict[str, Any] = {"records": dict, "start_up_warnings": list, **dict.fromkeys(TEXTS, str)}
+    kinds |= dict.fromkeys(["iter", *NUMBERS], int | float)
+    for key, value in summary.items():
+        good = value is None or isinstance(value, kinds.get(key, object))
+        require(good, f"summary.json has {key}={show(value)}")
+    return summary
 
 
 def evaluation(path: Path) -> dict[str, float]:
@@ -292,10 +311,10 @@ def read_curves(path: Path, keys: Sequence[str]) -> dict[str, Curve]:
     curves: dict[str, Any] = {}
     wanted = cache(lambda key: any(fnmatchcase(key, pattern) for pattern in keys))
     try:
-        for values in map(json.loads, (path / "metrics.jsonl").read_bytes().splitlines()):
+        for values in map(parse_object, (path / "metrics.jsonl").read_bytes().splitlines()):
             for key, value in values.items():
                 if value is not None and wanted(key):
-                    curves.setdefault(key, {})[values["iter"]] = value
-    except (OSError, ValueError, KeyError) as error:
+                    curves.setdefault(key, {})[int(values["iter"])] = 1.0 * value
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"metrics.jsonl cannot be read: {error}") from error
     return curves

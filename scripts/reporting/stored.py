@@ -14,16 +14,11 @@ from typing import Any
 
 from core.files import read_json
 from core.schema import ConfigError, require, show
-from scripts.reporting.runs import Curve, Run, Sweep
+from scripts.reporting.runs import NUMBERS, TEXTS, Curve, Run, Sweep
 from sweeps.definition import check_sweep
 from sweeps.status import FINAL, State
 
 ROW = ["id", "settings", "seed", "fold", "status", "iter", "reason"]
-NUMBERS = [
-    "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
-    "cache_bytes_per_token", "vocab_size",
-]  # fmt: skip
-TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
 
 
 def common_config(sweep: Sweep) -> dict[str, Any]:
