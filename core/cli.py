@@ -55,7 +55,7 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
 
     def run_each() -> int:
         status = 0
-        for combination in combinations(schema, overrides):
+        for combination in combinations(overrides):
             status = max(status, guarded(partial(run, combination)))
             if status > 128:  # a signal
                 break
@@ -64,24 +64,30 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
     sys.exit(guarded(run_each if len(overrides) < len(argv) else partial(run, overrides)))
 
 
-def combinations(schema: type, overrides: list[str]) -> list[list[str]]:
+def combinations(overrides: list[str]) -> list[list[str]]:
     """The overrides of each run of a multirun. Raises: ConfigError."""
+    choices = []
+    for word in overrides:
+        parsed = parse(word)
+        values = parsed.sweep_string_iterator() if parsed.is_discrete_sweep() else ()
+        choices.append([f"{parsed.get_key_element()}={value}" for value in values] or [word])
+    return [[*combination] for combination in itertools.product(*choices)]
+
+
+def parse(word: str) -> Any:
+    """An override as Hydra reads it. Raises: ConfigError where it is not key=value."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    plain = word.lstrip("-~")
+    if word.startswith("~") or (word.startswith("-") and "=" in word):
+        raise ConfigError(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}")
+    require(plain == word, f"{word} is unknown: settings are written key=value, and --help lists them")
     try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        return OverridesParser.create().parse_override(word)
     except HydraException as error:
-        raise ConfigError(explain(error, schema, overrides)) from error
-    choices = []
-    for one in parsed:
-        key = one.get_key_element()
-        choices.append(
-            [f"{key}={value}" for value in one.sweep_string_iterator()]
-            if one.is_discrete_sweep()
-            else [str(one.input_line)]
-        )
-    return [[*combination] for combination in itertools.product(*choices)]
+        reason = f"{str(error).split('See https')[0]}; quote what is not plain text, as in 'key=\"...\"'"
+        raise ConfigError(f"{word} is not key=value: {reason}") from error
 
 
 def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
@@ -92,10 +98,7 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     for word in overrides:
-        plain = word.lstrip("-~")
-        if word.startswith("~") or (word.startswith("-") and "=" in word):
-            raise ConfigError(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}")
-        require(plain == word, f"{word} is unknown: settings are written key=value, and --help lists them")
+        parse(word)
     register(schema, overrides)
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
@@ -112,13 +115,10 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
 
 def load_early(schema: type, overrides: list[str]) -> None:
     """Load what Hydra's composition depends on, plugins: of the command line, else of the chosen presets' files."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     given: dict[str, Any] = {}
-    for override in overrides:
-        with contextlib.suppress(HydraException):  # explain() finds it later
-            parsed = OverridesParser.create().parse_override(override)
+    for word in overrides:
+        with contextlib.suppress(ConfigError):  # beside --help anything may stand
+            parsed = parse(word)
             given[parsed.key_or_group] = parsed.value()
     presets = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in preset_groups(schema) if group in given]
     contents = [parse_yaml(file.read_text(encoding="utf-8"), str(file)) for file in presets if file.is_file()]
@@ -199,15 +199,6 @@ def every_setting(schema: type) -> dict[str, Setting]:
 
 def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
     """One line for an error of Hydra's: the override that caused it and the rule."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    for override in overrides:
-        try:
-            OverridesParser.create().parse_override(override)
-        except HydraException as syntax:
-            reason = str(syntax).split("See https")[0]
-            return f"{override} is not key=value: {reason}; quote what is not plain text, as in 'key=\"...\"'"
     text = str(error)
     unknown = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
     if unknown:

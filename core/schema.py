@@ -151,10 +151,10 @@ declared: Callable[[Any], dict[str, Setting]] = declarations  # the settings of 
 # From a mapping to checked settings
 
 
-def settings_of(cls: type, source: Mapping[str, Any]) -> Any:
+def settings_of(cls: type, source: Mapping[str, Any], prefix: str = "") -> Any:
     """A checked instance of the settings class `cls`. Raises: ConfigError naming key, value and rule."""
-    settings = build(cls, source)
-    validate(settings)
+    settings = build(cls, source, prefix)
+    validate(settings, prefix)
     return settings
 
 
