@@ -189,6 +189,17 @@ class GPTConfig:
     attention: AttentionOptions = MHAOptions()
     qk_norm: QKNormOptions = NoNormOptions()
 
+    def check(self) -> None:
+        self.attention.check_model(self.model)
+        unified = isinstance(self.attention, MLAOptions) and self.attention.qk_norm_layout == "unified"
+        require(
+            not unified or self.qk_norm.name != "none",
+            "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
+        )
+        if isinstance(self.qk_norm, LpNormOptions) and self.qk_norm.alpha_init == "henry":
+            T = self.model.block_size
+            require(T >= 3, f"qk_norm.alpha_init=henry needs model.block_size={T} >= 3: log2(L^2 - L)")
+
 
 # The options of each name; its class is in the table of the same name in model/gpt.py.
 ATTENTIONS: dict[str, type[AttentionOptions]] = {"mha": MHAOptions, "gqa": GQAOptions, "mla": MLAOptions}
