@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,10 +74,8 @@ class RunDir:
         again. They are the same bit by bit, so points double on the curves but do not move.
         """
         self.claim(config_yaml)
-        self._metrics = Metrics(self.path / "metrics.jsonl", step)
-        self._diagnostics = Metrics(self.path / "diagnostics.jsonl", step)
-        self._held.callback(self._metrics.close)
-        self._held.callback(self._diagnostics.close)
+        self._metrics = self._held.enter_context(closing(Metrics(self.path / "metrics.jsonl", step)))
+        self._diagnostics = self._held.enter_context(closing(Metrics(self.path / "diagnostics.jsonl", step)))
         if wandb is not None and wandb["mode"] != "disabled":
             try:
                 self._wandb = WandbRun(self._metrics.path, wandb, self.log)
