@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,11 @@ from core.schema import (
     ConfigError,
     Loads,
     Setting,
-    closest,
     convert,
     declared,
     did_you_mean,
     flatten,
+    must_be_one_of,
     require,
     settings_of,
     show,
@@ -208,13 +208,8 @@ def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
         group, _, option = override.lstrip("+").partition("=")
         known = options_of(schema).get(group, [option])
         if option not in known:
-            return f"{override} {must_be_one_of(group, option, known)}"
+            return f"{override} {must_be_one_of(option, known, f'{group}=')}"
     return text
-
-
-def must_be_one_of(group: str, option: str, known: Iterable[str]) -> str:
-    close = closest(option, known, 0.6)
-    return f"must be one of {', '.join(known)}" + (f"; did you mean {group}={close}?" if close else "")
 
 
 def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
@@ -271,7 +266,7 @@ def run_script(
 def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list[str]]:
     """The arguments of a settings class, as a mapping for build(), and the other arguments. Text needs no quotes."""
     known, others = declared(settings), []
-    texts: dict[str, str] = {}
+    values: dict[str, Any] = {}
     groups: dict[str, dict[str, str]] = {}
     for word in argv:
         key, equals, text = word.partition("=")
@@ -282,11 +277,10 @@ def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list
         elif known[group].options:
             groups.setdefault(group, {})[leaf or "name"] = text
         else:
-            texts[key] = text
-    values = {key: read_value(key, text, known[key]) for key, text in texts.items()}
+            values[key] = read_value(key, text, known[key])
     for group, given in groups.items():
         name, options = given.get("name", known[group].default.name), known[group].options
-        require(name in options, f"{group}={name} {must_be_one_of(group, name, options)}")
+        require(name in options, f"{group}={name} {must_be_one_of(name, options, f'{group}=')}")
         inner = declared(options[name])
         values[group] = {"name": name, **{k: read_value(f"{group}.{k}", v, inner.get(k)) for k, v in given.items()}}
     return values, others
