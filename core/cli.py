@@ -257,7 +257,7 @@ def run_script(
             key, equals, _ = word.partition("=")
             require(bool(equals) and key[:1].isalpha(), f"{word} is unknown: settings are written key=value")
             raise ConfigError(f"{word} is unknown{did_you_mean(key, declared(settings))}")
-        chosen = settings_of(settings, values)
+        chosen: Any = settings_of(settings, values)
         return program(chosen, others) if passes_on else program(chosen)
 
     return guarded(run)

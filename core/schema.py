@@ -151,9 +151,9 @@ declared: Callable[[Any], dict[str, Setting]] = declarations  # the settings of 
 # From a mapping to checked settings
 
 
-def settings_of(cls: type, source: Mapping[str, Any], prefix: str = "") -> Any:
+def settings_of(cls: type[T], source: Mapping[str, Any], prefix: str = "") -> T:
     """A checked instance of the settings class `cls`. Raises: ConfigError naming key, value and rule."""
-    settings = build(cls, source, prefix)
+    settings: T = build(cls, source, prefix)
     validate(settings, prefix)
     return settings
 

@@ -171,8 +171,7 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
         key = f"sweep.parts.{name}."
         parts[name] = settings_of(Part, {**part, "grid": checked_grid(f"{key}grid", part.get("grid", {}))}, key)
     grid = checked_grid("sweep.grid", source.get("grid", {}))
-    sweep: Sweep = settings_of(Sweep, {**source, "grid": grid, "parts": parts}, "sweep.")
-    return sweep
+    return settings_of(Sweep, {**source, "grid": grid, "parts": parts}, "sweep.")
 
 
 def checked_grid(key: str, swept: Any) -> Grid:

@@ -364,8 +364,7 @@ class TrainConfig:
 
 def load_config(source: Mapping[str, Any]) -> TrainConfig:
     """A nested mapping (a composed config, or a run's config.yaml) as a checked TrainConfig. Raises: ConfigError."""
-    config: TrainConfig = settings_of(TrainConfig, source)
-    return config
+    return settings_of(TrainConfig, source)
 
 
 def to_yaml(config: TrainConfig) -> str:
