@@ -245,10 +245,7 @@ Dtype = Annotated[
 @options
 class TrainConfig:
     out_dir: Annotated[
-        str | None,
-        FREE,
-        NOT_EMPTY,
-        Help("null: runs/ + a readable name + a hash of what decides the numbers"),
+        str | None, FREE, NOT_EMPTY, Help("null: runs/ + a readable name + a hash of what decides the numbers")
     ] = None
     seed: Seed = 1337
     device: Annotated[Device, FREE] = "auto"
