@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,11 @@ from core.schema import (
     ConfigError,
     Loads,
     Setting,
-    closest,
     convert,
     declared,
     did_you_mean,
     flatten,
+    must_be_one_of,
     require,
     settings_of,
     show,
@@ -56,7 +56,7 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
 
     def run_each() -> int:
         status = 0
-        for combination in combinations(schema, overrides):
+        for combination in combinations(overrides):
             status = max(status, guarded(partial(run, combination)))
             if status > 128:  # a signal
                 break
@@ -65,24 +65,30 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
     sys.exit(guarded(run_each if len(overrides) < len(argv) else partial(run, overrides)))
 
 
-def combinations(schema: type, overrides: list[str]) -> list[list[str]]:
+def combinations(overrides: list[str]) -> list[list[str]]:
     """The overrides of each run of a multirun. Raises: ConfigError."""
+    choices = []
+    for word in overrides:
+        parsed = parse(word)
+        values = parsed.sweep_string_iterator() if parsed.is_discrete_sweep() else ()
+        choices.append([f"{parsed.get_key_element()}={value}" for value in values] or [word])
+    return [[*combination] for combination in itertools.product(*choices)]
+
+
+def parse(word: str) -> Any:
+    """An override as Hydra reads it. Raises: ConfigError where it is not key=value."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    plain = word.lstrip("-~")
+    if word.startswith("~") or (word.startswith("-") and "=" in word):
+        raise ConfigError(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}")
+    require(plain == word, f"{word} is unknown: settings are written key=value, and --help lists them")
     try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        return OverridesParser.create().parse_override(word)
     except HydraException as error:
-        raise ConfigError(explain(error, schema, overrides)) from error
-    choices = []
-    for one in parsed:
-        key = one.get_key_element()
-        choices.append(
-            [f"{key}={value}" for value in one.sweep_string_iterator()]
-            if one.is_discrete_sweep()
-            else [str(one.input_line)]
-        )
-    return [[*combination] for combination in itertools.product(*choices)]
+        reason = f"{str(error).split('See https')[0]}; quote what is not plain text, as in 'key=\"...\"'"
+        raise ConfigError(f"{word} is not key=value: {reason}") from error
 
 
 def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
@@ -93,10 +99,7 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     for word in overrides:
-        plain = word.lstrip("-~")
-        if word.startswith("~") or (word.startswith("-") and "=" in word):
-            raise ConfigError(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}")
-        require(plain == word, f"{word} is unknown: settings are written key=value, and --help lists them")
+        parse(word)
         require(not word.lstrip("+").startswith("hydra"), f"{word} is unknown: Hydra composes here, and runs nothing")
     register(schema, overrides)
     try:
@@ -114,13 +117,10 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
 
 def load_early(schema: type, overrides: list[str]) -> None:
     """Load what Hydra's composition depends on, plugins: of the command line, else of the chosen presets' files."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     given: dict[str, Any] = {}
-    for override in overrides:
-        with contextlib.suppress(HydraException):  # explain() finds it later
-            parsed = OverridesParser.create().parse_override(override)
+    for word in overrides:
+        with contextlib.suppress(ConfigError):  # beside --help anything may stand
+            parsed = parse(word)
             given[parsed.key_or_group] = parsed.value()
     presets = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in preset_groups(schema) if group in given]
     contents = [parse_yaml(file.read_text(encoding="utf-8"), str(file)) for file in presets if file.is_file()]
@@ -201,15 +201,6 @@ def every_setting(schema: type) -> dict[str, Setting]:
 
 def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
     """One line for an error of Hydra's: the override that caused it and the rule."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    for override in overrides:
-        try:
-            OverridesParser.create().parse_override(override)
-        except HydraException as syntax:
-            reason = str(syntax).split("See https")[0]
-            return f"{override} is not key=value: {reason}; quote what is not plain text, as in 'key=\"...\"'"
     text = str(error)
     unknown = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
     if unknown:
@@ -219,13 +210,8 @@ def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
         group, _, option = override.lstrip("+").partition("=")
         known = options_of(schema).get(group, [option])
         if option not in known:
-            return f"{override} {must_be_one_of(group, option, known)}"
+            return f"{override} {must_be_one_of(option, known, f'{group}=')}"
     return text
-
-
-def must_be_one_of(group: str, option: str, known: Iterable[str]) -> str:
-    close = closest(option, known, 0.6)
-    return f"must be one of {', '.join(known)}" + (f"; did you mean {group}={close}?" if close else "")
 
 
 def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
@@ -273,7 +259,7 @@ def run_script(
             key, equals, _ = word.partition("=")
             require(bool(equals) and key[:1].isalpha(), f"{word} is unknown: settings are written key=value")
             raise ConfigError(f"{word} is unknown{did_you_mean(key, declared(settings))}")
-        chosen = settings_of(settings, values)
+        chosen: Any = settings_of(settings, values)
         return program(chosen, others) if passes_on else program(chosen)
 
     return guarded(run)
@@ -282,7 +268,7 @@ def run_script(
 def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list[str]]:
     """The arguments of a settings class, as a mapping for build(), and the other arguments. Text needs no quotes."""
     known, others = declared(settings), []
-    texts: dict[str, str] = {}
+    values: dict[str, Any] = {}
     groups: dict[str, dict[str, str]] = {}
     for word in argv:
         key, equals, text = word.partition("=")
@@ -293,11 +279,10 @@ def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list
         elif known[group].options:
             groups.setdefault(group, {})[leaf or "name"] = text
         else:
-            texts[key] = text
-    values = {key: read_value(key, text, known[key]) for key, text in texts.items()}
+            values[key] = read_value(key, text, known[key])
     for group, given in groups.items():
         name, options = given.get("name", known[group].default.name), known[group].options
-        require(name in options, f"{group}={name} {must_be_one_of(group, name, options)}")
+        require(name in options, f"{group}={name} {must_be_one_of(name, options, f'{group}=')}")
         inner = declared(options[name])
         values[group] = {"name": name, **{k: read_value(f"{group}.{k}", v, inner.get(k)) for k, v in given.items()}}
     return values, others

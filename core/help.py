@@ -18,7 +18,7 @@ def help_text(doc: str | None, cls: type, presets: Presets | None = None) -> str
 def describe(cls: type, presets: Presets) -> Iterator[str]:
     groups = []
     for name, setting in declared(cls).items():
-        if is_group(setting):
+        if setting.options or is_dataclass(setting.kind):
             groups.append((name, setting))
         else:
             yield line(name, setting)
@@ -30,10 +30,6 @@ def describe(cls: type, presets: Presets) -> Iterator[str]:
         if name in presets:
             yield from choices(presets[name], setting.default.name)
         yield from options_of(name, setting)
-
-
-def is_group(setting: Setting) -> bool:
-    return bool(setting.options) or is_dataclass(setting.kind)
 
 
 def options_of(group: str, setting: Setting) -> Iterator[str]:

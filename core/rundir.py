@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -83,16 +83,12 @@ class RunDir:
         again. They are the same bit by bit, so points double on the curves but do not move.
         """
         self.claim(config_yaml)
-        self._metrics = Metrics(self.path / "metrics.jsonl", step)
-        self._diagnostics = Metrics(self.path / "diagnostics.jsonl", step)
-        self._held.callback(self._metrics.close)
-        self._held.callback(self._diagnostics.close)
-        for file, sha256 in self.records().items():
-            if (records or {}).get(file, sha256) != sha256:
-                kept = self._metrics.kept if file == self._metrics.path.name else self._diagnostics.kept
-                self.log(
-                    f"warning: {file} was damaged after iteration {step} was saved; its {kept} good lines are kept"
-                )
+        self._metrics = self._held.enter_context(closing(Metrics(self.path / "metrics.jsonl", step)))
+        self._diagnostics = self._held.enter_context(closing(Metrics(self.path / "diagnostics.jsonl", step)))
+        for metrics in (self._metrics, self._diagnostics):
+            if (records or {}).get(metrics.path.name, metrics.sha256()) != metrics.sha256():
+                good = f"its {metrics.kept} good lines are kept"
+                self.log(f"warning: {metrics.path.name} was damaged after iteration {step} was saved; {good}")
         if wandb is not None and wandb["mode"] != "disabled":
             try:
                 self._wandb = WandbRun(self._metrics.path, wandb, self.log)

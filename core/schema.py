@@ -151,10 +151,10 @@ declared: Callable[[Any], dict[str, Setting]] = declarations  # the settings of 
 # From a mapping to checked settings
 
 
-def settings_of(cls: type, source: Mapping[str, Any]) -> Any:
+def settings_of(cls: type[T], source: Mapping[str, Any], prefix: str = "") -> T:
     """A checked instance of the settings class `cls`. Raises: ConfigError naming key, value and rule."""
-    settings = build(cls, source)
-    validate(settings)
+    settings: T = build(cls, source, prefix)
+    validate(settings, prefix)
     return settings
 
 
@@ -212,9 +212,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         else:
             allowed += TYPE_NAMES[kind]
     if typing.get_origin(hint) is Literal:
-        close = closest(show(value), allowed, 0.6)
-        end = f"; did you mean {close}?" if close else ""
-        raise ConfigError(f"{key}={show(value)} must be one of {', '.join(allowed)}{end}")
+        raise ConfigError(f"{key}={show(value)} {must_be_one_of(show(value), allowed)}")
     *some, last = allowed
     raise ConfigError(f"{key}={show(value)} must be {', '.join(some)}{' or ' * bool(some)}{last}")
 
@@ -275,6 +273,12 @@ def closest(key: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(key.lower(), lower, 1, cutoff)
     return lower[close[0]] if close else None
+
+
+def must_be_one_of(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of an error line about a `word` that is not among `known`."""
+    close = closest(word, known, 0.6)
+    return f"must be one of {', '.join(known)}" + (f"; did you mean {prefix}{close}?" if close else "")
 
 
 def did_you_mean(key: str, known: Iterable[str], prefix: str = "") -> str:

@@ -19,13 +19,7 @@ from typing import Any
 
 from core.files import FileLock, cache_folder, write_atomic
 from core.schema import ConfigError, require
-from data.options import (
-    FoldedTextOptions,
-    PythonDocsOptions,
-    PythonSourceOptions,
-    TextFileOptions,
-    TinyShakespeareOptions,
-)
+from data import options
 
 HUB_REPO = "karpathy/tiny_shakespeare"
 HUB_REVISION = "refs/convert/parquet"  # the main branch holds a loading script, which datasets >= 4 refuses to run
@@ -35,7 +29,7 @@ TINY_SHAKESPEARE_BYTES = 1_115_394
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-def load_text(config: FoldedTextOptions) -> str:
+def load_text(config: options.FoldedTextOptions) -> str:
     """The whole text of a corpus. Raises: ConfigError where it is missing, unreadable or not the expected one."""
     return LOADERS[config.name](config)
 
@@ -49,7 +43,7 @@ def corpus_sha256(text: str) -> str:
 # Texts that need no download: the language reference and the source of every CPython, and any file
 
 
-def load_python_docs(config: PythonDocsOptions) -> str:
+def load_python_docs(config: options.PythonDocsOptions) -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -60,7 +54,7 @@ def load_python_docs(config: PythonDocsOptions) -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-def load_python_source(config: PythonSourceOptions) -> str:
+def load_python_source(config: options.PythonSourceOptions) -> str:
     """The standard library's *.py files with its tests, in the order of their paths.
 
     Installed packages and build settings are left out: they differ between machines with the same Python.
@@ -80,7 +74,7 @@ def load_python_source(config: PythonSourceOptions) -> str:
     return "\n".join(texts)
 
 
-def load_text_file(config: TextFileOptions) -> str:
+def load_text_file(config: options.TextFileOptions) -> str:
     raw = read_bytes(expand(config.path), f"data.path={config.path}")
     require(len(raw) > 0, f"data.path={config.path} is empty")
     try:
@@ -121,7 +115,7 @@ def read_bytes(path: Path, name: str) -> bytes:
 # Tiny Shakespeare, from the first of: data.path, $NANOQK_DATA, the cache, the Hugging Face Hub
 
 
-def load_tiny_shakespeare(config: TinyShakespeareOptions) -> str:
+def load_tiny_shakespeare(config: options.TinyShakespeareOptions) -> str:
     if config.path is not None:
         return check_tiny_shakespeare(read_tiny_shakespeare(config.path), f"data.path={config.path}")
     files = [folder / "tiny_shakespeare" / "input.txt" for folder in data_folders()]

@@ -45,9 +45,8 @@ def prepare(config: PrepareFineWebConfig) -> int:
     out = cache_folder() / "fineweb" if config.out is None else expand(config.out)
     dataset = expand(config.dataset).resolve()
     require(dataset not in [out.resolve(), *out.resolve().parents], f"out={out} must not lie in dataset={dataset}")
-    check_usable(out, config)
-    if (out / INDEX).exists():
-        return report_finished(out)
+    if is_complete(out, config):
+        return 0
     documents = Documents(config, begun=read_json(out / PROGRESS).get("source", {}))
     tokenizer = load_tokenizer(out, config, documents)
     try:
@@ -56,22 +55,21 @@ def prepare(config: PrepareFineWebConfig) -> int:
         raise ConfigError(f"out={out} cannot be written: {error.strerror}") from error
     with lock:
         require(lock.held, f"out={out} is in use by another process")
-        check_usable(out, config)  # again: another process may have written before this one had the lock
-        if (out / INDEX).exists():
-            return report_finished(out)
-        return write_shards(out, config, documents, tokenizer)
+        # again: another process may have written before this one had the lock
+        return 0 if is_complete(out, config) else write_shards(out, config, documents, tokenizer)
 
 
-def check_usable(out: Path, config: PrepareFineWebConfig) -> None:
-    """Raise ConfigError for a folder with other files, or one that was begun with other settings."""
+def is_complete(out: Path, config: PrepareFineWebConfig) -> bool:
+    """Whether all shards are there, which is then printed.
+
+    Raises: ConfigError for a folder with other files, or one that was begun with other settings.
+    """
     try:
         names = set(os.listdir(out)) if out.exists() else set()
-        if not names:
-            return
         begun = json.loads((out / (INDEX if INDEX in names else PROGRESS)).read_bytes())["settings"]
     except FileNotFoundError:
         require(names <= {"lock", f"{PROGRESS}.tmp"}, f"out={out} is neither empty nor a folder of token shards")
-        return
+        return False
     except OSError as error:
         raise ConfigError(f"out={out} cannot be used: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -82,12 +80,10 @@ def check_usable(out: Path, config: PrepareFineWebConfig) -> None:
         if begun.get(key) != value
     ]
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
-
-
-def report_finished(out: Path) -> int:
-    clean_up(out)
-    print(f"{out} is complete: {summary(read_json(out / INDEX))}")
-    return 0
+    if INDEX in names:
+        clean_up(out)
+        print(f"{out} is complete: {summary(read_json(out / INDEX))}")
+    return INDEX in names
 
 
 def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents", tokenizer: Tokenizer) -> int:
@@ -210,8 +206,8 @@ class Documents:
         except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
             chosen = f"dataset={config.dataset} name={show(name)} split={config.split}"
             raise ConfigError(f"{chosen} cannot be loaded: {one_line(error)}") from error
-        require(first is not None, f"dataset={config.dataset} is empty")
-        assert first is not None
+        if first is None:
+            raise ConfigError(f"dataset={config.dataset} is empty")
         require(config.column in first, f"column={config.column} must be one of {', '.join(first)}")
         kind = type(first[config.column]).__name__
         require(kind in ("str", "NoneType"), f"column={config.column} must hold text, not {kind}")

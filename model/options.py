@@ -40,18 +40,25 @@ class ModelOptions:
 
 
 @options
-class AttentionOptions:
-    """What every attention layout has. A layout of one's own: register_attention() of model/gpt.py."""
+class VariantOptions:
+    """What every attention layout and every QK norm has."""
 
     name: str
 
-    def check_model(self, model: ModelOptions) -> None:
-        """Raise ConfigError where the layout does not fit the model."""
-
     @property
     def label(self) -> str:
-        """What a run's name says of it."""
-        return label(self)
+        """What a run's name says of it. Unless a class says it shorter, every option with its value: power_q0.5."""
+        values = {key: getattr(self, key) for key in declared(type(self)) if key != "name"}
+        shown = {key: format(v, "g") if isinstance(v, float) else show(v) for key, v in values.items()}
+        return "_".join([self.name, *(re.sub(r"[^\w.+-]", "", key + text) for key, text in shown.items())])
+
+
+@options
+class AttentionOptions(VariantOptions):
+    """The base of attention layouts. A layout of one's own: register_attention() of model/gpt.py."""
+
+    def check_model(self, model: ModelOptions) -> None:
+        """Raise ConfigError where the layout does not fit the model."""
 
 
 @options
@@ -118,15 +125,8 @@ class MLAOptions(AttentionOptions):
 
 
 @options
-class QKNormOptions:
-    """What every QK norm has. A norm of one's own: register_qk_norm() of model/gpt.py."""
-
-    name: str
-
-    @property
-    def label(self) -> str:
-        """What a run's name says of it."""
-        return label(self)
+class QKNormOptions(VariantOptions):
+    """The base of QK norms. A norm of one's own: register_qk_norm() of model/gpt.py."""
 
 
 @options
@@ -189,6 +189,17 @@ class GPTConfig:
     attention: AttentionOptions = MHAOptions()
     qk_norm: QKNormOptions = NoNormOptions()
 
+    def check(self) -> None:
+        self.attention.check_model(self.model)
+        unified = isinstance(self.attention, MLAOptions) and self.attention.qk_norm_layout == "unified"
+        require(
+            not unified or self.qk_norm.name != "none",
+            "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
+        )
+        if isinstance(self.qk_norm, LpNormOptions) and self.qk_norm.alpha_init == "henry":
+            T = self.model.block_size
+            require(T >= 3, f"qk_norm.alpha_init=henry needs model.block_size={T} >= 3: log2(L^2 - L)")
+
 
 # The options of each name; its class is in the table of the same name in model/gpt.py.
 ATTENTIONS: dict[str, type[AttentionOptions]] = {"mha": MHAOptions, "gqa": GQAOptions, "mla": MLAOptions}
@@ -206,10 +217,3 @@ def register(table: dict[str, Any], chosen: type) -> str:
     require(taken == chosen.__module__, f"{chosen.__name__}.name={name} is taken by {taken}")
     table[name] = chosen
     return name
-
-
-def label(chosen: AttentionOptions | QKNormOptions) -> str:
-    """The name with the value of every option: power_q0.5."""
-    values = {key: getattr(chosen, key) for key in declared(type(chosen)) if key != "name"}
-    shown = {key: format(v, "g") if isinstance(v, float) else show(v) for key, v in values.items()}
-    return "_".join([chosen.name, *(re.sub(r"[^\w.+-]", "", key + text) for key, text in shown.items())])

@@ -31,10 +31,8 @@ class Launch:
         return cls(sweep_dir, name, **read_json(sweep_dir / "launches" / f"{name}.json"))
 
     def write(self) -> None:
-        write_json(self.file(".json"), {k: v for k, v in vars(self).items() if k not in ("sweep_dir", "name")})
-
-    def file(self, suffix: str) -> Path:
-        return self.sweep_dir / "launches" / f"{self.name}{suffix}"
+        content = {key: value for key, value in vars(self).items() if key not in ("sweep_dir", "name")}
+        write_json(self.sweep_dir / "launches" / f"{self.name}.json", content)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from core.cli import CONFIG_DIR, parse_yaml
-from core.schema import POSITIVE, ConfigError, Rule, build, convert, options, require, show, validate
+from core.schema import POSITIVE, ConfigError, Rule, convert, options, require, settings_of, show
 from training.config import TrainConfig
 
 Grid = dict[str, dict[str, Any]]  # key -> {label: value}
@@ -86,12 +86,11 @@ class Sweep:
 
     @property
     def families(self) -> dict[str, Compare]:
-        return {name: build(Compare, family, f"compare.{name}.") for name, family in self.compare.items()}
+        return {name: settings_of(Compare, family, f"compare.{name}.") for name, family in self.compare.items()}
 
     def check(self) -> None:
         """What scripts/report.py could not evaluate is an error before the first run starts."""
         for name, family in self.families.items():
-            validate(family, f"compare.{name}.")
             good = (family.baseline is not None) != bool(family.pairs)
             require(good, f"compare.{name} must have either baseline and settings, or pairs")
         known = [*REDUCTIONS, "summary"]
@@ -183,12 +182,9 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
     for name, part in convert(source.get("parts", {}), dict, "sweep.parts").items():
         part = convert(part, dict, f"sweep.parts.{name}")
         key = f"sweep.parts.{name}."
-        parts[name] = build(Part, {**part, "grid": checked_grid(f"{key}grid", part.get("grid", {}))}, key)
-        validate(parts[name], key)
+        parts[name] = settings_of(Part, {**part, "grid": checked_grid(f"{key}grid", part.get("grid", {}))}, key)
     grid = checked_grid("sweep.grid", source.get("grid", {}))
-    sweep: Sweep = build(Sweep, {**source, "grid": grid, "parts": parts}, "sweep.")
-    validate(sweep, "sweep.")
-    return sweep
+    return settings_of(Sweep, {**source, "grid": grid, "parts": parts}, "sweep.")
 
 
 def checked_grid(key: str, swept: Any) -> Grid:

@@ -12,8 +12,7 @@ import torch
 from scipy.stats import binom
 
 from scripts.benchmarks import bench_decode
-from scripts.benchmarks.bench_decode import settings
-from scripts.benchmarks.decode_results import PAPER
+from scripts.benchmarks.bench_decode import PAPER, settings
 from scripts.benchmarks.timing import Side, Turn, machine, ratio, run_benchmark, spread
 
 Program = Callable[..., subprocess.CompletedProcess[str]]

@@ -17,7 +17,7 @@ from core.schema import ConfigError, options
 from model.diagnostics import logit_bound
 from model.gpt import GPT, QK_NORMS, QKNorm
 from model.options import QK_NORMS as OPTIONS
-from model.options import QKNormOptions, label, register
+from model.options import QKNormOptions, register
 from training.config import TrainConfig, load_config
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
@@ -185,7 +185,7 @@ def test_a_label_has_every_value_in_letters_that_a_path_can_have() -> None:
 
     table: dict[str, Any] = dict(OPTIONS)
     assert register(table, OddOptions) == "odd" and table["odd"] is OddOptions
-    assert label(OddOptions()) == "odd_q0.5_wayabc_flagtrue"
+    assert OddOptions().label == "odd_q0.5_wayabc_flagtrue"
     assert (
         replace(load_config({}), qk_norm=OddOptions()).label == "baby_gpt-mha-odd_q0.5_wayabc_flagtrue-tiny_shakespeare"
     )

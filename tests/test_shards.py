@@ -171,7 +171,7 @@ def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shar
     options = cli.settings_of(LaunchOptions, values)
     _, planned, _ = read_request(options, overrides)
     assert [run.config.tokens_per_iter for run in planned] == [step] * runs
-    committed = load_sweep(options.sweep, {}).overrides
+    committed = load_sweep(str(options.sweep), {}).overrides
     (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))
     held_out_of = 10**9 if options.sweep == "gqa" else 10**11  # the tokens that its file says to prepare
     assert asked_for < 0.7 * held_out_of * PrepareFineWebConfig.val_fraction

@@ -34,9 +34,7 @@ from model.options import (
     QK_NORMS,
     AttentionOptions,
     GPTConfig,
-    LpNormOptions,
     MHAOptions,
-    MLAOptions,
     ModelOptions,
     NoNormOptions,
     QKNormOptions,
@@ -247,10 +245,7 @@ Dtype = Annotated[
 @options
 class TrainConfig:
     out_dir: Annotated[
-        str | None,
-        FREE,
-        NOT_EMPTY,
-        Help("null: runs/ + a readable name + a hash of what decides the numbers"),
+        str | None, FREE, NOT_EMPTY, Help("null: runs/ + a readable name + a hash of what decides the numbers")
     ] = None
     seed: Seed = 1337
     device: Annotated[Device, FREE] = "auto"
@@ -350,12 +345,7 @@ class TrainConfig:
 
     def check(self) -> None:
         require(not (self.eval_only and self.fresh), "fresh=true leaves eval_only=true nothing to evaluate")
-        self.attention.check_model(self.model)
-        unified = isinstance(self.attention, MLAOptions) and self.attention.qk_norm_layout == "unified"
-        require(
-            not unified or self.qk_norm.name != "none",
-            "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
-        )
+        self.gpt.check()
         require(
             not isinstance(self.qk_clip, QKClipOptions) or self.qk_norm.name == "none",
             f"qk_clip=clip needs qk_norm=none: with qk_norm={self.qk_norm.name} the weights' scale does not reach the"
@@ -367,17 +357,11 @@ class TrainConfig:
         )
         if isinstance(self.schedule, DecayOptions):
             self.schedule.check_decay(self.max_iters, self.optim.learning_rate)
-        if isinstance(self.qk_norm, LpNormOptions) and self.qk_norm.alpha_init == "henry":
-            require(
-                self.model.block_size >= 3,
-                f"qk_norm.alpha_init=henry needs model.block_size={self.model.block_size} >= 3: log2(L^2 - L)",
-            )
 
 
 def load_config(source: Mapping[str, Any]) -> TrainConfig:
     """A nested mapping (a composed config, or a run's config.yaml) as a checked TrainConfig. Raises: ConfigError."""
-    config: TrainConfig = settings_of(TrainConfig, source)
-    return config
+    return settings_of(TrainConfig, source)
 
 
 def to_yaml(config: TrainConfig) -> str:

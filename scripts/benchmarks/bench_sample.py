@@ -14,19 +14,9 @@ from typing import Annotated, Any
 
 from core.schema import AtLeast, Help, options
 from data.tokens import load_corpus
+from scripts.benchmarks import timing
 from scripts.benchmarks.nanogpt import check_model, load_model, set_up
-from scripts.benchmarks.timing import (
-    Built,
-    SidesOptions,
-    Turn,
-    against_ours,
-    alternate,
-    machine_of,
-    median,
-    ratio,
-    run_benchmark,
-    start_sides,
-)
+from scripts.benchmarks.timing import Built, Turn
 from sweeps.plan import compose
 from training.config import load_config
 
@@ -71,7 +61,7 @@ def nanogpt(peer: str, words: list[str], n_tokens: int) -> Built:
 
 
 @options
-class BenchOptions(SidesOptions):
+class BenchOptions(timing.SidesOptions):
     tokens: Annotated[int, AtLeast(1), Help("of each sequence")] = 500
 
 
@@ -79,23 +69,23 @@ def bench(values: BenchOptions, words: list[str]) -> dict[str, Any]:
     if values.peer:
         check_model(load_config(compose(words)).gpt)
         load_model(values.peer)
-    sides = start_sides(values, words, "bench_sample.py", ours, nanogpt, values.tokens)
+    sides = timing.start_sides(values, words, "bench_sample.py", ours, nanogpt, values.tokens)
     for side in sides:
         side.take_turn(1)  # warm-up
     result: dict[str, Any] = {"rounds": values.rounds, "tokens": values.tokens, "words": words}
     for n in (1, 10):
         print(f"{n} sequence{'s' * (n > 1)}")
-        turns = alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
-        seconds = {name: median(of, "seconds") for name, of in turns.items()}
+        turns = timing.alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
+        seconds = {name: timing.median(of, "seconds") for name, of in turns.items()}
         rows = {name: {"tok_per_sec": round(n * values.tokens / s, 2), "seconds": s} for name, s in seconds.items()}
         if values.variants:
             first, *others = rows
-            speeds = {name: ratio(turns, first, name) for name in others}
+            speeds = {name: timing.ratio(turns, first, name) for name in others}
             result[f"{n}_sequences"] = {"variants": rows, "speed_over_first": speeds}
         else:
-            result[f"{n}_sequences"] = {**rows, **against_ours(turns)}
-    return {**result, **machine_of(values, words)}
+            result[f"{n}_sequences"] = {**rows, **timing.against_ours(turns)}
+    return {**result, **timing.machine_of(values, words)}
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark(BenchOptions, bench, __doc__))
+    sys.exit(timing.run_benchmark(BenchOptions, bench, __doc__))

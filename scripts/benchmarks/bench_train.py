@@ -19,21 +19,9 @@ from functools import partial
 from typing import Annotated, Any
 
 from core.schema import AtLeast, Help, options, require
+from scripts.benchmarks import timing
 from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
-from scripts.benchmarks.timing import (
-    Built,
-    SidesOptions,
-    Turn,
-    against_ours,
-    alternate,
-    machine_of,
-    median,
-    ratio,
-    run_benchmark,
-    start,
-    start_sides,
-    variants,
-)
+from scripts.benchmarks.timing import Built, Turn
 from sweeps.plan import compose
 from training.config import AdamWOptions, load_config
 from training.schedule import learning_rate
@@ -97,7 +85,7 @@ def together(named: dict[str, list[str]]) -> Built:
 
 
 @options
-class BenchOptions(SidesOptions):
+class BenchOptions(timing.SidesOptions):
     together: Annotated[bool, Help("variants in one process, update by update in random order")] = False
     iters: Annotated[int, AtLeast(0), Help("updates a turn; 0: as many as take 5 s")] = 0
 
@@ -113,9 +101,9 @@ def bench(values: BenchOptions, words: list[str]) -> dict[str, Any]:
         require(type(config.optim) is AdamWOptions, "peer= needs nanoGPT's own settings: optim=adamw")
         load_model(values.peer)
     if values.together:
-        sides = [start("all", together, variants(values.variants, words))]
+        sides = [timing.start("all", together, timing.variants(values.variants, words))]
     else:
-        sides = start_sides(values, words, "bench_train.py", ours, nanogpt)
+        sides = timing.start_sides(values, words, "bench_train.py", ours, nanogpt)
     infos = sides[0].info["of"] if values.together else {side.name: side.info for side in sides}
     first, about = next(iter(infos.items()))
     n = values.iters
@@ -125,30 +113,30 @@ def bench(values: BenchOptions, words: list[str]) -> dict[str, Any]:
     print(f"{n} iterations a turn, {about['tokens_per_iter']:,} tokens each; parameters: "
           + ", ".join(f"{name} {info['parameters']:,}" for name, info in infos.items()))  # fmt: skip
     began = time.time()
-    turns = alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
+    turns = timing.alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
     if values.together:
         turns = {name: [{**turn, "seconds": turn["seconds_of"][name]} for turn in turns["all"]] for name in infos}
     rows = {name: summary(turns[name], n, {**about, **info}) for name, info in infos.items()}
     common = {
         "rounds": values.rounds, "iters": n, "words": words, "seconds": round(time.time() - began),
         "dtype": about["dtype"], "peak_tflops": round(about["peak_flops"] / 1e12, 3),
-        **machine_of(values, words),
+        **timing.machine_of(values, words),
     }  # fmt: skip
     if values.variants:
-        others = [name for name in rows if name != first]
-        return {"variants": rows, "time_over_first": {name: ratio(turns, name, first) for name in others}, **common}
-    return {**rows, **against_ours(turns), **common}
+        over_first = {name: timing.ratio(turns, name, first) for name in rows if name != first}
+        return {"variants": rows, "time_over_first": over_first, **common}
+    return {**rows, **timing.against_ours(turns), **common}
 
 
 def summary(turns: list[Turn], n: int, about: dict[str, Any]) -> dict[str, Any]:
-    ms = 1000 * median(turns, "seconds") / n
+    ms = 1000 * timing.median(turns, "seconds") / n
     return {
         "tok_per_sec": round(about["tokens_per_iter"] / ms * 1000),
         "ms_per_iter": round(ms, 2),
-        "peak_memory_mib": round(median(turns, "peak_memory_mib")),
+        "peak_memory_mib": round(timing.median(turns, "peak_memory_mib")),
         "mfu": round(about["flops_per_iter"] / ms * 1000 / about["peak_flops"], 4),
     }
 
 
 if __name__ == "__main__":
-    sys.exit(run_benchmark(BenchOptions, bench, __doc__))
+    sys.exit(timing.run_benchmark(BenchOptions, bench, __doc__))

@@ -137,8 +137,7 @@ def old(checkout: Path, program: Path, words: list[str], *more: Any) -> Built:
         del sys.modules[name]
     sys.path.insert(0, str(checkout))  # its packages have the names of ours
     module = importlib.import_module(".".join(program.relative_to(checkout).with_suffix("").parts))
-    built: Built = module.ours(words, *more)
-    return built
+    return module.ours(words, *more)
 
 
 def variants(named: str, words: list[str]) -> dict[str, list[str]]:
