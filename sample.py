@@ -72,16 +72,16 @@ class LoadedRun(NamedTuple):
     state: dict[str, Any]
 
 
-def open_run(run: str, which: str, device: torch.device) -> LoadedRun:
-    """load_run() for the settings run= and checkpoint=. Raises: ConfigError where nothing can be loaded."""
+def open_run(run: str, which: str, device: torch.device, key: str = "run") -> LoadedRun:
+    """load_run() for the settings run= (or `key`) and checkpoint=. Raises: ConfigError where nothing can be loaded."""
     try:
-        loaded = load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which), device)
+        loaded = load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which, key), device)
     except checkpoint.CorruptCheckpoint as error:
-        raise ConfigError(f"run={run} cannot be loaded: {error}") from error
+        raise ConfigError(f"{key}={run} cannot be loaded: {error}") from error
     if loaded.config.fault.name != "none":
-        print(f"warning: run={run} was trained with fault={loaded.config.fault.name}", file=sys.stderr)
+        print(f"warning: {key}={run} was trained with fault={loaded.config.fault.name}", file=sys.stderr)
     for change in changed_plugins(loaded.state.get("plugins", {})):
-        print(f"warning: run={run}: {change}", file=sys.stderr)
+        print(f"warning: {key}={run}: {change}", file=sys.stderr)
     return loaded
 
 

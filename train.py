@@ -28,6 +28,7 @@ from training.estimate import dry_run
 from training.evaluate import LowestLoss, diagnosed_batch, sampled_losses, validation_loss
 from training.meter import Diverged, Meter
 from training.optim import update_ratios
+from training.origin import load_origin, with_origin
 from training.qk_clip import qk_clip
 from training.resume import find_damage, open_run_dir, refuse_other_dtype_or_text, resume, wandb_settings
 from training.schedule import learning_rate
@@ -43,10 +44,11 @@ def run(config: TrainConfig) -> int:
     Returns the exit status: 0, 3 (diverged: a loss, gradient or weight is not finite) or 128 + the signal that stopped
     it. Raises: ConfigError before anything is written.
     """
+    config = with_origin(config)
     if config.dry_run:
         return dry_run(config)
     session = setup(config)
-    warnings = start_up_checks(session)
+    warnings = [*start_up_checks(session), *load_origin(config, session.model, session.data.corpus)]
     session.join_ranks()
     with open_run_dir(session) as run_dir:  # ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:

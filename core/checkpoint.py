@@ -244,17 +244,17 @@ def peek(folder: Path) -> dict[str, Any]:
     return read_json(newest[0] / STATE) if newest else {}
 
 
-def resolve(run: Path, which: str) -> Path:
+def resolve(run: Path, which: str, key: str = "run") -> Path:
     """The checkpoint directory that `run` names: itself, or the `best` or `latest` one of a run directory.
 
-    Raises: ConfigError naming run, what was not found, and the checkpoints that exist.
+    key: the setting that names it. Raises: ConfigError naming what was not found, and the checkpoints that exist.
     """
-    require(os.path.exists(run), f"run={run} does not exist")
+    require(os.path.exists(run), f"{key}={run} does not exist")
     if (run / MANIFEST).is_file():
         return run.resolve()
     found = step_dirs(run / "ckpt")
     chosen = found[0] if which == "latest" and found else run / "ckpt" / which
     if not chosen.is_dir():
         names = ", ".join(path.name for path in reversed(found)) or "none"
-        raise ConfigError(f"run={run} is not a checkpoint and has no ckpt/{which}; checkpoints there: {names}")
+        raise ConfigError(f"{key}={run} is not a checkpoint and has no ckpt/{which}; checkpoints there: {names}")
     return chosen.resolve()

@@ -128,7 +128,7 @@ class Run:
         plain: dict[str, Any] = {
             "log_interval": 1, "eval_interval": end, "checkpoint_interval": end, "eval_iters": 0, "plot": False,
             "dry_run": False, "eval_only": False, "fresh": False, "dtype": "float32",
-            "wandb": WandbOptions(mode="disabled"),
+            "init_from": None, "init_sha256": None, "wandb": WandbOptions(mode="disabled"),
         }  # fmt: skip
         said = io.StringIO()
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(said), redirect_stderr(said):

@@ -88,7 +88,11 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, lis
 def check_runs(runs: list[PlannedRun]) -> None:
     """Raise ConfigError where a run cannot start."""
     keys = ("data", "device", "dtype", "model")  # runs that agree in these can all start, or none of them
-    configs = {json.dumps([asdict(run.config)[key] for key in keys]): run.config for run in runs}
+    more = ("attention", "qk_norm", "init_sha256")  # must fit the weights of init_from
+    configs = {
+        json.dumps([asdict(run.config)[key] for key in (*keys, *more * (run.config.init_from is not None))]): run.config
+        for run in runs
+    }
     if configs:
         from training import estimate  # which loads torch
 

@@ -70,6 +70,10 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
             source = set_values(composed(tuple(chosen)), values)
             try:
                 config = replace(load_config(source), out_dir=None)
+                if config.init_from is not None:
+                    from training.origin import with_origin  # which loads torch
+
+                    config = with_origin(config)
             except ConfigError as error:
                 raise ConfigError(f"{error} (in the run {' '.join(words)})") from error
             run_id = config.run_dir.name

@@ -12,6 +12,7 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 
 import pytest
 import torch
+from browser import CHROMIUM, Page
 
 from model.kernels import operators
 from model.options import LayerNormOptions, LpNormOptions, ModelOptions, NoNormOptions, QKNormOptions, RMSNormOptions
@@ -22,8 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
 
 SLOW = {  # files whose tests train, start programs or load large libraries: make check leaves them out
-    "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_corpora", "test_ddp", "test_docs",
+    "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_compare",
+    "test_corpora", "test_ddp", "test_docs",
     "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture",
+    "test_init_from",
     "test_kernels", "test_long_sequences", "test_mla_decode_triton", "test_plugins", "test_presets", "test_readme",
     "test_references", "test_report", "test_resume", "test_shards", "test_slurm", "test_sweeps", "test_train",
     "test_wandb",
@@ -83,6 +86,16 @@ def program(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, **options)
 
     return call
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Page]:
+    if CHROMIUM is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("CI=true, but there is no Chromium to test the page in")
+        pytest.skip("no Chromium")
+    with Page(tmp_path / "profile") as page:
+        yield page
 
 
 @pytest.fixture

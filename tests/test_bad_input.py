@@ -117,6 +117,12 @@ BAD: dict[str, list[str]] = {
     "qk_norm=lp qk_norm.alpha_init=big": ["qk_norm.alpha_init=big", "henry"],
     "qk_norm=lp qk_norm.alpha_per=token": ["qk_norm.alpha_per=token", "layer, head"],
     "qk_norm=rms qk_norm.eps=0": ["qk_norm.eps=0.0", "> 0"],
+    "init_from=nowhere": ["init_from=nowhere", "does not exist"],
+    "init_from=nowhere init_sha256=0a": ["init_sha256=0a", "64 hexadecimal digits"],
+    "init_sha256=aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa": [
+        "init_sha256=a",
+        "needs init_from",
+    ],
     "sweep=p_sweep": ["sweep=p_sweep", "sweeps/launch.py"],
     "launcher.workers=2": ["launcher.workers=2", "sweeps/launch.py"],
     "data.split=shuffled": ["data.split=shuffled", "data.fold"],

@@ -24,9 +24,10 @@ from data.options import PythonDocsOptions
 from data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, Tokenizer, learn_bpe
 from model.generate import generate
 from model.gpt import GPT
+from model.hf import architecture_of
 from model.options import GQAOptions, MHAOptions, MLAOptions, RMSNormOptions
 from sample import load_run
-from scripts.export_hf import architecture_of, export, main
+from scripts.export_hf import export, main
 from training.config import TrainConfig
 
 CHARS = CharTokenizer("\n !,.abcdefgé€😀")

@@ -13,14 +13,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, Page
+from browser import Page
 from conftest import ROOT, tiny_config
 from scipy import stats
 
@@ -614,16 +613,6 @@ def test_bad_input_is_one_line_and_status_2(
 
 # -----------------------------------------------------------------------------
 # The page
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Page]:
-    if CHROMIUM is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("CI=true, but there is no Chromium to test the page in")
-        pytest.skip("no Chromium")
-    with Page(tmp_path / "profile") as page:
-        yield page
 
 
 MARKS = "document.querySelectorAll('#loss_a .mark-line.role-mark path').length"

@@ -247,6 +247,18 @@ class TrainConfig:
     out_dir: Annotated[
         str | None, FREE, NOT_EMPTY, Help("null: runs/ + a readable name + a hash of what decides the numbers")
     ] = None
+    init_from: Annotated[
+        str | None,
+        FREE,
+        NOT_EMPTY,
+        Help("begin with the weights of RUN (its best), RUN/ckpt/latest or a folder of export_hf.py"),
+    ] = None
+    init_sha256: Annotated[
+        str | None,
+        BeforeItExisted(None),
+        Rule(lambda sha256: re.fullmatch(r"[0-9a-f]{64}", sha256) is not None, "must be 64 hexadecimal digits"),
+        Help("of init_from's weights; null: of those that it has now"),
+    ] = None
     seed: Seed = 1337
     device: Annotated[Device, FREE] = "auto"
     dtype: Annotated[Dtype, FREE] = "auto"
@@ -322,6 +334,7 @@ class TrainConfig:
         """Readable name of the setting, without fold and seed."""
         clip = f"clip{self.qk_clip.threshold:g}" if isinstance(self.qk_clip, QKClipOptions) else ""
         recipe = [
+            f"from_{self.init_sha256[:8]}" if self.init_sha256 is not None else "",
             f"FAULT_{self.fault.name}" if self.fault.name != FaultOptions.name else "",
             self.optim.name if self.optim.name != AdamWOptions.name else "",
             self.schedule.name if self.schedule.name != CosineOptions.name else "",
@@ -345,6 +358,9 @@ class TrainConfig:
 
     def check(self) -> None:
         require(not (self.eval_only and self.fresh), "fresh=true leaves eval_only=true nothing to evaluate")
+        require(
+            self.init_sha256 is None or self.init_from is not None, f"init_sha256={self.init_sha256} needs init_from"
+        )
         self.gpt.check()
         require(
             not isinstance(self.qk_clip, QKClipOptions) or self.qk_norm.name == "none",

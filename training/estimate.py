@@ -12,6 +12,7 @@ from model.diagnostics import activation_bytes
 from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.optim import optimizer_bytes
+from training.origin import load_origin
 from training.session import Data, Machine, model_without_weights, read_data, set_up_machine
 from training.updates import rows_at_once
 
@@ -33,9 +34,11 @@ def dry_run(config: TrainConfig) -> int:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ConfigError where the run cannot start: no such device, no corpus, too little text."""
+    """Raise ConfigError where the run cannot start: no such device, no corpus, too little text, unfit weights."""
     set_up_machine(config)
-    read_data(config)
+    data = read_data(config)
+    if config.init_from is not None:
+        load_origin(config, GPT(config.gpt, data.corpus.tokenizer.vocab_size), data.corpus)
 
 
 def estimate(config: TrainConfig) -> tuple[float, int]:

@@ -20,7 +20,10 @@ DECIDES_BITS = ("device", "compile", "ranks", "torch", "kernels")  # device incl
 
 def run_request(config: TrainConfig) -> RunRequest:
     """What open_run() needs to open, or to refuse, the run directory."""
-    shown_as = {"schedule.lr_decay_iters": "schedule.lr_decay_iters (by default max_iters)"}
+    shown_as = {
+        "schedule.lr_decay_iters": "schedule.lr_decay_iters (by default max_iters)",
+        "init_sha256": "init_from (SHA-256 of its weights)",
+    }
 
     def decisive(settings: TrainConfig) -> dict[str, Any]:
         return {shown_as.get(key, key): value for key, value in settings.trajectory.items()}

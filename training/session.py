@@ -174,7 +174,8 @@ def describe(session: Session) -> dict[str, Any]:
     """The facts that are recorded with a run: in its summary, its checkpoints and W&B."""
     machine, corpus, model = session.machine, session.data.corpus, session.model
     plugins = {"plugins": plugin_hashes(session.config.plugins)} if session.config.plugins else {}
-    return plugins | {
+    origin = {"init_from": {session.config.init_from: session.config.init_sha256}} if session.config.init_from else {}
+    return plugins | origin | {
         "dtype": str(machine.dtype), "corpus_sha256": corpus.sha256, "device": device_name(machine.device),
         "compile": is_compiled(session.config, machine.device), "ranks": machine.world.size, "commit": commit(),
         "kernels": machine.device.type == "cpu" and operators.loaded(),

@@ -361,6 +361,25 @@ def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]]) -> al
     return chart.properties(width="container", height=360, usermeta=palette(series))
 
 
+def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[float]]]]) -> alt.ConcatChart:
+    """Attention weights beside one another. maps: title -> the tokens' texts, and a row of weights for each query."""
+    colour = alt.Color("weight:Q", title="weight", scale=alt.Scale(type="sqrt", domain=[0, 1], range=VIRIDIS))
+    bare = alt.Axis(labels=False, ticks=False)
+    charts = []
+    for title, (texts, weights) in maps.items():
+        rows = [
+            {"query": i, "key": j, "weight": row[j], "of": texts[i], "to": texts[j]}
+            for i, row in enumerate(weights)
+            for j in range(i + 1)
+        ]
+        tooltip = tooltips("query:Q", "of:N", "key:Q", "to:N", "weight:.4f", of="its token", to="its token ")
+        cells = alt.Chart(alt.Data(values=rows)).mark_rect().encode(
+            x=alt.X("key:O", axis=bare), y=alt.Y("query:O", axis=bare), color=colour, tooltip=tooltip
+        )  # fmt: skip
+        charts.append(cells.properties(title=title, width=400, height=400))
+    return alt.concat(*charts, columns=2, spacing=40)
+
+
 def difference_chart(family: Sequence[Comparison]) -> alt.LayerChart:
     """A point for each fold or seed of each comparison; a bar for the mean's 95 % interval, a diamond for the mean."""
     points, means = [], []

@@ -22,15 +22,23 @@ from scripts.reporting.tables import Table
 
 TEMPLATE = Path(__file__).with_name("page.html")
 NOTES = Path(__file__).with_name("notes.md")
+HINT = "In a chart: click a name to hide or show a setting; hover for values; drag and scroll to move and zoom."
 LONG = 20  # rows: the page shows a table of more runs only when it is asked to
 
 
 @dataclass(frozen=True)
+class Markup:
+    """HTML for the page alone, in which all text is escaped."""
+
+    html: str
+
+
+@dataclass(frozen=True)
 class Section:
-    """items: paragraphs (with **bold** words), tables and figures."""
+    """items: paragraphs (with **bold** words), tables, figures and markup."""
 
     title: str
-    items: Sequence[str | Table | Figure]
+    items: Sequence[str | Table | Figure | Markup]
 
 
 def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
@@ -93,7 +101,7 @@ def figures_of(sections: Sequence[Section]) -> list[Figure]:
 def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) -> str:
     """table.md, with links to the figures' SVG files."""
 
-    def text(item: str | Table | Figure) -> str:
+    def text(item: str | Table | Figure | Markup) -> str:
         if isinstance(item, Table):
             heading = f"### {item.title}\n\n" if item.title else ""
             return heading + (item.markdown() if item.rows else "Nothing to compare.\n")
@@ -107,10 +115,12 @@ def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) 
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", "\n".join(blocks))  # names may hold tags
 
 
-def page(title: str, state: str, about: Mapping[str, str], sections: Sequence[Section]) -> str:
+def page(title: str, state: str, about: Mapping[str, str], sections: Sequence[Section], hint: str = HINT) -> str:
     """report.html: one page that needs no other file and no network. Its charts and Vega's runtime are compressed."""
 
-    def text(item: str | Table | Figure) -> str:
+    def text(item: str | Table | Figure | Markup) -> str:
+        if isinstance(item, Markup):
+            return item.html
         if isinstance(item, Table):
             table = item.html() if item.rows else "<p>Nothing to compare.</p>"
             if item.folded or len(item.rows) > LONG and not item.title:
@@ -130,7 +140,8 @@ def page(title: str, state: str, about: Mapping[str, str], sections: Sequence[Se
     charts = {figure.name: figure.chart.to_dict() for figure in figures_of(sections)}
     runtime = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]  # its stub asks for more
     return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=html.escape(title), state=html.escape(state), body="\n</section>\n".join([*body, ""]),
+        title=html.escape(title), state=html.escape(state), hint=html.escape(hint),
+        body="\n</section>\n".join([*body, ""]),
         facts="".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in about.items()),
         themes=json.dumps({"light": theme(dark=False), "dark": theme(dark=True)}),
         charts=packed(json.dumps(charts)), runtime=packed(runtime),

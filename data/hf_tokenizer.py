@@ -1,0 +1,37 @@
+"""Our tokenizers as tokenizer.json, the format of the library `tokenizers`."""
+
+import json
+from typing import Any
+
+from data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, bytes_to_printable
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The content of tokenizer.json, or None for a tokenizer that the format cannot hold."""
+    import tokenizers
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+
+    if isinstance(tokenizer, CharTokenizer):
+        # without an unknown token the library raises for a character outside the vocabulary, as ours does
+        theirs = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(tokenizer.chars)}, unk_token=""))
+        theirs.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        theirs.decoder = decoders.Fuse()
+    elif isinstance(tokenizer, ByteTokenizer | BPETokenizer):
+        learnt = tokenizer.pieces[: tokenizer.separator]  # the separator is the last token
+        vocab = {bytes_to_printable(token): i for i, token in enumerate(learnt)}
+        theirs = tokenizers.Tokenizer(models.BPE(vocab, merges(learnt)))
+        # its regular expression splits as GPT-2's does
+        theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
+        theirs.decoder = decoders.ByteLevel()
+        theirs.add_special_tokens([] if tokenizer.separator is None else [SEPARATOR])
+    else:
+        return None
+    return json.loads(theirs.to_str())
+
+
+def merges(tokens: list[bytes]) -> list[tuple[str, str]]:
+    """The pairs that BPE joins, in the order of the tokens that they form. Every token has all its pairs, since our
+    encoder joins any two tokens that form another one."""
+    known = set(tokens)
+    cuts = ((token[:i], token[i:]) for token in tokens for i in range(1, len(token)))
+    return [(bytes_to_printable(a), bytes_to_printable(b)) for a, b in cuts if a in known and b in known]

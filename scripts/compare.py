@@ -1,0 +1,257 @@
+"""Two checkpoints side by side: python scripts/compare.py a=RUN b=RUN text=FILE
+
+Writes one page (out=), which needs no network: the nats of each token of the text under both, where they differ most,
+the attention maps of a layer and head, samples from the same seed, and the settings that differ. Prints the losses.
+Each token but the first is predicted once, as in validation, in windows of the smaller block_size, in float32. Where
+tokenizers differ, the runs are compared over the shortest pieces of text at whose ends tokens of both end.
+"""
+
+import functools
+import html
+import itertools
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from core.cli import run_script
+from core.device import resolve_device
+from core.files import write_atomic
+from core.rundir import differences
+from core.schema import NOT_EMPTY, REQUIRED, AtLeast, ConfigError, Help, flatten, options, require
+from data.tokens import load_corpus
+from model.generate import generate
+from model.gpt import GPT
+from model.ops import visible_logits
+from sample import LoadedRun, RunPath, SampleConfig, Which, open_run
+from scripts.reporting.charts import Figure, attention_chart
+from scripts.reporting.page import Markup, Section, page
+from scripts.reporting.tables import Table, number
+from training.config import Device, Seed
+
+LONGEST = 10_000  # characters that are compared
+MAPPED = 64  # tokens of an attention map
+PROMPT, NEW_TOKENS = 64, 200  # characters, tokens of a sample
+LISTED, PRINTED = 20, 5  # places where they differ most
+DARKEST = 6.0  # nats
+HINT = "Hover over a token or a cell for its numbers."
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two. name: a or b. run: as asked for. tokens: of the text, (n,)."""
+
+    name: str
+    run: str
+    loaded: LoadedRun
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The text in pieces that both sides predict, and each side's nats and number of tokens in them."""
+
+    texts: list[str]
+    nats: tuple[np.ndarray, np.ndarray]  # (spans,) each
+    n_tokens: tuple[int, int]
+
+
+@torch.no_grad()
+def token_nats(model: GPT, tokens: np.ndarray, window: int) -> np.ndarray:
+    """-ln p of each token but the first, (n - 1,), in consecutive windows, whose first tokens see little context."""
+    device = model.transformer.wte.weight.device
+    idx = torch.from_numpy(tokens.astype(np.int64)).to(device)  # (n,)
+    parts = []
+    for at in range(0, len(idx) - 1, window):
+        y = idx[at + 1 : at + window + 1]
+        logits = model(idx[None, at : at + len(y)])[0]
+        assert logits is not None
+        parts.append(F.cross_entropy(logits[0].float(), y, reduction="none"))
+    return torch.cat(parts).cpu().double().numpy()
+
+
+def compare(text: str, a: Side, b: Side) -> Spans:
+    """The nats of both over the same pieces of the text; the piece with a side's first token is not predicted."""
+    pieces = [[side.loaded.tokenizer.pieces[token] for token in side.tokens] for side in (a, b)]
+    ends = [np.cumsum([len(piece) for piece in of]) for of in (*pieces, [c.encode() for c in text])]  # in bytes
+    both = functools.reduce(np.intersect1d, ends)  # where tokens of both and a character end
+    require(len(both) > 1, "text= must have at least two pieces at whose ends tokens of both runs end")
+    window = min(side.loaded.model.block_size for side in (a, b))
+    nats, counts = [], []
+    for side, end in zip((a, b), ends, strict=False):
+        of_span = np.searchsorted(both, end)  # (n,)
+        each = token_nats(side.loaded.model, side.tokens, window)
+        nats.append(np.bincount(of_span[1:], each, minlength=len(both))[1:])
+        counts.append(int((of_span > 0).sum()))
+    texts = [text.encode()[i:j].decode() for i, j in itertools.pairwise(both)]
+    return Spans(texts, (nats[0], nats[1]), (counts[0], counts[1]))
+
+
+@torch.no_grad()
+def attention_map(side: Side, layer: int, head: int) -> tuple[list[str], list[list[float]]]:
+    """The first MAPPED tokens of the text, and how much each attends to each before it, (T, T)."""
+    model, tokens = side.loaded.model, side.tokens[: min(MAPPED, side.loaded.model.block_size)].tolist()
+    parts: list[Tensor] = []
+    model.attentions[layer].probe = lambda q, k, scale: parts.extend(visible_logits(q, k, scale))
+    model(torch.tensor([tokens], device=model.transformer.wte.weight.device), last_only=True)
+    model.attentions[layer].probe = None
+    rows = [row for part in parts for row in part.softmax(-1)[0, head].tolist()]
+    require(bool(rows), f"{side.name}={side.run}: its layout does not call observe(), so that it has no attention maps")
+    return [visible(side.loaded.tokenizer.decode([token])) for token in tokens], rows
+
+
+def sampled(side: Side, prompt: str, seed: int) -> str:
+    model, tokenizer = side.loaded.model, side.loaded.tokenizer
+    idx = torch.tensor(tokenizer.encode(prompt).tolist(), device=model.transformer.wte.weight.device)[None]
+    how = SampleConfig()
+    return tokenizer.decode(int(t) for t in generate(model, idx, NEW_TOKENS, how.temperature, how.top_k, seed=seed))
+
+
+# -----------------------------------------------------------------------------
+# The page
+
+
+def visible(text: str) -> str:
+    return text.replace("\n", "⏎").replace("\t", "⇥")
+
+
+def summary(a: Side, b: Side, spans: Spans) -> Table:
+    """Mean losses, and b − a. Nats a token compare only where the tokens are the same."""
+    n_bytes = sum(len(text.encode()) for text in spans.texts)
+    per_token = [nats.sum() / n for nats, n in zip(spans.nats, spans.n_tokens, strict=True)]
+    per_byte = [nats.sum() / math.log(2) / n_bytes for nats in spans.nats]
+    names = [[side.name, side.run, side.loaded.config.label, str(side.loaded.state["step"])] for side in (a, b)]
+    numbers = zip(spans.n_tokens, per_token, per_byte, strict=True)
+    rows = [[*name, f"{n:,}", number(x), number(y)] for name, (n, x, y) in zip(names, numbers, strict=True)]
+    same = a.loaded.tokenizer.to_dict() == b.loaded.tokenizer.to_dict()
+    gap = number(per_token[1] - per_token[0], "+.4f") if same else "–"
+    rows.append(["b − a", "", "", "", "", gap, number(per_byte[1] - per_byte[0], "+.4f")])
+    columns = ["", "run", "setting", "iteration", "tokens predicted", "loss (nats a token)", "bits a byte"]
+    return Table(columns, rows, words=3)
+
+
+def largest(spans: Spans, n: int) -> Table:
+    """The n pieces whose nats differ most, in their context."""
+    rows, difference = [], spans.nats[1] - spans.nats[0]
+    for i in np.argsort(-abs(difference), kind="stable")[:n].tolist():
+        before, after = "".join(spans.texts[max(0, i - 40) : i])[-40:], "".join(spans.texts[i + 1 : i + 20])[:20]
+        values = [number(nats[i], ".2f") for nats in spans.nats]
+        rows.append([*map(visible, (before, spans.texts[i], after)), *values, number(difference[i], "+.2f")])
+    return Table(["before", "here", "after", "a (nats)", "b (nats)", "b − a"], rows, words=3)
+
+
+def coloured(spans: Spans, a: Side, b: Side) -> Markup:
+    """The text under each, a token the darker the less it was expected."""
+
+    def token(text: str, nats: tuple[float, float], side: int) -> str:
+        title, shown = f"a {nats[0]:.2f}, b {nats[1]:.2f}", html.escape(text.replace("\n", "⏎\n"))
+        return f'<span style="--n:{min(1, nats[side] / DARKEST):.2f}" title="{title}">{shown}</span>'
+
+    pieces = [*zip(spans.texts, zip(*spans.nats, strict=True), strict=True)]
+    return side_by_side(a, b, ["".join(token(*piece, side) for piece in pieces) for side in (0, 1)])
+
+
+def side_by_side(a: Side, b: Side, contents: Sequence[str]) -> Markup:
+    heads = [f"<h3>{side.name}: {html.escape(side.run)}</h3>" for side in (a, b)]
+    parts = [f"<div>{head}<pre>{inner}</pre></div>" for head, inner in zip(heads, contents, strict=True)]
+    return Markup(f'<div class="pair">{"".join(parts)}</div>')
+
+
+def sections_of(asked: "CompareOptions", text: str, a: Side, b: Side, spans: Spans) -> list[Section]:
+    maps = {f"{side.name}: {side.run}": attention_map(side, asked.layer, asked.head) for side in (a, b)}
+    title = f"Attention, layer {asked.layer}, head {asked.head}"
+    caption = f"Over the text's first tokens, at most {MAPPED}: a row for each query, a column for each key."
+    prompt = text[:PROMPT]
+    begin = f"Prompt: {visible(prompt)!r}. Seed {asked.seed}, as sample.py samples by default."
+    samples = [html.escape(sampled(side, prompt, asked.seed)) for side in (a, b)]
+    changes = differences(*(flatten(asdict(side.loaded.config)) for side in (a, b)))
+    colours = f"The stronger the colour, the less expected: none is 0 nats, the full one {DARKEST:g} or more."
+    return [
+        Section("Loss on the text", [summary(a, b, spans)]),
+        Section("Where they differ most", [largest(spans, LISTED)]),
+        Section("Token by token", [colours, coloured(spans, a, b)]),
+        Section(title, [Figure("attention", title, attention_chart(maps), caption)]),
+        Section("Samples", [begin, side_by_side(a, b, samples)]),
+        Section("Settings that differ", [Table(["setting a -> b"], [[change] for change in changes])]),
+    ]
+
+
+# -----------------------------------------------------------------------------
+
+
+@options
+class CompareOptions:
+    a: RunPath = REQUIRED
+    b: RunPath = REQUIRED
+    checkpoint: Which = "best"
+    text: Annotated[
+        str | None, NOT_EMPTY, Help(f"a UTF-8 file, up to {LONGEST:,} characters of it; null: what both runs hold out")
+    ] = None
+    layer: Annotated[int, AtLeast(0), Help("of the attention maps")] = 0
+    head: Annotated[int, AtLeast(0), Help("of the attention maps")] = 0
+    seed: Seed = 1337
+    device: Device = "auto"
+    out: Annotated[str, NOT_EMPTY, Help("the page")] = "compare.html"
+
+
+def read_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
+    """The file's text, or the start of the text that both runs hold out. Raises: ConfigError."""
+    if asked.text is not None:
+        try:
+            return Path(asked.text).expanduser().read_text(encoding="utf-8")[:LONGEST]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"text={asked.text} cannot be read: {error}") from error
+    found = []
+    for name, (model, tokenizer, config, state) in runs.items():
+        corpus = load_corpus(config.data, model.block_size, state)
+        kept = corpus.sha256 == state.get("corpus_sha256")
+        require(kept, f"{name}: data={config.data.name} is not the run's text any more; give text=FILE")
+        start, end = corpus.split.val[0]
+        found.append(tokenizer.decode(corpus.tokens[start : min(end, start + LONGEST)].tolist())[:LONGEST])
+    n = min(map(len, found))
+    require(found[0][:n] == found[1][:n], "a and b hold out different text, so that one has seen it: give text=FILE")
+    return found[0][:n]
+
+
+def compare_runs(asked: CompareOptions) -> int:
+    out, device = Path(asked.out).expanduser(), resolve_device(asked.device)
+    good = out.parent.is_dir() and not out.is_dir() and os.access(out.parent, os.W_OK)
+    require(good, f"out={asked.out} must be a file in a folder that can be written")
+    named = {"a": asked.a, "b": asked.b}
+    runs = {name: open_run(run, asked.checkpoint, device, name) for name, run in named.items()}
+    for name, run in runs.items():
+        layers, heads = len(run.model.attentions), run.config.model.n_head
+        require(asked.layer < layers, f"layer={asked.layer} must be < {layers}, the layers of {name}={named[name]}")
+        require(asked.head < heads, f"head={asked.head} must be < {heads}, the heads of {name}={named[name]}")
+    text, sides = read_text(asked, runs), []
+    for name, run in runs.items():
+        try:
+            sides.append(Side(name, named[name], run, run.tokenizer.encode(text)))
+        except ConfigError as error:
+            raise ConfigError(f"text={asked.text} does not suit {name}={named[name]}: {error}") from error
+    a, b = sides
+    spans = compare(text, a, b)
+    cut = ", the most that are read" * (len(text) == LONGEST)
+    about = {"text": asked.text or "what both runs hold out", "compared": f"its first {len(text):,} characters{cut}"}
+    title, state = f"{asked.a} and {asked.b}", "Two checkpoints on the same text"
+    write_atomic(out, page(title, state, about, sections_of(asked, text, a, b, spans), HINT).encode())
+    print(summary(a, b, spans).markdown())
+    print(largest(spans, PRINTED).markdown())
+    print(out)
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    return run_script(CompareOptions, compare_runs, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

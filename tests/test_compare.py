@@ -1,0 +1,196 @@
+"""scripts/compare.py: the numbers are the models' own, over the same text, on one page that runs nothing of it."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from browser import Page
+from test_export_hf import CHARS, random_model, save_run
+from test_train import configured
+from torch import Tensor
+from variants import config_of
+
+import train
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, learn_bpe
+from model import ops
+from model.gpt import GPT
+from sample import LoadedRun
+from scripts.compare import MAPPED, Side, attention_map, compare, main
+from training.config import load_config
+
+TEXT = "a bad egg, a fad!\nfade\na cafe face a dead bee faced a gaffe\n" * 2
+PAIRS = [("mha", "none"), ("gqa", "lp3"), ("mqa", "rms"), ("mla", "layernorm"), ("mla_unified", "lp1.5")]
+
+
+def side(name: str, model: GPT, tokenizer: Tokenizer, text: str) -> Side:
+    config = load_config(asdict(model.config))
+    return Side(name, f"run {name}", LoadedRun(model, tokenizer, config, {"step": 1}), tokenizer.encode(text))
+
+
+@torch.no_grad()
+def by_hand(model: GPT, tokens: Sequence[int], window: int) -> list[float]:
+    """-ln p of each token but the first: a forward pass for each, over the tokens before it in its window."""
+    found = []
+    for i in range(1, len(tokens)):
+        start = (i - 1) // window * window
+        logits = model(torch.tensor([tokens[start:i]]), last_only=True)[0]
+        assert logits is not None
+        found.append(-logits[0, -1].double().log_softmax(-1)[tokens[i]].item())
+    return found
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_nats_and_attention_maps_are_those_of_a_computation_by_hand(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [random_model(config_of(*pair)), random_model(config_of("mha", "rms", block_size=24))]
+    a, b = (side(name, model, CHARS, TEXT) for name, model in zip("ab", models, strict=True))
+    spans = compare(TEXT, a, b)
+    assert "".join(spans.texts) == TEXT[1:] and spans.n_tokens == (len(TEXT) - 1, len(TEXT) - 1)
+    for model, nats in zip(models, spans.nats, strict=True):
+        assert nats.tolist() == pytest.approx(by_hand(model, CHARS.encode(TEXT).tolist(), 16), rel=1e-4, abs=1e-5)
+
+    seen: list[tuple[Tensor, Tensor, float]] = []
+    attend = ops.causal_attention
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+        seen.append((q, k, scale))
+        return attend(q, k, v, scale, p_dropout)
+
+    monkeypatch.setattr(ops, "causal_attention", spy)
+    texts, rows = attention_map(a, layer=1, head=2)
+    q, k, scale = seen[1]
+    key_head = 2 * k.size(1) // q.size(1)
+    assert texts[:4] == list("a ba") and len(rows) == 16 <= MAPPED
+    for i, row in enumerate(rows):
+        weights = [math.exp(scale * (q[0, 2, i] @ k[0, key_head, j]).item()) for j in range(i + 1)]
+        assert row[: i + 1] == pytest.approx([w / sum(weights) for w in weights], rel=1e-3, abs=1e-6)
+
+
+def test_other_tokenizers_are_compared_over_the_pieces_where_tokens_of_both_end() -> None:
+    text = "né né né, a café 😀 fade fade fade né"
+    bpe = BPETokenizer(learn_bpe([text * 9], 268))
+    sides = []
+    for name, tokenizer in (("a", bpe), ("b", ByteTokenizer())):
+        config = config_of("gqa", "rms", block_size=12)
+        sides.append(side(name, random_model(config, tokenizer), tokenizer, text))
+    spans = compare(text, *sides)
+    assert any(len(piece) > 1 for piece in spans.texts) and "é" in "".join(spans.texts)
+    dropped = text.encode().removesuffix("".join(spans.texts).encode())
+    for one, nats, n in zip(sides, spans.nats, spans.n_tokens, strict=True):
+        each = by_hand(one.loaded.model, one.tokens.tolist(), 12)
+        ends, total = 0, 0.0
+        for token, value in zip(one.tokens.tolist(), [0.0, *each], strict=True):
+            ends += len(one.loaded.tokenizer.pieces[token])
+            total += value * (ends > len(dropped))
+        assert nats.sum() == pytest.approx(total, rel=1e-5) and n > len(spans.texts) - 1
+    lengths = [len(piece.encode()) for piece in spans.texts]
+    last = by_hand(sides[1].loaded.model, sides[1].tokens.tolist(), 12)[-lengths[-1] :]
+    assert spans.nats[1][-1] == pytest.approx(sum(last), rel=1e-5)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of two runs on bytes, a and <i>b, and two on characters."""
+    monkeypatch.chdir(tmp_path)
+    for name, pair in (("a", ("mla", "rms")), ("<i>b", ("gqa", "lp3"))):
+        save_run(random_model(config_of(*pair), ByteTokenizer()), ByteTokenizer(), tmp_path / name)
+    save_run(random_model(config_of("mha", "none")), CHARS, tmp_path / "chars")
+    save_run(random_model(config_of("mha", "none", n_layer=1)), CHARS, tmp_path / "shallow")
+    return tmp_path
+
+
+HOSTILE = "<script>throw 1</script>\n<img src=x onerror=alert(1)> & \"quotes\" 'é'\n</pre><b>bold</b>\n" * 3
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_opens_without_an_error_and_shows_a_hostile_text_as_text(
+    dark: bool, runs: Path, browser: Page, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("hostile.txt").write_text(HOSTILE)
+    assert main(["a=a", "b=<i>b", "text=hostile.txt", "layer=1", "head=3", "out=page.html"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("\n| a |") == 1 and said.endswith("page.html\n")
+    source = Path("page.html").read_text()
+    assert source.count("&lt;</span>") == 2 * HOSTILE[1:].count("<")  # a byte is a token here
+    assert HOSTILE not in source and "<script>throw" not in source and "<i>b" not in source
+    browser.dark(dark)
+    browser.open(Path("page.html"))
+    assert browser.problems == [] and browser.requests == [Path("page.html").resolve().as_uri()]
+    assert browser.evaluate("document.title") == "a and <i>b"
+    assert browser.evaluate("document.querySelectorAll('main img, main i, main b, main script').length") == 0
+    for column in (1, 2):
+        shown = browser.evaluate(f"document.querySelector('.pair > div:nth-child({column}) pre').textContent")
+        assert shown.replace("⏎", "") == HOSTILE[1:]
+    colours = browser.evaluate(
+        "[...document.querySelectorAll('.pair span')].map(e => getComputedStyle(e).backgroundColor)"
+    )
+    assert len({*colours}) > 20
+    assert browser.evaluate("document.querySelectorAll('#attention .role-mark path').length") == 2 * 16 * 17 // 2
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    listed = source.partition("Where they differ most</h2>")[2].partition("</section>")[0]
+    gaps = [abs(float(value.replace("−", "-"))) for value in re.findall(r">([−+][\d.]+)</td></tr>", listed)]
+    assert gaps == sorted(gaps, reverse=True) and len(gaps) == 20
+
+
+def test_samples_of_equal_runs_are_equal_text_and_settings_that_differ_are_listed(runs: Path) -> None:
+    tags = CharTokenizer("<>bi")
+    for name, dropout in (("tags", 0.0), ("other", 0.1)):
+        save_run(random_model(config_of("mha", "none", dropout=dropout), tags), tags, runs / name)
+    Path("text.txt").write_text("<b><i>" * 9)
+    assert main(["a=tags", "b=other", "text=text.txt"]) == 0
+    source = Path("compare.html").read_text()
+    samples = re.findall(r"<pre>([^<]*)</pre>", source)
+    assert len(samples) == 2 and samples[0] == samples[1] and "&lt;" in samples[0]
+    assert "<td>model.dropout 0.0 -&gt; 0.1</td>" in source
+    assert source.count("+0.0000") == 2  # nats a token, bits a byte
+
+
+def test_without_a_text_it_is_what_both_hold_out(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed, (name, fold) in enumerate({"a": 1, "b": 1, "c": 2}.items()):
+        data = {"name": "text", "path": str(corpus), "fold": fold}
+        assert train.run(load_config({**asdict(configured(corpus, tmp_path / name, seed=seed)), "data": data})) == 0
+    capsys.readouterr()
+    assert main(["a=a", "b=b", "checkpoint=latest"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith(("| a |", "| b |"))]
+    logs = [(tmp_path / name / "train.log").read_text() for name in "ab"]
+    last = [float(re.findall(r"iter 6: val/loss ([\d.]+)", log)[0]) for log in logs]
+    assert [float(row[6]) for row in rows] == pytest.approx(last, abs=2e-4)  # the fold is one block, all of it compared
+    assert main(["a=a", "b=c"]) == 2
+    assert "a and b hold out different text" in capsys.readouterr().err
+    corpus.write_text("other" * 1000)
+    assert main(["a=a", "b=b"]) == 2
+    assert "data=text is not the run's text any more" in capsys.readouterr().err
+
+
+BAD = {
+    "b=chars": "a= must be given",
+    "a=chars b=nowhere": "b=nowhere does not exist",
+    "a=chars b=chars text=nothing": "text=nothing cannot be read",
+    "a=chars b=chars text=binary": "text=binary cannot be read",
+    "a=chars b=a text=other": "text=other does not suit a=chars: the character 'X' (U+0058)",
+    "a=chars b=chars text=short": "text= must have at least two pieces at",
+    "a=chars b=chars text=empty": "text= must have at least two pieces at",
+    "a=chars b=shallow layer=1": "layer=1 must be < 1, the layers of b=shallow",
+    "a=chars b=chars head=4": "head=4 must be < 4, the heads of a=chars",
+    "a=chars b=chars out=none/page.html": "out=none/page.html must be a file",
+    "a=chars b=chars txt=x": "did you mean text",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_line(words: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("binary").write_bytes(b"\xff\xfe")
+    for name, text in {"other": "a fade X", "short": "a", "empty": "", "good": TEXT}.items():
+        Path(name).write_text(text)
+    assert main(words.split() if "text=" in words or "a=" not in words else [*words.split(), "text=good"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and BAD[words] in error, error
+    assert not Path("compare.html").exists()

@@ -1,0 +1,188 @@
+"""A run that begins with the weights of another run, or of a Hugging Face folder."""
+
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+from test_export_hf import CHARS, VARIANTS, random_model, random_tokens
+from test_train import SETTINGS, assert_same_run, configured, lines, saved_json, weights
+
+import train
+from core import checkpoint
+from core.schema import ConfigError
+from data.folds import Split
+from data.tokenizer import CharTokenizer
+from data.tokens import Corpus
+from model.gpt import GPT
+from sample import load_run
+from scripts import audit
+from scripts.export_hf import export
+from sweeps.plan import read_plan
+from training.config import load_config
+from training.origin import load_origin, with_origin
+
+OTHER = {"optim": {"name": "adamw", "learning_rate": 2e-2}}  # of the new run: a recipe of its own
+ROPE = {**SETTINGS["model"], "position": "rope", "rope_theta": 100.0}
+
+
+@pytest.fixture
+def origin(corpus: Path, tmp_path: Path) -> Path:
+    assert train.run(configured(corpus, tmp_path / "origin", eval_interval=1, checkpoint_interval=1)) == 0
+    return tmp_path / "origin"
+
+
+def sha256(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("place", ["", "ckpt/latest", "ckpt/best"])
+def test_the_first_validation_loss_is_the_origins(place: str, origin: Path, corpus: Path, tmp_path: Path) -> None:
+    checkpoint.point(origin / "ckpt", "best", 5)  # as if iteration 5 were the lowest
+    named = origin / "ckpt" / (place.removeprefix("ckpt/") or "best")
+    assert train.run(configured(corpus, tmp_path / "new", init_from=str(origin / place), **OTHER)) == 0
+    loss = next(line["val/loss"] for line in lines(origin) if line["iter"] == checkpoint.load(named).step)
+    began = lines(tmp_path / "new")[0]
+    assert began["val/loss"] == loss and began["lr"] != lines(origin)[0]["lr"]
+    assert saved_json(tmp_path / "new", "summary")["init_from"] == {str(origin / place): sha256(named)}
+    config = load_run(tmp_path / "new" / "ckpt" / "latest", torch.device("cpu")).config
+    assert config.init_sha256 == sha256(named)
+    name = replace(config, out_dir=None).run_dir.name
+    assert f"-from_{sha256(named)[:8]}-" in name != replace(config, out_dir=None, init_sha256="0" * 64).run_dir.name
+    counts = [w for key, w in weights(tmp_path / "new").items() if key.startswith("optimizer/step/")]
+    assert counts and all(count == 6 for count in counts)  # AdamW counts from 0
+
+
+def test_it_resumes_bit_for_bit_without_its_origin(origin: Path, corpus: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"init_from": str(origin), **OTHER}
+    assert train.run(configured(corpus, tmp_path / "straight", **settings)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **settings)) == 0
+    shutil.rmtree(origin)
+    with pytest.raises(ConfigError, match=r"init_from=.*origin does not exist"):
+        train.run(configured(corpus, tmp_path / "new", **settings))
+    assert train.run(configured(corpus, tmp_path / "halves", **settings)) == 0
+    assert "origin has changed or is gone: the run goes on from its" in (tmp_path / "halves" / "train.log").read_text()
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    assert not (tmp_path / "new").exists()
+
+
+def test_other_weights_are_another_run(origin: Path, corpus: Path, tmp_path: Path) -> None:
+    run, kept = tmp_path / "run", str(origin / "ckpt" / "latest")
+    assert train.run(configured(corpus, run, init_from=kept, max_iters=3)) == 0
+    planned = with_origin(replace(configured(corpus, run, init_from=kept, max_iters=3), out_dir=None))
+    shutil.copytree(origin / "ckpt" / "latest", tmp_path / "moved")
+    assert train.run(configured(corpus, run, init_from=str(tmp_path / "moved"), max_iters=3)) == 0  # the same weights
+    for path in (None, str(origin / "ckpt" / "step_000005")):
+        with pytest.raises(
+            ConfigError, match=r"init_from \(SHA-256 of its weights\) [0-9a-f]{64} -> (unset|[0-9a-f]{64});"
+        ):
+            train.run(configured(corpus, run, init_from=path))
+    checkpoint.point(origin / "ckpt", "latest", 5)
+    shutil.rmtree(origin / "ckpt" / "step_000006")
+    assert with_origin(replace(planned, init_sha256=None)).run_dir != planned.run_dir
+    with pytest.raises(ConfigError, match=r"latest has changed: its SHA-256 is .*, not init_sha256="):
+        train.run(replace(planned, out_dir=str(tmp_path / "late")))
+    assert train.run(configured(corpus, run, init_from=kept, max_iters=6, schedule=SETTINGS["schedule"])) == 0
+    assert not (tmp_path / "late").exists() and lines(run)[-1]["iter"] == 6
+
+
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "size": ({"model": {**SETTINGS["model"], "n_layer": 3}}, r"model.n_layer 2 -> 3$"),
+    "heads": ({"model": {**SETTINGS["model"], "n_head": 4}}, r"model.n_head 2 -> 4$"),
+    "positions": ({"model": {**SETTINGS["model"], "block_size": 8}}, r"model.block_size 16 -> 8$"),
+    "layout": ({"model": ROPE, "attention": {"name": "gqa", "n_kv_head": 1}}, "attention.name mha -> gqa"),
+    "norm": ({"qk_norm": {"name": "lp", "p": 3.0}}, r"qk_norm.name none -> lp.*qk_norm.p unset -> 3.0"),
+    "tokenizer": ({"data": "byte"}, r"the tokens of char -> the 256 of data.tokenizer=byte$"),
+    "vocabulary": ({"data": "char"}, r"the tokens of char -> the \d+ of data.tokenizer=char$"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_run_that_does_not_fit_is_refused_by_name(name: str, origin: Path, corpus: Path, tmp_path: Path) -> None:
+    changes, words = MISFITS[name]
+    if isinstance(changes.get("data"), str):
+        other = tmp_path / "other.txt"
+        other.write_text(corpus.read_text() + "XYZ")
+        changes = {"data": {"name": "text", "path": str(other), "tokenizer": changes["data"]}}
+    with pytest.raises(ConfigError, match=words) as error:
+        train.run(configured(corpus, tmp_path / "new", init_from=str(origin), **changes))
+    assert str(error.value).startswith(f"init_from={origin} does not fit") and "\n" not in str(error.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_dropout_may_differ_with_rope_the_context_too_and_a_text_seen_before_is_warned_of(
+    corpus: Path, tmp_path: Path
+) -> None:
+    assert train.run(configured(corpus, tmp_path / "rope", model=ROPE)) == 0
+    longer = {**ROPE, "block_size": 32, "dropout": 0.0}
+    data = {"name": "text", "path": str(corpus), "fold": 0}
+    config = configured(corpus, tmp_path / "new", model=longer, init_from=str(tmp_path / "rope"))
+    assert train.run(load_config({**asdict(config), "data": data})) == 0
+    assert "rope was trained on text that this run holds out" in (tmp_path / "new" / "train.log").read_text()
+
+
+def corpus_of(tokenizer: CharTokenizer) -> Corpus:
+    return Corpus("0", tokenizer, random_tokens(tokenizer, 99).numpy(), Split(train=((0, 50),), val=((50, 99),)))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_exported_folder_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+    """Exactly where one eps serves all norms, else to the round-off of a factor."""
+    ours = random_model(VARIANTS[name][1])
+    export(ours, CHARS, tmp_path / "hf")
+    config = replace(VARIANTS[name][1], init_from=str(tmp_path / "hf"), out_dir=str(tmp_path / "new"))
+    new = GPT(config.gpt, CHARS.vocab_size)
+    new.init_weights(7)
+    assert load_origin(with_origin(config), new, corpus_of(CHARS)) == []
+    idx = random_tokens(CHARS, 3, config.model.block_size)
+    exact = VARIANTS[name][0] in ("GPT2", "Llama")
+    with torch.no_grad():
+        torch.testing.assert_close(new.eval()(idx)[0], ours(idx)[0], rtol=0, atol=0 if exact else 2e-5)
+
+
+def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    bias, plain = VARIANTS["gpt2-bias-untied"][1], VARIANTS["gpt2"][1]
+    export(random_model(bias), CHARS, tmp_path / "bias")
+    export(random_model(plain), CHARS, tmp_path / "plain")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    no_bias = replace(bias, model=replace(bias.model, bias=False))
+    shorter = replace(plain, model=replace(plain.model, n_layer=1))
+    others = CharTokenizer("".join(reversed(CHARS.chars)))
+    for folder, config, tokens, words in (
+        ("plain", shorter, CHARS, r"n_layer 2 -> 1$"),
+        ("plain", plain, others, "the tokens of tokenizer.json -> the 15 of data.tokenizer=char$"),
+        ("plain", VARIANTS["qwen3-gqa"][1], CHARS, "model_type gpt2 -> qwen3"),
+        ("bias", no_bias, CHARS, "attn.c_attn.bias is not zero"),
+        ("bare", plain, CHARS, "bare has no model.safetensors"),
+        ("nowhere", plain, CHARS, "nowhere does not exist"),
+    ):
+        config = replace(config, init_from=str(tmp_path / folder))
+        with pytest.raises(ConfigError, match=words):
+            load_origin(with_origin(config), GPT(config.gpt, tokens.vocab_size), corpus_of(tokens))
+
+
+def test_a_sweep_freezes_the_weights_that_its_runs_begin_with_and_an_audit_trains_fresh_ones(
+    origin: Path, corpus: Path, tmp_path: Path, program: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    tiny = [*TINY, f"data=text data.path={corpus}".replace(" ", "\n"), "max_iters=2", "wandb.mode=disabled"]
+    words = "\n".join([*tiny, "init_from=origin", "model.dropout=0.2"]).split("\n")
+    (tmp_path / "tiny.yaml").write_text(f"overrides: {words}\ngrid: {{optim.learning_rate: [1e-3, 1e-2]}}\n")
+    done = program("sweeps/launch.py", "sweep=tiny.yaml", "launcher.workers=1")
+    assert done.returncode == 0 and "2 done" in done.stdout, done.stdout + done.stderr
+    plan = read_plan(tmp_path / "runs" / "tiny")
+    assert {run.config.init_sha256 for run in plan} == {sha256(origin / "ckpt" / "best")}
+    began = [lines(tmp_path / "runs" / "tiny" / run.id)[0]["val/loss"] for run in plan]
+    assert began == [min(line["val/loss"] for line in lines(origin) if "val/loss" in line)] * 2
+    run = audit.Run(str(tmp_path / "runs" / "tiny" / plan[0].id), "best", torch.device("cpu"))
+    assert run.update(1)[0] == pytest.approx(run.update(4)[0], rel=1e-4)
+    (tmp_path / "tiny.yaml").write_text(f"overrides: {words}\ngrid: {{model.n_layer: [2, 3]}}\n")
+    bad = program("sweeps/launch.py", "sweep=tiny.yaml", "sweep_dir=bad")
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "model.n_layer 2 -> 3" in bad.stderr, bad.stderr
+    assert not (tmp_path / "bad").exists()

@@ -1,0 +1,123 @@
+"""init_from=: a new run begins with the weights of another run, or of a folder that scripts/export_hf.py writes."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from core import checkpoint
+from core.files import read_json
+from core.rundir import differences
+from core.schema import ConfigError, deciding, require
+from data.hf_tokenizer import tokenizer_json
+from data.tokenizer import Tokenizer
+from data.tokens import Corpus
+from model.gpt import GPT
+from model.hf import hugging_face, load_hugging_face
+from training.config import TrainConfig, load_config
+
+# config.json's keys that change neither the logits of given weights nor their tokens
+HF_FREE = ("architectures", "bos_token_id", "eos_token_id", "dtype", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+def with_origin(config: TrainConfig) -> TrainConfig:
+    """The settings with init_sha256, which decides the run's name and trajectory. A run that resumes in out_dir keeps
+    the one that it began with, whatever became of init_from. Raises: ConfigError."""
+    if config.init_from is None or config.init_sha256 is not None:
+        return config
+    begun = {} if config.out_dir is None or config.fresh else checkpoint.peek(config.run_dir / "ckpt").get("config", {})
+    kept = begun.get("init_sha256") if begun.get("init_from") == config.init_from else None
+    return replace(config, init_sha256=kept or sha256_of(config.init_from))
+
+
+def weights_file(init_from: str) -> Path:
+    """The weights of a Hugging Face folder, of a checkpoint, or of a run's best one. Raises: ConfigError."""
+    path = Path(init_from).expanduser()
+    folder = path if (path / "config.json").is_file() else checkpoint.resolve(path, "best", "init_from")
+    file = folder / "model.safetensors"
+    require(file.is_file(), f"init_from={init_from} has no model.safetensors")
+    return file
+
+
+def sha256_of(init_from: str) -> str:
+    file = weights_file(init_from)
+    return measured(file, file.stat().st_mtime_ns)
+
+
+@functools.cache
+def measured(file: Path, mtime: int) -> str:
+    """Once for all runs of a sweep."""
+    sha256: str = checkpoint.measure(file)["sha256"]
+    return sha256
+
+
+def load_origin(config: TrainConfig, model: GPT, corpus: Corpus) -> list[str]:
+    """Load the weights of init_from into the model of a run that has no checkpoint of its own. Returns warnings.
+
+    Raises: ConfigError naming what does not fit.
+    """
+    if config.init_from is None:
+        return []
+    begun = not config.fresh and bool(checkpoint.step_dirs(config.run_dir / "ckpt"))
+    try:
+        here = sha256_of(config.init_from)
+    except ConfigError:
+        if not begun:
+            raise
+        here = "none"
+    if begun:
+        changed = f"init_from={config.init_from} has changed or is gone: the run goes on from its own checkpoint"
+        return [changed] * (here != config.init_sha256)
+    require(
+        here == config.init_sha256,
+        f"init_from={config.init_from} has changed: its SHA-256 is {here[:12]}, not init_sha256={config.init_sha256}",
+    )
+    file = weights_file(config.init_from)
+    load = load_folder if (file.parent / "config.json").is_file() else load_checkpoint
+    try:
+        misfits, warnings = load(file, config, model, corpus)
+    except (SafetensorError, checkpoint.CorruptCheckpoint) as error:
+        raise ConfigError(f"init_from={config.init_from} cannot be loaded: {error}") from error
+    require(not misfits, f"init_from={config.init_from} does not fit (its value -> this run's): {', '.join(misfits)}")
+    return [f"init_from={config.init_from} {warning}" for warning in warnings]
+
+
+def load_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus: Corpus) -> tuple[list[str], list[str]]:
+    """Returns what does not fit, and warnings."""
+    saved = checkpoint.load(file.parent)
+    origin = load_config(saved.state["config"])
+    free = ("model.name", "model.dropout", *["model.block_size"] * (config.model.position == "rope"))
+    misfits = differences(
+        *({key: value for key, value in deciding(of.gpt).items() if key not in free} for of in (origin, config))
+    )
+    if saved.state["tokenizer"] != corpus.tokenizer.to_dict():
+        misfits.append(other_tokens(saved.state["tokenizer"]["name"], corpus.tokenizer))
+    if not misfits:
+        model.load_state_dict(saved.tensors["model"])
+    warnings = [f"was trained with fault={origin.fault.name}"] * (origin.fault.name != "none")
+    if saved.state.get("corpus_sha256") == corpus.sha256 and deciding(origin.data) != deciding(config.data):
+        warnings.append("was trained on text that this run holds out: the validation loss is too low")
+    return misfits, warnings
+
+
+def load_folder(file: Path, config: TrainConfig, model: GPT, corpus: Corpus) -> tuple[list[str], list[str]]:
+    """Returns what does not fit, and warnings."""
+    theirs, tokens = (read_json(file.parent / name) for name in ("config.json", "tokenizer.json"))
+    ours, of_ours = hugging_face(model)
+    free = (*HF_FREE, *["max_position_embeddings"] * (config.model.position == "rope"))
+    keys = [key for key, value in ours.items() if key not in free and theirs.get(key) != value]
+    misfits = differences({key: theirs.get(key) for key in keys}, {key: ours[key] for key in keys})
+    vocab, own = (of.get("model", {}).get("vocab") for of in (tokens, tokenizer_json(corpus.tokenizer) or {}))
+    if not misfits and None not in (vocab, own) and vocab != own:
+        misfits.append(other_tokens("tokenizer.json", corpus.tokenizer))
+    state = load_file(file)
+    misfits = misfits or differences(*({name: [*w.shape] for name, w in of.items()} for of in (state, of_ours)))[:3]
+    misfits = misfits or [f"{name} is not zero" for name in load_hugging_face(model, state)]
+    warnings = [f"was trained with fault={theirs.get('fault')}"] * ("fault" in theirs)
+    return misfits, warnings + ["has no vocabulary to compare with this run's"] * (None in (vocab, own))
+
+
+def other_tokens(theirs: str, ours: Tokenizer) -> str:
+    return f"the tokens of {theirs} -> the {ours.vocab_size} of data.tokenizer={ours.name}"
