@@ -383,7 +383,7 @@ BAD: dict[str, list[str]] = {
     "tokenizer=char": ["tokenizer=char", "gpt2, bpe"],
     "tokenizer=gpt2 vocab_size=300": ["vocab_size=300", "tokenizer=bpe"],
     "tokenizer=gpt2": ["tokenizer=gpt2", "tiktoken's cache"],
-    "tokenizer=bpe vocab_size=100": ["vocab_size=100", ">= 257"],
+    "tokenizer=bpe vocab_size=100": ["vocab_size=100", "[257, "],
     "tokenizer=bpe vocab_size=90000": ["vocab_size=90000", "too large"],
     "max_tokens=0": ["max_tokens=0", ">= 1"],
     "val_fraction=1.5": ["val_fraction=1.5", "(0, 1)"],
