@@ -25,11 +25,11 @@ from model.diagnostics import diagnose
 from training.checks import start_up_checks
 from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
-from training.evaluate import LowestLoss, diagnosed_batch, sampled_losses, validation_loss
+from training.evaluate import LowestLoss, diagnosed_batch, sample_text, sampled_losses, validation_loss
 from training.meter import Diverged, Meter
 from training.optim import update_ratios
 from training.qk_clip import qk_clip
-from training.resume import open_run_dir, refuse_other_dtype_or_text, resume, wandb_settings
+from training.resume import open_run_dir, refuse_other_dtype_or_text, resume, shows_media, wandb_settings
 from training.schedule import learning_rate
 from training.session import Session, setup
 from training.updates import accumulate_gradients, seed_generator, seed_of_update
@@ -163,7 +163,7 @@ def reads(step: int, config: TrainConfig) -> bool:
 def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
     """Add the validation losses, the diagnostics and the spike score to `line`. Raises: Diverged.
 
-    Per-layer values go to diagnostics.jsonl alone.
+    Per-layer values go to diagnostics.jsonl alone, a sample of text to samples.jsonl.
     """
     line |= validation_loss(session) | sampled_losses(session)
     run_dir.log(report(line))
@@ -173,6 +173,8 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
     line["train/spike_score"] = spike_score([*run_dir.recorded("train/loss").values()])
     if not math.isfinite(line["val/loss"]):
         raise Diverged(line, f"val/loss {line['val/loss']}")
+    if session.machine.world.rank == 0 and shows_media(session.config) and "val/bpc" in line:  # tokens that are text
+        run_dir.record_sample({"iter": line["iter"], "text": sample_text(session)})
 
 
 def save(
@@ -211,7 +213,8 @@ def finish(
     run_dir.finish({
         "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": lowest.loss,
         "iter_of_min": lowest.step, "train/loss": meter.train_loss, "seconds": meter.seconds,
-        "tok_per_sec": step * session.config.tokens_per_iter / max(meter.train_seconds, 1e-9), **session.about,
+        "tok_per_sec": step * session.config.tokens_per_iter / max(meter.train_seconds, 1e-9),
+        "reason": failure or None, **session.about,
     })  # fmt: skip
     if session.config.plot:
         run_dir.plot()

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from core import dist
 from core.device import move
+from model.generate import generate
 from training.session import Batch, Machine, Session
 
 EVAL_TOKENS = {"cpu": 2**11, "cuda": 2**14, "mps": 2**14}  # that go through the model together; see CPU_TOKENS
+SAMPLED_CHARACTERS = 200
 DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head
 
 
@@ -70,6 +72,20 @@ def diagnosed_batch(session: Session) -> Tensor:
     """
     windows = max(1, DIAGNOSED_TOKENS // session.config.model.block_size)
     return next(session.data.batches.eval_batches(4))[0][:windows].to(session.machine.device)
+
+
+def sample_text(session: Session) -> str:
+    """SAMPLED_CHARACTERS of text that the model writes after the first held-out token. Nothing of training is drawn."""
+    model, tokenizer = session.model, session.data.corpus.tokenizer
+    start = diagnosed_batch(session)[:1, :1]
+    tokens, was_training = start[0].tolist(), model.training
+    model.eval()
+    for token in generate(model, start, SAMPLED_CHARACTERS, 0.8, top_k=200, dtype=session.machine.dtype):
+        tokens.append(int(token))
+        if len(tokenizer.decode(tokens)) >= SAMPLED_CHARACTERS:
+            break
+    model.train(was_training)
+    return tokenizer.decode(tokens)
 
 
 @dataclass
