@@ -25,7 +25,7 @@ from model.diagnostics import diagnose
 from training.checks import start_up_checks
 from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
-from training.evaluate import LowestLoss, diagnosed_batch, sample_text, sampled_losses, validation_loss
+from training.evaluate import LowestLoss, affordable_sample, diagnosed_batch, sampled_losses, validation_loss
 from training.meter import Diverged, Meter
 from training.optim import update_ratios
 from training.qk_clip import qk_clip
@@ -173,8 +173,8 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
     line["train/spike_score"] = spike_score([*run_dir.recorded("train/loss").values()])
     if not math.isfinite(line["val/loss"]):
         raise Diverged(line, f"val/loss {line['val/loss']}")
-    if session.machine.world.rank == 0 and shows_media(session.config) and "val/bpc" in line:  # tokens that are text
-        run_dir.record_sample({"iter": line["iter"], "text": sample_text(session)})
+    if shows_media(session.config) and (text := affordable_sample(session, line["iter"])):
+        run_dir.record_sample({"iter": line["iter"], "text": text})
 
 
 def save(

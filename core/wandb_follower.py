@@ -134,24 +134,25 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
     if job["diff"]:
         Path(run.dir, "diff.patch").write_text(job["diff"])
         run.save(f"{run.dir}/diff.patch", base_path=run.dir, policy="now")
-    keys: set[str] = set()
     with open(run_dir / "metrics.jsonl", "rb") as file:
         for line in file_lines(file, ended):
-            keys |= line.keys()
             if line["iter"] > sent:
                 values = {k: v for k, v in line.items() if v is not None}
                 run.log(values | media(run_dir, line, job["media"]), step=line["iter"], commit=True)
-    finish(run, run_dir, mode, job, keys, say)
+    finish(run, run_dir, mode, job, say)
 
 
-def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], logged: set[str], say: Say) -> None:
+def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say) -> None:
     """Send the summary, without what the lines or the config have, and end. Says what W&B has yet to get."""
     status = read_json(run_dir / "status.json")
     at_end = read_json(run_dir / "summary.json") if status.get("state") in ("done", "diverged") else {}
     summary = json.loads(sys.stdin.buffer.read() or "{}") or at_end
     summary = {"status": status.get("state"), "reason": status.get("reason")} | summary
-    known = logged | job["init"].get("config", {}).get("info", {}).keys()
+    lines = Metrics.read(run_dir / "metrics.jsonl")
+    known = {key for line in lines for key in line} | job["init"].get("config", {}).get("info", {}).keys()
     run.summary.update({key: value for key, value in summary.items() if key not in known and value is not None})
+    if losses := [line["val/loss"] for line in lines if line.get("val/loss") is not None]:
+        run.summary.update({"val/loss": {"min": min(losses), "last": losses[-1]}})  # W&B's min begins at a resume
     if job["media"]:
         run.summary.update(last_media(run_dir, Path(run.dir)))
     if job["artifacts"]:
