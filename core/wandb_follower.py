@@ -153,10 +153,13 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
     run.summary.update({key: value for key, value in summary.items() if key not in known and value is not None})
     if losses := [line["val/loss"] for line in lines if line.get("val/loss") is not None]:
         run.summary.update({"val/loss": {"min": min(losses), "last": losses[-1]}})  # W&B's min begins at a resume
-    if job["media"]:
-        run.summary.update(last_media(run_dir, Path(run.dir)))
-    if job["artifacts"]:
-        log_artifacts(run, run_dir)
+    try:  # both ask the server
+        if job["media"]:
+            run.summary.update(last_media(run_dir, Path(run.dir)))
+        if job["artifacts"]:
+            log_artifacts(run, run_dir)
+    except Exception as error:
+        say(f"W&B has not got the artifacts ({type(error).__name__}: {error})")
     file = Path(run.settings.sync_file)
     try:
         run.finish(exit_code=EXIT.get(summary["status"], 1))

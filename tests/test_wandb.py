@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pty
+import shutil
 import signal
 import socket
 import subprocess
@@ -334,6 +335,37 @@ def test_a_run_that_is_killed_online_and_goes_on_offline_and_online_has_no_doubl
     assert arrived(server) == [*range(1000)]
     sync(run)  # what is recorded offline counts as sent
     assert arrived(server) == [*range(1000)]
+
+
+def test_a_sweep_is_one_run_that_a_later_launch_updates(
+    tmp_path: Path, program: Callable[..., subprocess.CompletedProcess[str]], request: pytest.FixtureRequest
+) -> None:
+    shutil.copytree(ROOT / "tests" / "fixtures" / "v0", tmp_path, symlinks=True, dirs_exist_ok=True)
+    place = ("sweep=grid.yaml", "sweep_dir=sweep")
+    done = program("scripts/report.py", *place, "out=report", "wandb=true")  # offline: there is no key
+    assert done.returncode == 0 and "W&B is offline: wandb sync " in done.stdout, done.stderr
+    (records,) = inspect(tmp_path / "sweep")
+    (sent,) = [r["run"] for r in records if r["type"] == "run"]
+    assert (sent["job_type"], sent["run_id"], sent["display_name"]) == ("sweep", "sweep-grid", "grid")
+    (item,) = history(records)
+    figures = {file.stem for file in (tmp_path / "report").glob("*.svg")}
+    assert figures == {key.split("/")[1].split(".")[0] for key in item if key.startswith("figures/")} != set()
+    table = next(r["summary"]["update"] for r in records if "runs" in str(r.get("summary", {}).get("update", {})))
+    assert (table["runs.nrows"], table["runs._type"]) == (4, "table-file")
+    artifacts = {
+        r["artifact"]["type"]: r["artifact"]["manifest"]["contents"] for r in records if r["type"] == "artifact"
+    }
+    assert {"table.md", "report.html", "runs.csv"} <= {file["path"] for file in artifacts["report"]}
+
+    server: Server = request.getfixturevalue("server")
+    for n in (1, 2):
+        done = program("sweeps/launch.py", *place, "launcher.workers=1", "launcher.threads=1")
+        assert done.returncode == 0 and "4 runs (4 done)" in done.stdout, done.stderr
+        assert [*server.runs] == ["sweep-grid"] and server.runs["sweep-grid"]["jobType"] == "sweep"
+        assert len(server.history["sweep-grid"]) == n
+    server.down = True
+    done = program("scripts/report.py", *place, "out=report", "wandb=true")
+    assert done.returncode == 1 and "W&B cannot be reached" in done.stderr and "report has the report" in done.stderr
 
 
 def test_no_key_and_a_terminal_never_prompts(tmp_path: Path) -> None:
