@@ -25,12 +25,19 @@ from model.diagnostics import diagnose
 from training.checks import start_up_checks
 from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
-from training.evaluate import LowestLoss, diagnosed_batch, sampled_losses, validation_loss
+from training.evaluate import LowestLoss, affordable_sample, diagnosed_batch, sampled_losses, validation_loss
 from training.meter import Diverged, Meter
 from training.optim import update_ratios
 from training.origin import load_origin, with_origin
 from training.qk_clip import qk_clip
-from training.resume import find_damage, open_run_dir, refuse_other_dtype_or_text, resume, wandb_settings
+from training.resume import (
+    find_damage,
+    open_run_dir,
+    refuse_other_dtype_or_text,
+    resume,
+    shows_media,
+    wandb_settings,
+)
 from training.schedule import learning_rate
 from training.session import Session, setup
 from training.updates import accumulate_gradients, seed_generator, seed_of_update
@@ -167,7 +174,7 @@ def reads(step: int, config: TrainConfig) -> bool:
 def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
     """Add the validation losses, the diagnostics and the spike score to `line`. Raises: Diverged.
 
-    Per-layer values go to diagnostics.jsonl alone.
+    Per-layer values go to diagnostics.jsonl alone, a sample of text to samples.jsonl.
     """
     line |= validation_loss(session) | sampled_losses(session)
     run_dir.log(report(line))
@@ -177,6 +184,8 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
     line["train/spike_score"] = spike_score([*run_dir.recorded("train/loss").values()])
     if not math.isfinite(line["val/loss"]):
         raise Diverged(line, f"val/loss {line['val/loss']}")
+    if shows_media(session.config) and (text := affordable_sample(session, line["iter"])):
+        run_dir.record_sample({"iter": line["iter"], "text": text})
 
 
 def save(
@@ -215,7 +224,8 @@ def finish(
     run_dir.finish({
         "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": lowest.loss,
         "iter_of_min": lowest.step, "train/loss": meter.train_loss, "seconds": meter.seconds,
-        "tok_per_sec": step * session.config.tokens_per_iter / max(meter.train_seconds, 1e-9), **session.about,
+        "tok_per_sec": step * session.config.tokens_per_iter / max(meter.train_seconds, 1e-9),
+        "reason": failure or None, **session.about,
     })  # fmt: skip
     if session.config.plot:
         run_dir.plot()

@@ -1,9 +1,11 @@
-"""metrics.jsonl: the record of a run. What is read off it: the spike score, a plot of the losses."""
+"""metrics.jsonl: the record of a run. What is read off it: the spike score, plots."""
 
 import hashlib
+import io
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,37 @@ def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, le
         counted += 1
         spikes += abs(losses[i] - mean) >= sigmas * std > 0
     return 100 * spikes / counted if counted else None
+
+
+def line_at(path: Path, step: int) -> dict[str, Any]:
+    """The line of iteration `step` in a file that Metrics wrote; {} where it has none."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return next((json.loads(line) for line in lines if line.startswith(b'{"iter": %d,' % step)), {})
+
+
+def table_of(values: Mapping[str, Any], key: str) -> list[list[float]]:
+    """The values KEY/layer_I/head_J of a line of diagnostics.jsonl, as rows of layers; [] where it has none."""
+    rows: dict[str, list[float]] = {}
+    for name, value in values.items():
+        if name.startswith(f"{key}/layer_"):
+            rows.setdefault(name.split("/")[-2], []).append(math.nan if value is None else value)
+    return [*rows.values()]
+
+
+def heat_maps(tables: Mapping[str, list[list[float]]]) -> bytes:
+    """Rows of layers and columns of heads, side by side, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(tables), 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, rows) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
+        figure.colorbar(axes.imshow(rows, aspect="auto"), ax=axes)
+        axes.set(title=title, xlabel="head", ylabel="layer")
+        axes.locator_params(integer=True)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=100)
+    return png.getvalue()
 
 
 def plot(metrics_path: Path, png_path: Path, title: str) -> None:

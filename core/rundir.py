@@ -2,8 +2,9 @@
 
 config.yaml    the resolved settings           status.json        running, stopped, done, failed or diverged; pid, host
 metrics.jsonl  every logged line               diagnostics.jsonl  values of each layer and head, at each evaluation
-train.log      what was printed                summary.json       the final numbers
-ckpt/          checkpoints                     lock               lock file of the process that trains here
+train.log      what was printed                samples.jsonl      a sample of text, at each evaluation
+ckpt/          checkpoints                     summary.json       the final numbers
+wandb/         W&B's files                     lock               lock file of the process that trains here
 """
 
 import hashlib
@@ -78,9 +79,7 @@ class RunDir:
         """Claim the run from iteration `step` on: metrics.jsonl and diagnostics.jsonl are cut back to it.
 
         records: what records(step) said when the checkpoint was saved; a file that has changed since is warned of.
-
-        wandb: the "mode", and "init", the arguments of wandb.init(). After a resume W&B gets the lines from `step` on
-        again. They are the same bit by bit, so points double on the curves but do not move.
+        wandb: the settings of WandbRun.
         """
         self.claim(config_yaml)
         self._metrics = self._held.enter_context(closing(Metrics(self.path / "metrics.jsonl", step)))
@@ -91,7 +90,7 @@ class RunDir:
                 self.log(f"warning: {metrics.path.name} was damaged after iteration {step} was saved; {good}")
         if wandb is not None and wandb["mode"] != "disabled":
             try:
-                self._wandb = WandbRun(self._metrics.path, wandb, self.log)
+                self._wandb = WandbRun(self.path, wandb, self.log)
             except OSError as error:
                 self.log(f"W&B is off: {error}")
             else:
@@ -124,6 +123,11 @@ class RunDir:
     def records(self, before: float = math.inf) -> dict[str, str]:
         """The SHA-256 of what metrics.jsonl and diagnostics.jsonl have before an iteration, by their names."""
         return {metrics.path.name: metrics.sha256(before) for metrics in (self._metrics, self._diagnostics)}
+
+    def record_sample(self, line: dict[str, Any]) -> None:
+        """Append {"iter": …, "text": …} to samples.jsonl, cut back to that iteration."""
+        with closing(Metrics(self.path / "samples.jsonl", line["iter"])) as samples:
+            samples.write(line)
 
     def recorded(self, key: str) -> dict[int, float]:
         """{iteration: value} of a key of metrics.jsonl, where it has a finite value."""
@@ -202,7 +206,7 @@ class ReadOnlyRunDir(RunDir):
     def _skip(self, *_: Any, **__: Any) -> None:
         """Rank 0 does it."""
 
-    begin = status = log = record = record_diagnostics = save = restore_best = plot = finish = _skip
+    begin = status = log = record = record_diagnostics = record_sample = save = restore_best = plot = finish = _skip
 
     def recorded(self, key: str) -> dict[int, float]:
         return {}

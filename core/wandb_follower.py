@@ -3,30 +3,46 @@
 A process, and not a thread of the trainer: an unreachable server blocks wandb's exit hook for its own time, a failed
 online start keeps the run id in use until wandb's service process has died, and wandb replaces sys.exit and
 sys.excepthook. Here none of it can touch the training, and a trainer that is killed still gets its last lines sent.
+
+RUN/wandb/ holds job.json (what to tell W&B), `lock`, which the sending process holds, and W&B's recordings. A line is
+sent once: online, the server says how far it is; offline, the recordings do. A recording whose lines the server has,
+or gets from metrics.jsonl, has W&B's own mark, RECORDING.synced, so that `wandb sync` skips it.
+
+python -m core.wandb_follower send RUN...       sends what the server lacks of runs that have ended
 """
 
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from core.files import FileLock, read_json
+from core.metrics import Metrics, heat_maps, line_at, plot, table_of
+
 POLL = 0.5  # seconds between two looks at metrics.jsonl
-LINGER = 60  # seconds after which the W&B process of an ended run is killed
+LINGER, LINGER_UPLOAD = (
+    60,
+    1800,
+)  # seconds after which the W&B process of an ended run is killed: without, with artifacts
+LAST_RESORT = 50  # of them are left for what comes before and after run.finish()
+EXIT = {"done": 0, "stopped": 255, "running": 255}  # W&B shows 255 as killed; any other status of a run as failed
+Say = Callable[[str], None]
 
 
-def start(job: dict[str, Any], stdin: int = subprocess.PIPE, stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """Start the process. It lives in its own session: Ctrl-C is for the training process alone."""
+def start(run_dir: Path, mode: str, stdin: int = subprocess.PIPE, stdout: int = subprocess.PIPE) -> Any:
+    """Start the process (a Popen). It lives in its own session: Ctrl-C is for the training process alone."""
     env = {"WANDB_ERROR_REPORTING": "false", **os.environ}
     env.pop("WANDB_SERVICE", None)  # a service of its own, never a shared one
     return subprocess.Popen(
-        [sys.executable, "-m", "core.wandb_follower", json.dumps(job)],
+        [sys.executable, "-m", "core.wandb_follower", "follow", str(run_dir.resolve()), mode],
         cwd=Path(__file__).resolve().parent.parent,
         env=env,
         stdin=stdin,
@@ -37,13 +53,15 @@ def start(job: dict[str, Any], stdin: int = subprocess.PIPE, stdout: int = subpr
     )
 
 
-def follow(job: dict[str, Any]) -> None:
+def follow(run_dir: Path, mode: str) -> None:
     """Send the lines of metrics.jsonl to W&B until standard input closes, which it also does when the trainer dies.
 
     The summary is then left on standard input. Each line on standard output is for the run's log.
+    mode: online, which goes on offline where that fails; offline; or send, which is online and does not.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    os.nice(10)  # the training goes first
     out = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # W&B and its service process have nothing to say on the terminal
 
@@ -52,25 +70,26 @@ def follow(job: dict[str, Any]) -> None:
             os.write(out, (" ".join(text.split()) + "\n").encode())
 
     ended = threading.Event()
-    threading.Thread(target=wait_for_end, args=(ended,), daemon=True).start()
-    online = job["mode"] == "online"
     try:
-        with open(job["metrics"], "rb") as file:
-            file.seek(job["offset"])
-            send(file_lines(file, ended), job, say)
+        # p=inf: W&B's JSON has no infinity
+        job = json.loads((run_dir / "wandb" / "job.json").read_bytes(), parse_constant=str)
+        job["linger"] = 0 if mode == "send" else LINGER_UPLOAD if job["artifacts"] else LINGER  # 0: without limit
+        threading.Thread(target=wait_for_end, args=(ended, job["linger"]), daemon=True).start()
+        with FileLock(run_dir / "wandb" / "lock"):  # the process of a trainer that was killed may still send
+            send(run_dir, mode, job, ended, say)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        if not online:
+        if mode != "online":
             return say(f"W&B is off ({reason}); the run and metrics.jsonl go on")
         say(f"W&B cannot be reached, the run is recorded offline for wandb sync ({reason})")
         # The failed start keeps its run id in W&B's service process, which only dies with this one: hand over.
-        start({**job, "mode": "offline"}, stdin=0, stdout=out)
+        start(run_dir, "offline", stdin=0, stdout=out)
         os._exit(0)
 
 
-def wait_for_end(ended: threading.Event) -> None:
+def wait_for_end(ended: threading.Event, linger: int) -> None:
     select.select([0], [], [])  # until the trainer writes its summary, which stays in the pipe, or dies
-    signal.alarm(LINGER)
+    signal.alarm(linger)
     ended.set()
 
 
@@ -83,33 +102,156 @@ def file_lines(file: BinaryIO, ended: threading.Event) -> Iterator[dict[str, Any
         yield from map(json.loads, lines)
 
 
-def send(lines: Iterator[dict[str, Any]], job: dict[str, Any], say: Callable[[str], None]) -> None:
-    sys.argv = job["argv"]  # the command that W&B shows is the trainer's
+# -----------------------------------------------------------------------------
+# W&B
+
+
+def open_wandb(init: Mapping[str, Any], mode: str, argv: Sequence[str], **settings: Any) -> Any:
+    """wandb.init(), silent. argv: the command that W&B shows."""
+    sys.argv = [*argv]
     import wandb
 
-    settings = wandb.Settings(
-        **job["timeouts"],
-        silent=True,
-        console="off",
-        save_code=False,
-        disable_code=True,
-        disable_git=True,
-        program=sys.argv[0],
-        x_disable_stats=True,  # the machine's statistics: not about the model
-        x_save_requirements=False,
-        x_transaction_log_flush_interval=2,
-    )
-    run = wandb.init(**job["init"], mode=job["mode"], settings=settings)
-    if job["mode"] == "online":
+    program = {"silent": True, "console": "off", "save_code": False, "program": argv[0], "x_save_requirements": False}
+    how: Any = "offline" if mode == "offline" else "online"
+    return wandb.init(**init, mode=how, settings=wandb.Settings(**program, **settings))
+
+
+def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Event, say: Say) -> None:
+    before = recordings(run_dir)
+    sent = max(map(last_recorded, before), default=-1) if mode == "offline" else -1
+    run = open_wandb(
+        job["init"], mode, job["argv"], init_timeout=job["init_timeout"], x_stats_pid=job["pid"],
+        finish_timeout=max(0, job["linger"] - LAST_RESORT), finish_timeout_raises=True,
+        x_transaction_log_flush_interval=2, x_file_stream_retry_max=2**31 - 1, x_file_stream_retry_wait_max_seconds=10,
+    )  # fmt: skip
+    if mode != "offline":
         say(f"W&B: {run.url}")
+        sent = max(run.starting_step - 1, run.summary.get("iter", -1))  # what the server has
+        mark_synced(before)
     run.define_metric("iter")
     run.define_metric("*", step_metric="iter")
-    for line in lines:
-        run.log({k: v for k, v in line.items() if v is not None})
-    summary = json.loads(sys.stdin.buffer.read() or "{}")
-    run.summary.update(summary)
-    run.finish(exit_code=0 if summary.get("status") == "done" else 1)
+    run.define_metric("val/loss", step_metric="iter", summary="min,last")
+    if job["diff"]:
+        Path(run.dir, "diff.patch").write_text(job["diff"])
+        run.save(f"{run.dir}/diff.patch", base_path=run.dir, policy="now")
+    with open(run_dir / "metrics.jsonl", "rb") as file:
+        for line in file_lines(file, ended):
+            if line["iter"] > sent:
+                values = {k: v for k, v in line.items() if v is not None}
+                run.log(values | media(run_dir, line, job["media"]), step=line["iter"], commit=True)
+    finish(run, run_dir, mode, job, say)
+
+
+def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say) -> None:
+    """Send the summary, without what the lines or the config have, and end. Says what W&B has yet to get."""
+    status = read_json(run_dir / "status.json")
+    at_end = read_json(run_dir / "summary.json") if status.get("state") in ("done", "diverged") else {}
+    summary = json.loads(sys.stdin.buffer.read() or "{}") or at_end
+    summary = {"status": status.get("state"), "reason": status.get("reason")} | summary
+    lines = Metrics.read(run_dir / "metrics.jsonl")
+    known = {key for line in lines for key in line} | job["init"].get("config", {}).get("info", {}).keys()
+    run.summary.update({key: value for key, value in summary.items() if key not in known and value is not None})
+    if losses := [line["val/loss"] for line in lines if line.get("val/loss") is not None]:
+        run.summary.update({"val/loss": {"min": min(losses), "last": losses[-1]}})  # W&B's min begins at a resume
+    try:  # both ask the server
+        if job["media"]:
+            run.summary.update(last_media(run_dir, Path(run.dir)))
+        if job["artifacts"]:
+            log_artifacts(run, run_dir)
+    except Exception as error:
+        say(f"W&B has not got the artifacts ({type(error).__name__}: {error})")
+    file = Path(run.settings.sync_file)
+    try:
+        run.finish(exit_code=EXIT.get(summary["status"], 1))
+        if mode != "offline":
+            mark_synced([file])
+            return
+    except TimeoutError:
+        pass
+    unsent = [file for file in recordings(run_dir) if not Path(f"{file}.synced").exists()]
+    if any(file.parent.name.startswith("run-") and last_recorded(file) >= 0 for file in unsent):
+        say(f"W&B has not got all of this run; later: python -m core.wandb_follower send {shlex.quote(str(run_dir))}")
+    else:
+        folders = [str(file.parent) for file in unsent if file.parent.name.startswith("offline-")]
+        say(f"W&B is offline, the run is in {run_dir / 'wandb'}; to upload it: wandb sync {shlex.join(folders)}")
+
+
+def recordings(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "wandb").glob("*run-*/*.wandb"))
+
+
+def mark_synced(files: Sequence[Path]) -> None:
+    for file in files:
+        Path(f"{file}.synced").touch()
+
+
+def last_recorded(file: Path) -> int:
+    """The last iteration in a recording, which may be cut short; -1 where it has none."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file.parent)]
+    last = -1
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as inspect:
+        for line in inspect.stdout or ():
+            if b'"type":"history"' in line:
+                last = json.loads(line)["history"]["item"]["iter"]
+    return last
+
+
+# -----------------------------------------------------------------------------
+# Media and artifacts: from samples.jsonl, diagnostics.jsonl and metrics.jsonl
+
+
+def media(run_dir: Path, line: Mapping[str, Any], wanted: Mapping[str, Sequence[str]] | None) -> dict[str, Any]:
+    """Of an evaluation: its sample of text, heat maps by layer and head, and numbers by layer (means over heads).
+
+    wanted: "maps" and "layers", the names of such values in diagnostics.jsonl; None for no media.
+    """
+    if not wanted or "val/loss" not in line:
+        return {}
+    import html
+    import io
+
+    import wandb
+    from PIL import Image
+
+    found: dict[str, Any] = {}
+    if sample := line_at(run_dir / "samples.jsonl", line["iter"]):
+        text = f'<pre style="white-space: pre-wrap">{html.escape(sample["text"])}</pre>'
+        found["sample"] = wandb.Html(text, inject=False)
+    values = line_at(run_dir / "diagnostics.jsonl", line["iter"])
+    if maps := {key: table for key in wanted["maps"] if (table := table_of(values, key))}:
+        found["attn/by_layer_and_head"] = wandb.Image(Image.open(io.BytesIO(heat_maps(maps))))
+    for key in wanted["layers"]:
+        for layer, heads in enumerate(table_of(values, key)):
+            found[f"{key}/layer_{layer}"] = sum(heads) / len(heads)
+    return found
+
+
+def last_media(run_dir: Path, folder: Path) -> dict[str, Any]:
+    """The loss curve, and a table of the evaluations. folder: for the picture's file."""
+    import wandb
+
+    plot(run_dir / "metrics.jsonl", folder / "curve.png", run_dir.name)
+    lines = [line for line in Metrics.read(run_dir / "metrics.jsonl") if "val/loss" in line]
+    columns = [*dict.fromkeys(key for line in lines for key in line if "/layer_" not in key)]
+    table = wandb.Table(columns=columns, data=[[line.get(key) for key in columns] for line in lines])
+    return {"loss_curve": wandb.Image(str(folder / "curve.png")), "evaluations": table}
+
+
+def log_artifacts(run: Any, run_dir: Path) -> None:
+    import wandb
+
+    metrics = wandb.Artifact(f"{run.id}-metrics", "metrics")
+    metrics.add_file(str(run_dir / "metrics.jsonl"))
+    run.log_artifact(metrics)
+    if (run_dir / "ckpt" / "best").exists():
+        model = wandb.Artifact(f"{run.id}-checkpoint", "model")
+        model.add_dir(str((run_dir / "ckpt" / "best").resolve()))
+        run.log_artifact(model, aliases=["best"])
 
 
 if __name__ == "__main__":
-    follow(json.loads(sys.argv[1], parse_constant=str))  # p=inf: W&B's JSON has no infinity
+    command, *words = sys.argv[1:]
+    if command == "follow":
+        follow(Path(words[0]), words[1])
+    for folder in map(Path, words if command == "send" else []):
+        start(folder, "send", stdin=subprocess.DEVNULL, stdout=sys.stdout.fileno()).wait()

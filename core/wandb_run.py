@@ -13,27 +13,26 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from core.files import finite
-from core.wandb_follower import LINGER, start
+from core.files import finite, write_atomic
+from core.wandb_follower import start
 
 INIT_TIMEOUT = 20  # seconds that an online start may take before the run goes on offline
-FINISH_TIMEOUT = 10  # seconds that W&B may upload after the last line
 PATIENCE = 15  # seconds that finish() waits for all of W&B
 
 
 class WandbRun:
-    """The process that sends metrics.jsonl's lines to W&B, from those on that come after this call.
+    """The process that sends the lines of a run directory's metrics.jsonl to W&B, each once.
 
-    settings: "mode", and "init", the arguments of wandb.init(). log: gets the process's lines, from another thread.
-    Raises: OSError where the process cannot be started.
+    settings: "mode"; "init", the arguments of wandb.init(); and what else core/wandb_follower.py reads in job.json.
+    log: gets the process's lines, from another thread. Raises: OSError where the process cannot be started.
     """
 
-    def __init__(self, metrics: Path, settings: Mapping[str, Any], log: Callable[[str], None]) -> None:
-        metrics = metrics.resolve()
-        timeouts = {"init_timeout": INIT_TIMEOUT, "finish_timeout": FINISH_TIMEOUT}
-        job = {"metrics": str(metrics), "offset": metrics.stat().st_size, "timeouts": timeouts, "argv": sys.argv}
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]) -> None:
+        job = {"init_timeout": INIT_TIMEOUT, "argv": sys.argv, "pid": os.getpid(), "media": None, "artifacts": False}
+        (run_dir / "wandb").mkdir(exist_ok=True)
+        write_atomic(run_dir / "wandb" / "job.json", json.dumps(job | {"diff": ""} | dict(settings)).encode())
         self.log = log
-        self.process = start({**settings, **job})
+        self.process = start(run_dir, settings["mode"])
         self._relay = threading.Thread(target=self._relay_lines, daemon=True)
         self._relay.start()
 
@@ -45,7 +44,7 @@ class WandbRun:
         self.close()
         self._relay.join(PATIENCE)
         if self._relay.is_alive():
-            self.log(f"W&B takes long to finish: left behind, it ends by itself within {LINGER} s")
+            self.log("W&B takes long to finish: left behind, it ends by itself")
 
     def close(self) -> None:
         """Let the process end by itself."""

@@ -25,6 +25,7 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     max_logit
     entropy, effective_keys            of the attention weights in nats, and its exponential; means over the queries
     q_norm, k_norm                     mean 2-norm before the QK norm
+    q_gain, k_gain                     mean |gain| over the channels, where the QK norm has gains; one per layer
     With the Lp norm:
     alpha, q_p, k_p                    one per layer or per head
     q_g_mean, q_g_std, k_g_mean, …     mean and standard deviation of g = ||x||_2 / ||x||_p
@@ -36,6 +37,8 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     for attn, table in zip(model.attentions, tables, strict=True):
         attn.probe = functools.partial(measure_logits, table)
         for side, norm in qk_norms(attn).items():
+            if norm.gain is not None:
+                table[f"{side}_gain"] = norm.gain.abs().mean().flatten()
             hooks.append(norm.register_forward_hook(functools.partial(measure_vectors, table, side)))
     was_training = model.training
     model.eval()

@@ -4,9 +4,13 @@ Reads the files of a sweep (by default runs/NAME), done or not, and writes to re
 curves.csv.gz, table.md (every number, with its spread and its test), figures as SVG, report.html (one page to explore,
 without network) and provenance.json. The same runs give the same bytes. Neither torch nor a GPU is needed.
 python scripts/report.py from=results/NAME writes it again from the first two and provenance.json, without the runs.
+wandb=true sends it to W&B, as one run of job_type sweep, which a later report updates.
 """
 
+import csv
+import io
 import json
+import re
 import shlex
 import sys
 from collections import Counter
@@ -18,11 +22,13 @@ from typing import Annotated, Any
 from core.cli import run_script
 from core.files import read_json, write_atomic
 from core.schema import NOT_EMPTY, Help, options, require
+from core.wandb_follower import open_wandb
+from core.wandb_run import INIT_TIMEOUT, wandb_mode
 from scripts.reporting.charts import svg
 from scripts.reporting.page import figures_of, markdown, outline, page
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.statistics import compared_families
-from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, runs_csv
+from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, read_value, runs_csv
 from scripts.reporting.tables import facts
 from sweeps.status import SweepPlace, tally
 
@@ -71,6 +77,41 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
     write_atomic(out / "provenance.json", (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
 
 
+def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> str:
+    """Send the report in `out` to W&B: runs.csv as a table, the figures, and all files as an artifact.
+
+    folder: for W&B's files. Returns where it went. Raises: wandb's errors where the server does not answer.
+    """
+    config = sweep.runs[0].config
+    mode, run_id = wandb_mode(config["wandb.mode"]), re.sub(r"[^A-Za-z0-9_.-]", "-", f"sweep-{sweep.name}")
+    if mode == "disabled":
+        return "W&B is disabled"
+    init = {
+        "project": config["wandb.project"], "job_type": "sweep", "name": sweep.name, "id": run_id, "resume": "allow",
+        "tags": [f"sweep={sweep.name}"[:64]], "config": dict(sweep.about), "dir": str(folder.resolve()),
+    }  # fmt: skip
+    run = open_wandb(init, mode, ["scripts/report.py", *argv], init_timeout=INIT_TIMEOUT)
+    import vl_convert
+    import wandb
+    from PIL import Image
+
+    columns, *rows = csv.reader(io.StringIO((out / "runs.csv").read_text(encoding="utf-8")))
+    data = [[read_value(text) if text else None for text in row] for row in rows]
+    figures = {file.stem: vl_convert.svg_to_png(file.read_text(), scale=2) for file in sorted(out.glob("*.svg"))}
+    images = {f"figures/{name}": wandb.Image(Image.open(io.BytesIO(png))) for name, png in figures.items()}
+    run.log({"runs": wandb.Table(columns=columns, data=data, allow_mixed_types=True), **images})
+    artifact = wandb.Artifact(f"{run_id}-report", "report")
+    for name in read_json(out / "provenance.json")["sha256"]:
+        artifact.add_file(str(out / name))
+    run.log_artifact(artifact)
+    run.finish()
+    return (
+        f"W&B: {run.url}"
+        if mode == "online"
+        else f"W&B is offline: wandb sync {shlex.quote(str(Path(run.dir).parent))}"
+    )
+
+
 @options
 class ReportOptions(SweepPlace):
     out: Annotated[str | None, NOT_EMPTY, Help("folder of the report; null: results/NAME")] = None
@@ -79,6 +120,8 @@ class ReportOptions(SweepPlace):
         NOT_EMPTY,
         Help("folder of a report: its runs count where the sweep's directory has them not; alone, it is made again"),
     ] = None
+
+    wandb: Annotated[bool, Help("send the report to W&B, as one run of job_type sweep")] = False
 
     def check(self) -> None:
         require(bool(self.sweep or self.sweep_dir or self.from_), "sweep= or from= must be given")
@@ -95,6 +138,12 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
             sweep = joined(sweep, read_sweep(asked.directory, name))
     report(sweep, out, argv)
     print(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
+    if asked.wandb:
+        try:
+            print(send_report(sweep, out, asked.directory if asked.sweep or asked.sweep_dir else out, argv))
+        except Exception as error:
+            print(f"error: W&B cannot be reached ({error}); {out} has the report", file=sys.stderr)
+            return 1
     return 0
 
 

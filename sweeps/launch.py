@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import asdict, field, replace
@@ -18,9 +19,10 @@ from typing import Annotated
 from tqdm import tqdm
 
 from core.cli import StopSignal, parse_yaml, run_script
-from core.files import read_json
+from core.files import ROOT, read_json
 from core.rundir import at_end
 from core.schema import AtLeast, Help, Variants, options, require
+from core.wandb_run import wandb_mode
 from sweeps.claims import Launch
 from sweeps.definition import Sweep, load_sweep
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
@@ -159,6 +161,9 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     print(f"{sweep_dir}: {counts} in {tqdm.format_interval(time.monotonic() - began)}")
     for line in failures(sweep_dir, states):
         print(line)
+    if wandb_mode(runs[0].config.wandb.mode) == "online":  # the sweep's own run; the floor below knows no scripts
+        words = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *words])
     if trouble:
         print(f"error: {trouble}", file=sys.stderr)
     return 0 if all(state.state in FINAL for state in states.values()) else 1

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from core.cli import refuse
+from core.files import read_json
 from core.rundir import at_end, is_locked, read_status
 from core.schema import ConfigError, build
 from sweeps.claims import Launch, claimed, write_claim
@@ -62,9 +63,14 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
     before = claim["tries"].get(launch.name, 0)
     claim |= {"tries": {**claim["tries"], launch.name: before + 1}, "error": None, "limit": launch.tries}
     write_claim(sweep_dir, run.id, claim)  # before the run, so that a death counts too
+    wandb = run.config.wandb
+    parts = dict.fromkeys(f"part={point.rpartition('/')[0]}"[:64] for point in run.points if "/" in point)
+    sweep = f"sweep={read_json(sweep_dir / 'sweep.json').get('name', sweep_dir.name)}"[:64]
+    media = "off" if wandb.media == "auto" else wandb.media
     config = replace(
-        run.config, out_dir=str(sweep_dir / run.id), threads=run.config.threads or launch.threads, dry_run=False
-    )
+        run.config, out_dir=str(sweep_dir / run.id), threads=run.config.threads or launch.threads, dry_run=False,
+        wandb=replace(wandb, tags=(*wandb.tags, sweep, *parts), media=media),
+    )  # fmt: skip
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):
         try:
             if launch.ranks > 1:

@@ -108,6 +108,9 @@ def expected(gpt: GPT, idx: Tensor) -> dict[str, float]:
         put(layer, of_logits(got))
         for side, raw in got["raw"].items():
             put(layer, of_vectors(gpt, layer, side, raw))
+            gain = gpt.state_dict().get(f"transformer.h.{layer}.attn.{side}_norm.gain")
+            if gain is not None:  # one for all heads
+                put(layer, [{f"{side}_gain": sum(abs(g) for g in gain.tolist()) / len(gain)}])
             if isinstance(config, LpNormOptions):  # one for all heads unless it is learned
                 n = raw.shape[1] if config.p == "learned" else 1
                 put(layer, [{f"{side}_p": p_of(gpt, layer, side, h)} for h in range(n)])

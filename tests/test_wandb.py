@@ -4,28 +4,34 @@ import json
 import math
 import os
 import pty
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT
+from wandb_server import Server
 
+import train
 from core import wandb_follower
 from core.files import read_json
 from core.metrics import Metrics
-from core.rundir import RunRequest, open_run
+from core.rundir import RunDir, RunRequest, open_run
 from core.wandb_run import wandb_mode
 from model.options import LpNormOptions
-from training.config import TrainConfig, WandbOptions
+from sweeps.plan import compose
+from training.config import TrainConfig, WandbOptions, load_config
 from training.resume import run_request, wandb_settings
 
 KEY = "0123456789" * 4
+CLOCK = ("tok_per_sec", "mfu")
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +77,10 @@ def test_wandb_mode_variable_decides_for_auto_only(monkeypatch: pytest.MonkeyPat
 # W&B for real
 
 
-def inspect(run_dir: Path) -> list[list[dict[str, Any]]]:
-    """The records of every offline recording in the run directory, oldest first."""
+def inspect(run_dir: Path, kind: str = "offline-run-*") -> list[list[dict[str, Any]]]:
+    """The records of every recording in the run directory, oldest first."""
     recordings = []
-    for folder in sorted((run_dir / "wandb").glob("offline-run-*")):
+    for folder in sorted((run_dir / "wandb").glob(kind)):
         command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(folder)]
         out = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         recordings.append([json.loads(line) for line in out.splitlines()])
@@ -110,15 +116,80 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
         return [{k: v for k, v in line.items() if v is not None} for line in lines]
 
     recordings = inspect(run.path)
-    assert [len(history(records)) for records in recordings] == [30, 15]
     assert history(recordings[0]) == sent(before)
-    assert history(recordings[1]) == sent(Metrics.read(run.path / "metrics.jsonl"))[25:]
+    assert history(recordings[1]) == sent(Metrics.read(run.path / "metrics.jsonl"))[30:]  # 25 to 29 are the first's
     runs = [next(r["run"] for r in records if r["type"] == "run") for records in recordings]
     assert runs[0]["run_id"] == runs[1]["run_id"] and not set(runs[0]["run_id"]) & set(":;,#?/' ")
     assert (runs[0]["display_name"], runs[0]["run_group"]) == ("a run: #1", config.group)
     assert runs[0]["config"]["update"]["info"] == {"commit": "abc"}
-    assert [r["exit"].get("exit_code", 0) for records in recordings for r in records if r["type"] == "exit"] == [1, 0]
+    assert [r["exit"].get("exit_code", 0) for records in recordings for r in records if r["type"] == "exit"] == [255, 0]
     assert read_json(run.path / "summary.json") == {"status": "done", "iter": 40, "val/loss": 2.5}
+
+
+def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_for(
+    tmp_path: Path,
+    tiny_run: list[str],
+    program: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    words = [*tiny_run, "data.folds=3", "data.fold=1", "qk_norm=lp", "qk_norm.p=3", "wandb.mode=offline"]
+    words += ["wandb.tags=[night]", "wandb.notes=a look", "wandb.artifacts=true", "max_iters=2000", "out_dir=run"]
+    words += ["schedule.lr_decay_iters=60", "eval_interval=20", "checkpoint_interval=20", "qk_clip=log"]
+    run = tmp_path / "run"
+    with subprocess.Popen([sys.executable, str(ROOT / "train.py"), *words], cwd=tmp_path) as process:
+        until(lambda: (run / "ckpt" / "step_000020").exists(), 120)
+        process.kill()
+    done = program("train.py", *words, "max_iters=60", "log_interval=2")
+    assert done.returncode == 0 and "to upload it: wandb sync" in done.stdout, done.stdout + done.stderr
+    first, last = inspect(run)
+    items = [*history(first), *history(last)]
+    lines, kept = Metrics.read(run / "metrics.jsonl"), {item["iter"]: item for item in items}
+    assert len(items) == len(kept) and kept.keys() >= {line["iter"] for line in lines if line["iter"] > 20}
+    for line in lines:  # to the last digit, whichever process sent it
+        assert line["iter"] not in kept or {k: kept[line["iter"]].get(k) for k in line if k not in CLOCK} == {
+            k: v for k, v in line.items() if k not in CLOCK
+        }
+    assert {"sample._type", "attn/by_layer_and_head._type", "attn/alpha/layer_1"} <= kept[60].keys()
+    samples = {line["iter"]: line["text"] for line in Metrics.read(run / "samples.jsonl")}
+    assert {0, 60} <= samples.keys() and len(samples[60]) >= 200
+    (sent,) = [r["run"] for r in last if r["type"] == "run"]
+    tags = ["night", "layout=mha", "norm=lp", "p=3.0", "fold=1", "precision=float32"]
+    assert (sent["job_type"], sent["notes"], sent["tags"]) == ("train", "a look", tags)
+    config = sent["config"]["update"]
+    assert config["model"]["n_layer"] == 2 and config["info"]["commit"]
+    columns = {key: config[key] for key in ("p", "norm", "layout", "fold", "alpha_init")}
+    assert columns == {"p": 3, "norm": "lp", "layout": "mha", "fold": 1, "alpha_init": "sqrt_d"}
+    summary: dict[str, Any] = {}
+    for record in last:
+        summary |= record.get("summary", {}).get("update", {})
+    losses = {line["iter"]: line["val/loss"] for line in lines if "val/loss" in line}
+    assert (
+        summary["val/loss"] == {"last": losses[60], "min": min(losses.values())}
+        and summary["status"] == "done"
+        and "commit" not in summary
+    )
+    assert summary["evaluations"]["nrows"] == len(losses) and summary["loss_curve"]["_type"] == "image-file"
+    early = next(r["summary"]["update"] for r in first if "val/loss" in r.get("summary", {}).get("update", {}))
+    assert early["val/loss"] == {"last": losses[0], "min": losses[0]}
+    artifacts = {r["artifact"]["type"]: r["artifact"]["manifest"]["contents"] for r in last if r["type"] == "artifact"}
+    assert "model.safetensors" in [file["path"] for file in artifacts["model"]]
+    assert [file["path"] for file in artifacts["metrics"]] == ["metrics.jsonl"]
+    about = next(r["environment"] for r in last if r["type"] == "environment")
+    assert about["args"][: len(words)] == words and about["program"].endswith("train.py") and about["git"]["commit"]
+    assert any(r["type"] == "stats" for r in first)
+
+
+def test_samples_and_media_change_no_number(tmp_path: Path, tiny_run: list[str]) -> None:
+    kept = {}
+    for media in ("on", "off"):
+        words = [*tiny_run, "attention=mla", "model.position=rope", "model.rope_theta=10000", "qk_norm=rms"]
+        words += ["max_iters=6", "model.dropout=0.2", "wandb.mode=disabled"]
+        config = load_config(compose([*words, f"wandb.media={media}"]))
+        assert train.run(replace(config, out_dir=str(tmp_path / media))) == 0
+        lines = Metrics.read(tmp_path / media / "metrics.jsonl")
+        weights = (tmp_path / media / "ckpt" / "latest" / "model.safetensors").read_bytes()
+        kept[media] = weights, [{k: v for k, v in line.items() if k not in CLOCK} for line in lines]
+        assert (tmp_path / media / "samples.jsonl").exists() == (media == "on")
+    assert kept["on"] == kept["off"]
 
 
 TRAINER = """
@@ -126,18 +197,19 @@ import os, signal, sys, time
 from pathlib import Path
 from core import wandb_run
 from core.rundir import RunRequest, open_run
-out_dir, mode, init_timeout, patience, end = sys.argv[1:]
+out_dir, mode, init_timeout, patience, end, pause = sys.argv[1:]
 wandb_run.INIT_TIMEOUT, wandb_run.PATIENCE = float(init_timeout), float(patience)
 asked = []
 signal.signal(signal.SIGINT, lambda *_: asked.append(1))
 run = open_run(RunRequest(Path(out_dir), "", lambda old: [], 1000))
 init = {"project": "nanoqk", "id": "run-1", "dir": out_dir, "resume": "allow"}
 run.begin("", 0, {"mode": wandb_run.wandb_mode(mode), "init": init})
+print("W&B process", run._wandb and run._wandb.process.pid, flush=True)
 began = time.perf_counter()
 for i in range(1000):
     run.record({"iter": i, "train/loss": i / 7})
+    time.sleep(float(pause))
 print(f"logged in {time.perf_counter() - began:.3f} s", flush=True)
-print("W&B process", run._wandb and run._wandb.process.pid, flush=True)
 if end == "killed":
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -148,8 +220,10 @@ print("modules", [name for name in ("wandb", "torch", "matplotlib") if name in s
 """
 
 
-def trainer(out_dir: Path, mode: str, init_timeout: float = 2, patience: float = 120, end: str = "done") -> list[str]:
-    return [sys.executable, "-c", TRAINER, str(out_dir), mode, str(init_timeout), str(patience), end]
+def trainer(
+    out_dir: Path, mode: str, init_timeout: float = 2, patience: float = 120, end: str = "done", pause: float = 0
+) -> list[str]:
+    return [sys.executable, "-c", TRAINER, *map(str, (out_dir, mode, init_timeout, patience, end, pause))]
 
 
 def finished(*args: Any, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -188,6 +262,112 @@ def test_dead_server_neither_slows_nor_holds_the_trainer_and_loses_nothing(tmp_p
     until(lambda: recorded(tmp_path / "run") == 1000, 180)
 
 
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server()
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    yield server
+    server.shutdown()
+
+
+def arrived(server: Server) -> list[int]:
+    return [json.loads(line)["iter"] for line in server.history["run-1"]]
+
+
+def sent_later(run_dir: Path) -> str:
+    command = [sys.executable, "-m", "core.wandb_follower", "send", str(run_dir)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180).stdout
+
+
+def test_a_server_that_dies_gets_each_line_once_when_it_is_back(tmp_path: Path, server: Server) -> None:
+    server.dies_after = 1  # W&B sends what it has every 15 s
+    run = tmp_path / "run"
+    done = finished(run, "auto", 5, pause=0.02)
+    assert done.returncode == 0 and float(done.stdout.split("logged in ")[1].split()[0]) < 25, done.stdout
+    assert f"has not got all of this run; later: python -m core.wandb_follower send {run}" in done.stdout
+    assert 0 < len(arrived(server)) < 1000 == len(history(inspect(run, "run-*")[0]))
+    assert "W&B is off" in sent_later(run) and 0 < len(arrived(server)) < 1000  # not back yet
+    server.down, server.dies_after = False, 10**9
+    RunDir(run).status("done", iter=1000)
+    assert f"W&B: {server.url}" in sent_later(run) and arrived(server) == [*range(1000)]
+    assert f"W&B: {server.url}" in sent_later(run) and arrived(server) == [*range(1000)]
+    assert server.exits["run-1"] == [0, 0] and json.loads(server.runs["run-1"]["summary"])["status"] == "done"
+
+
+def kill_with_wandb(command: list[str], seconds: float) -> None:
+    """Start a trainer, and after some seconds kill it, its W&B process and that one's service."""
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = next(line for line in process.stdout if line.startswith("W&B process")).split()[-1]
+        time.sleep(seconds)
+        listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+        service = [row.split()[0] for row in listed.splitlines() if f"--pid {pid}" in row]
+        for number in (str(process.pid), pid, *service):
+            os.kill(int(number), signal.SIGKILL)
+
+
+def sync(run_dir: Path) -> None:
+    folders = sorted(map(str, (run_dir / "wandb").glob("offline-run-*")))
+    command = [str(Path(sys.executable).with_name("wandb")), "sync", *folders]
+    subprocess.run(command, cwd=run_dir, capture_output=True, timeout=180, check=True)
+
+
+def test_offline_recordings_of_a_run_that_was_killed_hold_each_line_once(tmp_path: Path, server: Server) -> None:
+    run = tmp_path / "run"
+    kill_with_wandb(trainer(run, "offline", pause=0.02), 8)
+    assert finished(run, "offline", end="killed").returncode == -signal.SIGKILL  # it begins at 0 again
+    assert finished(run, "offline").returncode == 0  # waits for the W&B process of the one before
+    lines = [[line["iter"] for line in history(records)] for records in inspect(run)]
+    assert sum(lines, []) == [*range(1000)] and 0 < len(lines[0]) < 1000
+    sync(run)
+    assert arrived(server) == [*range(1000)]
+
+
+def test_a_run_that_is_killed_online_and_goes_on_offline_and_online_has_no_doubled_point(
+    tmp_path: Path, server: Server
+) -> None:
+    run = tmp_path / "run"
+    kill_with_wandb(trainer(run, "online", 20, pause=0.03), 20)
+    assert 0 < len(arrived(server)) < 1000
+    assert "later: python -m core.wandb_follower send" in finished(run, "offline").stdout
+    assert finished(run, "online", 20).returncode == 0
+    assert arrived(server) == [*range(1000)]
+    sync(run)  # what is recorded offline counts as sent
+    assert arrived(server) == [*range(1000)]
+
+
+def test_a_sweep_is_one_run_that_a_later_launch_updates(
+    tmp_path: Path, program: Callable[..., subprocess.CompletedProcess[str]], request: pytest.FixtureRequest
+) -> None:
+    shutil.copytree(ROOT / "tests" / "fixtures" / "v0", tmp_path, symlinks=True, dirs_exist_ok=True)
+    place = ("sweep=grid.yaml", "sweep_dir=sweep")
+    done = program("scripts/report.py", *place, "out=report", "wandb=true")  # offline: there is no key
+    assert done.returncode == 0 and "W&B is offline: wandb sync " in done.stdout, done.stderr
+    (records,) = inspect(tmp_path / "sweep")
+    (sent,) = [r["run"] for r in records if r["type"] == "run"]
+    assert (sent["job_type"], sent["run_id"], sent["display_name"]) == ("sweep", "sweep-grid", "grid")
+    (item,) = history(records)
+    figures = {file.stem for file in (tmp_path / "report").glob("*.svg")}
+    assert figures == {key.split("/")[1].split(".")[0] for key in item if key.startswith("figures/")} != set()
+    table = next(r["summary"]["update"] for r in records if "runs" in str(r.get("summary", {}).get("update", {})))
+    assert (table["runs.nrows"], table["runs._type"]) == (4, "table-file")
+    artifacts = {
+        r["artifact"]["type"]: r["artifact"]["manifest"]["contents"] for r in records if r["type"] == "artifact"
+    }
+    assert {"table.md", "report.html", "runs.csv"} <= {file["path"] for file in artifacts["report"]}
+
+    server: Server = request.getfixturevalue("server")
+    for n in (1, 2):
+        done = program("sweeps/launch.py", *place, "launcher.workers=1", "launcher.threads=1")
+        assert done.returncode == 0 and "4 runs (4 done)" in done.stdout, done.stderr
+        assert [*server.runs] == ["sweep-grid"] and server.runs["sweep-grid"]["jobType"] == "sweep"
+        assert len(server.history["sweep-grid"]) == n
+    server.down = True
+    done = program("scripts/report.py", *place, "out=report", "wandb=true")
+    assert done.returncode == 1 and "W&B cannot be reached" in done.stderr and "report has the report" in done.stderr
+
+
 def test_no_key_and_a_terminal_never_prompts(tmp_path: Path) -> None:
     master, slave = pty.openpty()  # a person could answer, so W&B would ask
     command = trainer(tmp_path / "run", "online")
@@ -216,11 +396,11 @@ def alive(pid: int) -> bool:
 def test_killed_trainer_has_its_lines_sent_and_leaves_no_process(tmp_path: Path) -> None:
     done = finished(tmp_path / "run", "offline", end="killed")
     assert done.returncode == -signal.SIGKILL
-    pid = int(done.stdout.split("W&B process ")[1])
+    pid = int(done.stdout.split("W&B process ")[1].split()[0])
     until(lambda: not alive(pid), 180)
     (records,) = inspect(tmp_path / "run")
     assert history(records) == Metrics.read(tmp_path / "run" / "metrics.jsonl")
-    assert [r["exit"]["exit_code"] for r in records if r["type"] == "exit"] == [1]
+    assert [r["exit"]["exit_code"] for r in records if r["type"] == "exit"] == [255]  # W&B shows it as killed
 
 
 def test_interrupted_trainer_without_terminal_or_key_is_recorded_offline_in_full(tmp_path: Path) -> None:
@@ -235,11 +415,13 @@ def test_interrupted_trainer_without_terminal_or_key_is_recorded_offline_in_full
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("W&B process"):
+        if line.startswith("logged"):
             break
     os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches the whole process group
     printed, _ = process.communicate(timeout=180)
-    assert (process.returncode, printed) == (0, "modules []\n")
+    assert process.returncode == 0 and printed.endswith("modules []\n")
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    assert f"to upload it: wandb sync {folder}\n" in printed
     assert recorded(tmp_path / "run") == 1000
 
 

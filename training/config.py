@@ -216,6 +216,17 @@ class WandbOptions:
         Help("name of the W&B project"),
     ] = "nanoqk"
     group: Annotated[str | None, Help("null: the run's readable prefix without its fold")] = None
+    tags: Annotated[
+        tuple[str, ...],
+        Rule(lambda tags: all(0 < len(tag) <= 64 for tag in tags), "must each have 1 to 64 characters"),
+        Help("further tags, as [night,retry]"),
+    ] = ()
+    notes: Annotated[str | None, Help("a text about the run")] = None
+    media: Annotated[
+        Literal["auto", "on", "off"],
+        Help("samples of text, heat maps, values by layer; auto: off in sweeps and with wandb.mode=disabled"),
+    ] = "auto"
+    artifacts: Annotated[bool, Help("upload the best checkpoint and metrics.jsonl at the end")] = False
 
 
 QK_CLIPS: dict[str, type[NoClipOptions]] = {"none": NoClipOptions, "log": LogClipOptions, "clip": QKClipOptions}

@@ -1,6 +1,7 @@
 """Evaluation: the exact validation loss, nanoGPT's sampled estimate for comparison, and the lowest loss so far."""
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from core import dist
 from core.device import move
+from model.generate import generate
 from training.session import Batch, Machine, Session
 
 EVAL_TOKENS = {"cpu": 2**11, "cuda": 2**14, "mps": 2**14}  # that go through the model together; see CPU_TOKENS
+SAMPLED_CHARACTERS, SAMPLED_SHARE = 200, 0.02  # of a sample; of the time of a run
 DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head
 
 
@@ -70,6 +73,34 @@ def diagnosed_batch(session: Session) -> Tensor:
     """
     windows = max(1, DIAGNOSED_TOKENS // session.config.model.block_size)
     return next(session.data.batches.eval_batches(4))[0][:windows].to(session.machine.device)
+
+
+def affordable_sample(session: Session, step: int) -> str | None:
+    """sample_text(); None where samples have taken more than SAMPLED_SHARE of the time so far, but not at the end.
+
+    None also where tokens are no text, and on ranks other than 0.
+    """
+    began = time.perf_counter()
+    over = session.sampled_seconds > SAMPLED_SHARE * (began - session.began)
+    if session.machine.world.rank or not session.data.text_per_target[1] or (over and step < session.config.max_iters):
+        return None
+    text = sample_text(session)
+    session.sampled_seconds += time.perf_counter() - began
+    return text
+
+
+def sample_text(session: Session) -> str:
+    """SAMPLED_CHARACTERS of text that the model writes after the first held-out token. Nothing of training is drawn."""
+    model, tokenizer = session.model, session.data.corpus.tokenizer
+    start = diagnosed_batch(session)[:1, :1]
+    tokens, was_training = start[0].tolist(), model.training
+    model.eval()
+    for token in generate(model, start, SAMPLED_CHARACTERS, 0.8, top_k=200, dtype=session.machine.dtype):
+        tokens.append(int(token))
+        if len(tokenizer.decode(tokens)) >= SAMPLED_CHARACTERS:
+            break
+    model.train(was_training)
+    return tokenizer.decode(tokens)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """What training needs: machine, data, model, optimizer. train.py, benchmarks and audits set up the same Session."""
 
 import platform
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -73,6 +74,8 @@ class Session:
     optimizer: Optimizer
     peak: float
     about: dict[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
+    sampled_seconds: float = 0.0  # which samples of text have taken since
 
     def join_ranks(self) -> None:
         """Average gradients over the ranks from here on. The start-up checks come before: each rank runs them alone."""
