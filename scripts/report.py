@@ -88,7 +88,7 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
         return "W&B is disabled"
     init = {
         "project": config["wandb.project"], "job_type": "sweep", "name": sweep.name, "id": run_id, "resume": "allow",
-        "tags": [f"sweep={sweep.name}"[:64]], "config": dict(sweep.about), "dir": str(folder.resolve()),
+        "tags": [f"sweep:{sweep.name}"[:64]], "config": dict(sweep.about), "dir": str(folder.resolve()),
     }  # fmt: skip
     run = open_wandb(init, mode, ["scripts/report.py", *argv], init_timeout=INIT_TIMEOUT)
     import vl_convert

@@ -152,7 +152,7 @@ def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_
     samples = {line["iter"]: line["text"] for line in Metrics.read(run / "samples.jsonl")}
     assert {0, 60} <= samples.keys() and len(samples[60]) >= 200
     (sent,) = [r["run"] for r in last if r["type"] == "run"]
-    tags = ["night", "layout=mha", "norm=lp", "p=3.0", "fold=1", "precision=float32"]
+    tags = ["night", "layout:mha", "norm:lp", "p:3.0", "fold:1", "precision:float32"]
     assert (sent["job_type"], sent["notes"], sent["tags"]) == ("train", "a look", tags)
     config = sent["config"]["update"]
     assert config["model"]["n_layer"] == 2 and config["info"]["commit"]

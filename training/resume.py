@@ -167,7 +167,7 @@ def wandb_settings(config: TrainConfig, path: Path, about: Mapping[str, Any]) ->
         "job_type": "train",
         "name": name,
         "notes": config.wandb.notes,
-        "tags": [*config.wandb.tags, *(f"{key}={tags[key]}" for key in shown if tags[key] not in (None, "none"))],
+        "tags": [*config.wandb.tags, *(f"{key}:{tags[key]}" for key in shown if tags[key] not in (None, "none"))],
         "id": f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100]}-{digest(config.trajectory)}",
         "dir": str(path.resolve()),
         "config": {**settings, **columns, "info": dict(about)},

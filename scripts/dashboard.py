@@ -1,0 +1,133 @@
+"""Dashboards of a sweep in W&B: python scripts/dashboard.py sweep=NAME entity=TEAM
+
+Makes a workspace and a W&B Report of the runs that carry the sweep's tag. dry_run=true prints what would be sent.
+agents=true prints a W&B Sweep instead, for those who run agents: ... agents=true > sweep.yaml; wandb sweep sweep.yaml.
+Needs wandb-workspaces: pip install -e '.[dashboard]'.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import yaml
+
+from core.cli import run_script
+from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, options, require
+from scripts.reporting.figures import suffix
+from scripts.reporting.runs import in_words
+from sweeps.definition import Sweep, load_sweep
+from sweeps.plan import plan_runs
+from training.config import WandbOptions
+
+CURVES = {  # section -> what it draws by iteration
+    "Attention": ["attn/alpha", "attn/max_logit", "qk_clip/max_logit", "attn/entropy"],
+    "Training": ["train/loss", "grad_norm", "tok_per_sec"],
+}
+
+
+@options
+class DashboardOptions:
+    sweep: Annotated[str, NOT_EMPTY, Help("its name, or its file")] = REQUIRED
+    entity: Annotated[str | None, NOT_EMPTY, Help("the user or team in W&B")] = None
+    project: Annotated[str, NOT_EMPTY, Help("of the runs")] = WandbOptions.project
+    dry_run: Annotated[bool, Help("print what would be sent, as JSON")] = False
+    agents: Annotated[bool, Help("print a W&B Sweep, as YAML")] = False
+
+    def check(self) -> None:
+        require(self.dry_run or self.agents or self.entity is not None, "entity= must be given")
+
+
+def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
+    """The panels of each section. Runs are grouped by point; bands are the SD over folds and seeds."""
+    import wandb_workspaces.reports.v2 as wr
+
+    over = {"groupby": "Group", "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
+
+    def curve(key: str) -> Any:
+        return wr.LinePlot(title=in_words(key), x="iter", y=[key], **over)
+
+    lowest = "val/loss.min"
+    loss = [curve("val/loss"), wr.BarPlot(title="lowest validation loss", metrics=[lowest], **over)]
+    grids = [definition.grid, *(part.grid for part in definition.parts.values())]
+    if any("qk_norm.p" in grid for grid in grids):
+        title = "lowest validation loss by p"
+        loss.append(wr.ScatterPlot(title=title, x=wr.Config("p"), y=wr.SummaryMetric(lowest)))
+    figures = [f"figures/{kind}{suffix(name)}" for name in definition.compare for kind in ("difference", "along")]
+    gaps = [wr.MediaBrowser(title="difference to the baseline (the sweep's own run)", media_keys=figures)]
+    drawn = {"val/loss", *(key for keys in CURVES.values() for key in keys)}
+    also = [key for key, how in definition.also.items() if how != "summary" and "*" not in key and key not in drawn]
+    yield "Loss", loss + gaps * bool(figures)
+    for name, keys in CURVES.items():
+        yield name, [curve(key) for key in keys + also * (name == "Training")]
+    media = {"samples": "sample", "by layer and head": "attn/by_layer_and_head"}
+    yield "Media", [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in media.items()]
+
+
+def workspace(asked: DashboardOptions, definition: Sweep) -> Any:
+    import wandb_workspaces.workspaces as ws
+
+    return ws.Workspace(
+        entity=asked.entity or "ENTITY",
+        project=asked.project,
+        name=f"nanoQK {asked.sweep}",
+        sections=[ws.Section(name=name, panels=panels, is_open=True) for name, panels in sections(definition)],
+        settings=ws.WorkspaceSettings(x_axis="iter", max_runs=100),
+        runset_settings=ws.RunsetSettings(
+            filters=ws.And(ws.Tags().isin([f"sweep:{asked.sweep}"])), groupby=[ws.Metric("Group")]
+        ),
+    )
+
+
+def report(asked: DashboardOptions, definition: Sweep) -> Any:
+    import wandb_workspaces.reports.v2 as wr
+
+    # a runset with a project asks the server for its number
+    project = {} if asked.dry_run else {"project": asked.project}
+    runs = wr.Runset(
+        entity=asked.entity or "ENTITY", **project, filters=f"Tags() in ['sweep:{asked.sweep}']", groupby=["Group"]
+    )
+    blocks = [
+        block
+        for name, panels in sections(definition)
+        for block in (wr.H1(name), wr.PanelGrid(runsets=[runs], panels=panels))
+    ]
+    title = f"{definition.title or asked.sweep}"[:128]
+    return wr.Report(asked.project, asked.entity or "ENTITY", title, "Made by scripts/dashboard.py", blocks)
+
+
+def agent_sweep(asked: DashboardOptions, definition: Sweep) -> dict[str, Any]:
+    """A W&B Sweep with a value for each run: its overrides of train.py, which the command splits into words."""
+    tags = f'wandb.tags=["sweep:{asked.sweep}"]'
+    values = [shlex.join([*run.overrides, tags]) for run in plan_runs(definition, [])]
+    command = ["${env}", "sh", "-c", 'eval "python train.py ${1#overrides=}"', "sh", "${args_no_hyphens}"]
+    return {
+        "program": "train.py", "project": asked.project, "method": "grid", "command": command,
+        "parameters": {"overrides": {"values": values}},
+    }  # fmt: skip
+
+
+def show(asked: DashboardOptions) -> int:
+    definition = load_sweep(asked.sweep, {"parts": "all"})
+    if asked.agents:
+        print(yaml.safe_dump(agent_sweep(asked, definition), sort_keys=False, width=1000), end="")
+        return 0
+    if asked.dry_run:
+        os.environ.setdefault("WANDB_API_KEY", "0" * 40)  # the library asks for one when it is imported
+    try:
+        view, text = workspace(asked, definition), report(asked, definition)
+    except ImportError as error:
+        raise ConfigError("scripts/dashboard.py needs wandb-workspaces: pip install -e '.[dashboard]'") from error
+    if asked.dry_run:
+        for model in (view._to_model(), text._to_model()):
+            print(model.spec.model_dump_json(by_alias=True, exclude_none=True))
+        return 0
+    view.save()
+    text.save()
+    print(f"workspace: {view.url}\nreport: {text.url}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(DashboardOptions, show, __doc__))

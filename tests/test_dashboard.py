@@ -1,0 +1,68 @@
+"""scripts/dashboard.py: what it would send is what W&B's own library reads, and shows what runs record."""
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from core import cli
+from scripts import dashboard
+from sweeps.definition import load_sweep
+from sweeps.plan import compose, plan_runs
+from training.config import TrainConfig
+
+STUDIES = ["p_sweep_cpu", "mla_comparison_nano", "gqa_nano"]
+MEDIA = {"sample", "attn/by_layer_and_head"}
+
+
+@pytest.mark.parametrize("sweep", STUDIES)
+def test_a_study_has_a_workspace_and_a_report(
+    sweep: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert cli.run_script(dashboard.DashboardOptions, dashboard.show, "", [f"sweep={sweep}", "dry_run=true"]) == 0
+    view, text = map(json.loads, capsys.readouterr().out.splitlines())
+    from wandb_workspaces.reports.v2.internal import Spec
+    from wandb_workspaces.workspaces.internal import WorkspaceViewspec
+
+    WorkspaceViewspec.model_validate(view)
+    Spec.model_validate(text)
+    sections = view["section"]["panelBankConfig"]["sections"]
+    panels = [panel for section in sections for panel in section["panels"]]
+    grids = [block["metadata"] for block in text["blocks"] if block["type"] == "panel-grid"]
+    assert [p["viewType"] for p in panels] == [
+        p["viewType"] for grid in grids for p in grid["panelBankSectionConfig"]["panels"]
+    ]
+    for runs in (view["section"]["runSets"][0], *(grid["runSets"][0] for grid in grids)):
+        (chosen,) = runs["filters"]["filters"]
+        assert (chosen["key"]["name"], chosen["op"], chosen["value"]) == ("tags", "IN", [f"sweep:{sweep}"])
+    drawn = {key for panel in panels for key in panel["config"].get("metrics", [])}
+    assert {"val/loss", "val/loss.min", "attn/alpha", "attn/max_logit", "grad_norm", "tok_per_sec"} <= drawn
+    recorded = set((ROOT / "docs" / "tracking.md").read_text().replace("`", " ").replace(",", " ").split())
+    assert drawn - {"val/loss.min"} <= recorded
+    shown = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
+    assert shown >= MEDIA and any(key.startswith("figures/difference") for key in shown)
+    assert ("Scatter Plot" in [panel["viewType"] for panel in panels]) == (sweep == "p_sweep_cpu")
+
+
+@pytest.mark.parametrize("sweep", STUDIES)
+def test_agents_train_the_runs_of_the_plan(sweep: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_script(dashboard.DashboardOptions, dashboard.show, "", [f"sweep={sweep}", "agents=true"]) == 0
+    content: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    runs = plan_runs(load_sweep(sweep, {"parts": "all"}), [])
+    values = content["parameters"]["overrides"]["values"]
+    assert len(values) == len(runs) and content["command"][0] == "${env}"
+    for value, run in [*zip(values, runs, strict=True)][:: len(runs) // 5]:
+        command = content["command"][1:-1] + [f"overrides={value}"]  # as an agent fills it in
+        command = [word.replace("python train.py", "printf '%s\\n'") for word in command]
+        words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        config: TrainConfig = cli.settings_of(TrainConfig, compose(words))
+        assert config.trajectory == run.config.trajectory and config.wandb.tags == (f"sweep:{sweep}",)
+
+
+def test_an_entity_is_needed_to_send(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_script(dashboard.DashboardOptions, dashboard.show, "", ["sweep=gqa_nano"]) == 2
+    assert capsys.readouterr().err == "error: entity= must be given\n"
