@@ -102,9 +102,12 @@ class Lines:
         return replaced or bool(whole)
 
     def curve(self, key: str) -> dict[int, float]:
-        """{iteration: value} where the value is a number that can be drawn."""
-        found = ((line["iter"], line.get(key)) for line in self.lines)
-        return {i: x for i, x in found if isinstance(x, int | float) and abs(x) < 1e100}
+        return {line["iter"]: line[key] for line in self.lines if is_number(line.get(key))}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a chart can draw it."""
+    return isinstance(value, int | float) and abs(value) < 1e100
 
 
 def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, least: int = 30) -> float | None:

@@ -393,13 +393,13 @@ def difference_chart(family: Sequence[Comparison]) -> alt.LayerChart:
 def live_chart(series: Sequence[Series], key: str, legend: bool) -> alt.Chart:
     """A line for each run, of rows (setting, run, iteration, value). The run that the page has chosen stands out."""
     chosen = alt.param(name="chosen", value="")
-    y = alt.Y("value:Q", title=key, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5, format="~g"))
+    y = alt.Y("value:Q", title=key, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
     shown = tooltips("setting:N", "run:N", "iteration:Q", "value:.5g", value=key)
     colour = colours(series)
     base = alt.Chart(alt.NamedData("rows")).encode(
         x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(tickCount=5)),
         y=y,
-        color=colour if legend and len(series) > 1 else colour.legend(None),
+        color=colour if legend and 1 < len(series) <= 30 else colour.legend(None),
         opacity=alt.condition("chosen === '' || datum.run === chosen", alt.value(1), alt.value(0.3)),
         detail="run:N",
         tooltip=shown,

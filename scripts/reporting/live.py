@@ -15,7 +15,7 @@ from typing import Any
 import vl_convert
 
 from core.cli import parse_yaml
-from core.metrics import Lines
+from core.metrics import Lines, is_number
 from core.schema import ConfigError, flatten, require, show
 from scripts.reporting.charts import VEGA_LITE, Series, head_chart, live_chart, styles, theme
 from scripts.reporting.page import TEMPLATE
@@ -65,17 +65,18 @@ class WatchedRun:
             "iter": step, "max_iters": config.max_iters, "seconds_left": left,
             "best": min(((loss, i) for i, loss in curves.get("val/loss", {}).items()), default=None),
             "curves": {key: [*thinned(curve, CURVES[key]).items()] for key, curve in curves.items()},
-            "heads": self.heads(), "samples": samples, "log": self.log(),
+            "heads": self.heads(), "measured": self.diagnostics.lines[-1]["iter"] if self.diagnostics.lines else None,
+            "samples": samples, "log": self.log(),
             "config": {key: show(value) for key, value in flatten(asdict(config)).items()},
         }  # fmt: skip
 
     def heads(self) -> dict[str, list[dict[str, float]]]:
         """The last line of diagnostics.jsonl, as rows of heat maps."""
         rows: dict[str, list[dict[str, float]]] = {key: [] for key in HEADS}
-        for name in self.diagnostics.lines[-1] if self.diagnostics.lines else ():
+        for name, value in self.diagnostics.lines[-1].items() if self.diagnostics.lines else ():
             found = re.fullmatch(r"(.+)/layer_(\d{1,5})/head_(\d{1,5})", name)
-            if found and found[1] in HEADS and (value := [*self.diagnostics.curve(name).values()][-1:]):
-                rows[found[1]].append({"layer": int(found[2]), "head": int(found[3]), "value": value[0]})
+            if found and found[1] in HEADS and is_number(value):
+                rows[found[1]].append({"layer": int(found[2]), "head": int(found[3]), "value": value})
         return rows
 
     def log(self) -> str:
