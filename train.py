@@ -220,12 +220,12 @@ def finish(
 ) -> int:
     """Record the last `line` and the summary of a run that is done, or that diverged: `failure`."""
     status, step = "diverged" if failure else "done", line["iter"]
+    tok_per_sec = step * session.config.tokens_per_iter / max(meter.train_seconds, 1e-9)
     run_dir.record(line | meter.clip_metrics)
     run_dir.finish({
         "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": lowest.loss,
         "iter_of_min": lowest.step, "train/loss": meter.train_loss, "seconds": meter.seconds,
-        "tok_per_sec": step * session.config.tokens_per_iter / max(meter.train_seconds, 1e-9),
-        "reason": failure or None, **session.about,
+        "tok_per_sec": tok_per_sec, "reason": failure or None, **session.about,
     })  # fmt: skip
     if session.config.plot:
         run_dir.plot()
@@ -235,10 +235,15 @@ def finish(
         run_dir.log(f"diverged: {failure}; checkpoints from before: {', '.join(kept) or 'none'}")
         return EXIT_DIVERGED
     run_dir.status(status, iter=step)
-    run_dir.log(
-        f"done: val/loss {line['val/loss']:.4f}, lowest {lowest.loss:.4f} at iteration {lowest.step}; "
-        f"python sample.py {shlex.quote(f'run={run_dir.path}')}"
-    )
+    rows = {
+        "done": f"val/loss {line['val/loss']:.4f} at iteration {step}",
+        "best": f"val/loss {lowest.loss:.4f} at iteration {lowest.step}",
+        "time": f"{tqdm.format_interval(meter.seconds)}, {tok_per_sec:,.0f} tokens/s",
+        "kept": f"{run_dir.path}: metrics.jsonl, ckpt/best, ckpt/latest" + ", curve.png" * session.config.plot,
+        "next": f"python sample.py {shlex.quote(f'run={run_dir.path}')}",
+    }
+    for name, text in rows.items():
+        run_dir.log(f"{name}: {text}")
     return 0
 
 

@@ -6,10 +6,11 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from core.files import finite, write_atomic
+from core.files import finite, parse_object, write_atomic
 
 
 class Metrics:
@@ -66,6 +67,49 @@ def iter_of(line: bytes) -> float:
         return float(json.loads(line)["iter"])
     except (ValueError, TypeError, KeyError):
         return float("inf")
+
+
+class Lines:
+    """The lines of a JSONL file that may be growing. update() reads only what is new.
+
+    Lines that are torn, damaged or without an iteration are dropped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
+        self._inode = self._offset = 0
+
+    def update(self) -> bool:
+        """Whether something has changed. A file that was replaced, as a resumed run does, is read from its start."""
+        try:
+            with open(self.path, "rb") as file:
+                about = os.fstat(file.fileno())
+                replaced = about.st_ino != self._inode or about.st_size < self._offset
+                if replaced:
+                    self.lines, self._inode, self._offset = [], about.st_ino, 0
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:
+            gone = self._inode != 0
+            self.lines, self._inode = [], 0
+            return gone
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for raw in whole.splitlines():
+            with suppress(ValueError):
+                line = parse_object(raw)
+                if isinstance(line.get("iter"), int) and 0 <= line["iter"] < 2**53:
+                    self.lines.append(line)
+        return replaced or bool(whole)
+
+    def curve(self, key: str) -> dict[int, float]:
+        return {line["iter"]: line[key] for line in self.lines if is_number(line.get(key))}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a chart can draw it."""
+    return isinstance(value, int | float) and abs(value) < 1e100
 
 
 def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, least: int = 30) -> float | None:

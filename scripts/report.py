@@ -5,6 +5,7 @@ curves.csv.gz, table.md (every number, with its spread and its test), figures as
 without network) and provenance.json. The same runs give the same bytes. Neither torch nor a GPU is needed.
 python scripts/report.py from=results/NAME writes it again from the first two and provenance.json, without the runs.
 wandb=true sends it to W&B, as one run of job_type sweep, which a later report updates.
+python scripts/report.py sweep=NAME watch=true, or run=RUN watch=true, writes nothing: it serves a page that is live.
 """
 
 import csv
@@ -21,10 +22,11 @@ from typing import Annotated, Any
 
 from core.cli import run_script
 from core.files import read_json, write_atomic
-from core.schema import NOT_EMPTY, Help, options, require
+from core.schema import NOT_EMPTY, Help, Rule, options, require
 from core.wandb_follower import open_wandb
 from core.wandb_run import INIT_TIMEOUT, wandb_mode
 from scripts.reporting.charts import svg
+from scripts.reporting.live import watch
 from scripts.reporting.page import figures_of, markdown, outline, page
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.statistics import compared_families
@@ -120,14 +122,26 @@ class ReportOptions(SweepPlace):
         NOT_EMPTY,
         Help("folder of a report: its runs count where the sweep's directory has them not; alone, it is made again"),
     ] = None
+    run: Annotated[str | None, NOT_EMPTY, Help("directory of a single run, with watch=true")] = None
+    watch: Annotated[bool, Help("serve a page on 127.0.0.1 that shows the runs while they train")] = False
+    port: Annotated[
+        int, Rule(lambda port: 0 <= port < 65536, "must be a port"), Help("of watch=true; 0: a free one")
+    ] = 0
 
     wandb: Annotated[bool, Help("send the report to W&B, as one run of job_type sweep")] = False
 
     def check(self) -> None:
-        require(bool(self.sweep or self.sweep_dir or self.from_), "sweep= or from= must be given")
+        given = bool(self.sweep or self.sweep_dir)
+        if self.watch:
+            require(given != bool(self.run) and not self.from_, "watch=true takes either sweep= or run=")
+        else:
+            require(self.run is None and self.port == 0, "run= and port= are settings of watch=true")
+            require(given or bool(self.from_), "sweep= or from= must be given")
 
 
 def write_report(asked: ReportOptions, argv: list[str]) -> int:
+    if asked.watch:
+        return watch(asked.directory, Path(asked.run).expanduser() if asked.run else None, asked.port)
     name = Path(asked.sweep or asked.sweep_dir or asked.from_ or "").expanduser().resolve().stem
     out = Path(asked.out or Path("results") / name).expanduser()
     if asked.from_ is None:

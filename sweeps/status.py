@@ -2,12 +2,14 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 from core.cli import run_script
+from core.metrics import Lines
 from core.rundir import at_end, is_locked, read_status
 from core.schema import NOT_EMPTY, Help, options, require
 from sweeps.claims import is_claimed, read_claim
@@ -51,6 +53,20 @@ def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> Sta
     return State("pending" if state is None else "stopped", step, reason, tries)
 
 
+def progress(sweep_dir: Path, run: PlannedRun, state: State) -> tuple[float, tuple[float, int, str] | None]:
+    """The share of a run's iterations that is behind it; its lowest val/loss, with the iteration and the run's id."""
+    metrics = Lines(sweep_dir / run.id / "metrics.jsonl")
+    metrics.update()
+    done = 1.0 if state.state in FINAL else min(1.0, max(metrics.curve("iter"), default=0) / run.config.max_iters)
+    return done, min(((loss, i, run.id) for i, loss in metrics.curve("val/loss").items()), default=None)
+
+
+def bar(shares: Sequence[float], width: int = 20) -> str:
+    """Of the mean of shares: full only where all of them are 1."""
+    share = fmean(shares)
+    return f"[{'#' * int(width * share):.<{width}}] {int(100 * share):3d} %"
+
+
 def tally(states: Iterable[State]) -> str:
     """ "12 done, 2 running, 56 pending" """
     counts = Counter(state.state for state in states)
@@ -80,13 +96,19 @@ class SweepPlace:
 
 
 def show(asked: SweepPlace) -> int:
-    """Print a line a point, then what runs and what failed."""
+    """Print a bar, a line a point with its lowest val/loss, then what runs and what failed."""
     sweep_dir, runs = asked.directory, read_plan(asked.directory)
     states = {run.id: state_of(sweep_dir, run) for run in runs}
+    found = {run.id: progress(sweep_dir, run, states[run.id]) for run in runs}
     print(f"{sweep_dir}: {len(runs)} runs, {tally(states.values())}")
-    points = dict.fromkeys(point for run in runs for point in run.points)
-    for point in points:
-        print(f"  {point:{max(map(len, points))}s}  {tally(states[run.id] for run in runs if point in run.points)}")
+    points = {point: [run.id for run in runs if point in run.points] for run in runs for point in run.points}
+    for point, ids in {"": [*found], **points}.items():
+        best = min(filter(None, (found[run_id][1] for run_id in ids)), default=None)
+        if not point:
+            said = "" if best is None else "lowest val/loss {:.4f} at iteration {} of {}".format(*best)
+        else:
+            said = f"{'' if best is None else f'{best[0]:.4f}':8s}{tally(states[run_id] for run_id in ids)}"
+        print(f"  {point:{max(map(len, points))}s}  {bar([found[run_id][0] for run_id in ids])}  {said}".rstrip())
     for run in runs:
         if states[run.id].state == "running":
             print(f"running: {run.id}: iteration {states[run.id].iter or 0} of {run.config.max_iters} is saved")

@@ -403,3 +403,36 @@ def difference_chart(family: Sequence[Comparison]) -> alt.LayerChart:
     centres = base.mark_point(shape="diamond", filled=True, size=110, opacity=1).encode(x="mean:Q")
     intervals = [bars] if any(mean["low"] is not None for mean in means) else []  # a single pair has none
     return alt.layer(zero, dots, *intervals, centres).properties(width="container", height=34 * len(means))
+
+
+# -----------------------------------------------------------------------------
+# The live page, which gives its charts the rows
+
+
+def live_chart(series: Sequence[Series], key: str, legend: bool) -> alt.Chart:
+    """A line for each run, of rows (setting, run, iteration, value). The run that the page has chosen stands out."""
+    chosen = alt.param(name="chosen", value="")
+    y = alt.Y("value:Q", title=key, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
+    shown = tooltips("setting:N", "run:N", "iteration:Q", "value:.5g", value=key)
+    colour = colours(series)
+    base = alt.Chart(alt.NamedData("rows")).encode(
+        x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(tickCount=5)),
+        y=y,
+        color=colour if legend and 1 < len(series) <= 30 else colour.legend(None),
+        opacity=alt.condition("chosen === '' || datum.run === chosen", alt.value(1), alt.value(0.3)),
+        detail="run:N",
+        tooltip=shown,
+    )
+    lines = base.mark_line(point=alt.OverlayMarkDef(size=12), strokeWidth=1.4, clip=True)
+    lines = lines.add_params(chosen, alt.selection_interval(name="zoom", bind="scales"))
+    return lines.properties(width="container", height=360 if legend else 200, usermeta=palette(series))
+
+
+def head_chart(key: str) -> alt.Chart:
+    """A heat map by layer and head, of rows (layer, head, value)."""
+    colour = alt.Color("value:Q", title=None, scale=alt.Scale(scheme="viridis"), legend=alt.Legend(format="~g"))
+    cells = alt.Chart(alt.NamedData("rows")).mark_rect().encode(
+        x=alt.X("head:O", axis=alt.Axis(labelAngle=0)), y="layer:O", color=colour,
+        tooltip=tooltips("layer:Q", "head:Q", "value:.5g", value=key),
+    )  # fmt: skip
+    return cells.properties(width="container", height=200, title=key)

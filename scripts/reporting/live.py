@@ -1,0 +1,176 @@
+"""The live page of a sweep or a run: live.html, and /data.json, which it polls. Both are served on 127.0.0.1 alone."""
+
+import html
+import json
+import re
+import string
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+
+from core.cli import parse_yaml
+from core.metrics import Lines, is_number
+from core.schema import ConfigError, flatten, require, show
+from scripts.reporting.charts import VEGA_LITE, Series, head_chart, live_chart, styles, theme
+from scripts.reporting.page import TEMPLATE
+from scripts.reporting.runs import in_words, thinned
+from sweeps.plan import PlannedRun, read_plan
+from sweeps.status import State, state_of, tally
+from training.config import load_config
+
+CURVES = {  # what is drawn: a metric, and how the values of a span become one
+    "val/loss": "min", "train/loss": "mean", "grad_norm": "max", "attn/max_logit": "max", "attn/entropy": "mean",
+    "attn/alpha": "mean", "tok_per_sec": "mean",
+}  # fmt: skip
+HEADS = ["attn/max_logit", "attn/entropy"]
+SAMPLES = 20  # the last ones of each run
+LOG = 8192  # bytes of its end
+
+
+class WatchedRun:
+    """What the page shows of a run. update() reads what is new, and keeps it as JSON."""
+
+    def __init__(self, sweep_dir: Path, plan: PlannedRun) -> None:
+        self.sweep_dir, self.plan, self.state = sweep_dir, plan, State("pending")
+        files = ("metrics.jsonl", "diagnostics.jsonl", "samples.jsonl")
+        self.metrics, self.diagnostics, self.samples = (Lines(sweep_dir / plan.id / name) for name in files)
+        self.json = ""
+
+    def update(self) -> bool:
+        """Whether something has changed."""
+        before, self.state = self.state, state_of(self.sweep_dir, self.plan)
+        new = [lines.update() for lines in (self.metrics, self.diagnostics, self.samples)]
+        if self.json and self.state == before and not any(new):
+            return False
+        self.json = json.dumps(self.shown())
+        return True
+
+    def shown(self) -> dict[str, Any]:
+        config, state = self.plan.config, self.state
+        curves = {key: curve for key in CURVES if (curve := self.metrics.curve(key))}
+        step = max(self.metrics.curve("iter"), default=0)
+        speed = [*curves.get("tok_per_sec", {}).values()][-1:]
+        left = None
+        if state.state == "running" and speed and speed[0] > 0:
+            left = (config.max_iters - step) * config.tokens_per_iter / speed[0]
+        samples = [{"iter": line["iter"], "text": str(line.get("text"))} for line in self.samples.lines[-SAMPLES:]]
+        return {
+            "id": self.plan.id, "setting": self.plan.points[0], "state": state.state, "reason": state.reason,
+            "iter": step, "max_iters": config.max_iters, "seconds_left": left,
+            "best": min(((loss, i) for i, loss in curves.get("val/loss", {}).items()), default=None),
+            "curves": {key: [*thinned(curve, CURVES[key]).items()] for key, curve in curves.items()},
+            "heads": self.heads(), "measured": self.diagnostics.lines[-1]["iter"] if self.diagnostics.lines else None,
+            "samples": samples, "log": self.log(),
+            "config": {key: show(value) for key, value in flatten(asdict(config)).items()},
+        }  # fmt: skip
+
+    def heads(self) -> dict[str, list[dict[str, float]]]:
+        """The last line of diagnostics.jsonl, as rows of heat maps."""
+        rows: dict[str, list[dict[str, float]]] = {key: [] for key in HEADS}
+        for name, value in self.diagnostics.lines[-1].items() if self.diagnostics.lines else ():
+            found = re.fullmatch(r"(.+)/layer_(\d{1,5})/head_(\d{1,5})", name)
+            if found and found[1] in HEADS and is_number(value):
+                rows[found[1]].append({"layer": int(found[2]), "head": int(found[3]), "value": value})
+        return rows
+
+    def log(self) -> str:
+        """The end of the log of a run that did not end well."""
+        if self.state.state not in ("failed", "diverged", "stopped"):
+            return ""
+        for file in (self.sweep_dir / "logs" / f"{self.plan.id}.log", self.sweep_dir / self.plan.id / "train.log"):
+            with suppress(OSError), open(file, "rb") as opened:
+                opened.seek(max(0, file.stat().st_size - LOG))
+                return opened.read().decode(errors="replace")
+        return ""
+
+
+def watched_run(path: Path) -> PlannedRun:
+    """A run directory as the only run of a sweep. Raises: ConfigError."""
+    try:
+        text = (path / "config.yaml").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"run={path} holds no run (its config.yaml cannot be read)") from error
+    content = parse_yaml(text, f"run={path} has a config.yaml that cannot be read")
+    require(isinstance(content, dict), f"run={path} has a config.yaml without settings")
+    config = load_config(content)
+    return PlannedRun(path.name, [path.name], config.seed, None, [], config)
+
+
+def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
+    """Serve the page until Ctrl-C. Raises: ConfigError."""
+    folder = (run or sweep_dir).resolve()
+    plan = [watched_run(folder)] if run else read_plan(folder)
+    runs = [WatchedRun(folder.parent if run else folder, one) for one in plan]
+    lock, kept = threading.Lock(), b""
+
+    def data() -> bytes:
+        nonlocal kept
+        with lock:  # of two pages that poll
+            if sum(one.update() for one in runs):  # of all: any() would stop at the first
+                about = json.dumps(tally(one.state for one in runs))
+                kept = f'{{"state": {about}, "runs": [{", ".join(one.json for one in runs)}]}}'.encode()
+            return kept
+
+    return serve(page(folder.name, plan).encode(), data, port)
+
+
+def page(title: str, plan: Sequence[PlannedRun]) -> str:
+    """live.html with its charts, and with the style of report.html."""
+    parts: dict[str, dict[str, str]] = {}
+    for point in dict.fromkeys(run.points[0] for run in plan):
+        part, _, name = point.rpartition("/")
+        parts.setdefault(part, {})[point] = name
+    series = [Series(point, style, {}) for point, style in styles(parts).items()]
+    charts = {key: live_chart(series, in_words(key), legend=key == "val/loss").to_dict() for key in CURVES}
+    heads = {key: head_chart(in_words(key)).to_dict() for key in HEADS}
+    style = TEMPLATE.read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
+    return string.Template(TEMPLATE.with_name("live.html").read_text(encoding="utf-8")).substitute(
+        title=html.escape(title), style=style, runtime=vl_convert.javascript_bundle(vl_version=VEGA_LITE),  # type: ignore[call-arg]
+        **{name: json.dumps(value).replace("<", "\\u003c") for name, value in {
+            "charts": charts, "heads": heads, "themes": {"light": theme(dark=False), "dark": theme(dark=True)},
+        }.items()},
+    )  # fmt: skip
+
+
+def serve(page: bytes, data: Callable[[], bytes], port: int) -> int:
+    """Answer GET / and GET /data.json, and nothing else.
+
+    A Host header of another name is refused: that is how a foreign site whose name leads to 127.0.0.1 would read along.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 30  # seconds for a browser that connects and asks nothing
+
+        def do_GET(self) -> None:
+            if self.headers.get("Host") not in (f"127.0.0.1:{server.server_port}", f"localhost:{server.server_port}"):
+                self.send_error(403, "Host must be 127.0.0.1 or localhost, with the port")
+                return
+            if self.path not in ("/", "/data.json"):
+                self.send_error(404)
+                return
+            content, kind = (page, "text/html; charset=utf-8") if self.path == "/" else (data(), "application/json")
+            self.send_response(200)
+            headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
+            for name, value in {**headers, "X-Content-Type-Options": "nosniff"}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with suppress(ConnectionError):  # the page was closed
+                self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            """The terminal shows the address alone."""
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise ConfigError(f"port={port} cannot be used: {error.strerror}") from error
+    with server, suppress(KeyboardInterrupt):
+        print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+    return 0

@@ -1,0 +1,203 @@
+"""The live page of scripts/report.py watch=true: its server, its data while files grow, the page in a browser."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Page
+from conftest import ROOT
+from test_hostile import TEXTS
+from test_report import Made, falling, state
+
+from core.files import FileLock
+from scripts.report import main
+from scripts.reporting.live import WatchedRun
+from sweeps import status
+from sweeps.plan import read_plan
+from training.config import to_yaml
+
+HOSTILE = "<img src=x onerror=throw-1>"
+
+
+@contextmanager
+def served(folder: Path, *words: str) -> Iterator[int]:
+    """The port of a live page. Ctrl-C ends it quietly."""
+    command = [sys.executable, str(ROOT / "scripts" / "report.py"), "watch=true", *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=folder, **pipes)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("http://127.0.0.1:"), process.communicate()
+        yield int(line.split("/")[2].partition(":")[2])
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "") and process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def append(path: Path, **line: Any) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def running(sweep: Made, setting: str, fold: int = 0, max_iters: int = 40) -> Path:
+    path = sweep.plan(setting, 1, fold, max_iters=max_iters)
+    state(path, state="running", iter=0)
+    return path
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Made:
+    (tmp_path / "runs").mkdir()
+    return Made(tmp_path / "runs" / "made")
+
+
+def test_the_server_answers_two_paths_to_its_own_host_alone(sweep: Made, tmp_path: Path) -> None:
+    sweep.run("p=2", 0, falling(1.5))
+    with served(tmp_path, "sweep=made") as port:
+
+        def answer(path: str, host: str | None = None, method: str = "GET") -> int:
+            connection = HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.putrequest(method, path, skip_host=True)
+            if host != "":
+                connection.putheader("Host", host or f"127.0.0.1:{port}")
+            connection.endheaders()
+            response = connection.getresponse()
+            response.read()
+            return response.status
+
+        assert answer("/") == answer("/data.json") == answer("/", f"localhost:{port}") == 200
+        paths = ["/../../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/plan.jsonl", "/data.json/", "/data.json?x=1",
+                 "/.", "/live.html", "/runs/made/plan.jsonl", "*", f"http://127.0.0.1:{port}/", "/\\..\\x"]  # fmt: skip
+        assert {path: answer(path) for path in paths} == dict.fromkeys(paths, 404)
+        hosts = ["", "evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port}.evil.example", "127.0.0.2"]
+        assert {(host, path): answer(path, host) for host in hosts for path in ("/", "/data.json")} == {
+            (host, path): 403 for host in hosts for path in ("/", "/data.json")
+        }
+        assert answer("/", method="POST") == answer("/data.json", method="PUT") == 501
+        with socket.socket() as other:
+            assert other.connect_ex(("127.0.0.2", port)) != 0  # 0.0.0.0 would take it
+        with socket.create_connection(("127.0.0.1", port)):
+            assert answer("/data.json") == 200  # a browser's idle connection is in nobody's way
+
+
+def test_only_new_lines_are_read_and_damaged_ones_are_dropped(sweep: Made) -> None:
+    path = running(sweep, "p=2")
+    run = WatchedRun(sweep.path, read_plan(sweep.path)[0])
+    append(path / "metrics.jsonl", **{"iter": 0, "val/loss": 4.0})
+    assert run.update() and not run.update()
+    first = (path / "metrics.jsonl").read_bytes()
+    with (path / "metrics.jsonl").open("r+b") as file:
+        file.write(first.replace(b"4.0", b"9.0"))  # not read again
+        file.seek(0, os.SEEK_END)
+        file.write("".join(f"{text}\n" for text in [*TEXTS, '{"iter": 5, "val/loss": 1e999}', '{"iter": -1}']).encode())
+        file.write(b'{"iter": 10, "val/loss": 3.0, "train/loss": NaN, "grad_norm": "x"}\n{"iter": 20, "val/')
+    for name, line in {
+        "diagnostics": {"iter": 7, "attn/entropy/layer_0/head_1": 2.5, "attn/entropy": 2},
+        "samples": {"iter": 7, "text": "\ud800 and"},
+    }.items():
+        (path / f"{name}.jsonl").write_text("".join(f"{text}\n" for text in [*TEXTS, json.dumps(line)]))
+    assert run.update()
+    shown = json.loads(run.json, parse_constant=pytest.fail)
+    assert shown["curves"] == {"val/loss": [[0, 4.0], [10, 3.0]]} and shown["best"] == [3.0, 10]
+    assert shown["heads"] == {"attn/max_logit": [], "attn/entropy": [{"layer": 0, "head": 1, "value": 2.5}]}
+    assert shown["samples"] == [{"iter": 7, "text": "\ud800 and"}]
+    with (path / "metrics.jsonl").open("ab") as file:
+        file.write(b'loss": 2.0}\n')
+    assert run.update() and json.loads(run.json)["best"] == [2.0, 20]  # the torn line is whole
+    (path / "new").write_bytes(first)
+    (path / "new").replace(path / "metrics.jsonl")  # as a resumed run cuts it back
+    assert run.update() and json.loads(run.json)["curves"] == {"val/loss": [[0, 4.0]]}
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(
+    dark: bool, sweep: Made, tmp_path: Path, browser: Page
+) -> None:
+    for n in range(68):
+        path = running(sweep, f"{HOSTILE}/p={n % 14}", n // 14, 5000)
+        lines = [{"iter": i, "train/loss": 4 - i / 5000, "grad_norm": 1.0, "tok_per_sec": 900.0} for i in range(5000)]
+        for line in lines[::500]:
+            line["val/loss"] = line["train/loss"] + 0.1
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    append(path / "diagnostics.jsonl", iter=4500, **{f"attn/max_logit/layer_{i}/head_0": 3.0 + i for i in range(4)})
+    append(path / "samples.jsonl", iter=4000, text="first")
+    append(path / "samples.jsonl", iter=4500, text=f"To be {HOSTILE}")
+    state(sweep.plan("p=4", 1, 9), state="failed", reason=f"out of memory {HOSTILE}")
+    sweep.plan("p=5", 1, 9)
+    failed = sweep.lines[-2]["id"]
+    (sweep.path / "logs").mkdir()
+    (sweep.path / "logs" / f"{failed}.log").write_text(f"Traceback {HOSTILE}\n")
+    browser.dark(dark)
+    with served(tmp_path, "sweep=made") as port, FileLock(path / "lock"):
+        browser.send("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        browser.wait("document.documentElement?.dataset.ready === 'true'")
+        text = "document.body.innerText"
+        assert browser.evaluate("document.querySelectorAll('#runs tbody tr').length") == 70
+        for says in ("1 running, 67 stopped, 1 failed, 1 pending", f"To be {HOSTILE}", "iteration 4500"):
+            assert says in browser.evaluate(text)
+        assert browser.evaluate("views['heads attn/max_logit'].data('rows').length") == 4
+        assert browser.evaluate("views['train/loss'].data('rows').length") == 68 * 90  # 100 spans less a tenth
+        assert browser.evaluate("[...document.querySelectorAll('#runs tr')].at(-3).innerText").split()[-1] == "min"
+
+        append(path / "metrics.jsonl", **{"iter": 5000, "val/loss": 0.5, "train/loss": 0.4})
+        began = time.monotonic()
+        browser.wait("views['val/loss'].data('rows').some(row => row.value === 0.5)", seconds=5)
+        assert "0.5000" in browser.evaluate(text) and time.monotonic() - began < 5
+
+        browser.evaluate(f"document.querySelector('[data-run=\"{failed}\"]').click()")
+        browser.wait(f"{text}.includes('Traceback {HOSTILE}')")
+        assert f"out of memory {HOSTILE}" in browser.evaluate(text) and "qk_norm.p=4" in browser.evaluate(text)
+        assert browser.evaluate("views['val/loss'].signal('chosen')") == failed
+        assert browser.evaluate("document.images.length") == 0  # names are text
+        ink = browser.evaluate("getComputedStyle(document.body).color")
+        assert ink == ("rgb(230, 232, 235)" if dark else "rgb(26, 28, 32)")
+        assert browser.problems == [] and {url.split("/")[2] for url in browser.requests} == {f"127.0.0.1:{port}"}
+
+
+def test_a_single_run_is_watched_and_what_cannot_be_is_refused(
+    sweep: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sweep.run("p=2", 0, falling(1.5))
+    (path / "config.yaml").write_text(to_yaml(read_plan(sweep.path)[0].config))
+    with served(tmp_path, f"run={path}") as port:
+        connection = HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/data.json")
+        data = json.loads(connection.getresponse().read())
+        assert data["state"] == "1 done" and data["runs"][0]["best"] == [1.5, 40]
+        refused = {
+            f"port={port} run={path} watch=true": "is in use", "watch=true": "either sweep= or run=",
+            f"run={path}": "settings of watch=true", f"run={tmp_path} watch=true": "holds no run",
+            f"run={path} watch=true port=70000": "must be a port", f"run={path} sweep=x watch=true": "either",
+        }  # fmt: skip
+        for words, says in refused.items():
+            assert main(words.split()) == 2
+            error = capsys.readouterr().err
+            assert (says in error or "already in use" in error) and error.count("\n") == 1, (words, error)
+
+
+def test_status_draws_a_bar_and_the_best_loss_for_the_sweep_and_each_point(
+    sweep: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = sweep.run("a/p=2", 0, falling(1.5, 30))
+    append(running(sweep, "a/p=3", max_iters=100) / "metrics.jsonl", **{"iter": 40, "val/loss": 1.75})
+    sweep.plan("a/p=3", 1, 1, max_iters=100)
+    assert status.show(status.SweepPlace(sweep_dir=str(sweep.path))) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{sweep.path}: 3 runs, 1 done, 1 stopped, 1 pending",
+        f"         [#########...........]  46 %  lowest val/loss 1.5000 at iteration 30 of {done.name}",
+        "  a/p=2  [####################] 100 %  1.5000  1 done",
+        "  a/p=3  [####................]  20 %  1.7500  1 stopped, 1 pending",
+    ]
