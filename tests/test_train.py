@@ -615,7 +615,10 @@ def test_how_to_sample_is_said_in_words_that_a_shell_and_hydra_take(
     name: str, corpus: Path, tmp_path: Path, program: Program
 ) -> None:
     assert train.run(configured(corpus, tmp_path / name, max_iters=2)) == 0
-    said = (tmp_path / name / "train.log").read_text().rpartition("python sample.py ")[2]
+    log = (tmp_path / name / "train.log").read_text()
+    table = [line.split()[2] for line in log.splitlines()[-5:]]
+    assert table == ["done:", "best:", "time:", "kept:", "next:"]
+    said = log.rpartition("python sample.py ")[2]
     assert name != "a run" or said == f"'run={tmp_path / name}'\n"
     done = program("sample.py", *shlex.split(said), "num_samples=1", "max_new_tokens=1", "start=to")
     assert done.returncode == 0 and done.stdout.startswith("to"), done.stderr
