@@ -18,7 +18,9 @@ from scripts.reporting.runs import Replicate, Sweep
 from scripts.reporting.statistics import (
     Family,
     Point,
+    by_rate,
     compared_families,
+    highest_stable,
     holm,
     interval,
     judge,
@@ -29,13 +31,15 @@ from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Table, number
 
 RESULTS = ROOT / "results"
+STABLE = "highest stable rate"  # a number of a variant, over all its learning rates
 
 
 @options
 class Part:
     """A number of a row: sum of weight * (mean of a metric over the runs of a setting), paired by fold and seed.
 
-    weights: setting -> weight. unpaired: two settings whose runs are not of the same folds or seeds (Welch's test).
+    weights: setting -> weight; with metric=STABLE, variant -> weight. unpaired: two settings whose runs are not of the
+    same folds or seeds (Welch's test).
     file, key: a ratio in a JSON file of results/ instead, {"median": …, "low": …, "high": …}, shown as a share over 1.
     """
 
@@ -149,8 +153,13 @@ def measured(part: Part) -> Found:
     if part.file:
         return from_json(part)
     sweep = stored(part.study)
-    values = {setting: values_of(sweep, setting, part.metric) for setting in part.weights}
-    runs = [run for setting in part.weights for run in sweep.done(setting)]
+    if part.metric == STABLE:
+        values = {variant: stable_rates(sweep, variant) for variant in part.weights}
+        points = [point for variant in part.weights for point in by_rate(sweep)[variant].values()]
+        runs = [run for point in points for run in sweep.done(point)]
+    else:
+        values = {setting: values_of(sweep, setting, part.metric) for setting in part.weights}
+        runs = [run for setting in part.weights for run in sweep.done(setting)]
     common = [r for r in values[next(iter(values))] if all(r in of for of in values.values())]
     shared = test_over_train([run for run in runs if run.replicate in common]) or 0.0
     p: float | None
@@ -186,6 +195,17 @@ def values_of(sweep: Sweep, setting: str, metric: str) -> dict[Replicate, float]
     known = {run.replicate: run.summary.get(metric) for run in runs}
     require(None not in known.values(), f"{sweep.name} has no {metric} of {setting}")
     return {replicate: float(value) for replicate, value in known.items() if value is not None}
+
+
+def stable_rates(sweep: Sweep, variant: str) -> dict[Replicate, float]:
+    """The highest stable learning rate of each seed and fold, as a power of two."""
+    points = by_rate(sweep)[variant]
+    found = {}
+    for replicate in sweep.of(next(iter(points.values()))):
+        rate, _ = highest_stable({rate: [sweep.of(point)[replicate]] for rate, point in points.items()})
+        require(rate is not None, f"{sweep.name} has no stable rate of {variant}")
+        found[replicate] = math.log2(rate or 1)
+    return found
 
 
 def p_in_study(sweep: Sweep, part: Part) -> float | None:
