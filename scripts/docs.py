@@ -2,15 +2,21 @@
 
 Writes docs/configuration.md, from the declarations of the settings; the README's figure, how far p = 3 and p = 4 are
 below p = 2 along the runs of results/p_sweep_cpu_5000; and the table of results/README.md, from results/ledger.yaml and
-the studies' files.
+the studies' files. run=RUN other=RUN writes the pictures of docs/tracking.md, too, with Chromium: the live page of the
+first run, and both runs compared.
 """
 
+import shutil
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
 
 from core.cli import presets, run_script
 from core.files import ROOT, write_atomic
 from core.help import describe
-from core.schema import options
+from core.schema import NOT_EMPTY, Help, options, require
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
 from scripts.reporting.charts import Figure, Series, Style, along_chart, svg
@@ -74,12 +80,44 @@ def with_ledger(page: str) -> str:
     return f"{before}{BEGIN}\n{ledger()}\n{END}{after}"
 
 
+# -----------------------------------------------------------------------------
+# Pictures
+
+
+def screenshot(address: str, file: Path, height: int) -> None:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    require(chromium is not None, "run= needs Chromium")
+    with tempfile.TemporaryDirectory() as profile:
+        options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=10000"]
+        size = [f"--window-size=1100,{height}", f"--user-data-dir={profile}", f"--screenshot={file}"]
+        subprocess.run([str(chromium), *options, *size, address], check=True, capture_output=True, timeout=120)
+
+
+def pictures(run: str, other: str) -> list[Path]:
+    live, compared = ROOT / "docs" / "live.png", ROOT / "docs" / "compare.png"
+    command = [sys.executable, str(ROOT / "scripts" / "report.py"), f"run={run}", "watch=true"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        screenshot(next(word for word in server.stdout.readline().split() if word.startswith("http")), live, 1000)
+        server.terminate()
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "compare.html"
+        program = str(ROOT / "scripts" / "compare.py")
+        subprocess.run([sys.executable, program, f"a={run}", f"b={other}", f"out={page}"], check=True)
+        screenshot(page.as_uri(), compared, 900)
+    return [live, compared]
+
+
 @options
 class DocsConfig:
-    pass
+    run: Annotated[str | None, NOT_EMPTY, Help("a run for the pictures of docs/tracking.md")] = None
+    other: Annotated[str | None, NOT_EMPTY, Help("another one, which it is compared with")] = None
+
+    def check(self) -> None:
+        require((self.run is None) == (self.other is None), "run= and other= are given together")
 
 
-def write(_: DocsConfig) -> int:
+def write(asked: DocsConfig) -> int:
     made = {
         ROOT / "docs" / "configuration.md": configuration().encode(),
         STUDY / "along.svg": svg(figure()),
@@ -88,6 +126,8 @@ def write(_: DocsConfig) -> int:
     for file, content in made.items():
         write_atomic(file, content)
         print(file)
+    if asked.run is not None and asked.other is not None:
+        print(*pictures(asked.run, asked.other), sep="\n")
     return 0
 
 

@@ -679,9 +679,15 @@ def test_a_diverged_run_is_a_result_and_not_a_failure(
     tmp_path: Path, corpus: Path, eval_interval: int, reason: str
 ) -> None:
     words = ["max_iters=30", "grad_clip=0", f"eval_interval={eval_interval}"]
-    sweep = tiny_sweep(tmp_path, corpus, *words, grid={"optim.learning_rate": [1e-3, 1e30]}, folds=None)
+    grid = {"optim.learning_rate": [1e-3, 1e30]}
+    sweep = tiny_sweep(tmp_path, corpus, *words, grid=grid, folds=None, parts={"hot": {}})
     output = launched(sweep)
     assert "1 done, 1 diverged" in output
+    for run in read_plan(tmp_path / "sweep"):  # W&B's tags, and no media
+        wandb = load_config(yaml.safe_load((tmp_path / "sweep" / run.id / "config.yaml").read_text())).wandb
+        assert wandb.tags == (f"sweep:{sweep.stem}", "part:hot") and wandb.media == "off"
+        summary = read_json(tmp_path / "sweep" / run.id / "summary.json")
+        assert ("reason" in summary) == (summary["status"] == "diverged")
     (line,) = (line for line in output.splitlines() if line.startswith("diverged: "))
     assert reason in line and "nan" in line
     assert "1 done, 1 diverged" in launched(sweep)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -605,7 +606,10 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_too_little_memory_is_one_line(program: Program, tiny_run: list[str], tmp_path: Path) -> None:
-    done = program("train.py", *tiny_run, "model.n_embd=10000000", "out_dir=run")
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+
+    done = program("train.py", *tiny_run, "model.n_embd=4096", "model.n_layer=6", "out_dir=run", preexec_fn=limit)
     assert done.returncode == 1 and done.stderr.startswith("failed: out of memory"), done.stderr
     assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
