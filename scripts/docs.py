@@ -84,6 +84,13 @@ def with_ledger(page: str) -> str:
 # Pictures
 
 
+SONNET = """Shall I compare thee to a summer's day?
+Thou art more lovely and more temperate:
+Rough winds do shake the darling buds of May,
+And summer's lease hath all too short a date;
+"""
+
+
 def screenshot(address: str, file: Path, height: int) -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     require(chromium is not None, "run= needs Chromium")
@@ -98,13 +105,15 @@ def pictures(run: str, other: str) -> list[Path]:
     command = [sys.executable, str(ROOT / "scripts" / "report.py"), f"run={run}", "watch=true"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        screenshot(next(word for word in server.stdout.readline().split() if word.startswith("http")), live, 1000)
+        screenshot(next(word for word in server.stdout.readline().split() if word.startswith("http")), live, 2100)
         server.terminate()
     with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "compare.html"
-        program = str(ROOT / "scripts" / "compare.py")
-        subprocess.run([sys.executable, program, f"a={run}", f"b={other}", f"out={page}"], check=True)
-        screenshot(page.as_uri(), compared, 900)
+        (Path(folder) / "sonnet_18.txt").write_text(SONNET)
+        for path in (run, other):
+            (Path(folder) / Path(path).name).symlink_to(Path(path).absolute())
+        words = [f"a={Path(run).name}", f"b={Path(other).name}", "text=sonnet_18.txt", "out=compare.html"]
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "compare.py"), *words], cwd=folder, check=True)
+        screenshot(f"{Path(folder).as_uri()}/compare.html", compared, 2200)
     return [live, compared]
 
 

@@ -54,11 +54,13 @@ NUMBERS = [
 ]  # fmt: skip
 WORDS = {
     "train/loss": "training loss",
+    "val/loss": "validation loss",
     "val/bpb": "validation loss (bits per byte)",
     "grad_norm": "gradient norm",
     "qk_clip/max_logit": "largest attention logit",
     "attn/max_logit": "largest attention logit",
     "qk_clip/clipped": "heads clipped",
+    "tok_per_sec": "tokens a second",
     "attn/alpha": "α",
     "attn/entropy": "entropy of attention (nats)",
     "train/spike_score": "loss spike score",
