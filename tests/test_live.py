@@ -29,12 +29,17 @@ from training.config import to_yaml
 HOSTILE = "<img src=x onerror=throw-1>"
 
 
+def heed_ctrl_c() -> None:
+    """A shell's background job ignores it, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def served(folder: Path, *words: str) -> Iterator[int]:
     """The port of a live page. Ctrl-C ends it quietly."""
     command = [sys.executable, str(ROOT / "scripts" / "report.py"), "watch=true", *words]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=folder, **pipes)
+    process = subprocess.Popen(command, cwd=folder, preexec_fn=heed_ctrl_c, **pipes)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

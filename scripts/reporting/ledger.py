@@ -14,7 +14,7 @@ from scipy import stats
 from core.cli import parse_yaml
 from core.files import ROOT
 from core.schema import NOT_EMPTY, POSITIVE, build, options, require, show, validate
-from scripts.reporting.runs import Replicate, Sweep
+from scripts.reporting.runs import Curve, Replicate, Sweep
 from scripts.reporting.statistics import (
     Family,
     Point,
@@ -32,14 +32,15 @@ from scripts.reporting.tables import Table, number
 
 RESULTS = ROOT / "results"
 STABLE = "highest stable rate"  # a number of a variant, over all its learning rates
+GROWTH = "growth of "  # GROWTH + "KEY, FROM to TO": from the first to the last eighth of these iterations, as a share
 
 
 @options
 class Part:
     """A number of a row: sum of weight * (mean of a metric over the runs of a setting), paired by fold and seed.
 
-    weights: setting -> weight; with metric=STABLE, variant -> weight. unpaired: two settings whose runs are not of the
-    same folds or seeds (Welch's test).
+    weights: setting -> weight; with metric=STABLE, variant -> weight. metric: one of runs.csv, STABLE, or GROWTH's.
+    unpaired: two settings whose runs are not of the same folds or seeds (Welch's test).
     file, key: a ratio in a JSON file of results/ instead, {"median": …, "low": …, "high": …}, shown as a share over 1.
     """
 
@@ -192,9 +193,20 @@ def values_of(sweep: Sweep, setting: str, metric: str) -> dict[Replicate, float]
     """Of the runs that are done. Raises: ConfigError where the study has no such number."""
     runs = sweep.done(setting)
     require(len(runs) > 0, f"{sweep.name} has no run of {setting} that is done")
-    known = {run.replicate: run.summary.get(metric) for run in runs}
+    if metric.startswith(GROWTH):
+        key, _, span = metric.removeprefix(GROWTH).partition(", ")
+        known = {run.replicate: growth(run.curves.get(key, {}), *map(int, span.split(" to "))) for run in runs}
+    else:
+        known = {run.replicate: run.summary.get(metric) for run in runs}
     require(None not in known.values(), f"{sweep.name} has no {metric} of {setting}")
     return {replicate: float(value) for replicate, value in known.items() if value is not None}
+
+
+def growth(curve: Curve, first: int, last: int) -> float | None:
+    eighth = (last - first) / 8
+    start = [value for i, value in curve.items() if first <= i <= first + eighth]
+    end = [value for i, value in curve.items() if last - eighth <= i <= last]
+    return fmean(end) / fmean(start) - 1 if start and end else None
 
 
 def stable_rates(sweep: Sweep, variant: str) -> dict[Replicate, float]:
