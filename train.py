@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
@@ -22,7 +23,7 @@ from core.metrics import spike_score
 from core.rundir import RunDir
 from core.schema import require
 from model.diagnostics import diagnose
-from training.checks import start_up_checks
+from training.checks import first_not_finite, start_up_checks
 from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
 from training.evaluate import LowestLoss, affordable_sample, diagnosed_batch, sampled_losses, validation_loss
@@ -86,6 +87,7 @@ def run(config: TrainConfig) -> int:
         try:
             line, signal_name = train(session, run_dir, meter, lowest, start)
         except Diverged as end:
+            run_dir.log(f"first that is not finite: {first_not_finite(session, end.step)}")
             return finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
         if signal_name:
             return stopped(run_dir, line["iter"], signal_name)
@@ -103,6 +105,7 @@ def train(
     world = machine.world
     parameters = [*model.parameters()]
     micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
+    skip = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: weights stay then
     batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in micro_steps)
     with (
         closing(session.data.batches.prefetch(batch_ids)) as train_batches,
@@ -135,9 +138,10 @@ def train(
                 group["lr"] = line["lr"]
             loss = accumulate_gradients(session.forward, train_batches, len(micro_steps), machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)  # inf: measure only
-            optimizer.step()
+            skip = torch.where(loss.isfinite() & norm.isfinite(), skip, 1.0)
+            optimizer.step(skip)
             optimizer.zero_grad()
-            max_logits = qk_clip(model.attentions, config.qk_clip)  # clips heads; returns the largest logits
+            max_logits = qk_clip(model.attentions, config.qk_clip, skip)  # clips heads; returns the largest logits
             meter.add(line, loss, norm, stop.signal, max_logits)
             bar.update()
 

@@ -272,8 +272,8 @@ def keep(config):
     models.append(session.model)
     return session
 
-def spy(attentions, config):
-    maxima = qk_clip(attentions, config)
+def spy(attentions, config, *skip):
+    maxima = qk_clip(attentions, config, *skip)
     state = b"".join(t.numpy().tobytes() for t in models[0].state_dict().values())
     with open("digests-" + os.environ["RANK"], "a") as file:
         print(sha256(state).hexdigest(), qk_clip_line(maxima, config)["qk_clip/clipped"], file=file)

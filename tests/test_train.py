@@ -24,7 +24,7 @@ from conftest import QK_NORM_VARIANTS, ROOT, tiny_config
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from variants import LAYOUTS, PAIRS
+from variants import LAYOUTS, PAIRS, config_of
 
 import model.gpt
 import train
@@ -305,10 +305,10 @@ def test_grad_clip_bounds_the_update_but_not_the_logged_norm(
     norms: list[float] = []
     step = optim.AdamW.step
 
-    def spy(self: optim.AdamW) -> None:
+    def spy(self: optim.AdamW, *skip: Tensor) -> None:
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
         norms.append(torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item())
-        step(self)
+        step(self, *skip)
 
     monkeypatch.setattr(optim.AdamW, "step", spy)
     assert train.run(configured(corpus, tmp_path / "run", grad_clip=0.01)) == 0
@@ -583,6 +583,50 @@ def test_a_run_that_diverged_between_two_lines_ends_where_it_did(
     assert few[-1]["qk_clip/max_logit"] == max(line["qk_clip/max_logit"] for line in since)
     for key in ("train/loss", "lr", "grad_norm"):
         assert few[-1][key] == each[-1][key]
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_after_an_update_that_is_not_finite_weights_stay_and_its_origin_is_named(
+    attention: str, optim: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At update 5 the logits of layer 1, head 2 overflow, by large queries and keys. The host reads at 10."""
+    accumulate, clip = train.accumulate_gradients, train.qk_clip
+    damaged: list[Tensor] = []
+    weights: list[list[Tensor]] = []
+
+    def copied(attentions: Any) -> list[Tensor]:
+        return [p.detach().clone() for layer in attentions for p in layer.parameters()]
+
+    def damage(forward: Any, *args: Any) -> Tensor:
+        if len(weights) == 5:
+            attn = forward.attentions[1]
+            d = attn.head_dim if attention == "mha" else attn.nope_dim
+            fused, n = (attn.c_attn, 4 * d) if attention == "mha" else (attn.c_kv_b, 0)  # keys begin in row n
+            queries, start = (fused, 2 * d) if attention == "mha" else (attn.c_q, 2 * (d + attn.rope_dim))
+            with torch.no_grad():
+                queries.weight[start : start + d] *= 1e25
+                fused.weight[n + 2 * d : n + 3 * d] *= 1e25
+            damaged.extend(copied(forward.attentions))
+        return accumulate(forward, *args)
+
+    def keep(attentions: Any, *args: Any) -> Tensor | None:
+        maxima = clip(attentions, *args)
+        weights.append(copied(attentions))
+        return maxima
+
+    monkeypatch.setattr(train, "accumulate_gradients", damage)
+    monkeypatch.setattr(train, "qk_clip", keep)
+    layout, rare = config_of(attention, "none"), {"max_iters": 12, "eval_interval": 100, "checkpoint_interval": 100}
+    settings = {"optim": {"name": optim}, "log_interval": 10, "qk_clip": QK_CLIP, **rare}
+    config = configured(corpus, tmp_path / "run", **settings)
+    assert train.run(replace(config, model=layout.model, attention=layout.attention)) == 3
+    assert len(weights) == 11 and saved_json(tmp_path / "run", "status")["iter"] == 5
+    for later in weights[5:]:
+        assert all(map(torch.equal, later, damaged))
+    assert not all(map(torch.equal, weights[3], weights[4]))
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "first that is not finite: the attention of transformer.h.1.attn, head 2\n" in log
 
 
 def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """What every run checks before it trains: the model cannot see the future, batches differ, the losses are plausible."""
 
 import math
+from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +17,49 @@ from model.diagnostics import LEAK_TOLERANCE, future_leak, logit_bound
 from model.ops import positions_with_logits
 from training.evaluate import mean_loss
 from training.session import Batch, Session
-from training.updates import accumulate_gradients, rows_at_once
+from training.updates import accumulate_gradients, rows_at_once, seed_generator, seed_of_update
 
 LEAST_LOGIT_BOUND = 0.5  # |logits| up to 0.5: no key can get more than e times the weight of another one
 INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats
+
+
+def first_not_finite(session: Session, step: int) -> str:
+    """What is not finite first in update `step`, whose weights the model still has: a weight, else an activation of the
+    repeated forward passes, with its head where it has heads, else a gradient, from the output back."""
+    config, machine, model = session.config, session.machine, session.model
+    for name, p in model.named_parameters():
+        if not p.isfinite().all():
+            return f"the weight {name}"
+    found: list[str] = []
+
+    def look(what: str, n_head: int, x: Any) -> None:
+        """x (B, T, C), or (B, nh, T, hs) where n_head is 0."""
+        if not found and isinstance(x, Tensor) and not x.isfinite().all():
+            heads = x.transpose(1, 2) if x.dim() == 4 else x.unflatten(-1, (n_head or 1, -1))
+            bad = (~heads.isfinite()).any(-1).flatten(0, 1).any(0).nonzero().flatten().tolist()
+            found.append(what + (f", head {', '.join(map(str, bad))}" if x.dim() == 4 or n_head else ""))
+
+    hooks = []
+    for name, module in model.named_modules():
+        if name.endswith("attn.c_proj"):
+            n_head = model.attentions[0].n_head
+            what = f"the attention of {name.removesuffix('.c_proj')}"
+            hooks.append(module.register_forward_pre_hook(lambda _, x, s=what, n=n_head: look(s, n, x[0])))
+        elif name:
+            what = f"the output of {name}"
+            hooks.append(module.register_forward_hook(lambda *x, s=what: look(s, 0, x[-1])))
+    model.train()
+    model.zero_grad()
+    seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
+    micro_steps = range(machine.world.rank, config.gradient_accumulation_steps, machine.world.size)
+    with closing(session.data.batches.prefetch((step, micro_step) for micro_step in micro_steps)) as batches:
+        loss = accumulate_gradients(model, batches, len(micro_steps), machine)
+    for hook in hooks:
+        hook.remove()
+    for name, p in reversed([*model.named_parameters()]):
+        if not found and p.grad is not None and not p.grad.isfinite().all():
+            found.append(f"the {'loss' if not loss.isfinite() else f'gradient of {name}'}")
+    return found[0] if found else "nothing: the repeated update is finite"
 
 
 def start_up_checks(session: Session) -> list[str]:

@@ -37,10 +37,13 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]
 
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW with fused=True, one kernel for all parameters of a group, which share one count of steps.
-    torch's own counts each parameter's steps apart, a fifth of its time where matrices are small."""
+    torch's own counts each parameter's steps apart, a fifth of its time where matrices are small.
+
+    step(skip): a tensor of 1 on the device leaves the weights as they are, without the host looking at it; so does
+    Muon's."""
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # takes no closure
+    def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]  # takes no closure
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
             if not weights:
@@ -66,6 +69,7 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
+                found_inf=skip,
             )
 
 
@@ -76,7 +80,7 @@ class Muon(torch.optim.Muon):
     in_fp32 = False
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # takes no closure
+    def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]  # takes no closure
         for group in self.param_groups:
             of_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for p in group["params"]:
@@ -97,7 +101,11 @@ class Muon(torch.optim.Muon):
                 )
                 # its RMS is then AdamW's, so that both share one schedule (Moonlight)
                 lr = group["lr"] * 0.2 * math.sqrt(max(shape))
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+                decay: Any = 1 - group["lr"] * group["weight_decay"]
+                if skip is not None:
+                    decay = torch.where(skip > 0, torch.ones_like(skip), decay)
+                    orthogonal = torch.where(skip > 0, torch.zeros_like(skip, dtype=dtype), orthogonal)
+                torch._foreach_mul_(weights, decay)
                 torch._foreach_add_(weights, orthogonal.to(weights[0].dtype).unbind(), alpha=-lr)
 
 
@@ -146,15 +154,15 @@ class MuonAndAdamW:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.muon.param_groups + self.adamw.param_groups
 
-    def step(self) -> None:
+    def step(self, skip: Tensor | None = None) -> None:
         for weight, views in self.weights:
             assert views[0].data_ptr() == weight.data_ptr(), "the weights have moved since build_optimizer"
             if weight.grad is not None:
                 for view, gradient in zip(views, weight.grad.split([len(v) for v in views]), strict=True):
                     view.grad = gradient
-        self.muon.step()
+        self.muon.step(skip)
         self.muon.zero_grad()  # drops the views' gradients; zero_grad() below drops the weights'
-        self.adamw.step()
+        self.adamw.step(skip)
 
     def zero_grad(self) -> None:
         self.adamw.zero_grad()
