@@ -1,6 +1,7 @@
 """The only atomic write, JSON read, file lock and cache folder. It imports nothing of this project."""
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -47,6 +48,17 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write the `finite` form of `content` atomically."""
     write_atomic(path, (json.dumps(finite(content), indent=2, allow_nan=False) + "\n").encode())
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """A copy of JSON content with its SHA-256, by which is_intact() tells whether it was changed."""
+    return {**content, "sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest()}
+
+
+def is_intact(content: dict[str, Any]) -> bool:
+    """Whether sealed() content is as it was written. What earlier versions wrote has no SHA-256, and counts as such."""
+    rest = {key: value for key, value in content.items() if key != "sha256"}
+    return "sha256" not in content or sealed(rest)["sha256"] == content["sha256"]
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from core import files
 from core.cli import leave_output
-from core.files import ROOT, FileLock, read_json, write_atomic, write_json
+from core.files import ROOT, FileLock, finite, read_json, sealed, write_atomic, write_json
 from core.metrics import Metrics, plot
 from core.schema import ConfigError, require, show
 from core.wandb_run import WandbRun
@@ -166,7 +166,7 @@ class RunDir:
         """
         self._metrics.sync()
         if summary is not None:
-            write_json(self.path / "summary.json", summary | {"records": self.records()})
+            write_json(self.path / "summary.json", sealed(finite(summary) | {"records": self.records()}))
         if self._wandb is not None:
             self._wandb.finish(summary or {})
 

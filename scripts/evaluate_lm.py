@@ -22,7 +22,7 @@ import numpy as np
 
 from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
-from core.files import write_atomic
+from core.files import sealed, write_atomic
 from core.schema import REQUIRED, AtLeast, ConfigError, Help, did_you_mean, options, require, show
 from data.corpora import one_line, probe_hub
 from data.tokenizer import NoText
@@ -255,7 +255,8 @@ def evaluate_run(asked: EvaluateOptions) -> int:
         print(f"warning: {about['truncated']} prompts lost their first tokens: model.block_size has no room for them "
               "and their answers")  # fmt: skip
     if asked.out is not None:
-        text = json.dumps(results, indent=1, default=str, ensure_ascii=False) + "\n"
+        plain = json.loads(json.dumps(results, default=str))
+        text = json.dumps(sealed(plain), indent=1, ensure_ascii=False) + "\n"
         write_atomic(Path(asked.out).expanduser(), text.encode())
     print(json.dumps(about))
     return 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core import cli
-from core.files import FileLock, parse_object, read_json, write_atomic
+from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic
 from core.rundir import at_end, commit, differences, short, uncommitted
 from core.schema import ConfigError, build, flatten, require, show
 from sweeps.definition import Part, Sweep, plain
@@ -173,7 +173,7 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
                 write_atomic(sweep_dir / f"code_{short(str(this['commit']))}.diff", diff)
         if moved and not grows:
             print(f"warning: the sweep was planned at commit {last}; the runs that are left use {this['commit']}")
-        about = {"name": name, "frozen": history, "sweep": definition}
+        about = sealed({"name": name, "frozen": history, "sweep": definition})
         if about != before:
             write_atomic(sweep_dir / "sweep.json", (json.dumps(about, indent=2) + "\n").encode())
         if merged != frozen:  # written last: a plan implies the other files
@@ -201,7 +201,7 @@ def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[Pl
 def to_line(run: PlannedRun) -> str:
     """A line of plan.jsonl, in which the points are called settings."""
     line = {"id": run.id, "settings": run.points, "seed": run.seed, "fold": run.fold, "overrides": run.overrides}
-    return json.dumps({**line, "config": asdict(run.config)}) + "\n"
+    return json.dumps(sealed({**line, "config": asdict(run.config)})) + "\n"
 
 
 def read_plan(sweep_dir: Path) -> list[PlannedRun]:
@@ -212,9 +212,11 @@ def read_plan(sweep_dir: Path) -> list[PlannedRun]:
         raise ConfigError(f"sweep_dir={sweep_dir} holds no sweep (it has no plan.jsonl)") from error
     require(len(lines) > 0, f"sweep_dir={sweep_dir} has a plan.jsonl without a run")
     try:
+        found = [*map(parse_object, lines)]
+        require(all(map(is_intact, found)), f"sweep_dir={sweep_dir} has a plan.jsonl that was changed")
         return [
             PlannedRun(x["id"], x["settings"], x["seed"], x["fold"], x["overrides"], build(TrainConfig, x["config"]))
-            for x in map(parse_object, lines)
+            for x in found
         ]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"sweep_dir={sweep_dir} has a plan.jsonl that cannot be read: {error}") from error

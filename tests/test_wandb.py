@@ -21,7 +21,7 @@ from wandb_server import Server
 
 import train
 from core import wandb_follower
-from core.files import read_json
+from core.files import read_json, sealed
 from core.metrics import Metrics
 from core.rundir import RunDir, RunRequest, open_run
 from core.wandb_run import wandb_mode
@@ -123,7 +123,7 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     assert runs[0]["config"]["update"]["info"] == {"commit": "abc"}
     assert [r["exit"].get("exit_code", 0) for records in recordings for r in records if r["type"] == "exit"] == [255, 0]
     summary = {"status": "done", "iter": 40, "val/loss": 2.5, "records": run.records()}
-    assert read_json(run.path / "summary.json") == summary
+    assert read_json(run.path / "summary.json") == sealed(summary)
 
 
 def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_for(

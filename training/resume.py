@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from core import checkpoint, dist
-from core.files import read_json
+from core.files import is_intact, read_json
 from core.plugins import changed_plugins
 from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, differences, open_run, read_status, uncommitted
 from core.schema import ConfigError, digest, require
@@ -134,7 +134,10 @@ def find_damage(path: Path) -> str:
             checkpoint.verify((path / "ckpt" / name).resolve())
         except checkpoint.CorruptCheckpoint as error:
             return str(error)
-    for file, sha256 in read_json(path / "summary.json").get("records", {}).items():
+    summary = read_json(path / "summary.json")
+    if not is_intact(summary):
+        return f"{path / 'summary.json'} has changed since"
+    for file, sha256 in summary.get("records", {}).items():
         if not (path / file).is_file() or checkpoint.measure(path / file)["sha256"] != sha256:
             return f"{path / file} has changed since"
     return ""

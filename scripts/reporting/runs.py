@@ -10,7 +10,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from core.files import parse_object, read_json
+from core.files import is_intact, parse_object, read_json
 from core.schema import ConfigError, flatten, require, show
 from sweeps.definition import REDUCTIONS, Part, check_sweep
 from sweeps.definition import Sweep as Definition
@@ -208,6 +208,7 @@ class Sweep:
 def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     """Raises: ConfigError where there is no sweep, or its files cannot be read."""
     plan, about = read_plan(sweep_dir), read_json(sweep_dir / "sweep.json")
+    require(is_intact(about), f"sweep_dir={sweep_dir} has a sweep.json that was changed")
     frozen = about.setdefault("frozen", [])
     good = isinstance(frozen, list) and all(isinstance(one, dict) and "overrides" in one for one in frozen)
     good &= isinstance(about.get("sweep"), dict)
@@ -294,6 +295,7 @@ def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str
 def read_summary(path: Path) -> dict[str, Any]:
     """A run's summary.json. Raises: ConfigError where a value has the wrong type."""
     summary = read_json(path / "summary.json")
+    require(is_intact(summary), "summary.json has changed since the run ended")
     kinds: dict[str, Any] = {"records": dict, "start_up_warnings": list, **dict.fromkeys(TEXTS, str)}
     kinds |= dict.fromkeys(["iter", *NUMBERS], int | float)
     for key, value in summary.items():
@@ -304,7 +306,9 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 def evaluation(path: Path) -> dict[str, float]:
     """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value."""
-    found = read_json(path / "evaluation.json").get("about", {}).get("metrics", {})
+    evaluated = read_json(path / "evaluation.json")
+    require(is_intact(evaluated), "evaluation.json has changed since it was written")
+    found = evaluated.get("about", {}).get("metrics", {})
     return {f"eval/{task}/{name}": value for task, values in found.items() for name, value in values.items()}
 
 

@@ -1,0 +1,159 @@
+"""A damaged file is noticed or without effect. Each damage is one flipped bit, or the file cut at a random byte."""
+
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TINY
+from test_fineweb import folder, parquet, shards
+from test_train import TIMED, configured, lines, weights
+
+import train
+from core import checkpoint
+from core.schema import ConfigError
+from data.options import FineWebOptions
+from data.shards import open_shards
+from data.tokens import load_corpus
+from scripts.reporting.runs import read_curves, read_done, read_sweep
+from sweeps.launch import main as launch
+
+__all__ = ["folder", "parquet", "shards"]  # fixtures
+
+SHARE = 10 if os.environ.get("NANOQK_FAULTS") == "full" else 1  # of the damages below
+HARMLESS = {"curve.png", "lock", "train.log", "samples.jsonl"}  # nothing reads a number from them
+
+
+def damages(pristine: Path, copy: Path, n: int) -> Iterator[tuple[str, Path]]:
+    """n times a fresh copy of a folder, with one damaged file: what was done, and the file."""
+    choose = random.Random(0)
+    files = sorted(p.relative_to(pristine) for p in pristine.rglob("*") if p.is_file() and not p.is_symlink())
+    files = [file for file in files if file.name not in HARMLESS and (pristine / file).stat().st_size]
+    kinds: Counter[str] = Counter()
+    for i in range(n):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(pristine, copy, symlinks=True)
+        file = files[i % len(files)]
+        kinds[file.name] += 1
+        content = bytearray((copy / file).read_bytes())
+        at, bit = choose.randrange(len(content)), choose.randrange(8)
+        if choose.random() < 0.3:
+            del content[at:]
+            what = f"{file} cut at {at}"
+        else:
+            content[at] ^= 1 << bit
+            what = f"{file}: bit {bit} of byte {at}"
+        (copy / file).write_bytes(content)
+        yield what, copy / file
+    print(f"{n} damages: {dict(kinds)}")
+
+
+def outcome(work: Callable[[], Any]) -> Any:
+    """What work() returns, or "noticed"."""
+    try:
+        return work()
+    except (ConfigError, checkpoint.CorruptCheckpoint):
+        return "noticed"
+
+
+def numbers(run: Path) -> dict[str, Any]:
+    """What a report keeps of a run, but for times."""
+    summary, curves = read_done(run, ["val/loss", "train/loss", "grad_norm"])
+    return {**{key: value for key, value in summary.items() if key not in TIMED | {"seconds", "sha256"}}, **curves}
+
+
+def log(run: Path) -> str:
+    return (run / "train.log").read_text() if (run / "train.log").exists() else ""
+
+
+def test_of_a_finished_run(corpus: Path, tmp_path: Path) -> None:
+    pristine, copy = tmp_path / "pristine", tmp_path / "copy"
+    config = configured(corpus, pristine)
+    assert train.run(config) == 0
+    before, tensors = numbers(pristine), weights(pristine)
+    for what, _ in damages(pristine, copy, 20 * SHARE):
+        assert outcome(lambda: numbers(copy)) in ("noticed", before), what
+        for name in ("latest", "best"):
+            found = outcome(lambda name=name: checkpoint.load(copy / "ckpt" / name))  # type: ignore[misc]
+            good = found == "noticed" or all(
+                t.equal(tensors[f"{group}/{key}"]) for group, named in found.tensors.items() for key, t in named.items()
+            )
+            assert good or name == "best", what
+        status = outcome(lambda: train.run(replace(config, out_dir=str(copy))))
+        if status == 0 and "has changed since" not in log(copy):
+            assert numbers(copy) == before, what
+
+
+def test_of_a_run_that_goes_on(corpus: Path, tmp_path: Path) -> None:
+    straight, pristine, copy = tmp_path / "straight", tmp_path / "pristine", tmp_path / "copy"
+    schedule = {"name": "cosine", "warmup_iters": 1, "lr_decay_iters": 9}
+    config = configured(corpus, straight, max_iters=9, schedule=schedule)
+    assert train.run(config) == 0
+    assert train.run(replace(config, max_iters=5, out_dir=str(pristine))) == 0
+    expected = weights(straight)
+    said = log(pristine)
+    for what, _ in damages(pristine, copy, 20 * SHARE):
+        status = outcome(lambda: train.run(replace(config, out_dir=str(copy))))
+        warned = any(word in log(copy).removeprefix(said) for word in ("damaged", "corrupt"))
+        if status == 0 and not warned:
+            assert lines(copy) == lines(straight), what
+            diagnostics = [(run / "diagnostics.jsonl").read_bytes() for run in (copy, straight)]
+            assert diagnostics[0] == diagnostics[1], what
+        if status == 0:
+            found = weights(copy)
+            assert all(found[name].equal(t) for name, t in expected.items()), what
+
+
+def test_of_a_sweep(corpus: Path, tmp_path: Path) -> None:
+    pristine, copy = tmp_path / "pristine", tmp_path / "copy"
+    definition = tmp_path / "two.yaml"
+    definition.write_text(
+        f"title: two\noverrides: {json.dumps(['data=text', f'data.path={corpus}', *TINY, 'max_iters=4'])}\n"
+        "seeds: [1, 2]\ngrid: {qk_norm: [none, rms]}\ncompare: {a: {baseline: qk_norm=none, claim: lower}}\n"
+    )
+    assert launch([f"sweep={definition}", f"sweep_dir={pristine}", "launcher.workers=1"]) == 0
+
+    def look(path: Path) -> Any:
+        sweep = read_sweep(path, "two")
+        runs = [(r.id, r.seed, r.fold, r.settings, r.config, r.summary, r.curves) for r in sweep.runs if r.done]
+        return sweep.definition, runs
+
+    definition_before, before = look(pristine)
+    for what, _ in damages(pristine, copy, 20 * SHARE):
+        found = outcome(lambda: look(copy))
+        if found != "noticed":
+            assert found[0] == definition_before, what
+            assert all(run in before for run in found[1]), what  # a damaged run is not done
+
+
+def test_of_shards(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "copy"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def look(path: Path) -> Any:
+        _, tokenizer, tokens, n_train = open_shards(FineWebOptions(path=str(path)))
+        return tokenizer.to_dict(), tokens[0 : len(tokens)].tolist(), n_train
+
+    before = look(shards)
+    for what, _ in damages(shards, copy, 10 * SHARE):
+        assert outcome(lambda: look(copy)) in ("noticed", before), what
+
+
+def test_of_cached_tokens(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "pristine"))
+    options = configured(
+        corpus, tmp_path / "run", data={"name": "text", "path": str(corpus), "tokenizer": "bpe", "vocab_size": 280}
+    ).data
+    before = load_corpus(options, 16)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copy"))
+    for what, _ in damages(tmp_path / "pristine", tmp_path / "copy", 5 * SHARE):
+        after = load_corpus(options, 16)
+        assert after.tokenizer.to_dict() == before.tokenizer.to_dict(), what
+        assert np.array_equal(after.tokens[:], before.tokens[:]), what  # made again
