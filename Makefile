@@ -1,6 +1,8 @@
 # make quickstart: train a small GPT and read text from it, about a minute on two cores, no network, no account
 # make check:      ruff, mypy and the quick tests, for every minute
 # make test:       ruff, mypy and every test, for every commit
+# make test-faults part=kills|damage|input|disk|hostile|sweep: at length, up to an hour each (docs/reliability.md)
+# make audit:      known vulnerabilities of what is installed
 # make setup:      .venv alone
 # Each sets .venv up first. Needed: Python 3.11 to 3.14 (PYTHON=/path/to/python names another one than python3).
 
@@ -8,7 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $$python && break; done)
 RUN := runs/quickstart
 
-.PHONY: quickstart check test setup lint
+.PHONY: quickstart check test test-faults audit setup lint
 setup: .venv/setup
 
 .venv/setup: pyproject.toml constraints.txt
@@ -42,3 +44,19 @@ check: lint
 
 test: lint
 	.venv/bin/python -m pytest -n 2
+
+FAULTS_kills := tests/test_faults.py tests/test_ddp.py tests/test_wandb.py -k kill
+FAULTS_damage := tests/test_damage.py
+FAULTS_input := tests/test_fuzz.py tests/test_bad_input.py tests/test_compare.py tests/test_fineweb.py tests/test_report.py \
+	tests/test_shards.py tests/test_sweeps.py -k "bad or words or overrides or yaml or environment or prompt or sweep_file"
+FAULTS_disk := tests/test_disk.py tests/test_checkpoint.py
+FAULTS_hostile := tests/test_hostile.py
+FAULTS_sweep := tests/test_sweeps.py -k kills
+
+test-faults: .venv/setup-test
+	@test -n "$(FAULTS_$(part))" || { echo "make test-faults part=kills|damage|input|disk|hostile|sweep"; exit 2; }
+	NANOQK_FAULTS=full timeout 3600 .venv/bin/python -m pytest -rP --no-header $(FAULTS_$(part))
+
+audit: .venv/setup-test
+	.venv/bin/python -m pip install --quiet pip-audit
+	.venv/bin/python -m pip freeze --exclude-editable | .venv/bin/python -m pip_audit --requirement /dev/stdin --no-deps --disable-pip

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from core.files import read_json
+from core.files import parse_object, read_json
 from core.schema import ConfigError, require
 
 FORMAT = 1
@@ -177,7 +177,11 @@ def load(path: Path) -> Checkpoint:
                 tensors[match[1]] = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
             except SafetensorError as error:
                 raise CorruptCheckpoint(f"{path / name}: {error}") from error
-    return Checkpoint(path, step, tensors, json.loads((path / STATE).read_text(encoding="utf-8")))
+    try:
+        state = parse_object((path / STATE).read_bytes())
+    except (OSError, ValueError) as error:  # a stranger's: its manifest fits it
+        raise CorruptCheckpoint(f"{path / STATE}: {error}") from error
+    return Checkpoint(path, step, tensors, state)
 
 
 def verify(path: Path) -> tuple[int, list[str]]:
@@ -195,9 +199,13 @@ def verify(path: Path) -> tuple[int, list[str]]:
         raise CorruptCheckpoint(f"{path / MANIFEST}: checksum is wrong")
     if version != FORMAT:
         raise CorruptCheckpoint(f"{path / MANIFEST}: format is {version}, not {FORMAT}")
+    if strange := [name for name in files if name != STATE and not TENSOR_FILE.fullmatch(name)]:
+        raise CorruptCheckpoint(f"{path / MANIFEST}: names {strange[0]!r}, which is no file of a checkpoint")
     if STEP_DIR.fullmatch(path.name) and number(path) != step:
         raise CorruptCheckpoint(f"{path}: holds step {step}")
     for name, expected in files.items():
+        if (path / name).exists() and not (path / name).is_file():  # /dev/zero would have no end
+            raise CorruptCheckpoint(f"{path / name}: it is not a regular file")
         try:
             actual = measure(path / name)
         except OSError as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self, get_args
 
+from core.files import load_yaml
 from core.help import Presets, help_text
 from core.schema import (
     AlsoCalled,
@@ -308,7 +309,7 @@ def parse_yaml(text: str, where: str) -> Any:
     exponent = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
     try:
-        return yaml.load(text, Loader)
+        return load_yaml(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
 

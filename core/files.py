@@ -45,6 +45,18 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return content
 
 
+def load_yaml(text: str, loader: Any = None) -> Any:
+    """YAML without aliases, of which a few lines can stand for more than fits in memory. Raises: yaml.YAMLError."""
+    import yaml
+
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise yaml.YAMLError("YAML's aliases are not read")
+        return yaml.load(text, loader or yaml.SafeLoader)
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write the `finite` form of `content` atomically."""
     write_atomic(path, (json.dumps(finite(content), indent=2, allow_nan=False) + "\n").encode())

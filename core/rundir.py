@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from core import files
 from core.cli import leave_output
-from core.files import ROOT, FileLock, finite, read_json, sealed, write_atomic, write_json
+from core.files import ROOT, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
 from core.metrics import Metrics, plot
 from core.schema import ConfigError, require, show
 from core.wandb_run import WandbRun
@@ -248,6 +248,8 @@ def check_usable(request: RunRequest) -> None:
         "config.yaml" in held or held <= LEFTOVERS,
         f"out_dir={path} is neither empty nor a run directory (it has no config.yaml)",
     )
+    for name in sorted(held):  # a stranger's link would have us write over a file elsewhere
+        require(not (path / name).is_symlink(), f"out_dir={path} is not used: {name} in it is a link")
     require("config.yaml" in held or not request.must_exist, f"out_dir={path} holds no run: eval_only=true needs one")
 
 
@@ -280,7 +282,7 @@ def open_locked(request: RunRequest, lock: FileLock) -> RunDir:
         run.claim(request.config_yaml)
         return run
     try:
-        changes = request.changes(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")))
+        changes = request.changes(load_yaml((path / "config.yaml").read_text(encoding="utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error

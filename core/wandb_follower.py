@@ -149,7 +149,8 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
     summary = json.loads(sys.stdin.buffer.read() or "{}") or at_end
     summary = {"status": status.get("state"), "reason": status.get("reason")} | summary
     lines = Metrics.read(run_dir / "metrics.jsonl")
-    known = {"records", "sha256", *job["init"].get("config", {}).get("info", {})} | {key for line in lines for key in line}
+    known = {"records", "sha256", *job["init"].get("config", {}).get("info", {})}
+    known |= {key for line in lines for key in line}
     run.summary.update({key: value for key, value in summary.items() if key not in known and value is not None})
     if losses := [line["val/loss"] for line in lines if line.get("val/loss") is not None]:
         run.summary.update({"val/loss": {"min": min(losses), "last": losses[-1]}})  # W&B's min begins at a resume

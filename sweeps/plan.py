@@ -214,6 +214,8 @@ def read_plan(sweep_dir: Path) -> list[PlannedRun]:
     try:
         found = [*map(parse_object, lines)]
         require(all(map(is_intact, found)), f"sweep_dir={sweep_dir} has a plan.jsonl that was changed")
+        outside = [x["id"] for x in found if x["id"] in ("", ".", "..") or "/" in x["id"]]
+        require(not outside, f"sweep_dir={sweep_dir} has a plan.jsonl with {show(outside)}, which is no folder's name")
         return [
             PlannedRun(x["id"], x["settings"], x["seed"], x["fold"], x["overrides"], build(TrainConfig, x["config"]))
             for x in found

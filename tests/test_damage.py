@@ -22,7 +22,7 @@ from core.schema import ConfigError
 from data.options import FineWebOptions
 from data.shards import open_shards
 from data.tokens import load_corpus
-from scripts.reporting.runs import read_curves, read_done, read_sweep
+from scripts.reporting.runs import read_done, read_sweep
 from sweeps.launch import main as launch
 
 __all__ = ["folder", "parquet", "shards"]  # fixtures

@@ -1,7 +1,12 @@
 """torchrun with two processes over gloo on this machine."""
 
+import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +58,40 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(
     for a, b in zip(lines(tmp_path / "two"), lines(tmp_path / "alone"), strict=True):
         assert a.keys() == b.keys()
         torch.testing.assert_close(list(a.values()), list(b.values()), rtol=1e-4, atol=1e-6)
+
+
+KILLS = 20 if os.environ.get("NANOQK_FAULTS") == "full" else 1
+
+
+def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -> None:
+    """torchrun ends the other rank; the same command goes on."""
+    words = [*tiny_run, *WORDS[:2], "max_iters=300", "schedule.lr_decay_iters=300", "checkpoint_interval=10"]
+    assert torchrun(tmp_path, *words, "out_dir=straight").returncode == 0
+    choose, kills, amid = random.Random(0), 0, 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    while kills < KILLS:
+        process = subprocess.Popen(
+            [*launch, str(ROOT / "train.py"), *words, "out_dir=killed"],
+            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        found: list[int] = []
+        while process.poll() is None and len(found) < 2:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            found = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+            time.sleep(0.01)
+        time.sleep(choose.uniform(0, 12))
+        if process.poll() is None:
+            os.kill(choose.choice(found), signal.SIGKILL)
+        assert process.wait() == 1 or kills, "it ended before the first kill"
+        if process.returncode == 0:  # the run is done: begin another
+            assert_same_run(tmp_path / "straight", tmp_path / "killed")
+            shutil.rmtree(tmp_path / "killed")
+            continue
+        kills += 1
+        amid += (tmp_path / "killed" / "ckpt" / "latest").exists()
+    assert torchrun(tmp_path, *words, "out_dir=killed").returncode == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "killed")
+    print(f"kills of one of two ranks: {kills}, {amid} of them with a checkpoint to go on from")
 
 
 SPY = """

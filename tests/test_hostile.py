@@ -1,16 +1,35 @@
-"""A stranger's files: valid JSON of the wrong shape ends in a report or in one clean line."""
+"""A stranger's files: none runs code, leads out of its folder or fills the memory; each ends in one clean line."""
 
+import hashlib
+import itertools
 import json
+import os
+import pickle
+import shutil
+import signal
+import threading
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from test_faults import fork
 from test_report import Made, made, sweep_of, text_of
+from test_train import configured
 
-from core.cli import run_script
+import sample
+import train
+from core import checkpoint
+from core.cli import guarded, run_script
 from core.schema import ConfigError
+from scripts import compare, export_hf
 from sweeps import status
+from training.config import TrainConfig
 
 __all__ = ["made"]  # a fixture
+STRIDE = 1 if os.environ.get("NANOQK_FAULTS") == "full" else 9  # of the hostile files of a run, each ninth
 
 TEXTS = [
     "[]", '"x"', "3", "null", "{}", "[[1]]", "nan", '{"iter": "x"}', '{"iter": null, "val/loss": 1}', '{"iter": {}}',
@@ -60,3 +79,162 @@ def test_a_run_whose_curve_was_changed_after_its_end_is_left_out_of_comparisons(
         (run / "summary.json").write_text(json.dumps(summary | {"records": records}))
         (found,) = [one for one in sweep_of(made.path).runs if one.id == run.name]
         assert found.done == (not says) and says in found.state.reason
+
+
+# -----------------------------------------------------------------------------
+# A stranger's run
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def hostile_texts(exploded: Path) -> dict[str, bytes]:
+    """What a stranger may put in place of a file of a run, by kind."""
+    touch = f"touch {exploded}"
+    aliases = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+    return {
+        "pickle": pickle.dumps(Bomb(exploded)),
+        "target": f"_target_: os.system\n_args_: ['{touch}']\nmodel: {{_target_: os.system}}\n".encode(),
+        "target in JSON": json.dumps({"_target_": "os.system", "_args_": [touch], "model": {"_target_": "x"}}).encode(),
+        "tag": f"!!python/object/apply:os.system ['{touch}']\n".encode(),
+        "tag inside": f"model: !!python/object/apply:os.system ['{touch}']\n".encode(),
+        "resolver": b"out_dir: ${oc.env:HOME}\nmodel: ${oc.create:{}}\n",
+        "YAML bomb": b"a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + aliases.encode(),
+        "JSON bomb": b'{"a":' * 200_000 + b"1" + b"}" * 200_000,
+        "long number": b'{"iter": ' + b"9" * 1_000_000 + b"}",
+        "oversized header": (2**62).to_bytes(8, "little") + b"{}",
+        "header of a gigabyte": (2**30).to_bytes(8, "little") + b"{}",
+        "nothing": b"",
+    }
+
+
+GIBIBYTE = 2**30
+PROGRAMS: dict[str, Callable[[Path, TrainConfig], int]] = {
+    "train": lambda run, config: guarded(lambda: train.run(replace(config, out_dir=str(run)))),
+    "sample": lambda run, config: run_script(
+        sample.SampleConfig, sample.sample, "", [f"run={run}", "max_new_tokens=2"]
+    ),
+    "export": lambda run, config: export_hf.main([f"run={run}", f"out={run.parent / 'exported'}"]),
+    "compare": lambda run, config: compare.main([f"a={run}", f"b={run}"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_file_of_a_run_runs_code_or_fills_memory(program: str, corpus: Path, tmp_path: Path) -> None:
+    """Each file of a run in turn, and each file of its checkpoint under a manifest that fits it."""
+    config = configured(corpus, tmp_path / "run", max_iters=4)
+    assert train.run(config) == 0
+    exploded, copy = tmp_path / "exploded", tmp_path / "copy"
+    files = [
+        p.relative_to(tmp_path / "run") for p in (tmp_path / "run").rglob("*") if p.is_file() and not p.is_symlink()
+    ]
+    tried = 0
+    for file, (kind, content) in itertools.product(files, hostile_texts(exploded).items()):
+        if tried % STRIDE and kind != "pickle":
+            tried += 1
+            continue
+        tried += 1
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(tmp_path / "run", copy, symlinks=True)
+        (copy / file).write_bytes(content)
+        if file.parent.name.startswith("step_") and file.name != "MANIFEST.json":
+            resealed(copy / file.parent)
+        status, peak, said = limited(lambda: PROGRAMS[program](copy, config), tmp_path / "stderr")
+        assert status in (0, 1, 2) and peak < 2 * GIBIBYTE, (str(file), kind, status, peak)
+        assert "Traceback" not in said, (str(file), kind, said)
+        assert not exploded.exists(), (str(file), kind)
+    print(f"{tried} hostile files read by {program}")
+
+
+def resealed(step: Path) -> None:
+    """Give a checkpoint the manifest that fits its files, as a stranger can."""
+    manifest = json.loads((step / "MANIFEST.json").read_text())
+    found = {name: checkpoint.measure(step / name) for name in manifest["files"]}
+    (step / "MANIFEST.json").write_text(checkpoint.render(manifest["format"], manifest["step"], found))
+
+
+def limited(work: Callable[[], int], stderr: Path) -> tuple[int, int, str]:
+    """work() in a process of its own, for at most a minute: exit status, peak memory in bytes, standard error."""
+
+    def call() -> int:
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        return work()
+
+    pid = fork(call)
+    timer = threading.Timer(60, os.kill, (pid, signal.SIGKILL))
+    timer.start()
+    _, status, used = os.wait4(pid, 0)
+    timer.cancel()
+    return os.waitstatus_to_exitcode(status), used.ru_maxrss * 1024, stderr.read_text(errors="replace")
+
+
+@pytest.mark.slow
+def test_links_and_paths_out_of_a_run_are_not_followed(corpus: Path, tmp_path: Path) -> None:
+    config = configured(corpus, tmp_path / "run", max_iters=4)
+    assert train.run(config) == 0
+    victim, copy = tmp_path / "victim", tmp_path / "copy"
+    secret = b'{"iter": 0, "secret": "do not trample on me"}\n'
+    names = [
+        "config.yaml.tmp",
+        "status.json.tmp",
+        "summary.json.tmp",
+        "metrics.jsonl.tmp",
+        "curve.png",
+        "samples.jsonl",
+    ]
+    names += [p.name for p in (tmp_path / "run").iterdir() if p.is_file()]
+    for name in names:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(tmp_path / "run", copy, symlinks=True)
+        victim.write_bytes(secret)
+        (copy / name).unlink(missing_ok=True)
+        (copy / name).symlink_to(victim)
+        with pytest.raises(ConfigError, match="is a link"):
+            train.run(replace(config, out_dir=str(copy), max_iters=4, fresh=name == "summary.json.tmp"))
+        assert victim.read_bytes() == secret, name
+    shutil.rmtree(copy)
+    shutil.copytree(tmp_path / "run", copy, symlinks=True)
+    step = checkpoint.step_dirs(copy / "ckpt")[0]
+    for name in ("../../../victim", "/dev/zero", "../state.json"):
+        manifest = json.loads((step / "MANIFEST.json").read_text())
+        listed = {name: {"size": len(secret), "sha256": hashlib.sha256(secret).hexdigest()}}
+        (step / "MANIFEST.json").write_text(checkpoint.render(manifest["format"], manifest["step"], listed))
+        with pytest.raises(checkpoint.CorruptCheckpoint, match="no file of a checkpoint"):
+            checkpoint.load(step)
+    shutil.rmtree(step)
+    shutil.copytree(checkpoint.step_dirs(tmp_path / "run" / "ckpt")[0], step)
+    (step / "model.safetensors").unlink()
+    (step / "model.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="not a regular file"):
+        checkpoint.load(step)
+
+
+@pytest.mark.slow
+def test_ids_of_a_plan_that_lead_out_of_the_sweep_are_refused(made: Made) -> None:
+    lines = (made.path / "plan.jsonl").read_text().splitlines()
+    for strange in ("../../outside", "/etc", "..", ".", "a/b", ""):
+        changed = [json.dumps(json.loads(lines[0]) | {"id": strange}), *lines[1:]]
+        (made.path / "plan.jsonl").write_text("\n".join(changed) + "\n")
+        with pytest.raises(ConfigError, match="plan.jsonl"):
+            sweep_of(made.path)
+
+
+@pytest.mark.slow
+def test_no_key_is_in_any_file_that_a_run_writes(tiny_run: list[str], tmp_path: Path, program: Any) -> None:
+    keys = {"WANDB_API_KEY": "a1b2c3d4" * 5, "HF_TOKEN": "hf_" + "q" * 34, "AWS_SECRET_ACCESS_KEY": "s3cr3t" * 6}
+    done = program(
+        "train.py", *tiny_run, "max_iters=4", "wandb.mode=offline", "out_dir=run", env={**os.environ, **keys}
+    )
+    assert done.returncode == 0, done.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    for path, key in itertools.product(files, keys.values()):
+        assert key.encode() not in path.read_bytes(), path

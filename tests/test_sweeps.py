@@ -474,6 +474,38 @@ def test_kills_at_random_moments_change_nothing(undisturbed: Path, sweep: Path) 
     assert_same_sweep(undisturbed.parent / "sweep", folder, finished=(0, 1))
 
 
+RUNS = 2000 if os.environ.get("NANOQK_FAULTS") == "full" else 20
+
+
+def test_a_sweep_of_many_runs_with_kills_is_complete_and_its_launcher_stays_small(corpus: Path, tmp_path: Path) -> None:
+    """A fifth as many kills as runs: of one worker, or of each eighth time the launcher. Each run is trained once."""
+    seeds, choose = [*range(RUNS)], random.Random(2)
+    sweep = tiny_sweep(tmp_path, corpus, "max_iters=2", "model.n_layer=1", grid={}, folds=None, seeds=seeds)
+    folder, kills, sizes = tmp_path / "sweep", 0, []
+    process = launcher(sweep, "retries=1000", stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        if workers := workers_of(folder):
+            files = len(os.listdir(f"/proc/{process.pid}/fd"))
+            pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+            sizes.append((pages * 4096 / 2**20, files))
+            if kills < RUNS // 5:
+                victim = process.pid if kills % 8 == 7 else choose.choice(workers)
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+                kills += 1
+                if victim == process.pid:
+                    process.wait()
+                    process = launcher(sweep, "retries=1000", stdout=subprocess.DEVNULL)
+        time.sleep(choose.uniform(0.5, 8))
+    assert process.returncode == 0
+    plan = read_plan(folder)
+    assert len(plan) == RUNS and all(state_of(folder, run).state == "done" for run in plan)
+    assert sum(times_finished(folder / run.id) not in (0, 1) for run in plan) == 0
+    (first, files), (last, files_at_end) = sizes[len(sizes) // 4], sizes[-1]
+    print(f"{RUNS} runs, {kills} kills; launcher {first:.0f} and {last:.0f} MiB, {files} and {files_at_end} open files")
+    assert last < first + 50 and files_at_end <= files + 4
+
+
 def test_two_launchers_at_once_run_nothing_twice(undisturbed: Path, sweep: Path) -> None:
     folder = sweep.parent / "sweep"
     first = launcher(sweep, "launcher.workers=1")

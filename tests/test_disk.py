@@ -1,0 +1,139 @@
+"""A full, read-only or vanished disk: nothing that was saved is lost, and with space again all goes on."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_faults import exit_status, fork
+from test_sweeps import assert_same_sweep, frozen, launched, tiny_sweep
+from test_train import assert_same_run, configured
+
+import train
+from core import checkpoint
+from core.cli import guarded
+from scripts import report
+from training.config import TrainConfig
+
+FULL = os.environ.get("NANOQK_FAULTS") == "full"
+NOBODY = 65534
+Resize = Callable[[int], None]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[tuple[Path, Resize]]:
+    """A folder on a disk of its own in memory, and a function that sets its size in KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder], capture_output=True).returncode:
+        pytest.skip("only root mounts a disk")
+
+    def resize(kibibytes: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={kibibytes}k", folder], check=True)
+
+    yield folder, resize
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def trained(config: TrainConfig) -> int:
+    """The exit status of a process that trains this run."""
+    return exit_status(fork(lambda: guarded(lambda: train.run(config))))
+
+
+def used(folder: Path) -> int:
+    return sum(-(-path.stat().st_size // 4096) * 4 for path in folder.rglob("*") if path.is_file())  # KiB
+
+
+def test_that_fills_up_during_a_run(corpus: Path, tmp_path: Path, disk: tuple[Path, Resize]) -> None:
+    """Sizes from hardly anything to almost enough, so that each kind of file is the one that does not fit."""
+    folder, resize = disk
+    schedule = {"name": "cosine", "warmup_iters": 1}
+    config = configured(corpus, tmp_path / "straight", max_iters=12, schedule=schedule, plot=True)
+    assert trained(config) == 0
+    most = used(tmp_path / "straight")
+    full = 0
+    sizes = [4 + most * i // (60 if FULL else 10) for i in range(60 if FULL else 10)]
+    for size in sizes:
+        run = folder / "run"
+        resize(size)
+        status = trained(replace(config, out_dir=str(run)))
+        assert status in (0, 1, 2), size
+        full += status != 0
+        saved = checkpoint.step_dirs(run / "ckpt")
+        if saved:
+            checkpoint.load(saved[0])  # the newest, whole
+        resize(8192)
+        assert trained(replace(config, out_dir=str(run))) == 0, size
+        assert_same_run(tmp_path / "straight", run)
+        shutil.rmtree(run)
+    assert full >= len(sizes) // 2
+    print(f"{len(sizes)} sizes of disk, {full} of them too small")
+
+
+def test_that_fills_up_during_a_sweep_and_its_report(
+    corpus: Path, tmp_path: Path, disk: tuple[Path, Resize], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, resize = disk
+    resize(8192)
+    for place in (tmp_path, folder):
+        sweep = tiny_sweep(place, corpus, "max_iters=6", folds=[0, 1], grid={"qk_norm": ["none", "rms"]})
+        frozen(sweep)
+        if place == folder:
+            resize(used(folder) + 150)  # one run has room
+            assert "failed" in launched(sweep, "retries=0", status=1)
+            resize(8192)
+        assert "4 done" in launched(sweep)
+    assert_same_sweep(tmp_path / "sweep", folder / "sweep")
+    words = [f"sweep_dir={folder / 'sweep'}", f"out={folder / 'out'}"]
+    assert report.main(words) == 0
+    before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    resize(used(folder) + 8)
+    assert report.main(words) in (0, 1)
+    assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
+    shutil.rmtree(folder / "out")
+    resize(used(folder) + 8)
+    capsys.readouterr()
+    assert report.main(words) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    resize(8192)
+    assert report.main(words) == 0
+    assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
+
+
+def as_nobody(work: Callable[[], int]) -> int:
+    def call() -> int:
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        return work()
+
+    return exit_status(fork(call))
+
+
+def test_a_folder_that_may_not_be_written_is_refused(corpus: Path, tmp_path: Path) -> None:
+    for path in [tmp_path, *tmp_path.parents]:
+        with suppress(PermissionError):
+            path.chmod(path.stat().st_mode | 0o055)
+    corpus.chmod(0o644)
+    (tmp_path / "locked").mkdir(mode=0o555)
+    assert train.run(configured(corpus, tmp_path / "before")) == 0  # imports what nobody may not be able to read
+    config = configured(corpus, tmp_path / "locked" / "run")
+    assert as_nobody(lambda: guarded(lambda: train.run(config))) == 2
+    assert list((tmp_path / "locked").iterdir()) == []
+
+
+def test_a_folder_that_vanishes_fails_the_run(corpus: Path, tmp_path: Path) -> None:
+    config = configured(corpus, tmp_path / "run", max_iters=100_000, checkpoint_interval=20)
+    pid = fork(lambda: guarded(lambda: train.run(config)))
+    until = time.monotonic() + 60
+    while not (tmp_path / "run" / "ckpt" / "latest").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    (tmp_path / "run").rename(tmp_path / "gone")
+    assert exit_status(pid) == 1
+    checkpoint.load(checkpoint.step_dirs(tmp_path / "gone" / "ckpt")[0])
