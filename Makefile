@@ -58,5 +58,6 @@ test-faults: .venv/setup-test
 	NANOQK_FAULTS=full timeout 3600 .venv/bin/python -m pytest -rP --no-header $(FAULTS_$(part))
 
 audit: .venv/setup-test
+	.venv/bin/python -m pip freeze --exclude-editable > .venv/installed.txt
 	.venv/bin/python -m pip install --quiet pip-audit
-	.venv/bin/python -m pip freeze --exclude-editable | .venv/bin/python -m pip_audit --requirement /dev/stdin --no-deps --disable-pip
+	.venv/bin/python -m pip_audit --requirement .venv/installed.txt --no-deps --disable-pip
