@@ -46,12 +46,23 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def load_yaml(text: str, loader: Any = None) -> Any:
-    """YAML without aliases, of which a few lines can stand for more than fits in memory. Raises: yaml.YAMLError."""
+    """YAML with few aliases: those of aliases make a few lines stand for more than fits in memory.
+
+    Raises: yaml.YAMLError, with more than 100 aliases too, and where what an alias stands for holds another.
+    """
     import yaml
 
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise yaml.YAMLError("YAML's aliases are not read")
+        aliases, anchored = 0, [False]  # whether each open list and mapping is within one that has a name
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.CollectionStartEvent):
+                anchored.append(anchored[-1] or event.anchor is not None)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchored.pop()
+            elif isinstance(event, yaml.AliasEvent):
+                aliases += 1
+                if anchored[-1] or aliases > 100:
+                    raise yaml.YAMLError("aliases of aliases, and more than 100 aliases, are not read")
         return yaml.load(text, loader or yaml.SafeLoader)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
