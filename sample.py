@@ -88,11 +88,12 @@ def open_run(run: str, which: str, device: torch.device, key: str = "run") -> Lo
 def load_run(path: Path, device: torch.device) -> LoadedRun:
     """What a checkpoint directory holds. Raises: CorruptCheckpoint."""
     saved = checkpoint.load(path)
-    config = load_config(saved.state["config"])
-    tokenizer = from_dict(saved.state["tokenizer"])
-    with torch.device("meta"):
-        model = GPT(config.gpt, tokenizer.vocab_size)
-    model.load_state_dict(saved.tensors["model"], assign=True)
+    with checkpoint.using(path):
+        config = load_config(saved.state["config"])
+        tokenizer = from_dict(saved.state["tokenizer"])
+        with torch.device("meta"):
+            model = GPT(config.gpt, tokenizer.vocab_size)
+        model.load_state_dict(saved.tensors["model"], assign=True)
     model.init_rope()
     return LoadedRun(model.to(device).eval(), tokenizer, config, saved.state)
 

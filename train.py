@@ -138,7 +138,7 @@ def train(
                 group["lr"] = line["lr"]
             loss = accumulate_gradients(session.forward, train_batches, len(micro_steps), machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)  # inf: measure only
-            skip = torch.where(loss.isfinite() & norm.isfinite(), skip, 1.0)
+            skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
             optimizer.step(skip)
             optimizer.zero_grad()
             max_logits = qk_clip(model.attentions, config.qk_clip, skip)  # clips heads; returns the largest logits

@@ -6,12 +6,13 @@ A checkpoint is written to a temporary directory, flushed to the disk and rename
 name is complete whenever a crash comes. One process at a time may save into a folder.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,19 @@ def render(version: int, step: int, files: Mapping[str, Any]) -> str:
 # Load
 
 
+@contextlib.contextmanager
+def using(path: Path) -> Iterator[None]:
+    """Within it what a checkpoint lacks, or has of a wrong kind, raises CorruptCheckpoint: a stranger's manifest fits
+    whatever the other files hold."""
+    try:
+        yield
+    except (ConfigError, CorruptCheckpoint):
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
+        reason = " ".join(f"{type(error).__name__} {error}".split())
+        raise CorruptCheckpoint(f"{path}: does not hold what a run saves: {reason[:300]}") from error
+
+
 def load(path: Path) -> Checkpoint:
     """The checkpoint in the directory `path`, every file of it verified. Raises: CorruptCheckpoint."""
     path = path.resolve()
@@ -188,7 +202,7 @@ def verify(path: Path) -> tuple[int, list[str]]:
     """Step and file names of an unchanged checkpoint; other files in its directory are ignored."""
     try:
         raw = (path / MANIFEST).read_bytes()
-        manifest = json.loads(raw)
+        manifest = parse_object(raw)
         version, step, files = (manifest[key] for key in ("format", "step", "files"))
         intact = render(version, step, files).encode() == raw
     except OSError as error:

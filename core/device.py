@@ -20,7 +20,10 @@ GPU_BF16_TFLOPS = {
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """`auto` is CUDA, else MPS, else the CPU. Each rank of torchrun has its own CUDA device. Raises: ConfigError."""
+    """`auto` is CUDA, else MPS, else the CPU. Each rank of torchrun has its own CUDA device.
+
+    A CUDA device becomes the process's current one, on which Triton launches. Raises: ConfigError.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda" and torch.cuda.is_available():
@@ -30,6 +33,7 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
         count = torch.cuda.device_count()
         require(count > 0, f"device={name} is absent: torch {torch.__version__} sees no CUDA device")
         require((device.index or 0) < count, f"device={name} is absent: there are {count} CUDA devices")
+        torch.cuda.set_device(device)
     if device.type == "mps":
         require(torch.backends.mps.is_available(), f"device={name} is absent: torch sees no MPS device")
     return device

@@ -66,6 +66,8 @@ def load_yaml(text: str, loader: Any = None) -> Any:
         return yaml.load(text, loader or yaml.SafeLoader)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
+    except ValueError as error:  # a number or a date that is none
+        raise yaml.YAMLError(str(error)) from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

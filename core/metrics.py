@@ -59,12 +59,12 @@ class Metrics:
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
         """The lines of a metrics.jsonl, which may be growing: a torn last line is not there yet."""
-        return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        return [parse_object(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def iter_of(line: bytes) -> float:
     try:
-        return float(json.loads(line)["iter"])
+        return float(parse_object(line)["iter"])
     except (ValueError, TypeError, KeyError):
         return float("inf")
 
@@ -130,7 +130,7 @@ def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, le
 def line_at(path: Path, step: int) -> dict[str, Any]:
     """The line of iteration `step` in a file that Metrics wrote; {} where it has none."""
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return next((json.loads(line) for line in lines if line.startswith(b'{"iter": %d,' % step)), {})
+    return next((parse_object(line) for line in lines if line.startswith(b'{"iter": %d,' % step)), {})
 
 
 def table_of(values: Mapping[str, Any], key: str) -> list[list[float]]:

@@ -16,6 +16,7 @@ import os
 import select
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -118,6 +119,8 @@ def open_wandb(init: Mapping[str, Any], mode: str, argv: Sequence[str], **settin
 
 def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Event, say: Say) -> None:
     before = recordings(run_dir)
+    for recording in before:
+        cut_incomplete_record(recording)
     sent = max(map(last_recorded, before), default=-1) if mode == "offline" else -1
     run = open_wandb(
         job["init"], mode, job["argv"], init_timeout=job["init_timeout"], x_stats_pid=job["pid"],
@@ -186,8 +189,30 @@ def mark_synced(files: Sequence[Path]) -> None:
         Path(f"{file}.synced").touch()
 
 
+def cut_incomplete_record(file: Path) -> None:
+    """Shorten a recording whose process was killed to its last whole record: `wandb sync` skips a run's later
+    recordings after one that ends within a record.
+
+    It is a log of LevelDB after 7 bytes: blocks of 32 KiB, of parts of records with a header each (checksum, size,
+    kind), kind 1 for a whole record and 4 for its last part.
+    """
+    content = file.read_bytes()
+    at = whole = 7
+    while at < len(content):
+        left = 2**15 - at % 2**15  # of the block
+        if left < 7:  # too few for a header: unused
+            at += left
+            continue
+        size, kind = struct.unpack("<4xHB", content[at : at + 7].ljust(7, b"\0"))
+        at += 7 + size
+        if at <= len(content) and kind in (1, 4):
+            whole = at
+    if whole < len(content):
+        os.truncate(file, whole)
+
+
 def last_recorded(file: Path) -> int:
-    """The last iteration in a recording, which may be cut short; -1 where it has none."""
+    """The last iteration in a recording; -1 where it has none."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file.parent)]
     last = -1
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as inspect:

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from core.cli import run_script
-from core.files import FileLock, cache_folder, read_json, write_atomic
+from core.files import FileLock, cache_folder, parse_object, read_json, write_atomic
 from core.schema import ConfigError, require, show
 from data.corpora import expand, one_line, probe_hub
 from data.options import PrepareFineWebConfig
@@ -66,7 +66,7 @@ def is_complete(out: Path, config: PrepareFineWebConfig) -> bool:
     """
     try:
         names = set(os.listdir(out)) if out.exists() else set()
-        begun = json.loads((out / (INDEX if INDEX in names else PROGRESS)).read_bytes())["settings"]
+        begun = parse_object((out / (INDEX if INDEX in names else PROGRESS)).read_bytes())["settings"]
     except FileNotFoundError:
         require(names <= {"lock", f"{PROGRESS}.tmp"}, f"out={out} is neither empty nor a folder of token shards")
         return False
@@ -248,7 +248,7 @@ def is_held_out(text: bytes, fraction: float) -> bool:
 
 def load_tokenizer(out: Path, config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
     if (out / TOKENIZER).exists():
-        return from_dict(json.loads((out / TOKENIZER).read_bytes()))
+        return from_dict(parse_object((out / TOKENIZER).read_bytes()))
     if config.tokenizer == "bpe":
         return learn(config, documents)
     try:

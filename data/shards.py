@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from core.files import cache_folder
+from core.files import cache_folder, parse_object
 from core.schema import ConfigError, require, show
 from data.corpora import data_folders, expand, read_bytes
 from data.options import FineWebOptions
@@ -112,7 +112,7 @@ def find_shards(config: FineWebOptions) -> Path:
 def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
     """The content of index.json. Raises: ConfigError where its parts do not agree."""
     try:
-        index = json.loads(raw)
+        index = parse_object(raw)
         found = index["format"]
         good = index["dtype"] == np.dtype(token_dtype(index["vocab_size"])).name
         for split in SPLITS:
@@ -121,7 +121,7 @@ def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
             counts = [shard["tokens"] for shard in shards]
             good &= names == [shard["file"] for shard in shards] and all(type(n) is int and n > 0 for n in counts)
             good &= index[split]["tokens"] == sum(counts) and all(isinstance(shard["sha256"], str) for shard in shards)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / INDEX} is not an index of token shards") from error
     require(found == FORMAT, f"{folder / INDEX} has format {show(found)}, not {FORMAT}")
     require(good, f"{folder / INDEX} contradicts itself: {CHANGED}")
@@ -131,7 +131,7 @@ def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
 def load_tokenizer(folder: Path, index: dict[str, Any]) -> Tokenizer:
     file = folder / TOKENIZER
     try:
-        tokenizer = from_dict(json.loads(read_bytes(file, str(file))))
+        tokenizer = from_dict(parse_object(read_bytes(file, str(file))))
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise ConfigError(f"{file} is not a tokenizer: {error}") from error
     require(tokenizer_sha256(tokenizer) == index["tokenizer_sha256"], f"{file} is not the one that {INDEX} names")

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -122,7 +123,7 @@ PROGRAMS: dict[str, Callable[[Path, TrainConfig], int]] = {
         sample.SampleConfig, sample.sample, "", [f"run={run}", "max_new_tokens=2"]
     ),
     "export": lambda run, config: export_hf.main([f"run={run}", f"out={run.parent / 'exported'}"]),
-    "compare": lambda run, config: compare.main([f"a={run}", f"b={run}"]),
+    "compare": lambda run, config: compare.main([f"a={run}", f"b={run}", f"out={run.parent / 'compare.html'}"]),
 }
 
 
@@ -165,7 +166,8 @@ def limited(work: Callable[[], int], stderr: Path) -> tuple[int, int, str]:
     """work() in a process of its own, for at most a minute: exit status, peak memory in bytes, standard error."""
 
     def call() -> int:
-        os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        sys.stderr = stderr.open("w", buffering=1)
+        os.dup2(sys.stderr.fileno(), 2)  # of libraries
         return work()
 
     pid = fork(call)

@@ -274,6 +274,9 @@ class TrainConfig:
     device: Annotated[Device, FREE] = "auto"
     dtype: Annotated[Dtype, FREE] = "auto"
     compile: Annotated[bool | Literal["auto"], FREE, Help("torch.compile; auto: on CUDA only")] = "auto"
+    deterministic: Annotated[
+        bool, FREE, Help("a GPU computes the same bits each time, and slower; a CPU does so in any case")
+    ] = False
     threads: Annotated[
         int | None,
         FREE,

@@ -77,7 +77,8 @@ def load_origin(config: TrainConfig, model: GPT, corpus: Corpus) -> list[str]:
     file = weights_file(config.init_from)
     load = load_folder if (file.parent / "config.json").is_file() else load_checkpoint
     try:
-        misfits, warnings = load(file, config, model, corpus)
+        with checkpoint.using(file.parent):
+            misfits, warnings = load(file, config, model, corpus)
     except (SafetensorError, checkpoint.CorruptCheckpoint) as error:
         raise ConfigError(f"init_from={config.init_from} cannot be loaded: {error}") from error
     require(not misfits, f"init_from={config.init_from} does not fit (its value -> this run's): {', '.join(misfits)}")

@@ -15,7 +15,7 @@ from core.wandb_run import wandb_mode
 from training.config import TrainConfig, load_config, to_yaml
 from training.session import Session, describe
 
-DECIDES_BITS = ("device", "compile", "ranks", "torch", "kernels")  # device includes the CPU's thread count
+DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # device: its threads, too
 
 
 def run_request(config: TrainConfig) -> RunRequest:
@@ -64,8 +64,12 @@ def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
     saved = load_checkpoint(run_dir)
     if saved is None:
         return {}
-    check_resumable(session, run_dir, saved.state)
-    session.load_tensors(saved.tensors)
+    try:
+        with checkpoint.using(saved.path):
+            check_resumable(session, run_dir, saved.state)
+            session.load_tensors(saved.tensors)
+    except checkpoint.CorruptCheckpoint as error:
+        raise ConfigError(f"out_dir={run_dir.path} cannot go on: {error}; fresh=true starts it anew") from error
     # the commits of all code that has trained the run, each once, oldest first
     all_commits = [*commits(saved.state), *commits(session.about)]
     session.about["commit"] = ", ".join(dict.fromkeys(all_commits)) or None

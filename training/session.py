@@ -1,5 +1,6 @@
 """What training needs: machine, data, model, optimizer. train.py, benchmarks and audits set up the same Session."""
 
+import os
 import platform
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -126,12 +127,23 @@ def set_up_machine(config: TrainConfig) -> Machine:
         config.gradient_accumulation_steps % world.size == 0,
         f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be divisible by {world.size} ranks",
     )
+    make_deterministic(config.deterministic, is_compiled(config, device))
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
     elif device.type == "cpu":
         keep_freed_memory()
     return Machine(world, device, dtype)
+
+
+def make_deterministic(wanted: bool, compiled: bool) -> None:
+    """Of the whole process. cuBLAS reads its variable when it starts."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+    if compiled:
+        from torch._inductor import config as inductor  # 2 seconds
+
+        inductor.deterministic = wanted  # it then chooses no kernel by timing
 
 
 def read_data(config: TrainConfig) -> Data:
@@ -170,7 +182,9 @@ def compile_model(model: GPT, config: TrainConfig) -> nn.Module:
     if config.model.activation_checkpointing:
         # The backward pass repeats the forward pass. The repetition does not track QK-Clip's maxima again.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    return torch.compile(model)  # type: ignore[return-value]
+    # dynamic=False: after an evaluation's batch, of another size, the compiler would take every size as unknown, in a
+    # sweep's next runs too
+    return torch.compile(model, dynamic=False)  # type: ignore[return-value]
 
 
 def describe(session: Session) -> dict[str, Any]:
@@ -180,8 +194,8 @@ def describe(session: Session) -> dict[str, Any]:
     origin = {"init_from": {session.config.init_from: session.config.init_sha256}} if session.config.init_from else {}
     return plugins | origin | {
         "dtype": str(machine.dtype), "corpus_sha256": corpus.sha256, "device": device_name(machine.device),
-        "compile": is_compiled(session.config, machine.device), "ranks": machine.world.size, "commit": commit(),
-        "kernels": machine.device.type == "cpu" and operators.loaded(),
+        "compile": is_compiled(session.config, machine.device), "deterministic": session.config.deterministic,
+        "ranks": machine.world.size, "commit": commit(), "kernels": machine.device.type == "cpu" and operators.loaded(),
         "parameters": model.num_params(), "vocab_size": corpus.tokenizer.vocab_size, "tokens": len(corpus.tokens),
         "held_out_tokens": session.data.held_out_tokens,
         "cache_bytes_per_token": model.cache_bytes_per_token(machine.dtype),

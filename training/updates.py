@@ -44,11 +44,13 @@ def rows_at_once(batch_size: int, block_size: int, device: torch.device) -> int:
 
 
 def seed_generator(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed(), which takes half a millisecond to prepare CUDA even on a machine without one."""
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
+    """Seed the generators of the CPU and of `device`. torch.manual_seed() seeds those of all GPUs, and takes half a
+    millisecond to prepare CUDA even on a machine without one."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
 
 
 def seed_of_update(seed: int, step: int, rank: int) -> int:
