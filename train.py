@@ -128,9 +128,8 @@ def train(
                 break
 
             # One update. Its random numbers follow from (seed, step, rank): there is no generator to save.
-            old_weights: dict[str, Tensor] = {}
-            if evaluates(step, config):
-                old_weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+            measured = model.named_parameters() if evaluates(step, config) else ()
+            old_weights = {name: p.detach().clone() for name, p in measured}
             meter.start()  # cloning is not timed
             seed_generator(seed_of_update(config.seed, step, world.rank), machine.device)
             line["lr"] = learning_rate(step, config)

@@ -173,9 +173,9 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
                 write_atomic(sweep_dir / f"code_{short(str(this['commit']))}.diff", diff)
         if moved and not grows:
             print(f"warning: the sweep was planned at commit {last}; the runs that are left use {this['commit']}")
-        about = sealed({"name": name, "frozen": history, "sweep": definition})
-        if about != before:
-            write_atomic(sweep_dir / "sweep.json", (json.dumps(about, indent=2) + "\n").encode())
+        about = {"name": name, "frozen": history, "sweep": definition}
+        if about != {key: value for key, value in before.items() if key != "sha256"}:
+            write_atomic(sweep_dir / "sweep.json", (json.dumps(sealed(about), indent=2) + "\n").encode())
         if merged != frozen:  # written last: a plan implies the other files
             write_atomic(sweep_dir / "plan.jsonl", "".join(map(to_line, merged.values())).encode())
 
