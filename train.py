@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
