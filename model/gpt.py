@@ -111,7 +111,7 @@ class RMSNorm(QKNorm):
 
 
 class LayerNorm(RMSNorm):
-    """gain * (x - mean(x)) / sqrt(var(x) + eps), without a bias (ViT-22B): keys' would cancel in the softmax."""
+    """gain * (x - mean(x)) / sqrt(var(x) + eps), without a bias (ViT-22B): a key's would cancel in the softmax."""
 
     centred = True
 

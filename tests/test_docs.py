@@ -235,6 +235,12 @@ def test_the_sweep_of_docs_sweeps_is_what_it_says(folder: Path) -> None:
 # What is stated, and what is generated
 
 
+def test_every_sweep_is_listed() -> None:
+    page = text_of(ROOT / "docs" / "sweeps.md")
+    names = [file.stem for file in (ROOT / "configs" / "sweep").glob("*.yaml")]
+    assert len(names) > 9 and [name for name in names if f"`{name}`" not in page] == []
+
+
 def test_a_run_loads_in_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = blocks(ROOT / "docs" / "from_python.md", "python")
     run = ROOT / "tests" / "fixtures" / "v0" / "gqa"

@@ -96,7 +96,7 @@ def ledger(file: Path = RESULTS / "ledger.yaml") -> str:
         validate(row, f"row {i + 1}: ")
         lines.append(cells(row))
     return Table(
-        ["claim", "there", "ours, with 95 % interval", "n and scale", "verdict", "figure"], lines, 6
+        ["claim", "claimed number", "ours, with 95 % interval", "n and scale", "verdict", "figure"], lines, 6
     ).markdown()
 
 
