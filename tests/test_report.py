@@ -651,6 +651,22 @@ def test_the_page_draws_its_charts_without_an_error_or_a_request(whole: Path, br
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_no_text_of_a_picture_is_cut_off_in_the_browsers_own_font(browser: Page) -> None:
+    """A legend or an axis label may be wider there than where the picture was laid out."""
+    sticks_out = """(() => {
+        const width = document.documentElement.getBoundingClientRect().width
+        const cut = box => box.left < 0 || box.right > width
+        const texts = [...document.querySelectorAll('text')]
+        return texts.filter(text => cut(text.getBoundingClientRect())).map(text => text.textContent)
+    })()"""
+    pictures = sorted((ROOT / "results").glob("*/*.svg"))
+    for picture in pictures:
+        browser.send("Page.navigate", url=picture.as_uri())
+        browser.wait(f"location.href === '{picture.as_uri()}' && document.readyState === 'complete'")
+        assert browser.evaluate(sticks_out) == [], picture
+    assert len(pictures) > 50
+
+
 def test_a_reader_explores_a_chart(whole: Path, browser: Page) -> None:
     """A click in the legend switches a setting off and on; hovering shows values; single runs; zoom."""
     browser.open(whole / "results" / "made" / "report.html")

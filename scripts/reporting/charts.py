@@ -1,5 +1,6 @@
 """The charts of a report in Vega-Lite, by Altair: report.html draws them, and vl-convert saves the same ones as SVG."""
 
+import html
 import math
 import re
 import textwrap
@@ -146,7 +147,7 @@ def palette(series: Iterable[Series]) -> dict[str, list[str]]:
 
 def svg(figure: Figure) -> bytes:
     """The figure in the light theme on white. The same figure gives the same bytes."""
-    title = {"text": textwrap.wrap(figure.title, 80), "fontSize": 14, "anchor": "start", "offset": 12}
+    title = {"text": textwrap.wrap(figure.title, 66), "fontSize": 14, "anchor": "start", "offset": 12}
     spec = {**figure.chart.to_dict(), "background": "white", "title": title}
     if spec.get("width") == "container":
         spec["width"] = 560
@@ -155,7 +156,23 @@ def svg(figure: Figure) -> bytes:
     text = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE, config=config)
     ids = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(re.findall(r'id="(clip\d+)"', text)))}
     text = re.sub(r"\bclip\d+\b", lambda match: ids.get(match[0], match[0]), text)  # vl-convert counts on and on
-    return re.sub(r' (d|transform)="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text).encode()
+    text = re.sub(r' (d|transform)="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
+    return with_margins(text).encode()
+
+
+def with_margins(text: str) -> str:
+    """The SVG with room at its sides: a reader's sans-serif may be wider than the one that vl-convert measures with."""
+    label = r'text-anchor="(start|end)"[^>]* font-size="(?:12|13)px"[^>]*>([^<]*)</text>'  # the title has 14px and fits
+    lengths = {"start": 5, "end": 5}  # characters of the longest label that grows to the right, to the left
+    for anchor, words in re.findall(label, text):
+        lengths[anchor] = max(lengths[anchor], len(html.unescape(words)))
+    right, left = (math.ceil(1.3 * n) for n in lengths.values())  # Verdana: a tenth of 13px more a character
+    size = r'width="(\d+)" height="(\d+)" viewBox="0 0 \1 \2"><rect width="\1"'
+    match = re.search(size, text)
+    assert match is not None
+    width, height = left + int(match[1]) + right, match[2]
+    wider = f'width="{width}" height="{height}" viewBox="{-left} 0 {width} {height}"><rect x="{-left}" width="{width}"'
+    return text.replace(match[0], wider, 1)
 
 
 # -----------------------------------------------------------------------------
