@@ -17,7 +17,7 @@ from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.figures import family_figures, part_figures, rate_figures
 from scripts.reporting.runs import Sweep
-from scripts.reporting.statistics import Comparison, Family, judge
+from scripts.reporting.statistics import Comparison, Family, judge, shares
 from scripts.reporting.tables import Table
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -56,6 +56,8 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
             table = tables.comparison_table(sweep, comparisons, metric)
             title = metric.name.capitalize()
             compared.append(Table(table.columns, table.rows, table.words, title, folded=bool(compared)))
+        if left := shares(sweep, families, family):
+            compared.insert(1, tables.share_table(left, family.asked.share_of or ""))
         sections.append(Section(family.heading, [*compared[:1], *differences[family.name], *compared[1:]]))
     if any(run.config["fault.name"] != "none" for run in sweep.runs):
         sections.append(with_notes("Deliberate faults", tables.fault_table(sweep)))
