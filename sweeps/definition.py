@@ -53,13 +53,15 @@ class Part:
 class Compare:
     """An entry of Sweep.compare, tested together: the settings that match a pattern against a baseline, or pairs.
 
-    claim: what is claimed of the lowest validation loss of A against B. size: how large the claim says the difference
+    metric: what is compared alone; null: the lowest validation loss first, then every other metric.
+    claim: what is claimed of it for A against B. size: how large the claim says the difference
     is, where the runs have its own scale. least: the least difference worth having, registered before the first run.
     x, x_of: the title of an axis, and {word of a setting's name: its place on that axis}, for a figure of the final
     losses. share_of: another entry; the report says how much of its differences is left in those of this one.
     """
 
     title: str | None = None
+    metric: Literal["iter_of_min", "seconds"] | None = None
     claim: Literal["lower", "higher"] | None = None
     size: Annotated[float | None, POSITIVE] = None
     least: Annotated[float | None, POSITIVE] = None

@@ -130,6 +130,21 @@ def test_final_losses_stand_over_the_words_of_the_settings(tmp_path: Path) -> No
     assert "high,p=3" in text_of(sweep).partition("Runs that are not done")[2]
 
 
+def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:
+    """p = 3 has its minimum ten to twenty iterations earlier, and the same one."""
+    compare = {"where": {"baseline": "p=2", "metric": "iter_of_min", "claim": "lower", "least": 5}}
+    made = Made(tmp_path / "sweep", compare=compare)
+    for fold in range(5):
+        made.run("p=2", fold, falling(1.5, 40))
+        made.run("p=3", fold, falling(1.5, 30 if fold else 20))
+    sweep = sweep_of(made.path)
+    ((family,), text) = compared_families(sweep), text_of(sweep)
+    assert [metric.key for metric in family.of] == ["iter_of_min"]
+    assert [*family.metrics[0][0].differences.values()] == [-20, -10, -10, -10, -10]
+    assert "earlier: p=3 −12.0 (−18.9 to −5.1); the claim that they are earlier is reproduced in 1." in text
+    assert "difference_where" not in text and "### Iteration of the lowest" in text and "### Lowest" not in text
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

@@ -84,6 +84,8 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
     what its `x` and `share_of` ask for."""
     found: dict[str, list[Figure]] = {family.name: [] for family in families}
     for family in families:
+        if family.asked.metric is not None:
+            continue
         figures = found[family.name]
         if any(c.differences for c in family.metrics[0]):
             chart = charts.difference_chart(family.metrics[0])

@@ -224,7 +224,7 @@ def p_in_study(sweep: Sweep, part: Part) -> float | None:
     """The largest p, by Holm, of the comparisons of these two settings and this metric in the study's report."""
     found = []
     for family in families_of(part.study):
-        for metric, comparisons in zip(sweep.metrics, family.metrics, strict=True):
+        for metric, comparisons in zip(family.of, family.metrics, strict=True):
             if metric.column == part.metric:
                 found += [c.adjusted[c.decides] for c in comparisons if {c.a: 1, c.b: -1} == part.weights]
     return max((p for p in found if p is not None), default=None)

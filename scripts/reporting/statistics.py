@@ -214,10 +214,11 @@ def adjust(family: Sequence[Comparison]) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """The comparisons of an entry of the definition's `compare`, for each metric of the sweep."""
+    """The comparisons of an entry of the definition's `compare`, for each metric of `of`."""
 
     name: str
     asked: Compare
+    of: list[Metric]
     metrics: list[list[Comparison]]
 
     @property
@@ -233,8 +234,8 @@ def compared_families(sweep: Sweep) -> list[Family]:
         if asked.baseline is not None:
             chosen = [s for s in sweep.settings if any(fnmatchcase(s, pattern) for pattern in asked.settings)]
             pairs = [(setting, asked.baseline) for setting in chosen if setting != asked.baseline]
-        metrics = [compare(sweep, pairs, metric) for metric in sweep.metrics]
-        found.append(Family(name, asked, metrics))
+        of = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
+        found.append(Family(name, asked, of, [compare(sweep, pairs, metric) for metric in of]))
     return found
 
 
