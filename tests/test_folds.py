@@ -77,7 +77,7 @@ def test_no_batch_of_near_or_far_has_a_held_out_token() -> None:
     """Tokens that are their own places: one evaluation, and many batches of both arms."""
     n_tokens, places = 100_000, {}
     for split_name in ("near", "far"):
-        one = split_of(TextFileOptions(path="x", split=split_name, fold=3), n_tokens, 16)  # type: ignore[arg-type]
+        one = split_of(TextFileOptions(path="x", split=split_name, fold=3), n_tokens, 16)
         batches = Batches(np.arange(n_tokens), one, 16, 64, seed=1)
         drawn = {int(i) for step in range(300) for part in batches.get_batch(step) for i in part.flatten()}
         evaluated = [int(i) for x, y in batches.eval_batches(64) for i in x[y >= 0].tolist() + y[y >= 0].tolist()]

@@ -11,6 +11,7 @@ from test_report import Made, charts_of, falling, finish, rows_of, sweep_of, tex
 from core.schema import ConfigError
 from scripts import report
 from scripts.reporting.page import outline
+from scripts.reporting.runs import Replicate
 from scripts.reporting.statistics import compared_families, ratio, shares, within
 from scripts.reporting.tables import Table
 from sweeps.definition import Sweep as Definition
@@ -50,7 +51,7 @@ def test_a_ratio_to_what_cannot_be_told_from_zero_has_no_interval() -> None:
 def test_what_all_settings_have_in_common_is_no_part_of_their_intervals() -> None:
     """For two settings the interval of each is that of half their paired difference, times the root of two."""
     rng = np.random.default_rng(2)
-    folds = [(1, k) for k in range(6)]
+    folds: list[Replicate] = [(1, k) for k in range(6)]
     level, a, b = rng.normal(0, 10, 6), rng.normal(0, 0.1, 6), rng.normal(0, 0.1, 6)
     values = {
         "a": {r: 1.5 + level[i] + a[i] for i, r in enumerate(folds)},
