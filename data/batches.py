@@ -34,7 +34,7 @@ class Batches:
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
         self._windows: dict[Ranges, tuple[np.ndarray, int]] = {}
         longest = max((end - start for start, end in split.train), default=0)
-        held_out = max(end - start for start, end in split.val)
+        held_out = max((end - start for start, end in split.val), default=0)
         require(
             longest > block_size,
             f"model.block_size={block_size} needs a training range of more than {block_size} tokens; "

@@ -21,8 +21,11 @@ class FoldedTextOptions:
     folds: Annotated[int, AtLeast(2), Help("how many blocks the text is cut into")] = 10
     fold: Annotated[int | None, Help("the block that is held out, 0 .. folds - 1; null: the last 10 %")] = None
     split: Annotated[
-        Literal["contiguous", "shuffled"],
-        Help("shuffled: windows of block_size tokens, dealt to the folds at random, which leaks neighbours"),
+        Literal["contiguous", "shuffled", "near", "far"],
+        Help(
+            "shuffled: windows of block_size tokens, dealt to the folds at random, which leaks neighbours; "
+            "near, far: some of these windows, with as much training text around them or far from them"
+        ),
     ] = "contiguous"
     vocab_size: Annotated[
         int | None, Between(257, MOST_TOKENS), BeforeItExisted(None), Help(f"of tokenizer=bpe; null: {BPE_VOCAB_SIZE}")

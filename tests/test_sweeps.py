@@ -27,8 +27,9 @@ from core.files import read_json, write_atomic
 from core.rundir import is_locked, read_status
 from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
+from scripts.report import report
 from scripts.reporting.runs import read_sweep
-from scripts.reporting.stored import runs_csv
+from scripts.reporting.stored import joined, read_stored, runs_csv
 from sweeps import launchers, worker
 from sweeps.claims import Launch, read_claim
 from sweeps.definition import load_sweep
@@ -434,6 +435,36 @@ def test_a_dry_run_lists_every_run_and_writes_nothing(sweep: Path) -> None:
     assert unread.stdout is not None and unread.stderr is not None
     unread.stdout.close()  # a reader that leaves, as head does
     assert unread.stderr.read() == "" and unread.wait() == 0
+
+
+def test_runs_that_a_report_stored_are_not_trained_again(
+    undisturbed: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for one that was stopped, and one that ended before the iterations that are asked for now."""
+    stored, folder = sweep.parent / "stored", sweep.parent / "sweep"
+    report(read_sweep(undisturbed.parent / "sweep", "tiny"), stored, [])
+    first, second, third, *_ = plan_runs(load_sweep(str(sweep), {}), [])
+    csv_file, states = (
+        stored / "runs.csv",
+        {first.id: ",stopped,60,", second.id: ",done,59,", third.id: ",diverged,30,"},
+    )
+    lines = csv_file.read_text().splitlines(keepends=True)
+    for run_id, state in states.items():
+        lines = [line.replace(",done,60,", state) if line.startswith(f"{run_id},") else line for line in lines]
+    csv_file.write_text("".join(lines))
+    words = [f"sweep={sweep}", f"from={stored}"]
+    assert main([*words, f"sweep_dir={folder}", "dry_run=true"]) == 0
+    output = capsys.readouterr().out
+    assert "6 of 8 runs are stored" in output and "2 pending" in output and third.id not in output
+    assert "2 done" in launched(sweep, f"from={stored}")
+    assert [run.id for run in read_plan(folder) if (folder / run.id).exists()] == [first.id, second.id]
+    whole = joined(read_stored(stored, "tiny"), read_sweep(folder, "tiny"))
+    assert [run.state.state for run in whole.runs] == ["done", "done", "diverged", *["done"] * 5]
+    report(whole, stored, [])
+    assert main([*words, f"sweep_dir={sweep.parent / 'other'}"]) == 0
+    assert "8 of 8 runs are stored" in capsys.readouterr().out and len(read_plan(sweep.parent / "other")) == 8
+    assert main([f"sweep={sweep}", "from=nowhere"]) == 2
+    assert "from=nowhere has no runs.csv that can be read" in capsys.readouterr().err
 
 
 def test_a_done_run_whose_summary_is_lost_is_mended(undisturbed: Path, tmp_path: Path) -> None:

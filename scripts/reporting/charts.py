@@ -38,17 +38,21 @@ class Style:
 
 @dataclass(frozen=True)
 class Series:
-    """The runs of one setting. `curves` are those of runs that are done; only these set the mean and the axes."""
+    """The runs of one setting. `curves` are those of runs that are done; only these set the mean and the axes.
+
+    points: iteration -> the point to draw, where it is not the mean of curves.
+    """
 
     name: str
     style: Style
     curves: Mapping[Replicate, Curve]
     diverged: Mapping[Replicate, Curve] = field(default_factory=dict)
     seconds: Sequence[float] = ()
+    points: Mapping[int, Point] = field(default_factory=dict)
 
     @property
-    def mean(self) -> dict[int, Point]:
-        return mean_curve(self.curves.values())
+    def mean(self) -> Mapping[int, Point]:
+        return self.points or mean_curve(self.curves.values())
 
 
 @dataclass(frozen=True)
@@ -213,8 +217,16 @@ def curve_chart(series: Sequence[Series], key: str) -> alt.LayerChart:
 
 def along_chart(series: Sequence[Series], baseline: str) -> alt.LayerChart:
     """curve_chart() of differences to a baseline, with a line at 0."""
+    return with_zero(curve_chart(series, f"validation loss minus that of {baseline} (nats per token)"))
+
+
+def share_chart(series: Sequence[Series], whole: str) -> alt.LayerChart:
+    """curve_chart() of shares of a difference, with a line at 0, where nothing is left of it."""
+    return with_zero(curve_chart(series, f"share of the difference in {whole} that is left"))
+
+
+def with_zero(chart: alt.LayerChart) -> alt.LayerChart:
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(y="zero:Q")
-    chart = curve_chart(series, f"validation loss minus that of {baseline} (nats per token)")
     chart.layer = [zero, *chart.layer]
     return chart
 
@@ -250,6 +262,12 @@ def curve_rows(series: Sequence[Series]) -> list[Row]:
         for replicate, curve in s.diverged.items():
             add(s, f"{replicate_name(replicate)}, diverged", curve, diverged=True)
     return rows
+
+
+def ends(point: Point) -> Row:
+    """value, low, high, n: of a row of range_chart(). A single value has a bar of no length."""
+    low, high = (point.mean if end is None else end for end in (point.low, point.high))
+    return {"value": point.mean, "low": low, "high": high, "n": point.n}
 
 
 def encoded(
@@ -372,9 +390,13 @@ def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]]) -> al
         for rate, of in losses.items()
         if of
     ]
+    return final_chart(rows, [Series(variant, look[variant], {}) for variant in finals], "learning rate")
+
+
+def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> alt.LayerChart:
+    """Final losses over x. rows, title: as in range_chart()."""
     y = alt.Y("value:Q", title="final " + LOSS, scale=alt.Scale(zero=False))
-    series = [Series(variant, look[variant], {}) for variant in finals]
-    chart = range_chart(rows, series, y, "learning rate")
+    chart = range_chart(rows, series, y, title)
     return chart.properties(width="container", height=360, usermeta=palette(series))
 
 
