@@ -223,7 +223,8 @@ class Family:
 
     @property
     def heading(self) -> str:
-        return f"Comparison {': '.join(filter(None, [self.name, self.asked.title]))}"
+        title = self.asked.title or f"Comparison {self.name}"
+        return title[:2].capitalize() + title[2:] if title[:2].isalpha() else title  # p = 2 keeps its small letter
 
 
 def compared_families(sweep: Sweep) -> list[Family]:
