@@ -1,8 +1,10 @@
 """Shared by the tests: small configs, real corpora, and programs run as a user runs them."""
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from model.options import LayerNormOptions, LpNormOptions, ModelOptions, NoNormO
 from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `program` gives
 
 torch.set_num_threads(1)
 
@@ -76,8 +79,29 @@ def each_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and not os.environ.get("CI"), reason="torch.compile on a CPU needs g++"
+)
+
+
+def eventually(what: Callable[[], Any], seconds: float = 180) -> Any:
+    """What what() returns once that is true."""
+    deadline = time.monotonic() + seconds
+    while not (result := what()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+    return result
+
+
+def flip(file: Path, position: int = -1, mask: int = 1) -> None:
+    """Change a byte of a file."""
+    data = bytearray(file.read_bytes())
+    data[position] ^= mask
+    file.write_bytes(data)
+
+
 @pytest.fixture
-def program(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def program(tmp_path: Path) -> Program:
     """Run one of the programs in a scratch directory: program("train.py", "max_iters=3") -> the finished process."""
 
     def call(script: str, *overrides: str, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Program
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
@@ -25,8 +25,6 @@ from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from model.gpt import GPT
 from scripts import audit
 from training.config import FAULTS, FaultOptions, TrainConfig
-
-Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def save_run(config: TrainConfig, folder: Path) -> Path:

@@ -2,15 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from conftest import ROOT
-
-Program = Callable[..., CompletedProcess[str]]
+from conftest import ROOT, Program
 
 
 def last_line(ended: CompletedProcess[str]) -> dict[str, Any]:

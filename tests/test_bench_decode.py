@@ -3,19 +3,18 @@
 import json
 import os
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import Program
 from scipy.stats import binom
 
 from scripts.benchmarks import bench_decode
 from scripts.benchmarks.bench_decode import PAPER, settings
 from scripts.benchmarks.timing import Side, Turn, machine, ratio, run_benchmark, spread
 
-Program = Callable[..., subprocess.CompletedProcess[str]]
+Program = Program
 TINY = [
     "model.n_embd=64", "attention.q_rank=32", "attention.kv_rank=32", "attention.nope_dim=16", "attention.rope_dim=8",
     "attention.v_dim=16", "device=cpu", "dtype=float32", "threads=1",

@@ -7,14 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, Program
 from test_train import assert_same_run, lines, weights
 
 from training.updates import seed_of_update
@@ -38,7 +36,7 @@ train.main()
 
 @pytest.mark.parametrize("changes", ["optim=adamw", "optim=muon", "model.activation_checkpointing=true"])
 def test_two_ranks_equal_one_and_resume_bit_for_bit(
-    changes: str, program: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+    changes: str, program: Program, tiny_run: list[str], tmp_path: Path
 ) -> None:
     """The last, without logits, equals a run with logits and without checkpointing."""
     script, long = ROOT / "train.py", changes.startswith("model")

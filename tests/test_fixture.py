@@ -7,18 +7,15 @@ was measured between the compiled kernels and PyTorch's operations.
 
 import json
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Program
 from safetensors.numpy import load_file
 
 TOLERANCE = 1e-4  # relative
 STOPPED_AT = 36
-Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture

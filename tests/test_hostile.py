@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_checkpoint import Bomb
 from test_faults import fork
 from test_report import Made, made, sweep_of, text_of
 from test_train import configured
@@ -84,16 +85,6 @@ def test_a_run_whose_curve_was_changed_after_its_end_is_left_out_of_comparisons(
 
 # -----------------------------------------------------------------------------
 # A stranger's run
-
-
-class Bomb:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return open, (str(self.path), "w")
 
 
 def hostile_texts(exploded: Path) -> dict[str, bytes]:

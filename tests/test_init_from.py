@@ -2,15 +2,13 @@
 
 import hashlib
 import shutil
-import subprocess
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, Program
 from test_export_hf import CHARS, VARIANTS, random_model, random_tokens
 from test_train import SETTINGS, assert_same_run, configured, lines, saved_json, weights
 
@@ -169,7 +167,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_sweep_freezes_the_weights_that_its_runs_begin_with_and_an_audit_trains_fresh_ones(
-    origin: Path, corpus: Path, tmp_path: Path, program: Callable[..., subprocess.CompletedProcess[str]]
+    origin: Path, corpus: Path, tmp_path: Path, program: Program
 ) -> None:
     tiny = [*TINY, f"data=text data.path={corpus}".replace(" ", "\n"), "max_iters=2", "wandb.mode=disabled"]
     words = "\n".join([*tiny, "init_from=origin", "model.dropout=0.2"]).split("\n")

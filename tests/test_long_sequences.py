@@ -1,7 +1,5 @@
 """Long sequences: the loss without the logits, activation checkpointing, and what they leave of a step's memory."""
 
-import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs_compiler
 from test_train import assert_same_run, configured
 from torch import Tensor
 from torch.nn import functional as F
@@ -187,10 +186,9 @@ def test_it_neither_names_a_run_nor_stops_its_resume(corpus: Path, tmp_path: Pat
     assert replace(other, out_dir=None).run_dir == replace(config, out_dir=None).run_dir
 
 
+@needs_compiler
 def test_generated_code_has_the_loss_and_gradients_of_eager_code() -> None:
     """torch.compile's own backend, under autocast."""
-    if shutil.which("g++") is None and not os.environ.get("CI"):
-        pytest.skip("torch.compile needs g++")
     torch._dynamo.reset()
     found = []
     for function in (LinearCrossEntropy.apply, torch.compile(LinearCrossEntropy.apply, fullgraph=True)):

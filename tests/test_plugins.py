@@ -1,15 +1,13 @@
 """Plugins: a norm or a layout in a file of one's own is found, recorded, found again, or named as missing."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, TINY
+from conftest import QK_NORM_VARIANTS, TINY, Program
 from variants import LAYOUTS, PAIRS, config_of
 
 from core import cli, plugins
@@ -19,8 +17,6 @@ from model.gpt import GPT, QK_NORMS, QKNorm
 from model.options import QK_NORMS as OPTIONS
 from model.options import QKNormOptions, register
 from training.config import TrainConfig, load_config
-
-Program = Callable[..., subprocess.CompletedProcess[str]]
 
 PLUGIN = '''
 from typing import Annotated

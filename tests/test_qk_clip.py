@@ -3,8 +3,6 @@
 import functools
 import json
 import math
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import variants
+from conftest import needs_compiler
 from test_ddp import torchrun
 from test_gpt import build, random_tokens
 from test_resume import assert_halves_equal_straight
@@ -237,10 +236,9 @@ def test_compiled_runs_clip_as_eager_ones(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
+@needs_compiler
 def test_generated_code_has_the_maxima_of_eager_code(attention: str) -> None:
     """torch.compile's own backend, over two micro-batches, a clip, and one more."""
-    if shutil.which("g++") is None and not os.environ.get("CI"):
-        pytest.skip("torch.compile needs g++")
     torch._dynamo.reset()
     g = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, 4, 16, 32, generator=g)

@@ -4,11 +4,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, Program
 
 SIZES = [f"attention.{key}" for key in ("kv_rank=8", "nope_dim=8", "rope_dim=4", "v_dim=8")]
 LAYOUTS = {
@@ -37,7 +36,7 @@ def words(corpus: Path, layout: str, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_qk_norm_of_ones_own_trains_samples_and_decodes_as_the_page_says(
-    layout: str, my_norm: Path, corpus: Path, program: Callable[..., subprocess.CompletedProcess[str]]
+    layout: str, my_norm: Path, corpus: Path, program: Program
 ) -> None:
     done = program("train.py", *words(corpus, layout, "max_iters=4", "qk_norm.q=0.25"))
     assert done.returncode == 0 and "done: val/loss" in done.stdout and "nearly uniform" not in done.stderr, done.stderr
@@ -58,9 +57,7 @@ def test_a_qk_norm_of_ones_own_trains_samples_and_decodes_as_the_page_says(
     assert checked.returncode == 0, checked.stderr
 
 
-def test_the_pages_norm_attends(
-    my_norm: Path, corpus: Path, program: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_the_pages_norm_attends(my_norm: Path, corpus: Path, program: Program) -> None:
     """Its logits grow with the weights. With q = 1 they cannot, and the start says so."""
     largest = {}
     for q in (0.5, 1):

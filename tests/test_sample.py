@@ -2,13 +2,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, Program, flip
 from test_train import configured
 from variants import build, config_of
 
@@ -18,8 +17,6 @@ from core.schema import ConfigError
 from data.tokenizer import ByteTokenizer, CharTokenizer, build_tokenizer
 from model.generate import generate
 from sample import load_run, print_first, read_prompt
-
-Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -98,10 +95,7 @@ def test_prompts_are_taken_as_they_are_unknown_characters_named_and_corrupt_chec
     for prompt, named in (("'tis, {or}", "',' (U+002C)"), ("to be {or}, 'ñ'", "'{' (U+007B)")):  # Hydra's syntax
         done = program("sample.py", "run=run", f"start={prompt}")
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and named in done.stderr
-    file = run / "ckpt" / "best" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(run / "ckpt" / "best" / "model.safetensors")
     done = program("sample.py", "run=run")
     assert done.returncode == 2 and "model.safetensors: checksum" in done.stderr
 

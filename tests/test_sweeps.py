@@ -10,14 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, eventually
 from test_train import assert_same_run
 
 import sweeps.plan
@@ -103,14 +103,6 @@ def workers_of(sweep_dir: Path) -> list[int]:
             if str(sweep_dir).encode() in words and b"work" in words:
                 found[int(entry.name)] = parent
     return [pid for pid, parent in found.items() if parent not in found]
-
-
-def eventually(what: Callable[[], Any], seconds: float = 180) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (result := what()):
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
-    return result
 
 
 def pending_signals(pid: int) -> int:

@@ -15,9 +15,12 @@ import torch
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_corpora import HANGING_DNS
 
 from core.schema import ConfigError
 from data import tokenizer as tokenizers
+from data.corpora import load_text
+from data.options import PythonDocsOptions
 from data.tokenizer import (
     BYTES,
     GPT2_FILES,
@@ -143,12 +146,6 @@ def test_an_empty_text_has_no_tokens(name: str) -> None:
 # BPE
 
 
-def english() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics[name] for name in sorted(topics))
-
-
 def merged(pre_token: bytes, rank: dict[bytes, int]) -> list[int]:
     """BPE by its definition: the neighbours that make the token of the lowest rank are joined, until none do."""
     pieces = [pre_token[i : i + 1] for i in range(len(pre_token))]
@@ -163,7 +160,7 @@ def merged(pre_token: bytes, rank: dict[bytes, int]) -> list[int]:
 def test_bpe_encodes_by_the_definition() -> None:
     import regex  # tiktoken brings it
 
-    text = english()[:20_000] + "  naïve\n\n\n €5 — 😀\u3000\u2028 don't'll '''x"
+    text = load_text(PythonDocsOptions())[:20_000] + "  naïve\n\n\n €5 — 😀\u3000\u2028 don't'll '''x"
     tokenizer = build_tokenizer("bpe", text, 500)
     rank = {token: i for i, token in enumerate(tokenizer.pieces)}
     gpt2_pattern = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI wrote it
@@ -239,7 +236,7 @@ def test_gpt2_has_the_tokens_of_tiktokens_own_encoding() -> None:
     assert isinstance(tokenizer, GPT2Tokenizer)
     assert (tokenizer.vocab_size, tokenizer.separator) == (50257, 50256) == (encoding.n_vocab, encoding.eot_token)
     assert encoding._pat_str == PRE_TOKENS
-    text = english()[:5000]
+    text = load_text(PythonDocsOptions())[:5000]
     assert tokenizer.encode(text).tolist() == encoding.encode_ordinary(text)
     assert len(tokenizer.encode(SEPARATOR)) > 1  # in a text it is text
     assert tokenizer.decode([50256]) == SEPARATOR
@@ -259,9 +256,6 @@ def test_a_damaged_file_of_gpt2_is_an_error_of_one_line(monkeypatch: pytest.Monk
     Path(tiktoken_cache(GPT2_FILES)[1]).write_text("{}")
     with pytest.raises(ConfigError, match="^data.tokenizer=gpt2 cannot be loaded: [^\n]*$"):
         build_tokenizer("gpt2", "")
-
-
-HANGING_DNS = "import socket, time\nsocket.getaddrinfo = lambda *args, **kwargs: time.sleep(60)\n"
 
 
 @pytest.mark.parametrize("case", ["refused", "silence"])

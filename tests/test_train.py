@@ -6,7 +6,6 @@ import math
 import os
 import resource
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, ROOT, tiny_config
+from conftest import QK_NORM_VARIANTS, ROOT, Program, needs_compiler, tiny_config
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -235,10 +234,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     torch.compiler.reset()
 
 
+@needs_compiler
 def test_one_compilation_serves_every_p_fold_and_seed(graphs: Callable[[], int], corpus: Path, tmp_path: Path) -> None:
     """In one process, as in a sweep's worker; what is learned is what is learned without a compiler."""
-    if shutil.which("g++") is None and not os.environ.get("CI"):
-        pytest.skip("torch.compile on a CPU needs g++")
     made = []
     for p, fold, seed in ((2.0, 0, 1), (3.0, 1, 1), (1.0, 0, 2), (1.5, 2, 3), (3.5, 0, 1), (7.25, 1, 4)):
         changes = {
@@ -645,8 +643,6 @@ def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, mon
 
 # -----------------------------------------------------------------------------
 # The program
-
-Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_too_little_memory_is_one_line(program: Program, tiny_run: list[str], tmp_path: Path) -> None:
