@@ -15,9 +15,10 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 from browser import CHROMIUM, Page
+from variants import NORMS
 
 from model.kernels import operators
-from model.options import LayerNormOptions, LpNormOptions, ModelOptions, NoNormOptions, QKNormOptions, RMSNormOptions
+from model.options import LpNormOptions, ModelOptions, NoNormOptions, QKNormOptions
 from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,14 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 QK_NORM_VARIANTS: dict[str, QKNormOptions] = {
-    "none": NoNormOptions(),
-    "rms": RMSNormOptions(),
-    "layernorm": LayerNormOptions(),
-    "lp1": LpNormOptions(p=1.0),
+    **NORMS,
     "lp1.5": LpNormOptions(p=1.5, alpha_per="head", alpha_init="matched"),
     "lp2": LpNormOptions(p=2.0, alpha_map="softplus", alpha_init="henry"),
     "lp3": LpNormOptions(p=3.0, alpha_map="linear", alpha_init=2.5),
-    "lp_learned": LpNormOptions(p="learned"),
     "lpinf": LpNormOptions(p=float("inf"), alpha_per="head"),
 }
 

@@ -16,7 +16,7 @@ from conftest import Program
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
-from variants import PAIRS, V, config_of
+from variants import PAIRS, V, config_of, looking_ahead
 
 from core import checkpoint
 from data.tokenizer import NoText
@@ -93,19 +93,10 @@ def test_the_audit_finds_nothing_in_an_honest_model(
 def test_a_mask_that_is_missing_without_a_fault_is_caught_though_train_py_refuses_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GPT, "__init__", breaking(GPT.__init__))
+    monkeypatch.setattr(ops, "causal_attention", looking_ahead(audit.MAX_BLOCK_SIZE))
     status, found = audited(capsys, f"run={save_run(small('mha', 'none'), tmp_path / 'run')}", "steps=20")
     assert status == 1 and found["caught"] == ["future leakage", "random-token floor", "accumulation"]
     assert "sees the future" in found["checks"]["accumulation"]["refused"]
-
-
-def breaking(init: Any) -> Any:
-    def broken(self: Any, *args: Any) -> None:
-        init(self, *args)
-        for attention in self.attentions:
-            attention.attend = lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale)
-
-    return broken
 
 
 class Leaky(nn.Module):

@@ -17,14 +17,13 @@ from test_train import assert_same_run, lines, weights
 
 from training.updates import seed_of_update
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 WORDS = ["model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=6", "schedule.lr_decay_iters=6"]
 
 
 def torchrun(cwd: Path, *overrides: str, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    return subprocess.run(
-        [sys.executable, *launch, *overrides], cwd=cwd, capture_output=True, text=True, timeout=180, check=False
-    )
+    command = [*TORCHRUN, str(script), *overrides]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=180, check=False)
 
 
 LONG = """
@@ -67,10 +66,9 @@ def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -
     words = [*tiny_run, *WORDS[:2], "max_iters=300", "schedule.lr_decay_iters=300", "checkpoint_interval=10"]
     assert torchrun(tmp_path, *words, "out_dir=straight").returncode == 0
     choose, kills, amid = random.Random(0), 0, 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     while kills < KILLS:
         process = subprocess.Popen(
-            [*launch, str(ROOT / "train.py"), *words, "out_dir=killed"],
+            [*TORCHRUN, str(ROOT / "train.py"), *words, "out_dir=killed"],
             cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         found: list[int] = []

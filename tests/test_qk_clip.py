@@ -20,10 +20,9 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import model.ops
 import train
-from core.schema import validate
 from model.gpt import GPT
 from model.ops import max_logits, queries_at_once
-from model.options import AttentionOptions, MLAOptions, ModelOptions
+from model.options import AttentionOptions, MLAOptions
 from training.config import LogClipOptions, NoClipOptions, QKClipOptions, TrainConfig, load_config
 from training.qk_clip import qk_clip, qk_clip_line
 
@@ -35,13 +34,9 @@ def layout(request: pytest.FixtureRequest) -> AttentionOptions:
     return LAYOUTS[request.param]
 
 
-def config_of(layout: AttentionOptions, **changes: Any) -> TrainConfig:
+def config_of(layout: AttentionOptions) -> TrainConfig:
     rope: dict[str, Any] = {"position": "rope", "rope_theta": 1e4}
-    bias = not isinstance(layout, MLAOptions)
-    model = ModelOptions(n_layer=2, n_head=4, n_embd=32, block_size=16, dropout=0.0, bias=bias, **rope)
-    config = TrainConfig(model=model, attention=layout, **changes)
-    validate(config)
-    return config
+    return variants.config_of(layout, "none", bias=not isinstance(layout, MLAOptions), **rope)
 
 
 def logits_of(model: GPT, idx: Tensor) -> list[Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT, TINY, eventually
+from test_bad_input import check
 from test_train import assert_same_run
 
 import sweeps.plan
@@ -276,11 +277,7 @@ def test_bad_input_gets_one_line_and_status_2_before_anything_is_written(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    for part in BAD[words]:
-        assert part in error
+    check(main(words.split()), capsys.readouterr().err, BAD[words])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,7 +23,7 @@ from conftest import QK_NORM_VARIANTS, ROOT, Program, needs_compiler, tiny_confi
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from variants import LAYOUTS, PAIRS, config_of
+from variants import LAYOUTS, PAIRS, config_of, looking_ahead
 
 import model.gpt
 import train
@@ -370,8 +370,7 @@ def test_a_model_that_sees_the_future_is_refused_at_start(
         # evaluation has no gradients: there it takes another attention product
         if wrong in ("training", "evaluation") and torch.is_grad_enabled() == (wrong == "evaluation"):
             return causal_attention(q, k, v, scale, p_dropout)
-        hidden = torch.ones(q.size(-2), k.size(-2)).triu(2 if wrong == "one_ahead" else q.size(-2)).bool()
-        return torch.softmax((scale * q @ k.transpose(-2, -1)).masked_fill(hidden, -math.inf), -1) @ v
+        return looking_ahead(1 if wrong == "one_ahead" else q.size(-2))(q, k, v, scale)
 
     def nan(self: GPT, *args: Any, **options: Any) -> Any:
         logits, loss = forward(self, *args, **options)
