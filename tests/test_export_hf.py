@@ -114,7 +114,7 @@ TEXTS += ["<|endoftext|> [UNK]"]
 DOCS = load_python_docs(PythonDocsOptions())
 LEARNT = learn_bpe([DOCS[:200_000]], 1000)
 TOKENIZERS: dict[str, Tokenizer] = {
-    "char": CharTokenizer.build(DOCS + "".join(TEXTS)),
+    "char": CharTokenizer("".join(sorted({*DOCS, *"".join(TEXTS)}))),
     "byte": ByteTokenizer(),
     "bpe": BPETokenizer(LEARNT),
     "gpt2": GPT2Tokenizer(LEARNT, has_separator=True),

@@ -29,7 +29,6 @@ from data.tokenizer import (
     TOKENIZERS,
     BPETokenizer,
     ByteTokenizer,
-    CharTokenizer,
     GPT2Tokenizer,
     Tokenizer,
     build_tokenizer,
@@ -105,7 +104,7 @@ def test_decode_inverts_encode_and_survives_json(name: str, text: str) -> None:
 @settings(deadline=None)
 def test_char_tokens_are_ranks_in_the_sorted_vocabulary_and_byte_tokens_the_utf8_bytes(text: str) -> None:
     rank = {char: i for i, char in enumerate(sorted(set(text)))}  # nanoGPT's stoi
-    tokenizer = CharTokenizer.build(text)
+    tokenizer = build_tokenizer("char", text)
     assert tokenizer.vocab_size == len(rank) and tokenizer.encode(text).tolist() == [rank[char] for char in text]
     tokens = ByteTokenizer().encode(text)
     assert tokens.dtype == np.uint8 and tokens.tolist() == list(text.encode())
@@ -123,13 +122,13 @@ def test_char_tokens_are_ranks_in_the_sorted_vocabulary_and_byte_tokens_the_utf8
 )
 def test_an_unknown_character_is_named(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=f"^the character {re.escape(named)} is not among the 3 that the corpus has$"):
-        CharTokenizer.build("cab").encode(text)
+        build_tokenizer("char", "cab").encode(text)
 
 
 def test_tokens_take_two_bytes_while_the_vocabulary_fits() -> None:
     most = "".join(chr(0x10000 + i) for i in range(2**16))
-    assert CharTokenizer.build(most).encode(most).dtype == np.uint16
-    tokens = CharTokenizer.build(most + "a").encode(most[-1])
+    assert build_tokenizer("char", most).encode(most).dtype == np.uint16
+    tokens = build_tokenizer("char", most + "a").encode(most[-1])
     assert tokens.dtype == np.uint32 and tokens.tolist() == [2**16]
     pairs = [a + b for a in BYTES for b in BYTES][: 2**16 - 256]
     assert BPETokenizer([*BYTES, *pairs]).encode("ab").dtype == np.uint16
