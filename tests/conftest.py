@@ -99,11 +99,16 @@ def flip(file: Path, position: int = -1, mask: int = 1) -> None:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """Run one of the programs in a scratch directory: program("train.py", "max_iters=3") -> the finished process."""
+    """Run one of the programs in a scratch directory: program("train.py", "max_iters=3") -> the finished process.
 
-    def call(script: str, *overrides: str, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
+    status: the exit status that it must have.
+    """
+
+    def call(script: str, *overrides: str, status: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / script), *overrides]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, **options)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, **options)
+        assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+        return done
 
     return call
 

@@ -284,13 +284,12 @@ def test_a_folder_with_code_of_its_own_is_audited_when_it_is_trusted(program: Pr
     words = ("model=hf", "steps=20", "device=cpu")
     for masked in (True, False):
         (folder / "config.json").write_text(json.dumps({**settings, "auto_map": classes, "masked": masked}))
-        done = program("scripts/audit.py", *words, "trust_remote_code=true", env=env)
+        done = program("scripts/audit.py", *words, "trust_remote_code=true", env=env, status=int(not masked))
         found = json.loads(done.stdout.splitlines()[-1])
         assert found["architecture"] == "TinyForCausalLM"
-        assert (done.returncode, found["caught"][:1]) == ((0, []) if masked else (1, ["future leakage"])), done
+        assert found["caught"][:1] == ([] if masked else ["future leakage"])
         assert None not in [check["caught"] for check in found["checks"].values()]
-    refused = program("scripts/audit.py", *words, env=env)
-    assert refused.returncode == 2 and "custom code" in refused.stderr
+    assert "custom code" in program("scripts/audit.py", *words, env=env, status=2).stderr
 
 
 def test_a_loss_that_does_not_shift_its_labels_or_sums_them_is_caught(tmp_path: Path) -> None:

@@ -31,8 +31,7 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(
     dtype: str, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["contexts=[48]", "batch=[2]", "rounds=6", "seconds=0.01", "out=it", *TINY[:-2], f"dtype={dtype}", TINY[-1]]
-    done = program("scripts/benchmarks/bench_decode.py", *words, timeout=600)
-    assert done.returncode == 0, done.stderr
+    done = program("scripts/benchmarks/bench_decode.py", *words)
     result = json.loads(done.stdout.splitlines()[-1])
     (point,) = result["points"]
     sides, heads, itemsize, tokens = point["sides"], 16, {"float32": 4, "bfloat16": 2}[dtype], 2 * 48

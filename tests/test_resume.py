@@ -206,8 +206,7 @@ def test_a_signal_saves_stops_and_says_how_to_go_on(
     number: signal.Signals, status: int, tiny_run: list[str], tmp_path: Path, program: Program
 ) -> None:
     words = [*tiny_run, "max_iters=1000", "eval_interval=500", "checkpoint_interval=1000"]
-    straight = program("train.py", *words, "out_dir=straight")
-    assert straight.returncode == 0, straight.stderr
+    program("train.py", *words, "out_dir=straight")
     command = [sys.executable, str(ROOT / "train.py"), *words, "out_dir=stopped"]
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
@@ -221,5 +220,5 @@ def test_a_signal_saves_stops_and_says_how_to_go_on(
     assert state["state"] == "stopped" and state["reason"] == number.name
     assert checkpoint.load(tmp_path / "stopped" / "ckpt" / "latest").step == state["iter"]
     assert [line["iter"] for line in Metrics.read(metrics)] == list(range(state["iter"]))
-    assert program("train.py", *words, "out_dir=stopped").returncode == 0
+    program("train.py", *words, "out_dir=stopped")
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")

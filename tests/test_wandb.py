@@ -132,7 +132,7 @@ def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_
         eventually(lambda: (run / "ckpt" / "step_000020").exists(), 120)
         process.kill()
     done = program("train.py", *words, "max_iters=60")
-    assert done.returncode == 0 and "to upload it: wandb sync" in done.stdout, done.stdout + done.stderr
+    assert "to upload it: wandb sync" in done.stdout
     first, last = inspect(run)
     items = [*history(first), *history(last)]
     lines, kept = Metrics.read(run / "metrics.jsonl"), {item["iter"]: item for item in items}
@@ -340,7 +340,7 @@ def test_a_sweep_is_one_run_that_a_later_launch_updates(
     shutil.copytree(ROOT / "tests" / "fixtures" / "v0", tmp_path, symlinks=True, dirs_exist_ok=True)
     place = ("sweep=grid.yaml", "sweep_dir=sweep")
     done = program("scripts/report.py", *place, "out=report", "wandb=true")  # offline: there is no key
-    assert done.returncode == 0 and "W&B is offline: wandb sync " in done.stdout, done.stderr
+    assert "W&B is offline: wandb sync " in done.stdout
     (records,) = inspect(tmp_path / "sweep")
     (sent,) = [r["run"] for r in records if r["type"] == "run"]
     assert (sent["job_type"], sent["run_id"], sent["display_name"]) == ("sweep", "sweep-grid", "grid")
@@ -357,12 +357,12 @@ def test_a_sweep_is_one_run_that_a_later_launch_updates(
     server: Server = request.getfixturevalue("server")
     for n in (1, 2):
         done = program("sweeps/launch.py", *place, "launcher.workers=1", "launcher.threads=1")
-        assert done.returncode == 0 and "4 runs (4 done)" in done.stdout, done.stderr
+        assert "4 runs (4 done)" in done.stdout
         assert [*server.runs] == ["sweep-grid"] and server.runs["sweep-grid"]["jobType"] == "sweep"
         assert len(server.history["sweep-grid"]) == n
     server.down = True
-    done = program("scripts/report.py", *place, "out=report", "wandb=true")
-    assert done.returncode == 1 and "W&B cannot be reached" in done.stderr and "report has the report" in done.stderr
+    done = program("scripts/report.py", *place, "out=report", "wandb=true", status=1)
+    assert "W&B cannot be reached" in done.stderr and "report has the report" in done.stderr
 
 
 def test_no_key_and_a_terminal_never_prompts(tmp_path: Path) -> None:
