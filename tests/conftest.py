@@ -15,10 +15,10 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 from browser import CHROMIUM, Page
-from variants import NORMS
+from variants import NORMS, config_of
 
 from model.kernels import operators
-from model.options import LpNormOptions, ModelOptions, NoNormOptions, QKNormOptions
+from model.options import LpNormOptions, QKNormOptions
 from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,8 +57,7 @@ QK_NORM_VARIANTS: dict[str, QKNormOptions] = {
 
 
 def tiny_config(qk_norm: QKNormOptions | None = None, **model: Any) -> TrainConfig:
-    settings = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, **model}
-    return TrainConfig(model=ModelOptions(**settings), qk_norm=qk_norm or NoNormOptions())
+    return config_of("mha", qk_norm or "none", **model)
 
 
 @pytest.fixture(params=QK_NORM_VARIANTS)
