@@ -22,6 +22,7 @@ import pytest
 from browser import Page
 from conftest import ROOT, tiny_config
 from scipy import stats
+from test_bad_input import check
 
 from core.schema import ConfigError
 from data.options import RandomOptions, TinyShakespeareOptions
@@ -605,9 +606,7 @@ def test_bad_input_is_one_line_and_status_2(
     Path("torn/plan.jsonl").write_text('{"id": "a-')
     Path("empty/plan.jsonl").write_text("")
     Path("unnamed/sweep.json").unlink()
-    assert report.main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and BAD[words] in error
+    check(report.main(words.split()), capsys.readouterr().err, [BAD[words]])
     assert not Path("results").exists()
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import eventually
 from test_faults import exit_status, fork
-from test_sweeps import eventually, frozen, launched, pending_signals, times_finished, tiny_sweep
+from test_sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
 from test_train import assert_same_run
 
 import train

@@ -10,14 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, eventually
+from test_bad_input import check
 from test_train import assert_same_run
 
 import sweeps.plan
@@ -104,14 +105,6 @@ def workers_of(sweep_dir: Path) -> list[int]:
             if str(sweep_dir).encode() in words and b"work" in words:
                 found[int(entry.name)] = parent
     return [pid for pid, parent in found.items() if parent not in found]
-
-
-def eventually(what: Callable[[], Any], seconds: float = 180) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (result := what()):
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
-    return result
 
 
 def pending_signals(pid: int) -> int:
@@ -285,11 +278,7 @@ def test_bad_input_gets_one_line_and_status_2_before_anything_is_written(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    for part in BAD[words]:
-        assert part in error
+    check(main(words.split()), capsys.readouterr().err, BAD[words])
     assert list(tmp_path.iterdir()) == []
 
 
