@@ -54,7 +54,7 @@ FAULTS_hostile := tests/test_hostile.py
 FAULTS_sweep := tests/test_sweeps.py -k kills
 
 test-faults: .venv/setup-test
-	@test -n "$(FAULTS_$(part))" || { echo "make test-faults part=kills|damage|input|disk|hostile|sweep"; exit 2; }
+	@$(if $(FAULTS_$(part)),,echo "make test-faults part=kills|damage|input|disk|hostile|sweep"; exit 2)
 	NANOQK_FAULTS=full timeout 3600 .venv/bin/python -m pytest -rP --no-header $(FAULTS_$(part))
 
 audit: .venv/setup-test
