@@ -60,4 +60,7 @@ test-faults: .venv/setup-test
 audit: .venv/setup-test
 	.venv/bin/python -m pip freeze --exclude-editable > .venv/installed.txt
 	.venv/bin/python -m pip install --quiet pip-audit
+	@echo 'PyYAML==5.3' > .venv/vulnerable.txt  # CVE-2020-1747: an index that knows nothing of it would find nothing at all
+	@! .venv/bin/python -m pip_audit --requirement .venv/vulnerable.txt --no-deps --disable-pip > /dev/null 2>&1 || \
+		{ echo "error: nothing was audited: the package index has no vulnerability data"; exit 1; }
 	.venv/bin/python -m pip_audit --requirement .venv/installed.txt --no-deps --disable-pip
