@@ -25,7 +25,7 @@ WORDS = ["model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=6", "s
 def torchrun(cwd: Path, *overrides: str, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess[str]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     return subprocess.run(
-        [sys.executable, *launch, *overrides], cwd=cwd, capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, *launch, *overrides], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
     )
 
 
