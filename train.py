@@ -59,8 +59,9 @@ def run(config: TrainConfig) -> int:
     session.join_ranks()
     with open_run_dir(session) as run_dir:  # ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:
-            refuse_other_dtype_or_text(session, run_dir)
             damage = find_damage(run_dir.path)
+            if not damage:  # else the summary that names dtype and text may be what is damaged
+                refuse_other_dtype_or_text(session, run_dir)
             run_dir.log(f"{run_dir.path} is {run_dir.state}{damage and ', but '}{damage}; fresh=true starts it anew")
             return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0
         saved = resume(session, run_dir)

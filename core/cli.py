@@ -87,7 +87,7 @@ def parse(word: str) -> Any:
     require(plain == word, f"{word} is unknown: settings are written key=value, and --help lists them")
     try:
         return OverridesParser.create().parse_override(word)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # ValueError: a number of more than 4,300 digits
         reason = f"{str(error).split('See https')[0]}; quote what is not plain text, as in 'key=\"...\"'"
         raise ConfigError(f"{word} is not key=value: {reason}") from error
 

@@ -101,7 +101,7 @@ class RandomOptions:
     """Uniformly random tokens: no honest loss is below ln vocab_size"""
 
     name: str = "random"
-    n_tokens: Annotated[int, AtLeast(4), Help("in all")] = 10_000_000
+    n_tokens: Annotated[int, Between(4, 10**9), Help("in all")] = 10_000_000
     vocab_size: Annotated[int, Between(2, MOST_TOKENS), Help("different tokens")] = 256
     val_tokens: Annotated[int, AtLeast(2), Help("the last ones, which are held out")] = 100_000
     seed: Annotated[int, AtLeast(0, bits=63), Help("of the tokens")] = 0

@@ -71,7 +71,7 @@ def random_tokens(config: RandomOptions) -> Corpus:
     bits = np.random.Philox(key=config.seed)
     dtype = token_dtype(config.vocab_size)
     tokens = np.random.Generator(bits).integers(config.vocab_size, size=config.n_tokens, dtype=dtype)
-    sha256 = hashlib.sha256(tokens.tobytes()).hexdigest()
+    sha256 = hashlib.sha256(tokens.data).hexdigest()
     n_train = config.n_tokens - config.val_tokens
     held_out = Split(train=((0, n_train),), val=((n_train, config.n_tokens),))
     return Corpus(sha256, NoText(config.vocab_size), tokens, held_out)

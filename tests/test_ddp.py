@@ -23,7 +23,7 @@ WORDS = ["model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=6", "s
 
 def torchrun(cwd: Path, *overrides: str, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess[str]:
     command = [*TORCHRUN, str(script), *overrides]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
 
 
 LONG = """

@@ -190,6 +190,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         table.update(content)
 
 
+@pytest.mark.parametrize("part", ["kills", "damage", "input", "disk", "hostile", "sweep"])
+def test_each_part_of_the_faults_is_one_command(part: str) -> None:
+    make = ["make", "--old-file=.venv/setup-test", "test-faults"]
+    said = subprocess.run([*make, "--dry-run", f"part={part}"], cwd=ROOT, capture_output=True, text=True).stdout
+    (line,) = said.splitlines()
+    assert "pytest" in line and re.findall(r"tests/test_\w+\.py", line)
+    refused = subprocess.run([*make, "part=none"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "part=kills|damage" in refused.stdout
+
+
 def test_commands_are_found() -> None:
     found = [one for page in PAGES for line in commands(page) for one in programs(line)]
     assert len(found) > 60 and {"train.py", "sweeps/launch.py", "sample.py", "make", "pytest"} <= dict(found).keys()

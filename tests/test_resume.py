@@ -1,5 +1,6 @@
 """A run that was stopped and started again ends as if nothing had happened, bit for bit."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from test_train import assert_same_run, configured, lines, saved_json, weights
 
 import train
 from core import checkpoint
+from core.files import read_json
 from core.metrics import Metrics
 from core.schema import ConfigError
 from training import resume, session
@@ -174,6 +176,28 @@ def test_a_finished_run_with_damaged_weights_says_so(corpus: Path, tmp_path: Pat
     flip(weights)
     assert train.run(configured(corpus, run, max_iters=3)) == 1
     assert f"is done, but {weights}: checksum is wrong" in (run / "train.log").read_text()
+
+
+def test_a_finished_run_with_a_damaged_summary_says_so(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train.run(configured(corpus, run, max_iters=3)) == 0
+    summary = read_json(run / "summary.json")
+    for key in ("corpus_sha256", "dtype", "val/loss"):
+        (run / "summary.json").write_text(json.dumps(summary | {key: "0" * 64}))
+        assert train.run(configured(corpus, run, max_iters=3)) == 1
+        assert f"is done, but {run / 'summary.json'} has changed since" in (run / "train.log").read_text(), key
+        (run / "train.log").unlink()
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_says_that_it_begins_anew(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(train, "save", None)
+        train.run(configured(corpus, tmp_path / "run", max_iters=3))
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
+    said = "the run was stopped before its first checkpoint: it starts again at iteration 0"
+    assert said in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_a_run_whose_checkpoints_are_lost_or_corrupt_is_not_begun_anew_unasked(corpus: Path, tmp_path: Path) -> None:

@@ -707,8 +707,9 @@ def test_a_full_disk_fails_the_runs_and_loses_nothing(undisturbed: Path, sweep: 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    frozen(sweep)  # before the limit: the changes of a checkout may be large
-    output = launched(sweep, "retries=0", status=1, preexec_fn=limit)
+    frozen(sweep)  # before the limit, which the plan exceeds
+    no_git = {**os.environ, "GIT_DIR": os.devnull}  # the changes of a checkout may be large, and are kept with the plan
+    output = launched(sweep, "retries=0", status=1, preexec_fn=limit, env=no_git)
     assert "8 failed" in output and "File too large" in output
     assert "8 done" in launched(sweep)
     assert_same_sweep(undisturbed.parent / "sweep", sweep.parent / "sweep")

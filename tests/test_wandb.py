@@ -56,8 +56,11 @@ def test_auto_is_online_with_a_key_for_the_server_and_offline_without(
     assert wandb_mode("auto") == "offline"
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     assert wandb_mode("auto") == "online"
-    (tmp_path / "netrc").write_text("machine, what")
     monkeypatch.delenv("WANDB_API_KEY")
+    for damaged in (b"machine, what", b"\x00\xff\xfe machine"):
+        (tmp_path / "netrc").write_bytes(damaged)
+        assert wandb_mode("auto") == "offline"
+    monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
     assert wandb_mode("auto") == "offline"
 
 
