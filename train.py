@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from core import checkpoint, dist
 from core.cli import StopSignal, run_app
+from core.device import seed_generator
 from core.metrics import spike_score
 from core.rundir import RunDir
 from core.schema import require
@@ -41,7 +42,7 @@ from training.resume import (
 )
 from training.schedule import learning_rate
 from training.session import Session, setup
-from training.updates import accumulate_gradients, seed_generator, seed_of_update
+from training.updates import accumulate_gradients, seed_of_update
 
 EXIT_DIVERGED = 3  # other exit codes: 0 done, 1 failed, 2 bad setting, 128 + n stopped by signal n
 
@@ -106,6 +107,7 @@ def train(
     parameters = [*model.parameters()]
     micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
     skip = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: weights stay then
+    agreement, stopping = dist.Agreement(), False
     batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in micro_steps)
     with (
         closing(session.data.batches.prefetch(batch_ids)) as train_batches,
@@ -116,7 +118,7 @@ def train(
         for step in range(start, config.max_iters + 1):  # + 1: the last pass only evaluates and saves
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}
-            is_last = step == config.max_iters or meter.stop_requested
+            is_last = step == config.max_iters or stopping
             is_best = False
             if evaluates(step, config):
                 evaluate(session, run_dir, line)
@@ -141,11 +143,12 @@ def train(
             optimizer.step(skip)
             optimizer.zero_grad()
             max_logits = qk_clip(model.attentions, config.qk_clip, skip)  # clips heads; returns the largest logits
-            meter.add(line, loss, norm, stop.signal, max_logits)
+            meter.add(line, loss, norm, max_logits)
             bar.update()
 
             # Read the losses and gradient norms of the updates since the last read.
-            if reads(step, config) or stop.signal or world.size > 1:  # several ranks: always, so that all stop together
+            stopping = agreement.any_rank(stop.signal > 0)  # all ranks stop after the same update
+            if reads(step, config) or stopping:
                 meter.read()
             if evaluates(step, config):
                 line |= update_ratios(model, old_weights)

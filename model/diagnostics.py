@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.device import seed_generator
 from model.gpt import GPT, LpNorm, QKNorm
 from model.ops import visible_logits
 
@@ -154,7 +155,7 @@ def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dic
 
 def forward(model: nn.Module, idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:
     """The logits (B, T, V), or None, and the loss of predicting the positions `part` of idx (B, T) itself."""
-    torch.manual_seed(0)
+    seed_generator(0, idx.device)
     targets = torch.full_like(idx, -1)
     targets[:, part] = idx[:, part]
     logits, loss = model(idx, targets)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from core.device import seed_generator
 from core.dist import World
 from core.schema import require
 from data.batches import Batches
@@ -17,7 +18,7 @@ from model.diagnostics import LEAK_TOLERANCE, future_leak, logit_bound
 from model.ops import positions_with_logits
 from training.evaluate import mean_loss
 from training.session import Batch, Session
-from training.updates import accumulate_gradients, rows_at_once, seed_generator, seed_of_update
+from training.updates import accumulate_gradients, rows_at_once, seed_of_update
 
 LEAST_LOGIT_BOUND = 0.5  # |logits| up to 0.5: no key can get more than e times the weight of another one
 INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats

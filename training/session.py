@@ -29,6 +29,7 @@ from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, o
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) each
 
 DEFAULT_THREADS = torch.get_num_threads()
+RESIDENT = 16  # a GPU's memory in sizes of a corpus, from which on data.on_device=auto keeps the corpus there
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Session:
 def setup(config: TrainConfig) -> Session:
     """Everything a run needs but its directory. Raises: ConfigError."""
     machine = set_up_machine(config)
-    data = read_data(config)
+    data = read_data(config, machine.device)
     refuse_too_large(config, model_without_weights(config, data), machine)
     model = GPT(config.gpt, data.corpus.tokenizer.vocab_size)
     model.init_weights(config.seed)
@@ -146,13 +147,21 @@ def make_deterministic(wanted: bool, compiled: bool) -> None:
         inductor.deterministic = wanted  # it then chooses no kernel by timing
 
 
-def read_data(config: TrainConfig) -> Data:
+def read_data(config: TrainConfig, device: torch.device | None = None) -> Data:
+    """The corpus and its batches. device: of training; None where nothing is trained."""
     saved = None if config.fresh else checkpoint.peek(config.run_dir / "ckpt")  # a resumed run keeps its BPE merges
     corpus = load_corpus(config.data, config.model.block_size, saved)
-    batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed)
+    where = device if device is not None and is_resident(config, corpus, device) else None
+    batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed, where)
     if config.eval_iters:
         batches.sampled_batch("val", 0)  # raises where the held-out block is shorter than a window
     return Data(corpus, batches)
+
+
+def is_resident(config: TrainConfig, corpus: Corpus, device: torch.device) -> bool:
+    """Whether the tokens lie on the device: auto takes a GPU with RESIDENT times their size."""
+    fits = device.type == "cuda" and RESIDENT * corpus.tokens.nbytes <= total_memory(device)
+    return fits if config.data.on_device == "auto" else bool(config.data.on_device)
 
 
 def model_without_weights(config: TrainConfig, data: Data) -> GPT:
