@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
@@ -57,8 +56,8 @@ def run(config: TrainConfig) -> int:
     if config.dry_run:
         return dry_run(config)
     session = setup(config)
-    warnings = [*start_up_checks(session), *load_origin(config, session.model, session.data.corpus)]
     session.join_ranks()
+    warnings = [*start_up_checks(session), *load_origin(config, session.model, session.data.corpus)]
     with open_run_dir(session) as run_dir:  # ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:
             refuse_other_dtype_or_text(session, run_dir)
@@ -82,6 +81,7 @@ def run(config: TrainConfig) -> int:
         run_dir.log(
             f"{run_dir.path}: {session.model.num_params() / 1e6:.2f}M parameters, {config.tokens_per_iter:,} tokens a "
             f"step, {session.about['device']}, {session.machine.dtype}"
+            + (f", {session.about['sdpa']} attention" if "sdpa" in session.about else "")
             + (f", resumed at iteration {start}" if saved else "")
         )
         meter, lowest = Meter(session, saved), find_lowest(run_dir)

@@ -60,8 +60,8 @@ class Batches:
     def prefetch(self, steps: Iterable[tuple[int, int]]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """get_batch(step, micro_step) for each of `steps`, prepared by threads while the caller uses the ones before.
 
-        Passing a small batch between threads takes longer than making it, so a task makes several. Batches that a device
-        cuts need no threads.
+        Passing a small batch between threads takes longer than making it, so a task makes several. A device that holds
+        the tokens needs no threads.
         """
         steps = iter(steps)
         if self.resident is not None:

@@ -1,4 +1,4 @@
-"""A CUDA device that computes nothing, for tests on a machine without a GPU: what an update asks for, and where it waits.
+"""A CUDA device that computes nothing: what an update asks for, and where it waits, on a machine without a GPU.
 
 on_fake_cuda("module.function") runs a function of a test file in a process of its own, as the device must be loaded
 before PyTorch. There `fake_cuda()` is the context in which device=cuda works.
@@ -60,14 +60,14 @@ def on_fake_cuda(function: str, *arguments: Any) -> str:
 
 
 class Waits(TorchDispatchMode):
-    """Notes in `found` where the host would wait for the GPU: it reads a number, or copies without pinned memory.
-
-    A number that is read is 1, so a truth is true.
+    """Records all operations in `asked`. Notes in `found` where the host would wait for the GPU: it reads a number, or
+    copies without pinned memory. A number that is read is 1, so a truth is true.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.asked: list[str] = []  # names of all operations
 
     def note(self, what: str) -> None:
         """With the innermost function of this repository; what it does again at once is one wait."""
@@ -81,6 +81,7 @@ class Waits(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.asked.append(func.__name__.partition(".")[0])
         if func is aten._local_scalar_dense.default:
             if args[0].is_cuda:
                 self.note("reads")

@@ -80,14 +80,16 @@ class Session:
     sampled_seconds: float = 0.0  # which samples of text have taken since
 
     def join_ranks(self) -> None:
-        """Average gradients over the ranks from here on. The start-up checks come before: each rank runs them alone."""
+        """Average gradients over the ranks. Before the first forward pass: DDP has the compiler split the
+        graph, so that communication overlaps. accumulate_gradients() says which backward pass exchanges gradients.
+        """
         world, device = self.machine.world, self.machine.device
         dist.init(world, device)
         if world.size > 1:
-            if is_compiled(self.config, device):
-                torch.compiler.reset()  # recompile: DDP splits the graph to overlap communication
             devices = [device] if device.type == "cuda" else None
-            self.forward = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)  # constant buffers
+            ddp = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)  # constant buffers
+            ddp.require_backward_grad_sync = False
+            self.forward = ddp
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds, by group and name."""
@@ -128,7 +130,7 @@ def set_up_machine(config: TrainConfig) -> Machine:
         config.gradient_accumulation_steps % world.size == 0,
         f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be divisible by {world.size} ranks",
     )
-    make_deterministic(config.deterministic, is_compiled(config, device))
+    make_deterministic(config.deterministic, is_compiled(config, device), device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
     elif device.type == "cpu":
@@ -136,9 +138,9 @@ def set_up_machine(config: TrainConfig) -> Machine:
     return Machine(world, device, dtype)
 
 
-def make_deterministic(wanted: bool, compiled: bool) -> None:
-    """Of the whole process. cuBLAS reads its variable when it starts."""
-    if wanted:
+def make_deterministic(wanted: bool, compiled: bool, device: torch.device) -> None:
+    """Of the whole process."""
+    if device.type == "cuda":  # wanted or not: it is read once, at the first matmul, and a later run may want it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
     if compiled:
