@@ -12,7 +12,9 @@ TextTokenizer = Annotated[
 ]
 
 OnDevice = Annotated[
-    bool | Literal["auto"], FREE, Help("keep all tokens on the GPU and cut batches there; auto: if they are few for it")
+    bool | Literal["auto"],
+    FREE,
+    Help("keep the tokens on the GPU and cut batches there; auto: if they take 1/16 of its memory or less"),
 ]
 
 

@@ -67,7 +67,7 @@ class Waits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.asked: list[str] = []  # names of all operations
+        self.asked: list[str] = []  # all operations, each with the number of its tensors
 
     def note(self, what: str) -> None:
         """With the innermost function of this repository; what it does again at once is one wait."""
@@ -81,12 +81,12 @@ class Waits(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.asked.append(func.__name__.partition(".")[0])
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.asked.append(f"{func.__name__.partition('.')[0]} of {len(tensors)}")
         if func is aten._local_scalar_dense.default:
             if args[0].is_cuda:
                 self.note("reads")
             return 1.0 if args[0].is_floating_point() else 1
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if func is aten._to_copy.default:
             to = torch.device(kwargs.get("device") or args[0].device)
             self.copy(args[0], to, kwargs.get("non_blocking", False))

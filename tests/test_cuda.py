@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
@@ -18,6 +19,7 @@ import pytest
 import torch
 from conftest import ROOT
 from fake_cuda import FakeGPT, Waits, fake_cuda, on_fake_cuda
+from test_train import assert_same_run
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from variants import PAIRS, V, config_of
@@ -149,6 +151,10 @@ def check_devices() -> None:
         assert resolve_device("auto") == torch.device("cuda:0")
         first, second = (torch.cuda.default_generators[i] for i in (0, 1))
         first.manual_seed(1)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        set_up_machine(settings())
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # read once a process: a later run may need it
+        assert not torch.are_deterministic_algorithms_enabled()
         machine = set_up_machine(settings(device="cuda:1", deterministic=True))
         assert machine.device == torch.device("cuda:1") and torch.cuda.current_device() == 1
         seed_generator(7, machine.device)
@@ -157,15 +163,11 @@ def check_devices() -> None:
             resolve_device("cuda:2")
 
         assert torch.are_deterministic_algorithms_enabled()
-        set_up_machine(settings())
-        assert not torch.are_deterministic_algorithms_enabled()
-        # a process reads it once, so that a run that comes later needs it now
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
         q = torch.empty(1, 2, 8, 16, device="cuda")
         waits.asked.clear()
         ops.max_logits(q, q, 1.0)
-        assert waits.asked.count("bmm") == 3  # of parts that TF32 holds
+        assert waits.asked.count("bmm of 2") == 3  # of parts that TF32 holds
         for dtype, keys in ((torch.float32, 4), (torch.bfloat16, 2), (torch.float32, 1)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ops.F, "scaled_dot_product_attention", lambda q, k, v, **_: k)
@@ -219,6 +221,15 @@ def test_three_products_of_tf32_are_as_exact_as_fp32() -> None:
     assert errors[0] > 1e-4 > 1e-6 > errors[1] < 4 * errors[2]
 
 
+def test_on_a_cpu_neither_deterministic_nor_on_device_changes_a_bit(
+    program: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+) -> None:
+    for name, overrides in (("plain", ""), ("other", "deterministic=true data.on_device=true")):
+        done = program("train.py", *tiny_run, *overrides.split(), "eval_iters=2", "max_iters=5", f"out_dir={name}")
+        assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "plain", tmp_path / "other")
+
+
 # -----------------------------------------------------------------------------
 # The benchmark and the compiler
 
@@ -243,7 +254,7 @@ def check_benchmark(words: list[str]) -> None:
         run_dir: Any = TwoLines(waits)
         with suppress(EOFError):
             train.train(session := setup(load_config(compose(words))), run_dir, Meter(session, {}), LowestLoss(), 1)
-    assert timed == updates[-1] and "_fused_adamw_" in timed
+    assert timed == updates[-1] and "bmm of 2" in timed
 
 
 def test_the_benchmark_times_the_operations_of_an_update_of_train() -> None:

@@ -52,7 +52,8 @@ class AdamW(torch.optim.AdamW):
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             states = [self.state[p] for p in weights]
-            count = states[0].get("step", torch.zeros((), device=weights[0].device)) + 1
+            before = states[0].get("step")
+            count = torch.ones((), device=weights[0].device) if before is None else before + 1
             for state in states:
                 state["step"] = count
             torch._fused_adamw_(
