@@ -3,12 +3,14 @@
 The interpreter multiplies bf16 as integers (Triton 3.7): here fp32 and fp16 stand for it, bf16 runs where CUDA is.
 """
 
+import contextlib
 import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,9 +115,21 @@ def check_compiled() -> None:
     from model.kernels import mla_decode_triton as m
 
     compiled: list[Any] = []
-    run = JITFunction.run
-    patch = pytest.MonkeyPatch()
-    patch.setattr(JITFunction, "run", lambda *args, **kw: compiled.append(run(*args, **{**kw, "warmup": True})))
+    current: list[Tensor] = []  # whose device is the current one
+    compile_only, patch = JITFunction.run, pytest.MonkeyPatch()
+
+    def run(*args: Any, **kw: Any) -> None:
+        assert current[-1] is latent, "the kernel would be launched on another GPU than its tensors' one"
+        compiled.append(compile_only(*args, **{**kw, "warmup": True}))
+
+    @contextlib.contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        current.append(x)
+        yield
+        current.pop()
+
+    patch.setattr(JITFunction, "run", run)
+    patch.setattr(torch.cuda, "device_of", device_of)
     patch.setattr(m, "processors", lambda device: 132)
     for capability, limit in SHARED_MEMORY.items():
         driver = SimpleNamespace(
