@@ -11,6 +11,12 @@ TextTokenizer = Annotated[
     Literal["char", "byte", "bpe", "gpt2"], Help("char, byte, bpe (byte-level, learnt from this text) or gpt2")
 ]
 
+OnDevice = Annotated[
+    bool | Literal["auto"],
+    FREE,
+    Help("keep the tokens on the GPU and cut batches there; auto: if they take 1/16 of its memory or less"),
+]
+
 
 @options
 class FoldedTextOptions:
@@ -30,6 +36,7 @@ class FoldedTextOptions:
     vocab_size: Annotated[
         int | None, Between(257, MOST_TOKENS), BeforeItExisted(None), Help(f"of tokenizer=bpe; null: {BPE_VOCAB_SIZE}")
     ] = None
+    on_device: OnDevice = "auto"
 
     @property
     def bpe_vocab_size(self) -> int:
@@ -94,6 +101,7 @@ class FineWebOptions:
     val_tokens: Annotated[
         int | None, AtLeast(2), Help("evaluate on the first so many held-out tokens; null: on all")
     ] = None
+    on_device: OnDevice = "auto"
 
 
 @options
@@ -105,6 +113,7 @@ class RandomOptions:
     vocab_size: Annotated[int, Between(2, MOST_TOKENS), Help("different tokens")] = 256
     val_tokens: Annotated[int, AtLeast(2), Help("the last ones, which are held out")] = 100_000
     seed: Annotated[int, AtLeast(0, bits=63), Help("of the tokens")] = 0
+    on_device: OnDevice = "auto"
 
     def check(self) -> None:
         require(

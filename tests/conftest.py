@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 
 SLOW = {  # files whose tests train, start programs or load large libraries: make check leaves them out
     "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_compare",
-    "test_corpora", "test_ddp", "test_docs",
+    "test_corpora", "test_cuda", "test_ddp", "test_docs",
     "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture",
     "test_init_from", "test_kernels", "test_live", "test_long_sequences", "test_mla_decode_triton", "test_plugins",
     "test_presets", "test_readme", "test_references", "test_report", "test_resume", "test_shards", "test_slurm",

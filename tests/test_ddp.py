@@ -90,6 +90,53 @@ def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -
     print(f"kills of one of two ranks: {kills}, {amid} of them with a checkpoint to go on from")
 
 
+COMPILES = """
+import os, sys, torch, train
+real = torch.compile
+def backend(graph, inputs):
+    with open("compiled-" + os.environ["RANK"], "a") as file:
+        print("compiled", file=file)
+    return graph.forward
+torch.compile = lambda model, **options: real(model, backend=backend, **options)
+train.main()
+"""
+
+
+def test_ranks_compile_once_and_the_checks_run_what_trains(tiny_run: list[str], tmp_path: Path) -> None:
+    (tmp_path / "compiles.py").write_text(COMPILES)
+    words = [*tiny_run, *WORDS, "compile=true", "qk_norm=rms"]
+    done = torchrun(tmp_path, *words, script=tmp_path / "compiles.py")
+    assert done.returncode == 0, done.stderr
+    for rank, n in enumerate((2, 1)):  # to train; rank 0 evaluates the only batch of held-out text
+        assert len((tmp_path / f"compiled-{rank}").read_text().splitlines()) == n
+
+
+STOPS = """
+import os, signal, sys, train
+real = train.accumulate_gradients
+updates = 0
+def stop_one(*args):
+    global updates
+    updates += 1
+    if updates == 5 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(*args)
+train.accumulate_gradients = stop_one
+train.main()
+"""
+
+
+def test_all_ranks_stop_after_the_same_update_and_go_on_from_there(tiny_run: list[str], tmp_path: Path) -> None:
+    """One rank is asked in update 4; all know it two updates later, before the next log line."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    words = [*tiny_run, *WORDS[:2], "max_iters=40", "log_interval=30", "eval_interval=30", "checkpoint_interval=30"]
+    assert torchrun(tmp_path, *words, "out_dir=straight").returncode == 0
+    stopped = torchrun(tmp_path, *words, "out_dir=stopped", script=tmp_path / "stops.py")
+    assert "stopped by SIGTERM at iteration 7" in stopped.stdout, stopped.stdout + stopped.stderr
+    assert torchrun(tmp_path, *words, "out_dir=stopped").returncode == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+
+
 SPY = """
 import os, sys
 import train

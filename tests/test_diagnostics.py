@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from variants import PAIRS, attention_products, build, config_of, random_tokens, raw_queries_and_keys
 
-from model.diagnostics import diagnose
+from model import ops
+from model.diagnostics import diagnose, sdpa_backend
 from model.gpt import GPT, MultiHeadLatentAttention
 from model.options import LpNormOptions
 
@@ -202,3 +203,12 @@ def test_under_autocast_the_logits_are_exact_products_of_what_attention_multipli
         for h, head in enumerate(of_logits(looked_at[layer])):
             for name, value in head.items():
                 assert values[f"attn/{name}/layer_{layer}/head_{h}"] == pytest.approx(value, rel=1e-5), name
+
+
+def test_sdpas_backend_is_the_one_that_a_training_batch_gets() -> None:
+    """On a CPU: SDPA takes long sequences alone; its flash kernel needs values as wide as keys."""
+    long = 1 + ops.BlockedAttention.POSITIONS
+    expected = {("mha", long): "flash", ("mla", long): "math", ("mha", T): None}
+    for (layout, block_size), backend in expected.items():
+        config = config_of(layout, "none", block_size=block_size, n_layer=1)
+        assert sdpa_backend(build(config, dtype=torch.float32), 1) == backend, layout

@@ -31,21 +31,24 @@ SECONDS = 5.0  # of a turn, where iters= is not given
 
 def ours(words: list[str]) -> Built:
     """The update of train.py, with its numbers kept and read as there."""
+    import torch
     from torch.nn.utils import clip_grad_norm_
 
+    from core.device import seed_generator
     from training.meter import Meter
     from training.qk_clip import qk_clip
     from training.session import setup
-    from training.updates import accumulate_gradients, seed_generator, seed_of_update
+    from training.updates import accumulate_gradients, seed_of_update
 
     config = load_config(compose(words))
     session = setup(config)
     machine, model, optimizer = session.machine, session.model.train(), session.optimizer
     parameters, n_micro_batches = [*model.parameters()], config.gradient_accumulation_steps
     batches = session.data.batches.prefetch((step, i) for step in itertools.count() for i in range(n_micro_batches))
-    meter, steps = Meter(session, {}), itertools.count()
+    meter, steps, skip = Meter(session, {}), itertools.count(), torch.zeros((), device=machine.device)
 
     def update(n: int) -> Turn:
+        nonlocal skip
         for step in itertools.islice(steps, n):
             meter.start()
             seed_generator(seed_of_update(config.seed, step, 0), machine.device)
@@ -53,9 +56,10 @@ def ours(words: list[str]) -> Built:
                 group["lr"] = learning_rate(step % config.max_iters, config)
             loss = accumulate_gradients(session.forward, batches, n_micro_batches, machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
-            optimizer.step()
+            skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
+            optimizer.step(skip)
             optimizer.zero_grad()
-            meter.add({"iter": step}, loss, norm, 0, qk_clip(model.attentions, config.qk_clip))
+            meter.add({"iter": step}, loss, norm, qk_clip(model.attentions, config.qk_clip, skip))
         meter.read()  # the host waits for the device
         return {}
 
