@@ -10,6 +10,7 @@ Correct?
   ddp         two ranks on two GPUs compute what one does
   checkpoint  a checkpoint of the GPU goes on on the CPU
 How fast?
+  paper       operators, FLOPs and bytes of an update, counted without a GPU
   profile     an update of baby_gpt and mla_400m: tokens/s, MFU, memory, compilation, launches, idle time
   turns       baby_gpt against compiled nanoGPT by turns (peer=PATH)
   norms       every p of Lp QK-norm against p = 2
@@ -43,10 +44,12 @@ from scripts.benchmarks.gpu_part import CheckOptions, Skipped
 from sweeps.plan import compose
 from training.config import load_config
 
-PARTS = {  # name -> module of scripts/benchmarks
-    "device": "gpu_part",
-    **dict.fromkeys(("update", "pairs", "sdpa", "triton", "resume", "worker", "ddp", "checkpoint"), "gpu_checks"),
-    **dict.fromkeys(("profile", "turns", "norms", "decode", "sweep"), "gpu_speed"),
+CHECKS, SPEED = "scripts.benchmarks.gpu_checks", "scripts.benchmarks.gpu_speed"
+PARTS = {  # name of a part and its function -> module
+    "device": "scripts.benchmarks.gpu_part",
+    **dict.fromkeys(("update", "pairs", "sdpa", "triton", "resume", "worker", "ddp", "checkpoint"), CHECKS),
+    "paper": "scripts.benchmarks.gpu_paper",
+    **dict.fromkeys(("profile", "turns", "norms", "decode", "sweep"), SPEED),
 }
 Result = dict[str, Any]  # of a part: state (passed, failed, skipped), reason, seconds, about, rows
 
@@ -55,10 +58,10 @@ Result = dict[str, Any]  # of a part: state (passed, failed, skipped), reason, s
 # A part and its process
 
 
-def serve(pipe: Connection, name: str, asked: CheckOptions, words: list[str]) -> None:
+def serve(pipe: Connection, module: str, name: str, asked: CheckOptions, words: list[str]) -> None:
     """The process of a part: send its result. It leads a group, so that its children can be ended with it."""
     os.setpgid(0, 0)
-    part = getattr(importlib.import_module(f"scripts.benchmarks.{PARTS[name]}"), name)
+    part = getattr(importlib.import_module(module), name)
     result: Result = {"about": " ".join(part.__doc__.split()), "rows": {}, "reason": ""}
     try:
         rows = part(asked, words)
@@ -81,7 +84,7 @@ def run_part(name: str, asked: CheckOptions, words: list[str]) -> Result:
     minutes, began = asked.minutes * (6 if asked.full else 1), time.monotonic()
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(there, name, asked, words))
+    process = context.Process(target=serve, args=(there, PARTS[name], name, asked, words))
     process.start()
     there.close()
     result: Result = {"state": "failed", "reason": f"took more than {minutes:g} minutes", "rows": {}}

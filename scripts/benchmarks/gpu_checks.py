@@ -97,6 +97,7 @@ COMPILED = {
     ("mla_q_rank", "lp3"), ("mla_unified", "rms"),
 }  # fmt: skip
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of loss and gradient, relative to the CPU's in float32
+TIES = 0.5  # p = inf in bf16: rounding decides which entries are the largest, and these alone have a gradient
 VOCAB = 65
 
 
@@ -115,7 +116,8 @@ def pair_row(asked: CheckOptions, pair: tuple[str, str], compiled: bool) -> Row:
     batch = torch.randint(VOCAB, (2, 4, config.model.block_size), generator=generator)
     exact = outcome(config, Machine(World(), torch.device("cpu"), torch.float32), batch, compiled=False)
     row: Row = {}
-    for dtype, tolerance in TOLERANCES.items():
+    for dtype, usual in TOLERANCES.items():
+        tolerance = TIES if norm == "lpinf" and dtype == torch.bfloat16 else usual
         for by_compiler in (False, True)[: 1 + (compiled and is_compiled(config, asked.here))]:
             found = outcome(config, Machine(World(), asked.here, dtype), batch, by_compiler)
             name = str(dtype).removeprefix("torch.") + ", compiled" * by_compiler
@@ -199,11 +201,11 @@ def kernel_error(device: torch.device, norm: str) -> Row:
     for B, S in ((1, 65536), (3, 4097), (128, 1000)):
         shapes = ((B, 16, 1, 512), (B, 16, 1, 64), (B, S, 512), (B, S, 64), (B, S, 16))
         q, q_rope, latent, k_rope, s = (torch.randn(shape, device=device).bfloat16() for shape in shapes)
-        s = None if norm == "none" else 0.5 + s.abs()
+        scalars = None if norm == "none" else 0.5 + s.abs()
         assert ops.fits_triton(q, latent, k_rope), "the kernel does not serve here"
         rest = (None, 0.08, norm == "unified")  # shift, scale, scaled_rope
-        y = ops.latent_attention(q, q_rope, latent, k_rope, s, *rest)
-        exact = (x if x is None else x.double() for x in (q, q_rope, latent, k_rope, s))
+        y = ops.latent_attention(q, q_rope, latent, k_rope, scalars, *rest)
+        exact = (x if x is None else x.double() for x in (q, q_rope, latent, k_rope, scalars))
         row[f"{B} x {S}"] = error = relative(y, reference(*exact, *rest))
         if not error <= 1e-2:
             row["failed"] = f"{B} x {S} differs by {error:.1e}, more than 1e-02"
