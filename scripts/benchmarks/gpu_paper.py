@@ -95,7 +95,7 @@ def count(model: GPT, batch_size: int) -> tuple[Counter[str], Counter[str], int]
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
         return Attention.apply(q, k, v)
 
-    stubs = {  # the meta device knows no autocast
+    stubs: Any = {  # the meta device knows no autocast
         "causal_attention": attend, "matmul_dtype": lambda x: x.dtype,
     }  # fmt: skip
     idx = torch.zeros(batch_size, model.block_size, dtype=torch.int64, device="meta")
