@@ -76,7 +76,6 @@ def test_a_part_that_fails_dies_or_never_ends_leaves_the_others_alone(
     monkeypatch.setattr(check_gpu, "PARTS", parts)
     asked = replace(ON_CPU, out=str(tmp_path / "out"), parts=names)
     assert check_gpu.check(asked, []) == 1
-    assert check_gpu.check(replace(asked, parts=("good",)), []) == 0
     found = json.loads(next((tmp_path / "out").glob("*.json")).read_text())["parts"]
     assert {name: (found[name]["state"], found[name]["reason"]) for name in names} == {
         "raises": ("failed", "ValueError: no such kernel"),

@@ -254,8 +254,7 @@ def test_a_node_whose_process_dies_ends_the_task_which_is_replaced(sweep: OnSlur
     launcher = sweep.launch(TWO_RUNS, *TWO_NODES)
     sweep.hold(10)
     [task] = sweep.tasks()
-    followers = [pid for pid in task_processes(task) if environment_of(pid).get("SLURM_PROCID") == "1"]
-    os.kill(min(followers), signal.SIGKILL)
+    os.kill(min(processes_of(task, node="1")), signal.SIGKILL)
     output, errors = ended(launcher)
     assert "2 done" in output and errors == "" and sweep.submissions() == 2
     sweep.assert_same_as(two_ranks)
@@ -269,17 +268,11 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(word.decode().split("=", 1) for word in words if b"=" in word)
 
 
-def task_processes(task: str) -> list[int]:
-    """The Python processes of a SLURM task."""
+def processes_of(task: str, node: str) -> list[int]:
+    """Of a SLURM task on one of its nodes."""
+    wanted = {"SLURM_JOB_ID": task, "SLURM_PROCID": node}
     listed = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    of_task = [pid for pid in listed if environment_of(pid).get("SUBMITIT_EXECUTOR") == "slurm"]
-    array, _, index = task.partition("_")
-    wanted = {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": index}
-    return [
-        pid
-        for pid in of_task
-        if wanted.items() <= environment_of(pid).items() and "SLURM_PROCID" in environment_of(pid)
-    ]
+    return [pid for pid in listed if wanted.items() <= environment_of(pid).items()]
 
 
 # -----------------------------------------------------------------------------

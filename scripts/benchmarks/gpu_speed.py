@@ -79,7 +79,8 @@ def traced(work: Work, on_cuda: bool) -> Row:
     operators = sum(e.device_type == DeviceType.CPU and e.name.startswith(("aten::", "nanoqk::")) for e in events)
     row: Row = {"operators": operators / UPDATES}
     if on_cuda:
-        kernels = [(e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA]
+        on_gpu = (e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
+        kernels = [(e.time_range.start, e.time_range.end) for e in on_gpu]  # annotations cover the gaps
         launches = sum(e.name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for e in events)
         busy = covered(kernels) / 1e6
         row |= {"launches": launches / UPDATES, "busy, ms": 1000 * busy / UPDATES, "idle": 1 - busy / seconds}
