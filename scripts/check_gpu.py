@@ -98,6 +98,7 @@ def run_part(name: str, asked: CheckOptions, words: list[str]) -> Result:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()  # where it leads no group yet
         process.join()
     if result["state"] == "refused":
         raise ConfigError(result["reason"])
