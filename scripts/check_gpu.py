@@ -39,7 +39,7 @@ from typing import Any
 from core.cli import run_script
 from core.files import read_json, write_atomic
 from core.rundir import commit
-from core.schema import ConfigError, require, show
+from core.schema import ConfigError, require
 from scripts.benchmarks.gpu_part import CheckOptions, Skipped
 from sweeps.plan import compose
 from training.config import load_config
@@ -157,7 +157,7 @@ def files_of(device: str, folder: Path) -> tuple[Path, Path]:
 def check(asked: CheckOptions, words: list[str]) -> int:
     names = [*PARTS] if not asked.parts else [name for name in PARTS if name in {"device", *asked.parts}]
     unknown = [name for name in asked.parts if name not in PARTS]
-    require(not unknown, f"parts={show(asked.parts)} must be of {', '.join(PARTS)}")
+    require(not unknown, f"parts=[{','.join(asked.parts)}] must be of {', '.join(PARTS)}")
     load_config(compose([f"device={asked.device}", *words]))
     found, results = {}, {}
     for name in names:

@@ -110,8 +110,8 @@ def test_a_bad_word_is_one_line_and_writes_nothing(
 
 
 def test_a_pair_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(config: Any, machine: Any, *rest: Any) -> Any:
-        loss, gradient = outcome(config, machine, *rest)
+    def spoiled(config: Any, machine: Any, *rest: Any, **named: Any) -> Any:
+        loss, gradient = outcome(config, machine, *rest, **named)
         wrong = config.qk_norm.name == "rms" and machine.dtype == torch.bfloat16
         return loss, gradient * (1.1 if wrong else 1)
 
