@@ -131,8 +131,8 @@ def differences(a: Path, b: Path) -> Row:
     ]
     differing = [name for name, x in tensors[0].items() if not torch.equal(x, tensors[1][name])]
     largest = max((float((tensors[0][n].double() - tensors[1][n].double()).abs().max()) for n in differing), default=0)
-    losses = [curve(run, "train/loss") | {-step: x for step, x in curve(run, "val/loss").items()} for run in (a, b)]
-    lines = sum(losses[0].get(key) != losses[1].get(key) for key in losses[0] | losses[1])
+    curves = [(curve(a, key), curve(b, key)) for key in ("train/loss", "val/loss")]
+    lines = sum(x.get(step) != y.get(step) for x, y in curves for step in x | y)
     return {"tensors that differ": len(differing), "by at most": largest, "losses that differ": lines}
 
 
