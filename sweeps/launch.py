@@ -170,7 +170,8 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     name = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
     launcher: Launcher = LAUNCHERS[asked.launcher.name][1](asked.launcher, sweep_dir, name)
     ids, tries = [run.id for run in runs], 1 + asked.retries
-    Launch(sweep_dir, name, ids, tries, launcher.threads, asked.launcher.ranks).write()
+    nodes = asked.launcher.nodes if isinstance(asked.launcher, SlurmOptions) else 0
+    Launch(sweep_dir, name, ids, tries, launcher.threads, asked.launcher.ranks, nodes).write()
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     print(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {workers(asked, launcher)}")
     began = time.monotonic()

@@ -102,7 +102,7 @@ def workers_of(sweep_dir: Path) -> list[int]:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-            if str(sweep_dir).encode() in words and b"work" in words:
+            if str(sweep_dir).encode() in words and any(word.endswith(b"/worker.py") for word in words):
                 found[int(entry.name)] = parent
     return [pid for pid, parent in found.items() if parent not in found]
 

@@ -7,7 +7,8 @@ variants=A;B  alternates our own settings, each a list of overrides: "qk_norm=no
               several percent
 
 An update is: batch, forward, backward, clip, optimizer. Times and ratios are medians over rounds; a ratio is computed
-within a round. peak_memory_mib is the resident memory of the process. The last line is JSON.
+within a round. peak_memory_mib is the resident memory of the process, on CUDA that of its tensors. The last line is
+JSON.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from typing import Annotated, Any
 from core.schema import AtLeast, Help, options, require
 from scripts.benchmarks import timing
 from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
-from scripts.benchmarks.timing import Built, Turn
+from scripts.benchmarks.timing import Built, Turn, gpu_memory
 from sweeps.plan import compose
 from training.config import AdamWOptions, load_config
 from training.schedule import learning_rate
@@ -61,7 +62,7 @@ def ours(words: list[str]) -> Built:
             optimizer.zero_grad()
             meter.add({"iter": step}, loss, norm, qk_clip(model.attentions, config.qk_clip, skip))
         meter.read()  # the host waits for the device
-        return {}
+        return gpu_memory(machine.device)
 
     update(2)  # warm-up
     info = {
