@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from core.dist import World
 from core.schema import require
 from data.batches import Batches
+from model.cross_entropy import positions_with_logits
 from model.diagnostics import LEAK_TOLERANCE, future_leak, logit_bound
-from model.ops import positions_with_logits
 from training.evaluate import mean_loss
 from training.session import Batch, Session
 from training.updates import accumulate_gradients, rows_at_once, seed_generator, seed_of_update
