@@ -221,6 +221,7 @@ class NGPTNormOptions(RMSNormOptions):
     """Unit length, then a learned scale for each channel of each head, after RoPE (nGPT)"""
 
     name: str = "ngpt"
+    eps: Annotated[float, POSITIVE, Help("added to the mean square")] = 1e-12
 
 
 @options

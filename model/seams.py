@@ -60,14 +60,16 @@ class QKNorm(Seam):
     @property
     def head_gain(self) -> Tensor | None:
         """(hs,), or (nh, 1, hs) where each head has its own."""
-        shared = self.gain is None or self.gain.numel() == self.head_dim
-        return self.gain if shared else self.gain.view(self.n_head, 1, self.head_dim)
+        if self.gain is None or self.gain.numel() == self.head_dim:
+            return self.gain
+        return self.gain.view(self.n_head, 1, self.head_dim)
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         """(..., hs) -> (..., hs), times alpha (nh or 1, 1, 1): the learned logit scale, for queries."""
         y = at_least_fp32(x)
         y = (y - y.mean(-1, keepdim=True) if self.centred else y) * self.scale(x)
-        y = y if self.gain is None else y * self.head_gain
+        gain = self.head_gain
+        y = y if gain is None else y * gain
         return (y if alpha is None else y * alpha).to(x.dtype)
 
     def after_rope(self, q: Tensor) -> Tensor:
