@@ -27,7 +27,7 @@ from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
 from training.evaluate import LowestLoss, affordable_sample, diagnosed_batch, sampled_losses, validation_loss
 from training.meter import Diverged, Meter
-from training.optim import own_learning_rates, update_ratios
+from training.optim import update_ratios, updating
 from training.origin import load_origin, with_origin
 from training.qk_clip import qk_clip
 from training.resume import (
@@ -137,7 +137,7 @@ def train(
             loss = accumulate_gradients(session.forward, train_batches, len(micro_steps), machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)  # inf: measure only
             skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
-            with own_learning_rates(model):
+            with updating(model):
                 optimizer.step(skip)
             optimizer.zero_grad()
             max_logits = qk_clip(model.attentions, config.qk_clip, skip)  # clips heads; returns the largest logits

@@ -9,8 +9,8 @@ class Linear(nn.Linear):
     """x W^T, with what weights= makes of W. Has no values until init_weights() or a checkpoint sets them: PyTorch's own
     initialisation would load the compiler (2 s) on the meta device, which sampling and dry runs use."""
 
-    def __init__(self, n_in: int, n_out: int, bias: bool):
-        super().__init__(n_in, n_out, bias=bias)
+    def __init__(self, n_in: int, n_out: int, bias: bool, device: str | None = None):
+        super().__init__(n_in, n_out, bias=bias, device=device)
         self.reparam: nn.Module | None = None
 
     def reset_parameters(self) -> None:

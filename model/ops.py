@@ -449,8 +449,8 @@ def latent_attention(
     inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, s, shift), latent.shape
     if B > 1 and S * kr > COPIED and latent.is_cpu:  # one matmul of all sequences would copy them first
         each: Any = zip(*([None] * B if x is None else x.split(1) for x in inputs), strict=True)
-        parts: Any = (latent_attention_reference(*one, scale, scaled_rope, bend, with_lse) for one in each)
-        ys, sums = zip(*parts, strict=True)
+        reference: Any = latent_attention_reference
+        ys, sums = zip(*(reference(*one, scale, scaled_rope, bend, with_lse) for one in each), strict=True)
         return torch.cat(ys), torch.cat(sums) if with_lse else None
     return latent_attention_reference(*inputs, scale, scaled_rope, bend, with_lse)
 

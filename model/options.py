@@ -318,13 +318,6 @@ class SigmaReparamOptions(WeightsOptions):
 
     name: str = "sigma_reparam"
 
-    def check_fit(self, config: "GPTConfig") -> None:
-        good = not config.model.activation_checkpointing
-        require(
-            good,
-            "weights=sigma_reparam needs model.activation_checkpointing=false: sigma would move in the backward pass",
-        )
-
 
 @options
 class QuackOptions(WeightsOptions):

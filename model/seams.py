@@ -124,17 +124,18 @@ class Output(Seam):
 
 
 class Weights(Seam):
-    """What is done to the weights of a block: to how they are used, by a `reparam` of its Linears, or to their updates.
-
-    update_factors(): rows of weights (a view), each with the factor of its learning rate in the next update.
-    """
+    """What is done to the weights of a block: to how its Linears use them, by a `reparam`, or to their updates."""
 
     def __init__(self, options: Any, block: Any):
         super().__init__()
         self.options = options
 
     def update_factors(self) -> list[tuple[Tensor, Tensor]]:
+        """Rows of weights (a view), each with the factor of their learning rate in the next update."""
         return []
+
+    def after_update(self) -> None:
+        pass
 
 
 class Table(dict[str, T]):

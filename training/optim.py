@@ -208,14 +208,17 @@ def assert_each_row_in_one_group(model: nn.Module, optimizer: Optimizer) -> None
 
 
 @contextlib.contextmanager
-def own_learning_rates(model: Any) -> Iterator[None]:
-    """While it lasts, an optimizer's step moves rows of weights by the factors that weights= gives them, as quack does."""
+def updating(model: Any) -> Iterator[None]:
+    """Around an optimizer's step: what weights= does to an update. Rows that it gives a factor move by so much."""
+    seams = [block.weights for block in model.transformer.h]
     with torch.no_grad():
-        found = [factors for block in model.transformer.h for factors in block.weights.update_factors()]
+        found = [factors for seam in seams for factors in seam.update_factors()]
         before = [rows.clone() for rows, _ in found]
         yield
         for (rows, factor), old in zip(found, before, strict=True):
             rows.copy_(torch.lerp(old, rows, factor))
+        for seam in seams:
+            seam.after_update()
 
 
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:

@@ -1,7 +1,8 @@
 """Every matrix of a block as gamma / sigma(W) * W: sigma its largest singular value by power iteration, gamma learned
 (arXiv 2303.06296; apple/ml-sigma-reparam). gamma starts at sigma(W), as there: the first model is that without it.
 
-Projections that share a matrix are separate ones here: queries, keys and values have a sigma each.
+Projections that share a matrix are separate ones here: queries, keys and values have a sigma each. The iteration goes
+on after each update, and not in a forward pass: two passes over the same weights then give the same.
 """
 
 from typing import Any
@@ -35,28 +36,36 @@ class Reparam(Seam):
 
     def forward(self, weight: Tensor) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):
-            parts = [
-                w * (gamma / self.sigma(w, u)) for w, gamma, u in zip(
-                    at_least_fp32(weight).split(self.split_sizes), self.gamma, self.u, strict=True
-                )
-            ]  # fmt: skip
+            parts = []
+            for w, gamma, u in zip(at_least_fp32(weight).split(self.split_sizes), self.gamma, self.u, strict=True):
+                left, right = power_step(w, u)
+                parts.append(w * (gamma / (left @ w @ right)))  # gamma / sigma(W) * W
         return torch.cat(parts).to(weight.dtype)
 
-    def sigma(self, w: Tensor, u: Tensor) -> Tensor:
-        """The largest singular value, (), after one step of the power iteration, which training keeps."""
-        with torch.no_grad():
-            left = nn.functional.normalize(w @ u.to(w.dtype), dim=0)
-            right = nn.functional.normalize(left @ w, dim=0)
-            if self.training:
-                u.copy_(right)
-        return left @ w @ right
+    @torch.no_grad()
+    def iterate(self) -> None:
+        for w, u in zip(self.linear[0].weight.split(self.split_sizes), self.u, strict=True):
+            u.copy_(power_step(w, u)[1])
+
+
+@torch.no_grad()
+def power_step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Left and right singular vectors of w (rows, columns) by one step from the right one, u (columns,)."""
+    left = nn.functional.normalize(w @ u.to(w.dtype), dim=0)
+    return left, nn.functional.normalize(left @ w, dim=0)
 
 
 class SigmaReparam(Weights):
     def __init__(self, options: SigmaReparamOptions, block: Any):
         super().__init__(options, block)
-        for linear in [module for module in block.modules() if isinstance(module, Linear)]:
-            linear.reparam = Reparam(linear)
+        linears = [module for module in block.modules() if isinstance(module, Linear)]
+        self.reparams = tuple(map(Reparam, linears))  # a tuple: submodules of the linear layers, not of this one
+        for linear, reparam in zip(linears, self.reparams, strict=True):
+            linear.reparam = reparam
+
+    def after_update(self) -> None:
+        for reparam in self.reparams:
+            reparam.iterate()
 
 
 register(SigmaReparamOptions, SigmaReparam)

@@ -24,7 +24,7 @@ from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
 from scripts.benchmarks.timing import Built, Turn
 from sweeps.plan import compose
 from training.config import AdamWOptions, load_config
-from training.optim import own_learning_rates
+from training.optim import updating
 from training.schedule import learning_rate
 
 SECONDS = 5.0  # of a turn, where iters= is not given
@@ -54,7 +54,7 @@ def ours(words: list[str]) -> Built:
                 group["lr"] = learning_rate(step % config.max_iters, config)
             loss = accumulate_gradients(session.forward, batches, n_micro_batches, machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
-            with own_learning_rates(session.model):
+            with updating(session.model):
                 optimizer.step()
             optimizer.zero_grad()
             meter.add({"iter": step}, loss, norm, 0, qk_clip(model.attentions, config.qk_clip))
