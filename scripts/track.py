@@ -1,0 +1,76 @@
+"""The attention track's board: python scripts/track.py [rates=true]
+
+Reads results/attention_track/grid and final, the reports of the sweeps attention_track and attention_track_final, and
+the benchmarks train.json and decode.json beside them. Writes the table and the noise floor into the README of that
+folder, and the figures rates.svg and overhead.svg. docs/attention_track.md has the commands that come before.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from core.cli import CONFIG_DIR, run_script
+from core.files import ROOT, write_atomic
+from core.schema import NOT_EMPTY, Help, options, require
+from scripts.reporting.charts import svg
+from scripts.reporting.stored import read_stored
+from scripts.reporting.track import at_the_edge, board, entries, figures, mean_losses, noise
+from sweeps.definition import load_sweep
+
+BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
+SWEEP, FINAL = "attention_track", "attention_track_final"
+
+
+@options
+class TrackOptions:
+    folder: Annotated[str, NOT_EMPTY, Help("of the board")] = str(ROOT / "results" / SWEEP)
+    sweep: Annotated[str, NOT_EMPTY, Help("the grid's definition, which has each contestant's words")] = SWEEP
+    rates: Annotated[bool, Help("write the final sweep's definition from the grid's best rates, and no board")] = False
+    out: Annotated[str, NOT_EMPTY, Help("that definition's file")] = str(CONFIG_DIR / "sweep" / f"{FINAL}.yaml")
+
+
+def make(asked: TrackOptions) -> int:
+    folder, words = Path(asked.folder), load_sweep(asked.sweep, {}).grid["words"]
+    grid = read_stored(folder / "grid", asked.sweep)
+    if asked.rates:
+        for name, rate in at_the_edge(grid).items():
+            more = f"'sweep.grid.words={{{name}: {json.dumps(words[name])}}}' sweep.grid.optim.learning_rate=[{rate:g}]"
+            print(
+                f"{name} is best at the grid's edge; try one more: python sweeps/launch.py sweep={asked.sweep} {more}"
+            )
+        write_atomic(Path(asked.out), final_definition(asked.sweep, words, mean_losses(grid)).encode())
+        print(asked.out)
+        return 0
+    found = entries(grid, read_stored(folder / "final", FINAL), words, folder)
+    page = folder / "README.md"
+    text = page.read_text(encoding="utf-8")
+    require(BEGIN in text and END in text, f"{page} has no marks between which the board goes")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    made = {page: f"{before}{BEGIN}\n{noise(found)}\n\n{board(found).markdown()}\n{END}{after}".encode()}
+    made |= {folder / f"{figure.name}.svg": svg(figure) for figure in figures(found)}
+    for file, content in made.items():
+        write_atomic(file, content)
+        print(file)
+    return 0
+
+
+def final_definition(grid: str, words: dict[str, list[str]], means: dict[str, dict[float, float]]) -> str:
+    """The sweep in which every contestant has its best rate and the fresh seeds."""
+    lines = [
+        f"extends: {grid}",
+        'title: "The attention track: each contestant at its best rate, eight fresh seeds, which alone decide"',
+        "# Written by scripts/track.py from the grid's runs: rates of the lowest mean loss",
+        "seeds: [11, 12, 13, 14, 15, 16, 17, 18]",
+        "grid:",
+        "  words:",
+    ]
+    for name, of in means.items():
+        best = min(of, key=lambda rate: of[rate])
+        lines.append(f"    {name}: [{', '.join([*words[name], f'optim.learning_rate={best:g}'])}]")
+    lines += ["compare:", "  none: null", "  rms:", '    title: "each contestant against rms"']
+    return "\n".join([*lines, "    baseline: rms", '    settings: ["*"]', ""])
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(TrackOptions, make, __doc__))
