@@ -1,4 +1,4 @@
-"""The attention track's board: python scripts/track.py [rates=true]
+"""The attention track's board: python scripts/track.py [rates=true] [times=true]
 
 Reads results/attention_track/grid and final, the reports of the sweeps attention_track and attention_track_final, and
 the benchmarks train.json and decode.json beside them. Writes the table and the noise floor into the README of that
@@ -6,6 +6,7 @@ folder, and the figures rates.svg and overhead.svg. docs/attention_track.md has 
 """
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -27,11 +28,20 @@ class TrackOptions:
     folder: Annotated[str, NOT_EMPTY, Help("of the board")] = str(ROOT / "results" / SWEEP)
     sweep: Annotated[str, NOT_EMPTY, Help("the grid's definition, which has each contestant's words")] = SWEEP
     rates: Annotated[bool, Help("write the final sweep's definition from the grid's best rates, and no board")] = False
+    times: Annotated[bool, Help("print the benchmarks' commands, whose last lines are train.json and decode.json")] = (
+        False
+    )
     out: Annotated[str, NOT_EMPTY, Help("that definition's file")] = str(CONFIG_DIR / "sweep" / f"{FINAL}.yaml")
 
 
 def make(asked: TrackOptions) -> int:
-    folder, words = Path(asked.folder), load_sweep(asked.sweep, {}).grid["words"]
+    folder, sweep = Path(asked.folder).expanduser(), load_sweep(asked.sweep, {})
+    words = sweep.grid["words"]
+    if asked.times:
+        variants = shlex.quote("variants=" + ";".join(" ".join(of) for of in words.values()))
+        for program, how in (("train", "together=true rounds=41 iters=10"), ("sample", "tokens=120 rounds=21")):
+            print(f"python scripts/benchmarks/bench_{program}.py {variants} {' '.join(sweep.overrides)} {how}")
+        return 0
     grid = read_stored(folder / "grid", asked.sweep)
     if asked.rates:
         for name, rate in at_the_edge(grid).items():
@@ -44,7 +54,7 @@ def make(asked: TrackOptions) -> int:
         return 0
     found = entries(grid, read_stored(folder / "final", FINAL), words, folder)
     page = folder / "README.md"
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8") if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}"
     require(BEGIN in text and END in text, f"{page} has no marks between which the board goes")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     made = {page: f"{before}{BEGIN}\n{noise(found)}\n\n{board(found).markdown()}\n{END}{after}".encode()}

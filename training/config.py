@@ -311,7 +311,7 @@ class TrainConfig:
     dry_run: Annotated[bool, FREE, Help("print what the run would be and cost; write nothing")] = False
     eval_only: Annotated[bool, FREE, Help("evaluate the latest checkpoint, then stop")] = False
     plugins: Annotated[
-        tuple[str, ...], FREE, Loads(load_plugins), Help("modules that register a QK norm or a layout, as [my_norm]")
+        tuple[str, ...], FREE, Loads(load_plugins), Help("modules that register a variant or a layout, as [my_norm]")
     ] = ()
     fresh: Annotated[bool, FREE, Help("move an older run in the same directory aside and start anew")] = False
     model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
