@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for table in (options.LOGITS, seams.LOGITS):
-        table.pop("asinh", None)  # type: ignore[attr-defined]
+        table.pop("asinh", None)
     sys.modules.pop("my_asinh", None)
 
 
