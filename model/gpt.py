@@ -692,8 +692,8 @@ class GPT(nn.Module):
             nn.init.constant_(parameter, math.nan)  # NaN marks what no branch sets
         g = torch.Generator(next(self.parameters()).device).manual_seed(seed)
         of_seams = {part for seam in self.modules() if isinstance(seam, Seam) for part in seam.modules()}
-        last = [*self.named_modules()]  # seams come last: other weights are then the same, whatever fills the seams
-        for name, module in sorted(last, key=lambda one: one[1] in of_seams):
+        named = [*self.named_modules()]  # seams come last: the other weights are then equal, whatever fills the seams
+        for name, module in sorted(named, key=lambda one: one[1] in of_seams):
             if isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith("c_proj")  # c_proj: an output that is added to the residual stream
                 std = INIT_STD / math.sqrt(2 * self.config.model.n_layer) if residual else INIT_STD

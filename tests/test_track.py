@@ -15,7 +15,7 @@ from scripts.reporting.runs import Run, Sweep
 from scripts.reporting.statistics import n_needed
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
 from scripts.reporting.track import at_the_edge, entries, mean_losses, noise, plateau, widened
-from scripts.track import TrackOptions, final_definition, make
+from scripts.track import TrackOptions, final_definition, make, small_definition
 from sweeps.definition import check_sweep, load_sweep
 from sweeps.plan import plan_runs
 from sweeps.status import State
@@ -175,6 +175,13 @@ def test_the_final_sweep_takes_each_contestants_best_rate(tmp_path: Path) -> Non
         "rms": 0.004,
         "sink": 0.008,
     }
+
+
+def test_the_small_sweep_has_the_best_ones_and_rms(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(small_definition(WORDS, entries(*sweeps(), WORDS, tmp_path)))
+    runs = plan_runs(load_sweep(str(file), {}), [])
+    assert len(runs) == 3 * 3 and {run.config.model.name for run in runs} == {"track_small"}
 
 
 def test_a_contestant_without_a_grid_is_refused(tmp_path: Path) -> None:
