@@ -28,7 +28,7 @@ from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
 from training.evaluate import LowestLoss, affordable_sample, diagnosed_batch, sampled_losses, validation_loss
 from training.meter import Diverged, Meter
-from training.optim import update_ratios
+from training.optim import update_ratios, updating
 from training.origin import load_origin, with_origin
 from training.qk_clip import qk_clip
 from training.resume import (
@@ -141,7 +141,8 @@ def train(
             loss = accumulate_gradients(session.forward, train_batches, len(micro_steps), machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)  # inf: measure only
             skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
-            optimizer.step(skip)
+            with updating(model):
+                optimizer.step(skip)
             optimizer.zero_grad()
             max_logits = qk_clip(model.attentions, config.qk_clip, skip)  # clips heads; returns the largest logits
             meter.add(line, loss, norm, max_logits)

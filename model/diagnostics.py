@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from core.device import seed_generator
 from model.gpt import GPT, LpNorm, QKNorm
-from model.ops import visible_logits
+from model.ops import Bend, visible_logits
+from model.options import NO_LOGITS
 
 LEAK_TOLERANCE = 1e-4  # a smaller future_leak is round-off, also in bfloat16
 
@@ -25,7 +26,7 @@ LEAK_TOLERANCE = 1e-4  # a smaller future_leak is round-off, also in bfloat16
 def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     """Values of every attention head on the sequences idx (B, T), in evaluation mode. Draws no random numbers.
 
-    max_logit
+    max_logit                          as the softmax gets it: scaled or capped by logits=
     entropy, effective_keys            of the attention weights in nats, and its exponential; means over the queries
     q_norm, k_norm                     mean 2-norm before the QK norm
     q_gain, k_gain                     mean |gain| over the channels, where the QK norm has gains; one per layer
@@ -38,7 +39,7 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     tables: list[dict[str, Tensor]] = [{} for _ in model.attentions]
     hooks = []
     for attn, table in zip(model.attentions, tables, strict=True):
-        attn.probe = functools.partial(measure_logits, table)
+        attn.probe = functools.partial(measure_logits, table, bend_of(attn))
         for side, norm in qk_norms(attn).items():
             if norm.gain is not None:
                 table[f"{side}_gain"] = norm.gain.abs().mean().flatten()
@@ -77,10 +78,11 @@ def qk_norms(attn: nn.Module) -> dict[str, Any]:
 def logit_bound(attn: nn.Module) -> float:
     """The largest |logit| that the QK norms of a layer allow with their present gains, however large its weights are.
 
-    Infinite where alpha is learned, and without QK norms.
+    Infinite where alpha is learned, without QK norms, and where logits= scales them.
     """
     norms, scale = qk_norms(attn), getattr(attn, "logit_scale", None)
-    if not norms or scale is None or scale.alpha is not None:
+    own = getattr(getattr(attn, "logits", None), "options", NO_LOGITS).name != NO_LOGITS.name
+    if not norms or scale is None or scale.alpha is not None or own:
         return math.inf
     blocks = [(norm, norms[f"k{side[1:]}"]) for side, norm in norms.items() if side.startswith("q")]
     return scale.softmax_scale * sum(longest_output(q) * longest_output(k) for q, k in blocks)
@@ -95,12 +97,17 @@ def longest_output(norm: QKNorm) -> float:
     return torch.linalg.vector_norm(norm(x.to(device)), dim=-1).max().item()
 
 
-def measure_logits(table: dict[str, Tensor], q: Tensor, k: Tensor, scale: float) -> None:
+def bend_of(attn: nn.Module) -> Bend | None:
+    """What logits= does to each logit of a layer."""
+    return getattr(getattr(attn, "logits", None), "bend", None)
+
+
+def measure_logits(table: dict[str, Tensor], bend: Bend | None, q: Tensor, k: Tensor, scale: float) -> None:
     """Put the values (nh,) of the logits of q (B, nh, T, hs) and k (B, nkv, T, hs) into `table`."""
     B, nh, T, _ = q.shape
     largest = torch.full((nh,), -math.inf, device=q.device)
     entropy, keys = torch.zeros(2, nh, device=q.device)
-    for logits in visible_logits(q, k, scale):  # (B, nh, rows, S)
+    for logits in visible_logits(q, k, scale, bend):  # (B, nh, rows, S)
         log_att = logits.log_softmax(-1)
         h = -(log_att.exp() * log_att.masked_fill(logits == -math.inf, 0.0)).sum(-1)  # (B, nh, rows)
         largest = torch.maximum(largest, logits.amax((0, 2, 3)))

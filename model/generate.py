@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.gpt import GPT, Cache, GroupedQueryAttention, Linear
+from model.gpt import GPT, Cache, GroupedQueryAttention
+from model.linear import Linear
 
 
 def sample_token(

@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import ops
+from model import cross_entropy, ops, seams
 from model import options as settings
+from model.linear import Embedding, FusedLinear, Linear, scale_rows
 from model.ops import at_least_fp32
-from model.options import GPTConfig, GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions, QKNormOptions
+from model.options import GPTConfig, GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions
+from model.seams import QK_NORMS, QKNorm, Seam
 
 INIT_STD = 0.02
 
@@ -49,38 +51,8 @@ def rotate(x: Tensor, rope: Rope, pos: int = 0) -> Tensor:
 
 # -----------------------------------------------------------------------------
 # QK norms: gain * (x - mean) * scale(x). `gain` is learned, one number a channel; scale(x) is one number a vector. Only
-# LayerNorm subtracts the mean. They act on the queries and keys of each head, before RoPE (as in Qwen3).
-
-
-class QKNorm(nn.Module):
-    """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys.
-
-    Your own norm defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least. It may have a `gain`, a parameter of
-    shape (hs,). It may be `centred`; `scale` receives x before the mean is subtracted. It gets an alpha only if its
-    options derive from LpNormOptions. Absorbed MLA decoding applies gain, mean and scale separately.
-    """
-
-    centred = False
-
-    def __init__(self, options: QKNormOptions, head_dim: int, n_head: int):
-        super().__init__()
-        self.options: Any = options
-        self.head_dim, self.n_head = head_dim, n_head
-        self.gain: nn.Parameter | None = None
-
-    def init_weights(self) -> None:
-        if self.gain is not None:
-            nn.init.ones_(self.gain)
-
-    def scale(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
-        """(..., hs) -> (..., hs), times alpha (nh or 1, 1, 1): the learned logit scale, for queries."""
-        y = at_least_fp32(x)
-        y = (y - y.mean(-1, keepdim=True) if self.centred else y) * self.scale(x)
-        y = y if self.gain is None else y * self.gain
-        return (y if alpha is None else y * alpha).to(x.dtype)
+# LayerNorm subtracts the mean. They act on the queries and keys of each head, before RoPE (as in Qwen3). seams.py has
+# their base class, variants/ the norms of other papers.
 
 
 class NoNorm(QKNorm):
@@ -165,10 +137,10 @@ class LpNorm(QKNorm):
 
 
 # The names are those of model/options.py's QK_NORMS.
-QK_NORMS: dict[str, type[QKNorm]] = {"none": NoNorm, "lp": LpNorm, "rms": RMSNorm, "layernorm": LayerNorm}
+QK_NORMS |= {"none": NoNorm, "lp": LpNorm, "rms": RMSNorm, "layernorm": LayerNorm}
 
 
-class Alpha(nn.Module):
+class Alpha(Seam):
     """The learnable positive logit scale of Lp QK-norm (eq. 15): one a layer, or one a head.
 
     `alpha_map` maps the free parameter `raw` to alpha: exp, softplus, or linear, which is |raw|. `block_dims` are the
@@ -224,33 +196,6 @@ def mean_norm_ratio(p: float, head_dim: int) -> float:
 
 
 # -----------------------------------------------------------------------------
-# Projections
-
-
-class Linear(nn.Linear):
-    """Has no values until init_weights() or a checkpoint sets them. PyTorch's own initialisation would load the
-    compiler (2 s) on the meta device, which sampling and dry runs use."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class Embedding(nn.Embedding):
-    """As Linear."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class FusedLinear(Linear):
-    """Several projections of one input in one matrix. `split_sizes` are their row counts."""
-
-    def __init__(self, n_in: int, split_sizes: list[int], bias: bool):
-        super().__init__(n_in, sum(split_sizes), bias=bias)
-        self.split_sizes = split_sizes
-
-
-# -----------------------------------------------------------------------------
 # Attention layouts
 
 
@@ -267,7 +212,8 @@ class CausalAttention(nn.Module):
 
     A layout defines forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context) and, for
     QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
-    head. Its forward calls attend(), and without a cache observe(), which calls `probe(q, k, scale)`.
+    head. Its forward calls attend(), and without a cache observe(), which calls `probe(q, k, scale)`. Ours also fill
+    the seams logits, softmax and output.
 
     After track_max_logits() `max_logits` is the exact largest logit of each head, (nh,), over the training forwards
     since the last pop_max_logits().
@@ -275,14 +221,24 @@ class CausalAttention(nn.Module):
 
     n_head: int
     p_dropout: float
+    plain = True  # neither `logits` nor `softmax` changes the softmax of scale q k^T
 
     def __init__(self) -> None:
         super().__init__()
         self.max_logits: Tensor | None = None
         self.probe: Callable[[Tensor, Tensor, float], None] | None = None
 
+    def fill_seams(self, config: GPTConfig, v_dim: int) -> None:
+        self.logits = seams.LOGITS[config.logits.name](config.logits, config)
+        self.softmax = seams.SOFTMAXES[config.softmax.name](config.softmax, config)
+        self.output = seams.OUTPUTS[config.output.name](config.output, config, v_dim)
+        self.plain = self.logits.bend is None and config.softmax.name == "plain"
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return ops.causal_attention(q, k, v, scale, self.p_dropout if self.training else 0.0)
+        p = self.p_dropout if self.training else 0.0
+        if self.plain:
+            return ops.causal_attention(q, k, v, scale, p)
+        return self.softmax(*ops.attention_and_lse(q, k, v, scale, p, self.logits.bend))
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
         """q (B, nh, T, dk), k (B, nkv, T, dk): normalised and rotated, the factors of the logits."""
@@ -323,6 +279,7 @@ class GroupedQueryAttention(CausalAttention):
         self.q_norm = norm(config.qk_norm, self.head_dim, self.n_head)
         self.k_norm = norm(config.qk_norm, self.head_dim, self.n_kv_head)
         self.logit_scale = LogitScale(config, (self.head_dim,))
+        self.fill_seams(config, self.head_dim)
 
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None = None, pos: int = 0) -> Tensor:
         B, T, _ = x.shape
@@ -332,6 +289,7 @@ class GroupedQueryAttention(CausalAttention):
         q, k = self.q_norm(q, self.logit_scale()), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope, pos), rotate(k, rope, pos)
+        q, v = self.logits.queries(self.q_norm.after_rope(q), pos), self.output.values(v)
         if cache is None:  # with a cache nothing is observed
             self.observe(q, k, self.logit_scale.softmax_scale)
         else:
@@ -339,7 +297,7 @@ class GroupedQueryAttention(CausalAttention):
             cache.v[:, :, pos : pos + T] = v
             if pos > 0:  # at pos 0, k and v are the whole context
                 k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nkv, S, hs)
-        y = self.attend(q, k, v, self.logit_scale.softmax_scale)  # (B, nh, T, hs)
+        y = self.output(self.attend(q, k, v, self.logit_scale.softmax_scale), x)  # (B, nh, T, hs)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
     @torch.no_grad()
@@ -361,13 +319,6 @@ class GroupedQueryAttention(CausalAttention):
     def flops_per_token(self, context: int) -> int:
         """Training FLOPs of q k^T and att v for one token that sees `context` keys: 2 matmuls * 2 FLOPs * 3 passes."""
         return 12 * self.n_head * self.head_dim * context
-
-
-def scale_rows(linear: nn.Linear, factors: Tensor) -> None:
-    """Multiply each row's output by its factor, (n_out,)."""
-    linear.weight.mul_(factors[:, None])
-    if linear.bias is not None:
-        linear.bias.mul_(factors)
 
 
 class LogitScale(nn.Module):
@@ -444,6 +395,7 @@ class MultiHeadLatentAttention(CausalAttention):
             self.q_rope_norm, self.k_rope_norm = norm(a.rope_dim, m.n_head), norm(a.rope_dim, 1)
         self.logit_scale = LogitScale(config, (d,) if self.unified else (a.nope_dim, a.rope_dim))
         self.normed = config.qk_norm.name != "none"
+        self.fill_seams(config, a.v_dim)
 
     def forward(self, x: Tensor, rope: Rope | None, cache: LatentCache | None = None, pos: int = 0) -> Tensor:
         assert rope is not None
@@ -454,6 +406,7 @@ class MultiHeadLatentAttention(CausalAttention):
             if cache is not None:
                 self.write_cache(cache, latent, self.content_keys(latent), k_rope, rope, pos)
             y = self.explicit(q_nope, q_rope, latent, k_rope, rope)
+        y = self.output(y, x)  # (B, nh, T, dv)
         return self.c_proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
 
     def project(self, x: Tensor, rope: Rope, pos: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -465,11 +418,14 @@ class MultiHeadLatentAttention(CausalAttention):
         latent, k_rope, alpha = self.kv_a_norm(latent), k_rope[:, None], self.logit_scale()
         if self.unified:
             q_nope, q_rope = self.split_blocks(self.q_norm(q, alpha))
+            q = torch.cat([q_nope, rotate(q_rope, rope, pos)], -1)
+            q_nope, q_rope = self.split_blocks(self.q_norm.after_rope(q))
         else:
             q_nope, q_rope = self.split_blocks(q)
-            q_nope, q_rope = self.q_norm(q_nope, alpha), self.q_rope_norm(q_rope, alpha)
+            q_nope, q_rope = self.q_norm(q_nope, alpha), rotate(self.q_rope_norm(q_rope, alpha), rope, pos)
+            q_nope, q_rope = self.q_norm.after_rope(q_nope), self.q_rope_norm.after_rope(q_rope)
             k_rope = self.k_rope_norm(k_rope)
-        return q_nope, rotate(q_rope, rope, pos), latent, k_rope
+        return self.logits.queries(q_nope, pos), self.logits.queries(q_rope, pos), latent, k_rope
 
     def split_blocks(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(..., dn + dr) -> (..., dn), (..., dr)"""
@@ -508,12 +464,12 @@ class MultiHeadLatentAttention(CausalAttention):
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """W_kv_b as (nh, dn, kr) for keys and (nh, dv, kr) for values."""
-        w_uk, w_uv = self.c_kv_b.weight.split(self.c_kv_b.split_sizes)
+        w_uk, w_uv = self.c_kv_b.matrix().split(self.c_kv_b.split_sizes)
         return w_uk.view(self.n_head, self.nope_dim, self.kv_rank), w_uv.view(self.n_head, self.v_dim, self.kv_rank)
 
     def key_gains(self) -> tuple[Tensor | float, Tensor | float]:
         """The key gain of the content, and in the unified layout of the RoPE block."""
-        gain = self.k_norm.gain
+        gain = self.k_norm.head_gain
         if gain is None:
             return 1.0, 1.0
         return self.split_blocks(gain) if self.unified else (gain, 1.0)
@@ -556,9 +512,12 @@ class MultiHeadLatentAttention(CausalAttention):
             shift = q_gain * cache.mean_term[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
         key_scale = None if cache.key_scale is None else cache.key_scale[:, : pos + T]
         latents, k_ropes = cache.latent[:, : pos + T], cache.k_rope[:, : pos + T]
-        scale = self.logit_scale.softmax_scale
-        y = ops.latent_attention(q_latent, q_rope, latents, k_ropes, key_scale, shift, scale, self.unified)
-        return ops.each_head(y, w_uv.transpose(1, 2).to(y.dtype))
+        scale, bend = self.logit_scale.softmax_scale, self.logits.bend
+        y, lse = ops.latent_attention(
+            q_latent, q_rope, latents, k_ropes, key_scale, shift, scale, self.unified, bend, not self.plain
+        )
+        y = ops.each_head(y, w_uv.transpose(1, 2).to(y.dtype))
+        return y if lse is None else self.softmax(y, lse)
 
     @torch.no_grad()
     def scale_logits(self, gamma: Tensor, balance: float) -> None:
@@ -643,6 +602,7 @@ class Block(nn.Module):
         self.ln_2 = new_norm(config.model.n_embd, config.model)
         self.mlp = MLP(config.model)
         self.p_dropout = config.model.dropout
+        self.weights = seams.WEIGHTS[config.weights.name](config.weights, self)
 
     def forward(self, x: Tensor, rope: Rope | None, cache: Cache | None = None, pos: int = 0) -> Tensor:
         p = self.p_dropout if self.training else 0.0
@@ -714,9 +674,8 @@ class GPT(nn.Module):
                 x = block(x, rope, None if caches is None else caches[i], pos)
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
         output = self.transformer.wte if self.lm_head is None else self.lm_head
-        if targets is not None and targets.numel() * self.vocab_size > ops.LOGITS_AT_ONCE:
-            rows = ops.positions_with_logits(1, self.vocab_size)  # positions whose logits are held together
-            return None, ops.linear_cross_entropy(x.flatten(0, 1), output.weight, targets.flatten(), rows)
+        if targets is not None and targets.numel() * self.vocab_size > cross_entropy.LOGITS_AT_ONCE:
+            return None, cross_entropy.linear_cross_entropy(x.flatten(0, 1), output.weight, targets.flatten())
         logits = F.linear(x, output.weight)  # (B, T, V)
         if targets is None:
             return logits, None
@@ -732,7 +691,9 @@ class GPT(nn.Module):
         for parameter in self.parameters():
             nn.init.constant_(parameter, math.nan)  # NaN marks what no branch sets
         g = torch.Generator(next(self.parameters()).device).manual_seed(seed)
-        for name, module in self.named_modules():
+        of_seams = {part for seam in self.modules() if isinstance(seam, Seam) for part in seam.modules()}
+        named = [*self.named_modules()]  # seams come last: the other weights are then equal, whatever fills the seams
+        for name, module in sorted(named, key=lambda one: one[1] in of_seams):
             if isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith("c_proj")  # c_proj: an output that is added to the residual stream
                 std = INIT_STD / math.sqrt(2 * self.config.model.n_layer) if residual else INIT_STD
@@ -743,7 +704,7 @@ class GPT(nn.Module):
                 nn.init.ones_(module.weight)
                 if isinstance(module, nn.LayerNorm) and module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, QKNorm | Alpha):
+            elif isinstance(module, Seam):
                 module.init_weights()
         missed = [name for name, parameter in self.named_parameters() if parameter.isnan().any()]
         assert not missed, f"init_weights leaves out {missed}"
@@ -784,11 +745,11 @@ class GPT(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# Your own variants: a plugin calls these two. The default of `name` in `options` is what qk_norm= or attention= takes.
+# Your own variants: a plugin calls these, or register() of seams.py. The default of `name` in `options` is the NAME of
+# qk_norm=NAME or attention=NAME.
 
 
-def register_qk_norm(options: type[QKNormOptions], norm: type[QKNorm]) -> None:
-    QK_NORMS[settings.register(settings.QK_NORMS, options)] = norm
+register_qk_norm = seams.register
 
 
 def register_attention(options: type[settings.AttentionOptions], layout: Layout) -> None:

@@ -11,7 +11,8 @@ import contextlib
 import functools
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch.nn import functional as F
 
 from model.kernels import operators as kernels
 
-LOGITS_AT_ONCE = 2**26  # elements; a loss of more logits is computed some positions at a time
 SMALL = 2**14  # elements; for fewer PyTorch's own operation between two matmuls is done before a kernel is called
 TINY = 1e-30  # a vector with max|x| <= TINY is a zero vector to the Lp norms
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -241,6 +241,57 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     return attend(attn_mask=torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T))
 
 
+Bend = Callable[[Tensor], Tensor]  # an increasing elementwise function of logits in fp32 at least
+
+
+@dataclass(frozen=True)
+class Softcap:
+    """cap tanh(x / cap) (Gemma 2): a Bend that a kernel knows."""
+
+    cap: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.cap * torch.tanh(x / self.cap)
+
+
+def attention_and_lse(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0, bend: Bend | None = None
+) -> tuple[Tensor, Tensor]:
+    """causal_attention() of logits bend(scale q k^T), and each query's log-sum-exp of them, (B, nh, T), in fp32."""
+    T, S = q.size(-2), k.size(-2)
+    known = bend is None or isinstance(bend, Softcap)
+    if T == S and scale > 0 and known and kernels.can_attend(q, k, v):
+        cap = bend.cap if isinstance(bend, Softcap) else 0.0
+        seed = draw_seed() if p_dropout else None
+        return kernels.attention_and_lse(q, k, v, scale, cap, out_of_256(p_dropout), seed)
+    with torch.autocast(q.device.type, enabled=False):
+        y, lse = attention_and_lse_reference(q.to(k.dtype), k, v.to(k.dtype), scale, p_dropout, bend)
+    return y.to(q.dtype), lse
+
+
+def attention_and_lse_reference(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float, bend: Bend | None
+) -> tuple[Tensor, Tensor]:
+    """A block of queries meets the keys up to the last of them. The heads of a group are rows of one matmul."""
+    (B, nkv, S, _), T = k.shape, q.size(-2)
+    q = q.unflatten(1, (nkv, -1))  # (B, nkv, group, T, dk)
+    group, parts, sums = q.size(2), [], []
+    rows = BlockedAttention.QUERIES if q.is_cpu else queries_at_once(B, nkv * group, S, q.device.type)
+    for i in range(0, T, rows):
+        end = min(i + rows, T)
+        seen = S - T + end
+        block = at_least_fp32(q[..., i:end, :]).flatten(2, 3)  # (B, nkv, group rows, dk)
+        logits = (block @ at_least_fp32(k[:, :, :seen]).mT * scale).unflatten(2, (group, -1))
+        logits = logits if bend is None else bend(logits)
+        hidden = torch.ones(end - i, seen, dtype=torch.bool, device=q.device).triu(seen - (end - i) + 1)
+        logits = logits.masked_fill(hidden, -math.inf)
+        lse = logits.logsumexp(-1)  # (B, nkv, group, rows)
+        att = dropout((logits - lse[..., None]).exp().to(v.dtype), p_dropout)
+        parts.append((att.flatten(2, 3) @ v[:, :, :seen]).unflatten(2, (group, -1)).flatten(1, 2))
+        sums.append(lse.flatten(1, 2))
+    return torch.cat(parts, 2), torch.cat(sums, 2)
+
+
 class BlockedAttention(torch.autograd.Function):
     """Causal attention for training on a CPU. SDPA's derivative in bf16 is several times slower, and with dropout it
     draws T x T masks serially.
@@ -314,8 +365,8 @@ def max_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return torch.stack([logits.amax((0, 2, 3)) for logits in visible_logits(q, k, scale)]).amax(0)
 
 
-def visible_logits(q: Tensor, k: Tensor, scale: float) -> Iterator[Tensor]:
-    """scale q_i . k_j in fp32, -inf where j > i, a few queries at a time so that T x T is never held.
+def visible_logits(q: Tensor, k: Tensor, scale: float, bend: Bend | None = None) -> Iterator[Tensor]:
+    """bend(scale q_i . k_j) in fp32, -inf where j > i, a few queries at a time so that T x T is never held.
 
     q (B, nh, T, dk), k (B, nkv, T, dk) -> (B, nh, rows, keys up to the last of these queries). Autocast, which would
     round the logits to bf16, is off.
@@ -328,7 +379,7 @@ def visible_logits(q: Tensor, k: Tensor, scale: float) -> Iterator[Tensor]:
         with torch.autocast(q.device.type, enabled=False):
             logits = matmul_fp32(q[:, :, i:end], k[:, :, :end].transpose(-2, -1)) * scale
         hidden = torch.ones(end - i, end, dtype=torch.bool, device=q.device).triu(i + 1)
-        yield logits.masked_fill(hidden, -math.inf)
+        yield (logits if bend is None else bend(logits)).masked_fill(hidden, -math.inf)
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -384,25 +435,27 @@ COPIED = 2**20  # elements of a sequence's latents that a CPU may copy for each 
 
 def latent_attention(
     q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, s: Tensor | None, shift: Tensor | None,
-    scale: float, scaled_rope: bool,
-) -> Tensor:  # fmt: skip
-    """Causal attention of T last positions whose keys and values are S latents -> (B, nh, T, kr).
+    scale: float, scaled_rope: bool, bend: Bend | None = None, with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Causal attention of T last positions whose keys and values are S latents -> (B, nh, T, kr), and with_lse each
+    query's log-sum-exp, (B, nh, T); of bend(logits) where there is a `bend`.
 
     q_latent (B, nh, T, kr), q_rope (B, nh, T, dr), latent (B, S, kr), k_rope (B, S, dr). A key's logit is
     scale (s q_latent . latent + q_rope . k_rope - shift), s (B, S, nh), shift (B, nh, T, S); with scaled_rope s covers
     q_rope . k_rope as well.
     """
-    if shift is None and fits_triton(q_latent, latent, k_rope):
+    if shift is None and bend is None and not with_lse and fits_triton(q_latent, latent, k_rope):
         from model.kernels.mla_decode_triton import attend_latents
 
-        return attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, scaled_rope)[:, :, None]
+        y = attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, scaled_rope)
+        return y[:, :, None], None
     inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, s, shift), latent.shape
     if B > 1 and S * kr > COPIED and latent.is_cpu:  # one matmul of all sequences would copy them first
         each: Any = zip(*([None] * B if x is None else x.split(1) for x in inputs), strict=True)
-        return torch.cat([
-            latent_attention_reference(q, r, c, k, s_of_it, d, scale, scaled_rope) for q, r, c, k, s_of_it, d in each
-        ])  # fmt: skip
-    return latent_attention_reference(*inputs, scale, scaled_rope)
+        reference: Any = latent_attention_reference
+        ys, sums = zip(*(reference(*one, scale, scaled_rope, bend, with_lse) for one in each), strict=True)
+        return torch.cat(ys), torch.cat(sums) if with_lse else None
+    return latent_attention_reference(*inputs, scale, scaled_rope, bend, with_lse)
 
 
 def fits_triton(q_latent: Tensor, latent: Tensor, k_rope: Tensor) -> bool:
@@ -414,8 +467,8 @@ def fits_triton(q_latent: Tensor, latent: Tensor, k_rope: Tensor) -> bool:
 
 def latent_attention_reference(
     q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, s: Tensor | None, shift: Tensor | None,
-    scale: float, scaled_rope: bool,
-) -> Tensor:  # fmt: skip
+    scale: float, scaled_rope: bool, bend: Bend | None = None, with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The matmuls are plain GEMMs of all heads over the cache as it lies, with its positions as rows: few rows times
     many columns is up to 20 times slower on a CPU. What comes between works in place."""
     (B, nh, T, _), S = q_latent.shape, latent.size(1)
@@ -432,58 +485,9 @@ def latent_attention_reference(
     logits = logits.new_empty(B, nh, T, S, dtype=dtype).copy_(logits.permute(0, 2, 3, 1))  # in one pass
     if shift is not None:
         logits = logits - scale * shift
+    logits = logits if bend is None else bend(logits)
     if T > 1:
         hidden = torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1)
         logits = logits.masked_fill(hidden, -math.inf)
     att = F.softmax(logits, -1).to(latent.dtype)
-    return (att.flatten(1, 2) @ latent).view(B, nh, T, -1)
-
-
-# -----------------------------------------------------------------------------
-# The loss of many logits
-
-
-def positions_with_logits(batch: int, vocab_size: int) -> int:
-    """How many positions a window may have for its loss to come with logits."""
-    return max(1, LOGITS_AT_ONCE // (batch * vocab_size))
-
-
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """Mean cross-entropy in nats of logits x W^T, computed `rows` positions at a time and never held whole.
-
-    x (N, C), weight (V, C), targets (N,), -1 is ignored -> ()
-    """
-    return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """With `gradients` the forward also computes those of the sum, which backward scales: no logits are kept or
-    computed twice (as in Liger Kernel's fused linear cross-entropy). Matmuls are in autocast's dtype, as F.linear's
-    are; the weight's gradient is summed in its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, gradients: bool) -> Tensor:
-        device, dtype = x.device.type, matmul_dtype(x)
-        kept = targets >= 0
-        total = at_least_fp32(x.new_zeros(()))
-        x, w = x.to(dtype), weight.to(dtype)
-        dx, dw = torch.empty_like(x if gradients else total), torch.zeros_like(weight if gradients else total)
-        with torch.autocast(device, enabled=False):
-            for part in (slice(i, i + rows) for i in range(0, len(x), rows)):
-                y = at_least_fp32(x[part] @ w.T).log_softmax(-1)  # (rows, V)
-                total = total + F.nll_loss(y, targets[part], ignore_index=-1, reduction="sum")
-                if gradients:
-                    y.exp_().scatter_add_(1, targets[part, None].clamp(min=0), y.new_full((len(y), 1), -1.0))
-                    y = y.mul_(kept[part, None]).to(dtype)  # of the logits: softmax, less 1 at the target
-                    dx[part] = y @ w
-                    dw += y.T @ x[part]
-                del y  # before the next ones
-        n = kept.sum()
-        ctx.save_for_backward(dx, dw, n)
-        return total / n
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        dx, dw, n = ctx.saved_tensors
-        return at_least_fp32(dx) * (grad / n), dw * (grad / n), None, None, None
+    return (att.flatten(1, 2) @ latent).view(B, nh, T, -1), logits.logsumexp(-1) if with_lse else None

@@ -41,9 +41,12 @@ class ModelOptions:
 
 @options
 class VariantOptions:
-    """What every attention layout and every QK norm has."""
+    """What every attention layout and every variant of a seam has."""
 
     name: str
+
+    def check_fit(self, config: "GPTConfig") -> None:
+        """Raise ConfigError where it does not go with the rest of the model."""
 
     @property
     def label(self) -> str:
@@ -126,7 +129,7 @@ class MLAOptions(AttentionOptions):
 
 @options
 class QKNormOptions(VariantOptions):
-    """The base of QK norms. A norm of one's own: register_qk_norm() of model/gpt.py."""
+    """The base of QK norms. A variant of one's own, of this or another seam: register() of model/seams.py."""
 
 
 @options
@@ -156,6 +159,11 @@ class LpNormOptions(QKNormOptions):
         Literal["exp", "softplus", "linear"], Help("of the trained number a to alpha: exp(a), softplus(a), linear: |a|")
     ] = "exp"
 
+    def check_fit(self, config: "GPTConfig") -> None:
+        T = config.model.block_size
+        good = self.alpha_init != "henry" or T >= 3
+        require(good, f"qk_norm.alpha_init=henry needs model.block_size={T} >= 3: log2(L^2 - L)")
+
     @property
     def label(self) -> str:
         p = self.p if isinstance(self.p, str) else format(self.p, "g")
@@ -182,12 +190,163 @@ class LayerNormOptions(RMSNormOptions):
 
 
 @options
+class ScaledRMSNormOptions(RMSNormOptions):
+    """gain * RMSNorm over each head, the same gain everywhere and not learned (nanochat)"""
+
+    name: str = "rms_scaled"
+    gain: Annotated[float, POSITIVE, Help("of queries and of keys")] = 1.2
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}_{self.gain:g}"
+
+
+@options
+class WholeRMSNormOptions(RMSNormOptions):
+    """RMSNorm over all heads together, a gain for each channel of each (OLMo 2)"""
+
+    name: str = "rms_whole"
+
+    def check_fit(self, config: "GPTConfig") -> None:
+        unified = isinstance(config.attention, MLAOptions) and config.attention.qk_norm_layout == "unified"
+        require(
+            not unified,
+            "qk_norm=rms_whole needs attention.qk_norm_layout=blockwise: its gains differ between heads, and MLA's RoPE"
+            " key is shared by them",
+        )
+
+
+@options
+class NGPTNormOptions(RMSNormOptions):
+    """Unit length, then a learned scale for each channel of each head, after RoPE (nGPT)"""
+
+    name: str = "ngpt"
+    eps: Annotated[float, POSITIVE, Help("added to the mean square")] = 1e-12
+
+
+@options
+class LogitsOptions(VariantOptions):
+    """The logits stay as they are"""
+
+    name: str = "none"
+
+
+@options
+class SoftcapOptions(LogitsOptions):
+    """cap * tanh(logit / cap) (Gemma 2)"""
+
+    name: str = "softcap"
+    cap: Annotated[float, POSITIVE, Help("no logit exceeds it")] = 50.0
+
+
+@options
+class SSMaxOptions(LogitsOptions):
+    """Scalable softmax: logits times s log n for n visible keys, s learned, one a head"""
+
+    name: str = "ssmax"
+    s_init: Annotated[
+        float | None, POSITIVE, Help("where s starts; null: s log n is 1 on average over the context")
+    ] = None
+
+    @property
+    def label(self) -> str:
+        return self.name if self.s_init is None else f"{self.name}_s{self.s_init:g}"
+
+
+@options
+class SoftmaxOptions(VariantOptions):
+    """The softmax over the visible keys"""
+
+    name: str = "plain"
+
+
+@options
+class SinkOptions(SoftmaxOptions):
+    """One more logit in the denominator, without a value: attention may go nowhere (gpt-oss)"""
+
+    name: str = "sink"
+    logit: Annotated[
+        float | Literal["learned"],
+        Rule(lambda x: x == "learned" or abs(x) < math.inf, "must be a finite number or learned"),
+        Help("learned: one a head, from 0; or a number; 0: the off-by-one softmax"),
+    ] = "learned"
+
+
+@options
+class OutputOptions(VariantOptions):
+    """Values and the output of attention stay as they are"""
+
+    name: str = "none"
+
+
+@options
+class GateOptions(OutputOptions):
+    """output * sigmoid(W x) of the block's normalised input x (Qwen's gated attention)"""
+
+    name: str = "gate"
+    per: Annotated[Literal["head", "channel"], Help("a number for each head, or for each channel of each")] = "head"
+
+
+@options
+class ValueNormOptions(OutputOptions):
+    """RMSNorm of the values of each head, without a gain (Gemma 3n)"""
+
+    name: str = "value_norm"
+    eps: Annotated[float, POSITIVE, Help("added to the mean square")] = 1e-6
+
+    def check_fit(self, config: "GPTConfig") -> None:
+        require(
+            not isinstance(config.attention, MLAOptions),
+            f"output={self.name} needs attention=mha or gqa: MLA decodes without values, and caches no scale of them",
+        )
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+
+@options
+class WeightsOptions(VariantOptions):
+    """The weights are trained as they are"""
+
+    name: str = "none"
+
+
+@options
+class SigmaReparamOptions(WeightsOptions):
+    """gamma / sigma(W) * W for every matrix of a block: sigma its largest singular value, gamma learned"""
+
+    name: str = "sigma_reparam"
+
+
+@options
+class QuackOptions(WeightsOptions):
+    """The learning rates of W_q and W_k follow the other's norm: tau |W at the start| / |W|"""
+
+    name: str = "quack"
+    tau: Annotated[float, POSITIVE, Help("their learning rate at the start, over that of the other weights")] = 1.0
+
+
+NO_LOGITS, PLAIN, NO_OUTPUT, NO_WEIGHTS = LogitsOptions(), SoftmaxOptions(), OutputOptions(), WeightsOptions()
+
+
+@options
 class GPTConfig:
     """All that a GPT is made from, but the size of its vocabulary."""
 
     model: ModelOptions = ModelOptions()
     attention: AttentionOptions = MHAOptions()
     qk_norm: QKNormOptions = NoNormOptions()
+    logits: LogitsOptions = NO_LOGITS
+    softmax: SoftmaxOptions = PLAIN
+    output: OutputOptions = NO_OUTPUT
+    weights: WeightsOptions = NO_WEIGHTS
+
+    @property
+    def contestants(self) -> dict[str, VariantOptions]:
+        """What fills the seams beside qk_norm, by group; an empty seam is left out."""
+        every = {"logits": self.logits, "softmax": self.softmax, "output": self.output, "weights": self.weights}
+        return {group: one for group, one in every.items() if one not in (NO_LOGITS, PLAIN, NO_OUTPUT, NO_WEIGHTS)}
 
     def check(self) -> None:
         self.attention.check_model(self.model)
@@ -196,20 +355,32 @@ class GPTConfig:
             not unified or self.qk_norm.name != "none",
             "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
         )
-        if isinstance(self.qk_norm, LpNormOptions) and self.qk_norm.alpha_init == "henry":
-            T = self.model.block_size
-            require(T >= 3, f"qk_norm.alpha_init=henry needs model.block_size={T} >= 3: log2(L^2 - L)")
+        for group, one in self.contestants.items():
+            known = isinstance(self.attention, MHAOptions | MLAOptions)
+            require(
+                known,
+                f"{group}={one.name} needs attention=mha, gqa or mla, or a layout whose options derive from theirs",
+            )
+        for one in (self.qk_norm, *self.contestants.values()):
+            one.check_fit(self)
 
 
-# The options of each name; its class is in the table of the same name in model/gpt.py.
+# The options of each name. Their classes are in the tables of the same names in model/seams.py and model/gpt.py.
 ATTENTIONS: dict[str, type[AttentionOptions]] = {"mha": MHAOptions, "gqa": GQAOptions, "mla": MLAOptions}
 QK_NORMS: dict[str, type[QKNormOptions]] = {
     "none": NoNormOptions, "lp": LpNormOptions, "rms": RMSNormOptions, "layernorm": LayerNormOptions,
+    "rms_scaled": ScaledRMSNormOptions, "rms_whole": WholeRMSNormOptions, "ngpt": NGPTNormOptions,
+}  # fmt: skip
+LOGITS: dict[str, type[LogitsOptions]] = {"none": LogitsOptions, "softcap": SoftcapOptions, "ssmax": SSMaxOptions}
+SOFTMAXES: dict[str, type[SoftmaxOptions]] = {"plain": SoftmaxOptions, "sink": SinkOptions}
+OUTPUTS: dict[str, type[OutputOptions]] = {"none": OutputOptions, "gate": GateOptions, "value_norm": ValueNormOptions}
+WEIGHTS: dict[str, type[WeightsOptions]] = {
+    "none": WeightsOptions, "sigma_reparam": SigmaReparamOptions, "quack": QuackOptions,
 }  # fmt: skip
 
 
 def register(table: dict[str, Any], chosen: type) -> str:
-    """Add the options of a variant of one's own to ATTENTIONS or QK_NORMS. Returns their default name."""
+    """Add the options of a variant of one's own to one of these tables. Returns their default name."""
     name = declared(chosen)["name"].default
     plain = isinstance(name, str) and re.fullmatch(r"[a-z]\w*", name) is not None
     require(plain, f"{chosen.__name__}.name={name} must be a lower-case word")

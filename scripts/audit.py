@@ -41,9 +41,9 @@ from data.batches import Batches
 from data.corpora import one_line
 from data.options import RandomOptions
 from data.tokens import load_corpus
+from model.cross_entropy import positions_with_logits
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from model.gpt import GPT
-from model.ops import positions_with_logits
 from sample import open_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding

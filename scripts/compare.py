@@ -28,6 +28,7 @@ from core.files import write_atomic
 from core.rundir import differences
 from core.schema import NOT_EMPTY, REQUIRED, AtLeast, ConfigError, Help, flatten, options, require
 from data.tokens import load_corpus
+from model.diagnostics import bend_of
 from model.generate import generate
 from model.gpt import GPT
 from model.ops import visible_logits
@@ -102,9 +103,10 @@ def attention_map(side: Side, layer: int, head: int) -> tuple[list[str], list[li
     """The first MAPPED tokens of the text, and how much each attends to each before it, (T, T)."""
     model, tokens = side.loaded.model, side.tokens[: min(MAPPED, side.loaded.model.block_size)].tolist()
     parts: list[Tensor] = []
-    model.attentions[layer].probe = lambda q, k, scale: parts.extend(visible_logits(q, k, scale))
+    attention = model.attentions[layer]
+    attention.probe = lambda q, k, scale: parts.extend(visible_logits(q, k, scale, bend_of(attention)))
     model(torch.tensor([tokens], device=model.transformer.wte.weight.device), last_only=True)
-    model.attentions[layer].probe = None
+    attention.probe = None
     rows = [row for part in parts for row in part.softmax(-1)[0, head].tolist()]
     require(bool(rows), f"{side.name}={side.run}: its layout does not call observe(), so that it has no attention maps")
     return [visible(side.loaded.tokenizer.decode([token])) for token in tokens], rows

@@ -20,7 +20,7 @@ from variants import PAIRS, V, config_of, looking_ahead
 
 from core import checkpoint
 from data.tokenizer import NoText
-from model import ops
+from model import cross_entropy, ops
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from model.gpt import GPT
 from scripts import audit
@@ -152,7 +152,7 @@ def test_a_leak_in_one_mode_alone_is_found(training: bool) -> None:
 def test_a_leak_is_told_from_none_where_the_logits_are_not_held(
     fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "LOGITS_AT_ONCE", 4 * V)
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 4 * V)
     run = save_run(small("mha", "none", fault), tmp_path / "run")
     finding = audit.future_leakage(audit.Run(str(run), "best", torch.device("cpu")))
     assert {of["from"] for mode in finding.numbers.values() for of in mode.values()} == {None}

@@ -27,8 +27,8 @@ def torchrun(cwd: Path, *overrides: str, script: Path = ROOT / "train.py") -> su
 
 
 LONG = """
-import model.ops, train
-model.ops.LOGITS_AT_ONCE = 100
+import model.cross_entropy, train
+model.cross_entropy.LOGITS_AT_ONCE = 100
 train.main()
 """
 

@@ -18,6 +18,7 @@ from conftest import ROOT
 import core.cli
 import model.gpt
 import model.options
+import model.seams
 import scripts.benchmarks.timing as timing
 from core.schema import validate
 from scripts.reporting.statistics import interval
@@ -177,14 +178,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A current folder with the files that the pages tell a user to write; what a plugin registers is undone."""
     docs = ROOT / "docs"
     (tmp_path / "my_norm.py").write_text(blocks(docs / "your_own_variant.md", "python")[0])
+    (tmp_path / "my_asinh.py").write_text(blocks(docs / "attention_track.md", "python")[0])
+    (tmp_path / "my_track.yaml").write_text(blocks(docs / "attention_track.md", "yaml")[0])
     (tmp_path / "two_norms.yaml").write_text(blocks(docs / "first_steps.md", "yaml")[0])
     (tmp_path / "my_sweep.yaml").write_text(blocks(docs / "sweeps.md", "yaml")[0])
     (tmp_path / "RUN").mkdir()
     monkeypatch.chdir(tmp_path)
     tables: list[dict[str, Any]] = [model.gpt.QK_NORMS, model.options.QK_NORMS]
+    tables += [model.seams.LOGITS, model.options.LOGITS]
     before = [dict(table) for table in tables]
     yield tmp_path
-    sys.modules.pop("my_norm", None)
+    for plugin in ("my_norm", "my_asinh"):
+        sys.modules.pop(plugin, None)
     for table, content in zip(tables, before, strict=True):
         table.clear()
         table.update(content)

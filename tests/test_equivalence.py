@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from variants import LAYOUTS, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
+from variants import CONTESTANTS, ENTRIES, LAYOUTS, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
 
 from core.schema import validate
 from model import ops
@@ -19,7 +19,7 @@ from model.gpt import GPT
 from model.options import GQAOptions, MHAOptions, MLAOptions, ModelOptions
 from training.config import TrainConfig
 
-each_pair = pytest.mark.parametrize("layout, name", PAIRS)
+each_entry = pytest.mark.parametrize("layout, name", ENTRIES)
 each_norm = pytest.mark.parametrize("name", NORMS)
 each_mla_pair = pytest.mark.parametrize("layout, name", [pair for pair in PAIRS if pair[0].startswith("mla")])
 
@@ -147,7 +147,7 @@ def test_absorbed_logits_have_the_round_off_of_the_explicit_ones(
 
 
 @torch.no_grad()
-@each_pair
+@each_entry
 @pytest.mark.parametrize("chunks", [(16,), (1,) * 16, (5, 1, 1, 4, 5), (9, 7), (2, 14), (15, 1)])
 def test_prefill_and_cached_steps_equal_the_full_forward(layout: str, name: str, chunks: tuple[int, ...]) -> None:
     gpt, idx = build(config_of(layout, name)), random_tokens(3, 16)
@@ -167,7 +167,7 @@ def test_latents_of_long_sequences_are_read_one_sequence_at_a_time(
 ) -> None:
     attend, read = ops.latent_attention_reference, list[int]()
 
-    def spied(q_latent: Tensor, *others: Any) -> Tensor:
+    def spied(q_latent: Tensor, *others: Any) -> Any:
         read.append(len(q_latent))
         return attend(q_latent, *others)
 
@@ -209,7 +209,7 @@ def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_more_with_a_qk_n
 
 
 @torch.no_grad()
-@each_norm
+@pytest.mark.parametrize("name", [*NORMS, *CONTESTANTS])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gqa_with_as_many_key_heads_as_heads_is_mha(name: str, bias: bool) -> None:
     settings: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0, "bias": bias}
@@ -232,7 +232,7 @@ def test_the_attention_product_in_training_repeats_key_heads_in_place_too() -> N
 # Causality
 
 
-@each_pair
+@each_entry
 @pytest.mark.parametrize("cached", [False, True])
 def test_no_token_receives_gradient_from_earlier_logits(layout: str, name: str, cached: bool) -> None:
     """cached: the second half of the positions is one step over a cache, MLA's absorbed path."""

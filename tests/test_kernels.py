@@ -45,8 +45,11 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "dropout": [(x, 51, seed, bf16), (strided, 1, seed, fp32)],
     "gelu": [(half,)],
     "gelu_backward": [(half, half)],
-    "attention": [(half, half, half, 0.2, 0, None), (half, half[:, :1], half[:, :1], 0.2, 51, seed)],
-    "attention_backward": [(half, half, half, half, stats, 0.2, 51, seed)],
+    "attention": [(half, half, half, 0.2, 0.0, 0, None), (half, half[:, :1], half[:, :1], 0.2, 1.5, 51, seed)],
+    "attention_backward": [
+        (half, half, half, half, stats, None, 0.2, 0.0, 51, seed),
+        (half, half, half, half, stats, stats[0].clone(), 0.2, 1.5, 51, seed),
+    ],
 }
 WRONG: dict[str, list[tuple[Any, ...]]] = {
     "rms_norm": [
@@ -74,15 +77,20 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     "gelu": [(x,)],
     "gelu_backward": [(half[:1], half), (y, half)],
     "attention": [
-        (*three, 0.2, 0, None)
+        (*three, 0.2, 0.0, 0, None)
         for three in (
             (x, x, x), (half[..., :24], half[..., :24], half), (half, half[:, :, :9], half),
             (half, half[..., :16], half), (half, half[:, :2], half[:, :2]), (half, half[:1], half[:1]),
             (half[0], half, half), (half, half, half[:, :, :, 0]),
         )
-    ] + [(half, half, half, 0.0, 0, None), (half, half, half, 0.2, 51, None)],
+    ] + [
+        (half, half, half, 0.0, 0.0, 0, None), (half, half, half, 0.2, -1.0, 0, None),
+        (half, half, half, 0.2, 0.0, 51, None),
+    ],
     "attention_backward": [
-        (half, half, half, half, stats[:1], 0.2, 0, None), (half[..., :16], half, half, half, stats, 0.2, 0, None),
+        (half, half, half, half, stats[:1], None, 0.2, 0.0, 0, None),
+        (half, half, half, half, stats, stats, 0.2, 0.0, 0, None),
+        (half[..., :16], half, half, half, stats, None, 0.2, 0.0, 0, None),
     ],
 }  # fmt: skip
 DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

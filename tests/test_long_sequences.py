@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from variants import LAYOUTS, V, build, config_of, looking_ahead, random_tokens
 
 import train
-from model import ops
+from model import cross_entropy, ops
+from model.cross_entropy import LinearCrossEntropy
 from model.diagnostics import activation_bytes, future_leak
 from model.gpt import GPT
-from model.ops import LinearCrossEntropy, at_least_fp32
+from model.ops import at_least_fp32
 from sweeps.plan import compose
 from training.config import load_config
 from training.evaluate import EVAL_TOKENS
@@ -58,7 +59,7 @@ def relative(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def test_loss_and_gradients_are_those_of_whole_logits(rows: int, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gpt, idx, targets = build(config_of("gqa", "rms", tied=tied)).train(), random_tokens(3, 16), targets_of(3, 16)
     whole, expected = gpt(idx, targets)[0], step(gpt, idx, targets)
-    monkeypatch.setattr(ops, "LOGITS_AT_ONCE", rows * V)
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", rows * V)
     assert whole is not None and gpt(idx, targets)[0] is None
     assert relative(step(gpt, idx, targets), expected) <= 1e-14
     with torch.no_grad():
@@ -93,9 +94,9 @@ def test_under_autocast_they_are_as_exact() -> None:
 
 def test_only_more_logits_than_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gpt, idx = build(config_of("gqa", "rms")), random_tokens(3, 16)
-    monkeypatch.setattr(ops, "LOGITS_AT_ONCE", 3 * 16 * V)
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 3 * 16 * V)
     assert gpt(idx, idx)[0] is not None
-    monkeypatch.setattr(ops, "LOGITS_AT_ONCE", 3 * 16 * V - 1)
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 3 * 16 * V - 1)
     assert gpt(idx, idx)[0] is None and gpt(idx)[0] is not None
 
 
@@ -104,8 +105,8 @@ def test_presets_on_characters_keep_their_logits() -> None:
     for name in ("baby_gpt", "nano_cpu", "gqa_nano", "mla_nano"):
         config = load_config(compose([f"model={name}"]))
         sequences = max(config.batch_size, EVAL_TOKENS["cuda"] // config.model.block_size)
-        assert sequences * config.model.block_size * 65 <= ops.LOGITS_AT_ONCE
-        assert config.tokens_per_iter * 4096 <= ops.LOGITS_AT_ONCE  # nor with data.tokenizer=bpe
+        assert sequences * config.model.block_size * 65 <= cross_entropy.LOGITS_AT_ONCE
+        assert config.tokens_per_iter * 4096 <= cross_entropy.LOGITS_AT_ONCE  # nor with data.tokenizer=bpe
 
 
 def test_without_a_target_the_loss_is_that_of_whole_logits_too() -> None:
@@ -126,7 +127,7 @@ def test_a_model_that_sees_the_future_is_found_at_any_length(
     """As it starts, in bf16, where one of 600 tokens hardly moves the others, and from the loss alone."""
     gpt = GPT(config_of("gqa", "rms", block_size=T, n_layer=1).gpt, V).train()
     gpt.init_weights(0)
-    monkeypatch.setattr(ops, "LOGITS_AT_ONCE", limit)
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", limit)
     with torch.autocast("cpu", torch.bfloat16):
         assert future_leak(gpt, random_tokens(1, T)) == 0
         for ahead in (1, T):
@@ -215,7 +216,7 @@ def kept_bytes(gpt: GPT, idx: Tensor, dtype: torch.dtype) -> int:
 def test_the_estimate_of_the_activations_is_what_autograd_keeps(
     layout: str, dropout: float, limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "LOGITS_AT_ONCE", limit)
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", limit)
     config = config_of(layout, "lp3", dropout=dropout, n_layer=3, block_size=64)
     plain = kept_bytes(build(config, dtype=torch.float32).train(), random_tokens(2, 64), dtype)
     estimates = []
@@ -243,7 +244,7 @@ STEP = r"""
 import re, sys
 import torch
 import model.gpt
-from model import ops
+from model import cross_entropy
 from sweeps.plan import compose
 from training.config import load_config
 torch.set_num_threads(1)
@@ -251,7 +252,7 @@ def peak():  # of this program alone: ru_maxrss starts at what the process that 
     return int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) / 1024
 plain = sys.argv[1] == "plain"
 if plain:
-    ops.LOGITS_AT_ONCE = 2**60
+    cross_entropy.LOGITS_AT_ONCE = 2**60
 shape = dict(n_layer=4, n_head=1, n_embd=32, block_size=8192, dropout=0.0, mlp="swiglu", position="rope")
 shape |= dict(rope_theta=1e4, activation_checkpointing=not plain)
 config = load_config(dict(model=shape, attention=dict(name="gqa", n_kv_head=1), qk_norm=dict(name="rms")))

@@ -44,6 +44,8 @@ SIZES = {
     "nano_cpu": (CHAR, 804_096, 4 * 2 * 32),
     "gqa_nano": (CHAR, 795_904, 4 * 2 * 32),
     "mla_nano": (CHAR, 804_224, 4 * 2 * (24 + 8)),
+    "track_nano": (1024, 918_656, 4 * 2 * 32),
+    "track_small": (4096, 12_194_688, 6 * 2 * 64),
     "gpt2_124m": (50257, 124_439_808, 12 * 2 * 64),
     "qwen_134m": (49152, 134_515_008, 30 * 2 * 64),  # 134.519M with the norm
     "mla_400m": (50304, 405_652_992, 12 * 2 * (128 + 64)),  # 405.7M
@@ -80,8 +82,9 @@ def test_small_presets_are_comparable() -> None:
 def test_a_preset_sets_the_recipe_only_where_it_is_for_small_computers() -> None:
     for model in OPTIONS["model"]:
         recipe = replace(load(f"model={model}"), model=ModelOptions(), attention=MHAOptions())
-        small = model in ("nano_cpu", "gqa_nano", "mla_nano")
-        assert recipe == (TrainConfig(batch_size=12, max_iters=2000) if small else TrainConfig())
+        batch_size = {"nano_cpu": 12, "gqa_nano": 12, "mla_nano": 12, "track_nano": 8}.get(model)
+        small = None if batch_size is None else TrainConfig(batch_size=batch_size, max_iters=2000)
+        assert recipe == (small or TrainConfig())
 
 
 def test_flops_of_the_default_model_are_those_of_nanogpts_formula() -> None:

@@ -18,7 +18,7 @@ from test_train import QK_CLIP, configured, lines, weights
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
-import model.ops
+import model.cross_entropy
 import train
 from model.gpt import GPT
 from model.ops import max_logits, queries_at_once
@@ -219,7 +219,7 @@ def test_compiled_runs_clip_as_eager_ones(
         compiled = name == "compiled"
         with monkeypatch.context() as patch:
             if compiled and long:
-                patch.setattr(model.ops, "LOGITS_AT_ONCE", 300)
+                patch.setattr(model.cross_entropy, "LOGITS_AT_ONCE", 300)
             sizes = {**shape, "rope_theta": 1e4, "activation_checkpointing": compiled and long}
             assert train.run(configured(corpus, tmp_path / name, compile=compiled, model=sizes, **changes)) == 0
     eager, logged = lines(tmp_path / "eager"), lines(tmp_path / "compiled")

@@ -95,6 +95,10 @@ def test_new_run_has_its_config_and_is_running(path: Path) -> None:
 GROUPS: dict[str, dict[str, Any]] = {
     "attention": settings.ATTENTIONS,
     "qk_norm": settings.QK_NORMS,
+    "logits": settings.LOGITS,
+    "softmax": settings.SOFTMAXES,
+    "output": settings.OUTPUTS,
+    "weights": settings.WEIGHTS,
     "optim": settings.OPTIMS,
     "schedule": settings.SCHEDULES,
     "data": settings.CORPORA,

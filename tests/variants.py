@@ -17,15 +17,25 @@ from model import ops
 from model.gpt import GPT, MultiHeadLatentAttention
 from model.options import (
     AttentionOptions,
+    GateOptions,
     GQAOptions,
     LayerNormOptions,
     LpNormOptions,
     MHAOptions,
     MLAOptions,
     ModelOptions,
+    NGPTNormOptions,
     NoNormOptions,
     QKNormOptions,
+    QuackOptions,
     RMSNormOptions,
+    ScaledRMSNormOptions,
+    SigmaReparamOptions,
+    SinkOptions,
+    SoftcapOptions,
+    SSMaxOptions,
+    ValueNormOptions,
+    WholeRMSNormOptions,
 )
 from training.config import TrainConfig
 
@@ -50,17 +60,50 @@ LAYOUTS: dict[str, AttentionOptions] = {
     "mla_q_rank": replace(BLOCKWISE, q_rank=10),
     "mla_unified": replace(BLOCKWISE, qk_norm_layout="unified"),
 }
+CONTESTANTS: dict[str, dict[str, Any]] = {  # groups of settings beside the layout; a cap that bends these tests' logits
+    "rms_scaled": {"qk_norm": ScaledRMSNormOptions()},
+    "rms_whole": {"qk_norm": WholeRMSNormOptions()},
+    "ngpt": {"qk_norm": NGPTNormOptions()},
+    "softcap": {"logits": SoftcapOptions(cap=1.0)},
+    "ssmax": {"logits": SSMaxOptions()},
+    "sink": {"softmax": SinkOptions()},
+    "off_by_one": {"softmax": SinkOptions(logit=0.0)},
+    "gate_head": {"output": GateOptions()},
+    "gate_channel": {"output": GateOptions(per="channel")},
+    "value_norm": {"output": ValueNormOptions()},
+    "sigma_reparam": {"weights": SigmaReparamOptions()},
+    "quack": {"weights": QuackOptions()},
+    "softcap+rms": {"logits": SoftcapOptions(cap=1.0), "qk_norm": RMSNormOptions()},
+    "gate+sink": {"output": GateOptions(per="channel"), "softmax": SinkOptions()},
+    "all": {
+        "qk_norm": RMSNormOptions(), "logits": SoftcapOptions(cap=1.0), "softmax": SinkOptions(),
+        "output": GateOptions(), "weights": SigmaReparamOptions(),
+    },
+}  # fmt: skip
 PAIRS = [(a, n) for a in LAYOUTS for n in NORMS if (a, n) != ("mla_unified", "none")]  # which the config refuses
 
 
+def refused(layout: str, name: str) -> bool:
+    """Whether the config refuses a contestant with a layout."""
+    unified = layout == "mla_unified" and (name == "rms_whole" or "qk_norm" not in CONTESTANTS[name])
+    return unified or (name == "value_norm" and layout.startswith("mla"))
+
+
+ENTRIES = [*PAIRS, *((a, n) for a in LAYOUTS for n in CONTESTANTS if not refused(a, n))]
+
+
 def config_of(attention: str | AttentionOptions, qk_norm: str | QKNormOptions, **settings: Any) -> TrainConfig:
-    """Two layers of four heads; plain MHA with learned positions and LayerNorm, all else with RoPE and RMSNorm."""
+    """Two layers of four heads; plain MHA with learned positions and LayerNorm, all else with RoPE and RMSNorm.
+
+    qk_norm: options, or a name of NORMS or CONTESTANTS.
+    """
     attention = LAYOUTS[attention] if isinstance(attention, str) else attention
-    qk_norm = NORMS[qk_norm] if isinstance(qk_norm, str) else qk_norm
+    of_name = {**{name: {"qk_norm": norm} for name, norm in NORMS.items()}, **CONTESTANTS}
+    chosen = of_name[qk_norm] if isinstance(qk_norm, str) else {"qk_norm": qk_norm}
     settings = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, **settings}
     if type(attention) is not MHAOptions:
         settings = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0, **settings}
-    config = TrainConfig(model=ModelOptions(**settings), attention=attention, qk_norm=qk_norm)
+    config = TrainConfig(model=ModelOptions(**settings), attention=attention, **chosen)
     validate(config)
     return config
 
@@ -71,7 +114,7 @@ def build(config: TrainConfig, seed: int = 0, dtype: torch.dtype = torch.float64
     gpt.init_weights(seed)
     g = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for parameter in gpt.parameters():
+        for parameter in filter(lambda p: p.requires_grad, gpt.parameters()):
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=g))
     return gpt.to(dtype).eval()
 

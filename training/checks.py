@@ -14,8 +14,8 @@ from core.device import seed_generator
 from core.dist import World
 from core.schema import require
 from data.batches import Batches
+from model.cross_entropy import positions_with_logits
 from model.diagnostics import LEAK_TOLERANCE, future_leak, logit_bound, sdpa_backend
-from model.ops import positions_with_logits
 from training.evaluate import mean_loss
 from training.session import Batch, Session, is_compiled
 from training.updates import accumulate_gradients, rows_at_once, seed_of_update

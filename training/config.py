@@ -31,13 +31,25 @@ from core.schema import (
 from data.options import CORPORA, CorpusOptions, FoldedTextOptions, TinyShakespeareOptions
 from model.options import (
     ATTENTIONS,
+    LOGITS,
+    NO_LOGITS,
+    NO_OUTPUT,
+    NO_WEIGHTS,
+    OUTPUTS,
+    PLAIN,
     QK_NORMS,
+    SOFTMAXES,
+    WEIGHTS,
     AttentionOptions,
     GPTConfig,
+    LogitsOptions,
     MHAOptions,
     ModelOptions,
     NoNormOptions,
+    OutputOptions,
     QKNormOptions,
+    SoftmaxOptions,
+    WeightsOptions,
 )
 
 
@@ -299,12 +311,22 @@ class TrainConfig:
     dry_run: Annotated[bool, FREE, Help("print what the run would be and cost; write nothing")] = False
     eval_only: Annotated[bool, FREE, Help("evaluate the latest checkpoint, then stop")] = False
     plugins: Annotated[
-        tuple[str, ...], FREE, Loads(load_plugins), Help("modules that register a QK norm or a layout, as [my_norm]")
+        tuple[str, ...], FREE, Loads(load_plugins), Help("modules that register a variant or a layout, as [my_norm]")
     ] = ()
     fresh: Annotated[bool, FREE, Help("move an older run in the same directory aside and start anew")] = False
     model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
     attention: Annotated[AttentionOptions, Variants(ATTENTIONS), Help("the attention layout")] = MHAOptions()
     qk_norm: Annotated[QKNormOptions, Variants(QK_NORMS), Help("of queries and keys, before RoPE")] = NoNormOptions()
+    logits: Annotated[LogitsOptions, Variants(LOGITS), BeforeItExisted(NO_LOGITS), Help("before the softmax")] = (
+        NO_LOGITS
+    )
+    softmax: Annotated[SoftmaxOptions, Variants(SOFTMAXES), BeforeItExisted(PLAIN), Help("its denominator")] = PLAIN
+    output: Annotated[
+        OutputOptions, Variants(OUTPUTS), BeforeItExisted(NO_OUTPUT), Help("attention's, before its projection")
+    ] = NO_OUTPUT
+    weights: Annotated[
+        WeightsOptions, Variants(WEIGHTS), BeforeItExisted(NO_WEIGHTS), Help("how a block's are used or updated")
+    ] = NO_WEIGHTS
     qk_clip: Annotated[NoClipOptions, Variants(QK_CLIPS), Help("a bound on the largest logits")] = NoClipOptions()
     optim: Annotated[OptimOptions, Variants(OPTIMS), Help("the optimizer")] = AdamWOptions()
     schedule: Annotated[ScheduleOptions, Variants(SCHEDULES), Help("of the learning rate")] = CosineOptions()
@@ -318,7 +340,7 @@ class TrainConfig:
 
     @property
     def gpt(self) -> GPTConfig:
-        return GPTConfig(self.model, self.attention, self.qk_norm)
+        return GPTConfig(self.model, self.attention, self.qk_norm, self.logits, self.softmax, self.output, self.weights)
 
     @property
     def lr_decay_iters(self) -> int | None:
@@ -353,7 +375,8 @@ class TrainConfig:
             self.optim.name if self.optim.name != AdamWOptions.name else "",
             self.schedule.name if self.schedule.name != CosineOptions.name else "",
         ]
-        parts = [self.model.name, self.attention.label, clip, self.qk_norm.label, *recipe, self.data.name]
+        seams = [one.label for one in self.gpt.contestants.values()]
+        parts = [self.model.name, self.attention.label, clip, self.qk_norm.label, *seams, *recipe, self.data.name]
         return "-".join(filter(None, parts))
 
     @property
@@ -381,6 +404,14 @@ class TrainConfig:
             f"qk_clip=clip needs qk_norm=none: with qk_norm={self.qk_norm.name} the weights' scale does not reach the"
             " logits",
         )
+        require(
+            not isinstance(self.qk_clip, QKClipOptions) or self.weights.name != "sigma_reparam",
+            "qk_clip=clip needs weights=none or quack: sigma_reparam sets the scale of the weights",
+        )
+        for group in {"logits", "softmax"} & self.gpt.contestants.keys():
+            require(
+                self.fault.name != "no_mask", f"fault=no_mask needs no {group}=: it replaces the softmax as a whole"
+            )
         require(
             self.fault.name != "loss_over_accumulation" or self.gradient_accumulation_steps > 1,
             "fault=loss_over_accumulation needs gradient_accumulation_steps > 1",

@@ -1,9 +1,10 @@
 """Parameter groups, the optimizers, their state as named tensors, and the sizes of updates."""
 
+import contextlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from core.device import resolve_dtype
 from core.schema import require
-from model.gpt import FusedLinear
+from model.linear import FusedLinear
 from training.config import AdamWOptions, MuonOptions, TrainConfig
 
 
@@ -207,6 +208,20 @@ def assert_each_row_in_one_group(model: nn.Module, optimizer: Optimizer) -> None
     assert not held, "the optimizer holds a tensor that is no parameter of the model"
 
 
+@contextlib.contextmanager
+def updating(model: Any) -> Iterator[None]:
+    """Around an optimizer's step: what weights= does to an update. Rows that it gives a factor move by so much."""
+    seams = [block.weights for block in model.transformer.h]
+    with torch.no_grad():
+        found = [factors for seam in seams for factors in seam.update_factors()]
+        before = [rows.clone() for rows, _ in found]
+        yield
+        for (rows, factor), old in zip(found, before, strict=True):
+            rows.copy_(torch.lerp(old, rows, factor))
+        for seam in seams:
+            seam.after_update()
+
+
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:
     """Bytes of state once training has begun: AdamW keeps two moments of a weight, Muon one."""
     count = 2 * sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -266,6 +281,8 @@ def update_ratios(model: nn.Module, old_weights: dict[str, Tensor]) -> dict[str,
     """update/KIND: 2-norm of an update over that of the weights before it, for each kind of parameter."""
     squares: dict[str, list[Tensor]] = defaultdict(list)
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         old = old_weights[name]
         squares[parameter_kind(name, p)].append(torch.stack([(p - old).square().sum(), old.square().sum()]))
     sums = {kind: torch.stack(values).sum(0).tolist() for kind, values in squares.items()}

@@ -1,6 +1,7 @@
 // Causal attention on a CPU with AVX-512 bf16, forward and backward. The T x T matrix is never stored: a block of 64
 // queries meets the keys that it sees, and the backward pass computes the probabilities again from each query's largest
-// logit and sum of exponentials (as in FlashAttention, Dao et al. 2022). Logits, softmax and all sums are fp32. The
+// logit and sum of exponentials (as in FlashAttention, Dao et al. 2022). Logits may be capped: cap tanh(logit / cap), and
+// the derivative of the log-sum-exp may come in. Logits, softmax and all sums are fp32. The
 // probabilities, and the derivatives of the logits, are rounded to bf16 as operands of a matmul. A thread works on one
 // query head of one sequence.
 
@@ -28,8 +29,9 @@ struct Attention {
   int64_t dropped, seed, threads;
   Heads q, k, v, y;                   // y: of the forward pass
   Heads grad, grad_q, grad_k, grad_v; // of the backward pass: of y, q, and of k and v for each query head
-  float *largest, *log_sum; // (batch, heads, length): of q k^T, and of sum exp(scale (q k^T - largest))
-  double scale;             // > 0
+  float *largest, *log_sum; // (batch, heads, length): of q k^T, and of sum exp(logit - the logit of largest)
+  const float *grad_lse;    // (batch, heads, length), or null: of the logit of largest + log_sum
+  double scale, cap;        // scale > 0. A logit is scale q k^T, or where cap > 0: cap tanh(scale q k^T / cap)
 };
 
 // c (4, 16 N) = or += a b, of bf16 in pairs along the sum: a[m * am + k * ak] and b[k * PANEL + n]
@@ -162,6 +164,31 @@ inline __m512 exponential(__m512 x) { // of x <= 88, to 2 ulp; of less than -104
   return _mm512_scalef_ps(y, n);
 }
 
+// The logits of products of queries and keys, less that of `largest`
+struct Logits {
+  __m512 scale, largest, inverse, cap, top;
+  bool capped;
+
+  Logits(const Attention &a, float most) : capped(a.cap > 0) {
+    scale = _mm512_set1_ps(a.scale), largest = _mm512_set1_ps(most);
+    cap = _mm512_set1_ps(a.cap), inverse = _mm512_set1_ps(capped ? 2 * a.scale / a.cap : 0);
+    top = capped ? _mm512_mul_ps(cap, tangent(largest)) : _mm512_setzero_ps();
+  }
+  __m512 tangent(__m512 x) const { // tanh(scale x / cap) = 1 - 2 / (exp(2 scale x / cap) + 1)
+    const __m512 one = _mm512_set1_ps(1.f);
+    __m512 e = exponential(_mm512_min_ps(_mm512_set1_ps(40.f), _mm512_mul_ps(x, inverse)));
+    return _mm512_fnmadd_ps(_mm512_set1_ps(2.f), _mm512_div_ps(one, _mm512_add_ps(e, one)), one);
+  }
+  __m512 operator()(__m512 x) const {
+    if (capped) return _mm512_fmsub_ps(cap, tangent(x), top);
+    return _mm512_mul_ps(_mm512_sub_ps(x, largest), scale);
+  }
+  __m512 slope(__m512 x) const { // of a capped logit, over scale
+    __m512 t = tangent(x);
+    return _mm512_fnmadd_ps(t, t, _mm512_set1_ps(1.f));
+  }
+};
+
 // Masks of elements j to j + 15 of a row: those up to `seen`, and those that dropout keeps; the row's bytes start at
 // `first`.
 struct Row {
@@ -216,7 +243,6 @@ void copy_rows(const uint16_t *x, int64_t stride, int64_t rows, int64_t n, uint1
 
 void forward(const Attention &a, int64_t b, int64_t h) {
   int64_t T = a.length, P = up_to(PANEL, T), dk = a.dk, dv = a.dv, first = (b * a.heads + h) * T;
-  const __m512 scale = _mm512_set1_ps(a.scale);
   uint32_t *keys, *values;
   uint16_t *queries, *p;
   float *s, *y, *factor;
@@ -236,9 +262,9 @@ void forward(const Attention &a, int64_t b, int64_t h) {
       for (int64_t j = 0; j < row.seen; j += 16)
         most = _mm512_mask_max_ps(most, row.visible(j), most, _mm512_loadu_ps(s + r * P + j));
       float largest = _mm512_reduce_max_ps(most);
+      const Logits logit(a, largest);
       for (int64_t j = 0; j < up_to(16, i + r + 1); j += 16) {
-        __m512 x = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(s + r * P + j), _mm512_set1_ps(largest)), scale);
-        x = _mm512_maskz_mov_ps(row.visible(j), exponential(x));
+        __m512 x = _mm512_maskz_mov_ps(row.visible(j), exponential(logit(_mm512_loadu_ps(s + r * P + j))));
         sum = _mm512_add_ps(sum, x);
         put(p + r * P + j, rounded(_mm512_maskz_mov_ps(row.keep(j), x)));
       }
@@ -252,20 +278,20 @@ void forward(const Attention &a, int64_t b, int64_t h) {
 }
 
 // With p the probabilities and m the mask and scale of dropout: dv = (p m)^T dy, dp = (dy v^T) m,
-// ds = p (dp - sum p dp), dq = scale ds k, dk = scale ds^T q
+// ds = p (dp - sum p dp + grad_lse), times the slope of capped logits, dq = scale ds k, dk = scale ds^T q
 void backward(const Attention &a, int64_t b, int64_t h) {
   int64_t T = a.length, P = up_to(PANEL, T), dk = a.dk, dv = a.dv, wide_k = up_to(PANEL, dk), wide_v = up_to(PANEL, dv);
   int64_t kv = h / a.group, first = (b * a.heads + h) * T;
-  const __m512 scale = _mm512_set1_ps(a.scale), kept = _mm512_set1_ps(256.f / (256 - a.dropped));
+  const __m512 kept = _mm512_set1_ps(256.f / (256 - a.dropped));
   uint32_t *k_transposed, *k_paired, *v_transposed, *q_paired, *grad_paired, *pm_words, *ds_words;
   uint16_t *queries, *grads, *ds;
-  float *p, *dp, *grad_q, *grad_k, *grad_v;
+  float *p, *dp, *slopes, *grad_q, *grad_k, *grad_v;
   room.lay_out([&](Room &r) {
     r.take(k_transposed, P * dk / 2), r.take(k_paired, P / 2 * wide_k), r.take(v_transposed, P * dv / 2);
     r.take(queries, ROWS * dk), r.take(q_paired, ROWS / 2 * wide_k), r.take(grads, ROWS * dv);
     r.take(grad_paired, ROWS / 2 * wide_v), r.take(p, ROWS * P), r.take(dp, ROWS * P), r.take(ds, ROWS * P);
     r.take(pm_words, ROWS / 2 * P), r.take(ds_words, ROWS / 2 * P);
-    r.take(grad_q, ROWS * dk), r.take(grad_k, P * dk), r.take(grad_v, P * dv);
+    r.take(grad_q, ROWS * dk), r.take(grad_k, P * dk), r.take(grad_v, P * dv), r.take(slopes, a.cap > 0 ? 2 * P : 0);
   });
   transposed(a.k.at(b, kv), a.k.position, T, dk, k_transposed);
   paired(a.k.at(b, kv), a.k.position, T, dk, k_paired, P / 2);
@@ -286,10 +312,13 @@ void backward(const Attention &a, int64_t b, int64_t h) {
         int64_t t = i + r + one, at = first + t;
         float *p_row = p + (r + one) * P, *dp_row = dp + (r + one) * P;
         Row row{a, t < T ? t + 1 : 0, at * P};
-        __m512 largest = _mm512_set1_ps(t < T ? a.largest[at] : 0), sum = _mm512_setzero_ps();
-        __m512 log_sum = _mm512_set1_ps(t < T ? a.log_sum[at] : 0);
+        const Logits logit(a, t < T ? a.largest[at] : 0);
+        __m512 log_sum = _mm512_set1_ps(t < T ? a.log_sum[at] : 0), sum = _mm512_setzero_ps();
         for (int64_t j = 0; j < made; j += 16) {
-          __m512 x = _mm512_fmsub_ps(_mm512_sub_ps(_mm512_loadu_ps(p_row + j), largest), scale, log_sum);
+          __m512 x = _mm512_loadu_ps(p_row + j);
+          if (logit.capped) _mm512_storeu_ps(slopes + one * P + j, logit.slope(x));
+          x = logit.capped ? _mm512_sub_ps(logit(x), log_sum)
+                           : _mm512_fmsub_ps(_mm512_sub_ps(x, logit.largest), logit.scale, log_sum);
           __mmask16 keep = row.keep(j);
           __m512 dx = _mm512_maskz_mul_ps(keep, _mm512_loadu_ps(dp_row + j), kept);
           x = _mm512_maskz_mov_ps(row.visible(j), exponential(x));
@@ -299,13 +328,14 @@ void backward(const Attention &a, int64_t b, int64_t h) {
           __m512i *words = reinterpret_cast<__m512i *>(pm_words + r / 2 * P + j);
           _mm512_storeu_si512(words, row_pair(one ? _mm512_cvtepi32_epi16(_mm512_loadu_si512(words)) : half, half));
         }
-        along[one] = _mm512_reduce_add_ps(sum);
+        along[one] = _mm512_reduce_add_ps(sum) - (a.grad_lse && t < T ? a.grad_lse[at] : 0);
       }
       for (int64_t j = 0; j < made; j += 16) {
         __m256i half[2];
         for (int64_t one : {0, 1}) {
           __m512 dx = _mm512_sub_ps(_mm512_loadu_ps(dp + (r + one) * P + j), _mm512_set1_ps(along[one]));
-          half[one] = rounded(_mm512_mul_ps(_mm512_loadu_ps(p + (r + one) * P + j), dx));
+          dx = _mm512_mul_ps(_mm512_loadu_ps(p + (r + one) * P + j), dx);
+          half[one] = rounded(a.cap > 0 ? _mm512_mul_ps(dx, _mm512_loadu_ps(slopes + one * P + j)) : dx);
           put(ds + (r + one) * P + j, half[one]);
         }
         _mm512_storeu_si512(ds_words + r / 2 * P + j, row_pair(half[0], half[1]));
@@ -338,7 +368,7 @@ void check_heads(const Tensor &x, int64_t B, int64_t T, const char *name) {
   STD_TORCH_CHECK(x.size(3) > 0 && x.size(3) % 16 == 0, name, " must have a multiple of 16 channels");
 }
 
-Attention attention_of(const Tensor &q, const Tensor &k, const Tensor &v, double scale, int64_t dropped,
+Attention attention_of(const Tensor &q, const Tensor &k, const Tensor &v, double scale, double cap, int64_t dropped,
                        const MaybeTensor &seed) {
   STD_TORCH_CHECK(q.dim() == 4, "q must be (B, heads, T, channels)");
   int64_t B = q.size(0), nh = q.size(1), T = q.size(2), nkv = k.size(1);
@@ -346,10 +376,12 @@ Attention attention_of(const Tensor &q, const Tensor &k, const Tensor &v, double
   STD_TORCH_CHECK(v.size(1) == nkv && nkv > 0 && nh % nkv == 0, "k and v must have as many heads, a divisor of q's");
   STD_TORCH_CHECK(k.size(3) == q.size(3), "q and k must have as many channels");
   STD_TORCH_CHECK(scale > 0, "the scale must be positive");
+  STD_TORCH_CHECK(cap >= 0, "the cap must be positive, or 0 for none");
   Dropout dropout = dropout_of(dropped, seed);
   Attention a{};
   a.batch = B, a.heads = nh, a.group = nh / nkv, a.length = T, a.dk = q.size(3), a.dv = v.size(3);
   a.dropped = dropout.dropped, a.seed = dropout.seed, a.threads = torch::stable::get_num_threads(), a.scale = scale;
+  a.cap = cap;
   a.q = heads_of(q), a.k = heads_of(k), a.v = heads_of(v);
   return a;
 }
@@ -362,11 +394,11 @@ void run(Attention &a, const Tensor &softmax) {
     (back ? backward : forward)(a, task / a.heads, task % a.heads);
 }
 
-// y (B, nh, T, dv), and each query's largest logit and log-sum-exp (2, B, nh, T), which the derivative needs
+// y (B, nh, T, dv), and each query's `largest` and `log_sum`, (2, B, nh, T)
 std::tuple<Tensor, Tensor> attention(const Tensor &given_q, const Tensor &given_k, const Tensor &given_v, double scale,
-                                     int64_t dropped, const MaybeTensor &seed) {
+                                     double cap, int64_t dropped, const MaybeTensor &seed) {
   Tensor q = contiguous_last_dim(given_q), k = contiguous_last_dim(given_k), v = contiguous_last_dim(given_v);
-  Attention a = attention_of(q, k, v, scale, dropped, seed);
+  Attention a = attention_of(q, k, v, scale, cap, dropped, seed);
   Tensor y = empty_heads(q, a.dv), softmax = empty({2, a.batch, a.heads, a.length}, aoti_torch_dtype_float32());
   a.y = heads_of(y);
   run(a, softmax);
@@ -376,16 +408,21 @@ std::tuple<Tensor, Tensor> attention(const Tensor &given_q, const Tensor &given_
 // of q, and of k and v for each query head
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor &given_grad, const Tensor &given_q,
                                                       const Tensor &given_k, const Tensor &given_v,
-                                                      const Tensor &softmax, double scale, int64_t dropped,
-                                                      const MaybeTensor &seed) {
+                                                      const Tensor &softmax, const MaybeTensor &grad_lse, double scale,
+                                                      double cap, int64_t dropped, const MaybeTensor &seed) {
   Tensor q = contiguous_last_dim(given_q), k = contiguous_last_dim(given_k), v = contiguous_last_dim(given_v);
   Tensor grad = contiguous_last_dim(given_grad);
-  Attention a = attention_of(q, k, v, scale, dropped, seed);
+  Attention a = attention_of(q, k, v, scale, cap, dropped, seed);
   check_heads(grad, a.batch, a.length, "grad");
   STD_TORCH_CHECK(grad.size(1) == a.heads && grad.size(3) == a.dv, "grad has another shape than the output");
   check_fp32(softmax, "softmax");
   bool fits = softmax.is_contiguous() && softmax.numel() == 2 * a.batch * a.heads * a.length;
   STD_TORCH_CHECK(fits, "softmax does not fit q");
+  if (grad_lse) {
+    check_fp32(*grad_lse, "grad_lse");
+    STD_TORCH_CHECK(grad_lse->is_contiguous() && 2 * grad_lse->numel() == softmax.numel(), "grad_lse does not fit q");
+    a.grad_lse = pointer<float>(*grad_lse);
+  }
   Tensor grad_q = empty_heads(q, a.dk), grad_k = empty_heads(q, a.dk), grad_v = empty_heads(q, a.dv);
   a.grad = heads_of(grad), a.grad_q = heads_of(grad_q), a.grad_k = heads_of(grad_k), a.grad_v = heads_of(grad_v);
   run(a, softmax);
@@ -400,7 +437,8 @@ STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
 
 // Without AVX-512 bf16 there are schemas and no implementation: operators.py asks whether there is one.
 STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
-  m.def("attention(Tensor q, Tensor k, Tensor v, float scale, int dropped, Tensor? seed) -> (Tensor, Tensor)");
-  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor softmax, float scale, int dropped,"
-        " Tensor? seed) -> (Tensor, Tensor, Tensor)");
+  m.def("attention(Tensor q, Tensor k, Tensor v, float scale, float cap, int dropped, Tensor? seed) -> (Tensor,"
+        " Tensor)");
+  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor softmax, Tensor? grad_lse, float"
+        " scale, float cap, int dropped, Tensor? seed) -> (Tensor, Tensor, Tensor)");
 }

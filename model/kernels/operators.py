@@ -130,25 +130,39 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed:
 
     q (B, nh, T, dk), k (B, nkv, T, dk), v (B, nkv, T, dv) -> (B, nh, T, dv), which lies in memory as (B, T, nh, dv).
     """
-    return Attention.apply(q, k, v, scale, dropped, seed)
+    return Attention.apply(q, k, v, scale, 0.0, dropped, seed)[0]
+
+
+def attention_and_lse(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, dropped: int, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """attention(), and each query's log-sum-exp of its logits, (B, nh, T) in fp32; of cap tanh(logit / cap) where cap
+    is not 0."""
+    y, softmax = Attention.apply(q, k, v, scale, cap, dropped, seed)
+    largest = scale * softmax[0].detach()  # the derivative of the log-sum-exp comes in by softmax[1]
+    return y, (largest if cap == 0 else cap * torch.tanh(largest / cap)) + softmax[1]
 
 
 class Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: Tensor | None) -> Tensor:
-        y, softmax = nanoqk.attention(q, k, v, scale, dropped, seed)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, dropped: int, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        y, softmax = nanoqk.attention(q, k, v, scale, cap, dropped, seed)
         ctx.save_for_backward(q, k, v, softmax, seed)
-        ctx.settings = scale, dropped
-        return y
+        ctx.settings = scale, cap, dropped
+        ctx.set_materialize_grads(False)
+        return y, softmax
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_softmax: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, softmax, seed = ctx.saved_tensors
-        grads = nanoqk.attention_backward(grad, q, k, v, softmax, *ctx.settings, seed)
+        grad_lse = None if grad_softmax is None else grad_softmax[1].contiguous()
+        grads = nanoqk.attention_backward(grad, q, k, v, softmax, grad_lse, *ctx.settings, seed)
         group = q.size(1) // k.size(1)
         grad_k, grad_v = (x if group == 1 else x.unflatten(1, (-1, group)).sum(2) for x in grads[1:])
-        return grads[0], grad_k, grad_v, None, None, None
+        return grads[0], grad_k, grad_v, None, None, None, None
 
 
 # -----------------------------------------------------------------------------
@@ -271,11 +285,11 @@ FAKES: dict[str, Callable[..., Any]] = {
         q.new_empty(1, w.size(0), 1, w.size(2)),
         q.new_empty(int(with_keys), w.size(0), 1, w.size(1), dtype=torch.float32),
     ),
-    "attention": lambda q, k, v, scale, dropped, seed: (
+    "attention": lambda q, k, v, scale, cap, dropped, seed: (
         like_heads(q, v.size(-1)),
         q.new_empty(2, *q.shape[:3], dtype=torch.float32),
     ),
-    "attention_backward": lambda grad, q, k, v, softmax, scale, dropped, seed: tuple(
+    "attention_backward": lambda grad, q, k, v, softmax, grad_lse, scale, cap, dropped, seed: tuple(
         like_heads(q, x.size(-1)) for x in (q, k, v)
     ),
     "layer_norm": lambda x, weight, bias, eps, centred, dtype: dense(x, dtype),

@@ -25,6 +25,7 @@ from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
 from scripts.benchmarks.timing import Built, Turn, gpu_memory
 from sweeps.plan import compose
 from training.config import AdamWOptions, load_config
+from training.optim import updating
 from training.schedule import learning_rate
 
 SECONDS = 5.0  # of a turn, where iters= is not given
@@ -58,7 +59,8 @@ def ours(words: list[str]) -> Built:
             loss = accumulate_gradients(session.forward, batches, n_micro_batches, machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
             skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
-            optimizer.step(skip)
+            with updating(session.model):
+                optimizer.step(skip)
             optimizer.zero_grad()
             meter.add({"iter": step}, loss, norm, qk_clip(model.attentions, config.qk_clip, skip))
         meter.read()  # the host waits for the device

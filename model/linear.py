@@ -1,0 +1,45 @@
+"""Linear layers and embeddings of a GPT, which have no values until init_weights() or a checkpoint sets them."""
+
+import torch.nn as nn
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Linear(nn.Linear):
+    """x W^T, with what weights= makes of W. Has no values until init_weights() or a checkpoint sets them: PyTorch's own
+    initialisation would load the compiler (2 s) on the meta device, which sampling and dry runs use."""
+
+    def __init__(self, n_in: int, n_out: int, bias: bool, device: str | None = None):
+        super().__init__(n_in, n_out, bias=bias, device=device)
+        self.reparam: nn.Module | None = None
+
+    def reset_parameters(self) -> None:
+        pass
+
+    def matrix(self) -> Tensor:
+        return self.weight if self.reparam is None else self.reparam(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.matrix(), self.bias)
+
+
+class Embedding(nn.Embedding):
+    """As Linear."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class FusedLinear(Linear):
+    """Several projections of one input in one matrix. `split_sizes` are their row counts."""
+
+    def __init__(self, n_in: int, split_sizes: list[int], bias: bool):
+        super().__init__(n_in, sum(split_sizes), bias=bias)
+        self.split_sizes = split_sizes
+
+
+def scale_rows(linear: nn.Linear, factors: Tensor) -> None:
+    """Multiply each row's output by its factor, (n_out,)."""
+    linear.weight.mul_(factors[:, None])
+    if linear.bias is not None:
+        linear.bias.mul_(factors)

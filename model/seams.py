@@ -1,0 +1,166 @@
+"""The five seams of attention, where a contestant changes it. What a class here does is nothing: the identity.
+
+    queries and keys          QKNorm    qk_norm=   (the papers' own norms are in gpt.py)
+    logits                    Logits    logits=
+    the softmax's denominator Softmax   softmax=
+    values and output         Output    output=
+    weights                   Weights   weights=
+
+A contestant is a subclass with the method that it changes; model/variants/NAME.py has the one called NAME. One of your
+own is registered in the same way, from any file: register(ItsOptions, ItsClass).
+
+Shapes: B batch, T positions, S keys, C = n_embd, nh heads, nkv key and value heads, hs channels a head.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.nn as nn
+from torch import Tensor
+
+from model import options as settings
+from model.ops import at_least_fp32
+from model.options import GPTConfig, QKNormOptions, VariantOptions
+
+T = TypeVar("T")
+
+
+class Seam(nn.Module):
+    """A part whose parameters init_weights() sets, after those of the projections and without their random numbers."""
+
+    def init_weights(self) -> None:
+        pass
+
+
+class QKNorm(Seam):
+    """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys.
+
+    Your own norm defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least. It may have a `gain`, a parameter of
+    shape (hs,), or (nh hs,) for gains of each head. It may be `centred`; `scale` receives x before the mean is
+    subtracted. It gets an alpha only if its options derive from LpNormOptions. Absorbed MLA decoding applies gain, mean
+    and scale separately.
+    """
+
+    centred = False
+
+    def __init__(self, options: QKNormOptions, head_dim: int, n_head: int):
+        super().__init__()
+        self.options: Any = options
+        self.head_dim, self.n_head = head_dim, n_head
+        self.gain: nn.Parameter | None = None
+
+    def init_weights(self) -> None:
+        if self.gain is not None:
+            nn.init.ones_(self.gain)
+
+    def scale(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def head_gain(self) -> Tensor | None:
+        """(hs,), or (nh, 1, hs) where each head has its own."""
+        if self.gain is None or self.gain.numel() == self.head_dim:
+            return self.gain
+        return self.gain.view(self.n_head, 1, self.head_dim)
+
+    def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
+        """(..., hs) -> (..., hs), times alpha (nh or 1, 1, 1): the learned logit scale, for queries."""
+        y = at_least_fp32(x)
+        y = (y - y.mean(-1, keepdim=True) if self.centred else y) * self.scale(x)
+        gain = self.head_gain
+        y = y if gain is None else y * gain
+        return (y if alpha is None else y * alpha).to(x.dtype)
+
+    def after_rope(self, q: Tensor) -> Tensor:
+        """What else is done to rotated queries (B, nh, T, hs)."""
+        return q
+
+
+class Logits(Seam):
+    """What is done to the logits: to all of a query's by queries(), to each one by `bend`.
+
+    bend: an elementwise function of logits in fp32 at least, which must grow with its argument; None: nothing.
+    """
+
+    bend: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, options: Any, config: GPTConfig):
+        super().__init__()
+        self.options = options
+
+    def queries(self, q: Tensor, pos: int) -> Tensor:
+        """Queries (B, nh, T, any channels) of positions pos .. pos+T-1, normalised and rotated, times a number for each
+        head and position."""
+        return q
+
+
+class Softmax(Seam):
+    """What is done to the softmax's denominator: forward(y, lse) multiplies the output of each query.
+
+    y (B, nh, T, dv) is the output with the plain softmax, lse (B, nh, T) the log-sum-exp of a query's logits.
+    """
+
+    def __init__(self, options: Any, config: GPTConfig):
+        super().__init__()
+        self.options = options
+
+    def forward(self, y: Tensor, lse: Tensor) -> Tensor:
+        return y
+
+
+class Output(Seam):
+    """What is done to values (B, nkv, T, hs) and to the output y (B, nh, T, dv) of a block's input x (B, T, C)."""
+
+    def __init__(self, options: Any, config: GPTConfig, v_dim: int):
+        super().__init__()
+        self.options = options
+
+    def values(self, v: Tensor) -> Tensor:
+        return v
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return y
+
+
+class Weights(Seam):
+    """What is done to the weights of a block: to how its Linears use them, by a `reparam`, or to their updates."""
+
+    def __init__(self, options: Any, block: Any):
+        super().__init__()
+        self.options = options
+
+    def update_factors(self) -> list[tuple[Tensor, Tensor]]:
+        """Rows of weights (a view), each with the factor of their learning rate in the next update."""
+        return []
+
+    def after_update(self) -> None:
+        pass
+
+
+class Table(dict[str, T]):
+    """The class of each name. One of model/variants is imported when it is asked for."""
+
+    def __missing__(self, name: str) -> T:
+        importlib.import_module(f"model.variants.{name}")
+        return self[name]
+
+
+QK_NORMS: Table[type[QKNorm]] = Table()
+LOGITS: Table[type[Logits]] = Table({"none": Logits})
+SOFTMAXES: Table[type[Softmax]] = Table({"plain": Softmax})
+OUTPUTS: Table[type[Output]] = Table({"none": Output})
+WEIGHTS: Table[type[Weights]] = Table({"none": Weights})
+TABLES: dict[type[Seam], tuple[dict[str, Any], dict[str, Any]]] = {
+    QKNorm: (settings.QK_NORMS, QK_NORMS),
+    Logits: (settings.LOGITS, LOGITS),
+    Softmax: (settings.SOFTMAXES, SOFTMAXES),
+    Output: (settings.OUTPUTS, OUTPUTS),
+    Weights: (settings.WEIGHTS, WEIGHTS),
+}
+
+
+def register(options: type[VariantOptions], variant: type[Seam]) -> None:
+    """Add a contestant to its seam. The default of `name` in `options` is what qk_norm=, logits=, ... take."""
+    of_options, of_classes = next(tables for seam, tables in TABLES.items() if issubclass(variant, seam))
+    of_classes[settings.register(of_options, options)] = variant

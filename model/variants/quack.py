@@ -1,0 +1,76 @@
+"""QuacK: in every update the learning rate of W_q is multiplied by tau |W_k at the start| / |W_k|, and that of W_k by
+tau |W_q at the start| / |W_q|, for each head, in Frobenius norms (arXiv 2511.21377, algorithms 1 and 2).
+
+A change of the logits is then bounded whatever the size of the weights. Where heads share a key, its rate follows the
+largest of their query norms, as the rates of MLA's shared matrices do in algorithm 2.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.options import QuackOptions
+from model.seams import Weights, register
+
+
+def norms(w: Tensor, heads: int) -> Tensor:
+    """The Frobenius norm of each head's rows of w (heads * rows, columns), (heads,)."""
+    return torch.linalg.vector_norm(w.unflatten(0, (heads, -1)), dim=(1, 2))
+
+
+class Quack(Weights):
+    """`start`: 1 / the factors at the start. No trained weight, but a checkpoint must hold it."""
+
+    def __init__(self, options: QuackOptions, block: Any):
+        super().__init__(options, block)
+        self.attn = (block.attn,)  # a tuple: no submodule
+        count = sum(len(factors) for _, factors in self.current())
+        self.start = nn.Parameter(torch.empty(count), requires_grad=False)
+
+    def init_weights(self) -> None:
+        self.start.copy_(torch.cat([1 / factors for _, factors in self.current()]))
+
+    def update_factors(self) -> list[tuple[Tensor, Tensor]]:
+        found, at = [], 0
+        for rows, factors in self.current():
+            relative = self.options.tau * self.start[at : at + len(factors)] * factors  # 1 each at the start, times tau
+            found.append((rows, relative.repeat_interleave(len(rows) // len(factors))[:, None]))
+            at += len(factors)
+        return found
+
+    @torch.no_grad()
+    def current(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Rows of a weight, and for each head of theirs, or for all, what its learning rate is proportional to."""
+        attn: Any = self.attn[0]
+        if hasattr(attn, "c_kv_b"):
+            return self.of_mla(attn)
+        q, k, _ = attn.c_attn.weight.detach().split(attn.c_attn.split_sizes)
+        of_q, of_k = norms(q, attn.n_head), norms(k, attn.n_kv_head)
+        group = attn.n_head // attn.n_kv_head
+        return [(q, 1 / of_k.repeat_interleave(group)), (k, 1 / of_q.view(-1, group).amax(1))]
+
+    def of_mla(self, attn: Any) -> Iterable[tuple[Tensor, Tensor]]:
+        """Algorithm 2. Without a query rank there is no W_dq: its norm counts as 1. A query's content and RoPE rows lie
+        side by side, so that each is listed for each head."""
+        nh = attn.n_head
+        heads = attn.c_q.weight.detach().unflatten(0, (nh, -1))  # (nh, dn + dr, in)
+        uq, qr = heads[:, : attn.nope_dim], heads[:, attn.nope_dim :]
+        dkv, kr = attn.c_kv_a.weight.detach().split(attn.c_kv_a.split_sizes)
+        uk, _ = attn.c_kv_b.weight.detach().split(attn.c_kv_b.split_sizes)
+        of_uq, of_qr = (torch.linalg.vector_norm(part, dim=(1, 2)) for part in (uq, qr))
+        of_uk, (of_dkv, of_kr) = norms(uk, nh), (torch.linalg.vector_norm(part) for part in (dkv, kr))
+        dq = attn.c_q_a.weight.detach() if isinstance(attn.c_q_a, nn.Linear) else None
+        of_dq = torch.ones(()) if dq is None else torch.linalg.vector_norm(dq)
+        content, rotated = of_uq * of_uk * of_dkv, of_qr * of_kr  # of each head, without W_dq
+        found = [(uk, 1 / (of_uq * of_dq * of_dkv)), (dkv, 1 / (of_uq * of_dq * of_uk).amax()[None])]
+        found += [(kr, 1 / (of_qr * of_dq).amax()[None])]
+        found += [(uq[h], (1 / (of_dq * of_uk[h] * of_dkv))[None]) for h in range(nh)]
+        found += [(qr[h], (1 / (of_dq * of_kr))[None]) for h in range(nh)]
+        if dq is not None:
+            found += [(dq, torch.minimum(1 / content.amax(), 1 / rotated.amax())[None])]
+        return found
+
+
+register(QuackOptions, Quack)

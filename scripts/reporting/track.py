@@ -1,0 +1,237 @@
+"""The board of the attention track: a row for each contestant, from the stored reports of its two sweeps.
+
+grid: every contestant at every learning rate. final: every contestant at its best rate, with fresh seeds, which alone
+decide. results/attention_track/README.md has the rules.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import altair as alt
+from scipy import stats
+
+from core.schema import require
+from scripts.reporting.charts import LOSS, OKABE_ITO, Figure
+from scripts.reporting.runs import METRICS, Sweep
+from scripts.reporting.statistics import Comparison, Point, by_rate, compare, highest_stable, interval, n_needed
+from scripts.reporting.tables import Table, number, p_value
+
+BASELINE, UNCHANGED = "rms", "none"  # what differences are to, and what times are over
+PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
+LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant. means: learning rate -> mean loss over the seeds of the grid. loss: of the final runs.
+
+    ratios: time of an update, and of a decoded token, over `none`, with their intervals. wide: the interval of the
+    difference to BASELINE at the level of Holm's step.
+    """
+
+    name: str
+    means: dict[float, float]
+    stable: float | None
+    loss: Point
+    against: Comparison | None
+    wide: Point | None
+    logit: float | None
+    cache: float | None
+    parameters: float | None
+    ratios: tuple[Mapping[str, float], Mapping[str, float]]
+
+    @property
+    def best(self) -> float:
+        return min(self.means, key=lambda rate: self.means[rate])
+
+    @property
+    def verdict(self) -> str:
+        if self.wide is None or self.wide.low is None or self.wide.high is None or self.against is None:
+            return "–"
+        p = self.against.adjusted["t"]
+        if p is None or p > 0.05:
+            return "not told apart"
+        return "better" if self.wide.high < 0 else "worse"
+
+
+# -----------------------------------------------------------------------------
+# Stored runs -> entries
+
+
+def mean_losses(grid: Sweep) -> dict[str, dict[float, float]]:
+    """Contestant -> learning rate -> mean loss, of the rates at which every run is done."""
+    found = {}
+    for name, of in by_rate(grid).items():
+        done = {rate: grid.done(point) for rate, point in of.items() if len(grid.done(point)) == len(grid.of(point))}
+        found[name] = {rate: fmean(run.summary[LOSS_KEY] for run in runs) for rate, runs in done.items() if runs}
+    return found
+
+
+def at_the_edge(grid: Sweep) -> dict[str, float]:
+    """Contestants whose best rate is the lowest or the highest one that was tried, with the rate to try next."""
+    found = {}
+    for name, means in mean_losses(grid).items():
+        tried, best = sorted(by_rate(grid)[name]), min(means, key=lambda rate: means[rate])
+        if best in (tried[0], tried[-1]):
+            found[name] = best / 2 if best == tried[0] else best * 2
+    return found
+
+
+def plateau(means: Mapping[float, float]) -> float:
+    """Octaves of neighbouring rates within PLATEAU of the best one."""
+    rates, best = sorted(means), min(means.values())
+    low = high = rates.index(min(means, key=lambda rate: means[rate]))
+    while low > 0 and means[rates[low - 1]] <= best + PLATEAU:
+        low -= 1
+    while high + 1 < len(rates) and means[rates[high + 1]] <= best + PLATEAU:
+        high += 1
+    return math.log2(rates[high] / rates[low])
+
+
+def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times: Path) -> list[Entry]:
+    """The contestants, the lowest loss first. words: of each one. times: the folder of train.json and decode.json.
+
+    Raises: ConfigError where a contestant of the final sweep has no runs in the grid.
+    """
+    means, names = mean_losses(grid), final.settings
+    require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
+    others = compare(final, [(name, BASELINE) for name in names if name != BASELINE], METRICS[0])
+    against, wide = {c.a: c for c in others}, widened(others)
+    update, decode = (ratios_of(times / file) for file in ("train.json", "decode.json"))
+    found = []
+    for name in names:
+        runs, key = final.done(name), " ".join(words[name])
+        require(bool(runs), f"{final.name} has no run of {name} that is done")
+        rates = {rate: list(grid.of(point).values()) for rate, point in by_rate(grid)[name].items()}
+        first = runs[0].summary
+        logits = [run.summary[LOGIT_KEY] for run in runs if LOGIT_KEY in run.summary]
+        found.append(Entry(
+            name, means[name], highest_stable(rates)[0], interval([run.summary[LOSS_KEY] for run in runs]),
+            against.get(name), wide.get(name), max(logits, default=None), first.get("cache_bytes_per_token"),
+            first.get("parameters"), (update.get(key, {}), decode.get(key, {})),
+        ))  # fmt: skip
+    return sorted(found, key=lambda entry: entry.loss.mean)
+
+
+def widened(family: Sequence[Comparison]) -> dict[str, Point]:
+    """Each difference's interval at the level of Holm's step: of m comparisons the one with the k-th smallest p has
+    1 - 0.05 / (m - k + 1). It excludes zero exactly where that step rejects."""
+    tested = sorted((c for c in family if "t" in c.p and c.point is not None), key=lambda c: c.p["t"])
+    found = {}
+    for k, c in enumerate(tested):
+        values = [*c.differences.values()]
+        level = 0.05 / (len(family) - k)
+        half = float(stats.t.isf(level / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+        found[c.a] = Point(fmean(values), fmean(values) - half, fmean(values) + half, len(values))
+    return found
+
+
+def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:
+    """A benchmark's time_over_first: words of a contestant -> median, low, high; {} where there is no file."""
+    if not file.exists():
+        return {}
+    content: Any = json.loads(file.read_text(encoding="utf-8"))
+    content = content.get("1_sequences", content)  # of decoding: one sequence
+    first = next(iter(content["variants"]))
+    return {first: {"median": 1.0}, **content["time_over_first"]}
+
+
+# -----------------------------------------------------------------------------
+# Entries -> table, figures
+
+
+def noise(found: Sequence[Entry]) -> str:
+    """How much a loss varies over seeds, and what difference eight of them can tell, in a sentence."""
+    sds = [stdev(losses) for e in found if e.against and len(losses := [a for a, _ in e.against.values.values()]) > 1]
+    spreads = [stdev(e.against.differences.values()) for e in found if e.against and len(e.against.differences) > 1]
+    if not spreads:
+        return "There are no pairs yet."
+    n = max(e.loss.n for e in found)
+    effect = next(d / 100 for d in range(1, 3000) if n_needed(d / 100) <= n)
+    pooled, between = (math.sqrt(fmean(sd**2 for sd in of)) for of in (sds, spreads))
+    return (
+        f"σ over seeds: {pooled:.4f} nats, of a paired difference {between:.4f}. {n} pairs find a single difference of"
+        f" {effect * between:.4f} with 80 % power."
+    )
+
+
+def board(found: Sequence[Entry]) -> Table:
+    columns = [
+        "contestant", "verdict", "loss", f"minus {BASELINE}, 95 %", "corrected", "Holm p", "best rate",
+        "good rates, octaves", "highest stable rate", "largest logit", "update time", "decode time",
+        "cache, bytes a token", "parameters",
+    ]  # fmt: skip
+    rows = []
+    for e in found:
+        point = e.against.point if e.against else None
+        rows.append([
+            e.name, e.verdict, number(e.loss.mean), of_interval(point, mean=True), of_interval(e.wide),
+            p_value(e.against.adjusted["t"] if e.against and e.wide else None), number(e.best, "g"),
+            number(plateau(e.means), "g"), number(e.stable, "g"), number(e.logit, ".1f"),
+            *(times(ratio) for ratio in e.ratios), number(e.cache, ",.0f"), number(e.parameters, ",.0f"),
+        ])  # fmt: skip
+    return Table(columns, rows, words=2)
+
+
+def of_interval(point: Point | None, mean: bool = False) -> str:
+    if point is None or point.low is None:
+        return "–"
+    ends = f"{number(point.low, '+.4f')} to {number(point.high, '+.4f')}"
+    return f"{number(point.mean, '+.4f')} ({ends})" if mean else ends
+
+
+def times(ratio: Mapping[str, float]) -> str:
+    if "low" not in ratio:
+        return number(ratio.get("median"), ".2f")
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def figures(found: Sequence[Entry]) -> list[Figure]:
+    made = [Figure("rates", "Validation loss by learning rate; grey: rms", rates_chart(found), "")]
+    timed = [e for e in found if e.ratios[0]]
+    if timed:
+        title = "Validation loss at the best rate against the time of an update; bars: 95 % of the mean over seeds"
+        made.append(Figure("overhead", title, overhead_chart(timed), ""))
+    return made
+
+
+def overhead_chart(found: Sequence[Entry]) -> alt.LayerChart:
+    rows = [
+        {"name": e.name, "loss": e.loss.mean, "low": e.loss.low, "high": e.loss.high,
+         "time": 100 * (e.ratios[0]["median"] - 1)}
+        for e in found
+    ]  # fmt: skip
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("time:Q", title="time of an update over none (%)", scale=alt.Scale(zero=False, padding=20)),
+        y=alt.Y("loss:Q", title=LOSS, scale=alt.Scale(zero=False, padding=12)),
+    )
+    bars = base.mark_rule().encode(y="low:Q", y2="high:Q")
+    names = base.mark_text(align="left", dx=6, dy=-5, fontSize=11).encode(text="name:N")
+    return alt.layer(bars, base.mark_point(filled=True, size=50, opacity=1), names).properties(width=560, height=400)
+
+
+def rates_chart(found: Sequence[Entry]) -> alt.ConcatChart:
+    """A panel for each contestant: its mean losses and, in grey, those of BASELINE. Losses far above are cut off."""
+    lowest = min(min(e.means.values()) for e in found)
+    ticks = sorted({rate for e in found for rate in e.means})
+    baseline = next((e.means for e in found if e.name == BASELINE), {})
+    columns, panels = 4, []
+    for i, e in enumerate(found):
+        log2 = alt.Scale(type="log", base=2, nice=False, padding=8)
+        title = "learning rate" if i + columns >= len(found) else None
+        x = alt.X("rate:Q", title=title, scale=log2, axis=alt.Axis(values=ticks, labelAngle=-45))
+        scale = alt.Scale(domain=[lowest - 0.01, lowest + 0.3], nice=False)
+        y = alt.Y("loss:Q", title="loss" if i % columns == 0 else None, scale=scale, axis=alt.Axis(tickCount=4))
+        lines = []
+        for means, colour in ((baseline, "#b4bac4"), (e.means, OKABE_ITO[0])):
+            rows = [{"rate": rate, "loss": loss} for rate, loss in sorted(means.items())]
+            base = alt.Chart(alt.Data(values=rows)).encode(x=x, y=y)
+            marks = alt.OverlayMarkDef(size=24, color=colour, filled=True, clip=True)
+            lines.append(base.mark_line(color=colour, clip=True, point=marks))
+        panels.append(alt.layer(*lines).properties(title=e.name, width=150, height=110))
+    return alt.concat(*panels, columns=columns, spacing=24)

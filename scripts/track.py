@@ -1,0 +1,102 @@
+"""The attention track's board: python scripts/track.py [rates=true] [small=true] [times=true]
+
+Reads results/attention_track/grid and final, the reports of the sweeps attention_track and attention_track_final, and
+the benchmarks train.json and decode.json beside them. Writes the table and the noise floor into the README of that
+folder, and the figures rates.svg and overhead.svg. docs/attention_track.md has the commands that come before.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from core.cli import CONFIG_DIR, run_script
+from core.files import ROOT, write_atomic
+from core.schema import NOT_EMPTY, Help, options, require
+from scripts.reporting.charts import svg
+from scripts.reporting.stored import read_stored
+from scripts.reporting.track import BASELINE, Entry, at_the_edge, board, entries, figures, mean_losses, noise
+from sweeps.definition import load_sweep
+
+BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
+SWEEP, FINAL = "attention_track", "attention_track_final"
+BEST = 6  # contestants that go on to track_small
+Words = Mapping[str, Sequence[str]]  # contestant -> overrides
+
+
+@options
+class TrackOptions:
+    folder: Annotated[str, NOT_EMPTY, Help("of the board")] = str(ROOT / "results" / SWEEP)
+    sweep: Annotated[str, NOT_EMPTY, Help("the grid's definition, which has each contestant's words")] = SWEEP
+    rates: Annotated[bool, Help("write the final sweep's definition from the grid's best rates, and no board")] = False
+    small: Annotated[bool, Help("write the definition of the sweep at track_small scale, and no board")] = False
+    times: Annotated[bool, Help("print the benchmarks' commands, whose last lines are train.json and decode.json")] = (
+        False
+    )
+    out: Annotated[str, NOT_EMPTY, Help("that definition's file")] = str(CONFIG_DIR / "sweep" / f"{FINAL}.yaml")
+
+
+def make(asked: TrackOptions) -> int:
+    folder, sweep = Path(asked.folder).expanduser(), load_sweep(asked.sweep, {})
+    words = sweep.grid["words"]
+    if asked.times:
+        variants = shlex.quote("variants=" + ";".join(" ".join(of) for of in words.values()))
+        for program, how in (("train", "together=true rounds=41 iters=10"), ("sample", "tokens=120 rounds=21")):
+            print(f"python scripts/benchmarks/bench_{program}.py {variants} {' '.join(sweep.overrides)} {how}")
+        return 0
+    grid = read_stored(folder / "grid", asked.sweep)
+    if asked.rates:
+        for name, rate in at_the_edge(grid).items():
+            more = f"'sweep.grid.words={{{name}: {json.dumps(words[name])}}}' sweep.grid.optim.learning_rate=[{rate:g}]"
+            print(
+                f"{name} is best at the grid's edge; try one more: python sweeps/launch.py sweep={asked.sweep} {more}"
+            )
+        write_atomic(Path(asked.out), final_definition(asked.sweep, words, mean_losses(grid)).encode())
+        print(asked.out)
+        return 0
+    found = entries(grid, read_stored(folder / "final", FINAL), words, folder)
+    if asked.small:
+        file = Path(asked.out).with_stem(f"{SWEEP}_small")
+        write_atomic(file, small_definition(words, found).encode())
+        print(file)
+        return 0
+    page = folder / "README.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}"
+    require(BEGIN in text and END in text, f"{page} has no marks between which the board goes")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    made = {page: f"{before}{BEGIN}\n{noise(found)}\n\n{board(found).markdown()}\n{END}{after}".encode()}
+    made |= {folder / f"{figure.name}.svg": svg(figure) for figure in figures(found)}
+    for file, content in made.items():
+        write_atomic(file, content)
+        print(file)
+    return 0
+
+
+def definition(title: str, head: Sequence[str], words: Words, rates: Mapping[str, float]) -> str:
+    """A sweep's file: the contestants of `rates`, each at its own."""
+    lines = [f'title: "The attention track: {title}"', "# Written by scripts/track.py", *head, "grid:", "  words:"]
+    for name, rate in rates.items():
+        lines.append(f"    {name}: [{', '.join(map(json.dumps, [*words[name], f'optim.learning_rate={rate:g}']))}]")
+    compare = 'title: "each contestant against rms", baseline: rms, settings: ["*"]'
+    return "\n".join([*lines, "compare:", "  none: null", f"  rms: {{{compare}}}", ""])
+
+
+def final_definition(grid: str, words: Words, means: Mapping[str, Mapping[float, float]]) -> str:
+    """The sweep in which every contestant has its best rate and the fresh seeds."""
+    rates = {name: min(of, key=lambda rate: of[rate]) for name, of in means.items()}
+    head = [f"extends: {grid}", "seeds: [11, 12, 13, 14, 15, 16, 17, 18]"]
+    return definition("each contestant at its best rate, eight fresh seeds, which alone decide", head, words, rates)
+
+
+def small_definition(words: Words, found: Sequence[Entry]) -> str:
+    """The six with the lowest loss, and rms, by the recipe track_small."""
+    rates = {e.name: e.best for i, e in enumerate(found) if i < BEST or e.name == BASELINE}
+    head = ["overrides: [experiment=track_small]", "seeds: [1, 2, 3]"]
+    head.append("also: {attn/max_logit: max, grad_norm: max, cache_bytes_per_token: summary}")
+    return definition("the best at track_small scale, at their best rates of track_nano", head, words, rates)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(TrackOptions, make, __doc__))

@@ -1,0 +1,64 @@
+"""The contestant of docs/attention_track.md, one file and a line in a sweep: it trains, decodes and is reported."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from variants import LAYOUTS, V, random_tokens
+
+from core.schema import ConfigError
+from model import options, seams
+from model.gpt import GPT
+from sweeps.definition import load_sweep
+from sweeps.plan import plan_runs
+from training.config import load_config
+
+PAGE = (ROOT / "docs" / "attention_track.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The page's file and sweep; what the file registers is undone."""
+    for language, name in (("python", "my_asinh.py"), ("yaml", "my_track.yaml")):
+        (tmp_path / name).write_text(PAGE.split(f"```{language}\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for table in (options.LOGITS, seams.LOGITS):
+        table.pop("asinh", None)
+    sys.modules.pop("my_asinh", None)
+
+
+def test_it_takes_one_file_and_a_line_in_a_sweep(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="logits.name=asinh must be one of none, softcap, ssmax"):
+        load_config({"logits": {"name": "asinh"}})
+    runs = plan_runs(load_sweep("my_track.yaml", {}), [])
+    own = [run for run in runs if run.points[0].startswith("asinh,")]
+    assert len(runs) == 3 * 10 and len(own) == 10
+    assert all(run.config.logits.label == "asinh_c10" and run.config.plugins == ("my_asinh",) for run in own)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["mha", "gqa", "mla"])
+def test_it_decodes_with_every_layout_to_the_logits_of_the_full_pass(layout: str, folder: Path) -> None:
+    model = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, "position": "rope"}
+    given: dict[str, Any] = {
+        "plugins": ["my_asinh"], "model": {**model, "rope_theta": 100.0}, "attention": vars(LAYOUTS[layout]),
+        "logits": {"name": "asinh", "c": 0.1},
+    }  # fmt: skip
+    gpt, plain = GPT(load_config(given).gpt, V), GPT(load_config({**given, "logits": {"name": "none"}}).gpt, V)
+    for one in (gpt, plain):
+        one.init_weights(0)
+        g = torch.Generator().manual_seed(1)
+        for p in one.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=g))
+        one.double().eval()
+    idx, caches, parts = random_tokens(2, 16), gpt.new_caches(2, 16, torch.float64), []
+    for pos, end in ((0, 5), (5, 6), (6, 16)):
+        parts.append(gpt(idx[:, pos:end], caches=caches, pos=pos)[0])
+    full = gpt(idx)[0]
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(plain(idx)[0], full, rtol=1e-3)

@@ -1,0 +1,204 @@
+"""The attention track's board: best rates, plateaus, verdicts and the noise floor, from runs with known losses."""
+
+import json
+import math
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from core.schema import ConfigError, flatten
+from scripts import track
+from scripts.reporting.runs import Run, Sweep
+from scripts.reporting.statistics import n_needed
+from scripts.reporting.stored import common_config, curves_csv, runs_csv
+from scripts.reporting.track import at_the_edge, entries, mean_losses, noise, plateau, widened
+from scripts.track import TrackOptions, final_definition, make, small_definition
+from sweeps.definition import check_sweep, load_sweep
+from sweeps.plan import plan_runs
+from sweeps.status import State
+
+WORDS = {"none": ["qk_norm=none"], "rms": ["qk_norm=rms"], "sink": ["softmax=sink"]}
+RATES = [0.001, 0.002, 0.004, 0.008]
+GRID = {  # mean loss at each rate
+    "none": [2.20, 2.00, 2.015, 2.5],
+    "rms": [2.10, 1.95, 1.92, 1.93],
+    "sink": [2.30, 2.10, 2.00, 1.97],
+}
+SPREAD = [0.01, -0.02, 0.005, 0.0, 0.015, -0.01, -0.005, 0.005]  # of eight seeds, with mean 0
+OFFSET = {"none": 0.05, "rms": 0.0, "sink": -0.002}
+OWN = {  # of a contestant's own, on top
+    "none": [0.001, -0.001] * 4, "rms": [0.0] * 8, "sink": [0.004, -0.004, 0.008, -0.008, 0.002, -0.002, 0.0, 0.0],
+}  # fmt: skip
+
+
+def run_of(point: str, seed: int, rate: float, loss: float) -> Run:
+    summary = {
+        "val/loss_min": loss, "val/loss": loss, "iter_of_min": 100, "worst_loss": loss, "seconds": 1.0, "iter": 100,
+        "max attn/max_logit": 10.0 + seed, "cache_bytes_per_token": 2048, "parameters": 1000,
+    }  # fmt: skip
+    config = {"optim.learning_rate": rate, "seed": seed, "model.name": "track_nano"}
+    return Run(
+        f"{point}-{seed}", [point], seed, None, config, State("done", 100), summary, {"val/loss": {0: 7.0, 100: loss}}
+    )
+
+
+def sweeps() -> tuple[Sweep, Sweep]:
+    also = {"attn/max_logit": "max", "cache_bytes_per_token": "summary"}
+    definitions: list[Any] = [{"grid": {"words": WORDS, "optim.learning_rate": RATES}, "also": also}, {"also": also}]
+    grid = [
+        run_of(f"{name},learning_rate={rate:g}", seed, rate, loss + noise)
+        for name, losses in GRID.items()
+        for rate, loss in zip(RATES, losses, strict=True)
+        for seed, noise in ((1, 0.003), (2, -0.003))
+    ]
+    final = [
+        run_of(name, seed, 0.004, 1.92 + offset + shared + OWN[name][seed])
+        for name, offset in OFFSET.items()
+        for seed, shared in enumerate(SPREAD)
+    ]
+    made = [
+        Sweep(name, {}, check_sweep(definition), runs)
+        for name, definition, runs in zip(("grid", "final"), definitions, (grid, final), strict=True)
+    ]
+    return made[0], made[1]
+
+
+def stored(folder: Path) -> Path:
+    """The two sweeps as reports store them, and a page for the board."""
+    for sweep in sweeps():
+        place = folder / sweep.name
+        place.mkdir(parents=True)
+        (place / "runs.csv").write_text(runs_csv(sweep))
+        (place / "curves.csv.gz").write_bytes(curves_csv(sweep))
+        definition = json.loads(json.dumps(vars(sweep.definition)))
+        about = {"definition": definition, "planned": [], "config": common_config(sweep)}
+        (place / "provenance.json").write_text(json.dumps(about))
+    (folder / "README.md").write_text(f"# Board\n\n{track.BEGIN}STALE{track.END}\nAfter.\n")
+    times = {
+        "variants": {"qk_norm=none": {}},
+        "time_over_first": {"qk_norm=rms": {"median": 1.1, "low": 1.0, "high": 1.2}},
+    }
+    (folder / "train.json").write_text(json.dumps(times))
+    (folder / "decode.json").write_text(json.dumps({"1_sequences": times}))
+    return folder
+
+
+def test_the_best_rate_is_that_of_the_lowest_mean_and_an_edge_is_named() -> None:
+    grid, _ = sweeps()
+    means = mean_losses(grid)
+    assert {name: min(of, key=lambda rate: of[rate]) for name, of in means.items()} == {
+        "none": 0.002, "rms": 0.004, "sink": 0.008,
+    }  # fmt: skip
+    assert at_the_edge(grid) == {"sink": 0.016}
+    assert [plateau(means[name]) for name in GRID] == [1.0, 1.0, 0.0]  # 0.002 to 0.004; 0.004 to 0.008; alone
+
+
+def test_a_verdict_is_holms_and_its_interval_excludes_zero_with_it(tmp_path: Path) -> None:
+    found = {e.name: e for e in entries(*sweeps(), WORDS, tmp_path)}
+    assert [found[name].verdict for name in ("none", "rms", "sink")] == ["worse", "–", "not told apart"]
+    differences = {name: [offset + own for own in OWN[name]] for name, offset in OFFSET.items()}
+    p = {name: float(stats.ttest_1samp(differences[name], 0).pvalue) for name in ("none", "sink")}
+    assert p["none"] < 0.025 and p["sink"] > 0.05  # ranks 1 and 2
+    for name, level in (("none", 0.025), ("sink", 0.05)):
+        half = stats.t.isf(level / 2, 7) * stdev(differences[name]) / math.sqrt(8)
+        wide, against = found[name].wide, found[name].against
+        assert wide is not None and against is not None and against.point is not None
+        assert wide.low == pytest.approx(OFFSET[name] - half) and wide.high == pytest.approx(OFFSET[name] + half)
+        assert against.p["t"] == pytest.approx(p[name])
+    assert found["none"].stable == 0.008 and found["rms"].logit == 17.0
+
+
+def test_a_rejected_step_is_one_whose_interval_excludes_zero() -> None:
+    """Of Holm's steps, whatever the differences are."""
+    _, final = sweeps()
+    for shift in (0.0, 0.002, 0.004, 0.006, 0.01):
+        moved = [
+            run_of(r.settings[0], r.seed, 0.004, r.summary["val/loss_min"] + shift * (r.settings == ["sink"]))
+            for r in final.runs
+        ]
+        family = track_family(Sweep("final", {}, final.definition, moved))
+        for c in family:
+            wide = widened(family)[c.a]
+            assert wide.low is not None and wide.high is not None and c.adjusted["t"] is not None
+            assert (c.adjusted["t"] <= 0.05) == (wide.low > 0 or wide.high < 0)
+
+
+def track_family(final: Sweep) -> Any:
+    from scripts.reporting.runs import METRICS
+    from scripts.reporting.statistics import compare
+
+    return compare(final, [("none", "rms"), ("sink", "rms")], METRICS[0])
+
+
+def test_the_noise_floor_is_the_spread_over_seeds(tmp_path: Path) -> None:
+    said = noise(entries(*sweeps(), WORDS, tmp_path))
+    sds = [stdev([a + b for a, b in zip(SPREAD, OWN[name], strict=True)]) for name in ("none", "sink")]
+    assert f"{math.sqrt(sum(sd**2 for sd in sds) / 2):.4f}" in said
+    between = math.sqrt(sum(stdev(OWN[name]) ** 2 for name in ("none", "sink")) / 2)
+    assert f"difference {between:.4f}. 8 pairs" in said
+    effect = float(said.split("difference of ")[1].split()[0]) / between
+    assert n_needed(effect) <= 8 < n_needed(0.9 * effect)
+
+
+@pytest.mark.slow
+def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> None:
+    sweep = tmp_path / "grid.yaml"
+    sweep.write_text(json.dumps({"grid": {"words": WORDS}}))
+    folder = stored(tmp_path / "board")
+    for _ in range(2):
+        assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
+        made = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    text = made["README.md"].decode()
+    assert text.startswith("# Board\n") and text.endswith("\nAfter.\n") and "STALE" not in text
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    assert [row[0] for row in rows if row[0] in WORDS] == ["sink", "rms", "none"]
+    assert next(row for row in rows if row[0] == "rms")[10:12] == ["1.10 (1.00 to 1.20)"] * 2
+    assert b"rms" in made["overhead.svg"] and made["rates.svg"].count(b"sink") >= 1
+    assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == made
+
+
+def test_the_final_sweep_takes_each_contestants_best_rate(tmp_path: Path) -> None:
+    grid, _ = sweeps()
+    file = tmp_path / "final.yaml"
+    (tmp_path / "grid.yaml").write_text(json.dumps({"grid": {"words": WORDS, "optim.learning_rate": RATES}}))
+    file.write_text(final_definition("grid.yaml", WORDS, mean_losses(grid)))
+    runs = plan_runs(load_sweep(str(file), {}), [])
+    assert len(runs) == 3 * 8 and {run.seed for run in runs} == {*range(11, 19)}
+    assert {run.points[0]: run.config.optim.learning_rate for run in runs} == {
+        "none": 0.002,
+        "rms": 0.004,
+        "sink": 0.008,
+    }
+
+
+def test_the_small_sweep_has_the_best_ones_and_rms(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(small_definition(WORDS, entries(*sweeps(), WORDS, tmp_path)))
+    runs = plan_runs(load_sweep(str(file), {}), [])
+    assert len(runs) == 3 * 3 and {run.config.model.name for run in runs} == {"track_small"}
+
+
+def test_a_contestant_without_a_grid_is_refused(tmp_path: Path) -> None:
+    grid, final = sweeps()
+    grid = Sweep("grid", {}, grid.definition, [run for run in grid.runs if "sink" not in run.settings[0]])
+    with pytest.raises(ConfigError, match="grid lacks some of none, rms, sink"):
+        entries(grid, final, WORDS, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_run_of_the_track_composes_with_the_same_recipe() -> None:
+    sweep = load_sweep("attention_track", {})
+    runs = plan_runs(sweep, [])
+    assert len(runs) == len(sweep.grid["words"]) * 5 * 2 >= 16 * 10
+    seams = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "optim.learning_rate", "seed")
+    recipes = [
+        {key: value for key, value in flatten(run.config.trajectory).items() if not key.startswith(seams)}
+        for run in runs
+    ]
+    assert all(recipe == recipes[0] for recipe in recipes)

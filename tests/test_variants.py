@@ -1,0 +1,416 @@
+"""The contestants of the attention track against other people's code, or their papers' formulas in float64.
+
+Hugging Face's attention layers run eagerly, with the same weights, rotations and mask.
+Shapes: B batch, T positions, C = n_embd, nh heads, nkv key heads, hs channels a head.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from variants import CONTESTANTS, build, config_of, random_tokens, refused, rope_of
+
+import train
+from core.schema import ConfigError
+from data.options import TextFileOptions
+from model import ops
+from model.gpt import GPT, rotate
+from model.hf import architecture_of
+from model.linear import FusedLinear
+from model.options import RMSNormOptions, SinkOptions
+from training.checks import start_up_checks
+from training.config import ConstantOptions, TrainConfig, WandbOptions, load_config
+from training.optim import build_optimizer, updating
+from training.session import setup
+
+B, T, C, nh, nkv, hs = 2, 16, 32, 4, 2, 8
+CAUSAL = torch.full((1, 1, T, T), -math.inf).triu(1)
+HF: dict[str, Any] = {
+    "hidden_size": C, "num_attention_heads": nh, "num_key_value_heads": nkv, "head_dim": hs, "attention_bias": False,
+    "attention_dropout": 0.0, "attn_implementation": "eager", "rms_norm_eps": 1e-6,
+}  # fmt: skip
+ROPE: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0}
+
+
+def gpt_of(layout: str, name: str, dtype: torch.dtype = torch.float64, **model: Any) -> GPT:
+    return build(config_of(layout, name, **{**ROPE, **model}), dtype=dtype)
+
+
+def hidden(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(B, T, C, dtype=dtype, generator=torch.Generator().manual_seed(3))
+
+
+def qkv(attn: Any, x: Tensor) -> list[Tensor]:
+    """Queries (B, nh, T, hs), keys and values (B, nkv, T, hs) of x (B, T, C), as projected."""
+    parts = (x @ attn.c_attn.weight.T).split(attn.c_attn.split_sizes, -1)
+    return [part.unflatten(-1, (-1, hs)).transpose(1, 2) for part in parts]
+
+
+def rms(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def attended(logits: Tensor, v: Tensor, attn: Any, extra: Tensor | float | None = None) -> Tensor:
+    """The layer's output for visible `logits` (B, nh, T, T); extra: a further logit of each head's denominator."""
+    weights = (logits + CAUSAL).exp()
+    total = weights.sum(-1, keepdim=True) + (0 if extra is None else torch.as_tensor(extra).exp())
+    y = (weights / total) @ v.repeat_interleave(nh // v.size(1), 1)
+    return y.transpose(1, 2).flatten(2) @ attn.c_proj.weight.T
+
+
+# -----------------------------------------------------------------------------
+# Hugging Face's layers
+
+
+def hugging_faces(kind: str) -> Any:
+    """An attention layer with random weights."""
+    import transformers.models as m
+    from transformers import Gemma2Config, GptOssConfig, Olmo2Config, Qwen3NextConfig
+
+    if kind == "softcap":
+        gemma = Gemma2Config(**HF, attn_logit_softcapping=1.0, query_pre_attn_scalar=hs)
+        layer: Any = m.gemma2.modeling_gemma2.Gemma2Attention(gemma, 0)
+    elif kind == "rms_whole":
+        layer = m.olmo2.modeling_olmo2.Olmo2Attention(
+            Olmo2Config(**{k: v for k, v in HF.items() if k != "head_dim"}), 0
+        )
+    elif kind == "sink":
+        layer = m.gpt_oss.modeling_gpt_oss.GptOssAttention(GptOssConfig(**HF), 0)
+    else:
+        layer = m.qwen3_next.modeling_qwen3_next.Qwen3NextAttention(Qwen3NextConfig(**HF), 0)
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(0.4 * torch.randn(p.shape, generator=g))
+    return layer.eval()
+
+
+def with_weights_of(layer: Any, gpt: GPT, gated: bool) -> Any:
+    """Our first layer with theirs."""
+    attn, q = gpt.attentions[0], layer.q_proj.weight
+    if gated:  # each head's query rows, then its gate's
+        q, gate = (part.flatten(0, 1) for part in q.view(nh, 2 * hs, C).split(hs, 1))
+        attn.output.w.weight.copy_(gate)
+    attn.c_attn.weight.copy_(torch.cat([q, layer.k_proj.weight, layer.v_proj.weight]))
+    attn.c_proj.weight.copy_(layer.o_proj.weight)
+    return attn
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["softcap", "rms_whole", "sink", "gate_channel"])
+def test_a_layer_computes_what_hugging_faces_does(kind: str) -> None:
+    """Gemma 2, OLMo 2, gpt-oss, Qwen3-Next."""
+    layer = hugging_faces(kind)
+    gated = kind == "gate_channel"
+    normed: dict[str, Any] = {"qk_norm": RMSNormOptions()} if gated else {}
+    gpt = build(replace(config_of("gqa", "none", **ROPE), **CONTESTANTS[kind], **normed), dtype=torch.float32)
+    attn = with_weights_of(layer, gpt, gated)
+    if kind in ("rms_whole", "gate_channel"):  # Qwen3-Next's weights are gains less 1
+        for ours, theirs in ((attn.q_norm, layer.q_norm), (attn.k_norm, layer.k_norm)):
+            ours.gain.copy_(theirs.weight + gated)
+    if kind == "sink":
+        attn.softmax.logit.copy_(layer.sinks)
+    rope: Any = rope_of(gpt)
+    cos, sin = (table[None, :T] if kind == "sink" else torch.cat([table, table], -1)[None, :T] for table in rope)
+    x = hidden(torch.float32)
+    theirs = layer(x, position_embeddings=(cos, sin), attention_mask=CAUSAL)[0]
+    torch.testing.assert_close(attn(x, rope), theirs, rtol=2e-5, atol=2e-5)
+    assert theirs.std() > 0.1
+
+
+# -----------------------------------------------------------------------------
+# Formulas
+
+
+def expected(name: str, attn: Any, x: Tensor, rope: Any) -> Tensor:
+    """The layer's output by the contestant's paper."""
+    q, k, v = qkv(attn, x)
+    group = nh // k.size(1)
+    turned = [rotate(part, rope) for part in (q, k.repeat_interleave(group, 1))]
+    logits = turned[0] @ turned[1].mT / math.sqrt(hs)
+    if name == "rms_scaled":  # after RoPE
+        return attended(1.2**2 * rms(turned[0]) @ rms(turned[1]).mT / math.sqrt(hs), v, attn)
+    if name == "ngpt":  # after RoPE; both sides times s_qk, logits times sqrt(hs)
+        s = 32 * attn.q_norm.raw.view(nh, 1, hs)
+        q, k = (s * part / part.norm(dim=-1, keepdim=True) for part in turned)
+        return attended(math.sqrt(hs) * q @ k.mT, v, attn)
+    if name == "ssmax":
+        n = torch.arange(1, T + 1)[:, None]
+        return attended(attn.logits.s.view(nh, 1, 1) * n.log() * logits, v, attn)
+    if name == "sink":
+        return attended(logits, v, attn, attn.softmax.logit.view(nh, 1, 1))
+    if name == "off_by_one":
+        return attended(logits, v, attn, 0.0)
+    if name == "value_norm":
+        return attended(logits, rms(v), attn)
+    if name == "softcap":
+        return attended(torch.tanh(logits), v, attn)
+    gate = torch.sigmoid(x @ attn.output.w.weight.T).unflatten(-1, (nh, -1))  # of heads
+    y = torch.softmax(logits + CAUSAL, -1) @ v.repeat_interleave(group, 1)
+    return (y.transpose(1, 2) * gate).flatten(2) @ attn.c_proj.weight.T
+
+
+FORMULAS = ["rms_scaled", "ngpt", "ssmax", "sink", "off_by_one", "value_norm", "softcap", "gate_head", "gate_channel"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("layout", ["mha", "gqa", "mqa"])
+def test_a_layer_computes_its_papers_formula(layout: str, name: str) -> None:
+    gpt, x = gpt_of(layout, name), hidden()
+    attn, rope = gpt.attentions[0], rope_of(gpt)
+    torch.testing.assert_close(attn(x, rope), expected(name, attn, x, rope), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.usefixtures("each_implementation")
+@pytest.mark.parametrize("cap", [None, 2.0, 50.0])
+@pytest.mark.parametrize(("length", "n_kv_head", "spread"), [(64, 4, 1.0), (150, 2, 3.0), (256, 1, 10.0)])
+def test_attention_its_log_sum_exp_and_gradients_are_as_exact_as_bf16_allows(
+    length: int, n_kv_head: int, spread: float, cap: float | None
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    sizes = [(2, n, length, 16) for n in (4, n_kv_head, n_kv_head)]
+    inputs = [torch.randn(size, generator=g).bfloat16() for size in sizes]
+    grad, grad_lse = torch.randn(sizes[0], generator=g).bfloat16(), torch.randn(sizes[0][:3], generator=g)
+
+    def outcome(dtype: torch.dtype, exact: bool) -> list[Tensor]:
+        q, k, v = (x.to(dtype).requires_grad_() for x in inputs)
+        if exact:
+            logits = q @ k.repeat_interleave(4 // n_kv_head, 1).mT * (spread / 4)
+            logits = logits if cap is None else cap * torch.tanh(logits / cap)
+            logits = logits.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+            y, lse = logits.softmax(-1) @ v.repeat_interleave(4 // n_kv_head, 1), logits.logsumexp(-1)
+        else:
+            y, lse = ops.attention_and_lse(q, k, v, spread / 4, 0.0, None if cap is None else ops.Softcap(cap))
+        return [y, lse, *torch.autograd.grad([y, lse], [q, k, v], [grad.to(dtype), grad_lse.to(lse.dtype)])]
+
+    found, right = outcome(torch.bfloat16, False), outcome(torch.float64, True)
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True)]
+    assert errors[1] < 1e-6 and max(errors) < 5e-3, errors
+
+
+def test_dropout_acts_on_the_weights_and_not_on_the_log_sum_exp() -> None:
+    q, k, v = torch.randn(3, 2, 4, 64, 16, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    y, lse = ops.attention_and_lse(q, k, v, 0.25, 0.5)
+    whole, same = ops.attention_and_lse(q, k, v, 0.25)
+    assert torch.equal(lse, same) and not torch.allclose(y, whole)
+    torch.testing.assert_close(whole, ops.causal_attention(q, k, v, 0.25))
+
+
+# -----------------------------------------------------------------------------
+# Weights
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["gqa", "mla_q_rank"])
+def test_sigma_reparam_gives_every_projection_the_largest_singular_value_gamma(layout: str) -> None:
+    gpt = GPT(config_of(layout, "sigma_reparam").gpt, 11)
+    gpt.init_weights(0)
+    linears: list[Any] = [m for m in gpt.transformer.h.modules() if isinstance(m, torch.nn.Linear)]
+    torch.manual_seed(0)
+    assert len(linears) > 6
+    for linear in linears:
+        torch.testing.assert_close(linear.matrix(), linear.weight, rtol=1e-5, atol=1e-7)  # gamma starts at sigma(W)
+        linear.weight.add_(0.02 * torch.randn_like(linear.weight))
+        linear.reparam.gamma.uniform_(0.5, 2)
+        for _ in range(1000):
+            linear.reparam.iterate()
+        sizes = linear.split_sizes if isinstance(linear, FusedLinear) else [linear.out_features]
+        for part, gamma in zip(linear.matrix().split(sizes), linear.reparam.gamma, strict=True):
+            assert torch.linalg.matrix_norm(part, 2).item() == pytest.approx(gamma.item(), rel=1e-3)
+
+
+def test_sigma_reparam_has_the_gradient_of_gamma_w_over_its_norm() -> None:
+    gpt = GPT(config_of("mha", "sigma_reparam").gpt, 11)
+    gpt.init_weights(0)
+    linear = gpt.double().attentions[0].c_proj
+    grad = torch.randn_like(linear.weight)
+    found = torch.autograd.grad(linear.reparam(linear.weight), [linear.weight, linear.reparam.gamma], grad)
+    norm = torch.linalg.matrix_norm(linear.weight, 2)
+    right = torch.autograd.grad(
+        linear.reparam.gamma / norm * linear.weight, [linear.weight, linear.reparam.gamma], grad
+    )
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def norm(w: Tensor) -> float:
+    return w.square().sum().sqrt().item()
+
+
+def rates_of_mha(attn: Any, first: Any) -> dict[str, list[float]]:
+    """Algorithm 1: the rate of each row of c_attn, over the base rate; first: the layer at the start."""
+    group = attn.n_head // attn.n_kv_head
+    now, start = ([*a.c_attn.weight.split(hs)] for a in (attn, first))
+    keys = range(nh, nh + attn.n_kv_head)
+    of_q = [norm(start[nh + h // group]) / norm(now[nh + h // group]) for h in range(nh)]
+    largest = [[max(norm(w[h]) for h in range(nh) if h // group == k - nh) for k in keys] for w in (start, now)]
+    of_k = [a / b for a, b in zip(*largest, strict=True)]
+    return {"c_attn": [rate for of in (of_q, of_k, [1.0] * len(keys)) for rate in of for _ in range(hs)]}
+
+
+def rates_of_mla(attn: Any, first: Any) -> dict[str, list[float]]:
+    """Algorithm 2, as it is printed."""
+    dn, dr, kr = attn.nope_dim, attn.rope_dim, attn.kv_rank
+
+    def factors(a: Any) -> dict[str, list[float]]:
+        heads = a.c_q.weight.split(dn + dr)
+        uq, qr = [norm(w[:dn]) for w in heads], [norm(w[dn:]) for w in heads]
+        uk = [norm(w) for w in a.c_kv_b.weight[: nh * dn].split(dn)]
+        dq, dkv, k = norm(a.c_q_a.weight), norm(a.c_kv_a.weight[:kr]), norm(a.c_kv_a.weight[kr:])
+        of_q = [f for h in range(nh) for f in [1 / (dq * uk[h] * dkv)] * dn + [1 / (dq * k)] * dr]
+        of_dq = min(1 / max(uq[h] * uk[h] * dkv for h in range(nh)), 1 / max(w * k for w in qr))
+        return {
+            "c_q": of_q,
+            "c_kv_b": [f for h in range(nh) for f in [1 / (uq[h] * dq * dkv)] * dn],
+            "c_q_a": [of_dq] * a.c_q_a.weight.size(0),
+            "c_kv_a": [1 / max(uq[h] * dq * uk[h] for h in range(nh))] * kr + [1 / max(w * dq for w in qr)] * dr,
+        }
+
+    now, start = factors(attn), factors(first)
+    found = {name: [a / b for a, b in zip(now[name], start[name], strict=True)] for name in now}
+    found["c_kv_b"] += [1.0] * (nh * attn.v_dim)
+    return found
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize("layout", ["mha", "gqa", "mla_q_rank"])
+def test_quack_scales_the_learning_rates_by_its_papers_algorithms(layout: str, optim: str) -> None:
+    settings = config_of(layout, "quack", **ROPE)
+    config = load_config({
+        "model": vars(settings.model), "attention": vars(settings.attention), "weights": {"name": "quack"},
+        "optim": {"name": optim},
+    })  # fmt: skip
+    first, gpt = (GPT(config.gpt, 11) for _ in range(2))
+    first.init_weights(0), gpt.init_weights(0)
+    plain = GPT(replace(config, weights=TrainConfig().weights).gpt, 11)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            if p.requires_grad:
+                p.mul_(
+                    1
+                    + torch.rand(p.shape[:1] + (1,) * (p.dim() - 1), generator=torch.Generator().manual_seed(p.numel()))
+                )
+    plain.load_state_dict({k: v for k, v in gpt.state_dict().items() if not k.endswith("weights.start")})
+    before = {k: v.clone() for k, v in gpt.state_dict().items()}
+    rates = [
+        (rates_of_mla if layout.startswith("mla") else rates_of_mha)(*pair)
+        for pair in zip(gpt.attentions, first.attentions, strict=True)
+    ]
+    for model in (gpt, plain):
+        optimizer = build_optimizer(model, config)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+        idx = random_tokens(4, 16)
+        model.train()(idx, idx)[1].backward()
+        with updating(model):
+            optimizer.step()
+    for name, w in plain.state_dict().items():
+        factor = torch.ones(1)
+        if ".attn.c_" in name and (known := rates[int(name.split(".")[2])].get(name.split(".")[-2])):
+            factor = torch.tensor(known)[:, None]
+            assert (factor - 1).abs().max() > 0.05
+        step = (w - before[name]) * factor
+        torch.testing.assert_close(gpt.state_dict()[name] - before[name], step, rtol=1e-3, atol=2e-6)
+
+
+def test_quack_changes_no_rate_at_the_start_but_by_tau() -> None:
+    config = load_config(
+        {"weights": {"name": "quack", "tau": 0.25}, "model": {"n_layer": 1, "n_embd": 48, "n_head": 6}}
+    )
+    gpt = GPT(config.gpt, 11)
+    gpt.init_weights(0)
+    block: Any = gpt.transformer.h[0]
+    factors = block.weights.update_factors()
+    assert len(factors) == 2 and all(torch.allclose(f, torch.tensor(0.25)) for _, f in factors)
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+def training_config(name: str, corpus: Path, folder: Path, layout: str = "gqa", **changes: Any) -> TrainConfig:
+    base = config_of(layout, name, dropout=0.1, **ROPE)
+    given: dict[str, Any] = {
+        "data": TextFileOptions(path=str(corpus)), "batch_size": 4, "max_iters": 4, "eval_interval": 2, "threads": 1,
+        "checkpoint_interval": 2, "log_interval": 1, "device": "cpu", "schedule": ConstantOptions(warmup_iters=0),
+        "wandb": WandbOptions(mode="disabled"), "out_dir": str(folder),
+    }  # fmt: skip
+    return replace(base, **{**given, **changes})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_contestant_passes_the_start_up_checks(name: str, dtype: str, corpus: Path, tmp_path: Path) -> None:
+    """None of them sees the future; their first loss is that of a uniform guess."""
+    for layout in ("gqa", "mla"):
+        if not refused(layout, name):
+            assert start_up_checks(setup(training_config(name, corpus, tmp_path, layout, dtype=dtype))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_contestant_trains_and_resumes_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    for folder, stops in (("whole", [4]), ("parts", [2, 4])):
+        for max_iters in stops:
+            config = training_config(name, corpus, tmp_path / folder, dtype="float32", max_iters=max_iters)
+            assert train.run(config) == 0
+    whole, parts = (load_file(tmp_path / f / "ckpt" / "latest" / "model.safetensors") for f in ("whole", "parts"))
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+def test_whatever_fills_the_seams_the_other_weights_start_the_same() -> None:
+    plain = GPT(config_of("gqa", "none").gpt, 11)
+    plain.init_weights(5)
+    for name in CONTESTANTS:
+        gpt = GPT(config_of("gqa", name).gpt, 11)
+        gpt.init_weights(5)
+        other = gpt.state_dict()
+        assert all(torch.equal(w, other[key]) for key, w in plain.state_dict().items()), name
+
+
+# -----------------------------------------------------------------------------
+# What is refused
+
+
+ROPE_MLA = {"model": ROPE, "attention": {"name": "mla"}}
+REFUSED = [
+    ({**ROPE_MLA, "output": {"name": "value_norm"}}, "output=value_norm needs attention=mha or gqa: MLA decodes"),
+    (
+        {"model": ROPE, "attention": {"name": "mla", "qk_norm_layout": "unified"}, "qk_norm": {"name": "rms_whole"}},
+        "qk_norm=rms_whole needs attention.qk_norm_layout=blockwise: its gains differ between heads",
+    ),
+    ({"weights": {"name": "sigma_reparam"}, "qk_clip": {"name": "clip"}}, "qk_clip=clip needs weights=none or quack"),
+    ({"logits": {"name": "softcap"}, "fault": {"name": "no_mask"}}, "fault=no_mask needs no logits=: it replaces"),
+    ({"softmax": {"name": "sink", "logit": math.inf}}, "softmax.logit=inf must be a finite number or learned"),
+    ({"logits": {"name": "softcap", "cap": 0.0}}, "logits.cap=0.0 must be a finite number > 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_a_combination_that_is_refused_says_why(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(given)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_contestant_is_not_exported_as_an_architecture_that_lacks_it(name: str) -> None:
+    with pytest.raises(ConfigError, match="no Hugging Face architecture fits this run"):
+        architecture_of(config_of("gqa", name, mlp="swiglu").gpt)
+
+
+def test_settings_that_are_at_their_defaults_are_in_no_name_and_no_hash() -> None:
+    assert TrainConfig().run_dir.name == "baby_gpt-mha-none-tiny_shakespeare-s1337-75b99823"
+    sink = replace(TrainConfig(), softmax=SinkOptions())
+    assert sink.run_dir.name.startswith("baby_gpt-mha-none-sink_logitlearned-tiny_shakespeare-s1337-")
+    assert not {"logits", "softmax", "output", "weights"} & {key.split(".")[0] for key in TrainConfig().trajectory}
