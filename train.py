@@ -93,7 +93,9 @@ def run(config: TrainConfig) -> int:
             return finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
         if signal_name:
             return stopped(run_dir, line["iter"], signal_name)
-        return finish(session, run_dir, meter, lowest, line)
+        with StopSignal() as stop:  # the end of a run is not cut off: what it asks for comes after
+            status = finish(session, run_dir, meter, lowest, line)
+        return 128 + stop.signal if stop.signal else status
 
 
 def train(

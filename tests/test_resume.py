@@ -19,6 +19,7 @@ import train
 from core import checkpoint
 from core.files import read_json
 from core.metrics import Metrics
+from core.rundir import RunDir
 from core.schema import ConfigError
 from training import resume, session
 
@@ -246,3 +247,18 @@ def test_a_signal_saves_stops_and_says_how_to_go_on(
     assert [line["iter"] for line in Metrics.read(metrics)] == list(range(state["iter"]))
     program("train.py", *words, "out_dir=stopped")
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+
+
+def test_a_signal_while_a_run_ends_cuts_nothing_off_and_stops_what_comes_after(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = RunDir.finish
+
+    def interrupted(self: RunDir, summary: dict[str, Any] | None = None) -> None:
+        whole(self, summary)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunDir, "finish", interrupted)
+    assert train.run(configured(corpus, tmp_path / "run", plot=True)) == 130
+    assert "done: val/loss" in (tmp_path / "run" / "train.log").read_text()
+    assert (tmp_path / "run" / "curve.png").exists() and saved_json(tmp_path / "run", "status")["state"] == "done"
