@@ -102,7 +102,7 @@ class Waits(TorchDispatchMode):
 
 
 class Hosts(TorchFunctionMode):
-    """What fake tensors do not know: pinned memory, and reading many numbers."""
+    """What fake tensors do not know: pinned memory."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()

@@ -158,7 +158,8 @@ class MuonAndAdamW:
 
     def step(self, skip: Tensor | None = None) -> None:
         for weight, views in self.weights:
-            assert views[0].data_ptr() == weight.data_ptr(), "the weights have moved since build_optimizer"
+            same = views[0].untyped_storage()._cdata == weight.untyped_storage()._cdata
+            assert same, "the weights have moved since build_optimizer"
             if weight.grad is not None:
                 for view, gradient in zip(views, weight.grad.split([len(v) for v in views]), strict=True):
                     view.grad = gradient

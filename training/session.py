@@ -80,7 +80,7 @@ class Session:
     sampled_seconds: float = 0.0  # which samples of text have taken since
 
     def join_ranks(self) -> None:
-        """Average gradients over the ranks. Before the first forward pass: DDP has the compiler split the
+        """Average gradients over the ranks. It comes before the first forward pass: DDP has the compiler split the
         graph, so that communication overlaps. accumulate_gradients() says which backward pass exchanges gradients.
         """
         world, device = self.machine.world, self.machine.device
