@@ -51,6 +51,9 @@ class Reals:
     def to(self, dtype: torch.dtype) -> "Reals":
         return self
 
+    def numel(self) -> int:
+        return self.values.size
+
     def square(self) -> "Reals":
         return self * self
 
