@@ -40,7 +40,7 @@ def test_parts_run_on_a_cpu_or_say_why_not_and_earlier_results_stay(
     assert [*found] == ["device", "update", "sdpa", "paper", "profile", "turns"]
     assert (found["update"]["state"], found["update"]["reason"]) == ("skipped", "needs CUDA")
     assert found["turns"]["reason"].startswith("needs peer=PATH")
-    assert found["sdpa"]["rows"]["mla_400m"]["key channels"] == 192
+    assert found["sdpa"]["rows"]["qwen_134m"]["float32"] in ("flash", None) and len(found["sdpa"]["rows"]) == 4
     for row in found["profile"]["rows"].values():
         assert row["ms"] > 0 and row["operators"] > 100 and 0 < row["MFU"] < 1
     assert [*check("triton")] == ["device", "update", "sdpa", "triton", "paper", "profile", "turns"]

@@ -12,11 +12,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 import train as program
 from core.dist import World
 from model import ops
+from model.diagnostics import sdpa_backend
 from model.gpt import GPT
 from scripts.benchmarks.gpu_part import (
     MLA,
@@ -157,7 +157,7 @@ PRESETS = ("baby_gpt", "gpt2_124m", "qwen_134m", "mla_400m")
 
 
 def sdpa(asked: CheckOptions, words: list[str]) -> Rows:
-    """Which backend of PyTorch's attention serves each preset; MATH holds T x T. Ours serves on a CPU."""
+    """Which backend of PyTorch's attention computes each preset's; math holds T x T; a dash is a kernel of ours."""
     rows: Rows = {}
     for preset in PRESETS:
         attempt(rows, preset, backends, asked, preset)
@@ -166,22 +166,12 @@ def sdpa(asked: CheckOptions, words: list[str]) -> Rows:
 
 def backends(asked: CheckOptions, preset: str) -> Row:
     config = load_config(compose([f"model={preset}", "model.n_layer=1", "model.block_size=256"]))
-    model = GPT(config.gpt, VOCAB).to(asked.here).train()
-    given: list[Any] = []
-
-    def capture(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
-        given.append((q, k, v, scale, p_dropout))
-        return attend(q, k, v, scale, p_dropout)
-
-    attend, row = ops.causal_attention, {}
+    model = GPT(config.gpt, VOCAB).to(asked.here)
+    row: Row = {"dropout": config.model.dropout}
     for dtype in TOLERANCES:
-        with mock.patch.object(ops, "causal_attention", capture), Machine(World(), asked.here, dtype).autocast():
-            model(torch.zeros(2, 256, dtype=torch.int64, device=asked.here))
-        q, k, v, scale, p_dropout = given.pop()
-        grouped = q.size(1) > k.size(1)
-        chosen = torch._fused_sdp_choice(q, k, v, None, p_dropout, True, scale=scale, enable_gqa=grouped)
-        row[str(dtype).removeprefix("torch.")] = SDPBackend(chosen).name
-    return row | {"key channels": q.size(-1), "value channels": v.size(-1), "dropout": p_dropout, "grouped": grouped}
+        with Machine(World(), asked.here, dtype).autocast():
+            row[str(dtype).removeprefix("torch.")] = sdpa_backend(model, 2)
+    return row
 
 
 def triton(asked: CheckOptions, words: list[str]) -> Rows:
