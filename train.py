@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from core import checkpoint, dist
 from core.cli import StopSignal, run_app
+from core.device import seed_generator
 from core.metrics import spike_score
 from core.rundir import RunDir
 from core.schema import require
@@ -40,7 +41,7 @@ from training.resume import (
 )
 from training.schedule import learning_rate
 from training.session import Session, setup
-from training.updates import accumulate_gradients, seed_generator, seed_of_update
+from training.updates import accumulate_gradients, seed_of_update
 
 EXIT_DIVERGED = 3  # other exit codes: 0 done, 1 failed, 2 bad setting, 128 + n stopped by signal n
 
@@ -55,12 +56,13 @@ def run(config: TrainConfig) -> int:
     if config.dry_run:
         return dry_run(config)
     session = setup(config)
-    warnings = [*start_up_checks(session), *load_origin(config, session.model, session.data.corpus)]
     session.join_ranks()
+    warnings = [*start_up_checks(session), *load_origin(config, session.model, session.data.corpus)]
     with open_run_dir(session) as run_dir:  # ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:
-            refuse_other_dtype_or_text(session, run_dir)
             damage = find_damage(run_dir.path)
+            if not damage:  # else the summary that names dtype and text may be what is damaged
+                refuse_other_dtype_or_text(session, run_dir)
             run_dir.log(f"{run_dir.path} is {run_dir.state}{damage and ', but '}{damage}; fresh=true starts it anew")
             return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0
         saved = resume(session, run_dir)
@@ -80,6 +82,7 @@ def run(config: TrainConfig) -> int:
         run_dir.log(
             f"{run_dir.path}: {session.model.num_params() / 1e6:.2f}M parameters, {config.tokens_per_iter:,} tokens a "
             f"step, {session.about['device']}, {session.machine.dtype}"
+            + (f", {session.about['sdpa']} attention" if "sdpa" in session.about else "")
             + (f", resumed at iteration {start}" if saved else "")
         )
         meter, lowest = Meter(session, saved), find_lowest(run_dir)
@@ -105,6 +108,7 @@ def train(
     parameters = [*model.parameters()]
     micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
     skip = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: weights stay then
+    agreement, stopping = dist.Agreement(), False
     batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in micro_steps)
     with (
         closing(session.data.batches.prefetch(batch_ids)) as train_batches,
@@ -115,7 +119,7 @@ def train(
         for step in range(start, config.max_iters + 1):  # + 1: the last pass only evaluates and saves
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}
-            is_last = step == config.max_iters or meter.stop_requested
+            is_last = step == config.max_iters or stopping
             is_best = False
             if evaluates(step, config):
                 evaluate(session, run_dir, line)
@@ -141,11 +145,12 @@ def train(
                 optimizer.step(skip)
             optimizer.zero_grad()
             max_logits = qk_clip(model.attentions, config.qk_clip, skip)  # clips heads; returns the largest logits
-            meter.add(line, loss, norm, stop.signal, max_logits)
+            meter.add(line, loss, norm, max_logits)
             bar.update()
 
             # Read the losses and gradient norms of the updates since the last read.
-            if reads(step, config) or stop.signal or world.size > 1:  # several ranks: always, so that all stop together
+            stopping = agreement.any_rank(stop.signal > 0)  # all ranks stop after the same update
+            if reads(step, config) or stopping:
                 meter.read()
             if evaluates(step, config):
                 line |= update_ratios(model, old_weights)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from core.files import parse_object, read_json
+from core.files import parse_object, read_json, sealed
 from core.schema import ConfigError, require
 
 FORMAT = 1
@@ -158,9 +158,8 @@ def measure(file: Path) -> dict[str, Any]:
 
 
 def render(version: int, step: int, files: Mapping[str, Any]) -> str:
-    """The manifest's text with its own SHA-256. verify() compares the whole text, so any changed byte is noticed."""
-    body = {"format": version, "step": step, "files": files}
-    return json.dumps(body | {"sha256": hashlib.sha256(json.dumps(body).encode()).hexdigest()}, indent=1) + "\n"
+    """The manifest's text, sealed. verify() compares the whole text, so any changed byte is noticed."""
+    return json.dumps(sealed({"format": version, "step": step, "files": files}), indent=1) + "\n"
 
 
 # -----------------------------------------------------------------------------

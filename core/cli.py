@@ -15,7 +15,7 @@ from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self, get_args
+from typing import Any, Self, get_args, get_origin
 
 from core.files import load_yaml
 from core.help import Presets, help_text
@@ -87,7 +87,7 @@ def parse(word: str) -> Any:
     require(plain == word, f"{word} is unknown: settings are written key=value, and --help lists them")
     try:
         return OverridesParser.create().parse_override(word)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # ValueError: a number of more than 4,300 digits
         reason = f"{str(error).split('See https')[0]}; quote what is not plain text, as in 'key=\"...\"'"
         raise ConfigError(f"{word} is not key=value: {reason}") from error
 
@@ -291,7 +291,8 @@ def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list
 
 def read_value(key: str, text: str, setting: Setting | None) -> Any:
     kinds = () if setting is None else (setting.kind, *get_args(setting.kind))
-    if str in kinds and not (text == "null" and type(None) in kinds):
+    of_text = str in kinds and get_origin(kinds[0]) is not tuple
+    if of_text and not (text == "null" and type(None) in kinds):
         return text
     return parse_yaml(text, f"{key}={text} is not key=value")
 

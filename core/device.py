@@ -41,7 +41,18 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
 
 def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """x on the device. A copy to CUDA does not wait for the work that is queued there."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.is_cpu else x.to(device)
+
+
+def seed_generator(seed: int, device: torch.device) -> None:
+    """Seed the generators of the CPU and of `device`. torch.manual_seed() seeds those of all GPUs, and takes half a
+    millisecond to prepare CUDA even on a machine without one."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        current = torch.cuda.current_device()  # prepares CUDA, which makes the generators
+        torch.cuda.default_generators[current].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
 
 
 def keep_freed_memory() -> None:

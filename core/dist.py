@@ -2,6 +2,7 @@
 
 import atexit
 import os
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ def read_world() -> World:
 
 def init(world: World, device: torch.device) -> None:
     if world.size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)
 
 
@@ -44,6 +45,27 @@ def all_reduce(tensor: Tensor, maximum: bool = False) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(tensor, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
     return tensor
+
+
+class Agreement:
+    """Whether any rank has asked, by the same call on every rank. With several ranks the answer is that to the call LAG
+    calls ago, which has come by now: neither the host nor a GPU waits for another rank."""
+
+    LAG = 2
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    def any_rank(self, asks: bool) -> bool:
+        if not dist.is_initialized():
+            return asks
+        flag = torch.tensor(int(asks))  # on the CPU: gloo's, past what is queued on a GPU
+        self._sent.append((flag, dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)))
+        if len(self._sent) <= self.LAG:
+            return False
+        flag, work = self._sent.popleft()
+        work.wait()
+        return bool(flag)
 
 
 def broadcast_object(value: Any) -> Any:

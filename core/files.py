@@ -103,10 +103,10 @@ def write_atomic(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())  # without it a power cut can leave an empty file under the final name
         os.replace(temporary, path)
-    except OSError:  # a full disk, say: give the space back
+    except OSError as error:  # a full disk, say: give the space back, and name the file, which write() does not
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 # -----------------------------------------------------------------------------

@@ -144,11 +144,9 @@ def table_of(values: Mapping[str, Any], key: str) -> list[list[float]]:
 
 def heat_maps(tables: Mapping[str, list[list[float]]]) -> bytes:
     """Rows of layers and columns of heads, side by side, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * len(tables), 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (title, rows) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
         figure.colorbar(axes.imshow(rows, aspect="auto"), ax=axes)
         axes.set(title=title, xlabel="head", ylabel="layer")
@@ -160,11 +158,9 @@ def heat_maps(tables: Mapping[str, list[list[float]]]) -> bytes:
 
 def plot(metrics_path: Path, png_path: Path, title: str) -> None:
     """Draw the loss curves of a metrics.jsonl as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # no display, no global state
+    figure = Figure(figsize=(7, 4.5), layout="constrained")  # without pyplot: no display, no global state
     axes = figure.add_subplot()
     lines = Metrics.read(metrics_path)
     for key, colour, marker in (("train/loss", "#0072B2", ""), ("val/loss", "#D55E00", "o")):  # Okabe and Ito's

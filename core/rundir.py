@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -173,7 +174,8 @@ class RunDir:
     @contextmanager
     def progress_bar(self, total: int, initial: int) -> Iterator[tqdm]:
         """A bar on a terminal; log() prints above it."""
-        with tqdm(total=total, initial=initial, unit="it", disable=self._no_bar, dynamic_ncols=True) as bar:
+        no_bar = self._no_bar or (None if sys.stderr else True)  # stderr is None where the shell closed it
+        with tqdm(total=total, initial=initial, unit="it", disable=no_bar, dynamic_ncols=True) as bar:
             self.print_line = bar.write
             try:
                 yield bar

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.device import move
 from core.schema import require
 from data.folds import Ranges, Split
 from data.shards import Tokens
@@ -21,20 +22,25 @@ from data.shards import Tokens
 TRAIN_STREAM, SAMPLED_STREAMS = 0, {"train": 1, "val": 2}
 PREFETCHED_TASKS, THREADS = 8, 4
 SMALL_BATCH, BATCHES_PER_TASK = 2**11, 4  # a task makes several batches of at most 2^11 tokens
+COPIED = 2**24  # tokens that go to the device at a time
 
 
 class Batches:
     """Windows x, y (int64) of `tokens`, an array, memmap or shards of any integer type. y[t] is the token after x[t].
 
+    device: where training batches are cut from a copy of all tokens; None: from `tokens` themselves, on the CPU.
     Raises: ConfigError where no training range holds a window, or no held-out token can be predicted.
     """
 
-    def __init__(self, tokens: Tokens, split: Split, block_size: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, tokens: Tokens, split: Split, block_size: int, batch_size: int, seed: int,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         self.tokens, self.split = tokens, split
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
         self._windows: dict[Ranges, tuple[np.ndarray, int]] = {}
         longest = max((end - start for start, end in split.train), default=0)
-        held_out = max(end - start for start, end in split.val)
+        held_out = max((end - start for start, end in split.val), default=0)
         require(
             longest > block_size,
             f"model.block_size={block_size} needs a training range of more than {block_size} tokens; "
@@ -44,17 +50,23 @@ class Batches:
             held_out >= 2,
             f"data.folds leaves a held-out block of {held_out} of {len(tokens)} tokens; it must have at least 2",
         )
+        self.resident = None if device is None else copy_tokens(tokens, device)
 
     def get_batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
         """Training x, y (B, T), uniform over the windows within a training range. Each rank passes its micro steps."""
-        return self._sample(self.split.train, purpose=TRAIN_STREAM, step=step, micro_step=micro_step)
+        starts = self._draw(self.split.train, purpose=TRAIN_STREAM, step=step, micro_step=micro_step)
+        return self._read(starts) if self.resident is None else gather(self.resident, starts, self.block_size)
 
     def prefetch(self, steps: Iterable[tuple[int, int]]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """get_batch(step, micro_step) for each of `steps`, prepared by threads while the caller uses the ones before.
 
-        Passing a small batch between threads takes longer than making it, so a task makes several.
+        Passing a small batch between threads takes longer than making it, so a task makes several. A device that holds
+        the tokens needs no threads.
         """
         steps = iter(steps)
+        if self.resident is not None:
+            yield from (self.get_batch(step, micro_step) for step, micro_step in steps)
+            return
         per_task = BATCHES_PER_TASK if self.batch_size * self.block_size <= SMALL_BATCH else 1
 
         def make(task: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
@@ -83,7 +95,7 @@ class Batches:
         Raises: ConfigError where the held-out block holds no window.
         """
         ranges = self.split.train if split == "train" else self.split.val
-        return self._sample(ranges, purpose=SAMPLED_STREAMS[split], step=index, micro_step=0)
+        return self._read(self._draw(ranges, purpose=SAMPLED_STREAMS[split], step=index, micro_step=0))
 
     def eval_batches(self, max_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """x, y (B, T), B <= max_batch, in which every held-out token but a range's first is a target exactly once.
@@ -101,7 +113,8 @@ class Batches:
                 y[row, : end - start - 1] = self.tokens[start + 1 : end]
             yield torch.from_numpy(x), torch.from_numpy(y)
 
-    def _sample(self, ranges: Ranges, purpose: int, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+    def _draw(self, ranges: Ranges, purpose: int, step: int, micro_step: int) -> np.ndarray:
+        """The first positions of a batch's windows, (B,)."""
         firsts, total = self._count_windows(ranges)
         require(
             total > 0,
@@ -112,8 +125,11 @@ class Batches:
         bits = np.random.Philox(key=[self.seed, purpose], counter=[0, micro_step, step, 0])
         drawn = np.random.Generator(bits).integers(total, size=self.batch_size)  # (B,)
         at = np.searchsorted(firsts[:, 0], drawn, side="right") - 1
+        return firsts[at, 1] + drawn - firsts[at, 0]
+
+    def _read(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         x, y = np.empty((2, self.batch_size, self.block_size), dtype=np.int64)  # (B, T) each
-        for row, start in enumerate((firsts[at, 1] + drawn - firsts[at, 0]).tolist()):
+        for row, start in enumerate(starts.tolist()):
             window = self.tokens[start : start + self.block_size + 1]  # (T + 1,)
             x[row], y[row] = window[:-1], window[1:]
         return torch.from_numpy(x), torch.from_numpy(y)
@@ -127,3 +143,23 @@ class Batches:
             before = np.cumsum(counts) - counts
             self._windows[ranges] = np.stack([before, bounds[:, 0]], axis=1), int(counts.sum())
         return self._windows[ranges]
+
+
+def copy_tokens(tokens: Tokens, device: torch.device) -> Tensor:
+    """All tokens (n,) on the device, as small as they are; uint16 becomes int16, and uint32 int32, bit for bit."""
+    dtype = np.asarray(tokens[:0]).dtype
+    signed = dtype if dtype == np.uint8 else np.dtype(f"i{dtype.itemsize}")
+    copy = torch.empty(len(tokens), dtype=torch.from_numpy(np.empty(0, signed)).dtype, device=device)
+    for at in range(0, len(tokens), COPIED):
+        copy[at : at + COPIED] = torch.from_numpy(np.array(tokens[at : at + COPIED]).view(signed))
+    return copy
+
+
+def gather(tokens: Tensor, starts: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
+    """x, y (B, T) of the windows that begin at `starts`, (B,). Only these go to the device."""
+    positions = move(torch.from_numpy(starts), tokens.device)[:, None]  # (B, 1)
+    positions = positions + torch.arange(block_size + 1, device=tokens.device)  # (B, T + 1)
+    windows = tokens[positions].long()
+    if tokens.dtype == torch.int16:
+        windows &= 2**16 - 1  # uint16 again
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -11,6 +11,12 @@ TextTokenizer = Annotated[
     Literal["char", "byte", "bpe", "gpt2"], Help("char, byte, bpe (byte-level, learnt from this text) or gpt2")
 ]
 
+OnDevice = Annotated[
+    bool | Literal["auto"],
+    FREE,
+    Help("keep the tokens on the GPU and cut batches there; auto: if they take 1/16 of its memory or less"),
+]
+
 
 @options
 class FoldedTextOptions:
@@ -21,12 +27,16 @@ class FoldedTextOptions:
     folds: Annotated[int, AtLeast(2), Help("how many blocks the text is cut into")] = 10
     fold: Annotated[int | None, Help("the block that is held out, 0 .. folds - 1; null: the last 10 %")] = None
     split: Annotated[
-        Literal["contiguous", "shuffled"],
-        Help("shuffled: windows of block_size tokens, dealt to the folds at random, which leaks neighbours"),
+        Literal["contiguous", "shuffled", "near", "far"],
+        Help(
+            "shuffled: windows of block_size tokens, dealt to the folds at random, which leaks neighbours; "
+            "near, far: some of these windows, with as much training text around them or far from them"
+        ),
     ] = "contiguous"
     vocab_size: Annotated[
         int | None, Between(257, MOST_TOKENS), BeforeItExisted(None), Help(f"of tokenizer=bpe; null: {BPE_VOCAB_SIZE}")
     ] = None
+    on_device: OnDevice = "auto"
 
     @property
     def bpe_vocab_size(self) -> int:
@@ -91,6 +101,7 @@ class FineWebOptions:
     val_tokens: Annotated[
         int | None, AtLeast(2), Help("evaluate on the first so many held-out tokens; null: on all")
     ] = None
+    on_device: OnDevice = "auto"
 
 
 @options
@@ -98,10 +109,11 @@ class RandomOptions:
     """Uniformly random tokens: no honest loss is below ln vocab_size"""
 
     name: str = "random"
-    n_tokens: Annotated[int, AtLeast(4), Help("in all")] = 10_000_000
+    n_tokens: Annotated[int, Between(4, 10**9), Help("in all")] = 10_000_000
     vocab_size: Annotated[int, Between(2, MOST_TOKENS), Help("different tokens")] = 256
     val_tokens: Annotated[int, AtLeast(2), Help("the last ones, which are held out")] = 100_000
     seed: Annotated[int, AtLeast(0, bits=63), Help("of the tokens")] = 0
+    on_device: OnDevice = "auto"
 
     def check(self) -> None:
         require(

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from core.cli import run_script
 from core.files import FileLock, cache_folder, parse_object, read_json, write_atomic
+from core.rundir import differences
 from core.schema import ConfigError, require, show
 from data.corpora import expand, one_line, probe_hub
 from data.options import PrepareFineWebConfig
@@ -74,11 +75,7 @@ def is_complete(out: Path, config: PrepareFineWebConfig) -> bool:
         raise ConfigError(f"out={out} cannot be used: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"out={out} holds a damaged {PROGRESS} or {INDEX}: remove the folder") from error
-    changes = [
-        f"{key} {show(begun.get(key))} -> {show(value)}"
-        for key, value in config.settings.items()
-        if begun.get(key) != value
-    ]
+    changes = differences({key: begun.get(key) for key in config.settings}, config.settings)
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
     if INDEX in names:
         clean_up(out)

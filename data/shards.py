@@ -38,6 +38,10 @@ class Shards:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
     def __getitem__(self, where: slice) -> np.ndarray:
         start, end, _ = where.indices(len(self))
         first = int(np.searchsorted(self.ends, start, side="right"))

@@ -1,6 +1,6 @@
 """Text <-> token ids.
 
-To add a tokenizer: a class, its entry in TOKENIZERS, and its name in FoldedTextOptions.check() of data/options.py.
+To add a tokenizer: a class, its entry in TOKENIZERS and in build_tokenizer(), and its name in data/options.py.
 """
 
 import functools
@@ -34,10 +34,6 @@ class Tokenizer:
     separator: int | None = None
 
     @classmethod
-    def build(cls, text: str, vocab_size: int | None = None) -> Self:
-        return cls()
-
-    @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Self:
         return cls()
 
@@ -64,10 +60,6 @@ class CharTokenizer(Tokenizer):
         points = code_points(chars)
         self.table = np.full(points.max(initial=0) + 2, -1, dtype=np.int32)  # code point -> token, or -1
         self.table[points] = np.arange(self.vocab_size)
-
-    @classmethod
-    def build(cls, text: str, vocab_size: int | None = None) -> Self:
-        return cls("".join(sorted(set(text))))
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Self:
@@ -148,12 +140,6 @@ class BPETokenizer(Tokenizer):
         self.dtype = token_dtype(self.vocab_size)
 
     @classmethod
-    def build(cls, text: str, vocab_size: int | None = None) -> Self:
-        """Learn `vocab_size` tokens from the text. Raises: ConfigError where the text is too short for so many."""
-        assert vocab_size is not None
-        return cls(learn_bpe([text], vocab_size))
-
-    @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Self:
         return cls([printable_to_bytes(token) for token in saved["tokens"].split(" ")], saved["separator"])
 
@@ -189,11 +175,6 @@ class GPT2Tokenizer(BPETokenizer):
     """GPT-2's own tokens, which `tiktoken` downloads and caches. A checkpoint holds them, so sampling needs neither."""
 
     name = "gpt2"
-
-    @classmethod
-    def build(cls, text: str, vocab_size: int | None = None) -> Self:
-        """Raises: ConfigError where neither tiktoken's cache nor the network has the vocabulary."""
-        return cls(fetch_gpt2(), has_separator=True)
 
 
 SEPARATOR = "<|endoftext|>"
@@ -268,6 +249,7 @@ GPT2_FILES = [
 
 
 def fetch_gpt2() -> list[bytes]:
+    """Raises: ConfigError where neither tiktoken's cache nor the network has the vocabulary."""
     import tiktoken
 
     if not all(os.path.exists(file) for file in tiktoken_cache(GPT2_FILES)):
@@ -315,8 +297,14 @@ def build_tokenizer(name: str, text: str, vocab_size: int | None = None) -> Toke
 
     It is learnt from the whole text, held-out part included, as nanoGPT's vocabulary is. So every fold and seed has the
     same tokens and their losses compare. All that leaks of the held-out part is which characters or merges exist.
+    Raises: ConfigError, of bpe where the text is too short for so many tokens, of gpt2 where it cannot be fetched.
     """
-    return TOKENIZERS[name].build(text, vocab_size)
+    if name == "bpe":
+        assert vocab_size is not None
+        return BPETokenizer(learn_bpe([text], vocab_size))
+    if name == "gpt2":
+        return GPT2Tokenizer(fetch_gpt2(), has_separator=True)
+    return CharTokenizer("".join(sorted(set(text)))) if name == "char" else ByteTokenizer()
 
 
 def from_dict(saved: dict[str, Any]) -> Tokenizer:

@@ -11,8 +11,8 @@ import numpy as np
 from core.files import cache_folder
 from core.schema import require
 from data.corpora import corpus_sha256, creating, load_text, write_cache
-from data.folds import Ranges, Split, split
-from data.options import CorpusOptions, FineWebOptions, RandomOptions
+from data.folds import Ranges, Split, leak_split, split
+from data.options import CorpusOptions, FineWebOptions, FoldedTextOptions, RandomOptions
 from data.shards import Tokens, open_shards
 from data.tokenizer import NoText, Tokenizer, build_tokenizer, from_dict, text_size, token_dtype, tokenizer_sha256
 
@@ -46,8 +46,14 @@ def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | 
     else:
         tokenizer = build_tokenizer(config.tokenizer, text)
     tokens = encoded(text, sha256, tokenizer) if config.tokenizer in ("bpe", "gpt2") else tokenizer.encode(text)
-    window = block_size if config.split == "shuffled" else None
-    return Corpus(sha256, tokenizer, tokens, split(len(tokens), config.folds, config.fold, window))
+    return Corpus(sha256, tokenizer, tokens, split_of(config, len(tokens), block_size))
+
+
+def split_of(config: FoldedTextOptions, n_tokens: int, block_size: int) -> Split:
+    if config.split in ("near", "far"):
+        assert config.fold is not None
+        return leak_split(n_tokens, config.folds, config.fold, block_size, far=config.split == "far")
+    return split(n_tokens, config.folds, config.fold, block_size if config.split == "shuffled" else None)
 
 
 def load_fineweb(config: FineWebOptions) -> Corpus:
@@ -65,7 +71,7 @@ def random_tokens(config: RandomOptions) -> Corpus:
     bits = np.random.Philox(key=config.seed)
     dtype = token_dtype(config.vocab_size)
     tokens = np.random.Generator(bits).integers(config.vocab_size, size=config.n_tokens, dtype=dtype)
-    sha256 = hashlib.sha256(tokens.tobytes()).hexdigest()
+    sha256 = hashlib.sha256(tokens.data).hexdigest()
     n_train = config.n_tokens - config.val_tokens
     held_out = Split(train=((0, n_train),), val=((n_train, config.n_tokens),))
     return Corpus(sha256, NoText(config.vocab_size), tokens, held_out)

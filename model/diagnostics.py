@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
 
+from core.device import seed_generator
 from model.gpt import GPT, LpNorm, QKNorm
 from model.ops import Bend, visible_logits
 from model.options import NO_LOGITS
@@ -124,10 +127,9 @@ def measure_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
 
 
 def future_leak(model: nn.Module, idx: Tensor) -> float:
-    """The largest of future_leaks() at three positions of idx (B, T): 0 for a causal model, inf where not finite."""
+    """The largest of future_leaks() at three positions of idx (B, T), T > 1: 0 for a causal model, inf where not
+    finite."""
     T = idx.size(1)
-    if T == 1 or model.vocab_size == 1:
-        return 0.0
     return max(leak for leak, _ in future_leaks(model, idx, {1, T // 2, T - 1}).values())
 
 
@@ -161,7 +163,7 @@ def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dic
 
 def forward(model: nn.Module, idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:
     """The logits (B, T, V), or None, and the loss of predicting the positions `part` of idx (B, T) itself."""
-    torch.manual_seed(0)
+    seed_generator(0, idx.device)
     targets = torch.full_like(idx, -1)
     targets[:, part] = idx[:, part]
     logits, loss = model(idx, targets)
@@ -171,6 +173,30 @@ def forward(model: nn.Module, idx: Tensor, part: slice) -> tuple[Tensor | None, 
 def relative(earlier: Tensor, later: Tensor) -> Tensor:
     """earlier / later: 0 where nothing changes earlier, even if nothing changes later; inf where it is not finite."""
     return torch.where(earlier == 0, 0.0, earlier / later).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def sdpa_backend(model: GPT, batch_size: int) -> str | None:
+    """What PyTorch's SDPA computes a training batch with: flash, efficient, cudnn, or math, which holds T x T.
+
+    None where a layer calls no SDPA. The caller sets autocast as training does. The model is left in training mode.
+    """
+    weight, found = model.transformer.wte.weight, Chosen()
+    x = torch.zeros(batch_size, model.block_size, weight.size(1), device=weight.device, requires_grad=True)  # (B, T, C)
+    with found:
+        model.train().attentions[0](x, (model.cos, model.sin) if model.transformer.wpe is None else None)
+    return found.backend
+
+
+class Chosen(TorchFunctionMode):
+    """Asks PyTorch, for each call of SDPA, which backend it takes."""
+
+    backend: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            chosen = SDPBackend(torch._fused_sdp_choice(*args, **(kwargs or {})))
+            self.backend = chosen.name.lower().removesuffix("_attention")
+        return func(*args, **(kwargs or {}))
 
 
 def activation_bytes(model: GPT, batch_size: int, device: torch.device, dtype: torch.dtype) -> int:

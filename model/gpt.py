@@ -83,7 +83,7 @@ class RMSNorm(QKNorm):
 
 
 class LayerNorm(RMSNorm):
-    """gain * (x - mean(x)) / sqrt(var(x) + eps), without a bias (ViT-22B): keys' would cancel in the softmax."""
+    """gain * (x - mean(x)) / sqrt(var(x) + eps), without a bias (ViT-22B): a key's would cancel in the softmax."""
 
     centred = True
 
@@ -507,7 +507,7 @@ class MultiHeadLatentAttention(CausalAttention):
         self.write_cache(cache, latent, k_nope, k_rope, rope, pos)
         shift = None  # what the key's mean subtracts from a logit: s mean [(g_n . q_n) + q_r . R g_r]
         if cache.mean_term is not None:
-            gains = rotate(torch.as_tensor(rope_gain).expand(pos + T, self.rope_dim), rope)  # (S, dr): R g_r
+            gains = rotate(q_rope.new_ones(pos + T, self.rope_dim) * rope_gain, rope)  # (S, dr): R g_r
             q_gain = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, gains.to(q_rope.dtype))
             shift = q_gain * cache.mean_term[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
         key_scale = None if cache.key_scale is None else cache.key_scale[:, : pos + T]

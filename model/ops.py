@@ -228,6 +228,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= BlockedAttention.POSITIONS)):
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
         return BlockedAttention.apply(q, k, v, scale, out_of_256(p_dropout), draw_seed() if p_dropout else None)
+    if T == S and group > 1 and q.is_cuda and q.dtype == torch.float32:
+        # SDPA's kernel for fp32 takes no groups, and without it T x T would be held
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
     attend = functools.partial(
         F.scaled_dot_product_attention, q, k, v, dropout_p=p_dropout, scale=scale, enable_gqa=group > 1
     )

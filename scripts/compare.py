@@ -58,8 +58,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Spans:
-    """The text in pieces that both sides predict, and each side's nats and number of tokens in them."""
+    """The text in pieces that both sides predict, and each side's nats and number of tokens in them. first: the piece
+    before them, which is not predicted."""
 
+    first: str
     texts: list[str]
     nats: tuple[np.ndarray, np.ndarray]  # (spans,) each
     n_tokens: tuple[int, int]
@@ -92,8 +94,8 @@ def compare(text: str, a: Side, b: Side) -> Spans:
         each = token_nats(side.loaded.model, side.tokens, window)
         nats.append(np.bincount(of_span[1:], each, minlength=len(both))[1:])
         counts.append(int((of_span > 0).sum()))
-    texts = [text.encode()[i:j].decode() for i, j in itertools.pairwise(both)]
-    return Spans(texts, (nats[0], nats[1]), (counts[0], counts[1]))
+    first, *texts = (text.encode()[i:j].decode() for i, j in itertools.pairwise([0, *both]))
+    return Spans(first, texts, (nats[0], nats[1]), (counts[0], counts[1]))
 
 
 @torch.no_grad()
@@ -144,7 +146,10 @@ def largest(spans: Spans, n: int) -> Table:
     """The n pieces whose nats differ most, in their context."""
     rows, difference = [], spans.nats[1] - spans.nats[0]
     for i in np.argsort(-abs(difference), kind="stable")[:n].tolist():
-        before, after = "".join(spans.texts[max(0, i - 40) : i])[-40:], "".join(spans.texts[i + 1 : i + 20])[:20]
+        before, after = (
+            "".join([spans.first, *spans.texts][max(0, i - 39) : i + 1])[-40:],
+            "".join(spans.texts[i + 1 : i + 20])[:20],
+        )
         values = [number(nats[i], ".2f") for nats in spans.nats]
         rows.append([*map(visible, (before, spans.texts[i], after)), *values, number(difference[i], "+.2f")])
     return Table(["before", "here", "after", "a (nats)", "b (nats)", "b − a"], rows, words=3)
@@ -153,12 +158,17 @@ def largest(spans: Spans, n: int) -> Table:
 def coloured(spans: Spans, a: Side, b: Side) -> Markup:
     """The text under each, a token the darker the less it was expected."""
 
+    def shown(text: str) -> str:
+        return html.escape(text.replace("\n", "⏎\n"))
+
     def token(text: str, nats: tuple[float, float], side: int) -> str:
-        title, shown = f"a {nats[0]:.2f}, b {nats[1]:.2f}", html.escape(text.replace("\n", "⏎\n"))
-        return f'<span style="--n:{min(1, nats[side] / DARKEST):.2f}" title="{title}">{shown}</span>'
+        title = f"a {nats[0]:.2f}, b {nats[1]:.2f}"
+        return f'<span style="--n:{min(1, nats[side] / DARKEST):.2f}" title="{title}">{shown(text)}</span>'
 
     pieces = [*zip(spans.texts, zip(*spans.nats, strict=True), strict=True)]
-    return side_by_side(a, b, ["".join(token(*piece, side) for piece in pieces) for side in (0, 1)])
+    return side_by_side(
+        a, b, [shown(spans.first) + "".join(token(*piece, side) for piece in pieces) for side in (0, 1)]
+    )
 
 
 def side_by_side(a: Side, b: Side, contents: Sequence[str]) -> Markup:

@@ -20,8 +20,8 @@ from core.schema import NOT_EMPTY, Help, options, require
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
 from scripts.reporting.charts import Figure, Series, Style, along_chart, svg
-from scripts.reporting.figures import minus
 from scripts.reporting.ledger import ledger
+from scripts.reporting.statistics import minus
 from scripts.reporting.stored import read_stored
 from training.config import TrainConfig
 

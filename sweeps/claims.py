@@ -2,6 +2,7 @@
 
 launches/NAME.json  what one start of sweeps/launch.py asks of its workers
 launches/NAME.stop  tells the tasks of a launch on SLURM to end
+launches/NAME.*.json  what node 0 of a SLURM task orders the other nodes to start
 claims/RUN_ID       locked by the process that has the run; counts the tries of each launch
 """
 
@@ -17,7 +18,8 @@ from core.files import FileLock, is_locked, read_json, write_json
 
 @dataclass(frozen=True)
 class Launch:
-    """runs: their ids. tries: of each run. threads: of a rank. ranks: processes that train one run together."""
+    """runs: their ids. tries: of each run. threads: of a rank. ranks: processes that train one run together.
+    nodes: of a SLURM task, over which they are spread; 0: they are on this machine."""
 
     sweep_dir: Path
     name: str
@@ -25,6 +27,7 @@ class Launch:
     tries: int
     threads: int | None = None
     ranks: int = 1
+    nodes: int = 0
 
     @classmethod
     def read(cls, sweep_dir: Path, name: str) -> Self:

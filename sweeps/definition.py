@@ -29,6 +29,10 @@ PAIRS = Rule(
     lambda pairs: all(isinstance(pair, list) and len(pair) == 2 for pair in pairs), "must be a list of pairs [A, B]"
 )
 
+PLACES = Rule(
+    lambda places: all(isinstance(x, int | float) and x > 0 for x in places.values()), "must be {word: number > 0}"
+)
+
 
 @options
 class Part:
@@ -49,17 +53,24 @@ class Part:
 class Compare:
     """An entry of Sweep.compare, tested together: the settings that match a pattern against a baseline, or pairs.
 
-    claim: what is claimed of the lowest validation loss of A against B. size: how large the claim says the difference
+    metric: what is compared alone; null: the lowest validation loss first, then every other metric.
+    claim: what is claimed of it for A against B. size: how large the claim says the difference
     is, where the runs have its own scale. least: the least difference worth having, registered before the first run.
+    x, x_of: the title of an axis, and {word of a setting's name: its place on that axis}, for a figure of the final
+    losses. share_of: another entry; the report says how much of its differences is left in those of this one.
     """
 
     title: str | None = None
+    metric: Literal["iter_of_min", "seconds"] | None = None
     claim: Literal["lower", "higher"] | None = None
     size: Annotated[float | None, POSITIVE] = None
     least: Annotated[float | None, POSITIVE] = None
     baseline: str | None = None
     settings: tuple[str, ...] = ("*",)
     pairs: Annotated[list, PAIRS] = field(default_factory=list)
+    x: str | None = None
+    x_of: Annotated[dict, PLACES] = field(default_factory=dict)
+    share_of: str | None = None
 
 
 @options
@@ -93,6 +104,9 @@ class Sweep:
         for name, family in self.families.items():
             good = (family.baseline is not None) != bool(family.pairs)
             require(good, f"compare.{name} must have either baseline and settings, or pairs")
+            require((family.x is None) == (not family.x_of), f"compare.{name}: x and x_of are given together")
+            other = family.share_of
+            require(other in (None, *self.compare), f"compare.{name}.share_of={other} is no entry of compare")
         known = [*REDUCTIONS, "summary"]
         for key, how in self.also.items():
             good = all(one in known for one in (how if isinstance(how, list) and how else [how]))

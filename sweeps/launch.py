@@ -1,10 +1,12 @@
 """Launch a sweep: python sweeps/launch.py sweep=NAME [launcher=local|slurm] [settings] [overrides for every run]
 
-The same command continues a sweep: it skips done runs, resumes partial ones and retries failed ones. keep_going and
+The same command continues a sweep: it skips done runs, resumes partial ones and retries failed ones. from=results/NAME
+skips also those that this report has, where their directories are gone. keep_going and
 fail_fast are short for fail_fast=false and fail_fast=true. sweep.KEY=VALUE replaces what configs/sweep/NAME.yaml says:
 sweep.folds=[0,1] sweep.seeds=[1,2] sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
 """
 
+import csv
 import json
 import os
 import signal
@@ -21,7 +23,7 @@ from tqdm import tqdm
 from core.cli import StopSignal, parse_yaml, run_script
 from core.files import ROOT, read_json
 from core.rundir import at_end
-from core.schema import AtLeast, Help, Variants, options, require
+from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, options, require
 from core.wandb_run import wandb_mode
 from sweeps.claims import Launch
 from sweeps.definition import Sweep, load_sweep
@@ -37,6 +39,7 @@ class LaunchOptions(SweepPlace):
     dry_run: Annotated[bool, Help("list the runs with an estimate of time and disk; write nothing")] = False
     fail_fast: Annotated[bool, Help("after a failed run stop the others at a checkpoint; false: go on")] = False
     retries: Annotated[int, AtLeast(0), Help("further tries of a run that fails")] = 1
+    from_: Annotated[str | None, NOT_EMPTY, Help("folder of a report: what ended in it is not trained again")] = None
     launcher: Annotated[
         LocalOptions | SlurmOptions,
         Variants({name: chosen for name, (chosen, _) in LAUNCHERS.items()}),
@@ -57,15 +60,16 @@ def main(argv: list[str]) -> int:
 def run(asked: LaunchOptions, overrides: list[str]) -> int:
     sweep, runs, overrides = read_request(asked, overrides)
     sweep_dir = asked.directory.resolve()
+    unstored = without_stored(runs, asked.from_)
     if asked.dry_run:
-        list_runs(asked, sweep_dir, runs)
+        list_runs(asked, sweep_dir, unstored)
         return 0
-    left = [run for run in runs if not at_end(sweep_dir / run.id)]
+    left = [run for run in unstored if not at_end(sweep_dir / run.id)]
     if asked.launcher.name == "slurm":  # this machine may lack the devices of its nodes
         left = [replace(run, config=replace(run.config, device="cpu", dtype="float32")) for run in left]
     check_runs(left)
     freeze(sweep_dir, Path(str(asked.sweep)).stem, sweep, overrides, runs)
-    return launch(asked, sweep_dir, runs)
+    return launch(asked, sweep_dir, unstored) if unstored else 0
 
 
 def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, list[PlannedRun], list[str]]:
@@ -85,6 +89,25 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, lis
 
 # -----------------------------------------------------------------------------
 # Before the launch
+
+
+def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRun]:
+    """The runs without those that ended in the report in `folder`. Raises: ConfigError where it has no runs.csv."""
+    if folder is None:
+        return runs
+    try:
+        with (Path(folder).expanduser() / "runs.csv").open(encoding="utf-8", newline="") as file:
+            ended = {row["id"]: row for row in csv.DictReader(file) if row["status"] in FINAL}
+        enough = {
+            run.id
+            for run in runs
+            if run.id in ended
+            and (ended[run.id]["status"] == "diverged" or int(ended[run.id]["iter"]) >= run.config.max_iters)
+        }
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigError(f"from={folder} has no runs.csv that can be read: {error}") from error
+    print(f"{len(enough)} of {len(runs)} runs are stored in {folder}")
+    return [run for run in runs if run.id not in enough]
 
 
 def check_runs(runs: list[PlannedRun]) -> None:
@@ -147,7 +170,8 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     name = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
     launcher: Launcher = LAUNCHERS[asked.launcher.name][1](asked.launcher, sweep_dir, name)
     ids, tries = [run.id for run in runs], 1 + asked.retries
-    Launch(sweep_dir, name, ids, tries, launcher.threads, asked.launcher.ranks).write()
+    nodes = asked.launcher.nodes if isinstance(asked.launcher, SlurmOptions) else 0
+    Launch(sweep_dir, name, ids, tries, launcher.threads, asked.launcher.ranks, nodes).write()
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     print(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {workers(asked, launcher)}")
     began = time.monotonic()
@@ -163,6 +187,7 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
         print(line)
     if wandb_mode(runs[0].config.wandb.mode) == "online":  # the sweep's own run; the floor below knows no scripts
         words = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
+        words += [f"from={asked.from_}"] * (asked.from_ is not None)
         subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *words])
     if trouble:
         print(f"error: {trouble}", file=sys.stderr)

@@ -14,12 +14,13 @@ import sys
 import time
 from dataclasses import field
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 from core.files import ROOT
-from core.schema import AtLeast, ConfigError, Help, Rule, options, require, show
-from sweeps.worker import PATIENCE, RESTART, WORKER
+from core.schema import AtLeast, ConfigError, Help, options, require, show
+from sweeps.claims import Launch
+from sweeps.ranks import PATIENCE, follow_orders, give_order, stop_once
+from sweeps.worker import RESTART, WORKER
 
 SQUEUE_EVERY = 5.0  # seconds between two calls of squeue
 SBATCH_AGAIN = 60.0  # seconds after which tasks that SLURM refused are submitted again
@@ -51,8 +52,9 @@ class SlurmOptions:
 
     name: str = "slurm"
     workers: Annotated[int, AtLeast(1), Help("tasks, each of which trains one run after the other")] = 1
-    threads: Annotated[int, AtLeast(1), Help("--cpus-per-task")] = 1
-    gpus: Annotated[int, Rule(lambda n: n in (0, 1), "must be 0 or 1: a run uses one"), Help("--gpus-per-node")] = 0
+    nodes: Annotated[int, AtLeast(1), Help("of a task, which train one run together")] = 1
+    gpus: Annotated[int, AtLeast(0), Help("of a node; a run uses them all, with a process for each")] = 0
+    threads: Annotated[int, AtLeast(1), Help("CPUs of a process")] = 1
     partition: Annotated[str | None, Help("--partition; null: SLURM's default")] = None
     timeout_min: Annotated[int, Help("--time; a task that is out of time saves, and is requeued")] = 60
     save_s: Annotated[int, AtLeast(1), Help("seconds before that end at which a task is told to save")] = 90
@@ -60,7 +62,15 @@ class SlurmOptions:
         default_factory=dict
     )
     setup: Annotated[list, Help('shell lines before python, as ["module load cuda"]')] = field(default_factory=list)
-    ranks = 1  # processes that train one run; not a setting here
+
+    @property
+    def ranks_of_node(self) -> int:
+        return max(1, self.gpus)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train one run."""
+        return self.nodes * self.ranks_of_node
 
     def check(self) -> None:
         require(
@@ -102,7 +112,7 @@ class Local:
             if self.slots[i] is None and self.alive() < n:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
                 environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-                command = [sys.executable, WORKER, "work", str(self.sweep_dir), self.launch]
+                command = [sys.executable, WORKER, str(self.sweep_dir), self.launch]
                 with open(self.sweep_dir / "logs" / f"worker_{i}.log", "ab") as log:
                     self.slots[i] = subprocess.Popen(
                         command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
@@ -183,24 +193,28 @@ class Slurm:
             self.refusals += 1
         else:
             self.refusals = 0
-            self.tasks |= {job.job_id: job for job in jobs}
+            self.tasks |= {job.job_id: job.task(0) for job in jobs}  # task(0): of node 0
 
     def executor(self) -> Any:
         """submitit's executor, with the options of the tasks."""
         import submitit
 
         c = self.options
+        cpus = c.threads * c.ranks_of_node
         executor = submitit.SlurmExecutor(self.sweep_dir / "slurm", max_num_timeout=MAX_REQUEUES)
         executor.update_parameters(
             job_name=self.name,
             partition=c.partition,
             time=c.timeout_min,
             signal_delay_s=c.save_s,
-            cpus_per_task=c.threads,
+            nodes=c.nodes,
+            ntasks_per_node=1,
+            cpus_per_task=cpus,
             gpus_per_node=c.gpus or None,
             array_parallelism=c.workers,
             stderr_to_stdout=True,
-            srun_args=[f"--cpus-per-task={c.threads}"],  # srun does not inherit it from sbatch
+            # srun does not inherit the first from sbatch; without the second a task outlives its dead processes
+            srun_args=[f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1"],
             setup=[
                 *c.setup,
                 f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
@@ -271,22 +285,14 @@ class Task:
         from sweeps.worker import work
 
         requeue: Any = signal.getsignal(signal.SIGUSR2)
-        received = set()
-
-        def receive(number: int, frame: FrameType | None) -> None:
-            received.add(number)
-            signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0)
-
-        def tell_the_run(number: int, frame: FrameType | None) -> None:
-            """Send the SIGTERM that stops a run. Its training loop has a handler; until then, try every second."""
-            if signal.getsignal(signal.SIGTERM) is not receive:
-                signal.raise_signal(signal.SIGTERM)
-
-        for number in (signal.SIGUSR2, signal.SIGTERM):
-            signal.signal(number, receive)
-        signal.signal(signal.SIGALRM, tell_the_run)
+        received = stop_once(signal.SIGUSR2, signal.SIGTERM)
+        asked, node = Launch.read(sweep_dir, launch), int(os.environ.get("SLURM_PROCID", "0"))
+        if node > 0:
+            return follow_orders(asked, node)
         stopped = sweep_dir / "launches" / f"{launch}.stop"
         status = 0 if stopped.exists() else work(sweep_dir, launch)
+        if asked.nodes > 1:
+            give_order(asked, {"config": None})
         for number in (signal.SIGALRM, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # from here on the task ends by itself
         if status > 128 and not stopped.exists():

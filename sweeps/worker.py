@@ -1,33 +1,28 @@
 """A worker of a sweep: it trains one run after the other until none is left. sweeps/launchers.py starts it.
 
 One process trains many runs, so that it imports and compiles once. If it dies, the run in hand goes on elsewhere, from
-its checkpoint. Commands: work SWEEP_DIR LAUNCH | ranks N CONFIG | rank CONFIG
+its checkpoint. Words: SWEEP_DIR LAUNCH
 """
 
 import contextlib
 import gc
-import json
 import os
 import signal
-import subprocess
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.cli import refuse
 from core.files import read_json
-from core.rundir import at_end, is_locked, read_status
-from core.schema import ConfigError, build
+from core.rundir import at_end, is_locked
+from core.schema import ConfigError
 from sweeps.claims import Launch, claimed, write_claim
 from sweeps.plan import PlannedRun, read_plan
-from training.config import TrainConfig
+from sweeps.ranks import stop_with_parent, train_on_ranks
 
 WORKER = str(Path(__file__).resolve())
-PATIENCE = 600  # seconds that a run has to finish its iteration and save
 RESTART = 4  # exit status of a worker that asks for a new process in its place
 
 
@@ -74,7 +69,7 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):
         try:
             if launch.ranks > 1:
-                status = train_on_ranks(config, launch.ranks)
+                status = train_on_ranks(config, launch)
                 if status == 1:
                     claim["error"] = "one of its ranks failed: its log has the reason"
             else:
@@ -95,20 +90,6 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
     write_claim(sweep_dir, run.id, claim)
     gc.collect()
     return status
-
-
-def train_on_ranks(config: TrainConfig, ranks: int) -> int:
-    """train.run(config) in `ranks` processes, by torchrun, whose own exit status does not tell how the run ended."""
-    command = [sys.executable, WORKER, "ranks", str(ranks), json.dumps(asdict(config))]
-    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(PATIENCE)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
-        try:
-            process.wait()
-        except SystemExit:  # SIGTERM
-            process.terminate()
-            process.wait()
-            raise
-    return {"done": 0, "diverged": 3}.get(str(read_status(config.run_dir).get("state")), 1)
 
 
 @contextlib.contextmanager
@@ -134,38 +115,6 @@ def output_to(file: Path) -> Iterator[None]:
 # Processes
 
 
-def stop_with_parent() -> None:
-    """Send this process SIGTERM, so that it saves and stops, when its parent dies, even by SIGKILL.
-
-    The parent holds the other end of standard input and writes nothing: the end of file is its death.
-    """
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # interrupts what it waits for
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def start_ranks(ranks: str, config: str) -> None:
-    """torchrun, which stops with the worker that started it."""
-    stop_with_parent()
-    from torch.distributed.run import main as torchrun
-
-    torchrun(["--standalone", f"--nproc_per_node={ranks}", WORKER, "rank", config])
-
-
-def train_rank(config: str) -> int:
-    """What torchrun starts. Returns train.py's exit status."""
-    import train
-
-    try:
-        return train.run(build(TrainConfig, json.loads(config)))
-    except ConfigError as error:
-        return refuse(str(error))
-
-
 def start_worker(sweep_dir: str, launch_name: str) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     stop_with_parent()
@@ -173,6 +122,4 @@ def start_worker(sweep_dir: str, launch_name: str) -> int:
 
 
 if __name__ == "__main__":
-    commands: dict[str, Callable[..., int | None]]
-    commands = {"work": start_worker, "ranks": start_ranks, "rank": train_rank}
-    sys.exit(commands[sys.argv[1]](*sys.argv[2:]))
+    sys.exit(start_worker(*sys.argv[1:]))

@@ -1,8 +1,10 @@
 """Shared by the tests: small configs, real corpora, and programs run as a user runs them."""
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,20 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 from browser import CHROMIUM, Page
+from variants import NORMS, config_of
 
 from model.kernels import operators
-from model.options import LayerNormOptions, LpNormOptions, ModelOptions, NoNormOptions, QKNormOptions, RMSNormOptions
+from model.options import LpNormOptions, QKNormOptions
 from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `program` gives
 
 torch.set_num_threads(1)
 
 SLOW = {  # files whose tests train, start programs or load large libraries: make check leaves them out
     "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_compare",
-    "test_corpora", "test_ddp", "test_docs",
+    "test_corpora", "test_cuda", "test_ddp", "test_docs",
     "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture",
     "test_init_from", "test_kernels", "test_live", "test_long_sequences", "test_mla_decode_triton", "test_plugins",
     "test_presets", "test_readme", "test_references", "test_report", "test_resume", "test_shards", "test_slurm",
@@ -44,21 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 QK_NORM_VARIANTS: dict[str, QKNormOptions] = {
-    "none": NoNormOptions(),
-    "rms": RMSNormOptions(),
-    "layernorm": LayerNormOptions(),
-    "lp1": LpNormOptions(p=1.0),
+    **NORMS,
     "lp1.5": LpNormOptions(p=1.5, alpha_per="head", alpha_init="matched"),
     "lp2": LpNormOptions(p=2.0, alpha_map="softplus", alpha_init="henry"),
     "lp3": LpNormOptions(p=3.0, alpha_map="linear", alpha_init=2.5),
-    "lp_learned": LpNormOptions(p="learned"),
     "lpinf": LpNormOptions(p=float("inf"), alpha_per="head"),
 }
 
 
 def tiny_config(qk_norm: QKNormOptions | None = None, **model: Any) -> TrainConfig:
-    settings = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, **model}
-    return TrainConfig(model=ModelOptions(**settings), qk_norm=qk_norm or NoNormOptions())
+    return config_of("mha", qk_norm or "none", **model)
 
 
 @pytest.fixture(params=QK_NORM_VARIANTS)
@@ -76,13 +75,39 @@ def each_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run one of the programs in a scratch directory: program("train.py", "max_iters=3") -> the finished process."""
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and not os.environ.get("CI"), reason="torch.compile on a CPU needs g++"
+)
 
-    def call(script: str, *overrides: str, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
+
+def eventually(what: Callable[[], Any], seconds: float = 180) -> Any:
+    """What what() returns once that is true."""
+    deadline = time.monotonic() + seconds
+    while not (result := what()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+    return result
+
+
+def flip(file: Path, position: int = -1, mask: int = 1) -> None:
+    """Change a byte of a file."""
+    data = bytearray(file.read_bytes())
+    data[position] ^= mask
+    file.write_bytes(data)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """Run one of the programs in a scratch directory: program("train.py", "max_iters=3") -> the finished process.
+
+    status: the exit status that it must have.
+    """
+
+    def call(script: str, *overrides: str, status: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / script), *overrides]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, **options)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, **options)
+        assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+        return done
 
     return call
 

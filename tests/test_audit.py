@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,20 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Program
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
-from variants import PAIRS, V, config_of
+from variants import PAIRS, V, config_of, looking_ahead
 
 from core import checkpoint
 from data.tokenizer import NoText
-from model import cross_entropy
+from model import cross_entropy, ops
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from model.gpt import GPT
 from scripts import audit
 from training.config import FAULTS, FaultOptions, TrainConfig
-
-Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def save_run(config: TrainConfig, folder: Path) -> Path:
@@ -95,19 +93,10 @@ def test_the_audit_finds_nothing_in_an_honest_model(
 def test_a_mask_that_is_missing_without_a_fault_is_caught_though_train_py_refuses_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GPT, "__init__", breaking(GPT.__init__))
+    monkeypatch.setattr(ops, "causal_attention", looking_ahead(audit.MAX_BLOCK_SIZE))
     status, found = audited(capsys, f"run={save_run(small('mha', 'none'), tmp_path / 'run')}", "steps=20")
     assert status == 1 and found["caught"] == ["future leakage", "random-token floor", "accumulation"]
     assert "sees the future" in found["checks"]["accumulation"]["refused"]
-
-
-def breaking(init: Any) -> Any:
-    def broken(self: Any, *args: Any) -> None:
-        init(self, *args)
-        for attention in self.attentions:
-            attention.attend = lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale)
-
-    return broken
 
 
 class Leaky(nn.Module):
@@ -295,13 +284,12 @@ def test_a_folder_with_code_of_its_own_is_audited_when_it_is_trusted(program: Pr
     words = ("model=hf", "steps=20", "device=cpu")
     for masked in (True, False):
         (folder / "config.json").write_text(json.dumps({**settings, "auto_map": classes, "masked": masked}))
-        done = program("scripts/audit.py", *words, "trust_remote_code=true", env=env)
+        done = program("scripts/audit.py", *words, "trust_remote_code=true", env=env, status=int(not masked))
         found = json.loads(done.stdout.splitlines()[-1])
         assert found["architecture"] == "TinyForCausalLM"
-        assert (done.returncode, found["caught"][:1]) == ((0, []) if masked else (1, ["future leakage"])), done
+        assert found["caught"][:1] == ([] if masked else ["future leakage"])
         assert None not in [check["caught"] for check in found["checks"].values()]
-    refused = program("scripts/audit.py", *words, env=env)
-    assert refused.returncode == 2 and "custom code" in refused.stderr
+    assert "custom code" in program("scripts/audit.py", *words, env=env, status=2).stderr
 
 
 def test_a_loss_that_does_not_shift_its_labels_or_sums_them_is_caught(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Bad input ends with exit status 2 and one line that names key, value and rule, before anything is written."""
 
 import os
+import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,6 +60,7 @@ BAD: dict[str, list[str]] = {
     "out_dir=${oc.env:NOT_SET}": ["NOT_SET"],
     "out_dir=${nothing}": ["nothing"],
     "batch_size=99999999999999999999": ["batch_size=99999999999999999999", "2**31"],
+    f"seed={5000 * '9'}": ["seed=999", "4300 digits"],
     "threads=100000": ["threads=100000", "CPUs"],
     "device=cuda:99999999999999999999": ["device=cuda:9", "cuda:N"],
     "grad_clip=inf": ["grad_clip=inf", "finite"],
@@ -77,6 +80,7 @@ BAD: dict[str, list[str]] = {
     "model.n_embd=1048576 model.n_head=8 data=text data.path=corpus.txt": ["parameters", "need more than", "GiB"],
     "batch_size=2147483647": ["batch_size=2147483647", "need more than", "GiB"],
     "data=random data.vocab_size=2147483647": ["data.vocab_size=2147483647", "1048576"],
+    "data=random data.n_tokens=2147483647": ["data.n_tokens=2147483647", "1000000000"],
     "data=[1]": ["data=[1]"],
     "hydra.run.dir=/proc/x": ["hydra.run.dir=/proc/x", "unknown"],
     "--experimental-rerun FILE": ["--experimental-rerun"],
@@ -306,6 +310,96 @@ def test_the_program_itself_says_one_line_and_leaves_with_2(overrides: str, fold
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert contents(folder) == before
+
+
+# Words of the other programs, and what the line must hold.
+SCRIPTS: dict[str, list[str]] = {
+    "scripts/audit.py": ["run=", "model=", "given"],
+    "scripts/audit.py run=folder checkpoint=newest": ["checkpoint=newest", "best, latest"],
+    "scripts/audit.py run=folder steps=0": ["steps=0", ">= 20"],
+    "scripts/audit.py run=folder device=gpu": ["device=gpu", "cuda:N"],
+    "scripts/audit.py --run=folder": ["--run=folder", "key=value"],
+    "scripts/compare.py a=folder b=folder": ["a=folder", "not a checkpoint"],
+    "scripts/dashboard.py": ["sweep=", "given"],
+    "scripts/dashboard.py sweep=nowhere": ["entity=", "given"],
+    "scripts/docs.py run=nowhere": ["run= and other=", "together"],
+    "scripts/docs.py foo=1": ["foo=1", "unknown"],
+    "scripts/evaluate_lm.py run=nowhere tasks=[]": ["run=nowhere does not exist"],
+    "scripts/evaluate_lm.py run=folder": ["tasks=", "given"],
+    "scripts/export_hf.py run=folder": ["out=", "given"],
+    "scripts/export_hf.py run=nowhere out=x": ["run=nowhere does not exist"],
+    "scripts/report.py run=folder": ["run=", "watch=true"],
+    "scripts/report.py from=folder": ["from=folder", "no report"],
+    "scripts/benchmarks/bench_train.py": ["peer=", "given"],
+    "scripts/benchmarks/bench_train.py peer=folder": ["peer=folder", "no model.py"],
+    "scripts/benchmarks/bench_sample.py peer=folder tokens=0": ["tokens=0", ">= 1"],
+    "scripts/benchmarks/bench_sample.py old=folder": ["old=folder", "no bench_sample.py"],
+    "scripts/benchmarks/bench_decode.py device=gpu": ["device=gpu", "cuda:N"],
+    "scripts/benchmarks/bench_decode.py foo=1": ["foo=1", "unknown"],
+    "sweeps/status.py sweep_dir=corpus.txt": ["sweep_dir=corpus.txt", "no sweep"],
+    "data/prepare_fineweb.py out=corpus.txt/x max_tokens=10": ["out=corpus.txt/x", "Not a directory"],
+}
+
+
+@pytest.mark.parametrize("line", SCRIPTS)
+def test_bad_setting_of_a_script(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(folder)
+    script, *words = line.split()
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert isinstance(exit_.value.code, int)
+    check(exit_.value.code, capsys.readouterr().err, SCRIPTS[line])
+    assert contents(folder) == before
+
+
+# A text, and what the line must hold where it is bad.
+SENTENCE = b"to be or not to be, that is the question."
+CORPORA: dict[str, tuple[bytes, list[str]]] = {
+    "binary": (b"\x7fELF\x02\x01\x01\x00\xf8\xff" * 300, ["data.path=text.txt", "0xf8 at offset 8"]),
+    "invalid UTF-8 in the middle": (SENTENCE * 30 + b"\xff" + SENTENCE * 30, ["0xff at offset 1230"]),
+    "UTF-16": (SENTENCE.decode().encode("utf-16") * 30, ["must be UTF-8"]),
+    "empty": (b"", ["data.path=text.txt is empty"]),
+    "one character": (b"a", ["tokens"]),
+    "one kind of character": (b"a" * 2000, []),
+    "one line": (SENTENCE * 60, []),
+    "CRLF": ((SENTENCE + b"\r\n") * 60, []),
+    "BOM": (b"\xef\xbb\xbf" + SENTENCE * 60, []),
+    "zeros": (b"\0" * 2000, []),
+}
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe data.vocab_size=260"])
+@pytest.mark.parametrize("text", CORPORA)
+def test_a_strange_text_is_read_as_it_is_or_refused_in_one_line(
+    text: str, tokenizer: str, folder: Path, outcome: Outcome
+) -> None:
+    content, expected = CORPORA[text]
+    (folder / "text.txt").write_bytes(content)
+    words = [*TINY, "data=text", "data.path=text.txt", *f"data.tokenizer={tokenizer}".split(), "dry_run=true"]
+    status, stderr = outcome(train.main, *words)
+    if expected:
+        check(status, stderr, expected)
+    else:
+        assert (status, stderr) == (0, "")
+
+
+def test_closed_pipes_no_temporary_folder_and_bytes_for_a_prompt_end_in_no_traceback(folder: Path) -> None:
+    words = shlex.join([sys.executable, str(ROOT / "train.py"), *TEXT.split(), *TINY, "max_iters=2"])
+    sample_py = shlex.join([sys.executable, str(ROOT / "sample.py"), "run=run", "start=-", "max_new_tokens=2"])
+    lines = {
+        f"{words} out_dir=run >&-": 0,
+        f"{words} out_dir=silent >&- 2>&-": 0,
+        f"TMPDIR=/nowhere {words} -m seed=1,2": 0,
+        f"printf '\\377\\376' | {sample_py}": 2,
+    }
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    for line, status in lines.items():
+        done = subprocess.run(["sh", "-c", line], cwd=folder, capture_output=True, text=True, env=environment)
+        assert done.returncode == status, (line, done.stderr)
+        assert done.stderr.count("\n") == (status == 2) and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_refused_config_leaves_a_finished_run_alone(folder: Path, outcome: Outcome) -> None:

@@ -225,3 +225,22 @@ def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: 
     for _ in batches.prefetch((step, 0) for step in range(16)):
         time.sleep(0.1)
     assert time.perf_counter() - start < 2.6  # one after the other: 3.2 at least
+
+
+@pytest.mark.parametrize("dtype, highest", [(np.uint8, 255), (np.uint16, 65535), (np.uint32, 2**20), (np.int64, 70000)])
+def test_batches_cut_from_a_copy_of_all_tokens_are_the_same(
+    dtype: Any, highest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.batches.COPIED", 100)
+    tokens = np.random.default_rng(0).integers(highest + 1, size=1000).astype(dtype)
+    tokens[::7] = highest
+    shards = Shards([tokens[:300], tokens[300:301], tokens[301:]])
+    args = (split(1000, 10, 3), 16, 8)
+    plain = Batches(tokens, *args, seed=5)
+    for source in (tokens, shards):
+        resident = Batches(source, *args, seed=5, device=torch.device("cpu"))
+        assert resident.resident is not None and resident.resident.element_size() == tokens.itemsize
+        places = [(step, micro) for step in range(5) for micro in range(2)]
+        for place, found in zip(places, resident.prefetch(places), strict=True):
+            assert same(found, plain.get_batch(*place)) and all(x.is_contiguous() for x in found)
+        assert same(resident.sampled_batch("val", 3), plain.sampled_batch("val", 3))

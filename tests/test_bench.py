@@ -2,19 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from conftest import ROOT
-
-Program = Callable[..., CompletedProcess[str]]
+from conftest import ROOT, Program
+from test_bad_input import check
 
 
 def last_line(ended: CompletedProcess[str]) -> dict[str, Any]:
-    assert ended.returncode == 0, ended.stdout + ended.stderr
     result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return result
 
@@ -100,6 +97,5 @@ def test_sampling_of_variants(program: Program, tiny_run: list[str]) -> None:
     ],
 )
 def test_bad_input_gets_one_line_and_status_2(program: Program, script: str, words: list[str], message: str) -> None:
-    ended = program(f"scripts/benchmarks/{script}", *words)
-    assert ended.returncode == 2 and message in ended.stderr
-    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
+    ended = program(f"scripts/benchmarks/{script}", *words, status=2)
+    check(ended.returncode, ended.stderr, [message])

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, flip
 from torch import Tensor
 
 from core import checkpoint
@@ -45,12 +45,6 @@ def latest_step(folder: Path, warn: Callable[[str], None] = no_warning) -> int:
 def save_steps(folder: Path, *steps: int, best: int | None = None) -> None:
     for step in steps:
         save(folder, step, small(step), {"step": step}, best=step == best)
-
-
-def flip(file: Path, position: int, mask: int = 1) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= mask
-    file.write_bytes(data)
 
 
 # -----------------------------------------------------------------------------
@@ -175,6 +169,8 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 
 
 class Bomb:
+    """Unpickling it makes a folder."""
+
     def __init__(self, target: Path) -> None:
         self.target = target
 

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from core.schema import ConfigError
 from data import corpora
 from data.corpora import corpus_sha256, load_text
 from data.options import PythonDocsOptions, TextFileOptions, TinyShakespeareOptions
 
-ROOT = Path(__file__).resolve().parent.parent
 REAL_DATA = os.environ.get("NANOQK_DATA")
 
 

@@ -7,26 +7,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, Program
 from test_train import assert_same_run, lines, weights
 
 from training.updates import seed_of_update
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 WORDS = ["model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=6", "schedule.lr_decay_iters=6"]
 
 
 def torchrun(cwd: Path, *overrides: str, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    return subprocess.run(
-        [sys.executable, *launch, *overrides], cwd=cwd, capture_output=True, text=True, timeout=180, check=False
-    )
+    command = [*TORCHRUN, str(script), *overrides]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
 
 
 LONG = """
@@ -38,7 +35,7 @@ train.main()
 
 @pytest.mark.parametrize("changes", ["optim=adamw", "optim=muon", "model.activation_checkpointing=true"])
 def test_two_ranks_equal_one_and_resume_bit_for_bit(
-    changes: str, program: Callable[..., Any], tiny_run: list[str], tmp_path: Path
+    changes: str, program: Program, tiny_run: list[str], tmp_path: Path
 ) -> None:
     """The last, without logits, equals a run with logits and without checkpointing."""
     script, long = ROOT / "train.py", changes.startswith("model")
@@ -46,8 +43,7 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(
         script = tmp_path / "long.py"
         script.write_text(LONG)
     words = [*tiny_run, *WORDS]
-    alone = program("train.py", *words, *([] if long else [changes]), "out_dir=alone")
-    assert alone.returncode == 0, alone.stderr
+    program("train.py", *words, *([] if long else [changes]), "out_dir=alone")
     for overrides in (["out_dir=two"], ["out_dir=halves", "max_iters=3"], ["out_dir=halves"]):
         done = torchrun(tmp_path, *words, changes, *overrides, script=script)
         assert done.returncode == 0, done.stderr
@@ -69,10 +65,9 @@ def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -
     words = [*tiny_run, *WORDS[:2], "max_iters=300", "schedule.lr_decay_iters=300", "checkpoint_interval=10"]
     assert torchrun(tmp_path, *words, "out_dir=straight").returncode == 0
     choose, kills, amid = random.Random(0), 0, 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     while kills < KILLS:
         process = subprocess.Popen(
-            [*launch, str(ROOT / "train.py"), *words, "out_dir=killed"],
+            [*TORCHRUN, str(ROOT / "train.py"), *words, "out_dir=killed"],
             cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         found: list[int] = []
@@ -93,6 +88,53 @@ def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -
     assert torchrun(tmp_path, *words, "out_dir=killed").returncode == 0
     assert_same_run(tmp_path / "straight", tmp_path / "killed")
     print(f"kills of one of two ranks: {kills}, {amid} of them with a checkpoint to go on from")
+
+
+COMPILES = """
+import os, sys, torch, train
+real = torch.compile
+def backend(graph, inputs):
+    with open("compiled-" + os.environ["RANK"], "a") as file:
+        print("compiled", file=file)
+    return graph.forward
+torch.compile = lambda model, **options: real(model, backend=backend, **options)
+train.main()
+"""
+
+
+def test_ranks_compile_once_and_the_checks_run_what_trains(tiny_run: list[str], tmp_path: Path) -> None:
+    (tmp_path / "compiles.py").write_text(COMPILES)
+    words = [*tiny_run, *WORDS, "compile=true", "qk_norm=rms"]
+    done = torchrun(tmp_path, *words, script=tmp_path / "compiles.py")
+    assert done.returncode == 0, done.stderr
+    for rank, n in enumerate((2, 1)):  # to train; rank 0 evaluates the only batch of held-out text
+        assert len((tmp_path / f"compiled-{rank}").read_text().splitlines()) == n
+
+
+STOPS = """
+import os, signal, sys, train
+real = train.accumulate_gradients
+updates = 0
+def stop_one(*args):
+    global updates
+    updates += 1
+    if updates == 5 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(*args)
+train.accumulate_gradients = stop_one
+train.main()
+"""
+
+
+def test_all_ranks_stop_after_the_same_update_and_go_on_from_there(tiny_run: list[str], tmp_path: Path) -> None:
+    """One rank is asked in update 4; all know it two updates later, before the next log line."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    words = [*tiny_run, *WORDS[:2], "max_iters=40", "log_interval=30", "eval_interval=30", "checkpoint_interval=30"]
+    assert torchrun(tmp_path, *words, "out_dir=straight").returncode == 0
+    stopped = torchrun(tmp_path, *words, "out_dir=stopped", script=tmp_path / "stops.py")
+    assert "stopped by SIGTERM at iteration 7" in stopped.stdout, stopped.stdout + stopped.stderr
+    assert torchrun(tmp_path, *words, "out_dir=stopped").returncode == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
 
 
 SPY = """

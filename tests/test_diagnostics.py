@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from variants import PAIRS, build, config_of, random_tokens, raw_queries_and_keys
+from variants import PAIRS, attention_products, build, config_of, random_tokens, raw_queries_and_keys
 
 from model import ops
-from model.diagnostics import diagnose
+from model.diagnostics import diagnose, sdpa_backend
 from model.gpt import GPT, MultiHeadLatentAttention
 from model.options import LpNormOptions
 
@@ -25,7 +25,6 @@ def passed(gpt: GPT, idx: Tensor) -> list[dict[str, Any]]:
     """What each layer multiplies in a forward of idx, q (B, nh, T, hs), k (B, nkv, T, hs) and the scale, and what its
     raw queries and keys are: {side: (B, heads, T, hs)}, a side for each block of channels that is normalised."""
     layers: list[dict[str, Any]] = []
-    causal_attention = ops.causal_attention
 
     def array(x: Tensor) -> np.ndarray:
         return x.detach().double().numpy()
@@ -38,16 +37,13 @@ def passed(gpt: GPT, idx: Tensor) -> list[dict[str, Any]]:
             raw |= {"q_rope": q[..., attn.nope_dim :], "k_rope": k[:, :1, :, attn.nope_dim :]}
         layers.append({"raw": {side: array(x) for side, x in raw.items()}})
 
-    def look_at_product(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
-        layers[-1] |= {"q": array(q), "k": array(k), "scale": scale}
-        return causal_attention(q, k, v, scale, p_dropout)
-
     hooks = [attn.register_forward_pre_hook(look_at_input) for attn in gpt.attentions]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "causal_attention", look_at_product)
+    with attention_products() as products:
         gpt(idx)
     for hook in hooks:
         hook.remove()
+    for layer, (q, k, _, scale) in zip(layers, products, strict=True):
+        layer |= {"q": array(q), "k": array(k), "scale": scale}
     return layers
 
 
@@ -207,3 +203,12 @@ def test_under_autocast_the_logits_are_exact_products_of_what_attention_multipli
         for h, head in enumerate(of_logits(looked_at[layer])):
             for name, value in head.items():
                 assert values[f"attn/{name}/layer_{layer}/head_{h}"] == pytest.approx(value, rel=1e-5), name
+
+
+def test_sdpas_backend_is_the_one_that_a_training_batch_gets() -> None:
+    """On a CPU: SDPA takes long sequences alone; its flash kernel needs values as wide as keys."""
+    long = 1 + ops.BlockedAttention.POSITIONS
+    expected = {("mha", long): "flash", ("mla", long): "math", ("mha", T): None}
+    for (layout, block_size), backend in expected.items():
+        config = config_of(layout, "none", block_size=block_size, n_layer=1)
+        assert sdpa_backend(build(config, dtype=torch.float32), 1) == backend, layout

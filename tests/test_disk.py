@@ -3,13 +3,13 @@
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import eventually
 from test_faults import exit_status, fork
 from test_sweeps import assert_same_sweep, frozen, launched, tiny_sweep
 from test_train import assert_same_run, configured
@@ -131,9 +131,7 @@ def test_a_folder_that_may_not_be_written_is_refused(corpus: Path, tmp_path: Pat
 def test_a_folder_that_vanishes_fails_the_run(corpus: Path, tmp_path: Path) -> None:
     config = configured(corpus, tmp_path / "run", max_iters=100_000, checkpoint_interval=20)
     pid = fork(lambda: guarded(lambda: train.run(config)))
-    until = time.monotonic() + 60
-    while not (tmp_path / "run" / "ckpt" / "latest").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    eventually((tmp_path / "run" / "ckpt" / "latest").exists)
     (tmp_path / "run").rename(tmp_path / "gone")
     assert exit_status(pid) == 1
     checkpoint.load(checkpoint.step_dirs(tmp_path / "gone" / "ckpt")[0])

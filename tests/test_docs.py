@@ -195,6 +195,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         table.update(content)
 
 
+@pytest.mark.parametrize("part", ["kills", "damage", "input", "disk", "hostile", "sweep"])
+def test_each_part_of_the_faults_is_one_command(part: str) -> None:
+    make = ["make", "--old-file=.venv/setup-test", "test-faults"]
+    said = subprocess.run([*make, "--dry-run", f"part={part}"], cwd=ROOT, capture_output=True, text=True).stdout
+    (line,) = said.splitlines()
+    assert "pytest" in line and re.findall(r"tests/test_\w+\.py", line)
+    refused = subprocess.run([*make, "part=none"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "part=kills|damage" in refused.stdout
+
+
 def test_commands_are_found() -> None:
     found = [one for page in PAGES for line in commands(page) for one in programs(line)]
     assert len(found) > 60 and {"train.py", "sweeps/launch.py", "sample.py", "make", "pytest"} <= dict(found).keys()
@@ -238,6 +248,12 @@ def test_the_sweep_of_docs_sweeps_is_what_it_says(folder: Path) -> None:
 
 # -----------------------------------------------------------------------------
 # What is stated, and what is generated
+
+
+def test_every_sweep_is_listed() -> None:
+    page = text_of(ROOT / "docs" / "sweeps.md")
+    names = [file.stem for file in (ROOT / "configs" / "sweep").glob("*.yaml")]
+    assert len(names) > 9 and [name for name in names if f"`{name}`" not in page] == []
 
 
 def test_a_run_loads_in_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:

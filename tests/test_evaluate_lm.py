@@ -6,9 +6,7 @@ The trained model has seen "the cow says moo." and its like; tasks are files mad
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ import lm_eval
 import pytest
 import torch
 import yaml
+from conftest import Program
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -439,12 +438,9 @@ def test_cloze_is_refused_without_text(tmp_path: Path, capsys: pytest.CaptureFix
     assert "tasks=cloze needs text: data=random has none" in capsys.readouterr().err
 
 
-def test_without_network_the_tasks_are_named_at_once(
-    run: Path, program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_without_network_the_tasks_are_named_at_once(run: Path, program: Program, tmp_path: Path) -> None:
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
-    done = program("scripts/evaluate_lm.py", f"run={run}", "tasks=paper", "device=cpu", env=env)
-    assert done.returncode == 2, done.stderr
+    done = program("scripts/evaluate_lm.py", f"run={run}", "tasks=paper", "device=cpu", env=env, status=2)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert all(task in line for task in evaluate.PAPER) and "out of reach" in line and "include_path" in line
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,9 @@ import pytest
 import torch
 from conftest import tiny_config
 from test_presets import load
-from test_references import Float64Torch, difference
+from test_references import TOLERANCE, difference, dtype, take_tables
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.deepseek_v3 import modeling_deepseek_v3
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
-from variants import config_of
+from variants import build, config_of
 
 from core import checkpoint
 from data.corpora import load_python_docs
@@ -29,6 +25,8 @@ from model.options import GQAOptions, MHAOptions, MLAOptions, RMSNormOptions
 from sample import load_run
 from scripts.export_hf import export, main
 from training.config import TrainConfig
+
+__all__ = ["dtype"]  # a fixture
 
 CHARS = CharTokenizer("\n !,.abcdefgé€😀")
 LLAMA: dict[str, Any] = {"mlp": "swiglu", "mlp_hidden": 56, "norm_eps": 1e-3}
@@ -49,24 +47,8 @@ VARIANTS: dict[str, tuple[str, TrainConfig]] = {
 }
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
-    """In float64, Hugging Face's RMSNorm and softmax, which cast to float32 by name, get float64 instead."""
-    if request.param == torch.float64:
-        for module in (modeling_llama, modeling_qwen3, modeling_deepseek_v3):
-            monkeypatch.setattr(module, "torch", Float64Torch())
-    yield request.param
-
-
 def random_model(config: TrainConfig, tokenizer: Tokenizer = CHARS, dtype: torch.dtype = torch.float32) -> GPT:
-    """Gains, biases and projections all away from what initialisation gives them."""
-    model = GPT(config.gpt, tokenizer.vocab_size)
-    model.init_weights(0)
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=g))
-    return model.to(dtype).eval()
+    return build(config, dtype=dtype, vocab_size=tokenizer.vocab_size)
 
 
 def save_run(model: GPT, tokenizer: Tokenizer, folder: Path) -> Path:
@@ -98,14 +80,10 @@ def test_transformers_computes_the_same_logits(name: str, dtype: torch.dtype, tm
     assert type(theirs).__name__.startswith(architecture)
     idx = random_tokens(CHARS, 3, config.model.block_size)
     if dtype == torch.float64 and config.model.position == "rope":
-        # both tables come from float32 angles, by formulas that differ in the last bit: here ours takes theirs
-        tables = theirs.model.rotary_emb(torch.zeros(1, dtype=dtype), torch.arange(ours.block_size)[None])
-        for mine, table in zip(ours.buffers(), tables, strict=True):
-            torch.testing.assert_close(mine, table[0, :, : mine.size(1)], rtol=0, atol=4e-6)
-            mine.copy_(table[0, :, : mine.size(1)])
+        take_tables(ours, theirs)
     logits = ours(idx)[0]
     assert logits.std() > 0.1
-    assert difference(logits, theirs(idx).logits) < {torch.float64: 1e-13, torch.float32: 5e-6}[dtype]
+    assert difference(logits, theirs(idx).logits) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-mha", "qwen3-gqa", "deepseek_v3-q_rank-untied"])
@@ -136,7 +114,7 @@ TEXTS += ["<|endoftext|> [UNK]"]
 DOCS = load_python_docs(PythonDocsOptions())
 LEARNT = learn_bpe([DOCS[:200_000]], 1000)
 TOKENIZERS: dict[str, Tokenizer] = {
-    "char": CharTokenizer.build(DOCS + "".join(TEXTS)),
+    "char": CharTokenizer("".join(sorted({*DOCS, *"".join(TEXTS)}))),
     "byte": ByteTokenizer(),
     "bpe": BPETokenizer(LEARNT),
     "gpt2": GPT2Tokenizer(LEARNT, has_separator=True),

@@ -1,5 +1,6 @@
 """core/files.py: locks between processes, writes that fail, and a user without a home."""
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -45,11 +46,11 @@ def test_a_write_that_fails_leaves_the_old_content(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object) -> None:
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "no space left")
 
     write_json(tmp_path / "x.json", {"a": 1, "b": float("nan"), "c": None})
     monkeypatch.setattr(os, function, full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match="no space left: .*x.json"):
         write_atomic(tmp_path / "x.json", b"{}")
     assert read_json(tmp_path / "x.json") == {"a": 1, "b": None} and len(list(tmp_path.iterdir())) == 1
 

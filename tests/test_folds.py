@@ -1,8 +1,12 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.folds import Ranges, split
+from data.batches import Batches
+from data.folds import Ranges, leak_split, split
+from data.options import TextFileOptions
+from data.tokens import split_of
 
 
 def tokens_of(ranges: Ranges) -> list[int]:
@@ -48,6 +52,38 @@ def test_shuffled_folds_are_whole_windows_and_hold_out_every_token_exactly_once(
         assert all(start % window == 0 and (end % window == 0 or end == n_tokens) for start, end in one.val)
     sizes = [len({token // window for token in tokens}) for tokens in held_out]
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(n_tokens=st.integers(0, 4000), folds=st.integers(2, 10), window=st.integers(1, 20), data=st.data())
+def test_near_and_far_hold_out_the_same_windows_and_train_on_none_of_them(
+    n_tokens: int, folds: int, window: int, data: st.DataObject
+) -> None:
+    fold = data.draw(st.integers(0, folds - 1))
+    near, far = (leak_split(n_tokens, folds, fold, window, far) for far in (False, True))
+    held_out, around, away = (set(tokens_of(ranges)) for ranges in (near.val, near.train, far.train))
+    assert near.val == far.val and held_out <= set(tokens_of(split(n_tokens, folds, fold, window).val))
+    assert not held_out & around and not held_out & away and not around & away
+    sizes = [sorted(end - start for start, end in one.train) for one in (near, far)]
+    assert sizes[0] == sizes[1]  # equally many tokens, and equally many windows to draw
+    assert max(held_out | around | away, default=-1) < n_tokens
+    gap = n_tokens // window // 4 // 4 * window
+    for start, end in near.val:
+        assert not away & set(range(start - gap, end + gap))
+        outside = {token for token in (start - 1, end) if 0 <= token < n_tokens}
+        assert outside <= around or gap == 0
+
+
+def test_no_batch_of_near_or_far_has_a_held_out_token() -> None:
+    """Tokens that are their own places: one evaluation, and many batches of both arms."""
+    n_tokens, places = 100_000, {}
+    for split_name in ("near", "far"):
+        one = split_of(TextFileOptions(path="x", split=split_name, fold=3), n_tokens, 16)
+        batches = Batches(np.arange(n_tokens), one, 16, 64, seed=1)
+        drawn = {int(i) for step in range(300) for part in batches.get_batch(step) for i in part.flatten()}
+        evaluated = [int(i) for x, y in batches.eval_batches(64) for i in x[y >= 0].tolist() + y[y >= 0].tolist()]
+        assert not drawn & set(evaluated) and len(drawn) > 20_000
+        places[split_name] = evaluated
+    assert places["near"] == places["far"] and len(places["near"]) > 1000
 
 
 def test_shuffled_windows_are_scattered_over_the_text() -> None:

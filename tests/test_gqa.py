@@ -5,14 +5,12 @@ n heads, k key and value heads, d channels a head, s positions, in batches; odd 
 """
 
 import math
-import os
-import shutil
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS
+from conftest import QK_NORM_VARIANTS, needs_compiler
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -219,10 +217,9 @@ def test_compiled_with_and_without_a_cache_too(case: Case) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
+@needs_compiler
 def test_generated_code_too() -> None:
     """torch.compile's own backend."""
-    if shutil.which("g++") is None and not os.environ.get("CI"):
-        pytest.skip("torch.compile needs g++")
     torch._dynamo.reset()
     case = COMPILED["gqa"]
     attn, x = case.module(), case.input()

@@ -1,7 +1,5 @@
 """Long sequences: the loss without the logits, activation checkpointing, and what they leave of a step's memory."""
 
-import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs_compiler
 from test_train import assert_same_run, configured
 from torch import Tensor
 from torch.nn import functional as F
-from variants import LAYOUTS, V, build, config_of, random_tokens
+from variants import LAYOUTS, V, build, config_of, looking_ahead, random_tokens
 
 import train
 from model import cross_entropy, ops
@@ -120,17 +119,6 @@ def test_without_a_target_the_loss_is_that_of_whole_logits_too() -> None:
 # The start-up check
 
 
-def unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    return torch.softmax(scale * q @ k.transpose(-2, -1), -1) @ v
-
-
-def one_ahead(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    hidden = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).triu(2)
-    return torch.softmax((scale * q @ k.transpose(-2, -1)).masked_fill(hidden, -torch.inf), -1) @ v
-
-
 @pytest.mark.parametrize("T", [2, 3, 600])
 @pytest.mark.parametrize("limit", [2**26, 5 * V])
 def test_a_model_that_sees_the_future_is_found_at_any_length(
@@ -142,9 +130,9 @@ def test_a_model_that_sees_the_future_is_found_at_any_length(
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", limit)
     with torch.autocast("cpu", torch.bfloat16):
         assert future_leak(gpt, random_tokens(1, T)) == 0
-        for wrong in (unmasked, one_ahead):
+        for ahead in (1, T):
             with monkeypatch.context() as patch:
-                patch.setattr(ops, "causal_attention", wrong)
+                patch.setattr(ops, "causal_attention", looking_ahead(ahead))
                 assert future_leak(gpt, random_tokens(1, T)) > 1e-3
 
 
@@ -188,10 +176,9 @@ def test_it_neither_names_a_run_nor_stops_its_resume(corpus: Path, tmp_path: Pat
     assert replace(other, out_dir=None).run_dir == replace(config, out_dir=None).run_dir
 
 
+@needs_compiler
 def test_generated_code_has_the_loss_and_gradients_of_eager_code() -> None:
     """torch.compile's own backend, under autocast."""
-    if shutil.which("g++") is None and not os.environ.get("CI"):
-        pytest.skip("torch.compile needs g++")
     torch._dynamo.reset()
     found = []
     for function in (LinearCrossEntropy.apply, torch.compile(LinearCrossEntropy.apply, fullgraph=True)):

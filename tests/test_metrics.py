@@ -97,3 +97,9 @@ def test_plot_shows_both_losses_and_an_empty_run(metrics: Metrics, tmp_path: Pat
     pixels = (imread(tmp_path / "curve.png")[:, :, :3] * 255).round()
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
         assert (pixels == colour).all(axis=2).sum() > 100
+
+
+def test_a_dollar_in_a_title_is_no_mathematics(metrics: Metrics, tmp_path: Path) -> None:
+    metrics.write({"iter": 0, "train/loss": 1.0})
+    plot(metrics.path, tmp_path / "curve.png", "run$\\foo$")
+    assert imread(tmp_path / "curve.png").ndim == 3

@@ -6,11 +6,11 @@ import pytest
 import torch
 from conftest import tiny_config
 from torch import Tensor, nn
-from variants import V, random_tokens
+from variants import V, config_of, random_tokens
 
 from core.schema import ConfigError
 from model.gpt import GPT
-from model.options import GQAOptions, LpNormOptions, MHAOptions, MLAOptions, QKNormOptions, RMSNormOptions
+from model.options import LpNormOptions, MLAOptions, QKNormOptions, RMSNormOptions
 from training import optim
 from training.config import AdamWOptions, MuonOptions, OptimOptions, TrainConfig
 from training.optim import (
@@ -105,20 +105,17 @@ def test_loaded_state_does_not_share_memory_with_the_checkpoint() -> None:
 
 STACKS: dict[str, tuple[TrainConfig, dict[str, list[int]]]] = {
     "mha": (
-        dataclasses.replace(tiny_config(LpNormOptions(p=3.0), bias=True), attention=MHAOptions()),
+        config_of("mha", LpNormOptions(p=3.0), bias=True),
         {"attn.c_attn": [32, 32, 32], "attn.c_proj": [32], "mlp.c_fc": [128], "mlp.c_proj": [32]},
     ),
     "gqa": (
-        dataclasses.replace(
-            tiny_config(RMSNormOptions(), norm="rmsnorm", mlp="swiglu", mlp_hidden=48),
-            attention=GQAOptions(n_kv_head=2),
-        ),
+        config_of("gqa", RMSNormOptions(), mlp="swiglu", mlp_hidden=48),
         {"attn.c_attn": [32, 16, 16], "attn.c_proj": [32], "mlp.c_fc": [48, 48], "mlp.c_proj": [32]},
     ),
     "mla": (
-        dataclasses.replace(
-            tiny_config(LpNormOptions(p="learned", alpha_per="head"), position="rope", rope_theta=1e4),
-            attention=MLAOptions(kv_rank=16, q_rank=24, nope_dim=8, rope_dim=4, v_dim=6),
+        config_of(
+            MLAOptions(kv_rank=16, q_rank=24, nope_dim=8, rope_dim=4, v_dim=6),
+            LpNormOptions(p="learned", alpha_per="head"),
         ),
         {
             "attn.c_q_a": [24], "attn.c_q": [48], "attn.c_kv_a": [16, 4], "attn.c_kv_b": [32, 24], "attn.c_proj": [32],

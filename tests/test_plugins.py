@@ -1,15 +1,13 @@
 """Plugins: a norm or a layout in a file of one's own is found, recorded, found again, or named as missing."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, TINY
+from conftest import QK_NORM_VARIANTS, TINY, Program
 from variants import LAYOUTS, PAIRS, config_of
 
 from core import cli, plugins
@@ -19,8 +17,6 @@ from model.gpt import GPT, QK_NORMS, QKNorm
 from model.options import QK_NORMS as OPTIONS
 from model.options import QKNormOptions, register
 from training.config import TrainConfig, load_config
-
-Program = Callable[..., subprocess.CompletedProcess[str]]
 
 PLUGIN = '''
 from typing import Annotated
@@ -64,11 +60,11 @@ def test_a_run_is_named_after_the_plugins_values_and_resumed_only_with_them(
     words: list[str], tmp_path: Path, program: Program
 ) -> None:
     both = [*words, "attention=reversed"]
-    done = program("train.py", *both)
+    program("train.py", *both)
     (run,) = (tmp_path / "runs").iterdir()
-    assert done.returncode == 0 and run.name.startswith("baby_gpt-reversed-half_n2-text-s1337-"), done.stderr
-    again = program("train.py", *both, "qk_norm.n=3", f"out_dir={run}")
-    assert again.returncode == 2 and "qk_norm.n 2 -> 3" in again.stderr
+    assert run.name.startswith("baby_gpt-reversed-half_n2-text-s1337-")
+    again = program("train.py", *both, "qk_norm.n=3", f"out_dir={run}", status=2)
+    assert "qk_norm.n 2 -> 3" in again.stderr
     listed = program("train.py", "plugins=[halves]", "--help").stdout
     assert "qk_norm.n=2" in listed and "attention=reversed" in listed and "also head_dim" in listed
 
@@ -78,12 +74,12 @@ def test_a_run_is_named_after_the_plugins_values_and_resumed_only_with_them(
     program("train.py", *both, "schedule=constant", "out_dir=c")
     (tmp_path / "halves.py").write_text(PLUGIN)
     resumed = program("train.py", *both, "schedule=constant", "out_dir=c", "max_iters=3")
-    assert resumed.returncode == 0 and "warning: the plugin halves has changed" in resumed.stdout, resumed.stderr
+    assert "warning: the plugin halves has changed" in resumed.stdout
 
     (tmp_path / "halves.py").rename(tmp_path / "elsewhere.py")
     for command in (sample, ["train.py", *both], ["scripts/audit.py", f"run={run}"]):
-        missing = program(*command)
-        assert missing.returncode == 2 and missing.stderr.count("\n") == 1
+        missing = program(*command, status=2)
+        assert missing.stderr.count("\n") == 1
         assert missing.stderr.startswith("error: plugins=[halves]: no module halves in ")
 
 
@@ -93,10 +89,10 @@ def test_a_sweep_names_a_plugin_and_its_workers_and_report_find_it(
     sweep = {"overrides": [word for word in words if word != "qk_norm=half"], "grid": {"qk_norm": ["none", "half"]}}
     (tmp_path / "tiny.yaml").write_text(json.dumps(sweep))
     done = program("sweeps/launch.py", "sweep=tiny.yaml", "launcher.workers=1")
-    assert done.returncode == 0 and "2 done" in done.stdout, done.stdout + done.stderr
-    assert program("sweeps/status.py", "sweep=tiny.yaml").returncode == 0
-    report = program("scripts/report.py", "sweep=tiny.yaml")
-    assert report.returncode == 0 and (tmp_path / "results" / "tiny" / "report.html").exists(), report.stderr
+    assert "2 done" in done.stdout
+    program("sweeps/status.py", "sweep=tiny.yaml")
+    program("scripts/report.py", "sweep=tiny.yaml")
+    assert (tmp_path / "results" / "tiny" / "report.html").exists()
 
 
 def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 import functools
 import json
 import math
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import variants
+from conftest import needs_compiler
 from test_ddp import torchrun
 from test_gpt import build, random_tokens
 from test_resume import assert_halves_equal_straight
@@ -21,10 +20,9 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import model.cross_entropy
 import train
-from core.schema import validate
 from model.gpt import GPT
 from model.ops import max_logits, queries_at_once
-from model.options import AttentionOptions, MLAOptions, ModelOptions
+from model.options import AttentionOptions, MLAOptions
 from training.config import LogClipOptions, NoClipOptions, QKClipOptions, TrainConfig, load_config
 from training.qk_clip import qk_clip, qk_clip_line
 
@@ -36,13 +34,9 @@ def layout(request: pytest.FixtureRequest) -> AttentionOptions:
     return LAYOUTS[request.param]
 
 
-def config_of(layout: AttentionOptions, **changes: Any) -> TrainConfig:
+def config_of(layout: AttentionOptions) -> TrainConfig:
     rope: dict[str, Any] = {"position": "rope", "rope_theta": 1e4}
-    bias = not isinstance(layout, MLAOptions)
-    model = ModelOptions(n_layer=2, n_head=4, n_embd=32, block_size=16, dropout=0.0, bias=bias, **rope)
-    config = TrainConfig(model=model, attention=layout, **changes)
-    validate(config)
-    return config
+    return variants.config_of(layout, "none", bias=not isinstance(layout, MLAOptions), **rope)
 
 
 def logits_of(model: GPT, idx: Tensor) -> list[Tensor]:
@@ -237,10 +231,9 @@ def test_compiled_runs_clip_as_eager_ones(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["gqa", "mla"])
+@needs_compiler
 def test_generated_code_has_the_maxima_of_eager_code(attention: str) -> None:
     """torch.compile's own backend, over two micro-batches, a clip, and one more."""
-    if shutil.which("g++") is None and not os.environ.get("CI"):
-        pytest.skip("torch.compile needs g++")
     torch._dynamo.reset()
     g = torch.Generator().manual_seed(0)
     inputs = torch.randn(3, 4, 16, 32, generator=g)

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from model.generate import generate
@@ -189,7 +190,7 @@ class Float64Torch(types.SimpleNamespace):
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
     """In float64, Hugging Face's RMSNorm and softmax, which cast to float32 by name, get float64 instead."""
     if request.param == torch.float64:
-        for module in (modeling_qwen3, modeling_deepseek_v3):
+        for module in (modeling_llama, modeling_qwen3, modeling_deepseek_v3):
             monkeypatch.setattr(module, "torch", Float64Torch())
     yield request.param
 
@@ -204,14 +205,17 @@ def both(name: str, dtype: torch.dtype) -> tuple[Any, GPT]:
     ours.load_state_dict(state(hf))
     hf, ours = hf.to(dtype).eval(), ours.to(dtype).eval()
     if dtype == torch.float64 and config.model.position == "rope":
-        # both tables come from float32 angles, by formulas that differ in the last bit: here ours takes theirs
-        cos, sin = hf.model.rotary_emb(
-            torch.zeros(1, dtype=dtype), torch.arange(ours.block_size)[None]
-        )  # (1, block_size, d)
-        for mine, table in zip(ours.buffers(), (cos, sin), strict=True):
-            torch.testing.assert_close(mine, table[0, :, : mine.size(1)], rtol=0, atol=4e-6)
-            mine.copy_(table[0, :, : mine.size(1)])
+        take_tables(ours, hf)
     return hf, ours
+
+
+@torch.no_grad()
+def take_tables(ours: GPT, hf: Any) -> None:
+    """Both tables come from float32 angles, by formulas that differ in the last bit: ours takes theirs, in float64."""
+    tables = hf.model.rotary_emb(torch.zeros(1).double(), torch.arange(ours.block_size)[None])  # (1, block_size, d)
+    for mine, table in zip(ours.buffers(), tables, strict=True):
+        torch.testing.assert_close(mine, table[0, :, : mine.size(1)], rtol=0, atol=4e-6)
+        mine.copy_(table[0, :, : mine.size(1)])
 
 
 def tokens(batch: int = 2, n: int = T) -> Tensor:

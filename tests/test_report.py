@@ -22,6 +22,7 @@ import pytest
 from browser import Page
 from conftest import ROOT, tiny_config
 from scipy import stats
+from test_bad_input import check
 
 from core.schema import ConfigError
 from data.options import RandomOptions, TinyShakespeareOptions
@@ -605,9 +606,7 @@ def test_bad_input_is_one_line_and_status_2(
     Path("torn/plan.jsonl").write_text('{"id": "a-')
     Path("empty/plan.jsonl").write_text("")
     Path("unnamed/sweep.json").unlink()
-    assert report.main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and BAD[words] in error
+    check(report.main(words.split()), capsys.readouterr().err, [BAD[words]])
     assert not Path("results").exists()
 
 
@@ -649,6 +648,22 @@ def test_the_page_draws_its_charts_without_an_error_or_a_request(whole: Path, br
     ink = browser.evaluate("getComputedStyle(document.body).color")
     assert ink == ("rgb(230, 232, 235)" if dark else "rgb(26, 28, 32)")
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_no_text_of_a_picture_is_cut_off_in_the_browsers_own_font(browser: Page) -> None:
+    """A legend or an axis label may be wider there than where the picture was laid out."""
+    sticks_out = """(() => {
+        const width = document.documentElement.getBoundingClientRect().width
+        const cut = box => box.left < 0 || box.right > width
+        const texts = [...document.querySelectorAll('text')]
+        return texts.filter(text => cut(text.getBoundingClientRect())).map(text => text.textContent)
+    })()"""
+    pictures = sorted((ROOT / "results").glob("*/*.svg"))
+    for picture in pictures:
+        browser.send("Page.navigate", url=picture.as_uri())
+        browser.wait(f"location.href === '{picture.as_uri()}' && document.readyState === 'complete'")
+        assert browser.evaluate(sticks_out) == [], picture
+    assert len(pictures) > 50
 
 
 def test_a_reader_explores_a_chart(whole: Path, browser: Page) -> None:

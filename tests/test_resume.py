@@ -1,6 +1,6 @@
 """A run that was stopped and started again ends as if nothing had happened, bit for bit."""
 
-import os
+import json
 import shutil
 import signal
 import subprocess
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QK_NORM_VARIANTS, ROOT
+from conftest import QK_NORM_VARIANTS, ROOT, Program, flip, needs_compiler
 from test_train import assert_same_run, configured, lines, saved_json, weights
 
 import train
 from core import checkpoint
+from core.files import read_json
 from core.metrics import Metrics
 from core.schema import ConfigError
 from training import resume, session
@@ -70,9 +71,8 @@ def test_a_changed_eval_interval_does_not_change_the_training(first: int, corpus
         assert {k: a[k] for k in b} == b  # fewer evaluations, equal where there are any
 
 
+@needs_compiler
 def test_a_resumed_compiled_run_is_bit_exact(corpus: Path, tmp_path: Path) -> None:
-    if shutil.which("g++") is None and not os.environ.get("CI"):
-        pytest.skip("torch.compile on a CPU needs g++")
     assert_halves_equal_straight(corpus, tmp_path, compile=True)
     assert train.run(configured(corpus, tmp_path / "eager")) == 0
     compiled, eager = (lines(tmp_path / name)[0]["val/loss"] for name in ("straight", "eager"))
@@ -173,10 +173,31 @@ def test_a_finished_run_with_damaged_weights_says_so(corpus: Path, tmp_path: Pat
     run = tmp_path / "run"
     assert train.run(configured(corpus, run, max_iters=3)) == 0
     weights = (run / "ckpt" / "latest").resolve() / "model.safetensors"
-    raw = weights.read_bytes()
-    weights.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    flip(weights)
     assert train.run(configured(corpus, run, max_iters=3)) == 1
     assert f"is done, but {weights}: checksum is wrong" in (run / "train.log").read_text()
+
+
+def test_a_finished_run_with_a_damaged_summary_says_so(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train.run(configured(corpus, run, max_iters=3)) == 0
+    summary = read_json(run / "summary.json")
+    for key in ("corpus_sha256", "dtype", "val/loss"):
+        (run / "summary.json").write_text(json.dumps(summary | {key: "0" * 64}))
+        assert train.run(configured(corpus, run, max_iters=3)) == 1
+        assert f"is done, but {run / 'summary.json'} has changed since" in (run / "train.log").read_text(), key
+        (run / "train.log").unlink()
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_says_that_it_begins_anew(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(train, "save", None)
+        train.run(configured(corpus, tmp_path / "run", max_iters=3))
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
+    said = "the run was stopped before its first checkpoint: it starts again at iteration 0"
+    assert said in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_a_run_whose_checkpoints_are_lost_or_corrupt_is_not_begun_anew_unasked(corpus: Path, tmp_path: Path) -> None:
@@ -198,9 +219,7 @@ def test_a_corrupt_checkpoint_is_replaced_by_the_one_before_it_and_the_numbers_s
     assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
     assert train.run(configured(corpus, tmp_path / "broken", max_iters=4, **changes)) == 0
     file = tmp_path / "broken" / "ckpt" / "latest" / "optimizer.safetensors"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(file, file.stat().st_size // 2)
     assert train.run(configured(corpus, tmp_path / "broken", **changes)) == 0
     assert "optimizer.safetensors" in capsys.readouterr().out
     assert_same_run(tmp_path / "straight", tmp_path / "broken")
@@ -208,11 +227,10 @@ def test_a_corrupt_checkpoint_is_replaced_by_the_one_before_it_and_the_numbers_s
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_stops_and_says_how_to_go_on(
-    number: signal.Signals, status: int, tiny_run: list[str], tmp_path: Path, program: Callable[..., Any]
+    number: signal.Signals, status: int, tiny_run: list[str], tmp_path: Path, program: Program
 ) -> None:
     words = [*tiny_run, "max_iters=1000", "eval_interval=500", "checkpoint_interval=1000"]
-    straight = program("train.py", *words, "out_dir=straight")
-    assert straight.returncode == 0, straight.stderr
+    program("train.py", *words, "out_dir=straight")
     command = [sys.executable, str(ROOT / "train.py"), *words, "out_dir=stopped"]
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
@@ -226,5 +244,5 @@ def test_a_signal_saves_stops_and_says_how_to_go_on(
     assert state["state"] == "stopped" and state["reason"] == number.name
     assert checkpoint.load(tmp_path / "stopped" / "ckpt" / "latest").step == state["iter"]
     assert [line["iter"] for line in Metrics.read(metrics)] == list(range(state["iter"]))
-    assert program("train.py", *words, "out_dir=stopped").returncode == 0
+    program("train.py", *words, "out_dir=stopped")
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")

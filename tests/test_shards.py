@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bad_input import Outcome, check, contents, outcome
@@ -86,11 +86,6 @@ def edited(change: str) -> Callable[[Path], None]:
     return edit
 
 
-def flip(folder: Path) -> None:
-    file = folder / "train_000000.bin"
-    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "moved tokens": (edited("index['train']['tokens'] += 5; index['val']['tokens'] -= 5"), "contradicts itself"),
     "moved shard": (edited("index['val']['shards'].append(index['train']['shards'].pop())"), "contradicts itself"),
@@ -104,7 +99,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "vocabulary": (edited("index['vocab_size'] = 3"), "holds token [0-9]+, its tokenizer has 3"),
     "path": (edited("shard['file'] = '../train_000000.bin'"), "contradicts itself"),
     "format": (edited("index['format'] = [1]"), "has format"),
-    "flipped bit": (flip, "another SHA-256"),
+    "flipped bit": (lambda folder: flip(folder / "train_000000.bin", 0), "another SHA-256"),
 }
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import eventually
 from test_faults import exit_status, fork
-from test_sweeps import eventually, frozen, launched, pending_signals, times_finished, tiny_sweep
+from test_sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
 from test_train import assert_same_run
 
 import train
@@ -212,6 +213,70 @@ def test_tasks_that_die_at_once_are_one_line_with_their_log(sweep: OnSlurm) -> N
 
 
 # -----------------------------------------------------------------------------
+# Several nodes: two tasks of one node stand for two nodes
+
+TWO_NODES = ["launcher.nodes=2", "launcher.options={nodes: 1, ntasks_per_node: 2}", "gradient_accumulation_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(undisturbed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same sweep file, beside the directory of two runs that the local launcher has made on two ranks each."""
+    sweep = tmp_path_factory.mktemp("two_ranks") / "tiny.yaml"
+    sweep.write_text(undisturbed.read_text())
+    launched(sweep, "launcher.threads=1", "launcher.workers=1", "launcher.ranks=2", TWO_RUNS, TWO_NODES[-1])
+    return sweep
+
+
+def test_runs_on_two_nodes_equal_those_of_two_ranks_here(sweep: OnSlurm, two_ranks: Path) -> None:
+    output, errors = ended(sweep.launch(TWO_RUNS, *TWO_NODES))
+    assert "1 workers of 2 ranks" in output and "2 done" in output and errors == ""
+    sweep.assert_same_as(two_ranks)
+    assert sweep.submissions() == 1 and sweep.tasks() == {}
+
+
+def test_two_nodes_that_are_told_to_go_save_once_and_are_requeued(sweep: OnSlurm, two_ranks: Path) -> None:
+    launcher = sweep.launch(TWO_RUNS, *TWO_NODES)
+    pid = sweep.hold(10)
+    [task] = sweep.tasks()
+    shell("scancel", "--signal=TERM", task)
+    shell("scancel", "--signal=USR2", task)  # as SLURM does when it preempts
+    eventually(lambda: pending_signals(pid))
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: sweep.tasks().get(task) == "PENDING")
+    [status] = [read_status(sweep.path / run.id) for run in read_plan(sweep.path)[:1]]
+    assert status["state"] == "stopped" and 10 <= status["iter"] < 150
+    shell("scontrol", "update", f"JobId={task}", "StartTime=now")
+    ended(launcher)
+    assert sweep.submissions() == 1 and f"resumed at iteration {status['iter']}" in sweep.log()
+    sweep.assert_same_as(two_ranks)
+
+
+def test_a_node_whose_process_dies_ends_the_task_which_is_replaced(sweep: OnSlurm, two_ranks: Path) -> None:
+    launcher = sweep.launch(TWO_RUNS, *TWO_NODES)
+    sweep.hold(10)
+    [task] = sweep.tasks()
+    os.kill(min(processes_of(task, node="1")), signal.SIGKILL)
+    output, errors = ended(launcher)
+    assert "2 done" in output and errors == "" and sweep.submissions() == 2
+    sweep.assert_same_as(two_ranks)
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return dict(word.decode().split("=", 1) for word in words if b"=" in word)
+
+
+def processes_of(task: str, node: str) -> list[int]:
+    """Of a SLURM task on one of its nodes."""
+    wanted = {"SLURM_JOB_ID": task, "SLURM_PROCID": node}
+    listed = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return [pid for pid in listed if wanted.items() <= environment_of(pid).items()]
+
+
+# -----------------------------------------------------------------------------
 # A task and signals, without SLURM
 
 
@@ -304,7 +369,8 @@ def test_tasks_stay_alive_while_slurm_does_not_answer(tmp_path: Path, monkeypatc
     ("settings", "words"),
     [
         ({"workers": 0}, ["launcher.workers=0", ">= 1"]),
-        ({"gpus": 2}, ["launcher.gpus=2", "0 or 1"]),
+        ({"gpus": -1}, ["launcher.gpus=-1", ">= 0"]),
+        ({"nodes": 0}, ["launcher.nodes=0", ">= 1"]),
         ({"timeout_min": 2, "save_s": 60}, ["launcher.timeout_min=2", "launcher.save_s=60"]),
         ({"options": {"account": ["a"]}}, ["launcher.options=", "account: lab"]),
         ({"setup": [1]}, ["launcher.setup=[1]", "shell lines"]),

@@ -10,14 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, eventually
+from test_bad_input import check
 from test_train import assert_same_run
 
 import sweeps.plan
@@ -27,8 +28,9 @@ from core.files import read_json, write_atomic
 from core.rundir import is_locked, read_status
 from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
+from scripts.report import report
 from scripts.reporting.runs import read_sweep
-from scripts.reporting.stored import runs_csv
+from scripts.reporting.stored import joined, read_stored, runs_csv
 from sweeps import launchers, worker
 from sweeps.claims import Launch, read_claim
 from sweeps.definition import load_sweep
@@ -100,17 +102,9 @@ def workers_of(sweep_dir: Path) -> list[int]:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-            if str(sweep_dir).encode() in words and b"work" in words:
+            if str(sweep_dir).encode() in words and any(word.endswith(b"/worker.py") for word in words):
                 found[int(entry.name)] = parent
     return [pid for pid, parent in found.items() if parent not in found]
-
-
-def eventually(what: Callable[[], Any], seconds: float = 180) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (result := what()):
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
-    return result
 
 
 def pending_signals(pid: int) -> int:
@@ -284,11 +278,7 @@ def test_bad_input_gets_one_line_and_status_2_before_anything_is_written(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    for part in BAD[words]:
-        assert part in error
+    check(main(words.split()), capsys.readouterr().err, BAD[words])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -436,6 +426,36 @@ def test_a_dry_run_lists_every_run_and_writes_nothing(sweep: Path) -> None:
     assert unread.stderr.read() == "" and unread.wait() == 0
 
 
+def test_runs_that_a_report_stored_are_not_trained_again(
+    undisturbed: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for one that was stopped, and one that ended before the iterations that are asked for now."""
+    stored, folder = sweep.parent / "stored", sweep.parent / "sweep"
+    report(read_sweep(undisturbed.parent / "sweep", "tiny"), stored, [])
+    first, second, third, *_ = plan_runs(load_sweep(str(sweep), {}), [])
+    csv_file, states = (
+        stored / "runs.csv",
+        {first.id: ",stopped,60,", second.id: ",done,59,", third.id: ",diverged,30,"},
+    )
+    lines = csv_file.read_text().splitlines(keepends=True)
+    for run_id, state in states.items():
+        lines = [line.replace(",done,60,", state) if line.startswith(f"{run_id},") else line for line in lines]
+    csv_file.write_text("".join(lines))
+    words = [f"sweep={sweep}", f"from={stored}"]
+    assert main([*words, f"sweep_dir={folder}", "dry_run=true"]) == 0
+    output = capsys.readouterr().out
+    assert "6 of 8 runs are stored" in output and "2 pending" in output and third.id not in output
+    assert "2 done" in launched(sweep, f"from={stored}")
+    assert [run.id for run in read_plan(folder) if (folder / run.id).exists()] == [first.id, second.id]
+    whole = joined(read_stored(stored, "tiny"), read_sweep(folder, "tiny"))
+    assert [run.state.state for run in whole.runs] == ["done", "done", "diverged", *["done"] * 5]
+    report(whole, stored, [])
+    assert main([*words, f"sweep_dir={sweep.parent / 'other'}"]) == 0
+    assert "8 of 8 runs are stored" in capsys.readouterr().out and len(read_plan(sweep.parent / "other")) == 8
+    assert main([f"sweep={sweep}", "from=nowhere"]) == 2
+    assert "from=nowhere has no runs.csv that can be read" in capsys.readouterr().err
+
+
 def test_a_done_run_whose_summary_is_lost_is_mended(undisturbed: Path, tmp_path: Path) -> None:
     file, folder = tmp_path / undisturbed.name, tmp_path / "sweep"
     shutil.copy(undisturbed, file)
@@ -478,7 +498,7 @@ RUNS = 2000 if os.environ.get("NANOQK_FAULTS") == "full" else 20
 
 
 def test_a_sweep_of_many_runs_with_kills_is_complete_and_its_launcher_stays_small(corpus: Path, tmp_path: Path) -> None:
-    """At most a fifth as many kills as runs: of one worker, or of each eighth time the launcher. Each run is trained once."""
+    """At most a fifth as many kills as runs: of a worker or, each eighth time, the launcher. A run is trained once."""
     seeds, choose = [*range(RUNS)], random.Random(2)
     sweep = tiny_sweep(tmp_path, corpus, "max_iters=2", "model.n_layer=1", grid={}, folds=None, seeds=seeds)
     folder, kills, sizes = tmp_path / "sweep", 0, []
@@ -687,8 +707,9 @@ def test_a_full_disk_fails_the_runs_and_loses_nothing(undisturbed: Path, sweep: 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    frozen(sweep)  # before the limit: the changes of a checkout may be large
-    output = launched(sweep, "retries=0", status=1, preexec_fn=limit)
+    frozen(sweep)  # before the limit, which the plan exceeds
+    no_git = {**os.environ, "GIT_DIR": os.devnull}  # the changes of a checkout may be large, and are kept with the plan
+    output = launched(sweep, "retries=0", status=1, preexec_fn=limit, env=no_git)
     assert "8 failed" in output and "File too large" in output
     assert "8 done" in launched(sweep)
     assert_same_sweep(undisturbed.parent / "sweep", sweep.parent / "sweep")

@@ -15,9 +15,12 @@ import torch
 from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_corpora import HANGING_DNS
 
 from core.schema import ConfigError
 from data import tokenizer as tokenizers
+from data.corpora import load_text
+from data.options import PythonDocsOptions
 from data.tokenizer import (
     BYTES,
     GPT2_FILES,
@@ -26,7 +29,6 @@ from data.tokenizer import (
     TOKENIZERS,
     BPETokenizer,
     ByteTokenizer,
-    CharTokenizer,
     GPT2Tokenizer,
     Tokenizer,
     build_tokenizer,
@@ -102,7 +104,7 @@ def test_decode_inverts_encode_and_survives_json(name: str, text: str) -> None:
 @settings(deadline=None)
 def test_char_tokens_are_ranks_in_the_sorted_vocabulary_and_byte_tokens_the_utf8_bytes(text: str) -> None:
     rank = {char: i for i, char in enumerate(sorted(set(text)))}  # nanoGPT's stoi
-    tokenizer = CharTokenizer.build(text)
+    tokenizer = build_tokenizer("char", text)
     assert tokenizer.vocab_size == len(rank) and tokenizer.encode(text).tolist() == [rank[char] for char in text]
     tokens = ByteTokenizer().encode(text)
     assert tokens.dtype == np.uint8 and tokens.tolist() == list(text.encode())
@@ -120,13 +122,13 @@ def test_char_tokens_are_ranks_in_the_sorted_vocabulary_and_byte_tokens_the_utf8
 )
 def test_an_unknown_character_is_named(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=f"^the character {re.escape(named)} is not among the 3 that the corpus has$"):
-        CharTokenizer.build("cab").encode(text)
+        build_tokenizer("char", "cab").encode(text)
 
 
 def test_tokens_take_two_bytes_while_the_vocabulary_fits() -> None:
     most = "".join(chr(0x10000 + i) for i in range(2**16))
-    assert CharTokenizer.build(most).encode(most).dtype == np.uint16
-    tokens = CharTokenizer.build(most + "a").encode(most[-1])
+    assert build_tokenizer("char", most).encode(most).dtype == np.uint16
+    tokens = build_tokenizer("char", most + "a").encode(most[-1])
     assert tokens.dtype == np.uint32 and tokens.tolist() == [2**16]
     pairs = [a + b for a in BYTES for b in BYTES][: 2**16 - 256]
     assert BPETokenizer([*BYTES, *pairs]).encode("ab").dtype == np.uint16
@@ -143,12 +145,6 @@ def test_an_empty_text_has_no_tokens(name: str) -> None:
 # BPE
 
 
-def english() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics[name] for name in sorted(topics))
-
-
 def merged(pre_token: bytes, rank: dict[bytes, int]) -> list[int]:
     """BPE by its definition: the neighbours that make the token of the lowest rank are joined, until none do."""
     pieces = [pre_token[i : i + 1] for i in range(len(pre_token))]
@@ -163,7 +159,7 @@ def merged(pre_token: bytes, rank: dict[bytes, int]) -> list[int]:
 def test_bpe_encodes_by_the_definition() -> None:
     import regex  # tiktoken brings it
 
-    text = english()[:20_000] + "  naïve\n\n\n €5 — 😀\u3000\u2028 don't'll '''x"
+    text = load_text(PythonDocsOptions())[:20_000] + "  naïve\n\n\n €5 — 😀\u3000\u2028 don't'll '''x"
     tokenizer = build_tokenizer("bpe", text, 500)
     rank = {token: i for i, token in enumerate(tokenizer.pieces)}
     gpt2_pattern = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as OpenAI wrote it
@@ -239,7 +235,7 @@ def test_gpt2_has_the_tokens_of_tiktokens_own_encoding() -> None:
     assert isinstance(tokenizer, GPT2Tokenizer)
     assert (tokenizer.vocab_size, tokenizer.separator) == (50257, 50256) == (encoding.n_vocab, encoding.eot_token)
     assert encoding._pat_str == PRE_TOKENS
-    text = english()[:5000]
+    text = load_text(PythonDocsOptions())[:5000]
     assert tokenizer.encode(text).tolist() == encoding.encode_ordinary(text)
     assert len(tokenizer.encode(SEPARATOR)) > 1  # in a text it is text
     assert tokenizer.decode([50256]) == SEPARATOR
@@ -259,9 +255,6 @@ def test_a_damaged_file_of_gpt2_is_an_error_of_one_line(monkeypatch: pytest.Monk
     Path(tiktoken_cache(GPT2_FILES)[1]).write_text("{}")
     with pytest.raises(ConfigError, match="^data.tokenizer=gpt2 cannot be loaded: [^\n]*$"):
         build_tokenizer("gpt2", "")
-
-
-HANGING_DNS = "import socket, time\nsocket.getaddrinfo = lambda *args, **kwargs: time.sleep(60)\n"
 
 
 @pytest.mark.parametrize("case", ["refused", "silence"])

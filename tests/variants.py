@@ -3,6 +3,8 @@
 Shapes: B batch, T positions, C = n_embd, nh and nkv heads, hs channels a head.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -106,9 +108,9 @@ def config_of(attention: str | AttentionOptions, qk_norm: str | QKNormOptions, *
     return config
 
 
-def build(config: TrainConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> GPT:
+def build(config: TrainConfig, seed: int = 0, dtype: torch.dtype = torch.float64, vocab_size: int = V) -> GPT:
     """A model away from the special values of initialisation: gains, alphas and learned p differ in every entry."""
-    gpt = GPT(config.gpt, V)
+    gpt = GPT(config.gpt, vocab_size)
     gpt.init_weights(seed)
     g = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -125,8 +127,9 @@ def rope_of(gpt: GPT) -> tuple[Tensor, Tensor] | None:
     return None if gpt.transformer.wpe is not None else (gpt.cos, gpt.sin)  # type: ignore[return-value]
 
 
-def attended(gpt: GPT, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
-    """What layer 0's attention product gets for x (B, T, C): q (B, nh, T, dk), k (B, nkv, T, dk), v, and the scale."""
+@contextmanager
+def attention_products() -> Iterator[list[tuple[Tensor, Tensor, Tensor, float]]]:
+    """What the attention products within it get: q (B, nh, T, dk), k (B, nkv, T, dk), v and the scale of each."""
     got: list[Any] = []
 
     def capture(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
@@ -136,6 +139,23 @@ def attended(gpt: GPT, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
     causal_attention = ops.causal_attention
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "causal_attention", capture)
+        yield got
+
+
+def looking_ahead(n: int) -> Callable[..., Tensor]:
+    """An attention product whose mask leaves each query n keys too many."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+        hidden = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).triu(1 + n)
+        return torch.softmax((scale * q @ k.transpose(-2, -1)).masked_fill(hidden, -torch.inf), -1) @ v
+
+    return attention
+
+
+def attended(gpt: GPT, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    """What layer 0's attention product gets for x (B, T, C): q (B, nh, T, dk), k (B, nkv, T, dk), v, and the scale."""
+    with attention_products() as got:
         gpt.attentions[0](x, rope_of(gpt))
     (only,) = got
     return only

@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from core.device import seed_generator
 from core.dist import World
 from core.schema import require
 from data.batches import Batches
 from model.cross_entropy import positions_with_logits
-from model.diagnostics import LEAK_TOLERANCE, future_leak, logit_bound
+from model.diagnostics import LEAK_TOLERANCE, future_leak, logit_bound, sdpa_backend
 from training.evaluate import mean_loss
-from training.session import Batch, Session
-from training.updates import accumulate_gradients, rows_at_once, seed_generator, seed_of_update
+from training.session import Batch, Session, is_compiled
+from training.updates import accumulate_gradients, rows_at_once, seed_of_update
 
 LEAST_LOGIT_BOUND = 0.5  # |logits| up to 0.5: no key can get more than e times the weight of another one
 INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats
@@ -73,6 +74,7 @@ def start_up_checks(session: Session) -> list[str]:
     fatal = [*future_seen(session, x), *(f"training repeats one batch: {r}" for r in repetition(batches, text))]
     require(session.config.fault.name != "none" or not fatal, "; ".join(fatal))
     warnings = [*fatal, *target_warnings(x, y, text), *loss_warnings(session, x, y), *norm_warnings(session)]
+    warnings += attention_warnings(session)
     if session.config.qk_clip.name != "none":
         for attention in model.attentions:
             attention.pop_max_logits()  # of the checks' forward passes
@@ -81,13 +83,17 @@ def start_up_checks(session: Session) -> list[str]:
 
 def future_seen(session: Session, x: Tensor) -> list[str]:
     """A warning if a token of x (B, T) moves an earlier logit, in evaluation or in training mode; else none."""
-    model, forward, device = session.model, session.forward, session.machine.device
-    rows = rows_at_once(len(x), x.size(1), device)
-    as_trained = x[:rows] if forward is not model else x[:1]  # a compiled model compiles for the shape of training
+    model, device = session.model, session.machine.device
+    if x.size(1) == 1 or model.vocab_size == 1:
+        return []
+    forward: nn.Module = model
+    rows = 1
+    if is_compiled(session.config, device):  # for the shape of training, which then finds it compiled
+        forward, rows = session.forward, rows_at_once(len(x), x.size(1), device)
     with session.machine.autocast():
         with torch.no_grad():  # as evaluation is
             leak = future_leak(model.eval(), x[:1].to(device))
-        leak = max(leak, future_leak(forward.train(), as_trained.to(device)))
+        leak = max(leak, future_leak(forward.train(), x[:rows].to(device)))
     if leak < LEAK_TOLERANCE:
         return []
     attention = session.config.attention.name
@@ -122,6 +128,21 @@ def norm_warnings(session: Session) -> list[str]:
         return []
     name = session.config.qk_norm.name
     return [f"qk_norm={name} bounds every |logit| by {bound:.2g}, whatever the weights: attention stays nearly uniform"]
+
+
+def attention_warnings(session: Session) -> list[str]:
+    """A warning of attention that holds T x T on a GPU. Records the backend with the run."""
+    machine, config = session.machine, session.config
+    if machine.device.type != "cuda":
+        return []  # what a CPU computes with is in model/ops.py
+    with machine.autocast():
+        backend = sdpa_backend(session.model, config.batch_size)
+    if backend is not None:
+        session.about["sdpa"] = backend
+    if backend != "math":
+        return []
+    T = config.model.block_size
+    return [f"attention={config.attention.name} in {machine.dtype} holds {T} x {T} numbers a head: no kernel takes it"]
 
 
 def target_warnings(x: Tensor, y: Tensor, text: np.ndarray) -> list[str]:

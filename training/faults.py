@@ -65,5 +65,5 @@ def misreport(output: tuple[Tensor, Tensor | None], n: int) -> tuple[Tensor, Ten
 
 def pad(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """x, y (B, T) in which token 0 replaces the last 15/16 of each row's targets, and the same inputs."""
-    position, kept = torch.arange(x.size(1)), x.size(1) * (1 - PADDING)
+    position, kept = torch.arange(x.size(1), device=x.device), x.size(1) * (1 - PADDING)
     return x.masked_fill(position > kept, 0), y.masked_fill((position >= kept) & (y >= 0), 0)

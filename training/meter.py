@@ -1,5 +1,5 @@
-"""The losses, gradient norms, logit maxima and stop requests of updates. They stay on the device until several updates
-are read at once, because the host must wait to read one."""
+"""The losses, gradient norms and logit maxima of updates. They stay on the device until several updates are read at
+once, because the host must wait to read one."""
 
 import math
 import time
@@ -26,8 +26,6 @@ class Diverged(Exception):
 class Meter:
     """Takes the numbers of each update as tensors, and reads those of several updates at once.
 
-    It also carries a rank's request to stop: all ranks sum it together with the loss.
-
     For each update: start(), then add(). read() raises Diverged for the first update that is not finite, however many
     were made after it. saved: the state() of a checkpoint, from which a resumed run goes on; {} for a new one.
 
@@ -38,7 +36,6 @@ class Meter:
     def __init__(self, session: Session, saved: Mapping[str, Any]) -> None:
         self.session = session
         self.train_loss: float | None = saved.get("train/loss")  # of the last update read that is finite
-        self.stop_requested = False  # by any rank, in the last update read: all ranks know it at once
         self.clip_metrics: dict[str, float] = saved.get("qk_clip", {})  # of the updates since the last line
         self.train_seconds: float = saved.get("train_seconds", 0.0)  # in updates; the rest is evaluations and saves
         self._began = time.perf_counter() - saved.get("seconds", 0.0)
@@ -59,14 +56,13 @@ class Meter:
     def start(self) -> None:
         self._update_began = time.perf_counter()
 
-    def add(self, line: dict[str, Any], loss: Tensor, grad_norm: Tensor, stop: int, maxima: Tensor | None) -> None:
+    def add(self, line: dict[str, Any], loss: Tensor, grad_norm: Tensor, maxima: Tensor | None) -> None:
         """Take an update's loss on this rank, (), gradient norm, () and QK-Clip's maxima, (n_layer, n_head).
 
-        line: {"iter": …}, to which read() adds the numbers. stop: not 0 where this rank was asked to stop.
+        line: {"iter": …}, to which read() adds the numbers.
         """
-        # full_like() fills on the device; writing a Python number into a GPU tensor would wait
-        of_ranks = torch.stack([loss / self.session.machine.world.size, torch.full_like(loss, stop)])
-        self._unread.append((line, torch.stack([*dist.all_reduce(of_ranks), grad_norm]), maxima))
+        mean_loss = dist.all_reduce(loss / self.session.machine.world.size)
+        self._unread.append((line, torch.stack([mean_loss, grad_norm]), maxima))
         self._updates += 1
         self.train_seconds += time.perf_counter() - self._update_began
 
@@ -80,7 +76,7 @@ class Meter:
         self._unread = []
         numbers_per_update = torch.stack(numbers).tolist()
         maxima_per_update = torch.stack(maxima).cpu() if maxima[0] is not None else [None] * len(lines)
-        for line, (loss, stop, norm), head_maxima in zip(lines, numbers_per_update, maxima_per_update, strict=True):
+        for line, (loss, norm), head_maxima in zip(lines, numbers_per_update, maxima_per_update, strict=True):
             line |= {"train/loss": loss, "grad_norm": norm}
             finite = math.isfinite(loss) and math.isfinite(norm)
             if head_maxima is not None:
@@ -89,7 +85,7 @@ class Meter:
                 self.clip_metrics = over_updates(self.clip_metrics, qk_clip_line(head_maxima, options))
             if not finite:
                 raise Diverged(line, f"train/loss {loss}, grad_norm {norm}")
-            self.train_loss, self.stop_requested = loss, stop > 0
+            self.train_loss = loss
         self.train_seconds += time.perf_counter() - began
 
     def take_interval(self) -> dict[str, float]:

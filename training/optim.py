@@ -53,7 +53,8 @@ class AdamW(torch.optim.AdamW):
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             states = [self.state[p] for p in weights]
-            count = states[0].get("step", torch.zeros((), device=weights[0].device)) + 1
+            before = states[0].get("step")
+            count = torch.ones((), device=weights[0].device) if before is None else before + 1
             for state in states:
                 state["step"] = count
             torch._fused_adamw_(
@@ -192,15 +193,15 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def assert_each_row_in_one_group(model: nn.Module, optimizer: Optimizer) -> None:
-    """Compares memory: the groups' parts of each parameter's storage must tile it."""
+    """The groups' parts of each parameter's storage must tile it."""
     held: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for group in optimizer.param_groups:
         for t in group["params"]:
-            held[t.untyped_storage().data_ptr()].append((t.storage_offset(), t.storage_offset() + t.numel()))
+            held[t.untyped_storage()._cdata].append((t.storage_offset(), t.storage_offset() + t.numel()))
     for name, p in model.named_parameters():
         if p.requires_grad:
             end = p.storage_offset()
-            for start, stop in sorted(held.pop(p.untyped_storage().data_ptr(), [])):
+            for start, stop in sorted(held.pop(p.untyped_storage()._cdata, [])):
                 assert start == end, f"a row of {name} is in {'two groups' if start < end else 'no group'}"
                 end = stop
             assert end == p.storage_offset() + p.numel(), f"a row of {name} is in no group"

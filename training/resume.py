@@ -61,10 +61,10 @@ def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
     Raises: ConfigError where dtype, text, tokenizer or max_iters does not fit the checkpoint.
     """
     session.about |= describe(session)
-    saved = load_checkpoint(run_dir)
-    if saved is None:
-        return {}
     try:
+        saved = load_checkpoint(run_dir)
+        if saved is None:
+            return {}
         with checkpoint.using(saved.path):
             check_resumable(session, run_dir, saved.state)
             session.load_tensors(saved.tensors)
@@ -77,11 +77,9 @@ def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
 
 
 def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
-    """The newest valid checkpoint. Raises: ConfigError where there should be one, as no run starts over unasked."""
-    try:
-        resumed = checkpoint.load_latest(run_dir.path / "ckpt", run_dir.log)
-    except checkpoint.CorruptCheckpoint as error:
-        raise ConfigError(f"out_dir={run_dir.path} cannot go on: {error}; fresh=true starts it anew") from error
+    """The newest valid checkpoint. Raises: ConfigError where there should be one, as no run starts over unasked;
+    CorruptCheckpoint."""
+    resumed = checkpoint.load_latest(run_dir.path / "ckpt", run_dir.log)
     reached = read_status(run_dir.path).get("iter")
     require(
         resumed is not None or not reached,

@@ -29,6 +29,7 @@ from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, o
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) each
 
 DEFAULT_THREADS = torch.get_num_threads()
+RESIDENT = 16  # a GPU's memory in sizes of a corpus, from which on data.on_device=auto keeps the corpus there
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,16 @@ class Session:
     sampled_seconds: float = 0.0  # which samples of text have taken since
 
     def join_ranks(self) -> None:
-        """Average gradients over the ranks from here on. The start-up checks come before: each rank runs them alone."""
+        """Average gradients over the ranks. Before the first forward pass: DDP has the compiler split the
+        graph, so that communication overlaps. accumulate_gradients() says which backward pass exchanges gradients.
+        """
         world, device = self.machine.world, self.machine.device
         dist.init(world, device)
         if world.size > 1:
-            if is_compiled(self.config, device):
-                torch.compiler.reset()  # recompile: DDP splits the graph to overlap communication
             devices = [device] if device.type == "cuda" else None
-            self.forward = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)  # constant buffers
+            ddp = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)  # constant buffers
+            ddp.require_backward_grad_sync = False
+            self.forward = ddp
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds, by group and name."""
@@ -101,7 +104,7 @@ class Session:
 def setup(config: TrainConfig) -> Session:
     """Everything a run needs but its directory. Raises: ConfigError."""
     machine = set_up_machine(config)
-    data = read_data(config)
+    data = read_data(config, machine.device)
     refuse_too_large(config, model_without_weights(config, data), machine)
     model = GPT(config.gpt, data.corpus.tokenizer.vocab_size)
     model.init_weights(config.seed)
@@ -127,7 +130,7 @@ def set_up_machine(config: TrainConfig) -> Machine:
         config.gradient_accumulation_steps % world.size == 0,
         f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be divisible by {world.size} ranks",
     )
-    make_deterministic(config.deterministic, is_compiled(config, device))
+    make_deterministic(config.deterministic, is_compiled(config, device), device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
     elif device.type == "cpu":
@@ -135,9 +138,9 @@ def set_up_machine(config: TrainConfig) -> Machine:
     return Machine(world, device, dtype)
 
 
-def make_deterministic(wanted: bool, compiled: bool) -> None:
-    """Of the whole process. cuBLAS reads its variable when it starts."""
-    if wanted:
+def make_deterministic(wanted: bool, compiled: bool, device: torch.device) -> None:
+    """Of the whole process."""
+    if device.type == "cuda":  # wanted or not: it is read once, at the first matmul, and a later run may want it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
     if compiled:
@@ -146,13 +149,21 @@ def make_deterministic(wanted: bool, compiled: bool) -> None:
         inductor.deterministic = wanted  # it then chooses no kernel by timing
 
 
-def read_data(config: TrainConfig) -> Data:
+def read_data(config: TrainConfig, device: torch.device | None = None) -> Data:
+    """The corpus and its batches. device: of training; None where nothing is trained."""
     saved = None if config.fresh else checkpoint.peek(config.run_dir / "ckpt")  # a resumed run keeps its BPE merges
     corpus = load_corpus(config.data, config.model.block_size, saved)
-    batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed)
+    where = device if device is not None and is_resident(config, corpus, device) else None
+    batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed, where)
     if config.eval_iters:
         batches.sampled_batch("val", 0)  # raises where the held-out block is shorter than a window
     return Data(corpus, batches)
+
+
+def is_resident(config: TrainConfig, corpus: Corpus, device: torch.device) -> bool:
+    """Whether the tokens lie on the device: auto takes a GPU with RESIDENT times their size."""
+    fits = device.type == "cuda" and RESIDENT * corpus.tokens.nbytes <= total_memory(device)
+    return fits if config.data.on_device == "auto" else bool(config.data.on_device)
 
 
 def model_without_weights(config: TrainConfig, data: Data) -> GPT:

@@ -43,16 +43,6 @@ def rows_at_once(batch_size: int, block_size: int, device: torch.device) -> int:
     return -(-batch_size // parts)
 
 
-def seed_generator(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`. torch.manual_seed() seeds those of all GPUs, and takes half a
-    millisecond to prepare CUDA even on a machine without one."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
-    elif device.type == "mps":
-        torch.mps.manual_seed(seed)
-
-
 def seed_of_update(seed: int, step: int, rank: int) -> int:
     """Every random number of an update follows from it, so that a checkpoint need not save a generator."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])

@@ -112,13 +112,14 @@ def attend_latents(
     lse = torch.empty(B, slices, nh, dtype=torch.float32, device=latent.device)
     y = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     scalars, norm = (latent, 0) if s is None else (s, 2 if unified else 1)
-    attend_slice[(B, slices, blocks)](
-        q_latent.contiguous(), q_rope.contiguous(), latent, k_rope, scalars, partial, lse,
-        S, per_slice, scale, latent.stride(0), k_rope.stride(0), scalars.stride(0),
-        NH=nh, KR=kr, DR=dr, H=HEADS, N=POSITIONS, NORM=norm,
-        PRECISION="ieee" if latent.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
-    )  # fmt: skip
-    combine[(B * nh, kr // COLUMNS)](
-        partial, lse, y, slices, NH=nh, KR=kr, P=triton.next_power_of_2(slices), C=COLUMNS, num_warps=4
-    )
+    with torch.cuda.device_of(latent):  # Triton launches on the current device
+        attend_slice[(B, slices, blocks)](
+            q_latent.contiguous(), q_rope.contiguous(), latent, k_rope, scalars, partial, lse,
+            S, per_slice, scale, latent.stride(0), k_rope.stride(0), scalars.stride(0),
+            NH=nh, KR=kr, DR=dr, H=HEADS, N=POSITIONS, NORM=norm,
+            PRECISION="ieee" if latent.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
+        )  # fmt: skip
+        combine[(B * nh, kr // COLUMNS)](
+            partial, lse, y, slices, NH=nh, KR=kr, P=triton.next_power_of_2(slices), C=COLUMNS, num_warps=4
+        )
     return y

@@ -7,7 +7,8 @@ variants=A;B  alternates our own settings, each a list of overrides: "qk_norm=no
               several percent
 
 An update is: batch, forward, backward, clip, optimizer. Times and ratios are medians over rounds; a ratio is computed
-within a round. peak_memory_mib is the resident memory of the process. The last line is JSON.
+within a round. peak_memory_mib is the resident memory of the process, on CUDA that of its tensors. The last line is
+JSON.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from typing import Annotated, Any
 from core.schema import AtLeast, Help, options, require
 from scripts.benchmarks import timing
 from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
-from scripts.benchmarks.timing import Built, Turn
+from scripts.benchmarks.timing import Built, Turn, gpu_memory
 from sweeps.plan import compose
 from training.config import AdamWOptions, load_config
 from training.optim import updating
@@ -32,21 +33,24 @@ SECONDS = 5.0  # of a turn, where iters= is not given
 
 def ours(words: list[str]) -> Built:
     """The update of train.py, with its numbers kept and read as there."""
+    import torch
     from torch.nn.utils import clip_grad_norm_
 
+    from core.device import seed_generator
     from training.meter import Meter
     from training.qk_clip import qk_clip
     from training.session import setup
-    from training.updates import accumulate_gradients, seed_generator, seed_of_update
+    from training.updates import accumulate_gradients, seed_of_update
 
     config = load_config(compose(words))
     session = setup(config)
     machine, model, optimizer = session.machine, session.model.train(), session.optimizer
     parameters, n_micro_batches = [*model.parameters()], config.gradient_accumulation_steps
     batches = session.data.batches.prefetch((step, i) for step in itertools.count() for i in range(n_micro_batches))
-    meter, steps = Meter(session, {}), itertools.count()
+    meter, steps, skip = Meter(session, {}), itertools.count(), torch.zeros((), device=machine.device)
 
     def update(n: int) -> Turn:
+        nonlocal skip
         for step in itertools.islice(steps, n):
             meter.start()
             seed_generator(seed_of_update(config.seed, step, 0), machine.device)
@@ -54,12 +58,13 @@ def ours(words: list[str]) -> Built:
                 group["lr"] = learning_rate(step % config.max_iters, config)
             loss = accumulate_gradients(session.forward, batches, n_micro_batches, machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
+            skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
             with updating(session.model):
-                optimizer.step()
+                optimizer.step(skip)
             optimizer.zero_grad()
-            meter.add({"iter": step}, loss, norm, 0, qk_clip(model.attentions, config.qk_clip))
+            meter.add({"iter": step}, loss, norm, qk_clip(model.attentions, config.qk_clip, skip))
         meter.read()  # the host waits for the device
-        return {}
+        return gpu_memory(machine.device)
 
     update(2)  # warm-up
     info = {

@@ -13,7 +13,7 @@ from core.device import move, resolve_device, synchronize
 from core.schema import require
 from data.tokens import load_corpus
 from model.options import GPTConfig
-from scripts.benchmarks.timing import Built, Turn
+from scripts.benchmarks.timing import Built, Turn, gpu_memory
 from sweeps.plan import compose
 from training.config import TrainConfig, load_config
 
@@ -86,7 +86,7 @@ def nanogpt(peer: str, words: list[str]) -> Built:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         synchronize(device)
-        return {}
+        return gpu_memory(device)
 
     update(2)  # warm-up
     return update, {"parameters": sum(p.numel() for p in model.parameters())}

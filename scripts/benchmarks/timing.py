@@ -222,6 +222,13 @@ def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
     }
 
 
+def gpu_memory(device: Any) -> Turn:
+    """What a turn reports of a GPU: the most that tensors have taken there, in place of the resident memory."""
+    import torch
+
+    return {"peak_memory_mib": torch.cuda.max_memory_allocated(device) / 2**20} if device.type == "cuda" else {}
+
+
 def machine_of(asked: SidesOptions, words: list[str]) -> dict[str, Any]:
     """machine() with the settings of the first side."""
     config = load_config(compose(next(iter(variants(asked.variants, words).values()), words)))

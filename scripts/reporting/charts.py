@@ -1,5 +1,6 @@
 """The charts of a report in Vega-Lite, by Altair: report.html draws them, and vl-convert saves the same ones as SVG."""
 
+import html
 import math
 import re
 import textwrap
@@ -37,17 +38,21 @@ class Style:
 
 @dataclass(frozen=True)
 class Series:
-    """The runs of one setting. `curves` are those of runs that are done; only these set the mean and the axes."""
+    """The runs of one setting. `curves` are those of runs that are done; only these set the mean and the axes.
+
+    points: iteration -> the point to draw, where it is not the mean of curves.
+    """
 
     name: str
     style: Style
     curves: Mapping[Replicate, Curve]
     diverged: Mapping[Replicate, Curve] = field(default_factory=dict)
     seconds: Sequence[float] = ()
+    points: Mapping[int, Point] = field(default_factory=dict)
 
     @property
-    def mean(self) -> dict[int, Point]:
-        return mean_curve(self.curves.values())
+    def mean(self) -> Mapping[int, Point]:
+        return self.points or mean_curve(self.curves.values())
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ def palette(series: Iterable[Series]) -> dict[str, list[str]]:
 
 def svg(figure: Figure) -> bytes:
     """The figure in the light theme on white. The same figure gives the same bytes."""
-    title = {"text": textwrap.wrap(figure.title, 80), "fontSize": 14, "anchor": "start", "offset": 12}
+    title = {"text": textwrap.wrap(figure.title, 66), "fontSize": 14, "anchor": "start", "offset": 12}
     spec = {**figure.chart.to_dict(), "background": "white", "title": title}
     if spec.get("width") == "container":
         spec["width"] = 560
@@ -155,7 +160,23 @@ def svg(figure: Figure) -> bytes:
     text = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE, config=config)
     ids = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(re.findall(r'id="(clip\d+)"', text)))}
     text = re.sub(r"\bclip\d+\b", lambda match: ids.get(match[0], match[0]), text)  # vl-convert counts on and on
-    return re.sub(r' (d|transform)="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text).encode()
+    text = re.sub(r' (d|transform)="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
+    return with_margins(text).encode()
+
+
+def with_margins(text: str) -> str:
+    """The SVG with room at its sides: a reader's sans-serif may be wider than the one that vl-convert measures with."""
+    label = r'text-anchor="(start|end)"[^>]* font-size="(?:12|13)px"[^>]*>([^<]*)</text>'  # the title has 14px and fits
+    lengths = {"start": 5, "end": 5}  # characters of the longest label that grows to the right, to the left
+    for anchor, words in re.findall(label, text):
+        lengths[anchor] = max(lengths[anchor], len(html.unescape(words)))
+    right, left = (math.ceil(1.3 * n) for n in lengths.values())  # Verdana: a tenth of 13px more a character
+    size = r'width="(\d+)" height="(\d+)" viewBox="0 0 \1 \2"><rect width="\1"'
+    match = re.search(size, text)
+    assert match is not None
+    width, height = left + int(match[1]) + right, match[2]
+    wider = f'width="{width}" height="{height}" viewBox="{-left} 0 {width} {height}"><rect x="{-left}" width="{width}"'
+    return text.replace(match[0], wider, 1)
 
 
 # -----------------------------------------------------------------------------
@@ -196,8 +217,16 @@ def curve_chart(series: Sequence[Series], key: str) -> alt.LayerChart:
 
 def along_chart(series: Sequence[Series], baseline: str) -> alt.LayerChart:
     """curve_chart() of differences to a baseline, with a line at 0."""
+    return with_zero(curve_chart(series, f"validation loss minus that of {baseline} (nats per token)"))
+
+
+def share_chart(series: Sequence[Series], whole: str) -> alt.LayerChart:
+    """curve_chart() of shares of a difference, with a line at 0, where nothing is left of it."""
+    return with_zero(curve_chart(series, f"share of the difference in {whole} that is left"))
+
+
+def with_zero(chart: alt.LayerChart) -> alt.LayerChart:
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(y="zero:Q")
-    chart = curve_chart(series, f"validation loss minus that of {baseline} (nats per token)")
     chart.layer = [zero, *chart.layer]
     return chart
 
@@ -233,6 +262,12 @@ def curve_rows(series: Sequence[Series]) -> list[Row]:
         for replicate, curve in s.diverged.items():
             add(s, f"{replicate_name(replicate)}, diverged", curve, diverged=True)
     return rows
+
+
+def ends(point: Point) -> Row:
+    """value, low, high, n: of a row of range_chart(). A single value has a bar of no length."""
+    low, high = (point.mean if end is None else end for end in (point.low, point.high))
+    return {"value": point.mean, "low": low, "high": high, "n": point.n}
 
 
 def encoded(
@@ -355,9 +390,13 @@ def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]]) -> al
         for rate, of in losses.items()
         if of
     ]
+    return final_chart(rows, [Series(variant, look[variant], {}) for variant in finals], "learning rate")
+
+
+def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> alt.LayerChart:
+    """Final losses over x. rows, title: as in range_chart()."""
     y = alt.Y("value:Q", title="final " + LOSS, scale=alt.Scale(zero=False))
-    series = [Series(variant, look[variant], {}) for variant in finals]
-    chart = range_chart(rows, series, y, "learning rate")
+    chart = range_chart(rows, series, y, title)
     return chart.properties(width="container", height=360, usermeta=palette(series))
 
 

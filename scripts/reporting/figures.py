@@ -7,10 +7,27 @@ from fnmatch import fnmatchcase
 from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, Figure, Series, Style
 from scripts.reporting.runs import POINTS, Curve, Replicate, Sweep, in_words
-from scripts.reporting.statistics import Family, by_rate, final_losses
+from scripts.reporting.statistics import (
+    Family,
+    Point,
+    by_rate,
+    final_losses,
+    losses_along,
+    shares,
+    test_over_train,
+    within,
+)
 
 FEW = 3
 TIMES = "median, box to the quartiles, whiskers to 1.5 IQR, outliers; diamond: mean."
+FINAL = (
+    "Final validation loss: mean over the {n} folds or seeds that all of these settings have; bar: its 95 % interval "
+    "without what the settings of a fold or seed have in common, corrected where folds share training text."
+)
+SHARE = (
+    "Mean difference here over the mean difference there, of the same folds or seeds; band: Fieller's 95 % interval, "
+    "corrected where folds share training text. Where it has no ends, as at the start of a run, nothing is drawn."
+)
 ALONG = "A − B in validation loss by iteration, paired; band: 95 % t interval, not corrected for shared text."
 STABILITY = "Final validation loss by learning rate: mean of the runs that are done, bars from lowest to highest."
 DIFFERENCE = (
@@ -63,9 +80,12 @@ def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]]
 
 
 def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[Figure]]:
-    """Family -> the differences in its first metric, the lowest validation loss, at the end and along the runs."""
+    """Family -> the differences in its first metric, the lowest validation loss, at the end and along the runs, and
+    what its `x` and `share_of` ask for."""
     found: dict[str, list[Figure]] = {family.name: [] for family in families}
     for family in families:
+        if family.asked.metric is not None:
+            continue
         figures = found[family.name]
         if any(c.differences for c in family.metrics[0]):
             chart = charts.difference_chart(family.metrics[0])
@@ -75,6 +95,10 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
             of = sweep.label(baseline) if baseline else "B"
             name = f"along{suffix(family.name)}"
             figures.append(Figure(name, family.heading, charts.along_chart(series, of), ALONG))
+        if family.asked.x_of and (figure := range_figure(sweep, family)):
+            figures.append(figure)
+        if left := shares(sweep, families, family):
+            figures.append(share_figure(family, left))
     return found
 
 
@@ -86,14 +110,39 @@ def along(sweep: Sweep, family: Family) -> list[Series]:
     look = charts.styles({"": names})
     found = []
     for pair, c in pairs.items():
-        runs_a, runs_b = sweep.of(c.a), sweep.of(c.b)
-        curves = {r: minus(runs_a[r].losses, runs_b[r].losses) for r in c.values}
-        found.append(Series(names[pair], look[pair], curves))
+        found.append(Series(names[pair], look[pair], losses_along(sweep, c)))
     return [s for s in found if s.curves]
 
 
-def minus(a: Curve, b: Curve) -> dict[int, float]:
-    return {i: a[i] - b[i] for i in a if i in b}
+def range_figure(sweep: Sweep, family: Family) -> Figure | None:
+    """The final losses of a family's settings over its `x`; a line for what is left of a name without its x."""
+    settings = dict.fromkeys(s for c in family.metrics[0] for s in (c.b, c.a))
+    losses: dict[str, dict[Replicate, float]] = {}
+    places: dict[str, tuple[str, float]] = {}  # setting -> its line, x
+    for setting in settings:
+        words = sweep.label(setting).split(",")
+        at = [x for word, x in family.asked.x_of.items() if word in words]
+        done = {r: run.summary["val/loss"] for r, run in sweep.of(setting).items() if run.done}
+        if at and done:
+            places[setting] = ",".join(word for word in words if word not in family.asked.x_of), at[0]
+            losses[setting] = done
+    runs = [run for setting in losses for run in sweep.done(setting)]
+    points = within(losses, (test_over_train(runs) or 0.0) if runs else 0.0)
+    if not points:
+        return None
+    look = charts.styles({"": {line: line for line, _ in places.values()}})
+    series = [Series(line, look[line], {}) for line in look]
+    rows = [{"setting": line, "x": x, **charts.ends(points[setting])} for setting, (line, x) in places.items()]
+    chart = charts.final_chart(rows, series, family.asked.x or "")
+    return Figure(f"final{suffix(family.name)}", family.heading, chart, FINAL.format(n=rows[0]["n"]))
+
+
+def share_figure(family: Family, left: Mapping[str, Mapping[int, Point]]) -> Figure:
+    """left: what is left of the differences of `share_of`, as shares() has it."""
+    look = charts.styles({"": {name: name for name in left}})
+    series = [Series(name, look[name], {}, points=of) for name, of in left.items()]
+    whole = family.asked.share_of or ""
+    return Figure(f"share{suffix(family.name)}", family.heading, charts.share_chart(series, whole), SHARE)
 
 
 def rate_figures(sweep: Sweep) -> list[Figure]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from scipy import stats
 
-from core.cli import parse_yaml
+from core.cli import CONFIG_DIR, parse_yaml
 from core.files import ROOT
 from core.schema import NOT_EMPTY, POSITIVE, build, options, require, show, validate
 from scripts.reporting.runs import Curve, Replicate, Sweep
@@ -41,6 +41,7 @@ class Part:
 
     weights: setting -> weight; with metric=STABLE, variant -> weight. metric: one of runs.csv, STABLE, or GROWTH's.
     unpaired: two settings whose runs are not of the same folds or seeds (Welch's test).
+    waits: the part is left out until the study is stored with runs of each setting that are done.
     file, key: a ratio in a JSON file of results/ instead, {"median": …, "low": …, "high": …}, shown as a share over 1.
     """
 
@@ -49,6 +50,7 @@ class Part:
     weights: dict[str, Any] = field(default_factory=dict)
     metric: str = "val/loss_min"
     unpaired: bool = False
+    waits: bool = False
     file: str = ""
     key: tuple[str, ...] = ()
 
@@ -59,6 +61,7 @@ class Row:
 
     direction, size, least, limit: what is claimed, as in judge(); limit: that a number is below it. Without any of them
     nobody claimed it, and the row has no verdict. verdict: one that is judged by hand. says: what words add.
+    until: a study that replaces the row when it is stored. A row whose parts all wait is left out, too.
     """
 
     claim: Annotated[str, NOT_EMPTY]
@@ -72,6 +75,7 @@ class Row:
     says: str = ""
     scale: str = ""
     figure: str = ""
+    until: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,14 +98,26 @@ def ledger(file: Path = RESULTS / "ledger.yaml") -> str:
     for i, given in enumerate(source):
         row = build(Row, given, f"row {i + 1}: ")
         validate(row, f"row {i + 1}: ")
-        lines.append(cells(row))
+        parts = [build(Part, part, f"{row.claim}: ") for part in row.parts]
+        ready = [part for part in parts if not (part.waits and missing(part))]
+        if (ready or not parts) and not (row.until and is_stored(row.until)):
+            lines.append(cells(row, ready))
     return Table(
-        ["claim", "there", "ours, with 95 % interval", "n and scale", "verdict", "figure"], lines, 6
+        ["claim", "claimed number", "ours, with 95 % interval", "n and scale", "verdict", "figure"], lines, 6
     ).markdown()
 
 
-def cells(row: Row) -> list[str]:
-    parts = [build(Part, part, f"{row.claim}: ") for part in row.parts]
+def missing(part: Part) -> bool:
+    """Whether the study has not all that the part needs."""
+    return not is_stored(part.study) or not all(stored(part.study).done(setting) for setting in part.weights)
+
+
+def is_stored(study: str) -> bool:
+    require((CONFIG_DIR / "sweep" / f"{study}.yaml").is_file(), f"study={study} is no sweep of configs/sweep")
+    return (RESULTS / study / "provenance.json").is_file()
+
+
+def cells(row: Row, parts: Sequence[Part]) -> list[str]:
     found = [measured(part) for part in parts]
     ours = [f"{part.label} {written(part, one.point)}".strip() for part, one in zip(parts, found, strict=True)]
     scales = dict.fromkeys(one.scale for one in found)
@@ -173,7 +189,8 @@ def measured(part: Part) -> Found:
         shared = shared if len(part.weights) > 1 else 0.0
         point = interval(sums, shared)
         p = paired_p(sums, shared)
-    kind = "folds" if len({fold for _, fold in common}) > 1 else "seeds"
+    seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
+    kind = "seeds" if folds == 1 else "folds" if seeds == 1 else "pairs of folds and seeds"
     first = runs[0]
     size = f"{first.summary['parameters'] / 1e6:.1f}M, {first.config['max_iters']:,} iterations"
     return Found(point, p, f"{point.n} {kind}, {size}", None if part.unpaired else p_in_study(sweep, part))
@@ -224,7 +241,7 @@ def p_in_study(sweep: Sweep, part: Part) -> float | None:
     """The largest p, by Holm, of the comparisons of these two settings and this metric in the study's report."""
     found = []
     for family in families_of(part.study):
-        for metric, comparisons in zip(sweep.metrics, family.metrics, strict=True):
+        for metric, comparisons in zip(family.of, family.metrics, strict=True):
             if metric.column == part.metric:
                 found += [c.adjusted[c.decides] for c in comparisons if {c.a: 1, c.b: -1} == part.weights]
     return max((p for p in found if p is not None), default=None)

@@ -17,7 +17,7 @@ from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.figures import family_figures, part_figures, rate_figures
 from scripts.reporting.runs import Sweep
-from scripts.reporting.statistics import Comparison, Family, judge
+from scripts.reporting.statistics import Comparison, Family, judge, shares
 from scripts.reporting.tables import Table
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -52,10 +52,12 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     ]
     for family in families:
         compared: list[str | Table | Figure] = []
-        for metric, comparisons in zip(sweep.metrics, family.metrics, strict=True):
+        for metric, comparisons in zip(family.of, family.metrics, strict=True):
             table = tables.comparison_table(sweep, comparisons, metric)
             title = metric.name.capitalize()
             compared.append(Table(table.columns, table.rows, table.words, title, folded=bool(compared)))
+        if left := shares(sweep, families, family):
+            compared.insert(1, tables.share_table(left, family.asked.share_of or ""))
         sections.append(Section(family.heading, [*compared[:1], *differences[family.name], *compared[1:]]))
     if any(run.config["fault.name"] != "none" for run in sweep.runs):
         sections.append(with_notes("Deliberate faults", tables.fault_table(sweep)))
@@ -67,24 +69,26 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
 
 
 def conclusion(family: Family) -> str:
-    """One sentence: which settings are told apart in the lowest validation loss, and what becomes of the claim."""
+    """One sentence: which settings are told apart in the family's first metric, and what becomes of the claim."""
+    metric = family.of[0]
     told: dict[str, list[str]] = {}
     for c in family.metrics[0]:
         name = c.a if c.b == family.asked.baseline else f"{c.a} against {c.b}"
-        told.setdefault(c.verdict("lower", "higher"), []).append(f"{name} {difference(c)}".strip())
+        told.setdefault(c.verdict(metric.less, metric.more), []).append(f"{name} {difference(c, metric.spec)}".strip())
     words = [f"{verdict}: {', '.join(names)}" for verdict, names in told.items()]
     if claim := family.asked.claim:
         asked, compared = family.asked, family.metrics[0]
         found = Counter(judge(c.deciding, claim, asked.size, asked.least, c.adjusted[c.decides]) for c in compared)
-        words.append(f"the claim that they are {claim} is {', '.join(f'{v} in {n}' for v, n in found.items())}")
+        claimed = metric.less if claim == "lower" else metric.more
+        words.append(f"the claim that they are {claimed} is {', '.join(f'{v} in {n}' for v, n in found.items())}")
     return f"**{family.asked.title or family.name}.** {'; '.join(words) or 'Nothing to compare'}."
 
 
-def difference(c: Comparison) -> str:
-    """The mean difference, with the interval that decides."""
+def difference(c: Comparison, spec: str) -> str:
+    """The mean difference, with the interval that decides. spec: format of a number."""
     if c.deciding is None:
         return ""
-    mean, low, high = (tables.number(value, "+.4f") for value in (c.deciding.mean, c.deciding.low, c.deciding.high))
+    mean, low, high = (tables.number(value, spec) for value in (c.deciding.mean, c.deciding.low, c.deciding.high))
     return f"{mean} ({low} to {high})" if c.deciding.n > 1 else mean
 
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from math import fsum
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -42,6 +43,44 @@ def paired_p(differences: Sequence[float], shared: float = 0.0) -> float | None:
     if n < 2 or (sd := stdev(differences)) <= 1e-12 * max(map(abs, differences)):
         return None
     return 2 * float(stats.t.sf(abs(mean) / (sd * math.sqrt(1 / n + shared)), n - 1))
+
+
+def ratio(pairs: Sequence[tuple[float, float]], shared: float = 0.0) -> Point | None:
+    """The mean of the first numbers over that of the second, with Fieller's interval; shared: as in interval().
+
+    None where the interval has no ends: below two pairs, and where the second mean cannot be told from 0.
+    """
+    n = len(pairs)
+    if n < 2:
+        return None
+    a, b = (fmean(of) for of in zip(*pairs, strict=True))
+    aa, ab, bb = (fsum((x[i] - (a, b)[i]) * (x[j] - (a, b)[j]) for x in pairs) for i, j in ((0, 0), (0, 1), (1, 1)))
+    q = float(stats.t.isf(0.025, n - 1)) ** 2 * (1 / n + shared) / (n - 1)
+    # a - r b cannot be told from 0 for the r with u r^2 - 2 v r + w <= 0
+    u, v, w = b * b - q * bb, a * b - q * ab, a * a - q * aa
+    if u <= 0:
+        return None
+    half = math.sqrt(max(v * v - u * w, 0.0))
+    return Point(a / b, (v - half) / u, (v + half) / u, n)
+
+
+def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0) -> dict[str, Point]:
+    """Name -> mean over the replicates that all names have, with an interval free of what these have in common.
+
+    The mean of a replicate over the N names is taken out of its values, and N / (N - 1) makes up for the variance that
+    goes with it (Morey 2008). Returns {} where no replicate has all names. shared: as in interval().
+    """
+    common = sorted(set.intersection(*map(set, values.values()))) if values else []
+    if not common:
+        return {}
+    level = {r: fmean(of[r] for of in values.values()) for r in common}
+    wider = math.sqrt(len(values) / max(len(values) - 1, 1))
+    found = {}
+    for name, of in values.items():
+        mean = fmean(of[r] for r in common)
+        away = mean - fmean(level.values())
+        found[name] = interval([mean + wider * (of[r] - level[r] - away) for r in common], shared)
+    return found
 
 
 def mean_curve(curves: Iterable[Curve]) -> dict[int, Point]:
@@ -175,15 +214,17 @@ def adjust(family: Sequence[Comparison]) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """The comparisons of an entry of the definition's `compare`, for each metric of the sweep."""
+    """The comparisons of an entry of the definition's `compare`, for each metric of `of`."""
 
     name: str
     asked: Compare
+    of: list[Metric]
     metrics: list[list[Comparison]]
 
     @property
     def heading(self) -> str:
-        return f"Comparison {': '.join(filter(None, [self.name, self.asked.title]))}"
+        title = self.asked.title or f"Comparison {self.name}"
+        return title[:2].capitalize() + title[2:] if title[:2].isalpha() else title  # p = 2 keeps its small letter
 
 
 def compared_families(sweep: Sweep) -> list[Family]:
@@ -194,8 +235,8 @@ def compared_families(sweep: Sweep) -> list[Family]:
         if asked.baseline is not None:
             chosen = [s for s in sweep.settings if any(fnmatchcase(s, pattern) for pattern in asked.settings)]
             pairs = [(setting, asked.baseline) for setting in chosen if setting != asked.baseline]
-        metrics = [compare(sweep, pairs, metric) for metric in sweep.metrics]
-        found.append(Family(name, asked, metrics))
+        of = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
+        found.append(Family(name, asked, of, [compare(sweep, pairs, metric) for metric in of]))
     return found
 
 
@@ -211,6 +252,33 @@ def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> l
         family.append(Comparison(a, b, len(common), known, test_over_train([runs_a[r] for r in known])))
     adjust(family)
     return family
+
+
+def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str, dict[int, Point]]:
+    """A -> iteration -> how much of A − B in validation loss in the family `share_of` is left in `family`.
+
+    A pair of one family is that of the other with the same names within their parts. {} without `share_of`.
+    """
+    whole = [c for other in families if other.name == family.asked.share_of for c in other.metrics[0]]
+    of_whole = {(sweep.label(c.a), sweep.label(c.b)): c for c in whole}
+    found = {}
+    for c in family.metrics[0]:
+        name = sweep.label(c.a), sweep.label(c.b)
+        left, all_of_it = losses_along(sweep, c), losses_along(sweep, of_whole[name]) if name in of_whole else {}
+        if both := [(left[r], all_of_it[r]) for r in left if r in all_of_it]:
+            iterations = sorted(set.intersection(*(set(curve) for curves in both for curve in curves)))
+            points = {i: ratio([(x[i], y[i]) for x, y in both], c.test_over_train or 0.0) for i in iterations}
+            found[name[0]] = {i: point for i, point in points.items() if point is not None}
+    return {name: of for name, of in found.items() if of}
+
+
+def losses_along(sweep: Sweep, c: Comparison) -> dict[Replicate, dict[int, float]]:
+    """A − B in validation loss at the evaluations that both runs of a pair have."""
+    return {r: minus(sweep.of(c.a)[r].losses, sweep.of(c.b)[r].losses) for r in c.values}
+
+
+def minus(a: Curve, b: Curve) -> dict[int, float]:
+    return {i: a[i] - b[i] for i in a if i in b}
 
 
 def test_over_train(runs: Sequence[Run]) -> float | None:

@@ -108,9 +108,10 @@ def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
 
 
 def joined(stored: Sweep, sweep: Sweep) -> Sweep:
-    """`sweep`, with the runs of `stored` that it does not have, or that are not done in it."""
+    """`sweep`, with the runs of `stored` that it does not have, or that have ended there and not in it."""
     known = {run.id: run for run in sweep.runs}
-    replaced = {run.id for run in stored.runs if run.done and not (run.id in known and known[run.id].done)}
+    ended = {run.id for run in sweep.runs if run.state.state in FINAL}
+    replaced = {run.id for run in stored.runs if run.state.state in FINAL and run.id not in ended}
     kept = [run for run in stored.runs if run.id in replaced or run.id not in known]
     runs = [*(run for run in sweep.runs if run.id not in replaced), *kept]
     return replace(sweep, runs=sorted(runs, key=lambda run: (run.fold or 0, run.seed)))

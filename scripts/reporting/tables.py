@@ -3,7 +3,7 @@
 import html
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
@@ -113,6 +113,20 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
             *(p_value(p.get(test)) for test in corrected for p in (c.p, c.adjusted)), number(c.n_needed, ",.0f"),
         ])  # fmt: skip
     return Table(columns, rows, words=3)
+
+
+def share_table(left: Mapping[str, Mapping[int, Point]], whole: str) -> Table:
+    """A row an evaluation, a column a setting. left: as statistics.shares() has it."""
+    percent = Metric("", "", "", "", "z.0%")
+    rows = [
+        [
+            f"{i:,}",
+            *(f"{number(of[i].mean, 'z.0%')} ({ends(of[i], percent)})" if i in of else "–" for of in left.values()),
+        ]
+        for i in sorted({i for of in left.values() for i in of})
+    ]
+    title = f"Share of the difference in {whole} that is left, with Fieller's 95 % interval"
+    return Table(["iteration", *left], rows, words=0, title=title)
 
 
 def ends(point: Point | None, metric: Metric) -> str:

@@ -1,0 +1,177 @@
+"""The parts of scripts/check_gpu.py that measure. Each returns {row: what was found}.
+
+words: further overrides of train.py, for models that are smaller than the presets.
+"""
+
+import contextlib
+import io
+import time
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+
+from core.device import total_memory
+from core.rundir import at_end
+from scripts.benchmarks import bench_decode, bench_train
+from scripts.benchmarks.gpu_part import CheckOptions, Row, Rows, Skipped, attempt, curve, scratch
+from scripts.benchmarks.timing import Work
+from sweeps import launch
+from sweeps.plan import compose, read_plan
+from training.config import load_config
+
+MODELS = {  # random tokens: speed does not depend on them, and they need no network
+    "baby_gpt": ["data=random", "data.n_tokens=1000000", "data.vocab_size=65", "data.val_tokens=1000"],
+    "mla_400m": [
+        "model=mla_400m", "batch_size=8", "data=random", "data.n_tokens=1000000", "data.vocab_size=50304",
+        "data.val_tokens=10000",
+    ],
+}  # fmt: skip
+UPDATES = 10  # of a measurement
+
+
+def model_words(asked: CheckOptions, model: str, words: list[str]) -> list[str]:
+    return [*MODELS[model], f"device={asked.device}", *words]
+
+
+# -----------------------------------------------------------------------------
+# Training
+
+
+def profile(asked: CheckOptions, words: list[str]) -> Rows:
+    """An update of train.py: speed, MFU, memory, time of compilation, kernel launches, and time without a kernel."""
+    rows: Rows = {}
+    for model in MODELS:
+        attempt(rows, model, profile_row, asked, model_words(asked, model, words))
+    return rows
+
+
+def profile_row(asked: CheckOptions, words: list[str]) -> Row:
+    began = time.perf_counter()
+    work, info = bench_train.ours(words)
+    built = time.perf_counter() - began
+    work(UPDATES)
+    began = time.perf_counter()
+    memory = work(UPDATES).get("peak_memory_mib")
+    seconds = (time.perf_counter() - began) / UPDATES
+    row: Row = {
+        "ms": 1000 * seconds, "tokens/s": info["tokens_per_iter"] / seconds,
+        "MFU": info["flops_per_iter"] / seconds / info["peak_flops"], "set up and compile, s": built,
+    }  # fmt: skip
+    if memory is not None:
+        row |= {"peak memory, GiB": memory / 1024, "of, GiB": total_memory(asked.here) / 2**30}
+    return row | traced(work, asked.here.type == "cuda")
+
+
+def traced(work: Work, on_cuda: bool) -> Row:
+    """What PyTorch's profiler counts in an update; "idle" is the time in which no kernel runs."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
+    with torch.profiler.profile(activities=activities) as found:
+        began = time.perf_counter()
+        work(UPDATES)
+        seconds = time.perf_counter() - began
+    events: Any = found.events()
+    operators = sum(e.device_type == DeviceType.CPU and e.name.startswith(("aten::", "nanoqk::")) for e in events)
+    row: Row = {"operators": operators / UPDATES}
+    if on_cuda:
+        on_gpu = (e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
+        kernels = [(e.time_range.start, e.time_range.end) for e in on_gpu]  # annotations cover the gaps
+        launches = sum(e.name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for e in events)
+        busy = covered(kernels) / 1e6
+        row |= {"launches": launches / UPDATES, "busy, ms": 1000 * busy / UPDATES, "idle": 1 - busy / seconds}
+    return row
+
+
+def covered(ranges: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of ranges."""
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(ranges):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total
+
+
+def turns(asked: CheckOptions, words: list[str]) -> Rows:
+    """baby_gpt's update and that of compiled nanoGPT, by turns. Ratios: times as long as ours."""
+    if asked.peer is None:
+        raise Skipped("needs peer=PATH, a checkout of nanoGPT")
+    options = bench_train.BenchOptions(peer=asked.peer, rounds=asked.rounds)
+    found = bench_train.bench(options, model_words(asked, "baby_gpt", words))
+    return {name: found[name] for name in ("ours", "peer")} | {"peer / ours": found["ratio"]}
+
+
+def norms(asked: CheckOptions, words: list[str]) -> Rows:
+    """An update of baby_gpt with every p of Lp QK-norm: times as long as with p = 2. The Lp paper says within 1 %."""
+    named = {f"p={p}": f"qk_norm=lp qk_norm.p={p}" for p in ("2", "1", "1.5", "2.5", "3", "3.5", "4")}
+    named |= {"none": "qk_norm=none", "rms": "qk_norm=rms"}
+    options = bench_train.BenchOptions(
+        variants=";".join(named.values()), together=True, rounds=asked.rounds, iters=UPDATES
+    )
+    found = bench_train.bench(options, model_words(asked, "baby_gpt", words))
+    return {
+        name: {"ms": found["variants"][variant]["ms_per_iter"], **found["time_over_first"].get(variant, {})}
+        for name, variant in named.items()
+    }
+
+
+# -----------------------------------------------------------------------------
+# Decoding
+
+
+def decode(asked: CheckOptions, words: list[str]) -> Rows:
+    """One step of one MLA layer, beside Table 2 of QK-Normed MLA (H800). GB/s: bytes of the cache over attention."""
+    options = bench_decode.DecodeOptions(
+        contexts=asked.contexts, rounds=asked.rounds, seconds=0.05, sides="absorbed,rms,lp"
+    )
+    found = bench_decode.bench(options, [f"device={asked.device}", *words])
+    return {bench_decode.short(point["context"]): decode_row(point) for point in found["points"]}
+
+
+def decode_row(point: bench_decode.Point) -> Row:
+    sides, published = point["sides"], bench_decode.PAPER.get(point["context"])
+    row: Row = {
+        "MLA, ms": sides["absorbed"]["ms"], "RMS, ms": sides["rms"]["ms"],
+        "RMS, %": point["overhead_percent"]["rms"]["median"], "Lp, %": point["overhead_percent"]["lp"]["median"],
+        "GB/s": sides["rms"]["attend_gb_per_s"], "of copying": sides["rms"]["attend_of_copy"],
+    }  # fmt: skip
+    if published:
+        row |= dict(zip(("paper: MLA, ms", "paper: norm, ms", "paper: %"), published, strict=True))
+    return row
+
+
+# -----------------------------------------------------------------------------
+# Sweeps
+
+
+def sweep(asked: CheckOptions, words: list[str]) -> Rows:
+    """Runs of baby_gpt by 1, 2 and 3 workers of a sweep on each GPU: tokens/s of all of them together."""
+    rows: Rows = {}
+    for per_gpu in (1, 2, 3):
+        gpus = max(1, torch.cuda.device_count()) if asked.here.type == "cuda" else 1
+        attempt(rows, f"{per_gpu} a GPU", workers, per_gpu * gpus, model_words(asked, "baby_gpt", words))
+    if first := rows["1 a GPU"].get("tokens/s"):
+        for row in rows.values():
+            row["of one"] = row.get("tokens/s", float("nan")) / first
+    return rows
+
+
+def workers(n: int, words: list[str]) -> Row:
+    with scratch() as folder:
+        rare = [f"{key}=300" for key in ("max_iters", "eval_interval", "checkpoint_interval")]
+        common = [*rare, "log_interval=25", "wandb.mode=disabled", *words]
+        definition = {"overrides": common, "seeds": [*range(n)]}
+        (folder / "speed.yaml").write_text(yaml.safe_dump(definition))
+        where = [f"sweep={folder / 'speed.yaml'}", f"sweep_dir={folder / 'sweep'}"]
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            status = launch.main([*where, f"launcher.workers={n}", "retries=0"])
+        runs = [folder / "sweep" / run.id for run in read_plan(folder / "sweep")]
+        assert status == 0 and all(map(at_end, runs)), f"the sweep ends with status {status}: {said.getvalue()[-300:]}"
+        speeds = [list(curve(run, "tok_per_sec").values())[2:] for run in runs]  # the first lines are of compilation
+        rate = sum(median(of_run) for of_run in speeds)
+        hourly = 3600 * rate / load_config(compose(common)).tokens_per_iter
+        return {"workers": n, "tokens/s": rate, "runs of 5,000 iterations an hour": hourly / 5000}

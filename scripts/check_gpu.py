@@ -1,0 +1,182 @@
+"""What works on this GPU, and how fast: python scripts/check_gpu.py [parts=[pairs,resume]] [peer=PATH] [overrides]
+
+Correct?
+  update      no update between two log lines makes the host wait for the device
+  pairs       loss and gradient of every layout with every norm against the CPU, eager and compiled
+  sdpa        which backend of PyTorch's attention serves each preset
+  triton      the decoding kernel of MLA in bf16, on every GPU
+  resume      a run that is killed and goes on ends with the same bits
+  worker      a run has the same bits alone and third in a sweep's worker
+  ddp         two ranks on two GPUs compute what one does
+  checkpoint  a checkpoint of the GPU goes on on the CPU
+How fast?
+  paper       operators, FLOPs and bytes of an update, counted without a GPU
+  profile     an update of baby_gpt and mla_400m: tokens/s, MFU, memory, compilation, launches, idle time
+  turns       baby_gpt against compiled nanoGPT by turns (peer=PATH)
+  norms       every p of Lp QK-norm against p = 2
+  decode      a step of MLA with 4k to 256k positions, beside the paper's Table 2
+  sweep       1, 2 and 3 workers on a GPU
+Each part has a process of its own: one that fails, dies or takes too long leaves the others alone. Overrides of
+train.py change the models of the second half. out= gets one page and one JSON file, named after the device; parts that
+are not run again keep their results. Exit status: 0, 1 where a part failed.
+"""
+
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from core.cli import run_script
+from core.files import read_json, write_atomic
+from core.rundir import commit
+from core.schema import ConfigError, require
+from scripts.benchmarks.gpu_part import CheckOptions, Skipped
+from sweeps.plan import compose
+from training.config import load_config
+
+CHECKS, SPEED = "scripts.benchmarks.gpu_checks", "scripts.benchmarks.gpu_speed"
+PARTS = {  # name of a part and its function -> module
+    "device": "scripts.benchmarks.gpu_part",
+    **dict.fromkeys(("update", "pairs", "sdpa", "triton", "resume", "worker", "ddp", "checkpoint"), CHECKS),
+    "paper": "scripts.benchmarks.gpu_paper",
+    **dict.fromkeys(("profile", "turns", "norms", "decode", "sweep"), SPEED),
+}
+Result = dict[str, Any]  # of a part: state (passed, failed, skipped), reason, seconds, about, rows
+
+
+# -----------------------------------------------------------------------------
+# A part and its process
+
+
+def serve(pipe: Connection, module: str, name: str, asked: CheckOptions, words: list[str]) -> None:
+    """The process of a part: send its result. It leads a group, so that its children can be ended with it."""
+    os.setpgid(0, 0)
+    part = getattr(importlib.import_module(module), name)
+    result: Result = {"about": " ".join(part.__doc__.split()), "rows": {}, "reason": ""}
+    try:
+        rows = part(asked, words)
+        failures = [f"{row}: {found['failed']}" for row, found in rows.items() if "failed" in found]
+        result |= {"state": "passed", "rows": rows}
+        if failures:
+            result |= {"state": "failed", "reason": f"{len(failures)} of {len(rows)}, the first {failures[0]}"}
+    except Skipped as why:
+        result |= {"state": "skipped", "reason": str(why)}
+    except ConfigError as error:
+        result |= {"state": "refused", "reason": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        result |= {"state": "failed", "reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+    pipe.send(result)
+
+
+def run_part(name: str, asked: CheckOptions, words: list[str]) -> Result:
+    """The part's result. Raises: ConfigError where a setting cannot be used."""
+    minutes, began = asked.minutes * (6 if asked.full else 1), time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(there, PARTS[name], name, asked, words))
+    process.start()
+    there.close()
+    result: Result = {"state": "failed", "reason": f"took more than {minutes:g} minutes", "rows": {}}
+    try:
+        if here.poll(60 * minutes):
+            result = here.recv()
+            process.join(60)
+    except EOFError:
+        process.join()
+        result["reason"] = f"died with exit status {process.exitcode}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()  # where it leads no group yet
+        process.join()
+    if result["state"] == "refused":
+        raise ConfigError(result["reason"])
+    said = " ".join(["python scripts/check_gpu.py", *sys.argv[1:]])
+    return {**result, "seconds": round(time.monotonic() - began), "commit": commit(), "command": said}
+
+
+# -----------------------------------------------------------------------------
+# The results: a page and a JSON file
+
+
+def page(device: str, parts: dict[str, Result]) -> str:
+    lines = [f"# {device}", "", "Written by `python scripts/check_gpu.py`.", "", "| part | | s | what it asks |"]
+    lines += ["| --- | --- | ---: | --- |"]
+    for name, part in parts.items():
+        lines.append(f"| {name} | {cell(outcome(part))} | {part['seconds']} | {part.get('about', '')} |")
+    for name, part in parts.items():
+        if part["rows"]:
+            made = f"`{part['command']}` at commit {(part['commit'] or 'unknown')[:12]}"
+            lines += ["", f"## {name}", "", *table(part["rows"]), "", made]
+    return "\n".join(lines) + "\n"
+
+
+def outcome(part: Result) -> str:
+    return f"{part['state']}: {part['reason']}" if part["reason"] else part["state"]
+
+
+def table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    keys = list(dict.fromkeys(key for row in rows.values() for key in row))
+    lines = ["| | " + " | ".join(keys) + " |", "| --- |" + " ---: |" * len(keys)]
+    return lines + [
+        f"| {name} | " + " | ".join(cell(row.get(key)) for key in keys) + " |" for name, row in rows.items()
+    ]
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value).replace("|", "\\|")
+
+
+def files_of(device: str, folder: Path) -> tuple[Path, Path]:
+    """The JSON file and the page of a device."""
+    name = re.sub(r"[^a-z0-9]+", "_", device.lower().split(" (")[0]).strip("_")
+    return folder / f"{name}.json", folder / f"{name}.md"
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
+
+def check(asked: CheckOptions, words: list[str]) -> int:
+    names = [*PARTS] if not asked.parts else [name for name in PARTS if name in {"device", *asked.parts}]
+    unknown = [name for name in asked.parts if name not in PARTS]
+    require(not unknown, f"parts=[{','.join(asked.parts)}] must be of {', '.join(PARTS)}")
+    load_config(compose([f"device={asked.device}", *words]))
+    found, results = {}, {}
+    for name in names:
+        found[name] = part = run_part(name, asked, words)
+        print(f"{name}: {outcome(part)} ({part['seconds']} s)", flush=True)
+        if name == "device" and part["state"] != "passed":
+            return 1
+        if name == "device":
+            device = next(iter(part["rows"]))
+            data, text = files_of(device, Path(asked.out))
+            data.parent.mkdir(parents=True, exist_ok=True)
+            results = read_json(data).get("parts", {})
+        results |= {name: part}
+        results = {one: results[one] for one in PARTS if one in results}
+        write_atomic(data, (json.dumps({"device": device, "parts": results}, indent=1) + "\n").encode())
+        write_atomic(text, page(device, results).encode())
+    print(text)
+    return int(any(part["state"] == "failed" for part in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(CheckOptions, check, __doc__, passes_on=True))

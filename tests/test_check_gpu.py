@@ -1,0 +1,170 @@
+"""scripts/check_gpu.py on a CPU: what needs CUDA says so, and a part that fails leaves the others alone."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_bench_decode import TINY as TINY_LAYER
+
+import train
+from scripts import check_gpu
+from scripts.benchmarks import gpu_checks, gpu_paper, gpu_speed
+from scripts.benchmarks.gpu_part import CheckOptions, Row, tiny_config
+
+pytestmark = pytest.mark.slow
+ON_CPU = CheckOptions(device="cpu", rounds=1)
+SMALL = [
+    "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=2", "threads=1",
+]  # fmt: skip
+
+
+def test_parts_run_on_a_cpu_or_say_why_not_and_earlier_results_stay(
+    program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    def check(parts: str) -> dict[str, Any]:
+        done = program("scripts/check_gpu.py", "device=cpu", "out=it", f"parts=[{parts}]", *SMALL)
+        assert done.returncode == 0, done.stdout + done.stderr
+        data, page = sorted((tmp_path / "it").iterdir())
+        assert page.suffix == ".md" and done.stdout.endswith(f"it/{page.name}\n")
+        found: dict[str, Any] = json.loads(data.read_text())["parts"]
+        for name, part in found.items():
+            assert f"| {name} | {part['state']}" in page.read_text()
+        return found
+
+    found = check("update,sdpa,paper,profile,turns")
+    assert [*found] == ["device", "update", "sdpa", "paper", "profile", "turns"]
+    assert (found["update"]["state"], found["update"]["reason"]) == ("skipped", "needs CUDA")
+    assert found["turns"]["reason"].startswith("needs peer=PATH")
+    assert found["sdpa"]["rows"]["mla_400m"]["key channels"] == 192
+    for row in found["profile"]["rows"].values():
+        assert row["ms"] > 0 and row["operators"] > 100 and 0 < row["MFU"] < 1
+    assert [*check("triton")] == ["device", "update", "sdpa", "triton", "paper", "profile", "turns"]
+
+
+SPOILED = """
+import os, sys, time
+def raises(asked, words):
+    "It raises."
+    raise ValueError("no such kernel")
+def dies(asked, words):
+    "It dies."
+    os._exit(7)
+def wrong(asked, words):
+    "It is wrong."
+    return {"a": {"error": 0.1}, "b": {"error": 0.5, "failed": "differs | by 0.5"}}
+def waits(asked, words):
+    "It never ends."
+    time.sleep(1000)
+def good(asked, words):
+    "It is right."
+    return {"a": {"error": 0.1}}
+"""
+
+
+def test_a_part_that_fails_dies_or_never_ends_leaves_the_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spoiled.py").write_text(SPOILED)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("raises", "dies", "wrong", "good")
+    parts = {"device": check_gpu.PARTS["device"], **dict.fromkeys((*names, "waits"), "spoiled")}
+    monkeypatch.setattr(check_gpu, "PARTS", parts)
+    asked = replace(ON_CPU, out=str(tmp_path / "out"), parts=names)
+    assert check_gpu.check(asked, []) == 1
+    found = json.loads(next((tmp_path / "out").glob("*.json")).read_text())["parts"]
+    assert {name: (found[name]["state"], found[name]["reason"]) for name in names} == {
+        "raises": ("failed", "ValueError: no such kernel"),
+        "dies": ("failed", "died with exit status 7"),
+        "wrong": ("failed", "1 of 2, the first b: differs | by 0.5"),
+        "good": ("passed", ""),
+    }
+    assert r"differs \| by 0.5" in next((tmp_path / "out").glob("*.md")).read_text()
+    late = check_gpu.run_part("waits", replace(asked, minutes=0.05), [])
+    assert (late["state"], late["reason"]) == ("failed", "took more than 0.05 minutes")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parts=[speed]"], "parts=[speed] must be of device, update"),
+        (["model.n_layers=3"], "model.n_layers=3 is unknown"),
+        (["device=gpu"], "device=gpu must be auto, cpu"),
+        (["minutes=0"], "minutes=0.0 must be a finite number > 0"),
+    ],
+)
+def test_a_bad_word_is_one_line_and_writes_nothing(
+    words: list[str], message: str, program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = program("scripts/check_gpu.py", *words)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
+    assert [*tmp_path.iterdir()] == []
+
+
+# -----------------------------------------------------------------------------
+# Parts
+
+
+def test_a_pair_that_computes_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(config: Any, machine: Any, *rest: Any, **named: Any) -> Any:
+        loss, gradient = outcome(config, machine, *rest, **named)
+        wrong = config.qk_norm.name == "rms" and machine.dtype == torch.bfloat16
+        return loss, gradient * (1.1 if wrong else 1)
+
+    monkeypatch.setattr(gpu_checks, "PAIRS", [("mla", "lp3"), ("gqa", "rms"), ("mla_unified", "lpinf")])
+    assert not [row for row in gpu_checks.pairs(ON_CPU, []).values() if "failed" in row]
+    outcome = gpu_checks.outcome
+    monkeypatch.setattr(gpu_checks, "outcome", spoiled)
+    assert ["failed" in row for row in gpu_checks.pairs(ON_CPU, []).values()] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda: gpu_checks.killed(ON_CPU, "true"),
+        lambda: gpu_checks.first_and_third(ON_CPU, gpu_checks.MLA),
+        lambda: gpu_checks.two_ranks(ON_CPU, []),
+        lambda: gpu_checks.moved_to_cpu(ON_CPU, []),
+    ],
+    ids=["killed", "first and third", "two ranks", "moved to the CPU"],
+)
+def test_runs_hold_their_promises_on_a_cpu(row: Callable[[], Row]) -> None:
+    found = row()
+    assert "failed" not in found and found, found
+
+
+def test_runs_that_differ_are_told_apart(tmp_path: Path) -> None:
+    for seed in ("1", "2"):
+        words = ["max_iters=2", "schedule.warmup_iters=1", f"seed={seed}", f"out_dir={tmp_path / seed}"]
+        assert train.run(tiny_config(ON_CPU, *words)) == 0
+    row = gpu_checks.equal(tmp_path / "1", tmp_path / "2")
+    assert row["failed"] == "not equal bit for bit" and row["tensors that differ"] > 5 and row["by at most"] > 1e-4
+    assert row["losses that differ"] == 4  # train/loss 0 and 1, val/loss 0 and 2
+    assert not any(gpu_checks.equal(tmp_path / "1", tmp_path / "1").values())
+
+
+def test_an_update_on_paper_has_the_products_of_its_layers() -> None:
+    """A layer of baby_gpt multiplies by four weights, the head by one; the derivative has two products of each."""
+    row = gpu_paper.paper_row("baby_gpt", [])
+    assert row["matmuls"] == 3 * (6 * 4 + 1)
+    assert row["TFLOP"] * 1e12 == 16384 * 6 * (10745088 - 256 * 384) + 16384 * 12 * 6 * 384 * 256
+    assert gpu_paper.paper_row("baby_gpt", ["model.n_layer=12"])["operators forwards"] > 1.8 * row["operators forwards"]
+
+
+def test_overlapping_kernels_are_busy_once() -> None:
+    assert gpu_speed.covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+    assert gpu_speed.covered([]) == 0
+
+
+def test_decoding_norms_and_workers_are_measured() -> None:
+    layer = [word for word in TINY_LAYER if not word.startswith("device")]
+    (row,) = gpu_speed.decode(replace(ON_CPU, contexts=(48,)), layer).values()
+    assert row["MLA, ms"] > 0 and row["GB/s"] > 0 and "paper: %" not in row
+    norms = gpu_speed.norms(ON_CPU, SMALL)
+    assert len(norms) == 9 and "median" not in norms["p=2"] and all(row["ms"] > 0 for row in norms.values())
+    row = gpu_speed.workers(2, gpu_speed.model_words(ON_CPU, "baby_gpt", SMALL))
+    assert row["workers"] == 2 and row["tokens/s"] > 0

@@ -1,0 +1,173 @@
+"""scripts/report.py: final losses over an axis of one's own, and what is left of a difference."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import optimize, stats
+from test_report import Made, charts_of, falling, finish, rows_of, sweep_of, text_of
+
+from core.schema import ConfigError
+from scripts import report
+from scripts.reporting.page import outline
+from scripts.reporting.runs import Replicate
+from scripts.reporting.statistics import compared_families, ratio, shares, within
+from scripts.reporting.tables import Table
+from sweeps.definition import Sweep as Definition
+from sweeps.definition import load_sweep
+
+SHARED = 1 / 9
+
+
+def limit(pairs: np.ndarray, start: float, shared: float) -> float:
+    """The ratio r, from `start` outwards, at which the t test of a - r b has p = 0.05."""
+    n = len(pairs)
+
+    def excess(r: float) -> float:
+        d = pairs[:, 0] - r * pairs[:, 1]
+        return float(abs(d.mean()) / (d.std(ddof=1) * np.sqrt(1 / n + shared)) - stats.t.isf(0.025, n - 1))
+
+    middle = pairs[:, 0].mean() / pairs[:, 1].mean()
+    return float(optimize.brentq(excess, middle, start))
+
+
+@pytest.mark.parametrize("shared", [0.0, SHARED])
+def test_a_ratios_interval_has_the_ratios_that_a_t_test_does_not_refuse(shared: float) -> None:
+    pairs = np.random.default_rng(1).normal([0.1, 1.0], [0.05, 0.1], size=(10, 2))
+    found = ratio([(float(a), float(b)) for a, b in pairs], shared)
+    assert found is not None and found.low is not None and found.high is not None
+    assert found.mean == pytest.approx(pairs[:, 0].mean() / pairs[:, 1].mean())
+    assert found.low == pytest.approx(limit(pairs, -3.0, shared)) and found.high == pytest.approx(
+        limit(pairs, 3.0, shared)
+    )
+
+
+def test_a_ratio_to_what_cannot_be_told_from_zero_has_no_interval() -> None:
+    assert ratio([(1.0, 1.0), (1.0, -1.1), (2.0, 0.3)]) is None
+    assert ratio([(1.0, 1.0)]) is None and ratio([(0.0, 0.0), (0.0, 0.0)]) is None
+
+
+def test_what_all_settings_have_in_common_is_no_part_of_their_intervals() -> None:
+    """For two settings the interval of each is that of half their paired difference, times the root of two."""
+    rng = np.random.default_rng(2)
+    folds: list[Replicate] = [(1, k) for k in range(6)]
+    level, a, b = rng.normal(0, 10, 6), rng.normal(0, 0.1, 6), rng.normal(0, 0.1, 6)
+    values = {
+        "a": {r: 1.5 + level[i] + a[i] for i, r in enumerate(folds)},
+        "b": {r: 1.2 + level[i] + b[i] for i, r in enumerate(folds)},
+    }
+    found = within({"a": values["a"], "b": {**values["b"], (1, 9): 50.0}})  # b alone has fold 9
+    difference = np.array([values["a"][r] - values["b"][r] for r in folds])
+    half = stats.t.isf(0.025, 5) * difference.std(ddof=1) / 2 * np.sqrt(2) / np.sqrt(6)
+    for name, point in found.items():
+        assert point.mean == pytest.approx(np.mean([values[name][r] for r in folds])) and point.n == 6
+        assert point.low is not None and point.mean - point.low == pytest.approx(half)
+    assert within({"a": values["a"], "b": {(1, 9): 50.0}}) == {} == within({})
+
+
+# -----------------------------------------------------------------------------
+# In a report
+
+PLACES = {"low": 0.5, "high": 2}
+SWEEP = {
+    "parts": {"a": {}, "b": {}},
+    "compare": {
+        "a": {"baseline": "a/p=2", "settings": ["a/p=3"]},
+        "b": {"baseline": "b/p=2", "settings": ["b/p=3"], "share_of": "a"},
+    },
+}
+
+
+def test_the_share_that_is_left_is_of_the_same_folds_by_iteration(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep", **SWEEP)
+    rng, differences = np.random.default_rng(3), {}
+    for fold, part in itertools.product(range(5), "ab"):
+        if (fold, part) == (4, "b"):
+            made.plan("b/p=3", 1, 4)  # not begun
+            continue
+        effect = {"a": 0.2, "b": 0.05}[part] + float(rng.normal(0, 0.01))
+        differences[fold, part] = -effect
+        made.run(f"{part}/p=2", fold, falling(1.5 + 0.1 * fold))
+        made.run(f"{part}/p=3", fold, falling(1.5 + 0.1 * fold - effect))
+    sweep = sweep_of(made.path)
+    families = compared_families(sweep)
+    found = shares(sweep, families, families[1])
+    wanted = ratio([(differences[fold, "b"], differences[fold, "a"]) for fold in range(4)], SHARED)
+    assert wanted is not None and list(found) == ["p=3"] and list(found["p=3"]) == [0, 10, 20, 30, 40]
+    for point in found["p=3"].values():
+        assert (point.mean, point.low, point.high) == pytest.approx((wanted.mean, wanted.low, wanted.high))
+    assert shares(sweep, families, families[0]) == {}
+    tables = [item for section in outline(sweep, families) for item in section.items if isinstance(item, Table)]
+    (row, *_) = rows_of(next(table for table in tables if "that is left" in table.title))
+    assert row["iteration"] == "0" and row["p=3"].startswith(f"{wanted.mean:.0%} ({wanted.low:.0%} to ")
+    report.report(sweep, tmp_path / "out", [])
+    drawn = charts_of(tmp_path / "out")["share_b"]
+    assert (tmp_path / "out" / "share_b.svg").is_file() and "share_a" not in charts_of(tmp_path / "out")
+    ends = [row for row in drawn["data"]["values"] if "low" in row]
+    assert ends and all(row["value"] == pytest.approx(wanted.mean) for row in ends)
+
+
+def test_final_losses_stand_over_the_words_of_the_settings(tmp_path: Path) -> None:
+    """A line for each rest of a name; folds that a setting has not are no part of it, and are named."""
+    names = [f"{word},p={p}" for p in (2, 3) for word in PLACES]
+    compare = {"x": {"pairs": [[names[2], names[0]], [names[3], names[1]]], "x": "a start", "x_of": PLACES}}
+    made = Made(tmp_path / "sweep", compare=compare)
+    finals = {}
+    for fold, (i, name) in itertools.product(range(3), enumerate(names)):
+        finals[name, fold] = 1.5 + fold + 0.01 * i + 0.001 * fold * i
+        path = made.plan(name, 1, fold)
+        if (name, fold) != (names[3], 2):
+            finish(path, {0: 4.0, 40: finals[name, fold]})
+    sweep = sweep_of(made.path)
+    report.report(sweep, tmp_path / "out", [])
+    chart = charts_of(tmp_path / "out")["final_x"]
+    rows = {(row["setting"], row["x"]): row for row in chart["data"]["values"]}
+    assert list(rows) == [("p=2", 0.5), ("p=3", 0.5), ("p=2", 2), ("p=3", 2)]
+    for (line, x), row in rows.items():
+        word = next(word for word, place in PLACES.items() if place == x)
+        assert row["value"] == pytest.approx(np.mean([finals[f"{word},{line}", k] for k in (0, 1)])) and row["n"] == 2
+        assert row["high"] - row["low"] < 0.2  # the folds are 1 apart
+    assert "high,p=3" in text_of(sweep).partition("Runs that are not done")[2]
+
+
+def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:
+    """p = 3 has its minimum ten to twenty iterations earlier, and the same one."""
+    compare = {"where": {"baseline": "p=2", "metric": "iter_of_min", "claim": "lower", "least": 5}}
+    made = Made(tmp_path / "sweep", compare=compare)
+    for fold in range(5):
+        made.run("p=2", fold, falling(1.5, 40))
+        made.run("p=3", fold, falling(1.5, 30 if fold else 20))
+    sweep = sweep_of(made.path)
+    ((family,), text) = compared_families(sweep), text_of(sweep)
+    assert [metric.key for metric in family.of] == ["iter_of_min"]
+    assert [*family.metrics[0][0].differences.values()] == [-20, -10, -10, -10, -10]
+    assert "earlier: p=3 −12.0 (−18.9 to −5.1); the claim that they are earlier is reproduced in 1." in text
+    assert "difference_where" not in text and "### Iteration of the lowest" in text and "### Lowest" not in text
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"share_of": "z"}, "compare.a.share_of=z is no entry of compare"),
+        ({"x": "a start"}, "x and x_of are given together"),
+        ({"x": "a start", "x_of": {"half": -1}}, "must be {word: number > 0}"),
+    ],
+)
+def test_what_a_report_could_not_draw_is_refused_before_a_run(more: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Definition(compare={"a": {"baseline": "p=2", **more}}).check()
+
+
+def test_the_temperatures_of_p_nano_are_the_multiples_that_their_names_say() -> None:
+    """Of the matched alpha, which has at every p the logit spread that the square root of d has at p = 2."""
+    from model.gpt import mean_norm_ratio
+
+    sweep = load_sweep("p_nano", {})
+    places = sweep.families["temperature"].x_of
+    for name, words in sweep.parts["temperature"].grid["words"].items():
+        settings = dict(word.split("=") for word in words)
+        p, alpha = float(settings["qk_norm.p"]), settings["qk_norm.alpha_init"]
+        matched = np.sqrt(32) / mean_norm_ratio(p, 32) ** 2
+        if alpha != "matched":
+            assert float(alpha) / matched == pytest.approx(places[name.split(",")[1]], rel=1e-3)
