@@ -478,7 +478,8 @@ RUNS = 2000 if os.environ.get("NANOQK_FAULTS") == "full" else 20
 
 
 def test_a_sweep_of_many_runs_with_kills_is_complete_and_its_launcher_stays_small(corpus: Path, tmp_path: Path) -> None:
-    """At most a fifth as many kills as runs: of one worker, or of each eighth time the launcher. Each run is trained once."""
+    """At most a fifth as many kills as runs: of one worker, or of each eighth time the launcher. Each run is trained
+    once."""
     seeds, choose = [*range(RUNS)], random.Random(2)
     sweep = tiny_sweep(tmp_path, corpus, "max_iters=2", "model.n_layer=1", grid={}, folds=None, seeds=seeds)
     folder, kills, sizes = tmp_path / "sweep", 0, []
