@@ -174,6 +174,20 @@ def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_
     assert any(r["type"] == "stats" for r in first)
 
 
+def test_a_run_that_diverges_is_failed_in_w_and_b_with_its_reason(
+    tmp_path: Path, tiny_run: list[str], program: Program
+) -> None:
+    words = ["optim.learning_rate=1e30", "grad_clip=0", "max_iters=20", "wandb.mode=offline", "out_dir=run"]
+    program("train.py", *tiny_run, *words, status=3)
+    eventually(lambda: any(r["type"] == "exit" for r in inspect(tmp_path / "run")[0]))  # a busy machine is not waited for
+    (records,) = inspect(tmp_path / "run")
+    summary: dict[str, Any] = {}
+    for record in records:
+        summary |= record.get("summary", {}).get("update", {})
+    assert summary["status"] == "diverged" and "at iteration" in summary["reason"]
+    assert [r["exit"]["exit_code"] for r in records if r["type"] == "exit"] == [1]  # W&B shows it as failed
+
+
 def test_samples_and_media_change_no_number(tmp_path: Path, tiny_run: list[str]) -> None:
     kept = {}
     for media in ("on", "off"):
