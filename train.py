@@ -28,7 +28,7 @@ from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
 from training.evaluate import LowestLoss, affordable_sample, diagnosed_batch, sampled_losses, validation_loss
 from training.meter import Diverged, Meter
-from training.optim import update_ratios, updating
+from training.optim import clone_weights, set_learning_rate, update_ratios, updating
 from training.origin import load_origin, with_origin
 from training.qk_clip import qk_clip
 from training.resume import (
@@ -122,24 +122,21 @@ def train(
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}
             is_last = step == config.max_iters or stopping
-            is_best = False
             if evaluates(step, config):
                 evaluate(session, run_dir, line)
-                # extra: an evaluation only because the run ends here
-                is_best = lowest.update(step, line["val/loss"], extra=step % config.eval_interval != 0)
+            extra = step % config.eval_interval != 0  # an evaluation only because the run ends here
+            is_best = "val/loss" in line and lowest.update(step, line["val/loss"], extra)
             if is_best or is_last or (saves(step, config) and step > start):  # a resumed start is saved already
                 save(session, run_dir, meter, line, is_best, lowest.keep_step)
             if is_last:
                 break
 
             # One update. Its random numbers follow from (seed, step, rank): there is no generator to save.
-            measured = model.named_parameters() if evaluates(step, config) else ()
-            old_weights = {name: p.detach().clone() for name, p in measured}
+            old_weights = clone_weights(model) if evaluates(step, config) else {}
             meter.start()  # cloning is not timed
             seed_generator(seed_of_update(config.seed, step, world.rank), machine.device)
             line["lr"] = learning_rate(step, config)
-            for group in optimizer.param_groups:
-                group["lr"] = line["lr"]
+            set_learning_rate(optimizer, line["lr"])
             loss = accumulate_gradients(session.forward, train_batches, len(micro_steps), machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)  # inf: measure only
             skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)

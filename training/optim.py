@@ -209,6 +209,11 @@ def assert_each_row_in_one_group(model: nn.Module, optimizer: Optimizer) -> None
     assert not held, "the optimizer holds a tensor that is no parameter of the model"
 
 
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 @contextlib.contextmanager
 def updating(model: Any) -> Iterator[None]:
     """Around an optimizer's step: what weights= does to an update. Rows that it gives a factor move by so much."""
@@ -275,6 +280,10 @@ def parameter_kind(name: str, p: Tensor) -> str:
     if p.dim() < 2:
         return "norm"  # the gains of norms; biases count here too
     return "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
+
+
+def clone_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
 from scripts.benchmarks.timing import Built, Turn, gpu_memory
 from sweeps.plan import compose
 from training.config import AdamWOptions, load_config
-from training.optim import updating
+from training.optim import set_learning_rate, updating
 from training.schedule import learning_rate
 
 SECONDS = 5.0  # of a turn, where iters= is not given
@@ -54,8 +54,7 @@ def ours(words: list[str]) -> Built:
         for step in itertools.islice(steps, n):
             meter.start()
             seed_generator(seed_of_update(config.seed, step, 0), machine.device)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step % config.max_iters, config)
+            set_learning_rate(optimizer, learning_rate(step % config.max_iters, config))
             loss = accumulate_gradients(session.forward, batches, n_micro_batches, machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
             skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
