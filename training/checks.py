@@ -42,9 +42,9 @@ def first_not_finite(session: Session, step: int) -> str:
 
     hooks = []
     for name, module in model.named_modules():
-        if name.endswith("attn.c_proj"):
+        if name.endswith(("attn.output", "attn.c_proj")):  # what the seam gets, and what it makes of that
             n_head = model.attentions[0].n_head
-            what = f"the attention of {name.removesuffix('.c_proj')}"
+            what = f"the attention of {name.rpartition('.')[0]}"
             hooks.append(module.register_forward_pre_hook(lambda _, x, s=what, n=n_head: look(s, n, x[0])))
         elif name:
             what = f"the output of {name}"
