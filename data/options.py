@@ -28,10 +28,7 @@ class FoldedTextOptions:
     fold: Annotated[int | None, Help("the block that is held out, 0 .. folds - 1; null: the last 10 %")] = None
     split: Annotated[
         Literal["contiguous", "shuffled", "near", "far"],
-        Help(
-            "shuffled: windows of block_size tokens, dealt to the folds at random, which leaks neighbours; "
-            "near, far: some of these windows, with as much training text around them or far from them"
-        ),
+        Help("shuffled: windows at random; near, far: training text around such windows, or far away"),
     ] = "contiguous"
     vocab_size: Annotated[
         int | None, Between(257, MOST_TOKENS), BeforeItExisted(None), Help(f"of tokenizer=bpe; null: {BPE_VOCAB_SIZE}")

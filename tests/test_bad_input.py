@@ -28,7 +28,7 @@ BAD: dict[str, list[str]] = {
     "qk_norm=lp qk_norm.q=3": ["qk_norm.q=3", "unknown"],
     "qk_norm=none qk_norm.p=3": ["qk_norm.p=3", "unknown"],
     "qk_norm=none +qk_norm.p=3": ["qk_norm.p=3", "unknown"],
-    "qk_norm=l2": ["qk_norm=l2", "lp, none, rms"],
+    "qk_norm=l2": ["qk_norm=l2", "lp, ngpt, none, rms"],
     "model=gpt5": ["model=gpt5", "baby_gpt, gpt2_124m"],
     "qk_norm.name=l2": ["qk_norm.name=l2", "none, lp, rms"],
     "nogroup/x=1": ["nogroup/x"],

@@ -197,7 +197,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("part", ["kills", "damage", "input", "disk", "hostile", "sweep"])
 def test_each_part_of_the_faults_is_one_command(part: str) -> None:
-    make = ["make", "--old-file=.venv/setup-test", "test-faults"]
+    make = ["make", "--no-print-directory", "--old-file=.venv/setup-test", "test-faults"]
     said = subprocess.run([*make, "--dry-run", f"part={part}"], cwd=ROOT, capture_output=True, text=True).stdout
     (line,) = said.splitlines()
     assert "pytest" in line and re.findall(r"tests/test_\w+\.py", line)

@@ -132,7 +132,7 @@ def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(
     dark: bool, sweep: Made, tmp_path: Path, browser: Page
 ) -> None:
     for n in range(68):
-        path = running(sweep, f"{HOSTILE}/p={n % 14}", n // 14, 5000)
+        path = running(sweep, f"{HOSTILE}/p={1 + n % 14}", n // 14, 5000)
         lines = [{"iter": i, "train/loss": 4 - i / 5000, "grad_norm": 1.0, "tok_per_sec": 900.0} for i in range(5000)]
         for line in lines[::500]:
             line["val/loss"] = line["train/loss"] + 0.1
