@@ -12,7 +12,7 @@ Correct?
 How fast?
   paper       operators, FLOPs and bytes of an update, counted without a GPU
   profile     an update of baby_gpt and mla_400m: tokens/s, MFU, memory, compilation, launches, idle time
-  turns       baby_gpt against compiled nanoGPT by turns (peer=PATH)
+  turns       baby_gpt and compiled nanoGPT, alternating (peer=PATH)
   norms       every p of Lp QK-norm against p = 2
   decode      a step of MLA with 4k to 256k positions, beside the paper's Table 2
   sweep       1, 2 and 3 workers on a GPU

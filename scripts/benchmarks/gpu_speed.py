@@ -97,7 +97,7 @@ def covered(ranges: Iterable[tuple[float, float]]) -> float:
 
 
 def turns(asked: CheckOptions, words: list[str]) -> Rows:
-    """baby_gpt's update and that of compiled nanoGPT, by turns. Ratios: times as long as ours."""
+    """Alternating updates of baby_gpt and of compiled nanoGPT. Ratios: times as long as ours."""
     if asked.peer is None:
         raise Skipped("needs peer=PATH, a checkout of nanoGPT")
     options = bench_train.BenchOptions(peer=asked.peer, rounds=asked.rounds)
