@@ -324,6 +324,15 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
     assert "Highest stable learning rate" in text
 
 
+def test_three_learning_rates_get_no_figure_of_final_losses(tmp_path: Path) -> None:
+    sweep = Made(tmp_path / "sweep")
+    at_rates(sweep, 2, 1, {rate: {0: 4.0, 20: 3.0, 40: 2.0 + rate} for rate in (0.1, 0.2, 0.4)})
+    report.report(read_sweep(sweep.path, "made"), tmp_path / "out", [])
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "Highest stable learning rate" in text and "stability.svg" not in text
+    assert not (tmp_path / "out" / "stability.svg").exists()
+
+
 def test_the_run_that_rises_most_decides_and_not_the_one_with_the_highest_loss(tmp_path: Path) -> None:
     sweep = Made(tmp_path / "sweep")
     for seed, (first, peak) in {1: (4.30, 4.85), 2: (4.45, 4.90)}.items():

@@ -146,12 +146,12 @@ def share_figure(family: Family, left: Mapping[str, Mapping[int, Point]]) -> Fig
 
 
 def rate_figures(sweep: Sweep) -> list[Figure]:
-    """Where learning rates are swept: the final losses, and each metric with a panel a rate; [] where they are not."""
+    """Where learning rates are swept: the final losses by rate, and each metric with a panel a rate."""
     finals = final_losses(sweep)
-    if not any(losses for of in finals.values() for losses in of.values()):
-        return []
-    found = [Figure("stability", sweep.title, charts.stability_chart(finals), STABILITY)]
     variants = by_rate(sweep)
+    found = []
+    if max((sum(map(bool, losses.values())) for losses in finals.values()), default=0) > FEW:
+        found.append(Figure("stability", sweep.title, charts.stability_chart(finals), STABILITY))
     by_key: dict[str, dict[str, list[Series]]] = {}
     for rate in sorted({rate for of in variants.values() for rate in of}):
         names = {of[rate]: variant for variant, of in variants.items() if rate in of}
