@@ -31,6 +31,9 @@ alpha, half, stats = draw(3, 1, 1).abs(), draw(2, 3, 40, 32, seed=3).to(bf16), t
 bias, keys, values = draw(32, seed=4), draw(2, 3, 40, 32, seed=5).to(bf16), draw(2, 3, 40, 32, seed=6).to(bf16)
 w, q, latent = draw(4, 5, 6), draw(1, 4, 1, 5), draw(1, 1, 6)
 strided = draw(2, 3, 32, 40).mT
+one, one_rope = draw(2, 3, 1, 32, seed=7).to(bf16), draw(2, 3, 1, 16, seed=8).to(bf16)
+latents, k_ropes = draw(2, 9, 32, seed=9).to(bf16)[:, :8], draw(2, 8, 16, seed=10).to(bf16)
+key_scale = draw(2, 8, 3, seed=11).to(bf16)
 CALLS: dict[str, list[tuple[Any, ...]]] = {
     "rms_norm": [(x, weight, 1e-6), (half, weight, 1e-6), (strided, weight, 1e-6)],
     "rms_norm_backward": [(y, x, weight, 1e-6), (half, strided, weight, 1e-6)],
@@ -50,7 +53,10 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (half, half, half, half, stats, None, 0.2, 0.0, 51, seed),
         (half, half, half, half, stats, stats[0].clone(), 0.2, 1.5, 51, seed),
     ],
-}
+    "latent_attention": [
+        (one, one_rope, latents, k_ropes, None, 0.2, False), (one, one_rope, latents, k_ropes, key_scale, 0.2, True),
+    ],
+}  # fmt: skip
 WRONG: dict[str, list[tuple[Any, ...]]] = {
     "rms_norm": [
         (x.double(), weight, 1e-6), (x, weight[:31], 1e-6), (x, weight[:, None], 1e-6), (draw(2049), draw(2049), 1e-6),
@@ -91,6 +97,17 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         (half, half, half, half, stats[:1], None, 0.2, 0.0, 0, None),
         (half, half, half, half, stats, stats, 0.2, 0.0, 0, None),
         (half[..., :16], half, half, half, stats, None, 0.2, 0.0, 0, None),
+    ],
+    "latent_attention": [
+        (*given, 0.2, False)
+        for given in (
+            (one.float(), one_rope, latents, k_ropes, None), (half, one_rope, latents, k_ropes, None),
+            (one, one_rope[:, :2], latents, k_ropes, None), (one, one_rope, latents[..., :16], k_ropes, None),
+            (one, one_rope, latents[:1], k_ropes, None), (one, one_rope, latents[:, :0], k_ropes[:, :0], None),
+            (one, one_rope, latents, k_ropes[..., :15], None), (one, one_rope, latents, k_ropes[:, :7], None),
+            (one[..., :16], one_rope, latents[..., :16], k_ropes, None), (one, one_rope, latents[0], k_ropes, None),
+            (one, one_rope, latents, k_ropes, key_scale.float()), (one, one_rope, latents, k_ropes, key_scale[:, :7]),
+        )
     ],
 }  # fmt: skip
 DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -338,6 +338,53 @@ def test_what_a_call_leaves_behind_does_not_show_in_the_next(dropped: int) -> No
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(outcome(*small), before, strict=True))
 
 
+LATENTS = {  # B, nh, S, kr, dr
+    "one position": (2, 16, 1, 64, 16), "an odd number": (1, 4, 37, 32, 2), "three parts": (2, 5, 2500, 64, 16),
+    "two groups of heads": (1, 20, 1030, 96, 32), "DeepSeek-V3's shard": (1, 16, 300, 512, 64),
+}  # fmt: skip
+
+
+@needs_bf16
+@pytest.mark.parametrize("norm", ["none", "blockwise", "unified"])
+@pytest.mark.parametrize("shape", LATENTS.values(), ids=LATENTS)
+def test_attention_over_latents_is_its_reference(shape: tuple[int, ...], norm: str) -> None:
+    """On any number of threads, with a cache that holds more; later positions, NaN here, are not read."""
+    B, nh, S, kr, dr = shape
+    q, q_rope = draw(B, nh, 1, kr, seed=1).bfloat16(), draw(B, nh, 1, dr, seed=2).bfloat16()
+    cached = [draw(B, S + 3, n, seed=n).bfloat16() for n in (kr, dr, nh)]
+    for x in cached:
+        x[:, S:] = torch.nan
+    latent, k_rope, s = (x[:, :S] for x in cached)
+    key_scale = None if norm == "none" else s
+    given = (q, q_rope, latent, k_rope, key_scale)
+    y, lse = kernels.latent_attention(*given, 0.3, norm == "unified")
+    exact = [None if x is None else x.double() for x in given]
+    reference: Any = ops.latent_attention_reference
+    expected, sums = reference(*exact, None, 0.3, norm == "unified", None, True)
+    assert sums is not None and y.shape == expected.shape and y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), expected, rtol=2.0**-8, atol=2.0**-8 * expected.std().item())
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-5)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2 if threads == 1 else 1)
+    try:
+        again = kernels.latent_attention(*given, 0.3, norm == "unified")
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(again[0], y) and torch.equal(again[1], lse)
+
+
+@needs_bf16
+def test_attention_over_latents_with_logits_that_exp_cannot_take_and_nan() -> None:
+    q, q_rope = draw(1, 3, 1, 32, seed=1).bfloat16(), torch.zeros(1, 3, 1, 2).bfloat16()
+    latent, k_rope = draw(1, 1500, 32, seed=2).bfloat16(), torch.zeros(1, 1500, 2).bfloat16()
+    y, lse = kernels.latent_attention(1e4 * q, q_rope, latent, k_rope, None, 10.0, False)
+    best = (q[0, :, 0].double() @ latent[0].double().T).argmax(-1)
+    assert torch.equal(y[0, :, 0], latent[0, best]) and lse.isfinite().all()
+    q[0, 1, 0, 7] = torch.nan
+    y, lse = kernels.latent_attention(q, q_rope, latent, k_rope, None, 0.2, False)
+    assert y[0, 1].isnan().all() and lse[0, 1].isnan().all() and y[0, ::2].isfinite().all()
+
+
 # -----------------------------------------------------------------------------
 # Between a block's matmuls
 
@@ -397,10 +444,15 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def with_bf16(name: str) -> str:
+    return name if "avx512_bf16" in cpu_flags() else ""
+
+
 def test_a_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """All else goes to the reference: other dtypes, devices and sizes, p as data, fp16 autocast, too few elements."""
     names, x, weight, q = called(monkeypatch), draw(300, 64), torch.ones(64), heads(1, 2, 8, 16, 0)
     half, double, odd = x.bfloat16(), x.double(), heads(1, 2, 8, 24, 0)
+    latents = tuple(draw(*shape).bfloat16() for shape in ((1, 2, 1, 32), (1, 2, 1, 2), (1, 8, 32), (1, 8, 2)))
     takes: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
         ("rms_norm", ops.rms_norm, (half, weight, 1e-6)),
         ("", ops.rms_norm, (double, weight, 1e-6)),
@@ -419,9 +471,13 @@ def test_a_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> Non
         ("", ops.dropout_add, (double, double, 0.1)),
         ("dropout", ops.dropout, (x, 0.1)),
         ("", ops.dropout, (x, 0.0)),
-        ("attention" if "avx512_bf16" in cpu_flags() else "", ops.causal_attention, (q, q, q, 1.0)),
+        (with_bf16("attention"), ops.causal_attention, (q, q, q, 1.0)),
         ("", ops.causal_attention, (q, q, q, -1.0)),
         *(("", ops.causal_attention, (*qkv, 1.0)) for qkv in ((3 * (q.float(),)), 3 * (odd,), (q[:, :, :2], q, q))),
+        (with_bf16("latent_attention"), ops.latent_attention, (*latents, None, None, 1.0, False)),
+        ("", ops.latent_attention, (*latents, None, torch.ones(1, 2, 1, 8), 1.0, False)),
+        ("", ops.latent_attention, (*latents, None, None, 1.0, False, ops.Softcap(2.0))),
+        ("", ops.latent_attention, (*(x.float() for x in latents), None, None, 1.0, False)),
     ]
     with torch.no_grad():
         for name, function, args in takes:
@@ -452,7 +508,7 @@ def test_a_model_learns_alike_with_and_without(layout: str, monkeypatch: pytest.
             of_run.append(loss.item())
         losses.append(of_run)
         used = {"rms_norm", "layer_norm", "gelu", "dropout", "dropout_add"}
-        used |= {"attention"} if "avx512_bf16" in cpu_flags() else set()
+        used |= {with_bf16("attention")} - {""}
         assert set(names) == (set() if context is operations_alone else used)
         names.clear()
     assert losses[0] == pytest.approx(losses[1], abs=0.01) and losses[0][0] - losses[0][-1] > 0.05
@@ -472,3 +528,25 @@ def test_decoding_takes_them(norm: str, scales: list[str], monkeypatch: pytest.M
         model(torch.tensor([[4]]), caches=caches, pos=3)
     of_norm = [] if norm == "none" else 3 * ["lp_norm" if norm == "lp3" else "rms_norm"]  # queries, shared RoPE key
     assert sorted(names) == sorted(2 * (["rms_norm", "fold", *scales] + of_norm))
+
+
+@needs_bf16
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "layout,name",
+    [("blockwise", "none"), ("blockwise", "rms"), ("blockwise", "sink"), ("unified", "rms"), ("unified", "lp3")],
+)
+def test_absorbed_decoding_in_bf16_attends_by_the_kernel(
+    layout: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mla = MLAOptions(kv_rank=32, nope_dim=16, rope_dim=16, v_dim=16, qk_norm_layout=layout)
+    model = build(config_of(mla, name), dtype=torch.float32)
+    idx, names, logits = random_tokens(3, 9), called(monkeypatch), []
+    for context in (nullcontext, operations_alone):
+        with torch.autocast("cpu", torch.bfloat16), context():
+            caches = model.new_caches(3, 12, torch.bfloat16)
+            model(idx[:, :8], caches=caches)
+            names.clear()
+            logits.append(model(idx[:, 8:], caches=caches, pos=8)[0])
+        assert ("latent_attention" in names) == (context is nullcontext)
+    torch.testing.assert_close(*logits, rtol=0.02, atol=0.02 * logits[1].float().std().item())

@@ -7,11 +7,10 @@
 
 #include "kernels.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#ifdef HAS_BF16
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <immintrin.h>
 
 constexpr int64_t ROWS = 64;  // queries at a time
 constexpr int64_t PANEL = 64; // columns of a right operand that are stored together
@@ -101,10 +100,6 @@ void transposed(const uint16_t *x, int64_t stride, int64_t rows, int64_t n, uint
     }
 }
 
-inline __m512i row_pair(__m256i first, __m256i second) {
-  return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
-}
-
 // x (rows, n) as the right operand x: words of two rows; zeros after them up to `height` words
 void paired(const uint16_t *x, int64_t stride, int64_t rows, int64_t n, uint32_t *to, int64_t height) {
   for (int64_t w = 0; w < height; w++)
@@ -115,9 +110,6 @@ void paired(const uint16_t *x, int64_t stride, int64_t rows, int64_t n, uint32_t
       _mm512_storeu_si512(to + c / PANEL * PANEL * height + w * PANEL + c % PANEL, row_pair(row[0], row[1]));
     }
 }
-
-inline __m256i rounded(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-inline void put(uint16_t *to, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), x); }
 
 void write_rows(const float *x, int64_t rows, int64_t n, const float *factor, float all, uint16_t *to, int64_t stride) {
   for (int64_t r = 0; r < rows; r++)
@@ -152,16 +144,6 @@ void over_queries(const uint32_t *a, int64_t P, const uint32_t *b, float *c, int
   for (int64_t r = 0; r < queries; r += 16)
     product(a + r / 2 * P + i + r, 1, P, b + r / 2 * PANEL, ROWS / 2, c + (i + r) * n, n, 16, n, (queries - r) / 2,
             true);
-}
-
-inline __m512 exponential(__m512 x) { // of x <= 88, to 2 ulp; of less than -104 it is 0
-  x = _mm512_max_ps(_mm512_set1_ps(-104.f), x); // this order of the operands keeps nan
-  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x), y = _mm512_set1_ps(1.9875691500e-4f);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f})
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(y, n);
 }
 
 // The logits of products of queries and keys, less that of `largest`

@@ -17,7 +17,7 @@ from core.device import cpu_flags
 from core.files import cache_folder, write_atomic
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / f"{name}.cpp" for name in ("norms", "attention", "block")]
+SOURCES = [HERE / f"{name}.cpp" for name in ("norms", "attention", "block", "mla_decode")]
 TORCH = Path(torch.__file__).parent
 FLAGS = [
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC",

@@ -8,7 +8,8 @@
 #include <optional>
 #include <tuple>
 #include <vector>
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAS_BF16
 #include <immintrin.h>
 #endif
 
@@ -132,7 +133,7 @@ inline float to_float(bf16 x) {
 
 inline void store(float *to, const float *x, int64_t n) { std::memcpy(to, x, 4 * n); }
 inline void store(bf16 *to, const float *x, int64_t n) { // to the nearest, ties to even
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#ifdef HAS_BF16
   for (int64_t e = 0; e < n; e += 16) {
     __mmask16 there = n - e < 16 ? (1 << (n - e)) - 1 : 0xffff;
     _mm256_mask_storeu_epi16(to + e, there, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(there, x + e)));
@@ -159,3 +160,23 @@ inline void random_bytes(int64_t seed, int64_t block, uint8_t bytes[64]) {
   }
   std::memcpy(bytes, words, 64);
 }
+
+#ifdef HAS_BF16
+inline __m512i row_pair(__m256i first, __m256i second) {
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
+}
+
+inline __m256i rounded(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+inline void put(uint16_t *to, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), x); }
+inline __m512 widened(__m256i x) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
+
+inline __m512 exponential(__m512 x) { // of x <= 88, to 2 ulp; of less than -104 it is 0
+  x = _mm512_max_ps(_mm512_set1_ps(-104.f), x); // this order of the operands keeps nan
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x), y = _mm512_set1_ps(1.9875691500e-4f);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f})
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(y, n);
+}
+#endif

@@ -56,6 +56,15 @@ def attends() -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("nanoqk::attention", "CPU")
 
 
+def can_attend_latents(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
+    """Whether latent_attention() takes q_latent (B, nh, T, kr): T = 1, all in bf16, on a CPU that multiplies in it."""
+    given = (q_latent, latent, k_rope, *([] if key_scale is None else [key_scale]))
+    if q_latent.size(2) != 1 or latent.size(-1) % 32 or any(x.dtype != torch.bfloat16 for x in given):
+        return False
+    even = all(n % 2 == 0 for x in (latent, k_rope) for n in (x.size(-1), *x.stride()[:-1]))
+    return even and available(latent) and attends()
+
+
 # To a compiler both are constants: torch.compiler.assume_constant_result(), without loading the compiler, 2 seconds
 for asked in (loaded, attends):
     asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -163,6 +172,16 @@ class Attention(torch.autograd.Function):
         group = q.size(1) // k.size(1)
         grad_k, grad_v = (x if group == 1 else x.unflatten(1, (-1, group)).sum(2) for x in grads[1:])
         return grads[0], grad_k, grad_v, None, None, None, None
+
+
+def latent_attention(
+    q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None,
+    scale: float, scaled_rope: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of one position over latents, as that of ops.py, without a derivative: the output (B, nh, 1, kr) and
+    the log-sum-exp (B, nh, 1) in fp32 of q_latent (B, nh, 1, kr), q_rope (B, nh, 1, dr), latent (B, S, kr),
+    k_rope (B, S, dr), key_scale (B, S, nh)."""
+    return nanoqk.latent_attention(q_latent, q_rope, latent, k_rope, key_scale, scale, scaled_rope)
 
 
 # -----------------------------------------------------------------------------
@@ -291,6 +310,10 @@ FAKES: dict[str, Callable[..., Any]] = {
     ),
     "attention_backward": lambda grad, q, k, v, softmax, grad_lse, scale, cap, dropped, seed: tuple(
         like_heads(q, x.size(-1)) for x in (q, k, v)
+    ),
+    "latent_attention": lambda q_latent, q_rope, latent, k_rope, key_scale, scale, scaled_rope: (
+        dense(q_latent),
+        q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32),
     ),
     "layer_norm": lambda x, weight, bias, eps, centred, dtype: dense(x, dtype),
     "layer_norm_backward": lambda grad, x, weight, has_bias, eps, centred: (

@@ -1,0 +1,228 @@
+// Absorbed decoding of MLA on a CPU with AVX-512 bf16: the one query of each head attends to latents that are its keys
+// and its values, in one pass over them. Positions are worked on in parts, whose results are then joined
+// (Flash-Decoding), so that a result does not depend on the number of threads. A vector has a lane for each of 16 heads
+// where it holds logits. Logits, softmax and sums are fp32; probabilities are rounded to bf16 as operands.
+
+#include "kernels.h"
+
+#ifdef HAS_BF16
+#include <cmath>
+
+constexpr int64_t LANES = 16;
+constexpr int64_t BLOCK = 128; // positions whose logits are held; their latents stay in a cache
+constexpr int64_t PART = 1024;  // positions of a part
+constexpr int64_t TILE = 8;    // positions, or heads, whose sums are in registers
+
+struct Rows { // (batch, position, channel) in words of two bf16
+  const uint32_t *data;
+  int64_t batch, row, words;
+  const uint32_t *at(int64_t b, int64_t t) const { return data + b * batch + t * row; }
+};
+
+struct Decode {
+  int64_t batch, groups, length, threads; // groups of 16 heads
+  Rows latent, k_rope;
+  const uint16_t *key_scale; // (batch, position, head), or null
+  int64_t scale_batch, scale_row, heads;
+  bool scaled_rope;
+  float scale;
+
+  int64_t parts() const { return (length + PART - 1) / PART; }
+  int64_t floats() const { return LANES * (2 + 2 * latent.words); } // of a group's result: largest, sum, output
+};
+
+// The products of rows t to t + 7 with the queries of 16 heads, (words, 16). `last` stands for rows behind it.
+inline void products(const Rows &x, int64_t b, int64_t t, int64_t last, const uint32_t *q, __m512 (&sum)[TILE]) {
+  const uint32_t *row[TILE];
+  for (int i = 0; i < TILE; i++) row[i] = x.at(b, std::min(t + i, last)), sum[i] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < x.words; k++) {
+    if (k % 16 == 0)
+      for (int i = 0; i < TILE; i++) _mm_prefetch(row[i] + TILE * x.row + k, _MM_HINT_T0); // the next tile's
+    __m512bh right = (__m512bh)_mm512_load_si512(q + k * LANES);
+    for (int i = 0; i < TILE; i++)
+      sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)_mm512_set1_epi32(row[i][k]), right);
+  }
+}
+
+// The logits of n positions from t on, as (position, 16 heads); returns the largest of each head and of `largest`
+__m512 logits_of(const Decode &d, int64_t b, int64_t group, int64_t t, int64_t n, const uint32_t *q, __m512 largest,
+                 float (&logits)[BLOCK][LANES]) {
+  int64_t here = std::min(LANES, d.heads - group * LANES);
+  for (int64_t i = 0; i < n; i += TILE) {
+    __m512 content[TILE], rope[TILE];
+    products(d.latent, b, t + i, d.length - 1, q, content);
+    products(d.k_rope, b, t + i, d.length - 1, q + d.latent.words * LANES, rope);
+    for (int64_t j = 0; j < std::min(TILE, n - i); j++) {
+      __m512 x = content[j];
+      if (d.key_scale) {
+        const uint16_t *from = d.key_scale + b * d.scale_batch + (t + i + j) * d.scale_row + group * LANES;
+        __m512 s = widened(_mm256_maskz_loadu_epi16((1 << here) - 1, from));
+        x = d.scaled_rope ? _mm512_mul_ps(_mm512_add_ps(x, rope[j]), s) : _mm512_fmadd_ps(x, s, rope[j]);
+      } else
+        x = _mm512_add_ps(x, rope[j]);
+      x = _mm512_mul_ps(x, _mm512_set1_ps(d.scale));
+      _mm512_store_ps(logits[i + j], x);
+      largest = _mm512_max_ps(largest, x);
+    }
+  }
+  return largest;
+}
+
+// output (words / 16, 16 heads, 32 channels) = factor output + p x for n positions from t on; p in words of two of them.
+// Channels are in the order in which unpacking leaves them.
+void add_values(const Decode &d, int64_t b, int64_t t, int64_t n, const uint32_t (&p)[BLOCK / 2][LANES],
+                const float *factor, int64_t heads, float *output) {
+  for (int64_t c = 0; c < d.latent.words; c += 16)
+    for (int64_t h = 0; h < heads; h += TILE) {
+      float *to = output + (c * LANES + h * 16) * 2;
+      __m512 sum[TILE][2];
+      for (int i = 0; i < TILE; i++)
+        for (int j = 0; j < 2; j++)
+          sum[i][j] = _mm512_mul_ps(_mm512_set1_ps(factor[h + i]), _mm512_loadu_ps(to + 32 * i + 16 * j));
+      for (int64_t i = 0; i < n; i += 2) {
+        __m512i first = _mm512_loadu_si512(d.latent.at(b, t + i) + c);
+        __m512i second = _mm512_loadu_si512(d.latent.at(b, t + std::min(i + 1, n - 1)) + c);
+        if (h == 0)
+          for (int64_t j = 0; j < 2; j++) _mm_prefetch(d.latent.at(b, t + i + j + BLOCK) + c, _MM_HINT_T1);
+        __m512bh low = (__m512bh)_mm512_unpacklo_epi16(first, second);
+        __m512bh high = (__m512bh)_mm512_unpackhi_epi16(first, second);
+        for (int k = 0; k < TILE; k++) {
+          __m512bh weight = (__m512bh)_mm512_set1_epi32(p[i / 2][h + k]);
+          sum[k][0] = _mm512_dpbf16_ps(sum[k][0], weight, low);
+          sum[k][1] = _mm512_dpbf16_ps(sum[k][1], weight, high);
+        }
+      }
+      for (int i = 0; i < TILE; i++)
+        for (int j = 0; j < 2; j++) _mm512_storeu_ps(to + 32 * i + 16 * j, sum[i][j]);
+    }
+}
+
+// Positions first to end - 1, of all heads. q (groups, words of latent and k_rope, 16); result (groups, floats())
+void attend(const Decode &d, int64_t b, int64_t first, int64_t end, const uint32_t *q, float *result) {
+  alignas(64) float logits[BLOCK][LANES];
+  alignas(64) uint32_t p[BLOCK / 2][LANES];
+  alignas(64) float factor[LANES];
+  for (int64_t g = 0; g < d.groups; g++) {
+    float *of = result + g * d.floats();
+    std::fill(of, of + LANES, -INFINITY);
+    std::fill(of + LANES, of + d.floats(), 0.f);
+  }
+  for (int64_t t = first; t < end; t += BLOCK)
+    for (int64_t g = 0; g < d.groups; g++) {
+      float *of = result + g * d.floats();
+      int64_t n = std::min(BLOCK, end - t);
+      __m512 before = _mm512_loadu_ps(of), sum = _mm512_loadu_ps(of + LANES);
+      const uint32_t *queries = q + g * LANES * (d.latent.words + d.k_rope.words);
+      __m512 largest = logits_of(d, b, g, t, n, queries, before, logits);
+      _mm512_store_ps(factor, exponential(_mm512_sub_ps(before, largest)));
+      sum = _mm512_mul_ps(sum, _mm512_load_ps(factor));
+      for (int64_t i = 0; i < n; i += 2) {
+        __m512 x[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+        for (int64_t j = 0; j < std::min<int64_t>(2, n - i); j++) {
+          x[j] = exponential(_mm512_sub_ps(_mm512_load_ps(logits[i + j]), largest));
+          sum = _mm512_add_ps(sum, x[j]);
+        }
+        _mm512_store_si512(p[i / 2], row_pair(rounded(x[0]), rounded(x[1])));
+      }
+      _mm512_storeu_ps(of, largest), _mm512_storeu_ps(of + LANES, sum);
+      add_values(d, b, t, n, p, factor, std::min(LANES, d.heads - g * LANES), of + 2 * LANES);
+    }
+}
+
+// y (heads, channels) and lse (heads) of a sequence from the results of its parts
+void join(const Decode &d, const float *results, uint16_t *y, float *lse) {
+  const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  int64_t parts = d.parts(), step = d.groups * d.floats();
+  std::vector<float> factor(parts);
+  for (int64_t h = 0; h < d.heads; h++) {
+    const float *of = results + h / LANES * d.floats() + h % LANES;
+    float largest = of[0], sum = 0;
+    for (int64_t i = 0; i < parts; i++) largest = std::max(largest, of[i * step]);
+    for (int64_t i = 0; i < parts; i++) {
+      factor[i] = std::exp(of[i * step] - largest);
+      sum += factor[i] * of[i * step + LANES];
+    }
+    lse[h] = largest + std::log(sum);
+    for (int64_t c = 0; c < d.latent.words; c += 16) {
+      const float *x = results + h / LANES * d.floats() + 2 * LANES + (c * LANES + h % LANES * 16) * 2;
+      __m512 low = _mm512_setzero_ps(), high = low;
+      for (int64_t i = 0; i < parts; i++) {
+        __m512 weight = _mm512_set1_ps(factor[i] / sum);
+        low = _mm512_fmadd_ps(weight, _mm512_loadu_ps(x + i * step), low);
+        high = _mm512_fmadd_ps(weight, _mm512_loadu_ps(x + i * step + 16), high);
+      }
+      put(y + h * 2 * d.latent.words + 2 * c, rounded(_mm512_permutex2var_ps(low, first, high)));
+      put(y + h * 2 * d.latent.words + 2 * c + 16, rounded(_mm512_permutex2var_ps(low, second, high)));
+    }
+  }
+}
+
+// Queries (heads, channels) of a sequence as (groups, words, 16), at word `first` of `words`
+void pack(const Tensor &q, int64_t b, int64_t words, int64_t first, uint32_t *to) {
+  for (int64_t h = 0; h < q.size(1); h++) {
+    const uint16_t *from = pointer<uint16_t>(q) + b * q.stride(0) + h * q.stride(1);
+    for (int64_t k = 0; k < q.size(3) / 2; k++)
+      std::memcpy(to + (h / LANES * words + first + k) * LANES + h % LANES, from + 2 * k, 4);
+  }
+}
+
+Rows rows(const Tensor &x) {
+  bool even = x.stride(0) % 2 == 0 && x.stride(1) % 2 == 0 && x.size(2) % 2 == 0;
+  STD_TORCH_CHECK(even, "latents need even strides and sizes");
+  return {pointer<uint32_t>(x), x.stride(0) / 2, x.stride(1) / 2, x.size(2) / 2};
+}
+
+std::tuple<Tensor, Tensor> latent_attention(const Tensor &given_q, const Tensor &given_q_rope, const Tensor &given_latent,
+                                            const Tensor &given_k_rope, const MaybeTensor &given_scale, double scale,
+                                            bool scaled_rope) {
+  Tensor q = contiguous_last_dim(given_q), q_rope = contiguous_last_dim(given_q_rope);
+  Tensor latent = contiguous_last_dim(given_latent), k_rope = contiguous_last_dim(given_k_rope);
+  MaybeTensor key_scale = given_scale ? MaybeTensor(contiguous_last_dim(*given_scale)) : std::nullopt;
+  for (const Tensor &x : {q, q_rope, latent, k_rope}) STD_TORCH_CHECK(is_bf16(x), "all must be bf16 on a CPU");
+  STD_TORCH_CHECK(q.dim() == 4 && q_rope.dim() == 4 && latent.dim() == 3 && k_rope.dim() == 3, "q must be (B, nh, 1, kr)");
+  int64_t B = q.size(0), nh = q.size(1), S = latent.size(1), kr = latent.size(2), dr = k_rope.size(2);
+  bool fits = q.size(2) == 1 && q.size(3) == kr && latent.size(0) == B && k_rope.size(0) == B && k_rope.size(1) == S &&
+              q_rope.size(0) == B && q_rope.size(1) == nh && q_rope.size(2) == 1 && q_rope.size(3) == dr;
+  STD_TORCH_CHECK(fits && S > 0 && kr % 32 == 0, "must be q (B, nh, 1, kr), latent (B, S, kr), kr a multiple of 32");
+  Decode d{B, (nh + LANES - 1) / LANES, S, torch::stable::get_num_threads(), rows(latent), rows(k_rope)};
+  d.heads = nh, d.scaled_rope = scaled_rope, d.scale = scale;
+  if (key_scale) {
+    STD_TORCH_CHECK(is_bf16(*key_scale) && key_scale->dim() == 3 && key_scale->size(0) == B &&
+                        key_scale->size(1) == S && key_scale->size(2) == nh,
+                    "key_scale must be (B, S, nh) in bf16");
+    d.key_scale = pointer<uint16_t>(*key_scale);
+    d.scale_batch = key_scale->stride(0), d.scale_row = key_scale->stride(1);
+  }
+  Tensor y = empty({B, nh, 1, kr}, aoti_torch_dtype_bfloat16()), lse = empty({B, nh, 1}, aoti_torch_dtype_float32());
+  int64_t words = (kr + dr) / 2, parts = d.parts(), floats = d.groups * d.floats();
+  Tensor packed = empty({B, d.groups, words, LANES}, aoti_torch_dtype_float32());
+  Tensor results = empty({B, parts, floats}, aoti_torch_dtype_float32());
+  std::memset(pointer<uint32_t>(packed), 0, packed.numel() * 4);
+  for (int64_t b = 0; b < B; b++) {
+    uint32_t *to = pointer<uint32_t>(packed) + b * d.groups * words * LANES;
+    pack(q, b, words, 0, to), pack(q_rope, b, words, kr / 2, to);
+  }
+#pragma omp parallel num_threads(d.threads)
+  {
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < B * parts; i++) {
+      int64_t b = i / parts, first = i % parts * PART;
+      attend(d, b, first, std::min(S, first + PART), pointer<uint32_t>(packed) + b * d.groups * words * LANES,
+             pointer<float>(results) + i * floats);
+    }
+#pragma omp for schedule(static)
+    for (int64_t b = 0; b < B; b++)
+      join(d, pointer<float>(results) + b * parts * floats, pointer<uint16_t>(y) + b * nh * kr,
+           pointer<float>(lse) + b * nh);
+  }
+  return {y, lse};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) { m.impl("latent_attention", TORCH_BOX(&latent_attention)); }
+#endif
+
+STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
+  m.def("latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? key_scale, float scale, "
+        "bool scaled_rope) -> (Tensor, Tensor)");
+}
