@@ -449,8 +449,8 @@ def latent_attention(
 
         y = attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, scaled_rope)
         return y[:, :, None], None
-    simple = shift is None and bend is None and not torch.is_grad_enabled()
-    if simple and kernels.can_attend_latents(q_latent, latent, k_rope, s):
+    plain = shift is None and bend is None and not torch.is_grad_enabled()
+    if plain and kernels.can_attend_latents(q_latent, latent, k_rope, s):
         y, lse = kernels.latent_attention(q_latent, q_rope.to(latent.dtype), latent, k_rope, s, scale, scaled_rope)
         return y, lse if with_lse else None
     inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, s, shift), latent.shape

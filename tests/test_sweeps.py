@@ -1,4 +1,4 @@
-"""Sweeps: what a plan is, and that killing anything at any moment changes nothing but the time."""
+"""Sweeps: killing anything at any moment changes nothing but the time."""
 
 import csv
 import io
@@ -18,28 +18,22 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT, TINY, eventually
-from test_bad_input import check
 from test_train import assert_same_run
 
 import sweeps.plan
 import sweeps.status
-from core.cli import CONFIG_DIR
-from core.files import read_json, write_atomic
+from core.files import read_json
 from core.rundir import is_locked, read_status
-from core.schema import ConfigError
-from model.gpt import mean_norm_ratio
 from scripts.report import report
 from scripts.reporting.runs import read_sweep
 from scripts.reporting.stored import joined, read_stored, runs_csv
 from sweeps import launchers, worker
 from sweeps.claims import Launch, read_claim
 from sweeps.definition import load_sweep
-from sweeps.launch import LaunchOptions, main, read_request
-from sweeps.plan import PlannedRun, compose, freeze, plan_runs, read_plan
+from sweeps.launch import main
+from sweeps.plan import PlannedRun, freeze, plan_runs, read_plan
 from sweeps.status import state_of
 from training.config import load_config, to_yaml
-
-NAMES = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
 
 
 def tiny_sweep(folder: Path, corpus: Path, *overrides: str, **changes: Any) -> Path:
@@ -153,241 +147,6 @@ def sweep(undisturbed: Path, tmp_path: Path) -> Iterator[Path]:
     yield file
     for pid in workers_of(tmp_path / "sweep"):
         os.kill(pid, signal.SIGKILL)
-
-
-# -----------------------------------------------------------------------------
-# Plans
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_planned_config_is_what_train_py_composes_from_its_words(name: str) -> None:
-    sweep = load_sweep(name, {"parts": "all"})
-    runs = plan_runs(sweep, [])
-    assert len({run.id for run in runs}) == len(runs)
-    points = {point for run in runs for point in run.points}
-    for family in sweep.families.values():  # which name points that exist
-        assert {*sum(family.pairs, []), family.baseline} - points <= {None}
-    for run in random.Random(0).sample(runs, min(12, len(runs))):
-        assert load_config(compose(run.overrides)) == run.config
-        assert run.config.run_dir.name == run.id
-
-
-@pytest.mark.parametrize("name", ["p_sweep", "p_sweep_cpu"])
-def test_the_control_has_the_temperature_of_each_p(name: str) -> None:
-    runs = plan_runs(load_sweep(name, {"parts": ["control"], "folds": [0]}), [])
-    for run in runs:
-        p = float(run.points[0].removeprefix("control/as_p"))
-        head_dim = run.config.model.n_embd // run.config.model.n_head
-        assert run.config.qk_norm.alpha_init == pytest.approx(mean_norm_ratio(p, head_dim) ** 2, rel=1e-3)  # type: ignore[attr-defined]
-    assert len(runs) == 6
-
-
-def test_a_sweep_that_extends_another_changes_what_it_names() -> None:
-    base, small = load_sweep("p_sweep", {"parts": "all"}), load_sweep("p_sweep_cpu", {"parts": "all"})
-    assert [*base.parts] == [*small.parts] and base.compare == small.compare and base.paper == small.paper
-    assert small.overrides[: len(base.overrides)] == base.overrides
-    assert small.parts["control"].overrides == base.parts["control"].overrides
-    assert small.parts["control"].grid != base.parts["control"].grid
-
-
-def test_ten_thousand_runs_are_planned_and_frozen_in_under_a_minute(tmp_path: Path) -> None:
-    began = time.process_time()
-    file = tmp_path / "big.yaml"
-    grid = {"qk_norm.p": [1, 1.5, 2, 2.5, 3], "qk_norm.alpha_init": [1, 2, 3, 4, 5], "attention": ["mha", "gqa"]}
-    words = ["data=python_docs", "model=gqa_nano", "qk_norm=lp"]
-    file.write_text(yaml.safe_dump({"overrides": words, "folds": [*range(10)], "seeds": [*range(20)], "grid": grid}))
-    sweep = load_sweep(str(file), {})
-    runs = plan_runs(sweep, [])
-    freeze(tmp_path / "sweep", "big", sweep, [], runs)
-    assert len({run.id for run in runs}) == 10_000
-    assert read_plan(tmp_path / "sweep") == runs
-    assert time.process_time() - began < 60
-
-
-def test_runs_that_two_points_share_are_planned_once(tmp_path: Path, corpus: Path) -> None:
-    parts: dict[str, Any] = {"a": {"grid": {"qk_norm": ["none", "rms"]}}, "b": {"overrides": ["qk_norm=rms"]}}
-    runs = frozen(tiny_sweep(tmp_path, corpus, grid={}, parts=parts))
-    assert [run.points for run in runs] == 2 * [["a/qk_norm=none"], ["a/qk_norm=rms", "b"]]
-
-
-def test_the_command_line_changes_grid_folds_seeds_and_parts() -> None:
-    words = "sweep.folds=[3] sweep.seeds=[1,2] sweep.parts=[sqrt_d] sweep.grid.qk_norm.p=[2,3.5] max_iters=700"
-    asked = LaunchOptions("p_sweep_cpu")
-    _, runs, _ = read_request(asked, [*words.split(), "sweep.grid.optim.learning_rate=[1e-3,2E-3]"])
-    points = [f"sqrt_d/learning_rate={rate},p={p}" for rate in (0.001, 0.002) for p in (2, 3.5)]
-    assert [(run.points, run.seed, run.fold) for run in runs] == [([p], seed, 3) for seed in (1, 2) for p in points]
-    assert {run.config.max_iters for run in runs} == {700}
-    assert {run.config.optim.learning_rate for run in runs} == {0.001, 0.002}
-    assert load_sweep("gqa_nano", {"parts": "all"}) == load_sweep("gqa_nano", {})  # it has no parts
-
-
-def test_a_part_has_its_own_folds_and_seeds_unless_the_command_line_names_them(tmp_path: Path, corpus: Path) -> None:
-    own = {"grid": {"qk_norm": ["none"]}, "folds": [2], "seeds": [5, 6]}
-    parts = {"all": {"grid": {"qk_norm": ["rms"]}}, "own": own}
-    sweep = tiny_sweep(tmp_path, corpus, grid={}, parts=parts, folds=[0, 1], seeds=[1])
-    planned = [(run.points[0].split("/")[0], run.fold, run.seed) for run in frozen(sweep)]
-    assert planned == [("all", 0, 1), ("all", 1, 1), ("own", 2, 5), ("own", 2, 6)]
-    _, runs, _ = read_request(LaunchOptions(str(sweep)), ["sweep.folds=[3]", "sweep.seeds=[9]"])
-    assert [(run.points[0].split("/")[0], run.fold, run.seed) for run in runs] == [("all", 3, 9), ("own", 3, 9)]
-
-
-BAD = {
-    "": ["sweep="],
-    "sweep=nosuch": ["sweep=nosuch", "p_sweep_cpu"],
-    "sweep=p_sweep_cpu launcher=cloud": ["launcher=cloud", "local"],
-    "sweep=p_sweep_cpu launcher.ranks=2": ["launcher.ranks=2", "gradient_accumulation_steps=1"],
-    "sweep=p_sweep_cpu launcher.workers=0": ["launcher.workers=0", ">= 1"],
-    "sweep=p_sweep_cpu launcher.worker=2": ["launcher.worker=2", "launcher.workers"],
-    "sweep=p_sweep_cpu qk_norm.p=3": ["qk_norm.p=3", "sweep.grid.qk_norm.p"],
-    "sweep=p_sweep_cpu seed=3": ["seed=3", "sweep.seeds"],
-    "sweep=p_sweep_cpu out_dir=x": ["out_dir=x", "sweep_dir"],
-    "sweep=p_sweep_cpu fresh=true": ["fresh=true", "another sweep_dir"],
-    "sweep=p_sweep_cpu eval_only=true": ["eval_only=true", "trains"],
-    "sweep=p_sweep_cpu sweep.overrides=[seed=3]": ["seed=3", "sweep.seeds"],
-    "sweep=gqa_nano sweep.grid=3": ["sweep.grid=3", "a group"],
-    "sweep=p_sweep_cpu sweep.overrides=qk_norm=lp": ["sweep.overrides=qk_norm=lp", "list"],
-    'sweep=p_sweep_cpu sweep.grid={"data.fold":[0,1]}': ["data.fold", "sweep.folds"],
-    'sweep=gqa_nano sweep.grid={"seed":[0,1]}': ["grid.seed", "sweep.seeds"],
-    'sweep=gqa_nano sweep.grid={"words":{"a":["out_dir=x"]}}': ["out_dir=x", "sweep_dir"],
-    "sweep=gqa_nano sweep.parts=[alpha_1]": ["sweep.parts", "gqa_nano", "no parts"],
-    "sweep=p_sweep_cpu data=python_docs sweep_dir=/dev/null/x": ["sweep_dir=/dev/null/x", "Not a directory"],
-    "sweep=p_sweep_cpu max_iter=3": ["max_iter=3", "max_iters"],
-    "sweep=p_sweep_cpu sweep.folds=3": ["sweep.folds=3", "a list, as [1,2]"],
-    "sweep=p_sweep_cpu sweep.folds=[10]": ["data.fold=10", "0..9"],
-    "sweep=p_sweep_cpu sweep.fold=[1]": ["sweep.fold=[1]", "did you mean sweep.folds?"],
-    "sweep=p_sweep_cpu sweep.seeds=[1,1]": ["sweep.seeds=[1, 1]", "none twice"],
-    "sweep=p_sweep_cpu sweep.parts=[nosuch]": ["nosuch", "alpha_1"],
-    "sweep=p_sweep_cpu sweep.grid.qk_norm.p=[0.5]": ["qk_norm.p=0.5", ">= 1"],
-    "sweep=p_sweep_cpu sweep.grid.qk_norm.q=[2]": ["qk_norm.q=2", "unknown"],
-    "sweep=p_sweep_cpu sweep.grid.qk_norm.p=[2,2]": ["twice"],
-    'sweep=p_sweep_cpu sweep.compare={"a":{"base":p=2}}': ["compare.a.base=p=2", "did you mean compare.a.baseline?"],
-    'sweep=p_sweep_cpu sweep.compare={"a":{"settings":["*"]}}': ["compare.a must have either baseline", "or pairs"],
-    'sweep=p_sweep_cpu sweep.compare={"a":{"pairs":[["p=2"]]}}': ["compare.a.pairs=[['p=2']]", "list of pairs"],
-    'sweep=p_sweep_cpu sweep.compare={"a":{"baseline":p=2,"settings":p=2}}': ["compare.a.settings=p=2", "a list"],
-    'sweep=p_sweep_cpu sweep.compare={"a":{"baseline":p=2,"title":3}}': ["compare.a.title=3", "text"],
-    'sweep=p_sweep_cpu sweep.also={"grad_norm":median}': ["also.grad_norm=median", "max"],
-    'sweep=p_sweep_cpu sweep.paper={"val_loss":{"a":low}}': ["paper.val_loss"],
-    "sweep=p_sweep_cpu retries=-1": ["retries=-1"],
-    "sweep=p_sweep_cpu device=cuda:99": ["device=cuda:99"],
-    "sweep=p_sweep_cpu data=text data.path=nosuch.txt": ["nosuch.txt"],
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_bad_input_gets_one_line_and_status_2_before_anything_is_written(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    check(main(words.split()), capsys.readouterr().err, BAD[words])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    circle = tmp_path / "a.yaml", tmp_path / "b.yaml"
-    for file, other in zip(circle, circle[::-1], strict=True):
-        file.write_text(f"extends: {other}\n")
-    with pytest.raises(ConfigError, match=r"a\.yaml extends itself: .*a\.yaml -> .*b\.yaml -> .*a\.yaml"):
-        load_sweep(str(circle[0]), {})
-    circle[0].write_text("extends: nosuch.yaml\n")
-    with pytest.raises(ConfigError, match=rf"sweep={tmp_path}/nosuch.yaml is no file"):
-        load_sweep(str(circle[0]), {})
-    circle[0].write_text("extends: b.yaml\n")  # beside it
-    circle[1].write_text("extends: p_sweep_cpu\nseeds: [5]\n")
-    assert load_sweep(str(circle[0]), {}).seeds == (5,)
-    circle[0].write_text("overrides: model=nano_cpu\n")
-    with pytest.raises(ConfigError, match="sweep.overrides=model=nano_cpu must be a list"):
-        load_sweep(str(circle[0]), {})
-
-
-def test_settings_that_do_not_tell_runs_apart_cannot_be_swept(tmp_path: Path, corpus: Path) -> None:
-    file = tiny_sweep(tmp_path, corpus, grid={"dtype": ["float32", "bfloat16"]})
-    with pytest.raises(ConfigError, match="the same run to a sweep, .* by dtype float32 -> bfloat16"):
-        frozen(file)
-
-
-def test_one_value_is_one_point_however_it_is_written(tmp_path: Path, corpus: Path) -> None:
-    file = tiny_sweep(tmp_path, corpus, "qk_norm=lp", grid={"batch_size": [2], "qk_norm.p": [2, 3]})
-    for values in ([2, 3], [2.0, 3.0], [3.0, 2]):
-        plan = frozen(file, {"grid.qk_norm.p": values})
-        assert [run.points for run in plan] == 2 * [["batch_size=2,p=2"], ["batch_size=2,p=3"]]
-    with pytest.raises(ConfigError, match="max_iters 60 -> 61"):
-        frozen(file, {"grid.qk_norm.p": [2.0]}, "max_iters=61")
-    with pytest.raises(ConfigError, match="twice"):
-        load_sweep(str(file), {"grid.qk_norm.p": [2, 2.0]})
-
-
-def test_a_frozen_plan_may_grow_but_not_change(tmp_path: Path, corpus: Path) -> None:
-    file, folder = tiny_sweep(tmp_path, corpus), tmp_path / "sweep"
-    assert len(frozen(file, {"folds": [0]})) == 4
-    assert len(frozen(file)) == 8
-    before = (folder / "plan.jsonl").read_bytes(), (folder / "sweep.json").read_bytes()
-    assert len(frozen(file, {"folds": [1], "grid.qk_norm": ["rms"]})) == 8  # fewer: they alone are launched
-    for key, old, new in (("max_iters", 60, 61), ("optim.learning_rate", "0.001", 0.01), ("eval_interval", 2, 3)):
-        with pytest.raises(ConfigError, match=f"{key} {old} -> {new}"):
-            frozen(file, {}, f"{key}={new}")
-    assert before == ((folder / "plan.jsonl").read_bytes(), (folder / "sweep.json").read_bytes())
-    about = read_json(folder / "sweep.json")
-    assert about["name"] == "tiny"
-    assert about["sweep"]["grid"]["qk_norm"] == {"qk_norm=none": "none", "qk_norm=rms": "rms"}
-    assert [(one["overrides"], one["runs"]) for one in about["frozen"]] == [([], 4), ([], 8)]
-    compare = {"norm": {"baseline": "dropout=0.0,qk_norm=none"}}
-    assert len(frozen(file, {"folds": [1], "compare": compare})) == 8  # what the report compares is as last asked for
-    after = read_json(folder / "sweep.json")
-    assert (after["sweep"]["compare"], after["sweep"]["folds"]) == (compare, [0, 1])
-    assert after["frozen"] == about["frozen"]
-
-
-def test_a_plan_that_grows_by_a_part_keeps_the_others_definition(tmp_path: Path, corpus: Path) -> None:
-    parts = {name: {"title": name.upper(), "overrides": [f"qk_norm={name}"]} for name in ("none", "rms")}
-    file = tiny_sweep(tmp_path, corpus, grid={}, parts=parts)
-    frozen(file, {"parts": "none"}, "max_iters=5")
-    frozen(file, {"parts": "rms"})
-    about = read_json(tmp_path / "sweep" / "sweep.json")
-    assert {name: part["title"] for name, part in about["sweep"]["parts"].items()} == {"none": "NONE", "rms": "RMS"}
-    assert [(one["overrides"], one["runs"]) for one in about["frozen"]] == [(["max_iters=5"], 2), ([], 4)]
-
-
-@pytest.mark.parametrize("left", [1, 2, 3])
-def test_a_crash_while_a_plan_is_frozen_is_mended_by_the_next_launch(
-    left: int, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """left: files that are written before the disk is full."""
-    file, folder = tiny_sweep(tmp_path, corpus), tmp_path / "sweep"
-    written: list[Path] = []
-
-    def write(path: Path, content: bytes) -> None:
-        if len(written) == left:
-            raise OSError("no space")
-        written.append(path)
-        write_atomic(path, content)
-
-    with monkeypatch.context() as patch, suppress(OSError):
-        patch.setattr(sweeps.plan, "write_atomic", write)
-        frozen(file)
-    assert not (folder / "plan.jsonl").exists() or (folder / "sweep.json").exists()  # what has a plan has the rest
-    assert len(frozen(file)) == len(read_sweep(folder, "tiny").runs) == 8
-    assert len(read_json(folder / "sweep.json")["frozen"]) == 1
-
-
-def test_the_checkouts_commit_and_changes_are_frozen_with_the_plan(tmp_path: Path, corpus: Path) -> None:
-    code = tmp_path / "code"
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(code)], check=True)
-    shutil.copytree(ROOT / "sweeps", code / "sweeps", dirs_exist_ok=True)
-    (code / "README.md").write_text("changed\n")
-    file = tiny_sweep(tmp_path, corpus)
-    script = f"""
-from pathlib import Path
-from sweeps.definition import load_sweep
-from sweeps.plan import freeze, plan_runs
-sweep = load_sweep("{file}", {{}})
-freeze(Path("{tmp_path}/sweep"), "tiny", sweep, [], plan_runs(sweep, []))
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=code)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=code, capture_output=True, text=True, check=True).stdout
-    (frozen,) = read_json(tmp_path / "sweep" / "sweep.json")["frozen"]
-    commit, _, changes = frozen.pop("commit").partition("+")
-    assert commit == head.strip() and len(changes) == 7 and frozen == {"overrides": [], "runs": 8}
-    assert "+changed" in (tmp_path / "sweep" / f"code_{head[:12]}+{changes}.diff").read_text()
 
 
 def test_another_commit_is_said_and_kept_while_runs_are_left(

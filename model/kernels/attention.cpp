@@ -1,13 +1,13 @@
 // Causal attention on a CPU with AVX-512 bf16, forward and backward. The T x T matrix is never stored: a block of 64
 // queries meets the keys that it sees, and the backward pass computes the probabilities again from each query's largest
-// logit and sum of exponentials (as in FlashAttention, Dao et al. 2022). Logits may be capped: cap tanh(logit / cap), and
-// the derivative of the log-sum-exp may come in. Logits, softmax and all sums are fp32. The
-// probabilities, and the derivatives of the logits, are rounded to bf16 as operands of a matmul. A thread works on one
-// query head of one sequence.
+// logit and sum of exponentials (as in FlashAttention, Dao et al. 2022). Logits may be capped: cap tanh(logit / cap),
+// and the derivative of the log-sum-exp may come in. Logits, softmax and all sums are fp32. The probabilities, and the
+// derivatives of the logits, are rounded to bf16 as operands of a matmul. A thread works on one query head of one
+// sequence.
 
 #include "kernels.h"
 
-#ifdef HAS_BF16
+#ifdef HAS_AVX512_BF16
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// Shared by the kernels: checks of arguments, allocation of results, bf16, and dropout's random bytes. The operators
-// are registered on PyTorch's stable ABI (torch/csrc/stable).
+// Shared by the kernels: checks of arguments, allocation of results, bf16, dropout's random bytes, and vectors of
+// AVX-512. The operators are registered on PyTorch's stable ABI (torch/csrc/stable).
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define HAS_BF16
+#define HAS_AVX512_BF16
 #include <immintrin.h>
 #endif
 
@@ -133,7 +133,7 @@ inline float to_float(bf16 x) {
 
 inline void store(float *to, const float *x, int64_t n) { std::memcpy(to, x, 4 * n); }
 inline void store(bf16 *to, const float *x, int64_t n) { // to the nearest, ties to even
-#ifdef HAS_BF16
+#ifdef HAS_AVX512_BF16
   for (int64_t e = 0; e < n; e += 16) {
     __mmask16 there = n - e < 16 ? (1 << (n - e)) - 1 : 0xffff;
     _mm256_mask_storeu_epi16(to + e, there, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(there, x + e)));
@@ -161,7 +161,7 @@ inline void random_bytes(int64_t seed, int64_t block, uint8_t bytes[64]) {
   std::memcpy(bytes, words, 64);
 }
 
-#ifdef HAS_BF16
+#ifdef HAS_AVX512_BF16
 inline __m512i row_pair(__m256i first, __m256i second) {
   return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
 }

@@ -1,26 +1,30 @@
-// Absorbed decoding of MLA on a CPU with AVX-512 bf16: the one query of each head attends to latents that are its keys
-// and its values, in one pass over them. Positions are worked on in parts, whose results are then joined
-// (Flash-Decoding), so that a result does not depend on the number of threads. A vector has a lane for each of 16 heads
-// where it holds logits. Logits, softmax and sums are fp32; probabilities are rounded to bf16 as operands.
+// Attention of absorbed MLA decoding (MultiHeadLatentAttention.absorbed of gpt.py) on a CPU with AVX-512 bf16. Each
+// head has one query; all share the latents, which are keys and values at once and are read once from memory. Positions
+// are split into parts, whose results are joined (Flash-Decoding, Dao et al. 2023): a result does not depend on the
+// number of threads. A vector of logits has one lane a head, of 16 heads. Logits, softmax and sums are fp32;
+// probabilities are rounded to bf16 as operands.
 
 #include "kernels.h"
 
-#ifdef HAS_BF16
+#ifdef HAS_AVX512_BF16
 #include <cmath>
+#include <limits>
 
-constexpr int64_t LANES = 16;
+constexpr int64_t LANES = 16;  // heads of a group
+constexpr int64_t WORDS = 16;  // of a vector: 32 channels in bf16
 constexpr int64_t BLOCK = 128; // positions whose logits are held; their latents stay in a cache
-constexpr int64_t PART = 1024;  // positions of a part
+constexpr int64_t PART = 1024; // positions of a part
 constexpr int64_t TILE = 8;    // positions, or heads, whose sums are in registers
+static_assert(PART % BLOCK == 0 && BLOCK % TILE == 0 && LANES % TILE == 0);
 
 struct Rows { // (batch, position, channel) in words of two bf16
   const uint32_t *data;
-  int64_t batch, row, words;
-  const uint32_t *at(int64_t b, int64_t t) const { return data + b * batch + t * row; }
+  int64_t batch, position, words; // strides, and words of a row
+  const uint32_t *at(int64_t b, int64_t t) const { return data + b * batch + t * position; }
 };
 
 struct Decode {
-  int64_t batch, groups, length, threads; // groups of 16 heads
+  int64_t groups, length, threads; // groups of 16 heads
   Rows latent, k_rope;
   const uint16_t *key_scale; // (batch, position, head), or null
   int64_t scale_batch, scale_row, heads;
@@ -31,23 +35,23 @@ struct Decode {
   int64_t floats() const { return LANES * (2 + 2 * latent.words); } // of a group's result: largest, sum, output
 };
 
-// The products of rows t to t + 7 with the queries of 16 heads, (words, 16). `last` stands for rows behind it.
+// The products of rows t to t + 7 with the queries of 16 heads, (words, 16). Rows after `last` are replaced by it.
 inline void products(const Rows &x, int64_t b, int64_t t, int64_t last, const uint32_t *q, __m512 (&sum)[TILE]) {
   const uint32_t *row[TILE];
   for (int i = 0; i < TILE; i++) row[i] = x.at(b, std::min(t + i, last)), sum[i] = _mm512_setzero_ps();
   for (int64_t k = 0; k < x.words; k++) {
     if (k % 16 == 0)
-      for (int i = 0; i < TILE; i++) _mm_prefetch(row[i] + TILE * x.row + k, _MM_HINT_T0); // the next tile's
-    __m512bh right = (__m512bh)_mm512_load_si512(q + k * LANES);
+      for (int i = 0; i < TILE; i++) _mm_prefetch(row[i] + TILE * x.position + k, _MM_HINT_T0); // the next tile's
+    __m512bh right = (__m512bh)_mm512_loadu_si512(q + k * LANES);
     for (int i = 0; i < TILE; i++)
       sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)_mm512_set1_epi32(row[i][k]), right);
   }
 }
 
-// The logits of n positions from t on, as (position, 16 heads); returns the largest of each head and of `largest`
+// The logits of n positions from t on, as (position, 16 heads); returns each head's largest logit so far
 __m512 logits_of(const Decode &d, int64_t b, int64_t group, int64_t t, int64_t n, const uint32_t *q, __m512 largest,
                  float (&logits)[BLOCK][LANES]) {
-  int64_t here = std::min(LANES, d.heads - group * LANES);
+  int64_t heads = std::min(LANES, d.heads - group * LANES);
   for (int64_t i = 0; i < n; i += TILE) {
     __m512 content[TILE], rope[TILE];
     products(d.latent, b, t + i, d.length - 1, q, content);
@@ -56,7 +60,7 @@ __m512 logits_of(const Decode &d, int64_t b, int64_t group, int64_t t, int64_t n
       __m512 x = content[j];
       if (d.key_scale) {
         const uint16_t *from = d.key_scale + b * d.scale_batch + (t + i + j) * d.scale_row + group * LANES;
-        __m512 s = widened(_mm256_maskz_loadu_epi16((1 << here) - 1, from));
+        __m512 s = widened(_mm256_maskz_loadu_epi16((1 << heads) - 1, from));
         x = d.scaled_rope ? _mm512_mul_ps(_mm512_add_ps(x, rope[j]), s) : _mm512_fmadd_ps(x, s, rope[j]);
       } else
         x = _mm512_add_ps(x, rope[j]);
@@ -68,13 +72,14 @@ __m512 logits_of(const Decode &d, int64_t b, int64_t group, int64_t t, int64_t n
   return largest;
 }
 
-// output (words / 16, 16 heads, 32 channels) = factor output + p x for n positions from t on; p in words of two of them.
-// Channels are in the order in which unpacking leaves them.
+// output (words / 16, 16 heads, 32 channels) = factor output + p x for n positions from t on; p in words of two.
+// Of each 8 channels the first of a head's two vectors holds the first four, as unpacking leaves them; join() restores
+// the order.
 void add_values(const Decode &d, int64_t b, int64_t t, int64_t n, const uint32_t (&p)[BLOCK / 2][LANES],
                 const float *factor, int64_t heads, float *output) {
-  for (int64_t c = 0; c < d.latent.words; c += 16)
+  for (int64_t c = 0; c < d.latent.words; c += WORDS)
     for (int64_t h = 0; h < heads; h += TILE) {
-      float *to = output + (c * LANES + h * 16) * 2;
+      float *to = output + 2 * (c * LANES + h * WORDS); // (c / 16, h, 0)
       __m512 sum[TILE][2];
       for (int i = 0; i < TILE; i++)
         for (int j = 0; j < 2; j++)
@@ -82,7 +87,7 @@ void add_values(const Decode &d, int64_t b, int64_t t, int64_t n, const uint32_t
       for (int64_t i = 0; i < n; i += 2) {
         __m512i first = _mm512_loadu_si512(d.latent.at(b, t + i) + c);
         __m512i second = _mm512_loadu_si512(d.latent.at(b, t + std::min(i + 1, n - 1)) + c);
-        if (h == 0)
+        if (h == 0) // the next block's
           for (int64_t j = 0; j < 2; j++) _mm_prefetch(d.latent.at(b, t + i + j + BLOCK) + c, _MM_HINT_T1);
         __m512bh low = (__m512bh)_mm512_unpacklo_epi16(first, second);
         __m512bh high = (__m512bh)_mm512_unpackhi_epi16(first, second);
@@ -103,15 +108,15 @@ void attend(const Decode &d, int64_t b, int64_t first, int64_t end, const uint32
   alignas(64) uint32_t p[BLOCK / 2][LANES];
   alignas(64) float factor[LANES];
   for (int64_t g = 0; g < d.groups; g++) {
-    float *of = result + g * d.floats();
-    std::fill(of, of + LANES, -INFINITY);
-    std::fill(of + LANES, of + d.floats(), 0.f);
+    float *state = result + g * d.floats(); // largest, sum, output
+    std::fill(state, state + LANES, std::numeric_limits<float>::lowest()); // so that -inf less it is -inf, not nan
+    std::fill(state + LANES, state + d.floats(), 0.f);
   }
   for (int64_t t = first; t < end; t += BLOCK)
     for (int64_t g = 0; g < d.groups; g++) {
-      float *of = result + g * d.floats();
+      float *state = result + g * d.floats(); // largest, sum, output
       int64_t n = std::min(BLOCK, end - t);
-      __m512 before = _mm512_loadu_ps(of), sum = _mm512_loadu_ps(of + LANES);
+      __m512 before = _mm512_loadu_ps(state), sum = _mm512_loadu_ps(state + LANES);
       const uint32_t *queries = q + g * LANES * (d.latent.words + d.k_rope.words);
       __m512 largest = logits_of(d, b, g, t, n, queries, before, logits);
       _mm512_store_ps(factor, exponential(_mm512_sub_ps(before, largest)));
@@ -124,28 +129,30 @@ void attend(const Decode &d, int64_t b, int64_t first, int64_t end, const uint32
         }
         _mm512_store_si512(p[i / 2], row_pair(rounded(x[0]), rounded(x[1])));
       }
-      _mm512_storeu_ps(of, largest), _mm512_storeu_ps(of + LANES, sum);
-      add_values(d, b, t, n, p, factor, std::min(LANES, d.heads - g * LANES), of + 2 * LANES);
+      _mm512_storeu_ps(state, largest), _mm512_storeu_ps(state + LANES, sum);
+      add_values(d, b, t, n, p, factor, std::min(LANES, d.heads - g * LANES), state + 2 * LANES);
     }
 }
 
 // y (heads, channels) and lse (heads) of a sequence from the results of its parts
 void join(const Decode &d, const float *results, uint16_t *y, float *lse) {
+  // undoes the unpacking
   const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
   int64_t parts = d.parts(), step = d.groups * d.floats();
   std::vector<float> factor(parts);
   for (int64_t h = 0; h < d.heads; h++) {
-    const float *of = results + h / LANES * d.floats() + h % LANES;
-    float largest = of[0], sum = 0;
-    for (int64_t i = 0; i < parts; i++) largest = std::max(largest, of[i * step]);
+    const float *state = results + h / LANES * d.floats();
+    const float *at = state + h % LANES;
+    float largest = at[0], sum = 0;
+    for (int64_t i = 0; i < parts; i++) largest = std::max(largest, at[i * step]);
     for (int64_t i = 0; i < parts; i++) {
-      factor[i] = std::exp(of[i * step] - largest);
-      sum += factor[i] * of[i * step + LANES];
+      factor[i] = std::exp(at[i * step] - largest);
+      sum += factor[i] * at[i * step + LANES];
     }
     lse[h] = largest + std::log(sum);
-    for (int64_t c = 0; c < d.latent.words; c += 16) {
-      const float *x = results + h / LANES * d.floats() + 2 * LANES + (c * LANES + h % LANES * 16) * 2;
+    for (int64_t c = 0; c < d.latent.words; c += WORDS) {
+      const float *x = state + 2 * LANES + 2 * (c * LANES + h % LANES * WORDS);
       __m512 low = _mm512_setzero_ps(), high = low;
       for (int64_t i = 0; i < parts; i++) {
         __m512 weight = _mm512_set1_ps(factor[i] / sum);
@@ -158,7 +165,7 @@ void join(const Decode &d, const float *results, uint16_t *y, float *lse) {
   }
 }
 
-// Queries (heads, channels) of a sequence as (groups, words, 16), at word `first` of `words`
+// Queries (heads, channels) of a sequence as (groups, words, 16), from word `first` on
 void pack(const Tensor &q, int64_t b, int64_t words, int64_t first, uint32_t *to) {
   for (int64_t h = 0; h < q.size(1); h++) {
     const uint16_t *from = pointer<uint16_t>(q) + b * q.stride(0) + h * q.stride(1);
@@ -167,25 +174,31 @@ void pack(const Tensor &q, int64_t b, int64_t words, int64_t first, uint32_t *to
   }
 }
 
-Rows rows(const Tensor &x) {
+Rows rows(const Tensor &x, const char *name) {
   bool even = x.stride(0) % 2 == 0 && x.stride(1) % 2 == 0 && x.size(2) % 2 == 0;
-  STD_TORCH_CHECK(even, "latents need even strides and sizes");
+  STD_TORCH_CHECK(even && reinterpret_cast<uintptr_t>(x.data_ptr()) % 4 == 0, name,
+                  " must have even channels, strides and offset");
   return {pointer<uint32_t>(x), x.stride(0) / 2, x.stride(1) / 2, x.size(2) / 2};
 }
 
-std::tuple<Tensor, Tensor> latent_attention(const Tensor &given_q, const Tensor &given_q_rope, const Tensor &given_latent,
-                                            const Tensor &given_k_rope, const MaybeTensor &given_scale, double scale,
-                                            bool scaled_rope) {
+std::tuple<Tensor, Tensor> latent_attention(const Tensor &given_q, const Tensor &given_q_rope,
+                                            const Tensor &given_latent, const Tensor &given_k_rope,
+                                            const MaybeTensor &given_scale, double scale, bool scaled_rope) {
   Tensor q = contiguous_last_dim(given_q), q_rope = contiguous_last_dim(given_q_rope);
   Tensor latent = contiguous_last_dim(given_latent), k_rope = contiguous_last_dim(given_k_rope);
   MaybeTensor key_scale = given_scale ? MaybeTensor(contiguous_last_dim(*given_scale)) : std::nullopt;
-  for (const Tensor &x : {q, q_rope, latent, k_rope}) STD_TORCH_CHECK(is_bf16(x), "all must be bf16 on a CPU");
-  STD_TORCH_CHECK(q.dim() == 4 && q_rope.dim() == 4 && latent.dim() == 3 && k_rope.dim() == 3, "q must be (B, nh, 1, kr)");
+  for (const Tensor &x : {q, q_rope, latent, k_rope})
+    STD_TORCH_CHECK(is_bf16(x), "q_latent, q_rope, latent and k_rope must be bf16 on a CPU");
+  STD_TORCH_CHECK(q.dim() == 4 && q_rope.dim() == 4, "q_latent and q_rope must have four dimensions");
+  STD_TORCH_CHECK(latent.dim() == 3 && k_rope.dim() == 3, "latent and k_rope must have three dimensions");
   int64_t B = q.size(0), nh = q.size(1), S = latent.size(1), kr = latent.size(2), dr = k_rope.size(2);
   bool fits = q.size(2) == 1 && q.size(3) == kr && latent.size(0) == B && k_rope.size(0) == B && k_rope.size(1) == S &&
               q_rope.size(0) == B && q_rope.size(1) == nh && q_rope.size(2) == 1 && q_rope.size(3) == dr;
-  STD_TORCH_CHECK(fits && S > 0 && kr % 32 == 0, "must be q (B, nh, 1, kr), latent (B, S, kr), kr a multiple of 32");
-  Decode d{B, (nh + LANES - 1) / LANES, S, torch::stable::get_num_threads(), rows(latent), rows(k_rope)};
+  STD_TORCH_CHECK(fits && S > 0 && kr % 32 == 0,
+                  "q_latent (B, nh, 1, kr), q_rope (B, nh, 1, dr), latent (B, S, kr) and k_rope (B, S, dr) do not fit, "
+                  "or kr is no multiple of 32");
+  Decode d{(nh + LANES - 1) / LANES, S, torch::stable::get_num_threads(), rows(latent, "latent"),
+           rows(k_rope, "k_rope")};
   d.heads = nh, d.scaled_rope = scaled_rope, d.scale = scale;
   if (key_scale) {
     STD_TORCH_CHECK(is_bf16(*key_scale) && key_scale->dim() == 3 && key_scale->size(0) == B &&
@@ -223,6 +236,6 @@ STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) { m.impl("latent_attention", TORCH_BOX
 #endif
 
 STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
-  m.def("latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? key_scale, float scale, "
-        "bool scaled_rope) -> (Tensor, Tensor)");
+  m.def("latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? key_scale, float scale,"
+        " bool scaled_rope) -> (Tensor, Tensor)");
 }

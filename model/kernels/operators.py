@@ -52,17 +52,17 @@ def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attends() -> bool:
-    """The operator is without an implementation where the CPU lacks the instructions."""
+    """Both attention operators are without an implementation where the CPU lacks AVX-512 bf16."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("nanoqk::attention", "CPU")
 
 
 def can_attend_latents(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
-    """Whether latent_attention() takes q_latent (B, nh, T, kr): T = 1, all in bf16, on a CPU that multiplies in it."""
+    """Whether latent_attention() takes q_latent (B, nh, T, kr): T = 1, all in bf16, on a CPU with AVX-512 bf16."""
     given = (q_latent, latent, k_rope, *([] if key_scale is None else [key_scale]))
     if q_latent.size(2) != 1 or latent.size(-1) % 32 or any(x.dtype != torch.bfloat16 for x in given):
         return False
-    even = all(n % 2 == 0 for x in (latent, k_rope) for n in (x.size(-1), *x.stride()[:-1]))
-    return even and available(latent) and attends()
+    read = [n for x in (latent, k_rope) for n in (x.size(-1), x.storage_offset(), *x.stride()[:-1])]
+    return all(n % 2 == 0 for n in read) and available(latent) and attends()
 
 
 # To a compiler both are constants: torch.compiler.assume_constant_result(), without loading the compiler, 2 seconds
@@ -178,8 +178,8 @@ def latent_attention(
     q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None,
     scale: float, scaled_rope: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of one position over latents, as that of ops.py, without a derivative: the output (B, nh, 1, kr) and
-    the log-sum-exp (B, nh, 1) in fp32 of q_latent (B, nh, 1, kr), q_rope (B, nh, 1, dr), latent (B, S, kr),
+    """latent_attention() of ops.py for one query a head, without a derivative: the output (B, nh, 1, kr) and the
+    log-sum-exp (B, nh, 1) in fp32 of q_latent (B, nh, 1, kr), q_rope (B, nh, 1, dr), latent (B, S, kr),
     k_rope (B, S, dr), key_scale (B, S, nh)."""
     return nanoqk.latent_attention(q_latent, q_rope, latent, k_rope, key_scale, scale, scaled_rope)
 

@@ -1,0 +1,313 @@
+"""What ends or warns a run: start-up checks, a loss that is not finite, signals, waits."""
+
+import itertools
+import math
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_train import QK_CLIP, SETTINGS, assert_same_run, configured, lines, saved_json
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from variants import config_of, looking_ahead
+
+import model.gpt
+import train
+from core import checkpoint
+from core.metrics import Metrics
+from core.schema import ConfigError
+from data.batches import Batches
+from data.folds import Split
+from model import ops
+from model.gpt import GPT
+from training import evaluate
+from training.checks import repetition
+from training.config import TrainConfig
+
+
+@pytest.mark.parametrize("wrong", ["unmasked", "one_ahead", "training", "evaluation", "nan"])
+def test_a_model_that_sees_the_future_is_refused_at_start(
+    wrong: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both modes or in one, with a mask that is off by one, or with logits that are not numbers."""
+    causal_attention = ops.causal_attention
+    forward: Any = GPT.forward
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
+        # evaluation has no gradients: there it takes another attention product
+        if wrong in ("training", "evaluation") and torch.is_grad_enabled() == (wrong == "evaluation"):
+            return causal_attention(q, k, v, scale, p_dropout)
+        return looking_ahead(1 if wrong == "one_ahead" else q.size(-2))(q, k, v, scale)
+
+    def nan(self: GPT, *args: Any, **options: Any) -> Any:
+        logits, loss = forward(self, *args, **options)
+        return logits * math.nan, loss
+
+    monkeypatch.setattr(*((GPT, "forward", nan) if wrong == "nan" else (ops, "causal_attention", attention)))
+    with pytest.raises(ConfigError, match="attention=mha sees the future"):
+        train.run(configured(corpus, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def scripted_losses(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
+    """Evaluations return these."""
+    left = iter(losses)
+    monkeypatch.setattr(evaluate, "mean_loss", lambda *args: next(left))
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4])
+def test_the_minimum_and_the_best_checkpoint_survive_a_rising_loss_and_a_resume(
+    cut: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = [3.0, 2.0, 1.5, 1.5, 1.8, 1.6, 1.9]
+    changes = {"eval_interval": 1, "checkpoint_interval": 1}
+    scripted_losses(monkeypatch, losses)
+    assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
+    scripted_losses(monkeypatch, [*losses[: cut + 1], *losses[cut:]])
+    assert train.run(configured(corpus, tmp_path / "halves", max_iters=cut, **changes)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    assert (tmp_path / "straight" / "ckpt" / "best").readlink().name == "step_000002"
+    assert saved_json(tmp_path / "halves", "summary")["val/loss_min"] == 1.5
+
+
+@pytest.mark.parametrize("last", [2.0, 3.5])
+def test_an_evaluation_at_an_earlier_end_does_not_stay_the_minimum(
+    last: float, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often = {"eval_interval": 100, "checkpoint_interval": 1}
+    scripted_losses(monkeypatch, [3.0, last])
+    assert train.run(configured(corpus, tmp_path / "straight", **often)) == 0
+    scripted_losses(monkeypatch, [3.0, 1.0, last])  # 0, 3 (the end, off the interval); then 6
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=3, **often)) == 0
+    assert saved_json(tmp_path / "run", "summary")["iter_of_min"] == 3
+    assert (tmp_path / "run" / "ckpt" / "best").readlink().name == "step_000003"
+    assert train.run(configured(corpus, tmp_path / "run", **often)) == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+    summary = saved_json(tmp_path / "run", "summary")
+    assert (summary["iter_of_min"], summary["val/loss_min"]) == ((6, 2.0) if last < 3.0 else (0, 3.0))
+
+
+def test_a_validation_loss_of_zero_is_a_loss(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted_losses(monkeypatch, [0.0, 1.0, 1.0, 1.0])
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=2)) == 0
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=4)) == 0
+    assert saved_json(tmp_path / "run", "summary")["iter_of_min"] == 0
+
+
+def test_throughput_is_tokens_over_seconds(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=30, eval_interval=10)) == 0
+    logged = Metrics.read(tmp_path / "run" / "metrics.jsonl")[:-1]
+    seconds = sum(4 * 16 / line["tok_per_sec"] for line in logged)
+    state = checkpoint.load(tmp_path / "run" / "ckpt" / "latest").state
+    assert seconds == pytest.approx(state["train_seconds"], rel=1e-6) and seconds < state["seconds"]
+    ratios = {round(line["mfu"] / line["tok_per_sec"], 15) for line in logged}
+    assert len(ratios) == 1  # flops a token over the peak
+
+
+def test_bits_per_character_count_characters_and_not_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "greek.txt"
+    file.write_text("μῆνιν ἄειδε θεὰ Πηληϊάδεω Ἀχιλῆος " * 60, encoding="utf-8")
+    data = {"name": "text", "path": str(file), "tokenizer": "byte"}
+    assert train.run(configured(file, tmp_path / "run", data=data)) == 0
+    text = file.read_text(encoding="utf-8")
+    line = lines(tmp_path / "run")[-1]
+    bytes_per_char = len(text.encode()) / len(text)
+    assert line["val/bpc"] == pytest.approx(line["val/loss"] / math.log(2) * bytes_per_char, rel=0.01)
+    assert bytes_per_char > 1.5
+
+
+def test_weights_that_are_not_finite_are_never_saved(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "learning_rate", lambda step, config: 1e38 if step == 2 else 1e-3)
+    assert train.run(configured(corpus, tmp_path / "run", checkpoint_interval=1, eval_interval=100)) == 3
+    saved = checkpoint.load(tmp_path / "run" / "ckpt" / "latest")
+    assert saved.step <= 3 and all(t.isfinite().all() for t in saved.tensors["model"].values())
+    assert saved_json(tmp_path / "run", "status")["state"] == "diverged"
+
+
+@pytest.mark.parametrize(("ignored", "what"), [("step", "iterations"), ("micro_step", "micro-batches")])
+def test_a_batch_that_comes_again_and_again_is_refused(
+    ignored: str, what: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_batch = Batches.get_batch
+
+    def same(self: Batches, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
+        return get_batch(self, 0, micro_step) if ignored == "step" else get_batch(self, step, 0)
+
+    monkeypatch.setattr(Batches, "get_batch", same)
+    with pytest.raises(ConfigError, match=f"training repeats one batch: {what} 0 to 3 are equal"):
+        train.run(configured(corpus, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+@pytest.mark.parametrize("text", [range(17), range(18), [5] * 300, [0, 1] * 150, [0] * 290 + [1] + [0] * 9])
+def test_a_text_with_few_different_windows_does_not_repeat_batches(text: Sequence[int], batch_size: int) -> None:
+    tokens = np.array([*text, 0, 0])
+    of = Split(train=((0, len(text)),), val=((len(text), len(tokens)),))
+    for seed in range(20):
+        assert not repetition(Batches(tokens, of, 16, batch_size, seed), tokens[: len(text)])
+
+
+def test_an_initial_loss_far_from_a_guess_is_warned_of(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.run(configured(corpus, tmp_path / "a")) == 0
+    assert "warning" not in capsys.readouterr().out
+    monkeypatch.setattr(model.gpt, "INIT_STD", 1.0)
+    assert train.run(configured(corpus, tmp_path / "b", max_iters=1)) == 0
+    assert "warning: the initial loss is " in capsys.readouterr().out
+    assert "warning: the initial loss is " in (tmp_path / "b" / "train.log").read_text()
+
+
+class Waits(TorchFunctionMode):
+    """How often the host asks for a tensor's values, for which it would wait for a GPU."""
+
+    ASK = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero", "equal"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in self.ASK:
+            self.asked.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clip", ["none", "log", "clip"])
+def test_updates_between_two_logged_lines_do_not_make_the_host_wait(
+    clip: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read of them one by one, so that a GPU never waits to be given work."""
+    small = {**SETTINGS["model"], "dropout": 0.0}  # masks are drawn by the CPU's generator, for a CPU
+    changes = {"max_iters": 40, "log_interval": 10, "eval_interval": 100, "checkpoint_interval": 100, "model": small}
+    qk_clip = {"name": "clip", "threshold": 1e9} if clip == "clip" else {"name": clip}
+    spy, seed_of_update, at = Waits(), train.seed_of_update, []
+
+    def asked_before(seed: int, step: int, rank: int) -> int:
+        at.append(len(spy.asked))
+        return seed_of_update(seed, step, rank)
+
+    monkeypatch.setattr(train, "seed_of_update", asked_before)
+    with spy:
+        assert train.run(configured(corpus, tmp_path / "run", **changes, qk_clip=qk_clip)) == 0
+    of_update = [b - a for a, b in itertools.pairwise(at)]
+    heads = 2 if clip == "clip" else 0  # on a CPU each layer is asked whether it is to be scaled
+    assert [step for step, n in enumerate(of_update) if n > heads] == [0, 10, 20, 30]
+    assert {n for step, n in enumerate(of_update) if step % 10} == {heads}
+
+
+@pytest.mark.parametrize(("fails", "seen"), [(3, 4), (4, 4), (6, 8), (9, 9)])
+def test_a_run_that_diverged_between_two_lines_ends_where_it_did(
+    fails: int,
+    seen: int,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Read at iterations 0, 4, 8 and 9, before a checkpoint; told as if every one had been read. Then all is over."""
+    learning_rate, forward, asked = train.learning_rate, GPT.forward, []
+
+    def spy(step: int, config: TrainConfig) -> float:
+        asked.append(step)
+        return learning_rate(step, config)
+
+    def explode(self: GPT, *args: Any, **options: Any) -> Any:
+        logits, loss = forward(self, *args, **options)
+        return logits, loss * math.nan if loss is not None and self.training and asked[-1:] == [fails] else loss
+
+    monkeypatch.setattr(train, "learning_rate", spy)
+    monkeypatch.setattr(GPT, "forward", explode)
+    settings = {"max_iters": 12, "eval_interval": 100, "checkpoint_interval": 10, "qk_clip": QK_CLIP}
+    ends = []
+    for name, log_interval in (("each", 1), ("few", 4)):
+        asked.clear()
+        run = tmp_path / name
+        config = configured(corpus, run, log_interval=log_interval, **settings)
+        assert train.run(config) == 3
+        assert asked == [*range((fails if name == "each" else seen) + 1)]
+        status, summary = saved_json(run, "status"), saved_json(run, "summary")
+        assert status["state"] == summary["status"] == "diverged"
+        assert status["iter"] == summary["iter"] == fails and "nan" in status["reason"]
+        assert [path.name for path in (run / "ckpt").glob("step*")] == ["step_000000"]
+        assert len((run / "diagnostics.jsonl").read_text().splitlines()) == 1  # nothing is evaluated after it
+        ends.append((status["reason"], summary["train/loss"], [line["iter"] for line in lines(run)], lines(run)))
+        asked.clear()
+        assert train.run(config) == 3  # says so, and trains no more
+        assert asked == [] and "is diverged" in capsys.readouterr().out
+    (reason, loss, _, each), (reason_of_few, loss_of_few, iterations, few) = ends
+    assert reason == reason_of_few and loss == loss_of_few == each[-2]["train/loss"]
+    assert iterations == [*range(0, fails, 4), fails] and few[-1]["train/loss"] is None
+    since = each[iterations[-2] + 1 :]  # of which the last line tells
+    assert few[-1].get("qk_clip/clipped", 0) == sum(line.get("qk_clip/clipped", 0) for line in since)
+    assert few[-1]["qk_clip/max_logit"] == max(line["qk_clip/max_logit"] for line in since)
+    for key in ("train/loss", "lr", "grad_norm"):
+        assert few[-1][key] == each[-1][key]
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_after_an_update_that_is_not_finite_weights_stay_and_its_origin_is_named(
+    attention: str, optim: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At update 5 the logits of layer 1, head 2 overflow, by large queries and keys. The host reads at 10."""
+    accumulate, clip = train.accumulate_gradients, train.qk_clip
+    damaged: list[Tensor] = []
+    weights: list[list[Tensor]] = []
+
+    def copied(attentions: Any) -> list[Tensor]:
+        return [p.detach().clone() for layer in attentions for p in layer.parameters()]
+
+    def damage(forward: Any, *args: Any) -> Tensor:
+        if len(weights) == 5:
+            attn = forward.attentions[1]
+            d = attn.head_dim if attention == "mha" else attn.nope_dim
+            fused, n = (attn.c_attn, 4 * d) if attention == "mha" else (attn.c_kv_b, 0)  # keys begin in row n
+            queries, start = (fused, 2 * d) if attention == "mha" else (attn.c_q, 2 * (d + attn.rope_dim))
+            with torch.no_grad():
+                queries.weight[start : start + d] *= 1e25
+                fused.weight[n + 2 * d : n + 3 * d] *= 1e25
+            damaged.extend(copied(forward.attentions))
+        return accumulate(forward, *args)
+
+    def keep(attentions: Any, *args: Any) -> Tensor | None:
+        maxima = clip(attentions, *args)
+        weights.append(copied(attentions))
+        return maxima
+
+    monkeypatch.setattr(train, "accumulate_gradients", damage)
+    monkeypatch.setattr(train, "qk_clip", keep)
+    layout, rare = config_of(attention, "none"), {"max_iters": 12, "eval_interval": 100, "checkpoint_interval": 100}
+    settings = {"optim": {"name": optim}, "log_interval": 10, "qk_clip": QK_CLIP, **rare}
+    config = configured(corpus, tmp_path / "run", **settings)
+    assert train.run(replace(config, model=layout.model, attention=layout.attention)) == 3
+    assert len(weights) == 11 and saved_json(tmp_path / "run", "status")["iter"] == 5
+    for later in weights[5:]:
+        assert all(map(torch.equal, later, damaged))
+    assert not all(map(torch.equal, weights[3], weights[4]))
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "first that is not finite: the attention of transformer.h.1.attn, head 2\n" in log
+
+
+def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: int, config: TrainConfig) -> float:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(train, "learning_rate", fail)
+    handlers, threads = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], set(threading.enumerate())
+    with pytest.raises(RuntimeError):
+        train.run(configured(corpus, tmp_path / "run"))
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers  # this process can be ended
+    assert not {t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")} - threads
+    status = saved_json(tmp_path / "run", "status")
+    assert status["state"] == "failed" and status["reason"] == "RuntimeError: out of luck"

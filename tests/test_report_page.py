@@ -1,0 +1,192 @@
+"""scripts/report.py as a program, and its page in a browser."""
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Page
+from conftest import ROOT
+from test_bad_input import check
+from test_report import COMPARE, LOSSES, Made, falling, made, state
+
+from scripts import report
+
+__all__ = ["made"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs/made, two parts with runs of every state, and its report in results/made."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "runs").mkdir()
+    compare = {
+        **COMPARE,
+        "parts": {"title": "<b>parts</b>", "pairs": [[f"b/</script>p={p}", f"a/p={p}"] for p in (2, 3)]},
+    }
+    parts = {"a": {"title": "part a"}, "b": {"title": "part b"}, "c": {"title": "nothing done"}}
+    made = Made(folder / "runs" / "made", title="A </script><script>throw 1</script> & title", parts=parts,
+                compare=compare)  # fmt: skip
+    made.run_part_a()
+    for fold, p in itertools.product(range(5), (2, 3)):
+        made.run(f"b/</script>p={p}", fold, falling(LOSSES[p][fold] + 0.01 * fold, 30), 90 + p * fold)
+    state(made.plan("c/p=2", 1, 0), state="failed", reason="<img src=https://example.com/x.png onerror=alert(1)>")
+    call(folder)
+    return folder
+
+
+def call(folder: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "report.py"), *(words or ["sweep=made"])]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, **options)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_report_has_all_its_files(whole: Path) -> None:
+    out = whole / "results" / "made"
+    figures = {f"{kind}_{part}.svg" for kind in ("loss", "time") for part in "ab"}
+    figures |= {f"{kind}_{family}.svg" for kind in ("difference", "along") for family in ("p", "parts")}
+    files = figures | {"runs.csv", "curves.csv.gz", "table.md", "report.html", "provenance.json"}
+    assert {path.name for path in out.iterdir()} == files
+    text = (out / "table.md").read_text()
+    assert all(f"({name})" in text for name in figures)
+    assert "c-p=2-fold0-s1" in text
+    known = json.loads((out / "provenance.json").read_text())
+    assert known["sha256"]["runs.csv"] == sha256((out / "runs.csv").read_bytes()).hexdigest()
+    assert known["runs"] == {"done": 25, "failed": 1} and known["commit"] == ["abc"]
+    assert known["planned"][0]["commit"] == "c0ffee" and known["definition"]["compare"]["p"]["baseline"] == "a/p=2"
+    assert known["corpus_sha256"] == ["5eed"] and known["command"] == "python scripts/report.py sweep=made"
+
+
+def test_the_same_runs_give_the_same_bytes_without_torch(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('the report imports torch')")
+    (tmp_path / "runs").symlink_to(whole / "runs")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONHASHSEED": "7"}
+    call(tmp_path, env=environment)
+    first, second = whole / "results" / "made", tmp_path / "results" / "made"
+    assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
+    assert [path.name for path in first.iterdir() if path.read_bytes() != (second / path.name).read_bytes()] == []
+
+
+def test_figures_of_parts_that_are_gone_go_and_other_files_stay(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole / "results" / "made", out)
+    (out / "notes.md").write_text("mine")
+    shutil.copytree(whole / "runs" / "made", tmp_path / "sweep")
+    plan = tmp_path / "sweep" / "plan.jsonl"
+    plan.write_text("".join(line for line in plan.read_text().splitlines(True) if "b/<" not in line))
+    call(tmp_path, "sweep_dir=sweep", f"out={out}")
+    assert not (out / "loss_b.svg").exists() and (out / "loss_a.svg").exists() and (out / "notes.md").exists()
+
+
+BAD = {
+    "": "sweep= or from= must be given",
+    "sweep=nowhere": "sweep_dir=runs/nowhere holds no sweep",
+    "sweep=made swep=x": "swep=x",
+    "sweep=made outt=x": "did you mean out?",
+    "made": "made",
+    "sweep=made out=file": "out=file is not a directory",
+    "sweep_dir=torn": "sweep_dir=torn has a plan.jsonl that cannot be read",
+    "sweep_dir=empty": "without a run",
+    "sweep_dir=unnamed": "sweep_dir=unnamed has no sweep.json",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_line_and_status_2(
+    words: str, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("runs/made", "torn", "empty", "unnamed"):
+        shutil.copytree(made.path, name)
+    Path("file").write_text("")
+    Path("torn/plan.jsonl").write_text('{"id": "a-')
+    Path("empty/plan.jsonl").write_text("")
+    Path("unnamed/sweep.json").unlink()
+    check(report.main(words.split()), capsys.readouterr().err, [BAD[words]])
+    assert not Path("results").exists()
+
+
+# -----------------------------------------------------------------------------
+# The page
+
+
+MARKS = "document.querySelectorAll('#loss_a .mark-line.role-mark path').length"
+TOOLTIP = "document.querySelector('#vg-tooltip-element.visible')?.innerText ?? ''"
+
+
+def centre(page: Page, expression: str) -> tuple[float, float]:
+    """Where an element of the page is, in the viewport."""
+    script = f"(() => {{ const e = {expression}; e.scrollIntoView({{block: 'center'}}); const r ="
+    x, y = page.evaluate(f"{script} e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2] }})()")
+    return float(x), float(y)
+
+
+def legend(name: str) -> str:
+    return f"[...document.querySelectorAll('#loss_a .role-legend-label text')].find(e => e.textContent === '{name}')"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_draws_its_charts_without_an_error_or_a_request(whole: Path, browser: Page, dark: bool) -> None:
+    browser.dark(dark)
+    file = whole / "results" / "made" / "report.html"
+    browser.open(file)
+    assert browser.problems == []
+    assert browser.requests == [file.resolve().as_uri()]
+    charts = browser.evaluate("[...document.querySelectorAll('.chart')].map(e => e.id)")
+    assert charts == [
+        "loss_a", "time_a", "loss_b", "time_b", "difference_p", "along_p", "difference_parts", "along_parts"
+    ]  # fmt: skip
+    for chart in charts:
+        assert browser.evaluate(f"document.querySelectorAll('#{chart} svg .role-mark path').length") >= 3, chart
+    assert browser.evaluate(MARKS) == 3
+    assert browser.evaluate("document.title") == "A </script><script>throw 1</script> & title"
+    assert browser.evaluate("document.images.length") == 0  # what a run says is text
+    ink = browser.evaluate("getComputedStyle(document.body).color")
+    assert ink == ("rgb(230, 232, 235)" if dark else "rgb(26, 28, 32)")
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_no_text_of_a_picture_is_cut_off_in_the_browsers_own_font(browser: Page) -> None:
+    """A legend or an axis label may be wider there than where the picture was laid out."""
+    sticks_out = """(() => {
+        const width = document.documentElement.getBoundingClientRect().width
+        const cut = box => box.left < 0 || box.right > width
+        const texts = [...document.querySelectorAll('text')]
+        return texts.filter(text => cut(text.getBoundingClientRect())).map(text => text.textContent)
+    })()"""
+    pictures = sorted((ROOT / "results").glob("*/*.svg"))
+    for picture in pictures:
+        browser.send("Page.navigate", url=picture.as_uri())
+        browser.wait(f"location.href === '{picture.as_uri()}' && document.readyState === 'complete'")
+        assert browser.evaluate(sticks_out) == [], picture
+    assert len(pictures) > 50
+
+
+def test_a_reader_explores_a_chart(whole: Path, browser: Page) -> None:
+    """A click in the legend switches a setting off and on; hovering shows values; single runs; zoom."""
+    browser.open(whole / "results" / "made" / "report.html")
+    points = "document.querySelectorAll('#loss_a .mark-symbol.role-mark path')"
+    browser.hover(*centre(browser, f"[...{points}].at(-1)"))
+    browser.wait(f"({TOOLTIP}) !== ''")
+    text = browser.evaluate(TOOLTIP)
+    assert all(word in text for word in ("p=4", "mean", "1.6", "runs"))
+    shown = []
+    for name in ("p=3", "p=2", "p=3", "p=2"):
+        browser.click(*centre(browser, legend(name)))
+        shown.append(browser.evaluate(f"{MARKS} + ' ' + views.loss_a.data('shown_store').length"))
+    assert shown == ["2 2", "1 1", "2 2", "3 3"]
+    browser.evaluate("views.loss_a.signal('which', 'every run').runAsync().then(() => 0)")
+    assert browser.evaluate(MARKS) == 15
+    before = browser.evaluate("views.loss_a.scale('x').domain()")
+    x, y = centre(browser, "document.querySelector('#loss_a .mark-line.role-mark path')")
+    browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300)
+    browser.wait(f"views.loss_a.scale('x').domain()[1] < {before[1]}")
+    assert browser.problems == []

@@ -1,0 +1,69 @@
+"""scripts/report.py where learning rates are swept: the highest stable one, how the next one fails."""
+
+from pathlib import Path
+
+from test_report import Curve, Made, falling, finish, rows_of, sweep_of, words_of
+
+from scripts import report
+from scripts.reporting.runs import read_sweep
+from scripts.reporting.statistics import final_losses
+from scripts.reporting.tables import (
+    stability_table,
+)
+from training.config import AdamWOptions
+
+
+def at_rates(sweep: Made, p: int, seed: int, curves: dict[float, Curve]) -> None:
+    """Runs at each learning rate; one whose curve ends at its beginning has diverged."""
+    for rate, curve in curves.items():
+        path = sweep.plan(f"learning_rate={rate},p={p}", seed, None, optim=AdamWOptions(learning_rate=rate))
+        if len(curve) == 1:
+            finish(path, curve, status="diverged", reason="train/loss nan at iteration 7")
+        else:
+            finish(path, curve)
+
+
+def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> None:
+    sweep = Made(tmp_path / "sweep", also={"train/loss": "last"})
+    for seed in (1, 2):
+        finals = {0.1: 2.0, 0.2: 1.8 + seed / 10, 0.4: 2.5, 0.8: 3.1, 1.6: 2.0}
+        at_rates(sweep, 2, seed, {rate: {0: 4.0, 10: 3.5, 20: 3.2, 40: final} for rate, final in finals.items()})
+        good: Curve = {0: 4.0, 40: 2.0}
+        at_rates(sweep, 3, seed, {0.1: good, 0.2: good, 0.4: {0: 4.0} if seed == 2 else good})
+    at_rates(sweep, 4, 1, {0.1: falling(2.0), 0.2: {0: 4.0, 20: 4.6, 40: 1.8}})
+    table = stability_table(sweep_of(sweep.path))
+    assert final_losses(sweep_of(sweep.path))["p=3"] == {0.1: [2.0, 2.0], 0.2: [2.0, 2.0], 0.4: [2.0]}
+    report.report(read_sweep(sweep.path, "made"), tmp_path / "out", [])
+    panels = (tmp_path / "out" / "stability_train_loss.svg").read_text()
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert {"learning rate 0.1", "learning rate 1.6", "p=2", "p=3"} <= {*words_of(panels)}
+    assert "](stability.svg)" in text and "](stability_train_loss.svg)" in text
+    assert table is not None
+    two, three, four = rows_of(table)
+    assert (four["best rate"], four["highest stable rate"]) == ("0.2", "0.1")
+    assert four["how the next one fails"] == "0.2: a loss of 4.6; the first was 4.0000"
+    assert (two["best rate"], two["its final loss"]) == ("0.2", "1.9500")
+    assert (two["highest stable rate"], two["how the next one fails"]) == ("0.4", "0.8: final loss 3.1000")
+    assert three["highest stable rate"] == "0.2" and three["of each run alone"] == "seed 1: 0.4, seed 2: 0.2"
+    assert three["how the next one fails"] == "0.4: 1 of 2 diverged (train/loss nan at iteration 7)"
+    assert "Highest stable learning rate" in text
+
+
+def test_three_learning_rates_get_no_figure_of_final_losses(tmp_path: Path) -> None:
+    sweep = Made(tmp_path / "sweep")
+    at_rates(sweep, 2, 1, {rate: {0: 4.0, 20: 3.0, 40: 2.0 + rate} for rate in (0.1, 0.2, 0.4)})
+    report.report(read_sweep(sweep.path, "made"), tmp_path / "out", [])
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "Highest stable learning rate" in text and "stability.svg" not in text
+    assert not (tmp_path / "out" / "stability.svg").exists()
+
+
+def test_the_run_that_rises_most_decides_and_not_the_one_with_the_highest_loss(tmp_path: Path) -> None:
+    sweep = Made(tmp_path / "sweep")
+    for seed, (first, peak) in {1: (4.30, 4.85), 2: (4.45, 4.90)}.items():
+        at_rates(sweep, 2, seed, {0.1: falling(2.0), 0.2: {0: first, 20: peak, 40: 2.0}})
+    table = stability_table(sweep_of(sweep.path))
+    assert table is not None
+    (row,) = rows_of(table)
+    assert row["highest stable rate"] == "0.1" and row["of each run alone"] == "seed 1: 0.1, seed 2: 0.2"
+    assert row["how the next one fails"] == "0.2: a loss of 4.85; the first was 4.3000"
