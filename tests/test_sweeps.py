@@ -169,10 +169,6 @@ def test_another_commit_is_said_and_kept_while_runs_are_left(
     assert read_json(done / "sweep.json") == before and capsys.readouterr().out == ""
 
 
-# -----------------------------------------------------------------------------
-# Launching
-
-
 def test_a_dry_run_lists_every_run_and_writes_nothing(sweep: Path) -> None:
     output = launched(sweep, "dry_run=true")
     for run in plan_runs(load_sweep(str(sweep), {}), []):
@@ -192,10 +188,8 @@ def test_runs_that_a_report_stored_are_not_trained_again(
     stored, folder = sweep.parent / "stored", sweep.parent / "sweep"
     report(read_sweep(undisturbed.parent / "sweep", "tiny"), stored, [])
     first, second, third, *_ = plan_runs(load_sweep(str(sweep), {}), [])
-    csv_file, states = (
-        stored / "runs.csv",
-        {first.id: ",stopped,60,", second.id: ",done,59,", third.id: ",diverged,30,"},
-    )
+    csv_file = stored / "runs.csv"
+    states = {first.id: ",stopped,60,", second.id: ",done,59,", third.id: ",diverged,30,"}
     lines = csv_file.read_text().splitlines(keepends=True)
     for run_id, state in states.items():
         lines = [line.replace(",done,60,", state) if line.startswith(f"{run_id},") else line for line in lines]
