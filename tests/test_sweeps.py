@@ -251,7 +251,7 @@ RUNS = 2000 if os.environ.get("NANOQK_FAULTS") == "full" else 20
 
 
 def test_a_sweep_of_many_runs_with_kills_is_complete_and_its_launcher_stays_small(corpus: Path, tmp_path: Path) -> None:
-    """At most a fifth as many kills as runs: of a worker or, each eighth time, the launcher. A run is trained once."""
+    """About a fifth as many kills as runs: of a worker or, each eighth time, the launcher. A run is trained once."""
     seeds, choose = [*range(RUNS)], random.Random(2)
     sweep = tiny_sweep(tmp_path, corpus, "max_iters=2", "model.n_layer=1", grid={}, folds=None, seeds=seeds)
     folder, kills, sizes = tmp_path / "sweep", 0, []
@@ -261,7 +261,7 @@ def test_a_sweep_of_many_runs_with_kills_is_complete_and_its_launcher_stays_smal
             files = len(os.listdir(f"/proc/{process.pid}/fd"))
             pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
             sizes.append((pages * 4096 / 2**20, files))
-            if kills < RUNS // 5:
+            if 5 * kills <= len([*folder.glob("*/summary.json")]):
                 victim = process.pid if kills % 8 == 7 else choose.choice(workers)
                 with suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
@@ -269,8 +269,8 @@ def test_a_sweep_of_many_runs_with_kills_is_complete_and_its_launcher_stays_smal
                 if victim == process.pid:
                     process.wait()
                     process = launcher(sweep, "retries=1000", stdout=subprocess.DEVNULL)
-        time.sleep(choose.uniform(0.5, 8))
-    assert process.returncode == 0
+        time.sleep(choose.uniform(0.5, 4))
+    assert process.returncode == 0 and kills >= RUNS // 6
     plan = read_plan(folder)
     assert len(plan) == RUNS and all(state_of(folder, run).state == "done" for run in plan)
     assert sum(times_finished(folder / run.id) not in (0, 1) for run in plan) == 0
