@@ -207,6 +207,13 @@ def test_a_bad_metric_is_named(made: Made) -> None:
             sweep_of(made.path)
 
 
+def test_a_claim_that_no_run_was_made_for_is_said_to_have_nothing_to_compare(tmp_path: Path) -> None:
+    claim = {"title": "lower p", "baseline": "b/p=2", "settings": ["b/*"], "claim": "lower"}
+    sweep = Made(tmp_path / "sweep", compare={"b": claim})
+    sweep.run("a/p=2", 0, falling(1.4))
+    assert "**lower p.** Nothing to compare." in text_of(sweep_of(sweep.path))
+
+
 def test_long_curves_of_other_metrics_are_drawn_with_few_points_and_their_peak() -> None:
     curve = {i: float(i % 7) for i in range(1001)} | {503: 50.0}
     drawn = thinned(curve, "max")

@@ -75,7 +75,8 @@ def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]]
     panels = {in_words(panel): series for panel, series in panels.items()}
     chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curve_chart(every, words)
     span = f"a point is the {sweep.logged[key]} over a {POINTS}th of the run"
-    caption = f"{words[0].upper()}{words[1:]} by iteration, averaged over folds and seeds; {span}."
+    first = words[0].upper() if words[0].isascii() else words[0]  # α stays small
+    caption = f"{first}{words[1:]} by iteration, averaged over folds and seeds; {span}."
     return Figure(name, title, chart, caption + charts.remarks(every, words))
 
 

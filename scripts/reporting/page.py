@@ -76,12 +76,12 @@ def conclusion(family: Family) -> str:
         name = c.a if c.b == family.asked.baseline else f"{c.a} against {c.b}"
         told.setdefault(c.verdict(metric.less, metric.more), []).append(f"{name} {difference(c, metric.spec)}".strip())
     words = [f"{verdict}: {', '.join(names)}" for verdict, names in told.items()]
-    if claim := family.asked.claim:
-        asked, compared = family.asked, family.metrics[0]
+    asked, compared = family.asked, family.metrics[0]
+    if (claim := asked.claim) and compared:
         found = Counter(judge(c.deciding, claim, asked.size, asked.least, c.adjusted[c.decides]) for c in compared)
         claimed = metric.less if claim == "lower" else metric.more
         words.append(f"the claim that they are {claimed} is {', '.join(f'{v} in {n}' for v, n in found.items())}")
-    return f"**{family.asked.title or family.name}.** {'; '.join(words) or 'Nothing to compare'}."
+    return f"**{asked.title or family.name}.** {'; '.join(words) or 'Nothing to compare'}."
 
 
 def difference(c: Comparison, spec: str) -> str:
