@@ -27,12 +27,13 @@ Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `p
 torch.set_num_threads(1)
 
 SLOW = {  # files whose tests train, start programs or load large libraries: make check leaves them out
-    "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_compare",
-    "test_corpora", "test_cuda", "test_ddp", "test_docs",
-    "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture",
-    "test_init_from", "test_kernels", "test_live", "test_long_sequences", "test_mla_decode_triton", "test_plugins",
-    "test_presets", "test_readme", "test_references", "test_report", "test_resume", "test_shards", "test_slurm",
-    "test_sweeps", "test_train", "test_wandb",
+    "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_checks", "test_compare", "test_corpora",
+    "test_cuda", "test_damage", "test_dashboard", "test_ddp", "test_disk", "test_docs", "test_evaluate_lm",
+    "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture", "test_fuzz",
+    "test_init_from", "test_kernels", "test_live", "test_long_sequences", "test_mla_decode_triton", "test_plans",
+    "test_plugins", "test_presets", "test_readme", "test_references", "test_report", "test_report_page",
+    "test_report_rates", "test_report_shares", "test_resume", "test_shards", "test_slurm", "test_sweeps",
+    "test_train", "test_wandb",
 }  # fmt: skip
 
 
