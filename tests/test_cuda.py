@@ -29,7 +29,8 @@ from core.device import resolve_device, seed_generator
 from core.dist import World
 from core.schema import ConfigError, build
 from model import ops
-from scripts.benchmarks import bench_train
+from scripts.benchmarks import bench_train, gpu_part
+from scripts.benchmarks.gpu_part import CheckOptions
 from sweeps.plan import compose
 from training import checks
 from training.config import TrainConfig, load_config
@@ -186,6 +187,20 @@ def test_a_device_is_made_current_and_its_generator_alone_is_seeded() -> None:
     """Also what a process must set for deterministic=true, which products are exact where TF32 is allowed, and which
     corpora a GPU keeps."""
     on_fake_cuda("test_cuda.check_devices")
+
+
+def check_gpu_parts() -> None:
+    with fake_cuda():
+        asked = build(CheckOptions, {"device": "cuda"})
+        gpu_part.needs_gpus(asked, 2)
+        with pytest.raises(gpu_part.Skipped):
+            gpu_part.needs_gpus(asked, 3)
+        (row,) = gpu_part.device(asked, []).values()
+        assert (row["GPUs"], row["capability"], row["processors"], row["GiB"]) == (2, "9.0", 132, 80)
+
+
+def test_check_gpu_reads_the_machine_and_counts_its_gpus() -> None:
+    on_fake_cuda("test_cuda.check_gpu_parts")
 
 
 def test_a_gpu_is_warned_of_attention_that_holds_t_x_t(monkeypatch: pytest.MonkeyPatch) -> None:
