@@ -106,6 +106,8 @@ def test_that_fills_up_during_a_sweep_and_its_report(
 
 
 def as_nobody(work: Callable[[], int]) -> int:
+    """Start work() in a process of an ordinary user, and return its pid."""
+
     def call() -> int:
         if os.getuid() == 0:
             os.setgroups([])
@@ -113,25 +115,34 @@ def as_nobody(work: Callable[[], int]) -> int:
             os.setuid(NOBODY)
         return work()
 
-    return exit_status(fork(call))
+    return fork(call)
 
 
-def test_a_folder_that_may_not_be_written_is_refused(corpus: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def readable(corpus: Path, tmp_path: Path) -> None:
+    """What a process of nobody needs: folders that it may pass, and imports that it may not be able to read."""
     for path in [tmp_path, *tmp_path.parents]:
         with suppress(PermissionError):
             path.chmod(path.stat().st_mode | 0o055)
     corpus.chmod(0o644)
+    assert train.run(configured(corpus, tmp_path / "before")) == 0
+
+
+@pytest.mark.usefixtures("readable")
+def test_a_folder_that_may_not_be_written_is_refused(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o555)
-    assert train.run(configured(corpus, tmp_path / "before")) == 0  # imports what nobody may not be able to read
     config = configured(corpus, tmp_path / "locked" / "run")
-    assert as_nobody(lambda: guarded(lambda: train.run(config))) == 2
+    assert exit_status(as_nobody(lambda: guarded(lambda: train.run(config)))) == 2
     assert list((tmp_path / "locked").iterdir()) == []
 
 
+@pytest.mark.usefixtures("readable")
 def test_a_folder_that_vanishes_fails_the_run(corpus: Path, tmp_path: Path) -> None:
-    config = configured(corpus, tmp_path / "run", max_iters=100_000, checkpoint_interval=20)
-    pid = fork(lambda: guarded(lambda: train.run(config)))
-    eventually((tmp_path / "run" / "ckpt" / "latest").exists)
-    (tmp_path / "run").rename(tmp_path / "gone")
+    (tmp_path / "place").mkdir(mode=0o777)
+    (tmp_path / "place").chmod(0o777)
+    config = configured(corpus, tmp_path / "place" / "run", max_iters=100_000, checkpoint_interval=20)
+    pid = as_nobody(lambda: guarded(lambda: train.run(config)))
+    eventually((tmp_path / "place" / "run" / "ckpt" / "latest").exists)
+    (tmp_path / "place" / "run").rename(tmp_path / "gone")
     assert exit_status(pid) == 1
     checkpoint.load(checkpoint.step_dirs(tmp_path / "gone" / "ckpt")[0])

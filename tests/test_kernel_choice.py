@@ -1,4 +1,4 @@
-"""Which operations take a kernel, and that a model learns and decodes alike with and without."""
+"""Which operations take a kernel, and that a model learns and decodes the same with and without."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
