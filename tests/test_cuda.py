@@ -20,6 +20,7 @@ import torch
 from conftest import ROOT
 from fake_cuda import FakeGPT, Waits, fake_cuda, on_fake_cuda
 from test_train import assert_same_run
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from variants import PAIRS, V, config_of
@@ -29,7 +30,8 @@ from core.device import resolve_device, seed_generator
 from core.dist import World
 from core.schema import ConfigError, build
 from model import ops
-from scripts.benchmarks import bench_train, gpu_part
+from model.gpt import GPT
+from scripts.benchmarks import bench_train, gpu_checks, gpu_part
 from scripts.benchmarks.gpu_part import CheckOptions
 from sweeps.plan import compose
 from training import checks
@@ -198,8 +200,23 @@ def check_gpu_parts() -> None:
         (row,) = gpu_part.device(asked, []).values()
         assert (row["GPUs"], row["capability"], row["processors"], row["GiB"]) == (2, "9.0", 132, 80)
 
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu_checks, "GPT", FakeGPT)
+            patch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.CUDNN_ATTENTION.value)  # CUDA's own
+            rows = gpu_checks.sdpa(asked, [])
+            assert [row["bfloat16"] for row in rows.values()] == ["cudnn"] * 4
+            machine = Machine(World(), asked.here, torch.bfloat16)
+            for layout, norm in gpu_checks.COMPILED:
+                words = [*gpu_checks.LAYOUTS[layout], *gpu_checks.NORMS[norm]]
+                config = gpu_part.tiny_config(asked, *words)
+                batch = torch.zeros(2, 4, config.model.block_size, dtype=torch.int64)
+                loss, gradient = gpu_checks.outcome(config, machine, batch, compiled=False)
+                assert (loss.shape, loss.device.type) == ((1,), "cpu") and gradient.is_cpu
+                assert gradient.numel() == GPT(config.gpt, gpu_checks.VOCAB).num_params()
 
-def test_check_gpu_reads_the_machine_and_counts_its_gpus() -> None:
+
+def test_parts_of_check_gpu_run_on_the_device() -> None:
+    """Those that read the machine, count its GPUs, and ask SDPA and every compiled pair; no number is computed."""
     on_fake_cuda("test_cuda.check_gpu_parts")
 
 

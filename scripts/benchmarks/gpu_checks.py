@@ -137,7 +137,7 @@ def outcome(config: TrainConfig, machine: Machine, batch: Tensor, compiled: bool
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter))
     model.to(machine.device)
     torch.set_float32_matmul_precision("highest")
     forward = compile_model(model, config) if compiled else model
