@@ -15,11 +15,13 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from core.device import seed_generator
+from model import cross_entropy
 from model.gpt import GPT, LpNorm, QKNorm
 from model.ops import Bend, visible_logits
 from model.options import NO_LOGITS
 
 LEAK_TOLERANCE = 1e-4  # a smaller future_leak is round-off, also in bfloat16
+LONG = 1024  # positions; a longer sequence is compared once, and this many of it three times
 
 
 @torch.no_grad()
@@ -126,21 +128,26 @@ def measure_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
         table |= {f"{side}_g_mean": g.mean((0, 2)), f"{side}_g_std": g.std((0, 2), correction=0)}
 
 
-def future_leak(model: nn.Module, idx: Tensor) -> float:
-    """The largest of future_leaks() at three positions of idx (B, T), T > 1: 0 for a causal model, inf where not
-    finite."""
+def future_leak(model: nn.Module, idx: Tensor, long: int = LONG) -> float:
+    """The largest of future_leaks() of idx (B, T), T > 1: 0 for a causal model, inf where not finite. Where T exceeds
+    `long`, three positions of the first `long` tokens are tried, and the middle of all."""
     T = idx.size(1)
-    return max(leak for leak, _ in future_leaks(model, idx, {1, T // 2, T - 1}).values())
+    n = min(T, long)
+    leaks = [*future_leaks(model, idx[:, :n], {1, n // 2, n - 1}).values()]
+    if long < T:
+        leaks += future_leaks(model, idx, {T // 2}).values()
+    return max(leak for leak, _ in leaks)
 
 
 def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dict[int, tuple[float, int | None]]:
     """Whether the model sees the future: for each t of `positions` the tokens idx[:, t:] are changed. idx is (B, T).
 
     Returns: t -> (the leak, the first position where it exceeds LEAK_TOLERANCE, or None). The leak is the largest
-    change of a logit before t, relative to the largest change from t on. A model that returns no logits is compared by
-    its loss, which gives no position. The model stays in its mode, and dropout draws the same masks each time.
+    change of a logit before t, relative to the largest change from t on; of a GPT that holds no logits, of what its
+    last block gives. Another model that returns none is compared by its loss, which gives no position. The model stays
+    in its mode, and dropout draws the same masks each time.
     """
-    original = forward(model, idx, slice(None))[0]
+    original = outputs(model, idx)
     leaks: dict[int, tuple[float, int | None]] = {}
     for t in positions:
         changed = idx.clone()
@@ -152,13 +159,27 @@ def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dic
             )
             leaks[t] = relative(earlier, later).item(), None
         else:
-            logits = forward(model, changed, slice(None))[0]
-            assert logits is not None
-            change = (logits - original).abs().amax((0, 2))  # (T,)
+            found = outputs(model, changed)
+            assert found is not None
+            change = (found - original).abs().amax((0, 2))  # (T,)
             leak = relative(change[:t], change[t:].max())  # (t,)
             leaking = (leak >= LEAK_TOLERANCE).nonzero()
             leaks[t] = leak.max().item(), int(leaking[0]) if len(leaking) else None
     return leaks
+
+
+def outputs(model: nn.Module, idx: Tensor) -> Tensor | None:
+    """The logits (B, T, V) for idx (B, T); of a GPT that holds none, the last block's output (B, T, C); else None."""
+    if not isinstance(model, GPT) or idx.numel() * model.vocab_size <= cross_entropy.LOGITS_AT_ONCE:
+        return forward(model, idx, slice(None))[0]
+    found: list[Tensor] = []
+    hook = model.transformer.h[-1].register_forward_hook(lambda _, __, output: found.append(output.detach()))
+    try:
+        seed_generator(0, idx.device)
+        model(idx, last_only=True)
+    finally:
+        hook.remove()
+    return found[0]
 
 
 def forward(model: nn.Module, idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:

@@ -232,8 +232,8 @@ def future_leakage(subject: Subject) -> Finding:
     largest, first = leaks[mode][t]
     caught = not largest < LEAK_TOLERANCE
     if caught:
-        what = "the earlier loss" if first is None else f"logits from position {first} on"  # None: no logits are held
-        text = f"changing tokens from {t} of {n} on changes {what} in {mode} mode, by {largest:.2g} of"
+        text = f"changing tokens from {t} of {n} on changes logits from position {first} on in {mode} mode,"
+        text += f" by {largest:.2g} of"
     else:
         text = f"changing tokens from {positions} of {n} on changes no earlier logit: at most {largest:.0e} of"
     numbers = {

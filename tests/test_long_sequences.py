@@ -3,20 +3,21 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import needs_compiler
 from test_train import assert_same_run, configured
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from variants import LAYOUTS, V, build, config_of, looking_ahead, random_tokens
+from variants import LAYOUTS, V, build, config_of, random_tokens, seeing
 
 import train
 from model import cross_entropy, ops
 from model.cross_entropy import LinearCrossEntropy
-from model.diagnostics import activation_bytes, future_leak
+from model.diagnostics import LEAK_TOLERANCE, activation_bytes, future_leak
 from model.gpt import GPT
 from model.ops import at_least_fp32
 from sweeps.plan import compose
@@ -119,21 +120,46 @@ def test_without_a_target_the_loss_is_that_of_whole_logits_too() -> None:
 # The start-up check
 
 
-@pytest.mark.parametrize("T", [2, 3, 600])
-@pytest.mark.parametrize("limit", [2**26, 5 * V])
+SEEN = {
+    "next": lambda i, j: j == i + 1, "all": lambda i, j: j >= 0, "distant": lambda i, j: j >= i + 300,
+    "blocks": lambda i, j: j // 64 == i // 64, "borders": lambda i, j: (j == i + 1) & (j % 64 == 0),
+    "last": lambda i, j: j == len(j) - 1, "first sees": lambda i, j: i == 0,
+}  # fmt: skip
+
+
+class LossAlone(nn.Module):
+    """A model that returns no logits."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
+        return None, self.gpt(idx, targets)[1]
+
+
+@pytest.mark.parametrize(("T", "seen"), [*product([2, 3], ["next", "all"]), *product([640], SEEN)])
 def test_a_model_that_sees_the_future_is_found_at_any_length(
-    T: int, limit: int, monkeypatch: pytest.MonkeyPatch
+    T: int, seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it starts, in bf16, where one of 600 tokens hardly moves the others, and from the loss alone."""
+    """As it starts, in bf16, where one of 640 tokens hardly moves the others: with logits, by the last block's output
+    and from the loss alone, whether the first 128 of 640 tokens are tried or all."""
     gpt = GPT(config_of("gqa", "rms", block_size=T, n_layer=1).gpt, V).train()
     gpt.init_weights(0)
-    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", limit)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert future_leak(gpt, random_tokens(1, T)) == 0
-        for ahead in (1, T):
+    idx = random_tokens(1, T)
+    calls: list[int] = []
+    gpt.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].size(1)))
+    models = [gpt] if seen == "borders" else [gpt, LossAlone(gpt)]  # a mean loss hides one position in 64
+    for model, limit, long in product(models, [2**26, 5 * V], [128, T]):
+        monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", limit)
+        with torch.autocast("cpu", torch.bfloat16):
+            calls.clear()
+            assert future_leak(model, idx, long) == 0
+            assert model is not gpt or calls.count(T) == (2 if long < T else 1 + len({1, T // 2, T - 1}))
             with monkeypatch.context() as patch:
-                patch.setattr(ops, "causal_attention", looking_ahead(ahead))
-                assert future_leak(gpt, random_tokens(1, T)) > 1e-3
+                patch.setattr(ops, "causal_attention", seeing(SEEN[seen]))
+                leak = future_leak(model, idx, long)
+        assert leak > 10 * LEAK_TOLERANCE, (limit, long, leak)
 
 
 # -----------------------------------------------------------------------------

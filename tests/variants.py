@@ -142,15 +142,22 @@ def attention_products() -> Iterator[list[tuple[Tensor, Tensor, Tensor, float]]]
         yield got
 
 
-def looking_ahead(n: int) -> Callable[..., Tensor]:
-    """An attention product whose mask leaves each query n keys too many."""
+def seeing(more: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """An attention product in which query i (T, 1) also meets the keys j (T,) where more(i, j)."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-        hidden = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).triu(1 + n)
+        j = torch.arange(q.size(-2))
+        i = j[:, None]
+        hidden = (j > i) & ~more(i, j)
         return torch.softmax((scale * q @ k.transpose(-2, -1)).masked_fill(hidden, -torch.inf), -1) @ v
 
     return attention
+
+
+def looking_ahead(n: int) -> Callable[..., Tensor]:
+    """An attention product whose mask leaves each query n keys too many."""
+    return seeing(lambda i, j: j <= i + n)
 
 
 def attended(gpt: GPT, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:

@@ -15,7 +15,7 @@ from core.dist import World
 from core.schema import require
 from data.batches import Batches
 from model.cross_entropy import positions_with_logits
-from model.diagnostics import LEAK_TOLERANCE, future_leak, logit_bound, sdpa_backend
+from model.diagnostics import LEAK_TOLERANCE, LONG, future_leak, logit_bound, sdpa_backend
 from training.evaluate import mean_loss
 from training.session import Batch, Session, is_compiled
 from training.updates import accumulate_gradients, rows_at_once, seed_of_update
@@ -87,13 +87,13 @@ def future_seen(session: Session, x: Tensor) -> list[str]:
     if x.size(1) == 1 or model.vocab_size == 1:
         return []
     forward: nn.Module = model
-    rows = 1
-    if is_compiled(session.config, device):  # for the shape of training, which then finds it compiled
-        forward, rows = session.forward, rows_at_once(len(x), x.size(1), device)
+    rows, long = 1, LONG
+    if is_compiled(session.config, device):  # for the shape of training alone, which then finds it compiled
+        forward, rows, long = session.forward, rows_at_once(len(x), x.size(1), device), x.size(1)
     with session.machine.autocast():
         with torch.no_grad():  # as evaluation is
             leak = future_leak(model.eval(), x[:1].to(device))
-        leak = max(leak, future_leak(forward.train(), x[:rows].to(device)))
+        leak = max(leak, future_leak(forward.train(), x[:rows].to(device), long))
     if leak < LEAK_TOLERANCE:
         return []
     attention = session.config.attention.name
