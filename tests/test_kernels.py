@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -238,17 +239,36 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
+def pass_tests_of_ops(which: str, **environment: str) -> None:
+    """Raises AssertionError unless the tests of tests/test_ops.py pass with kernels compiled in this environment."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_ops.py", "-k", which]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled for an older x86")
 def test_the_kernels_without_avx512(tmp_path: Path) -> None:
     """Compiled for AVX2 alone the kernels pass the same tests, but for attention, which they leave to the reference."""
-    tests = ["tests/test_ops.py", "-k", "norm or fold or gelu or dropout"]
-    env = {**os.environ, "CXX": "g++ -march=x86-64-v3", "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests], cwd=ROOT, env=env,
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
+    env = {"CXX": "g++ -march=x86-64-v3", "XDG_CACHE_HOME": str(tmp_path)}
+    pass_tests_of_ops("norm or fold or gelu or dropout", **env)
     code = "from model.kernels import operators; assert operators.loaded() and not operators.attends()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **env}, check=True)
+
+
+@pytest.mark.slow
+@needs_attention
+def test_attention_on_matrix_units(tmp_path: Path) -> None:
+    """With the tiles in C++ attention passes the same tests; compiled without, it has these instructions."""
+    pass_tests_of_ops("attention_and or attention_with or attention_has or logits_that or leaves_behind",
+                      CXX="g++ -DEMULATE_TILES", XDG_CACHE_HOME=str(tmp_path))  # fmt: skip
+    library = build.compile_library(["g++"], tmp_path)
+    code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], check=True, capture_output=True, text=True)
+    found = re.findall(r"\t(t\w+|ldtilecfg) .*", code.stdout)
+    assert {"tileloadd", "tilestored", "tilezero", "ldtilecfg"} <= set(found)
+    # to 16 rows and 16 columns each: the left operand's two tiles times the right operand's
+    products = re.findall(r"tdpbf16ps (.*)", code.stdout)
+    assert set(products) == {f"%tmm{b},%tmm{a},%tmm{2 * (a - 4) + b - 6}" for a in (4, 5) for b in (6, 7)}
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
-// Causal attention on a CPU with AVX-512 bf16, forward and backward. The T x T matrix is never stored: a block of 64
-// queries meets the keys that it sees, and the backward pass computes the probabilities again from each query's largest
-// logit and sum of exponentials (as in FlashAttention, Dao et al. 2022). Logits may be capped: cap tanh(logit / cap),
-// and the derivative of the log-sum-exp may come in. Logits, softmax and all sums are fp32. The probabilities, and the
-// derivatives of the logits, are rounded to bf16 as operands of a matmul. A thread works on one query head of one
-// sequence.
+// Causal attention on a CPU with AVX-512 bf16, forward and backward; its matmuls run on matrix units where there are
+// some. The T x T matrix is never stored: a block of 64 queries meets the keys that it sees, and the backward pass
+// computes the probabilities again from each query's largest logit and sum of exponentials (as in FlashAttention, Dao
+// et al. 2022). Logits may be capped: cap tanh(logit / cap), and the derivative of the log-sum-exp may come in. Logits,
+// softmax and all sums are fp32. The probabilities, and the derivatives of the logits, are rounded to bf16 as operands
+// of a matmul. A thread works on one query head of one sequence.
 
-#include "kernels.h"
+#include "tiles.h"
 
 #ifdef HAS_AVX512_BF16
 #include <algorithm>
@@ -35,8 +35,8 @@ struct Attention {
 
 // c (4, 16 N) = or += a b, of bf16 in pairs along the sum: a[m * am + k * ak] and b[k * PANEL + n]
 template <int N>
-void tile(const uint32_t *a, int64_t am, int64_t ak, const uint32_t *b, float *c, int64_t ldc, int64_t depth,
-          bool add) {
+void on_vectors(const uint32_t *a, int64_t am, int64_t ak, const uint32_t *b, float *c, int64_t ldc, int64_t depth,
+                bool add) {
   __m512 sum[4][N];
   for (int m = 0; m < 4; m++)
     for (int n = 0; n < N; n++) sum[m][n] = add ? _mm512_loadu_ps(c + m * ldc + 16 * n) : _mm512_setzero_ps();
@@ -52,18 +52,28 @@ void tile(const uint32_t *a, int64_t am, int64_t ak, const uint32_t *b, float *c
     for (int n = 0; n < N; n++) _mm512_storeu_ps(c + m * ldc + 16 * n, sum[m][n]);
 }
 
-// b as transposed() or paired() lay it out, in panels of `height` rows of PANEL words, of which `depth` are taken. Rows
-// come in fours, columns in sixteens.
+// c = or += a b, a as on_vectors() takes it, in tiles where its pairs lie side by side (ak = 1). b as transposed() or
+// paired() lay it out, in panels of `height` rows of PANEL words, of which `depth` are taken. Rows and columns come in
+// sixteens.
 void product(const void *a, int64_t am, int64_t ak, const uint32_t *b, int64_t height, float *c, int64_t ldc,
              int64_t rows, int64_t columns, int64_t depth, bool add = false) {
-  constexpr decltype(&tile<1>) tiles[] = {tile<1>, tile<2>, tile<3>, tile<4>};
-  const uint32_t *words = static_cast<const uint32_t *>(a);
+  constexpr decltype(&on_vectors<1>) by_vectors[] = {on_vectors<1>, on_vectors<2>, on_vectors<3>, on_vectors<4>};
+  constexpr decltype(&on_tiles<1, 1>) by_tiles[2][2] = {{on_tiles<1, 1>, on_tiles<1, 2>},
+                                                        {on_tiles<2, 1>, on_tiles<2, 2>}};
   for (int64_t k = 0; k < depth; k += DEPTH)
     for (int64_t n = 0; n < columns; n += PANEL) {
-      auto work = tiles[std::min<int64_t>((columns - n) / 16, 4) - 1];
-      for (int64_t m = 0; m < rows; m += 4)
-        work(words + m * am + k * ak, am, ak, b + n * height + k * PANEL, c + m * ldc + n, ldc,
-             std::min(DEPTH, depth - k), add || k);
+      int64_t wide = std::min(PANEL, columns - n), deep = std::min(DEPTH, depth - k);
+      int64_t in_tiles = has_tiles() && ak == 1 ? deep / 16 * 16 : 0;
+      const uint32_t *left = static_cast<const uint32_t *>(a) + k * ak, *right = b + n * height + k * PANEL;
+      for (int64_t m = 0; in_tiles && m < rows; m += 32)
+        for (int64_t j = 0; j < wide; j += 32) {
+          auto work = by_tiles[rows - m >= 32][wide - j >= 32];
+          work(left + m * am, am, right + j, PANEL, c + m * ldc + n + j, ldc, in_tiles, add || k);
+        }
+      left += in_tiles * ak, right += in_tiles * PANEL;
+      for (int64_t m = 0; in_tiles < deep && m < rows; m += 4)
+        by_vectors[wide / 16 - 1](left + m * am, am, ak, right, c + m * ldc + n, ldc, deep - in_tiles,
+                                  add || k || in_tiles);
     }
 }
 
@@ -119,31 +129,42 @@ void write_rows(const float *x, int64_t rows, int64_t n, const float *factor, fl
     }
 }
 
-// The matmuls of attention, of `queries` rows from position i on. Of the keys from i on sixteen queries meet those up
-// to the last of the sixteen: later ones are neither computed nor read.
+// The matmuls of attention, of `queries` rows, a multiple of 16, from position i on. Of the keys from i on sixteen
+// queries meet those up to the last of the sixteen: later ones are neither computed nor read.
 
 // c (queries, P) = a b, a (queries, n) and b of keys, transposed
 void with_keys(const uint16_t *a, int64_t n, const uint32_t *b, float *c, int64_t P, int64_t queries, int64_t i) {
   product(a, n / 2, 1, b, n / 2, c, P, queries, i, n / 2);
   for (int64_t r = 0; r < queries; r += 16)
-    product(a + r * n, n / 2, 1, b + i * (n / 2), n / 2, c + r * P + i, P, std::min<int64_t>(16, queries - r),
-            r + 16, n / 2);
+    product(a + r * n, n / 2, 1, b + i * (n / 2), n / 2, c + r * P + i, P, 16, r + 16, n / 2);
 }
 
 // c (queries, n) = a b, a (queries, P) and b of keys, paired
 void over_keys(const uint16_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i) {
   product(a, P / 2, 1, b, P / 2, c, n, queries, n, i / 2);
   for (int64_t r = 0; r < queries; r += 16)
-    product(a + r * P + i, P / 2, 1, b + i / 2 * PANEL, P / 2, c + r * n, n, std::min<int64_t>(16, queries - r), n,
-            (r + 16) / 2, i > 0);
+    product(a + r * P + i, P / 2, 1, b + i / 2 * PANEL, P / 2, c + r * n, n, 16, n, (r + 16) / 2, i > 0);
 }
 
-// c (keys, n) += a^T b, a in words of two queries, (queries / 2, P), and b of queries, paired
-void over_queries(const uint32_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i) {
-  product(a, 1, P, b, ROWS / 2, c, n, i, n, queries / 2, true);
+// c (keys, n) += a^T b, a in words of two queries, (queries / 2, P), and b of queries, paired. Tiles take the words of a
+// key side by side: `turned` (P, ROWS / 2) is for those.
+void over_queries(const uint32_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i,
+                  uint32_t *turned) {
+  int64_t am = 1, ak = P;
+  if (has_tiles()) {
+    for (int64_t w = 0; w < queries / 2; w += 16)
+      for (int64_t j = 0; j < i + queries; j += 16) {
+        __m512i square[16];
+        for (int64_t e = 0; e < 16; e++) square[e] = _mm512_loadu_si512(a + (w + e) * P + j);
+        transpose(square);
+        for (int64_t e = 0; e < 16; e++) _mm512_storeu_si512(turned + (j + e) * (ROWS / 2) + w, square[e]);
+      }
+    a = turned, am = ROWS / 2, ak = 1;
+  }
+  product(a, am, ak, b, ROWS / 2, c, n, i, n, queries / 2, true);
   for (int64_t r = 0; r < queries; r += 16)
-    product(a + r / 2 * P + i + r, 1, P, b + r / 2 * PANEL, ROWS / 2, c + (i + r) * n, n, 16, n, (queries - r) / 2,
-            true);
+    product(a + (i + r) * am + r / 2 * ak, am, ak, b + r / 2 * PANEL, ROWS / 2, c + (i + r) * n, n, 16, n,
+            (queries - r) / 2, true);
 }
 
 // The logits of products of queries and keys, less that of `largest`
@@ -217,10 +238,10 @@ struct Room { // memory of one thread, kept for its next call
 };
 thread_local Room room;
 
-// x (rows, n), and zeros up to the next multiple of four rows
+// x (rows, n), and zeros up to the next multiple of 16 rows
 void copy_rows(const uint16_t *x, int64_t stride, int64_t rows, int64_t n, uint16_t *to) {
   for (int64_t r = 0; r < rows; r++) std::memcpy(to + r * n, x + r * stride, 2 * n);
-  std::memset(to + rows * n, 0, 2 * n * (up_to(4, rows) - rows));
+  std::memset(to + rows * n, 0, 2 * n * (up_to(16, rows) - rows));
 }
 
 void forward(const Attention &a, int64_t b, int64_t h) {
@@ -235,10 +256,10 @@ void forward(const Attention &a, int64_t b, int64_t h) {
   transposed(a.k.at(b, h / a.group), a.k.position, T, dk, keys);
   paired(a.v.at(b, h / a.group), a.v.position, T, dv, values, P / 2);
   for (int64_t i = 0; i < T; i += ROWS) {
-    int64_t rows = std::min(ROWS, T - i), fours = up_to(4, rows);
+    int64_t rows = std::min(ROWS, T - i), padded = up_to(16, rows);
     copy_rows(a.q.at(b, h, i), a.q.position, rows, dk, queries);
-    with_keys(queries, dk, keys, s, P, fours, i);
-    for (int64_t r = 0; r < fours; r++) {
+    with_keys(queries, dk, keys, s, P, padded, i);
+    for (int64_t r = 0; r < padded; r++) {
       Row row{a, std::min(i + r + 1, T), (first + i + r) * P};
       __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
       for (int64_t j = 0; j < row.seen; j += 16)
@@ -254,7 +275,7 @@ void forward(const Attention &a, int64_t b, int64_t h) {
       factor[r] = 256.f / (256 - a.dropped) / total;
       if (r < rows) a.largest[first + i + r] = largest, a.log_sum[first + i + r] = std::log(total);
     }
-    over_keys(p, P, values, y, dv, fours, i);
+    over_keys(p, P, values, y, dv, padded, i);
     write_rows(y, rows, dv, factor, 1, a.y.at(b, h, i), a.y.position);
   }
 }
@@ -265,7 +286,7 @@ void backward(const Attention &a, int64_t b, int64_t h) {
   int64_t T = a.length, P = up_to(PANEL, T), dk = a.dk, dv = a.dv, wide_k = up_to(PANEL, dk), wide_v = up_to(PANEL, dv);
   int64_t kv = h / a.group, first = (b * a.heads + h) * T;
   const __m512 kept = _mm512_set1_ps(256.f / (256 - a.dropped));
-  uint32_t *k_transposed, *k_paired, *v_transposed, *q_paired, *grad_paired, *pm_words, *ds_words;
+  uint32_t *k_transposed, *k_paired, *v_transposed, *q_paired, *grad_paired, *pm_words, *ds_words, *turned;
   uint16_t *queries, *grads, *ds;
   float *p, *dp, *slopes, *grad_q, *grad_k, *grad_v;
   room.lay_out([&](Room &r) {
@@ -273,6 +294,7 @@ void backward(const Attention &a, int64_t b, int64_t h) {
     r.take(queries, ROWS * dk), r.take(q_paired, ROWS / 2 * wide_k), r.take(grads, ROWS * dv);
     r.take(grad_paired, ROWS / 2 * wide_v), r.take(p, ROWS * P), r.take(dp, ROWS * P), r.take(ds, ROWS * P);
     r.take(pm_words, ROWS / 2 * P), r.take(ds_words, ROWS / 2 * P);
+    r.take(turned, has_tiles() ? ROWS / 2 * P : 0);
     r.take(grad_q, ROWS * dk), r.take(grad_k, P * dk), r.take(grad_v, P * dv), r.take(slopes, a.cap > 0 ? 2 * P : 0);
   });
   transposed(a.k.at(b, kv), a.k.position, T, dk, k_transposed);
@@ -280,14 +302,14 @@ void backward(const Attention &a, int64_t b, int64_t h) {
   transposed(a.v.at(b, kv), a.v.position, T, dv, v_transposed);
   std::memset(grad_k, 0, 4 * P * dk), std::memset(grad_v, 0, 4 * P * dv);
   for (int64_t i = 0; i < T; i += ROWS) {
-    int64_t rows = std::min(ROWS, T - i), fours = up_to(4, rows);
+    int64_t rows = std::min(ROWS, T - i), padded = up_to(16, rows);
     copy_rows(a.q.at(b, h, i), a.q.position, rows, dk, queries);
     copy_rows(a.grad.at(b, h, i), a.grad.position, rows, dv, grads);
     paired(a.q.at(b, h, i), a.q.position, rows, dk, q_paired, ROWS / 2);
     paired(a.grad.at(b, h, i), a.grad.position, rows, dv, grad_paired, ROWS / 2);
-    with_keys(queries, dk, k_transposed, p, P, fours, i);
-    with_keys(grads, dv, v_transposed, dp, P, fours, i);
-    for (int64_t r = 0; r < fours; r += 2) {
+    with_keys(queries, dk, k_transposed, p, P, padded, i);
+    with_keys(grads, dv, v_transposed, dp, P, padded, i);
+    for (int64_t r = 0; r < padded; r += 2) {
       int64_t made = up_to(16, i + r + 2);
       float along[2];
       for (int64_t one : {0, 1}) {
@@ -323,10 +345,10 @@ void backward(const Attention &a, int64_t b, int64_t h) {
         _mm512_storeu_si512(ds_words + r / 2 * P + j, row_pair(half[0], half[1]));
       }
     }
-    over_keys(ds, P, k_paired, grad_q, dk, fours, i);
+    over_keys(ds, P, k_paired, grad_q, dk, padded, i);
     write_rows(grad_q, rows, dk, nullptr, a.scale, a.grad_q.at(b, h, i), a.grad_q.position);
-    over_queries(ds_words, P, q_paired, grad_k, dk, fours, i);
-    over_queries(pm_words, P, grad_paired, grad_v, dv, fours, i);
+    over_queries(ds_words, P, q_paired, grad_k, dk, padded, i, turned);
+    over_queries(pm_words, P, grad_paired, grad_v, dv, padded, i, turned);
   }
   write_rows(grad_k, T, dk, nullptr, a.scale, a.grad_k.at(b, h), a.grad_k.position);
   write_rows(grad_v, T, dv, nullptr, 1, a.grad_v.at(b, h), a.grad_v.position);
@@ -372,8 +394,10 @@ void run(Attention &a, const Tensor &softmax) {
   a.largest = pointer<float>(softmax), a.log_sum = a.largest + a.batch * a.heads * a.length;
   bool back = a.grad.data;
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads)
-  for (int64_t task = 0; task < a.batch * a.heads; task++)
+  for (int64_t task = 0; task < a.batch * a.heads; task++) {
+    Tiles loaded;
     (back ? backward : forward)(a, task / a.heads, task % a.heads);
+  }
 }
 
 // y (B, nh, T, dv), and each query's `largest` and `log_sum`, (2, B, nh, T)
