@@ -212,6 +212,7 @@ def test_batches_from_shards_in_the_page_cache_come_at_several_million_tokens_a_
     assert 32 * 1024 / float(np.median(seconds)) > 3e6
 
 
+@pytest.mark.slow
 def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = Batches(np.arange(1000), Split(train=((0, 900),), val=((900, 1000),)), 16, 4, seed=0)
     get_batch = batches.get_batch

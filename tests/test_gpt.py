@@ -303,7 +303,10 @@ def test_alpha_starts_at_its_init_and_stays_positive(alpha_map: Any, initial: fl
 
 
 @pytest.mark.parametrize("p_dropout", [0.0, 0.25])
-@pytest.mark.parametrize(("T", "n_kv_head", "dv"), [(16, 4, 8), (64, 2, 8), (150, 4, 5), (65, 1, 8), (1100, 2, 4)])
+@pytest.mark.parametrize(
+    ("T", "n_kv_head", "dv"),
+    [(16, 4, 8), (64, 2, 8), (150, 4, 5), (65, 1, 8), pytest.param(1100, 2, 4, marks=pytest.mark.slow)],
+)
 def test_attention_and_its_gradient_against_the_definition(
     T: int, n_kv_head: int, dv: int, p_dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

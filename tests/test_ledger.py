@@ -34,6 +34,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
+@pytest.mark.slow
 def test_a_row_waits_for_its_study_which_then_replaces_another_row(results: Path, tmp_path: Path) -> None:
     (tmp_path / "ledger.yaml").write_text(ROWS)
     assert [row[0] for row in claims(tmp_path / "ledger.yaml")] == ["old"]

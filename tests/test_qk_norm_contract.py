@@ -393,6 +393,7 @@ def all_norms(norms: list[QKNorm], x: Tensor) -> list[Tensor]:
     return [norm(x) for norm in norms]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_falsify_qkn_006_backends_agree() -> None:
     """FALSIFY-QKN-006: GPU matches CPU; where there is no GPU, compiled matches eager."""

@@ -167,6 +167,7 @@ def test_the_size_of_a_text_is_counted_in_chunks(greek: Path, monkeypatch: pytes
 # python_source
 
 
+@pytest.mark.slow
 def test_python_source_is_the_standard_library_in_the_order_of_its_paths() -> None:
     text = load_text(PythonSourceOptions())
     root = Path(sysconfig.get_path("stdlib"))
