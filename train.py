@@ -27,20 +27,14 @@ from training.checks import first_not_finite, start_up_checks
 from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
 from training.evaluate import LowestLoss, affordable_sample, diagnosed_batch, sampled_losses, validation_loss
+from training.init_from import load_initial_weights, with_init_sha256
 from training.meter import Diverged, Meter
 from training.optim import clone_weights, set_learning_rate, update_ratios, updating
-from training.origin import load_origin, with_origin
 from training.qk_clip import qk_clip
-from training.resume import (
-    find_damage,
-    open_run_dir,
-    refuse_other_dtype_or_text,
-    resume,
-    shows_media,
-    wandb_settings,
-)
+from training.resume import find_damage, open_run_dir, refuse_other_dtype_or_text, resume
 from training.schedule import learning_rate
-from training.session import Session, setup
+from training.session import Session, describe, setup
+from training.tracking import shows_media, wandb_settings
 from training.updates import accumulate_gradients, seed_of_update
 
 EXIT_DIVERGED = 3  # other exit codes: 0 done, 1 failed, 2 bad setting, 128 + n stopped by signal n
@@ -52,19 +46,22 @@ def run(config: TrainConfig) -> int:
     Returns the exit status: 0, 3 (diverged: a loss, gradient or weight is not finite) or 128 + the signal that stopped
     it. Raises: ConfigError before anything is written.
     """
-    config = with_origin(config)
+    config = with_init_sha256(config)
     if config.dry_run:
         return dry_run(config)
     session = setup(config)
     session.join_ranks()
-    warnings = [*start_up_checks(session), *load_origin(config, session.model, session.data.corpus)]
+    warnings = start_up_checks(session)  # before other weights come: they expect the loss of initial ones
+    warnings += load_initial_weights(config, session.model, session.data.corpus)
     with open_run_dir(session) as run_dir:  # ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:
             damage = find_damage(run_dir.path)
-            if not damage:  # else the summary that names dtype and text may be what is damaged
+            if not damage:  # of a damaged summary.json neither dtype nor text can be trusted
                 refuse_other_dtype_or_text(session, run_dir)
-            run_dir.log(f"{run_dir.path} is {run_dir.state}{damage and ', but '}{damage}; fresh=true starts it anew")
+            but = f", but {damage}" if damage else ""
+            run_dir.log(f"{run_dir.path} is {run_dir.state}{but}; fresh=true starts it anew")
             return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0
+        session.facts |= describe(session)
         saved = resume(session, run_dir)
         start = saved.get("step", 0)
         for warning in warnings:
@@ -72,20 +69,21 @@ def run(config: TrainConfig) -> int:
         if config.fault.name != "none":
             run_dir.log(f"warning: fault={config.fault.name}: the losses of this run are wrong on purpose")
             # recorded with the run: whoever reads its losses later must see that they are wrong
-            session.about |= {"fault": config.fault.name, "start_up_warnings": warnings}
+            session.facts |= {"fault": config.fault.name, "start_up_warnings": warnings}
         if config.eval_only:
             require(bool(saved), f"eval_only=true needs a checkpoint in {run_dir.path}")
             run_dir.log(report({"iter": start, **validation_loss(session)}))
             return 0
-        wandb = wandb_settings(config, run_dir.path, session.about)
+        wandb = wandb_settings(config, run_dir.path, session.facts)
         run_dir.begin(to_yaml(config), start, wandb, saved.get("records"))
         run_dir.log(
             f"{run_dir.path}: {session.model.num_params() / 1e6:.2f}M parameters, {config.tokens_per_iter:,} tokens a "
-            f"step, {session.about['device']}, {session.machine.dtype}"
-            + (f", {session.about['sdpa']} attention" if "sdpa" in session.about else "")
+            f"step, {session.facts['device']}, {session.machine.dtype}"
+            + (f", {session.facts['sdpa']} attention" if "sdpa" in session.facts else "")
             + (f", resumed at iteration {start}" if saved else "")
         )
         meter, lowest = Meter(session, saved), find_lowest(run_dir)
+        run_dir.restore_best(lowest.step)
         try:
             line, signal_name = train(session, run_dir, meter, lowest, start)
         except Diverged as end:
@@ -93,7 +91,7 @@ def run(config: TrainConfig) -> int:
             return finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
         if signal_name:
             return stopped(run_dir, line["iter"], signal_name)
-        with StopSignal() as stop:  # the end of a run is not cut off: what it asks for comes after
+        with StopSignal() as stop:  # a signal does not interrupt finish(): it only sets the exit status
             status = finish(session, run_dir, meter, lowest, line)
         return 128 + stop.signal if stop.signal else status
 
@@ -106,9 +104,8 @@ def train(
     Returns the last iteration's metrics, and the name of the signal that stopped the run; "" at the end.
     """
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
-    world = machine.world
     parameters = [*model.parameters()]
-    micro_steps = range(world.rank, config.gradient_accumulation_steps, world.size)
+    micro_steps = session.micro_steps
     skip = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: weights stay then
     agreement, stopping = dist.Agreement(), False
     batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in micro_steps)
@@ -134,7 +131,7 @@ def train(
             # One update. Its random numbers follow from (seed, step, rank): there is no generator to save.
             old_weights = clone_weights(model) if evaluates(step, config) else {}
             meter.start()  # cloning is not timed
-            seed_generator(seed_of_update(config.seed, step, world.rank), machine.device)
+            seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
             line["lr"] = learning_rate(step, config)
             set_learning_rate(optimizer, line["lr"])
             loss = accumulate_gradients(session.forward, train_batches, len(micro_steps), machine)
@@ -202,17 +199,15 @@ def save(
     if not all(p.isfinite().all() for p in session.model.parameters()):
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}
-    state = {"step": line["iter"], **meter.state(), **settings, **session.about}
+    state = {"step": line["iter"], **meter.state(), **settings, **session.facts}
     run_dir.save(line["iter"], session.tensors(), state, best, keep_step)
 
 
 def find_lowest(run_dir: RunDir) -> LowestLoss:
-    """The lowest val/loss before the iteration that a run resumes from. Also repoints ckpt/best at its checkpoint."""
+    """The lowest val/loss before the iteration that a run resumes from."""
     losses = run_dir.recorded("val/loss")
     step = min(losses, key=lambda i: (losses[i], i), default=None)
-    found = LowestLoss() if step is None else LowestLoss(losses[step], step)
-    run_dir.restore_best(found.step)
-    return dist.broadcast_object(found)
+    return dist.broadcast_object(LowestLoss() if step is None else LowestLoss(losses[step], step))
 
 
 def stopped(run_dir: RunDir, step: int, name: str) -> int:
@@ -232,7 +227,7 @@ def finish(
     run_dir.finish({
         "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": lowest.loss,
         "iter_of_min": lowest.step, "train/loss": meter.train_loss, "seconds": meter.seconds,
-        "tok_per_sec": tok_per_sec, "reason": failure or None, **session.about,
+        "tok_per_sec": tok_per_sec, "reason": failure or None, **session.facts,
     })  # fmt: skip
     if session.config.plot:
         run_dir.plot()

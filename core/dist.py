@@ -48,8 +48,8 @@ def all_reduce(tensor: Tensor, maximum: bool = False) -> Tensor:
 
 
 class Agreement:
-    """Whether any rank has asked, by the same call on every rank. With several ranks the answer is that to the call LAG
-    calls ago, which has come by now: neither the host nor a GPU waits for another rank."""
+    """Whether any rank asks. Every rank calls any_rank() after each update. With several ranks it answers for the call
+    LAG calls earlier, whose exchange has ended by now: no rank waits."""
 
     LAG = 2
 

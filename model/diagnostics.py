@@ -18,7 +18,6 @@ from core.device import seed_generator
 from model import cross_entropy
 from model.gpt import GPT, LpNorm, QKNorm
 from model.ops import Bend, visible_logits
-from model.options import NO_LOGITS
 
 LEAK_TOLERANCE = 1e-4  # a smaller future_leak is round-off, also in bfloat16
 LONG = 1024  # positions; a longer sequence is compared once, and this many of it three times
@@ -82,9 +81,9 @@ def logit_bound(attn: nn.Module) -> float:
 
     Infinite where alpha is learned, without QK norms, and where logits= scales them.
     """
-    norms, scale = qk_norms(attn), getattr(attn, "logit_scale", None)
-    own = getattr(getattr(attn, "logits", None), "options", NO_LOGITS).name != NO_LOGITS.name
-    if not norms or scale is None or scale.alpha is not None or own:
+    norms, scale, logits = qk_norms(attn), getattr(attn, "logit_scale", None), getattr(attn, "logits", None)
+    scaled = logits is not None and logits.options.name != "none"
+    if not norms or scale is None or scale.alpha is not None or scaled:
         return math.inf
     blocks = [(norm, norms[f"k{side[1:]}"]) for side, norm in norms.items() if side.startswith("q")]
     return scale.softmax_scale * sum(longest_output(q) * longest_output(k) for q, k in blocks)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.gpt import GPT, Cache, GroupedQueryAttention
+from model.gpt import GPT, Cache
 from model.linear import Linear
 
 
@@ -67,8 +67,8 @@ def generate(
     """
     generator = torch.Generator(idx.device).manual_seed(seed)
     max_len = min(model.block_size, idx.size(1) + max_new_tokens)
-    keys = isinstance(model.attentions[0], GroupedQueryAttention)
-    caches = model.new_caches(idx.size(0), max_len, keys_dtype(dtype, idx.device) if keys else dtype)
+    cache_dtype = keys_dtype(dtype, idx.device) if model.attentions[0].caches_keys else dtype
+    caches = model.new_caches(idx.size(0), max_len, cache_dtype)
     window = idx[:, -model.block_size :]  # the tokens in the cache
     casts = cast_linears(model, dtype) if dtype == torch.bfloat16 else []
     with decoding(casts, dtype, idx.device):

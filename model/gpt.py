@@ -93,7 +93,7 @@ class LayerNorm(RMSNorm):
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         y = at_least_fp32(x)
-        # rms_norm does not centre y - mean again. So |output| is bounded even where y - mean is only round-off
+        # rms_norm does not centre y - mean again: of a constant x the rest would be round-off / sqrt(eps)
         return super().forward(y - y.mean(-1, keepdim=True), alpha).to(x.dtype)  # (..., hs)
 
 
@@ -101,12 +101,12 @@ class LpNorm(QKNorm):
     """x / ||x||_p over each head's channels (papers: Lp QK-norm, eq. 12-14). p >= 1, inf included.
 
     p=learned makes p = 1 + softplus(raw_p) a parameter, one a head, that starts at 2; queries and keys have their own.
-    Compiled code takes a finite p as a tensor, so one compilation serves every p.
+    torch.compile gets a finite p as a tensor: one compiled graph is then right for every p.
     Computed in fp32 at least, on x / max|x|: no power overflows or underflows. A vector with max|x| <= 1e-30 maps to
     zero with zero gradient. For p != 2 the norm is not invariant under rotations, RoPE's among them.
     """
 
-    p_as_data: Tensor | None  # (), p as compiled code takes it; None if p is inf
+    p_tensor: Tensor | None  # (); None if p is inf
 
     def __init__(self, options: LpNormOptions, head_dim: int, n_head: int):
         super().__init__(options, head_dim, n_head)
@@ -115,8 +115,8 @@ class LpNorm(QKNorm):
             self.raw_p = nn.Parameter(torch.empty(n_head))
         else:
             self.fixed_p = options.p
-            data = torch.tensor(options.p, device="cpu") if math.isfinite(options.p) else None
-            self.register_buffer("p_as_data", data, persistent=False)
+            p_tensor = torch.tensor(options.p, device="cpu") if math.isfinite(options.p) else None
+            self.register_buffer("p_tensor", p_tensor, persistent=False)
 
     def init_weights(self) -> None:
         if self.learned:
@@ -127,7 +127,7 @@ class LpNorm(QKNorm):
         """Learned: a tensor (nh, 1, 1). Fixed: a number, but in compiled code a tensor () if it is finite."""
         if self.learned:
             return 1 + F.softplus(self.raw_p)[:, None, None]
-        return ops.number_or_data(self.fixed_p, self.p_as_data)
+        return ops.number_or_tensor(self.fixed_p, self.p_tensor)
 
     def scale(self, x: Tensor) -> Tensor:
         return ops.inverse_lp_norm(x, self.p)
@@ -208,7 +208,7 @@ class KVCache:
 
 
 class CausalAttention(nn.Module):
-    """Base class of the layouts: softmax(scale q k^T) v, and what QK-Clip and the diagnostics see of q and k.
+    """Base class of the layouts: softmax(scale q k^T) v, and what QK-Clip and the diagnostics observe of q and k.
 
     A layout defines forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context) and, for
     QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
@@ -221,7 +221,8 @@ class CausalAttention(nn.Module):
 
     n_head: int
     p_dropout: float
-    plain = True  # neither `logits` nor `softmax` changes the softmax of scale q k^T
+    caches_keys = False  # new_cache() holds keys and values
+    needs_lse = False  # `logits` bends the logits, or `softmax` needs each query's log-sum-exp
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,13 +233,13 @@ class CausalAttention(nn.Module):
         self.logits = seams.LOGITS[config.logits.name](config.logits, config)
         self.softmax = seams.SOFTMAXES[config.softmax.name](config.softmax, config)
         self.output = seams.OUTPUTS[config.output.name](config.output, config, v_dim)
-        self.plain = self.logits.bend is None and config.softmax.name == "plain"
+        self.needs_lse = self.logits.bend is not None or config.softmax.name != "plain"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         p = self.p_dropout if self.training else 0.0
-        if self.plain:
-            return ops.causal_attention(q, k, v, scale, p)
-        return self.softmax(*ops.attention_and_lse(q, k, v, scale, p, self.logits.bend))
+        if self.needs_lse:
+            return self.softmax(*ops.attention_and_lse(q, k, v, scale, p, self.logits.bend))
+        return ops.causal_attention(q, k, v, scale, p)
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
         """q (B, nh, T, dk), k (B, nkv, T, dk): normalised and rotated, the factors of the logits."""
@@ -263,6 +264,8 @@ class GroupedQueryAttention(CausalAttention):
 
     The QK norm acts on the queries and keys of each head, then RoPE rotates them.
     """
+
+    caches_keys = True
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -289,7 +292,8 @@ class GroupedQueryAttention(CausalAttention):
         q, k = self.q_norm(q, self.logit_scale()), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope, pos), rotate(k, rope, pos)
-        q, v = self.logits.queries(self.q_norm.after_rope(q), pos), self.output.values(v)
+        q = self.logits.scale_queries(self.q_norm.after_rope(q), pos)
+        v = self.output.transform_values(v)
         if cache is None:  # with a cache nothing is observed
             self.observe(q, k, self.logit_scale.softmax_scale)
         else:
@@ -324,7 +328,7 @@ class GroupedQueryAttention(CausalAttention):
 class LogitScale(nn.Module):
     """The factor of the logits: the learned alpha of Lp QK-norm, else 1 / sqrt(channels of a head).
 
-    forward() returns alpha (nh or 1, 1, 1), which queries take with their norm, or None. `softmax_scale` is a number.
+    forward() returns alpha (nh or 1, 1, 1), by which q_norm multiplies, or None. `softmax_scale` is a number.
     """
 
     def __init__(self, config: GPTConfig, block_dims: tuple[int, ...]):
@@ -425,7 +429,7 @@ class MultiHeadLatentAttention(CausalAttention):
             q_nope, q_rope = self.q_norm(q_nope, alpha), rotate(self.q_rope_norm(q_rope, alpha), rope, pos)
             q_nope, q_rope = self.q_norm.after_rope(q_nope), self.q_rope_norm.after_rope(q_rope)
             k_rope = self.k_rope_norm(k_rope)
-        return self.logits.queries(q_nope, pos), self.logits.queries(q_rope, pos), latent, k_rope
+        return self.logits.scale_queries(q_nope, pos), self.logits.scale_queries(q_rope, pos), latent, k_rope
 
     def split_blocks(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(..., dn + dr) -> (..., dn), (..., dr)"""
@@ -457,7 +461,7 @@ class MultiHeadLatentAttention(CausalAttention):
 
     # Absorbed decoding. (q_n, q_r) is the query that project() returns. g_n and g_r are the gains of a key's content
     # and RoPE channels. R rotates. s (key_scale) and mean are those of a key before its norm; only LayerNorm subtracts
-    # the mean. In the unified layout a logit is
+    # the mean. docs/qk_norms.md derives the two forms. In the unified layout a logit is
     #   s [(W_uk^T (g_n q_n)) . latent + q_r . R g_r k_rope] - s mean [(g_n . q_n) + q_r . R g_r]
     # In the blockwise layout k_rope is normalised already: g_r = 1, and s and mean are of the content alone. So s
     # multiplies only the first product, and g_n q_n is centred instead of the key.
@@ -496,25 +500,25 @@ class MultiHeadLatentAttention(CausalAttention):
     def absorbed(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache: LatentCache, pos: int, rope: Rope
     ) -> Tensor:
-        """Write T positions from `pos` on to the cache, then attend to all pos + T positions -> (B, nh, T, dv)."""
+        """Write T positions, the first at `pos`, to the cache; attend to all pos + T positions -> (B, nh, T, dv)."""
         T = q_nope.size(2)
         gain, rope_gain = self.key_gains()
         q_content = q_nope * gain
         if self.k_norm.centred and not self.unified:  # q . (k - mean k) = (q - mean q) . k
             q_content = q_content - q_content.mean(-1, keepdim=True)
         w_uk, w_uv = self.up_projections()
-        q_latent, k_nope = ops.fold(w_uk.to(q_nope.dtype), q_content.to(q_nope.dtype), latent, self.normed)
+        q_latent, k_nope = ops.absorb(w_uk.to(q_nope.dtype), q_content.to(q_nope.dtype), latent, self.normed)
         self.write_cache(cache, latent, k_nope, k_rope, rope, pos)
         shift = None  # what the key's mean subtracts from a logit: s mean [(g_n . q_n) + q_r . R g_r]
         if cache.mean_term is not None:
             gains = rotate(q_rope.new_ones(pos + T, self.rope_dim) * rope_gain, rope)  # (S, dr): R g_r
-            q_gain = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, gains.to(q_rope.dtype))
-            shift = q_gain * cache.mean_term[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
+            q_sum = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, gains.to(q_rope.dtype))
+            shift = q_sum * cache.mean_term[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
         key_scale = None if cache.key_scale is None else cache.key_scale[:, : pos + T]
         latents, k_ropes = cache.latent[:, : pos + T], cache.k_rope[:, : pos + T]
         scale, bend = self.logit_scale.softmax_scale, self.logits.bend
         y, lse = ops.latent_attention(
-            q_latent, q_rope, latents, k_ropes, key_scale, shift, scale, self.unified, bend, not self.plain
+            q_latent, q_rope, latents, k_ropes, key_scale, shift, scale, self.unified, bend, self.needs_lse
         )
         y = ops.each_head(y, w_uv.transpose(1, 2).to(y.dtype))
         return y if lse is None else self.softmax(y, lse)
@@ -679,8 +683,7 @@ class GPT(nn.Module):
         logits = F.linear(x, output.weight)  # (B, T, V)
         if targets is None:
             return logits, None
-        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(exact.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        loss = F.cross_entropy(at_least_fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss
 
     # Initialisation
@@ -691,9 +694,9 @@ class GPT(nn.Module):
         for parameter in self.parameters():
             nn.init.constant_(parameter, math.nan)  # NaN marks what no branch sets
         g = torch.Generator(next(self.parameters()).device).manual_seed(seed)
-        of_seams = {part for seam in self.modules() if isinstance(seam, Seam) for part in seam.modules()}
+        seam_modules = {part for seam in self.modules() if isinstance(seam, Seam) for part in seam.modules()}
         named = [*self.named_modules()]  # seams come last: the other weights are then equal, whatever fills the seams
-        for name, module in sorted(named, key=lambda one: one[1] in of_seams):
+        for name, module in sorted(named, key=lambda one: one[1] in seam_modules):
             if isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith("c_proj")  # c_proj: an output that is added to the residual stream
                 std = INIT_STD / math.sqrt(2 * self.config.model.n_layer) if residual else INIT_STD
@@ -749,7 +752,7 @@ class GPT(nn.Module):
 # qk_norm=NAME or attention=NAME.
 
 
-register_qk_norm = seams.register
+register_qk_norm = seams.register  # its name in plugins of before there were seams
 
 
 def register_attention(options: type[settings.AttentionOptions], layout: Layout) -> None:

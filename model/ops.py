@@ -1,7 +1,7 @@
 """The operations of the GPT: each with its formula, a reference in PyTorch's operations, and the choice of a kernel.
 
-A kernel computes what the reference does, in fp32 inside, with the same random numbers. An operation is differentiable
-unless it says otherwise; a kernel's derivative has no derivative of its own.
+A kernel computes what the reference does, in fp32 inside, with the same random numbers. CXX=none turns those of a CPU
+off. An operation is differentiable unless it says otherwise; a kernel's derivative has no derivative of its own.
 
 Shapes: B batch, T positions, S keys, C = n_embd, nh heads, nkv key and value heads, hs channels a head, V vocabulary;
 in MLA kr channels of a latent, dn of a head's content and dr of the rotated key.
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from model.kernels import operators as kernels
 
-SMALL = 2**14  # elements; for fewer PyTorch's own operation between two matmuls is done before a kernel is called
+SMALL = 2**14  # elements; for fewer, PyTorch's own operation takes less time than the call of a kernel
 TINY = 1e-30  # a vector with max|x| <= TINY is a zero vector to the Lp norms
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -64,15 +64,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centr
     """weight * (x - mean) / sqrt(var + eps) + bias of the residual stream, (..., C) -> (..., C); not centred it is
     weight * x / sqrt(mean(x^2) + eps). A kernel rounds the result to the dtype of the next matmul at once."""
     dtype = matmul_dtype(x)
-    if x.dtype == weight.dtype == torch.float32 and dtype in kernels.DTYPES and pays(x):
+    if x.dtype == weight.dtype == torch.float32 and dtype in kernels.DTYPES and is_worth_a_kernel(x):
         return kernels.layer_norm(x, weight, bias, eps, centred, dtype)
     if centred:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def pays(x: Tensor) -> bool:
-    """Whether a kernel between two matmuls is worth its call."""
+def is_worth_a_kernel(x: Tensor) -> bool:
     return x.numel() >= SMALL and kernels.available(x)
 
 
@@ -122,9 +121,9 @@ def inverse_norm_of_unit(u: Tensor, p: float | Tensor) -> Tensor:
     return torch.exp(-torch.log(total.clamp(min=1)) / p)
 
 
-def number_or_data(number: float, data: Tensor | None) -> float | Tensor:
-    """`number`, or to a compiler `data`, (), with that value: one compilation is then right for all numbers."""
-    return data if torch.compiler.is_compiling() and data is not None else number
+def number_or_tensor(number: float, tensor: Tensor | None) -> float | Tensor:
+    """`number`. While torch.compile traces, `tensor`, (), of that value: the graph is then right for all numbers."""
+    return tensor if torch.compiler.is_compiling() and tensor is not None else number
 
 
 # -----------------------------------------------------------------------------
@@ -133,7 +132,7 @@ def number_or_data(number: float, data: Tensor | None) -> float | Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     """x Phi(x) with the normal distribution Phi."""
-    return kernels.gelu(x) if x.dtype == torch.bfloat16 and pays(x) else gelu_reference(x)
+    return kernels.gelu(x) if x.dtype == torch.bfloat16 and is_worth_a_kernel(x) else gelu_reference(x)
 
 
 gelu_reference = F.gelu
@@ -148,7 +147,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
     if p == 0 or not x.is_cpu:
         return F.dropout(x, p)
     seed, dropped = draw_seed(), out_of_256(p)
-    if x.dtype == torch.float32 and pays(x):
+    if x.dtype == torch.float32 and is_worth_a_kernel(x):
         return kernels.dropout(x, dropped, seed)
     drawn = random_bytes(seed, (x.numel() + 7) // 8)[: x.numel()].view(x.shape)
     return ApplyMask.apply(x, *dropout_mask(drawn, dropped, x.dtype))
@@ -156,7 +155,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 def dropout_add(x: Tensor, y: Tensor, p: float) -> Tensor:
     """x + dropout(y, p), of one shape."""
-    if x.dtype == torch.float32 and kernels.available(y) and pays(x):
+    if x.dtype == torch.float32 and kernels.available(y) and is_worth_a_kernel(x):
         return kernels.dropout_add(x, y, out_of_256(p), draw_seed() if p else None)
     return x + dropout(y, p)
 
@@ -217,13 +216,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     q (B, nh, T, dk), k (B, nkv, S, dk), v (B, nkv, S, dv) -> (B, nh, T, dv). Query head h uses key head
     h // (nh / nkv).
     """
-    if q.dtype != k.dtype:  # of a cache in another dtype, which autocast would cast anew for every query
+    if q.dtype != k.dtype:  # the cache has another dtype. Cast the few queries: autocast would cast the whole cache
         with torch.autocast(q.device.type, enabled=False):
             return causal_attention(q.to(k.dtype), k, v, scale, p_dropout).to(q.dtype)
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
     if T == S and scale > 0 and kernels.can_attend(q, k, v):
         return kernels.attention(q, k, v, scale, out_of_256(p_dropout), draw_seed() if p_dropout else None)
-    # a compiler knows SDPA, and does not trace the flag of oneDNN that BlockedAttention sets
+    # torch.compile has kernels for SDPA, and cannot trace the flag of oneDNN that BlockedAttention sets
     on_cpu = q.is_cpu and not torch.compiler.is_compiling()
     if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= BlockedAttention.POSITIONS)):
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
@@ -312,7 +311,7 @@ class BlockedAttention(torch.autograd.Function):
         parts: list[Tensor | None] = []
         keep, ctx.kept = None, 1.0
         row = (q.size(1) + 63) // 64 * 8  # words of random bytes of a query
-        with torch.autocast("cpu", enabled=False), fp32_matmuls_of(v.dtype):
+        with torch.autocast("cpu", enabled=False), matmuls_in(v.dtype):
             for i in range(0, q.size(1), BlockedAttention.QUERIES):
                 end = min(i + BlockedAttention.QUERIES, q.size(1))
                 exact_q, exact_k = at_least_fp32(q[:, i:end]), at_least_fp32(k[:, :end])
@@ -347,10 +346,9 @@ class BlockedAttention(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def fp32_matmuls_of(dtype: torch.dtype) -> Iterator[None]:
-    """While it lasts and if `dtype` is bf16, a CPU may multiply fp32 matrices in bf16, in the whole process, and sums
-    in fp32. The matrices must hold values of `dtype`: then nothing is rounded. That is for AMX; without it oneDNN,
-    which multiplies then, is still up to twice as fast as MKL on an AMD."""
+def matmuls_in(dtype: torch.dtype) -> Iterator[None]:
+    """If `dtype` is bf16, oneDNN multiplies fp32 matrices in bf16 and sums in fp32, in the whole process. Nothing is
+    rounded where the matrices hold bf16 values. This is for AMX; on an AMD oneDNN is up to twice as fast as MKL."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
@@ -384,20 +382,19 @@ def visible_logits(q: Tensor, k: Tensor, scale: float, bend: Bend | None = None)
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of fp32 matrices in full precision, where fp32 matmuls of a GPU round their inputs to TF32 too."""
-    return three_matmuls(a, b) if a.is_cuda else a @ b
+    return matmul_3xtf32(a, b) if a.is_cuda else a @ b
 
 
-def three_matmuls(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with inputs split into a part that TF32 holds, 11 significant bits, and the rest, of 13: relative errors of
-    2^-21 are left."""
+def matmul_3xtf32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with relative errors of 2^-21: each input is split into 11 bits, which TF32 holds, and the rest."""
     a_high, b_high = ((x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32) for x in (a, b))
     a_low, b_low = a - a_high, b - b_high
     return a_high @ b_high + (a_high @ b_low + a_low @ b_high)
 
 
 def queries_at_once(B: int, nh: int, T: int, device: str) -> int:
-    """How many queries meet their keys together: on a CPU as fit a cache, elsewhere so many that a compiler, which
-    unrolls the loop, gets few parts."""
+    """Queries whose logits are computed together. On a CPU few, which fit its cache; elsewhere many, as torch.compile
+    unrolls the loop."""
     return max(1, (2**22 if device == "cpu" else 2**28) // (B * nh * T))
 
 
@@ -411,17 +408,17 @@ def each_head(x: Tensor, w: Tensor) -> Tensor:
     return (x.transpose(0, 1).reshape(nh, B * T, -1) @ w).view(nh, B, T, -1).transpose(0, 1)
 
 
-def fold(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
-    """Queries and, with_keys, latents through the key projection w (nh, dn, kr).
+def absorb(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
+    """Absorb the key projection w (nh, dn, kr) into queries: q w, (B, nh, T, dn) -> (B, nh, T, kr).
 
-    q (B, nh, T, dn) -> (B, nh, T, kr), and latent (B, T, kr) -> content keys (B, nh, T, dn)
+    with_keys: also the content keys (B, nh, T, dn) of the latents (B, T, kr); a kernel reads w once for both.
     """
     if q.size(0) * q.size(2) == 1 and not torch.is_grad_enabled() and kernels.can_normalize(latent):
-        return kernels.fold(w, q, latent, with_keys)
-    return fold_reference(w, q, latent, with_keys)
+        return kernels.absorb(w, q, latent, with_keys)
+    return absorb_reference(w, q, latent, with_keys)
 
 
-def fold_reference(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
+def absorb_reference(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
     return each_head(q, w), content_keys(w, latent) if with_keys else None
 
 
@@ -434,32 +431,32 @@ COPIED = 2**20  # elements of a sequence's latents that a CPU may copy for each 
 
 
 def latent_attention(
-    q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, s: Tensor | None, shift: Tensor | None,
-    scale: float, scaled_rope: bool, bend: Bend | None = None, with_lse: bool = False,
+    q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None, shift: Tensor | None,
+    scale: float, unified: bool, bend: Bend | None = None, with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Causal attention of T last positions whose keys and values are S latents -> (B, nh, T, kr), and with_lse each
     query's log-sum-exp, (B, nh, T); of bend(logits) where there is a `bend`.
 
     q_latent (B, nh, T, kr), q_rope (B, nh, T, dr), latent (B, S, kr), k_rope (B, S, dr). A key's logit is
-    scale (s q_latent . latent + q_rope . k_rope - shift), s (B, S, nh), shift (B, nh, T, S); with scaled_rope s covers
-    q_rope . k_rope as well.
+    scale (key_scale q_latent . latent + q_rope . k_rope - shift), key_scale (B, S, nh), shift (B, nh, T, S). In the
+    unified layout key_scale multiplies q_rope . k_rope as well.
     """
     if shift is None and bend is None and not with_lse and fits_triton(q_latent, latent, k_rope):
         from model.kernels.mla_decode_triton import attend_latents
 
-        y = attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, scaled_rope)
+        y = attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, key_scale, scale, unified)
         return y[:, :, None], None
     plain = shift is None and bend is None and not torch.is_grad_enabled()
-    if plain and kernels.can_attend_latents(q_latent, latent, k_rope, s):
-        y, lse = kernels.latent_attention(q_latent, q_rope.to(latent.dtype), latent, k_rope, s, scale, scaled_rope)
+    if plain and kernels.can_attend_latents(q_latent, latent, k_rope, key_scale):
+        y, lse = kernels.latent_attention(q_latent, q_rope.to(latent.dtype), latent, k_rope, key_scale, scale, unified)
         return y, lse if with_lse else None
-    inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, s, shift), latent.shape
+    inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, key_scale, shift), latent.shape
     if B > 1 and S * kr > COPIED and latent.is_cpu:  # one matmul of all sequences would copy them first
         each: Any = zip(*([None] * B if x is None else x.split(1) for x in inputs), strict=True)
         reference: Any = latent_attention_reference
-        ys, sums = zip(*(reference(*one, scale, scaled_rope, bend, with_lse) for one in each), strict=True)
+        ys, sums = zip(*(reference(*one, scale, unified, bend, with_lse) for one in each), strict=True)
         return torch.cat(ys), torch.cat(sums) if with_lse else None
-    return latent_attention_reference(*inputs, scale, scaled_rope, bend, with_lse)
+    return latent_attention_reference(*inputs, scale, unified, bend, with_lse)
 
 
 def fits_triton(q_latent: Tensor, latent: Tensor, k_rope: Tensor) -> bool:
@@ -470,8 +467,8 @@ def fits_triton(q_latent: Tensor, latent: Tensor, k_rope: Tensor) -> bool:
 
 
 def latent_attention_reference(
-    q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, s: Tensor | None, shift: Tensor | None,
-    scale: float, scaled_rope: bool, bend: Bend | None = None, with_lse: bool = False,
+    q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None, shift: Tensor | None,
+    scale: float, unified: bool, bend: Bend | None = None, with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The matmuls are plain GEMMs of all heads over the cache as it lies, with its positions as rows: few rows times
     many columns is up to 20 times slower on a CPU. What comes between works in place."""
@@ -479,12 +476,12 @@ def latent_attention_reference(
     content = (latent @ q_latent.flatten(1, 2).transpose(1, 2)).view(B, S, nh, T)
     logits = torch.empty_like(content)  # the RoPE part first; to add it in its matmul would be slower
     logits.flatten(2).baddbmm_(k_rope, q_rope.flatten(1, 2).transpose(1, 2), beta=0, alpha=scale)
-    if s is not None and not scaled_rope:
-        logits.addcmul_(content, s[..., None], value=scale)
+    if key_scale is not None and not unified:
+        logits.addcmul_(content, key_scale[..., None], value=scale)
     else:
         logits.add_(content, alpha=scale)
-        if s is not None:
-            logits *= s[..., None]
+        if key_scale is not None:
+            logits *= key_scale[..., None]
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.new_empty(B, nh, T, S, dtype=dtype).copy_(logits.permute(0, 2, 3, 1))  # in one pass
     if shift is not None:

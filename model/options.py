@@ -60,9 +60,6 @@ class VariantOptions:
 class AttentionOptions(VariantOptions):
     """The base of attention layouts. A layout of one's own: register_attention() of model/gpt.py."""
 
-    def check_model(self, model: ModelOptions) -> None:
-        """Raise ConfigError where the layout does not fit the model."""
-
 
 @options
 class MHAOptions(AttentionOptions):
@@ -71,7 +68,8 @@ class MHAOptions(AttentionOptions):
     name: str = "mha"
     head_dim: Annotated[int | None, AtLeast(1), Help("channels of a head; null: n_embd / n_head")] = None
 
-    def check_model(self, model: ModelOptions) -> None:
+    def check_fit(self, config: "GPTConfig") -> None:
+        model = config.model
         require(
             self.head_dim is not None or model.n_embd % model.n_head == 0,
             f"model.n_embd={model.n_embd} must be divisible by model.n_head={model.n_head}",
@@ -91,11 +89,12 @@ class GQAOptions(MHAOptions):
     name: str = "gqa"
     n_kv_head: Annotated[int, AtLeast(1), Help("key and value heads, a divisor of n_head; 1: multi-query")] = 2
 
-    def check_model(self, model: ModelOptions) -> None:
-        super().check_model(model)
+    def check_fit(self, config: "GPTConfig") -> None:
+        super().check_fit(config)
+        n_head = config.model.n_head
         require(
-            model.n_head % self.n_kv_head == 0,
-            f"model.n_head={model.n_head} must be divisible by attention.n_kv_head={self.n_kv_head}",
+            n_head % self.n_kv_head == 0,
+            f"model.n_head={n_head} must be divisible by attention.n_kv_head={self.n_kv_head}",
         )
 
     @property
@@ -117,7 +116,8 @@ class MLAOptions(AttentionOptions):
         Literal["blockwise", "unified"], Help("normalise the two parts of a query or key on their own, or unified")
     ] = "blockwise"
 
-    def check_model(self, model: ModelOptions) -> None:
+    def check_fit(self, config: "GPTConfig") -> None:
+        model = config.model
         require(self.rope_dim % 2 == 0, f"attention.rope_dim={self.rope_dim} must be even")
         require(model.position == "rope", f"model.position={model.position}: attention=mla needs rope")
         require(not model.bias, "model.bias=true: attention=mla has no biases")
@@ -327,9 +327,6 @@ class QuackOptions(WeightsOptions):
     tau: Annotated[float, POSITIVE, Help("their learning rate at the start, over that of the other weights")] = 1.0
 
 
-NO_LOGITS, PLAIN, NO_OUTPUT, NO_WEIGHTS = LogitsOptions(), SoftmaxOptions(), OutputOptions(), WeightsOptions()
-
-
 @options
 class GPTConfig:
     """All that a GPT is made from, but the size of its vocabulary."""
@@ -337,31 +334,31 @@ class GPTConfig:
     model: ModelOptions = ModelOptions()
     attention: AttentionOptions = MHAOptions()
     qk_norm: QKNormOptions = NoNormOptions()
-    logits: LogitsOptions = NO_LOGITS
-    softmax: SoftmaxOptions = PLAIN
-    output: OutputOptions = NO_OUTPUT
-    weights: WeightsOptions = NO_WEIGHTS
+    logits: LogitsOptions = LogitsOptions()
+    softmax: SoftmaxOptions = SoftmaxOptions()
+    output: OutputOptions = OutputOptions()
+    weights: WeightsOptions = WeightsOptions()
 
     @property
-    def contestants(self) -> dict[str, VariantOptions]:
-        """What fills the seams beside qk_norm, by group; an empty seam is left out."""
+    def variants(self) -> dict[str, VariantOptions]:
+        """The variant of each seam that has one, by group; qk_norm is not among them."""
         every = {"logits": self.logits, "softmax": self.softmax, "output": self.output, "weights": self.weights}
-        return {group: one for group, one in every.items() if one not in (NO_LOGITS, PLAIN, NO_OUTPUT, NO_WEIGHTS)}
+        return {group: one for group, one in every.items() if one.name not in ("none", "plain")}
 
     def check(self) -> None:
-        self.attention.check_model(self.model)
+        self.attention.check_fit(self)
         unified = isinstance(self.attention, MLAOptions) and self.attention.qk_norm_layout == "unified"
         require(
             not unified or self.qk_norm.name != "none",
             "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
         )
-        for group, one in self.contestants.items():
+        for group, one in self.variants.items():
             known = isinstance(self.attention, MHAOptions | MLAOptions)
             require(
                 known,
                 f"{group}={one.name} needs attention=mha, gqa or mla, or a layout whose options derive from theirs",
             )
-        for one in (self.qk_norm, *self.contestants.values()):
+        for one in (self.qk_norm, *self.variants.values()):
             one.check_fit(self)
 
 

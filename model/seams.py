@@ -1,4 +1,4 @@
-"""The five seams of attention, where a contestant changes it. What a class here does is nothing: the identity.
+"""The five seams of attention: the places where a variant changes it. The classes here change nothing.
 
     queries and keys          QKNorm    qk_norm=   (the papers' own norms are in gpt.py)
     logits                    Logits    logits=
@@ -6,8 +6,8 @@
     values and output         Output    output=
     weights                   Weights   weights=
 
-A contestant is a subclass with the method that it changes; model/variants/NAME.py has the one called NAME. One of your
-own is registered in the same way, from any file: register(ItsOptions, ItsClass).
+A variant is a subclass that overrides a method; model/variants/NAME.py has the one called NAME. A variant of your own
+is registered in the same way, from any file: register(ItsOptions, ItsClass).
 
 Shapes: B batch, T positions, S keys, C = n_embd, nh heads, nkv key and value heads, hs channels a head.
 """
@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 
 class Seam(nn.Module):
-    """A part whose parameters init_weights() sets, after those of the projections and without their random numbers."""
+    """A module that sets its own parameters, after all projections are set. So the projections get the same random
+    numbers, whatever fills the seams."""
 
     def init_weights(self) -> None:
         pass
@@ -78,9 +79,9 @@ class QKNorm(Seam):
 
 
 class Logits(Seam):
-    """What is done to the logits: to all of a query's by queries(), to each one by `bend`.
+    """What is done to the logits: to all of a query's by scale_queries(), to each one by `bend`.
 
-    bend: an elementwise function of logits in fp32 at least, which must grow with its argument; None: nothing.
+    bend: an increasing elementwise function of logits, in fp32 at least, or None.
     """
 
     bend: Callable[[Tensor], Tensor] | None = None
@@ -89,7 +90,7 @@ class Logits(Seam):
         super().__init__()
         self.options = options
 
-    def queries(self, q: Tensor, pos: int) -> Tensor:
+    def scale_queries(self, q: Tensor, pos: int) -> Tensor:
         """Queries (B, nh, T, any channels) of positions pos .. pos+T-1, normalised and rotated, times a number for each
         head and position."""
         return q
@@ -110,13 +111,16 @@ class Softmax(Seam):
 
 
 class Output(Seam):
-    """What is done to values (B, nkv, T, hs) and to the output y (B, nh, T, dv) of a block's input x (B, T, C)."""
+    """What is done to values (B, nkv, T, hs), and by forward(y, x) to attention's output y (B, nh, T, dv).
+
+    x (B, T, C) is the layer's input.
+    """
 
     def __init__(self, options: Any, config: GPTConfig, v_dim: int):
         super().__init__()
         self.options = options
 
-    def values(self, v: Tensor) -> Tensor:
+    def transform_values(self, v: Tensor) -> Tensor:
         return v
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
@@ -161,6 +165,6 @@ TABLES: dict[type[Seam], tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def register(options: type[VariantOptions], variant: type[Seam]) -> None:
-    """Add a contestant to its seam. The default of `name` in `options` is what qk_norm=, logits=, ... take."""
-    of_options, of_classes = next(tables for seam, tables in TABLES.items() if issubclass(variant, seam))
-    of_classes[settings.register(of_options, options)] = variant
+    """Add a variant to its seam. The default of `name` in `options` is what qk_norm=, logits=, ... take."""
+    option_table, class_table = next(tables for seam, tables in TABLES.items() if issubclass(variant, seam))
+    class_table[settings.register(option_table, options)] = variant

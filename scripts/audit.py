@@ -78,7 +78,7 @@ class Run:
         model, _, config, state = open_run(run, which, device)
         self.config, self.device = replace(config, device=str(device)), device
         self.vocab_size, self.block_size, self.context = model.vocab_size, model.block_size, model.block_size
-        self.about = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
+        self.facts = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
         require(self.block_size > 1, f"run={run} has model.block_size=1: there are no earlier tokens")
         self.trained: nn.Module = model
         faults.inject_into_model(self.config, model)
@@ -174,7 +174,7 @@ class HuggingFace:
         self.vocab_size = text_config.vocab_size
         self.context = (getattr(text_config, "max_position_embeddings", None) or MAX_BLOCK_SIZE + 1) - 1
         self.block_size = min(self.context, MAX_BLOCK_SIZE)
-        self.about = {"model": folder, "architecture": type(model).__name__}
+        self.facts = {"model": folder, "architecture": type(model).__name__}
 
     def fresh(self) -> nn.Module:
         torch.manual_seed(0)
@@ -375,11 +375,11 @@ def audit_model(asked: AuditOptions) -> int:
         subject = Run(asked.run, asked.checkpoint or "best", device)
     else:
         subject = HuggingFace(str(asked.model), asked.trust_remote_code, device)
-    print(", ".join(f"{key} {value}" for key, value in subject.about.items()), flush=True)
+    print(", ".join(f"{key} {value}" for key, value in subject.facts.items()), flush=True)
     findings = audit(subject, steps)
     caught = [finding.check for finding in findings if finding.caught]
     checks = {finding.check: {"caught": finding.caught, **finding.numbers} for finding in findings}
-    print(json.dumps({**subject.about, "caught": caught, "steps": steps, "checks": checks, "commit": commit()}))
+    print(json.dumps({**subject.facts, "caught": caught, "steps": steps, "checks": checks, "commit": commit()}))
     return 1 if caught else 3 if any(finding.caught is None for finding in findings) else 0
 
 

@@ -71,9 +71,9 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
             try:
                 config = replace(load_config(source), out_dir=None)
                 if config.init_from is not None:
-                    from training.origin import with_origin  # which loads torch
+                    from training.init_from import with_init_sha256  # which loads torch
 
-                    config = with_origin(config)
+                    config = with_init_sha256(config)
             except ConfigError as error:
                 raise ConfigError(f"{error} (in the run {' '.join(words)})") from error
             run_id = config.run_dir.name

@@ -226,7 +226,7 @@ def test_a_gpu_is_warned_of_attention_that_holds_t_x_t(monkeypatch: pytest.Monke
         machine = Machine(World(), torch.device("cuda"), torch.float32)
         session: Any = SimpleNamespace(machine=machine, config=settings(), model=None, about={})
         warnings = checks.attention_warnings(session)
-        assert len(warnings) == warned and session.about == ({"sdpa": backend} if backend else {})
+        assert len(warnings) == warned and session.facts == ({"sdpa": backend} if backend else {})
     session.machine = replace(machine, device=torch.device("cpu"))
     assert checks.attention_warnings(session) == []
 
@@ -248,7 +248,7 @@ def test_three_products_of_tf32_are_as_exact_as_fp32() -> None:
     a, b = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
     exact = a.double() @ b.double()
     with TF32():
-        products = a @ b, ops.three_matmuls(a, b)
+        products = a @ b, ops.matmul_3xtf32(a, b)
     errors = [((y - exact).norm() / exact.norm()).item() for y in (*products, a @ b)]
     assert errors[0] > 1e-4 > 1e-6 > errors[1] < 4 * errors[2]
 

@@ -21,7 +21,7 @@ from data.tokens import load_corpus
 from sample import load_run, open_run
 from training import faults
 from training.config import FAULTS, FaultOptions, TrainConfig, load_config
-from training.resume import wandb_settings
+from training.tracking import wandb_settings
 
 DATA = {"name": "random", "n_tokens": 20_000, "vocab_size": 32, "val_tokens": 600}
 ACCUMULATED = {"batch_size": 2, "gradient_accumulation_steps": 4, "data": DATA}

@@ -24,7 +24,7 @@ from scripts import audit
 from scripts.export_hf import export
 from sweeps.plan import read_plan
 from training.config import load_config
-from training.origin import load_origin, with_origin
+from training.init_from import load_initial_weights, with_init_sha256
 
 OTHER = {"optim": {"name": "adamw", "learning_rate": 2e-2}}  # of the new run: a recipe of its own
 ROPE = {**SETTINGS["model"], "position": "rope", "rope_theta": 100.0}
@@ -73,7 +73,7 @@ def test_it_resumes_bit_for_bit_without_its_origin(origin: Path, corpus: Path, t
 def test_other_weights_are_another_run(origin: Path, corpus: Path, tmp_path: Path) -> None:
     run, kept = tmp_path / "run", str(origin / "ckpt" / "latest")
     assert train.run(configured(corpus, run, init_from=kept, max_iters=3)) == 0
-    planned = with_origin(replace(configured(corpus, run, init_from=kept, max_iters=3), out_dir=None))
+    planned = with_init_sha256(replace(configured(corpus, run, init_from=kept, max_iters=3), out_dir=None))
     shutil.copytree(origin / "ckpt" / "latest", tmp_path / "moved")
     assert train.run(configured(corpus, run, init_from=str(tmp_path / "moved"), max_iters=3)) == 0  # the same weights
     for path in (None, str(origin / "ckpt" / "step_000005")):
@@ -83,7 +83,7 @@ def test_other_weights_are_another_run(origin: Path, corpus: Path, tmp_path: Pat
             train.run(configured(corpus, run, init_from=path))
     checkpoint.point(origin / "ckpt", "latest", 5)
     shutil.rmtree(origin / "ckpt" / "step_000006")
-    assert with_origin(replace(planned, init_sha256=None)).run_dir != planned.run_dir
+    assert with_init_sha256(replace(planned, init_sha256=None)).run_dir != planned.run_dir
     with pytest.raises(ConfigError, match=r"latest has changed: its SHA-256 is .*, not init_sha256="):
         train.run(replace(planned, out_dir=str(tmp_path / "late")))
     assert train.run(configured(corpus, run, init_from=kept, max_iters=6, schedule=SETTINGS["schedule"])) == 0
@@ -137,7 +137,7 @@ def test_an_exported_folder_gives_the_same_logits(name: str, tmp_path: Path) -> 
     config = replace(VARIANTS[name][1], init_from=str(tmp_path / "hf"), out_dir=str(tmp_path / "new"))
     new = GPT(config.gpt, CHARS.vocab_size)
     new.init_weights(7)
-    assert load_origin(with_origin(config), new, corpus_of(CHARS)) == []
+    assert load_initial_weights(with_init_sha256(config), new, corpus_of(CHARS)) == []
     idx = random_tokens(CHARS, 3, config.model.block_size)
     exact = VARIANTS[name][0] in ("GPT2", "Llama")
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     ):
         config = replace(config, init_from=str(tmp_path / folder))
         with pytest.raises(ConfigError, match=words):
-            load_origin(with_origin(config), GPT(config.gpt, tokens.vocab_size), corpus_of(tokens))
+            load_initial_weights(with_init_sha256(config), GPT(config.gpt, tokens.vocab_size), corpus_of(tokens))
 
 
 def test_a_sweep_freezes_the_weights_that_its_runs_begin_with_and_an_audit_trains_fresh_ones(

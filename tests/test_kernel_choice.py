@@ -122,7 +122,7 @@ def test_decoding_takes_them(norm: str, scales: list[str], monkeypatch: pytest.M
         names = called(monkeypatch)
         model(torch.tensor([[4]]), caches=caches, pos=3)
     of_norm = [] if norm == "none" else 3 * ["lp_norm" if norm == "lp3" else "rms_norm"]  # queries, shared RoPE key
-    assert sorted(names) == sorted(2 * (["rms_norm", "fold", *scales] + of_norm))
+    assert sorted(names) == sorted(2 * (["rms_norm", "absorb", *scales] + of_norm))
 
 
 @needs_bf16

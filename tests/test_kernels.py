@@ -43,7 +43,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "lp_norm": [(x, None, 3.0), (half, alpha, 1.5), (x[:, :1].expand_as(x), alpha[:1], 2.0)],
     "lp_norm_backward": [(y, x, alpha, 3.0), (y, x, None, 4.0)],
     "inverse_lp_norm": [(half, 1.0)],
-    "fold": [(w, q, latent, True), (w, q, latent, False)],
+    "absorb": [(w, q, latent, True), (w, q, latent, False)],
     "layer_norm": [(x, weight, weight, 1e-5, True, bf16), (x, weight, None, 1e-5, False, fp32)],
     "layer_norm_backward": [(half, x, weight, True, 1e-5, True), (y.mT.contiguous().mT, x, weight, False, 1e-5, False)],
     "dropout_add": [(x, half, 51, seed), (x, y, 0, None)],
@@ -68,7 +68,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     "lp_norm": [
         (x, None, 2.2), (x, None, 0.5), (x, None, 4.5), (x, alpha[:2], 3.0), (x[0, 0], alpha, 3.0), (x, weight, 3.0),
     ],
-    "fold": [
+    "absorb": [
         (w, q[:, :3], latent, True), (w, q, latent[..., 1:], True), (w, q.to(bf16), latent, True),
         (w[0], q, latent, True),
     ],
@@ -251,7 +251,7 @@ def pass_tests_of_ops(which: str, **environment: str) -> None:
 def test_the_kernels_without_avx512(tmp_path: Path) -> None:
     """Compiled for AVX2 alone the kernels pass the same tests, but for attention, which they leave to the reference."""
     env = {"CXX": "g++ -march=x86-64-v3", "XDG_CACHE_HOME": str(tmp_path)}
-    pass_tests_of_ops("norm or fold or gelu or dropout", **env)
+    pass_tests_of_ops("norm or absorb or gelu or dropout", **env)
     code = "from model.kernels import operators; assert operators.loaded() and not operators.attends()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **env}, check=True)
 

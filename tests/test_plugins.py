@@ -20,7 +20,7 @@ from training.config import TrainConfig, load_config
 
 PLUGIN = '''
 from typing import Annotated
-from core.schema import AtLeast, Help, options
+from core.schema import AtLeast, Help, options, require
 from model.gpt import GroupedQueryAttention, QKNorm, register_attention, register_qk_norm
 from model.options import MHAOptions, QKNormOptions
 
@@ -38,6 +38,10 @@ class Half(QKNorm):
 class ReversedOptions(MHAOptions):
     """Multi-head attention over the reversed heads"""
     name: str = "reversed"
+
+    def check_fit(self, config):
+        super().check_fit(config)
+        require(config.model.n_head > 1, "attention=reversed needs two heads")
 
 class Reversed(GroupedQueryAttention):
     def attend(self, q, k, v, scale):
@@ -65,6 +69,8 @@ def test_a_run_is_named_after_the_plugins_values_and_resumed_only_with_them(
     assert run.name.startswith("baby_gpt-reversed-half_n2-text-s1337-")
     again = program("train.py", *both, "qk_norm.n=3", f"out_dir={run}", status=2)
     assert "qk_norm.n 2 -> 3" in again.stderr
+    alone = program("train.py", *both, "model.n_head=1", "out_dir=alone", status=2)
+    assert "attention=reversed needs two heads" in alone.stderr and not (tmp_path / "alone").exists()
     listed = program("train.py", "plugins=[halves]", "--help").stdout
     assert "qk_norm.n=2" in listed and "attention=reversed" in listed and "also head_dim" in listed
 

@@ -28,7 +28,8 @@ from core.wandb_run import wandb_mode
 from model.options import LpNormOptions
 from sweeps.plan import compose
 from training.config import TrainConfig, WandbOptions, load_config
-from training.resume import run_request, wandb_settings
+from training.resume import run_request
+from training.tracking import wandb_settings
 
 KEY = "0123456789" * 4
 CLOCK = ("tok_per_sec", "mfu")

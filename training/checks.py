@@ -52,9 +52,8 @@ def first_not_finite(session: Session, step: int) -> str:
     model.train()
     model.zero_grad()
     seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
-    micro_steps = range(machine.world.rank, config.gradient_accumulation_steps, machine.world.size)
-    with closing(session.data.batches.prefetch((step, micro_step) for micro_step in micro_steps)) as batches:
-        loss = accumulate_gradients(model, batches, len(micro_steps), machine)
+    with closing(session.data.batches.prefetch((step, micro_step) for micro_step in session.micro_steps)) as batches:
+        loss = accumulate_gradients(model, batches, len(session.micro_steps), machine)
     for hook in hooks:
         hook.remove()
     for name, p in reversed([*model.named_parameters()]):
@@ -88,7 +87,7 @@ def future_seen(session: Session, x: Tensor) -> list[str]:
         return []
     forward: nn.Module = model
     rows, long = 1, LONG
-    if is_compiled(session.config, device):  # for the shape of training alone, which then finds it compiled
+    if is_compiled(session.config, device):  # only in the shape of training: so it is compiled before update 0
         forward, rows, long = session.forward, rows_at_once(len(x), x.size(1), device), x.size(1)
     with session.machine.autocast():
         with torch.no_grad():  # as evaluation is
@@ -138,7 +137,7 @@ def attention_warnings(session: Session) -> list[str]:
     with machine.autocast():
         backend = sdpa_backend(session.model, config.batch_size)
     if backend is not None:
-        session.about["sdpa"] = backend
+        session.facts["sdpa"] = backend
     if backend != "math":
         return []
     T = config.model.block_size

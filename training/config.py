@@ -32,11 +32,7 @@ from data.options import CORPORA, CorpusOptions, FoldedTextOptions, TinyShakespe
 from model.options import (
     ATTENTIONS,
     LOGITS,
-    NO_LOGITS,
-    NO_OUTPUT,
-    NO_WEIGHTS,
     OUTPUTS,
-    PLAIN,
     QK_NORMS,
     SOFTMAXES,
     WEIGHTS,
@@ -317,16 +313,18 @@ class TrainConfig:
     model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
     attention: Annotated[AttentionOptions, Variants(ATTENTIONS), Help("the attention layout")] = MHAOptions()
     qk_norm: Annotated[QKNormOptions, Variants(QK_NORMS), Help("of queries and keys, before RoPE")] = NoNormOptions()
-    logits: Annotated[LogitsOptions, Variants(LOGITS), BeforeItExisted(NO_LOGITS), Help("before the softmax")] = (
-        NO_LOGITS
+    logits: Annotated[LogitsOptions, Variants(LOGITS), BeforeItExisted(LogitsOptions()), Help("before the softmax")] = (
+        LogitsOptions()
     )
-    softmax: Annotated[SoftmaxOptions, Variants(SOFTMAXES), BeforeItExisted(PLAIN), Help("its denominator")] = PLAIN
+    softmax: Annotated[
+        SoftmaxOptions, Variants(SOFTMAXES), BeforeItExisted(SoftmaxOptions()), Help("its denominator")
+    ] = SoftmaxOptions()
     output: Annotated[
-        OutputOptions, Variants(OUTPUTS), BeforeItExisted(NO_OUTPUT), Help("attention's, before its projection")
-    ] = NO_OUTPUT
+        OutputOptions, Variants(OUTPUTS), BeforeItExisted(OutputOptions()), Help("attention's, before its projection")
+    ] = OutputOptions()
     weights: Annotated[
-        WeightsOptions, Variants(WEIGHTS), BeforeItExisted(NO_WEIGHTS), Help("how a block's are used or updated")
-    ] = NO_WEIGHTS
+        WeightsOptions, Variants(WEIGHTS), BeforeItExisted(WeightsOptions()), Help("how a block's are used or updated")
+    ] = WeightsOptions()
     qk_clip: Annotated[NoClipOptions, Variants(QK_CLIPS), Help("a bound on the largest logits")] = NoClipOptions()
     optim: Annotated[OptimOptions, Variants(OPTIMS), Help("the optimizer")] = AdamWOptions()
     schedule: Annotated[ScheduleOptions, Variants(SCHEDULES), Help("of the learning rate")] = CosineOptions()
@@ -375,7 +373,7 @@ class TrainConfig:
             self.optim.name if self.optim.name != AdamWOptions.name else "",
             self.schedule.name if self.schedule.name != CosineOptions.name else "",
         ]
-        seams = [one.label for one in self.gpt.contestants.values()]
+        seams = [one.label for one in self.gpt.variants.values()]
         parts = [self.model.name, self.attention.label, clip, self.qk_norm.label, *seams, *recipe, self.data.name]
         return "-".join(filter(None, parts))
 
@@ -408,7 +406,7 @@ class TrainConfig:
             not isinstance(self.qk_clip, QKClipOptions) or self.weights.name != "sigma_reparam",
             "qk_clip=clip needs weights=none or quack: sigma_reparam sets the scale of the weights",
         )
-        for group in {"logits", "softmax"} & self.gpt.contestants.keys():
+        for group in {"logits", "softmax"} & self.gpt.variants.keys():
             require(
                 self.fault.name != "no_mask", f"fault=no_mask needs no {group}=: it replaces the softmax as a whole"
             )

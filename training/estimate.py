@@ -11,8 +11,8 @@ from core.device import device_name, peak_flops
 from model.diagnostics import activation_bytes
 from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
+from training.init_from import load_initial_weights
 from training.optim import optimizer_bytes
-from training.origin import load_origin
 from training.session import Data, Machine, model_without_weights, read_data, set_up_machine
 from training.updates import rows_at_once
 
@@ -38,7 +38,7 @@ def check(config: TrainConfig) -> None:
     set_up_machine(config)
     data = read_data(config)
     if config.init_from is not None:
-        load_origin(config, GPT(config.gpt, data.corpus.tokenizer.vocab_size), data.corpus)
+        load_initial_weights(config, GPT(config.gpt, data.corpus.tokenizer.vocab_size), data.corpus)
 
 
 def estimate(config: TrainConfig) -> tuple[float, int]:

@@ -15,7 +15,8 @@ from model.generate import generate
 from training.session import Batch, Machine, Session
 
 EVAL_TOKENS = {"cpu": 2**11, "cuda": 2**14, "mps": 2**14}  # that go through the model together; see CPU_TOKENS
-SAMPLED_CHARACTERS, SAMPLED_SHARE = 200, 0.02  # of a sample; of the time of a run
+SAMPLED_CHARACTERS = 200
+SAMPLED_SHARE = 0.02  # of a run's time, at most
 DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head
 
 
@@ -107,8 +108,8 @@ def sample_text(session: Session) -> str:
 class LowestLoss:
     """The lowest val/loss so far, and its iteration.
 
-    An extra evaluation is made only because the run ends there. keep_step: the best checkpoint to keep although the
-    extra evaluation's one is better: a longer run drops this extra evaluation. None after any other evaluation.
+    Where max_iters is no multiple of eval_interval, the run ends with an extra evaluation, which a longer run would not
+    have. After it, `keep_step` is the best checkpoint before it, which is kept, too; after any other it is None.
     """
 
     loss: float = math.inf

@@ -34,8 +34,8 @@ def inject_into_batches(config: TrainConfig, batches: Any) -> None:
     if config.fault.name == "repeated_batches":
         batches.get_batch = lambda step, micro_step=0: get_batch(0, micro_step)
     elif config.fault.name == "padding_in_mean":
-        batches.get_batch = lambda *place: pad(*get_batch(*place))
-        batches.sampled_batch = lambda *place: pad(*sampled_batch(*place))
+        batches.get_batch = lambda *index: pad(*get_batch(*index))
+        batches.sampled_batch = lambda *index: pad(*sampled_batch(*index))
         batches.eval_batches = lambda max_batch: (pad(*batch) for batch in eval_batches(max_batch))
 
 

@@ -1,19 +1,16 @@
 """The run directory of a Session: opened by one rank, resumed from its newest checkpoint, refused for another run."""
 
-import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from core import checkpoint, dist
 from core.files import is_intact, read_json
 from core.plugins import changed_plugins
-from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, differences, open_run, read_status, uncommitted
-from core.schema import ConfigError, digest, require
-from core.wandb_run import wandb_mode
+from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, differences, open_run, read_status
+from core.schema import ConfigError, require
 from training.config import TrainConfig, load_config, to_yaml
-from training.session import Session, describe
+from training.session import Session
 
 DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # device: its threads, too
 
@@ -56,11 +53,9 @@ def open_run_dir(session: Session) -> RunDir:
 def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
     """Load the newest checkpoint into model and optimizer. Returns its state; {} where the run begins.
 
-    Fills session.about.
-
-    Raises: ConfigError where dtype, text, tokenizer or max_iters does not fit the checkpoint.
+    Adds the commits of the code that trained it to session.facts. Raises: ConfigError where dtype, text, tokenizer or
+    max_iters does not fit the checkpoint.
     """
-    session.about |= describe(session)
     try:
         saved = load_checkpoint(run_dir)
         if saved is None:
@@ -70,9 +65,8 @@ def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
             session.load_tensors(saved.tensors)
     except checkpoint.CorruptCheckpoint as error:
         raise ConfigError(f"out_dir={run_dir.path} cannot go on: {error}; fresh=true starts it anew") from error
-    # the commits of all code that has trained the run, each once, oldest first
-    all_commits = [*commits(saved.state), *commits(session.about)]
-    session.about["commit"] = ", ".join(dict.fromkeys(all_commits)) or None
+    all_commits = [*commits(saved.state), *commits(session.facts)]
+    session.facts["commit"] = ", ".join(dict.fromkeys(all_commits)) or None  # each once, oldest first
     return saved.state
 
 
@@ -92,7 +86,7 @@ def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
 
 def check_resumable(session: Session, run_dir: RunDir, saved: Mapping[str, Any]) -> None:
     """Refuse what would change the run; warn of what makes the rest of it unequal bit for bit."""
-    config, path, here = session.config, run_dir.path, session.about
+    config, path, here = session.config, run_dir.path, session.facts
     require(
         saved["dtype"] == here["dtype"],
         f"dtype={config.dtype} is {here['dtype']} here, but {path} was begun in {saved['dtype']}: "
@@ -154,38 +148,6 @@ def require_same_text(session: Session, path: Path, sha256: str) -> None:
     )
 
 
-def commits(about: Mapping[str, Any]) -> list[str]:
+def commits(facts: Mapping[str, Any]) -> list[str]:
     """The commits of the code that a checkpoint or a process names."""
-    return about["commit"].split(", ") if about.get("commit") else []
-
-
-def wandb_settings(config: TrainConfig, path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What W&B is told of a run: the mode, and the arguments of wandb.init()."""
-    name, settings = path.resolve().name, asdict(config)
-    columns = {"layout": config.attention.name, "norm": config.qk_norm.name, "fold": settings["data"].get("fold")}
-    columns |= {key: settings["qk_norm"].get(key) for key in ("p", "alpha_init")}
-    tags = columns | {"precision": str(about.get("dtype")).removeprefix("torch."), "fault": config.fault.name}
-    shown = ("layout", "norm", "p", "fold", "precision", "fault")
-    init = {
-        "project": config.wandb.project,
-        "group": config.wandb.group or config.group,  # W&B then averages folds and seeds by itself
-        "job_type": "train",
-        "name": name,
-        "notes": config.wandb.notes,
-        "tags": [*config.wandb.tags, *(f"{key}:{tags[key]}" for key in shown if tags[key] not in (None, "none"))],
-        "id": f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100]}-{digest(config.trajectory)}",
-        "dir": str(path.resolve()),
-        "config": {**settings, **columns, "info": dict(about)},
-        "resume": "allow",
-    }
-    media = {"maps": ["attn/max_logit", "attn/entropy"], "layers": ["attn/alpha", "attn/q_gain", "attn/k_gain"]}
-    return {
-        "mode": wandb_mode(config.wandb.mode), "init": init, "media": media if shows_media(config) else None,
-        "artifacts": config.wandb.artifacts, "diff": uncommitted().decode(errors="replace"),
-    }  # fmt: skip
-
-
-def shows_media(config: TrainConfig) -> bool:
-    """Whether evaluations record a sample of text, and W&B gets it, heat maps and values by layer."""
-    chosen = config.wandb.media
-    return chosen == "on" or (chosen == "auto" and wandb_mode(config.wandb.mode) != "disabled")
+    return facts["commit"].split(", ") if facts.get("commit") else []

@@ -29,7 +29,7 @@ from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, o
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) each
 
 DEFAULT_THREADS = torch.get_num_threads()
-RESIDENT = 16  # a GPU's memory in sizes of a corpus, from which on data.on_device=auto keeps the corpus there
+RESIDENT = 16  # data.on_device=auto keeps the corpus on a GPU whose memory is at least so many times its size
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Data:
 @dataclass
 class Session:
     """What trains. forward: the model, compiled where asked, and wrapped in DDP where there are several ranks. peak:
-    FLOP/s of all ranks at best. about: facts that are recorded with a run."""
+    FLOP/s of all ranks at best. facts: what is recorded with a run beside its settings."""
 
     config: TrainConfig
     machine: Machine
@@ -75,9 +75,9 @@ class Session:
     forward: nn.Module
     optimizer: Optimizer
     peak: float
-    about: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
-    sampled_seconds: float = 0.0  # which samples of text have taken since
+    sampled_seconds: float = 0.0  # spent on samples of text since `began`
 
     def join_ranks(self) -> None:
         """Average gradients over the ranks. It comes before the first forward pass: DDP has the compiler split the
@@ -90,6 +90,12 @@ class Session:
             ddp = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)  # constant buffers
             ddp.require_backward_grad_sync = False
             self.forward = ddp
+
+    @property
+    def micro_steps(self) -> range:
+        """The micro-batches of an update that this rank computes."""
+        world = self.machine.world
+        return range(world.rank, self.config.gradient_accumulation_steps, world.size)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds, by group and name."""

@@ -28,7 +28,7 @@ struct Decode {
   Rows latent, k_rope;
   const uint16_t *key_scale; // (batch, position, head), or null
   int64_t scale_batch, scale_row, heads;
-  bool scaled_rope;
+  bool unified;
   float scale;
 
   int64_t parts() const { return (length + PART - 1) / PART; }
@@ -61,7 +61,7 @@ __m512 logits_of(const Decode &d, int64_t b, int64_t group, int64_t t, int64_t n
       if (d.key_scale) {
         const uint16_t *from = d.key_scale + b * d.scale_batch + (t + i + j) * d.scale_row + group * LANES;
         __m512 s = widened(_mm256_maskz_loadu_epi16((1 << heads) - 1, from));
-        x = d.scaled_rope ? _mm512_mul_ps(_mm512_add_ps(x, rope[j]), s) : _mm512_fmadd_ps(x, s, rope[j]);
+        x = d.unified ? _mm512_mul_ps(_mm512_add_ps(x, rope[j]), s) : _mm512_fmadd_ps(x, s, rope[j]);
       } else
         x = _mm512_add_ps(x, rope[j]);
       x = _mm512_mul_ps(x, _mm512_set1_ps(d.scale));
@@ -183,7 +183,7 @@ Rows rows(const Tensor &x, const char *name) {
 
 std::tuple<Tensor, Tensor> latent_attention(const Tensor &given_q, const Tensor &given_q_rope,
                                             const Tensor &given_latent, const Tensor &given_k_rope,
-                                            const MaybeTensor &given_scale, double scale, bool scaled_rope) {
+                                            const MaybeTensor &given_scale, double scale, bool unified) {
   Tensor q = contiguous_last_dim(given_q), q_rope = contiguous_last_dim(given_q_rope);
   Tensor latent = contiguous_last_dim(given_latent), k_rope = contiguous_last_dim(given_k_rope);
   MaybeTensor key_scale = given_scale ? MaybeTensor(contiguous_last_dim(*given_scale)) : std::nullopt;
@@ -199,7 +199,7 @@ std::tuple<Tensor, Tensor> latent_attention(const Tensor &given_q, const Tensor 
                   "or kr is no multiple of 32");
   Decode d{(nh + LANES - 1) / LANES, S, torch::stable::get_num_threads(), rows(latent, "latent"),
            rows(k_rope, "k_rope")};
-  d.heads = nh, d.scaled_rope = scaled_rope, d.scale = scale;
+  d.heads = nh, d.unified = unified, d.scale = scale;
   if (key_scale) {
     STD_TORCH_CHECK(is_bf16(*key_scale) && key_scale->dim() == 3 && key_scale->size(0) == B &&
                         key_scale->size(1) == S && key_scale->size(2) == nh,
@@ -237,5 +237,5 @@ STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) { m.impl("latent_attention", TORCH_BOX
 
 STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
   m.def("latent_attention(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor? key_scale, float scale,"
-        " bool scaled_rope) -> (Tensor, Tensor)");
+        " bool unified) -> (Tensor, Tensor)");
 }

@@ -408,8 +408,8 @@ std::tuple<Tensor, Tensor> lp_norm_backward(const Tensor &grad, const Tensor &x,
 }
 Tensor inverse_lp_norm(const Tensor &x, double p) { return inverse(x, twice(p), 0); }
 
-std::tuple<Tensor, Tensor> fold(const Tensor &given_w, const Tensor &given_q, const Tensor &given_latent,
-                                bool with_keys) {
+std::tuple<Tensor, Tensor> absorb(const Tensor &given_w, const Tensor &given_q, const Tensor &given_latent,
+                                  bool with_keys) {
   STD_TORCH_CHECK(given_w.dim() == 3, "w must be (nh, n, rank)");
   Tensor w = as_contiguous(given_w), q = as_contiguous(given_q), latent = as_contiguous(given_latent);
   int64_t nh = w.size(0), n = w.size(1), rank = w.size(2), size = itemsize(w, "w");
@@ -430,7 +430,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
   m.def("lp_norm(Tensor x, Tensor? alpha, float p) -> Tensor");
   m.def("lp_norm_backward(Tensor grad, Tensor x, Tensor? alpha, float p) -> (Tensor, Tensor)");
   m.def("inverse_lp_norm(Tensor x, float p) -> Tensor");
-  m.def("fold(Tensor w, Tensor q, Tensor latent, bool with_keys) -> (Tensor, Tensor)");
+  m.def("absorb(Tensor w, Tensor q, Tensor latent, bool with_keys) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
@@ -440,5 +440,5 @@ STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
   m.impl("lp_norm", TORCH_BOX(&lp_norm));
   m.impl("lp_norm_backward", TORCH_BOX(&lp_norm_backward));
   m.impl("inverse_lp_norm", TORCH_BOX(&inverse_lp_norm));
-  m.impl("fold", TORCH_BOX(&fold));
+  m.impl("absorb", TORCH_BOX(&absorb));
 }

@@ -123,10 +123,10 @@ class LpNorm(torch.autograd.Function):
         return grad_x, None if alpha is None else grad_alpha, None
 
 
-def fold(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
+def absorb(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
     """One token's queries and keys through an up-projection w (nh, n, rank) in one pass over it, without a derivative:
     queries q (1, nh, 1, n) -> (1, nh, 1, rank), and with_keys its latent (1, 1, rank) -> (1, nh, 1, n) in fp32."""
-    q_latent, k = nanoqk.fold(w, q, latent, with_keys)
+    q_latent, k = nanoqk.absorb(w, q, latent, with_keys)
     return q_latent, k if with_keys else None
 
 
@@ -176,12 +176,12 @@ class Attention(torch.autograd.Function):
 
 def latent_attention(
     q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None,
-    scale: float, scaled_rope: bool,
+    scale: float, unified: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """latent_attention() of ops.py for one query a head, without a derivative: the output (B, nh, 1, kr) and the
     log-sum-exp (B, nh, 1) in fp32 of q_latent (B, nh, 1, kr), q_rope (B, nh, 1, dr), latent (B, S, kr),
     k_rope (B, S, dr), key_scale (B, S, nh)."""
-    return nanoqk.latent_attention(q_latent, q_rope, latent, k_rope, key_scale, scale, scaled_rope)
+    return nanoqk.latent_attention(q_latent, q_rope, latent, k_rope, key_scale, scale, unified)
 
 
 # -----------------------------------------------------------------------------
@@ -300,7 +300,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "lp_norm": lambda x, alpha, p: like_vectors(x),
     "lp_norm_backward": lambda grad, x, alpha, p: (like_vectors(x), like_factor(x, alpha)),
     "inverse_lp_norm": lambda x, p: like_scale(x),
-    "fold": lambda w, q, latent, with_keys: (
+    "absorb": lambda w, q, latent, with_keys: (
         q.new_empty(1, w.size(0), 1, w.size(2)),
         q.new_empty(int(with_keys), w.size(0), 1, w.size(1), dtype=torch.float32),
     ),
@@ -311,7 +311,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "attention_backward": lambda grad, q, k, v, softmax, grad_lse, scale, cap, dropped, seed: tuple(
         like_heads(q, x.size(-1)) for x in (q, k, v)
     ),
-    "latent_attention": lambda q_latent, q_rope, latent, k_rope, key_scale, scale, scaled_rope: (
+    "latent_attention": lambda q_latent, q_rope, latent, k_rope, key_scale, scale, unified: (
         dense(q_latent),
         q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32),
     ),

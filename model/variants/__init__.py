@@ -1,2 +1,2 @@
-"""The contestants of docs/attention_track.md: NAME.py has the variant called NAME, with its source. model/seams.py has
-what each one fills, and imports it when a run asks for it. Its options are in model/options.py."""
+"""The variants that docs/attention_track.md compares: NAME.py has the one called NAME, with its source. model/seams.py
+has their base classes and imports a variant when a run asks for it. Their options are in model/options.py."""

@@ -21,7 +21,7 @@ class SSMax(Logits):
     def init_weights(self) -> None:
         nn.init.constant_(self.s, self.initial)
 
-    def queries(self, q: Tensor, pos: int) -> Tensor:
+    def scale_queries(self, q: Tensor, pos: int) -> Tensor:
         n = torch.arange(pos + 1, pos + q.size(-2) + 1, device=q.device, dtype=self.s.dtype)
         return (q * self.s[:, None, None] * n.log()[:, None]).to(q.dtype)  # (B, nh, T, hs)
 

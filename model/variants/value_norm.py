@@ -11,7 +11,7 @@ from model.seams import Output, register
 class ValueNorm(Output):
     """v / sqrt(mean(v^2) + eps) over a head's channels."""
 
-    def values(self, v: Tensor) -> Tensor:
+    def transform_values(self, v: Tensor) -> Tensor:
         return (at_least_fp32(v) * ops.inverse_rms(v, self.options.eps)).to(v.dtype)  # (B, nkv, T, hs)
 
 

@@ -193,7 +193,7 @@ def kernel_error(device: torch.device, norm: str) -> Row:
         q, q_rope, latent, k_rope, s = (torch.randn(shape, device=device).bfloat16() for shape in shapes)
         scalars = None if norm == "none" else 0.5 + s.abs()
         assert ops.fits_triton(q, latent, k_rope), "the kernel does not serve here"
-        rest = (None, 0.08, norm == "unified")  # shift, scale, scaled_rope
+        rest = (None, 0.08, norm == "unified")  # shift, scale, unified
         y, _ = ops.latent_attention(q, q_rope, latent, k_rope, scalars, *rest)
         exact = (x if x is None else x.double() for x in (q, q_rope, latent, k_rope, scalars))
         row[f"{B} x {S}"] = error = relative(y, reference(*exact, *rest)[0])

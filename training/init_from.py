@@ -22,7 +22,7 @@ from training.config import TrainConfig, load_config
 HF_FREE = ("architectures", "bos_token_id", "eos_token_id", "dtype", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
-def with_origin(config: TrainConfig) -> TrainConfig:
+def with_init_sha256(config: TrainConfig) -> TrainConfig:
     """The settings with init_sha256, which decides the run's name and trajectory. A run that resumes in out_dir keeps
     the one that it began with, whatever became of init_from. Raises: ConfigError."""
     if config.init_from is None or config.init_sha256 is not None:
@@ -53,7 +53,7 @@ def measured(file: Path, mtime: int) -> str:
     return sha256
 
 
-def load_origin(config: TrainConfig, model: GPT, corpus: Corpus) -> list[str]:
+def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> list[str]:
     """Load the weights of init_from into the model of a run that has no checkpoint of its own. Returns warnings.
 
     Raises: ConfigError naming what does not fit.

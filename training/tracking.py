@@ -1,0 +1,44 @@
+"""What W&B is told of a run."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from core.rundir import uncommitted
+from core.schema import digest
+from core.wandb_run import wandb_mode
+from training.config import TrainConfig
+
+
+def wandb_settings(config: TrainConfig, path: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The mode, the arguments of wandb.init(), and what else the process that sends needs."""
+    name, settings = path.resolve().name, asdict(config)
+    columns = {"layout": config.attention.name, "norm": config.qk_norm.name, "fold": settings["data"].get("fold")}
+    columns |= {key: settings["qk_norm"].get(key) for key in ("p", "alpha_init")}
+    tags = columns | {"precision": str(facts.get("dtype")).removeprefix("torch."), "fault": config.fault.name}
+    shown = ("layout", "norm", "p", "fold", "precision", "fault")
+    init = {
+        "project": config.wandb.project,
+        "group": config.wandb.group or config.group,  # W&B then averages folds and seeds by itself
+        "job_type": "train",
+        "name": name,
+        "notes": config.wandb.notes,
+        "tags": [*config.wandb.tags, *(f"{key}:{tags[key]}" for key in shown if tags[key] not in (None, "none"))],
+        "id": f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100]}-{digest(config.trajectory)}",
+        "dir": str(path.resolve()),
+        "config": {**settings, **columns, "info": dict(facts)},
+        "resume": "allow",
+    }
+    media = {"maps": ["attn/max_logit", "attn/entropy"], "layers": ["attn/alpha", "attn/q_gain", "attn/k_gain"]}
+    return {
+        "mode": wandb_mode(config.wandb.mode), "init": init, "media": media if shows_media(config) else None,
+        "artifacts": config.wandb.artifacts, "diff": uncommitted().decode(errors="replace"),
+    }  # fmt: skip
+
+
+def shows_media(config: TrainConfig) -> bool:
+    """Whether evaluations record a sample of text, and W&B gets it, heat maps and values by layer."""
+    chosen = config.wandb.media
+    return chosen == "on" or (chosen == "auto" and wandb_mode(config.wandb.mode) != "disabled")
