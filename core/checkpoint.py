@@ -108,7 +108,7 @@ def point(folder: Path, name: str, step: int) -> None:
 def prune(folder: Path, step: int, keep_step: int | None) -> None:
     """Keep the newest checkpoints up to `step`, the best, and that of `keep_step`.
 
-    Those beyond `step` are corrupt, since a run goes on from the newest valid one.
+    Those beyond `step` go, too: a run resumes from its newest valid checkpoint, so later ones are corrupt.
     """
     kept = [path for path in step_dirs(folder) if number(path) <= step][:KEEP]
     kept += [] if keep_step is None else [folder / f"step_{keep_step:06d}"]
@@ -168,8 +168,8 @@ def render(version: int, step: int, files: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def using(path: Path) -> Iterator[None]:
-    """Within it what a checkpoint lacks, or has of a wrong kind, raises CorruptCheckpoint: a stranger's manifest fits
-    whatever the other files hold."""
+    """Within it a missing value or one of a wrong type raises CorruptCheckpoint. A manifest that fits proves nothing:
+    whoever changed the files can have written it."""
     try:
         yield
     except (ConfigError, CorruptCheckpoint):

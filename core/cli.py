@@ -45,7 +45,7 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
     """Run `program(settings)`, settings an instance of `schema` that Hydra composes from the command line.
 
     Exits with the program's status. Whatever is wrong with the settings ends as one line on standard error and status
-    2. With -m there is a run for each combination of values; the highest status is the last word.
+    2. With -m it runs each combination of values in turn, and exits with the highest status.
     """
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):

@@ -38,9 +38,8 @@ def import_plugin(name: str) -> None:
         if spec is None:
             raise ConfigError(f"plugins=[{name}]: no module {first} in {here} or on the path")
         if spec.origin is not None and (run := run_directory(Path(spec.origin))):
-            raise ConfigError(
-                f"plugins=[{name}]: {spec.origin} is in the run directory {run}, from which nothing is imported"
-            )
+            why = f"is in the run directory {run}, from which nothing is imported"
+            raise ConfigError(f"plugins=[{name}]: {spec.origin} {why}")
         importlib.import_module(name)
     finally:
         sys.path.remove(here)

@@ -163,7 +163,7 @@ class RunDir:
     def finish(self, summary: dict[str, Any] | None = None) -> None:
         """Write summary.json and end W&B, whose run counts as failed unless summary["status"] is "done".
 
-        Without a summary, of a run that is to go on, none is written.
+        No summary: the run will be resumed, and no summary.json is written.
         """
         self._metrics.sync()
         if summary is not None:
@@ -246,10 +246,8 @@ def check_usable(request: RunRequest) -> None:
     require(existing.is_dir(), f"out_dir={path} cannot be made: {existing} is not a directory")
     require(os.access(existing, os.W_OK | os.X_OK), f"out_dir={path} is not writable")
     held = set(os.listdir(path)) if existing == path else set()
-    require(
-        "config.yaml" in held or held <= LEFTOVERS,
-        f"out_dir={path} is neither empty nor a run directory (it has no config.yaml)",
-    )
+    usable = "config.yaml" in held or held <= LEFTOVERS
+    require(usable, f"out_dir={path} is neither empty nor a run directory (it has no config.yaml)")
     for name in sorted(held):  # a stranger's link would have us write over a file elsewhere
         require(not (path / name).is_symlink(), f"out_dir={path} is not used: {name} in it is a link")
     require("config.yaml" in held or not request.must_exist, f"out_dir={path} holds no run: eval_only=true needs one")

@@ -44,7 +44,7 @@ class WandbRun:
         self.close()
         self._relay.join(PATIENCE)
         if self._relay.is_alive():
-            self.log("W&B takes long to finish: left behind, it ends by itself")
+            self.log("W&B takes long to finish: it is left behind and ends by itself")
 
     def close(self) -> None:
         """Let the process end by itself."""

@@ -173,9 +173,8 @@ def download_tiny_shakespeare() -> bytes:
             splits = datasets.load_dataset(HUB_REPO, revision=HUB_REVISION, cache_dir=folder)
             return "".join(row for split in ("train", "validation", "test") for row in splits[split]["text"]).encode()
     except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
-        raise ConfigError(
-            f"data=tiny_shakespeare from the Hugging Face Hub cannot be loaded: {one_line(error)}"
-        ) from error
+        what = "data=tiny_shakespeare from the Hugging Face Hub"
+        raise ConfigError(f"{what} cannot be loaded: {one_line(error)}") from error
 
 
 def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION) -> str | None:

@@ -45,10 +45,8 @@ class FoldedTextOptions:
         without = "needs data.fold: without one the last 10 % are held out"
         require(self.split == "contiguous" or self.fold is not None, f"data.split={self.split} {without}")
         require(self.folds == FoldedTextOptions.folds or self.fold is not None, f"data.folds={self.folds} {without}")
-        require(
-            self.fold is None or 0 <= self.fold < self.folds,
-            f"data.fold={self.fold} must be in 0..{self.folds - 1} (data.folds={self.folds})",
-        )
+        exists = self.fold is None or 0 <= self.fold < self.folds
+        require(exists, f"data.fold={self.fold} must be in 0..{self.folds - 1} (data.folds={self.folds})")
 
 
 @options
@@ -92,12 +90,8 @@ class FineWebOptions:
     path: Annotated[
         str | None, MOVABLE, NOT_EMPTY, Help("their folder; null: fineweb in $NANOQK_DATA, or in the cache")
     ] = None
-    verify: Annotated[
-        bool, FREE, Help("compare every file's SHA-256 at each start; false: once a machine and file")
-    ] = False
-    val_tokens: Annotated[
-        int | None, AtLeast(2), Help("evaluate on the first so many held-out tokens; null: on all")
-    ] = None
+    verify: Annotated[bool, FREE, Help("check every file's SHA-256 at each start; false: once a machine")] = False
+    val_tokens: Annotated[int | None, AtLeast(2), Help("evaluate on so many held-out tokens; null: on all")] = None
     on_device: OnDevice = "auto"
 
 
@@ -113,10 +107,8 @@ class RandomOptions:
     on_device: OnDevice = "auto"
 
     def check(self) -> None:
-        require(
-            self.val_tokens < self.n_tokens,
-            f"data.val_tokens={self.val_tokens} must be < data.n_tokens={self.n_tokens}",
-        )
+        fits = self.val_tokens < self.n_tokens
+        require(fits, f"data.val_tokens={self.val_tokens} must be < data.n_tokens={self.n_tokens}")
 
 
 CORPORA: dict[str, type] = {

@@ -3,7 +3,7 @@
 Correct?
   update      no update between two log lines makes the host wait for the device
   pairs       loss and gradient of every layout with every norm against the CPU, eager and compiled
-  sdpa        which backend of PyTorch's attention serves each preset
+  sdpa        which backend of PyTorch's attention computes each preset's
   triton      the decoding kernel of MLA in bf16, on every GPU
   resume      a run that is killed and goes on ends with the same bits
   worker      a run has the same bits alone and third in a sweep's worker
@@ -129,9 +129,8 @@ def outcome(part: Result) -> str:
 def table(rows: dict[str, dict[str, Any]]) -> list[str]:
     keys = list(dict.fromkeys(key for row in rows.values() for key in row))
     lines = ["| | " + " | ".join(keys) + " |", "| --- |" + " ---: |" * len(keys)]
-    return lines + [
-        f"| {name} | " + " | ".join(cell(row.get(key)) for key in keys) + " |" for name, row in rows.items()
-    ]
+    cells = {name: [cell(row.get(key)) for key in keys] for name, row in rows.items()}
+    return lines + [f"| {' | '.join([name, *of])} |" for name, of in cells.items()]
 
 
 def cell(value: Any) -> str:

@@ -166,9 +166,8 @@ def coloured(spans: Spans, a: Side, b: Side) -> Markup:
         return f'<span style="--n:{min(1, nats[side] / DARKEST):.2f}" title="{title}">{shown(text)}</span>'
 
     pieces = [*zip(spans.texts, zip(*spans.nats, strict=True), strict=True)]
-    return side_by_side(
-        a, b, [shown(spans.first) + "".join(token(*piece, side) for piece in pieces) for side in (0, 1)]
-    )
+    texts = [shown(spans.first) + "".join(token(*piece, side) for piece in pieces) for side in (0, 1)]
+    return side_by_side(a, b, texts)
 
 
 def side_by_side(a: Side, b: Side, contents: Sequence[str]) -> Markup:

@@ -2,21 +2,15 @@
 
 Writes docs/configuration.md, from the declarations of the settings; the README's figure, how far p = 3 and p = 4 are
 below p = 2 along the runs of results/p_sweep_cpu_5000; and the table of results/README.md, from results/ledger.yaml and
-the studies' files. run=RUN other=RUN writes the pictures of docs/tracking.md, too, with Chromium: the live page of the
-first run, and both runs compared.
+the studies' files.
 """
 
-import shutil
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from typing import Annotated
 
 from core.cli import presets, run_script
 from core.files import ROOT, write_atomic
 from core.help import describe
-from core.schema import NOT_EMPTY, Help, options, require
+from core.schema import options
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
 from scripts.reporting.charts import Figure, Series, Style, along_chart, svg
@@ -80,53 +74,12 @@ def with_ledger(page: str) -> str:
     return f"{before}{BEGIN}\n{ledger()}\n{END}{after}"
 
 
-# -----------------------------------------------------------------------------
-# Pictures
-
-
-SONNET = """Shall I compare thee to a summer's day?
-Thou art more lovely and more temperate:
-Rough winds do shake the darling buds of May,
-And summer's lease hath all too short a date;
-"""
-
-
-def screenshot(address: str, file: Path, height: int) -> None:
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    require(chromium is not None, "run= needs Chromium")
-    with tempfile.TemporaryDirectory() as profile:
-        options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=10000"]
-        size = [f"--window-size=1100,{height}", f"--user-data-dir={profile}", f"--screenshot={file}"]
-        subprocess.run([str(chromium), *options, *size, address], check=True, capture_output=True, timeout=120)
-
-
-def pictures(run: str, other: str) -> list[Path]:
-    live, compared = ROOT / "docs" / "live.png", ROOT / "docs" / "compare.png"
-    command = [sys.executable, str(ROOT / "scripts" / "report.py"), f"run={run}", "watch=true"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        screenshot(next(word for word in server.stdout.readline().split() if word.startswith("http")), live, 2100)
-        server.terminate()
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sonnet_18.txt").write_text(SONNET)
-        for path in (run, other):
-            (Path(folder) / Path(path).name).symlink_to(Path(path).absolute())
-        words = [f"a={Path(run).name}", f"b={Path(other).name}", "text=sonnet_18.txt", "out=compare.html"]
-        subprocess.run([sys.executable, str(ROOT / "scripts" / "compare.py"), *words], cwd=folder, check=True)
-        screenshot(f"{Path(folder).as_uri()}/compare.html", compared, 2200)
-    return [live, compared]
-
-
 @options
-class DocsConfig:
-    run: Annotated[str | None, NOT_EMPTY, Help("a run for the pictures of docs/tracking.md")] = None
-    other: Annotated[str | None, NOT_EMPTY, Help("another one, which it is compared with")] = None
-
-    def check(self) -> None:
-        require((self.run is None) == (self.other is None), "run= and other= are given together")
+class NoSettings:
+    pass
 
 
-def write(asked: DocsConfig) -> int:
+def write(_: NoSettings) -> int:
     made = {
         ROOT / "docs" / "configuration.md": configuration().encode(),
         STUDY / "along.svg": svg(figure()),
@@ -135,10 +88,8 @@ def write(asked: DocsConfig) -> int:
     for file, content in made.items():
         write_atomic(file, content)
         print(file)
-    if asked.run is not None and asked.other is not None:
-        print(*pictures(asked.run, asked.other), sep="\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(DocsConfig, write, __doc__))
+    sys.exit(run_script(NoSettings, write, __doc__))

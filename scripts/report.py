@@ -107,11 +107,8 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
         artifact.add_file(str(out / name))
     run.log_artifact(artifact)
     run.finish()
-    return (
-        f"W&B: {run.url}"
-        if mode == "online"
-        else f"W&B is offline: wandb sync {shlex.quote(str(Path(run.dir).parent))}"
-    )
+    here = shlex.quote(str(Path(run.dir).parent))
+    return f"W&B: {run.url}" if mode == "online" else f"W&B is offline: wandb sync {here}"
 
 
 @options
@@ -120,7 +117,7 @@ class ReportOptions(SweepPlace):
     from_: Annotated[
         str | None,
         NOT_EMPTY,
-        Help("folder of a report: its runs count where the sweep's directory has them not; alone, it is made again"),
+        Help("folder of a report: its runs stand in for those that the directory lacks; alone, it is made anew"),
     ] = None
     run: Annotated[str | None, NOT_EMPTY, Help("directory of a single run, with watch=true")] = None
     watch: Annotated[bool, Help("serve a page on 127.0.0.1 that shows the runs while they train")] = False

@@ -32,9 +32,7 @@ class TrackOptions:
     sweep: Annotated[str, NOT_EMPTY, Help("the grid's definition, which has each contestant's words")] = SWEEP
     rates: Annotated[bool, Help("write the final sweep's definition from the grid's best rates, and no board")] = False
     small: Annotated[bool, Help("write the definition of the sweep at track_small scale, and no board")] = False
-    times: Annotated[bool, Help("print the benchmarks' commands, whose last lines are train.json and decode.json")] = (
-        False
-    )
+    times: Annotated[bool, Help("print the commands whose last lines are train.json and decode.json")] = False
     out: Annotated[str, NOT_EMPTY, Help("that definition's file")] = str(CONFIG_DIR / "sweep" / f"{FINAL}.yaml")
 
 
@@ -50,9 +48,8 @@ def make(asked: TrackOptions) -> int:
     if asked.rates:
         for name, rate in at_the_edge(grid).items():
             more = f"'sweep.grid.words={{{name}: {json.dumps(words[name])}}}' sweep.grid.optim.learning_rate=[{rate:g}]"
-            print(
-                f"{name} is best at the grid's edge; try one more: python sweeps/launch.py sweep={asked.sweep} {more}"
-            )
+            command = f"python sweeps/launch.py sweep={asked.sweep} {more}"
+            print(f"{name} is best at the grid's edge; try one more: {command}")
         write_atomic(Path(asked.out), final_definition(asked.sweep, words, mean_losses(grid)).encode())
         print(asked.out)
         return 0

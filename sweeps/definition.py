@@ -25,13 +25,8 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of Sweep.also
 }  # fmt: skip
 OVERRIDES = Rule(lambda words: all("=" in word for word in words), "must be a list of overrides, as [max_iters=100]")
 DISTINCT = Rule(lambda values: 0 < len(values) == len(set(values)), "must name at least one value, and none twice")
-PAIRS = Rule(
-    lambda pairs: all(isinstance(pair, list) and len(pair) == 2 for pair in pairs), "must be a list of pairs [A, B]"
-)
-
-PLACES = Rule(
-    lambda places: all(isinstance(x, int | float) and x > 0 for x in places.values()), "must be {word: number > 0}"
-)
+PAIRS = Rule(lambda pairs: all(isinstance(a, list) and len(a) == 2 for a in pairs), "must be a list of pairs [A, B]")
+PLACES = Rule(lambda of: all(isinstance(x, int | float) and x > 0 for x in of.values()), "must be {word: number > 0}")
 
 
 @options
@@ -54,8 +49,8 @@ class Compare:
     """An entry of Sweep.compare, tested together: the settings that match a pattern against a baseline, or pairs.
 
     metric: what is compared alone; null: the lowest validation loss first, then every other metric.
-    claim: what is claimed of it for A against B. size: how large the claim says the difference
-    is, where the runs have its own scale. least: the least difference worth having, registered before the first run.
+    claim: the claimed direction of A − B. size: the claimed difference, only where the runs have the claim's own scale.
+    least: the least difference worth having, registered before the first run.
     x, x_of: the title of an axis, and {word of a setting's name: its place on that axis}, for a figure of the final
     losses. share_of: another entry; the report says how much of its differences is left in those of this one.
     """

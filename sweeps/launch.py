@@ -1,9 +1,9 @@
 """Launch a sweep: python sweeps/launch.py sweep=NAME [launcher=local|slurm] [settings] [overrides for every run]
 
 The same command continues a sweep: it skips done runs, resumes partial ones and retries failed ones. from=results/NAME
-skips also those that this report has, where their directories are gone. keep_going and
-fail_fast are short for fail_fast=false and fail_fast=true. sweep.KEY=VALUE replaces what configs/sweep/NAME.yaml says:
-sweep.folds=[0,1] sweep.seeds=[1,2] sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
+also skips the runs that have ended in that report. keep_going and fail_fast are short for fail_fast=false and
+fail_fast=true. sweep.KEY=VALUE replaces what configs/sweep/NAME.yaml says: sweep.folds=[0,1] sweep.seeds=[1,2]
+sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
 """
 
 import csv

@@ -58,9 +58,7 @@ class SlurmOptions:
     partition: Annotated[str | None, Help("--partition; null: SLURM's default")] = None
     timeout_min: Annotated[int, Help("--time; a task that is out of time saves, and is requeued")] = 60
     save_s: Annotated[int, AtLeast(1), Help("seconds before that end at which a task is told to save")] = 90
-    options: Annotated[dict, Help("more of sbatch's options, as {account: lab, mem: 64GB}")] = field(
-        default_factory=dict
-    )
+    options: Annotated[dict, Help("other options of sbatch, as {account: lab}")] = field(default_factory=dict)
     setup: Annotated[list, Help('shell lines before python, as ["module load cuda"]')] = field(default_factory=list)
 
     @property

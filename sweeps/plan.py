@@ -189,9 +189,8 @@ def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[Pl
             other = planned.get((plain(point), run.fold, run.seed), run)
             changed = "" if other is run else changes(other.config, run.config)
             if other.id != run.id or changed:
-                raise ConfigError(
-                    f"sweep_dir={sweep_dir} holds {point} with other settings: {changed}; use another sweep_dir"
-                )
+                held = f"holds {point} with other settings: {changed}"
+                raise ConfigError(f"sweep_dir={sweep_dir} {held}; use another sweep_dir")
         known = merged.setdefault(run.id, run)
         names = {plain(point) for point in known.points}
         merged[run.id] = replace(known, points=[*known.points, *(p for p in run.points if plain(p) not in names)])

@@ -322,7 +322,6 @@ SCRIPTS: dict[str, list[str]] = {
     "scripts/compare.py a=folder b=folder": ["a=folder", "not a checkpoint"],
     "scripts/dashboard.py": ["sweep=", "given"],
     "scripts/dashboard.py sweep=nowhere": ["entity=", "given"],
-    "scripts/docs.py run=nowhere": ["run= and other=", "together"],
     "scripts/docs.py foo=1": ["foo=1", "unknown"],
     "scripts/evaluate_lm.py run=nowhere tasks=[]": ["run=nowhere does not exist"],
     "scripts/evaluate_lm.py run=folder": ["tasks=", "given"],

@@ -176,9 +176,8 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor) -> list[str]:
         own = F.cross_entropy(logits[0].float(), y[0, :few]).item()
     warnings = []
     if not abs(loss.item() - own) <= CROSS_ENTROPY_TOLERANCE:
-        warnings.append(
-            f"the loss is not the cross-entropy of the logits with the next tokens: {loss:.3f}, not {own:.3f}"
-        )
+        not_the = "is not the cross-entropy of the logits with the next tokens"
+        warnings.append(f"the loss {not_the}: {loss:.3f}, not {own:.3f}")
     losses = {"loss": mean_loss(model, [(x, y)], alone)}
     micro_batches: list[Batch] = [(x[:, :128], y[:, :128])] * 2
     losses["training loss"] = accumulate_gradients(model.train(), iter(micro_batches), 2, alone).item()

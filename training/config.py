@@ -69,9 +69,7 @@ class QKClipOptions(NoClipOptions):
 
     name: str = "clip"
     threshold: Annotated[float, POSITIVE, Help("of a head's largest logit")] = 100.0
-    balance: Annotated[
-        float, Between(0, 1), Help("queries are scaled by gamma^balance, keys by gamma^(1 - balance)")
-    ] = 0.5
+    balance: Annotated[float, Between(0, 1), Help("gamma^balance scales queries, gamma^(1 - balance) keys")] = 0.5
 
 
 @options
@@ -144,10 +142,8 @@ class DecayOptions(ScheduleOptions):
 
     def check_decay(self, max_iters: int, learning_rate: float) -> None:
         end = self.decay_end(max_iters)
-        require(
-            self.min_lr <= learning_rate,
-            f"schedule.min_lr={self.min_lr} must be <= optim.learning_rate={learning_rate}",
-        )
+        allowed = self.min_lr <= learning_rate
+        require(allowed, f"schedule.min_lr={self.min_lr} must be <= optim.learning_rate={learning_rate}")
         require(
             self.warmup(end) < end,
             f"schedule.warmup_iters={self.warmup_iters} must be < {end}"
@@ -254,9 +250,7 @@ Device = Annotated[
     ),
     Help("auto: cuda, mps or cpu; or cpu, cuda, cuda:1, mps"),
 ]
-Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 where the hardware has it, else float32")
-]
+Dtype = Annotated[Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 where there is hardware for it")]
 
 
 # `device`, `compile` and `threads` are free, but a run that changes them is not equal bit for bit from there on.
@@ -407,9 +401,8 @@ class TrainConfig:
             "qk_clip=clip needs weights=none or quack: sigma_reparam sets the scale of the weights",
         )
         for group in {"logits", "softmax"} & self.gpt.variants.keys():
-            require(
-                self.fault.name != "no_mask", f"fault=no_mask needs no {group}=: it replaces the softmax as a whole"
-            )
+            allowed = self.fault.name != "no_mask"
+            require(allowed, f"fault=no_mask needs no {group}=: it replaces the softmax as a whole")
         require(
             self.fault.name != "loss_over_accumulation" or self.gradient_accumulation_steps > 1,
             "fault=loss_over_accumulation needs gradient_accumulation_steps > 1",

@@ -13,8 +13,8 @@ contexts= are by default the paper's on CUDA, elsewhere [4096,16384]. The sides 
 seconds=0.2 each, after each of starts=1 starts of their processes. absorbed, rms and lp share a process, weights and
 latents and alternate step by step in random order, as the memory layout of a process changes its times by several
 percent. Further settings are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
-`attend` is the step without its projections of the hidden state, with its writes to the cache. Bandwidth is the bytes
-that a step must read over its time, compared with that of a copy that takes turns too. On CUDA steps are compiled, and
+`attend` is attention and its write to the cache, without the projections. Bandwidth is the bytes that a step must read,
+divided by its time; beside it stands that of a copy, which takes turns with the sides. On CUDA steps are compiled, and
 ten of them form a graph.
 out= writes table.md and bench.json after every point; with from=A.json,B.json it writes them from earlier results
 and measures nothing. The last line is JSON.
@@ -129,9 +129,8 @@ def take_turns(
 
     config = next(iter(configs.values()))
     groups = [[name for name in configs if name in ABSORBED], *([name] for name in configs if name not in ABSORBED)]
-    sides = [
-        start(", ".join(group), layers, {name: configs[name] for name in group}, batch) for group in groups if group
-    ]
+    asked = [{name: configs[name] for name in group} for group in groups if group]
+    sides = [start(", ".join(group), layers, group, batch) for group in asked]
     running = [*sides, start("copy", copying, config.device, config.threads)]
     once = {side.name: side.take_turn(1)["seconds"] for side in running}
     n = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}

@@ -3,6 +3,7 @@
 The reference is the CPU: its formulas are tested against independent ones in tests/.
 """
 
+import itertools
 import subprocess
 import time
 from dataclasses import replace
@@ -24,11 +25,11 @@ from scripts.benchmarks.gpu_part import (
     CheckOptions,
     Row,
     Rows,
-    attempt,
     command,
     curve,
     differences,
     needs_gpus,
+    rows_of,
     scratch,
     tiny,
     tiny_config,
@@ -50,10 +51,7 @@ WARM = 3  # updates before those that are watched: they compile
 def update(asked: CheckOptions, words: list[str]) -> Rows:
     """Between two log lines the host never waits for the device: CUDA raises where it would."""
     needs_gpus(asked)
-    rows: Rows = {}
-    for name, more in UPDATES.items():
-        attempt(rows, name, watched_updates, asked, more)
-    return rows
+    return rows_of(watched_updates, {name: (asked, more) for name, more in UPDATES.items()})
 
 
 def watched_updates(asked: CheckOptions, more: list[str]) -> Row:
@@ -103,10 +101,7 @@ VOCAB = 65
 
 def pairs(asked: CheckOptions, words: list[str]) -> Rows:
     """Loss and gradient of every layout with every norm against the CPU in float32: relative differences."""
-    rows: Rows = {}
-    for pair in PAIRS:
-        attempt(rows, " ".join(pair), pair_row, asked, pair, asked.full or pair in COMPILED)
-    return rows
+    return rows_of(pair_row, {" ".join(pair): (asked, pair, asked.full or pair in COMPILED) for pair in PAIRS})
 
 
 def pair_row(asked: CheckOptions, pair: tuple[str, str], compiled: bool) -> Row:
@@ -158,10 +153,7 @@ PRESETS = ("baby_gpt", "gpt2_124m", "qwen_134m", "mla_400m")
 
 def sdpa(asked: CheckOptions, words: list[str]) -> Rows:
     """Which backend of PyTorch's attention computes each preset's; math holds T x T; a dash is a kernel of ours."""
-    rows: Rows = {}
-    for preset in PRESETS:
-        attempt(rows, preset, backends, asked, preset)
-    return rows
+    return rows_of(backends, {preset: (asked, preset) for preset in PRESETS})
 
 
 def backends(asked: CheckOptions, preset: str) -> Row:
@@ -177,11 +169,9 @@ def backends(asked: CheckOptions, preset: str) -> Row:
 def triton(asked: CheckOptions, words: list[str]) -> Rows:
     """The fused decoding kernel of MLA in bf16 on every GPU, against PyTorch's operations in float64."""
     needs_gpus(asked)
-    rows: Rows = {}
-    for i in range(torch.cuda.device_count()):  # the current device stays the first
-        for norm in ("none", "blockwise", "unified"):
-            attempt(rows, f"cuda:{i} {norm}", kernel_error, torch.device(f"cuda:{i}"), norm)
-    return rows
+    devices = [torch.device(f"cuda:{i}") for i in range(torch.cuda.device_count())]  # the first stays the current one
+    both = itertools.product(devices, ("none", "blockwise", "unified"))
+    return rows_of(kernel_error, {f"{device} {norm}": (device, norm) for device, norm in both})
 
 
 def kernel_error(device: torch.device, norm: str) -> Row:
@@ -192,7 +182,7 @@ def kernel_error(device: torch.device, norm: str) -> Row:
         shapes = ((B, 16, 1, 512), (B, 16, 1, 64), (B, S, 512), (B, S, 64), (B, S, 16))
         q, q_rope, latent, k_rope, s = (torch.randn(shape, device=device).bfloat16() for shape in shapes)
         scalars = None if norm == "none" else 0.5 + s.abs()
-        assert ops.fits_triton(q, latent, k_rope), "the kernel does not serve here"
+        assert ops.fits_triton(q, latent, k_rope), "the kernel does not take these shapes"
         rest = (None, 0.08, norm == "unified")  # shift, scale, unified
         y, _ = ops.latent_attention(q, q_rope, latent, k_rope, scalars, *rest)
         exact = (x if x is None else x.double() for x in (q, q_rope, latent, k_rope, scalars))
@@ -211,10 +201,7 @@ STEPS = ["max_iters=120", "eval_interval=20", "checkpoint_interval=10"]
 def resume(asked: CheckOptions, words: list[str]) -> Rows:
     """A run that is killed and started again ends with the bits of one that is not, with deterministic=true. Without it
     the row says what differs."""
-    rows: Rows = {}
-    for deterministic in ("true", "false"):
-        attempt(rows, f"deterministic={deterministic}", killed, asked, deterministic)
-    return rows
+    return rows_of(killed, {f"deterministic={given}": (asked, given) for given in ("true", "false")})
 
 
 def killed(asked: CheckOptions, deterministic: str) -> Row:
@@ -243,10 +230,7 @@ def equal(a: Path, b: Path) -> Row:
 
 def worker(asked: CheckOptions, words: list[str]) -> Rows:
     """A run alone in its process, and third in a sweep's worker after runs with other norms: the same bits."""
-    rows: Rows = {}
-    for name, more in {"mha": [], "mla": MLA}.items():
-        attempt(rows, name, first_and_third, asked, more)
-    return rows
+    return rows_of(first_and_third, {"mha": (asked, []), "mla": (asked, MLA)})
 
 
 def first_and_third(asked: CheckOptions, more: list[str]) -> Row:
@@ -265,10 +249,7 @@ def ddp(asked: CheckOptions, words: list[str]) -> Rows:
     """Two ranks, on two GPUs, against one: the losses in float32 within rounding."""
     if asked.here.type == "cuda":
         needs_gpus(asked, 2)
-    rows: Rows = {}
-    for name, more in {"adamw": [], "muon": ["optim=muon"]}.items():
-        attempt(rows, name, two_ranks, asked, more)
-    return rows
+    return rows_of(two_ranks, {"adamw": (asked, []), "muon": (asked, ["optim=muon"])})
 
 
 def two_ranks(asked: CheckOptions, more: list[str]) -> Row:
@@ -287,10 +268,7 @@ def within(difference: float, tolerance: float) -> Row:
 
 def checkpoint(asked: CheckOptions, words: list[str]) -> Rows:
     """A checkpoint of the device, evaluated and trained further on the CPU."""
-    rows: Rows = {}
-    for name, more in {"adamw": [], "muon": ["optim=muon"], "mla": MLA}.items():
-        attempt(rows, name, moved_to_cpu, asked, more)
-    return rows
+    return rows_of(moved_to_cpu, {"adamw": (asked, []), "muon": (asked, ["optim=muon"]), "mla": (asked, MLA)})
 
 
 def moved_to_cpu(asked: CheckOptions, more: list[str]) -> Row:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import ops
 from model.gpt import GPT
-from scripts.benchmarks.gpu_part import CheckOptions, Row, Rows, attempt
+from scripts.benchmarks.gpu_part import CheckOptions, Row, Rows, rows_of
 from sweeps.plan import compose
 from training.config import load_config
 
@@ -59,10 +59,7 @@ class Operators(TorchDispatchMode):
 
 def paper(asked: CheckOptions, words: list[str]) -> Rows:
     """On paper: operators, FLOPs and bytes of an update in bf16, and the least time of each on an H100 and an H200."""
-    rows: Rows = {}
-    for model in MODELS:
-        attempt(rows, model, paper_row, model, words)
-    return rows
+    return rows_of(paper_row, {model: (model, words) for model in MODELS})
 
 
 def paper_row(name: str, words: list[str]) -> Row:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,13 +50,16 @@ def needs_gpus(asked: CheckOptions, n: int = 1) -> None:
         raise Skipped(f"needs {n} GPUs")
 
 
-def attempt(rows: Rows, name: str, found: Callable[..., Row], *arguments: Any) -> None:
-    """Add the row that found(*arguments) returns. Where it raises, the row says so and the others follow."""
-    try:
-        rows[name] = found(*arguments)
-    except Exception as error:
-        rows[name] = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
-    print(f"{name}: {rows[name]}", flush=True)
+def rows_of(found: Callable[..., Row], cases: Mapping[str, Sequence[Any]]) -> Rows:
+    """Name -> found(*case). Where it raises, the row says so and the others follow."""
+    rows: Rows = {}
+    for name, case in cases.items():
+        try:
+            rows[name] = found(*case)
+        except Exception as error:
+            rows[name] = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+        print(f"{name}: {rows[name]}", flush=True)
+    return rows
 
 
 def device(asked: CheckOptions, words: list[str]) -> Rows:

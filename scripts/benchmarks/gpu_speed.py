@@ -16,7 +16,7 @@ import yaml
 from core.device import total_memory
 from core.rundir import at_end
 from scripts.benchmarks import bench_decode, bench_train
-from scripts.benchmarks.gpu_part import CheckOptions, Row, Rows, Skipped, attempt, curve, scratch
+from scripts.benchmarks.gpu_part import CheckOptions, Row, Rows, Skipped, curve, rows_of, scratch
 from scripts.benchmarks.timing import Work
 from sweeps import launch
 from sweeps.plan import compose, read_plan
@@ -42,10 +42,7 @@ def model_words(asked: CheckOptions, model: str, words: list[str]) -> list[str]:
 
 def profile(asked: CheckOptions, words: list[str]) -> Rows:
     """An update of train.py: speed, MFU, memory, time of compilation, kernel launches, and time without a kernel."""
-    rows: Rows = {}
-    for model in MODELS:
-        attempt(rows, model, profile_row, asked, model_words(asked, model, words))
-    return rows
+    return rows_of(profile_row, {model: (asked, model_words(asked, model, words)) for model in MODELS})
 
 
 def profile_row(asked: CheckOptions, words: list[str]) -> Row:
@@ -109,9 +106,8 @@ def norms(asked: CheckOptions, words: list[str]) -> Rows:
     """An update of baby_gpt with every p of Lp QK-norm: times as long as with p = 2. The Lp paper says within 1 %."""
     named = {f"p={p}": f"qk_norm=lp qk_norm.p={p}" for p in ("2", "1", "1.5", "2.5", "3", "3.5", "4")}
     named |= {"none": "qk_norm=none", "rms": "qk_norm=rms"}
-    options = bench_train.BenchOptions(
-        variants=";".join(named.values()), together=True, rounds=asked.rounds, iters=UPDATES
-    )
+    variants = ";".join(named.values())
+    options = bench_train.BenchOptions(variants=variants, together=True, rounds=asked.rounds, iters=UPDATES)
     found = bench_train.bench(options, model_words(asked, "baby_gpt", words))
     return {
         name: {"ms": found["variants"][variant]["ms_per_iter"], **found["time_over_first"].get(variant, {})}
@@ -125,9 +121,7 @@ def norms(asked: CheckOptions, words: list[str]) -> Rows:
 
 def decode(asked: CheckOptions, words: list[str]) -> Rows:
     """One step of one MLA layer, beside Table 2 of QK-Normed MLA (H800). GB/s: bytes of the cache over attention."""
-    options = bench_decode.DecodeOptions(
-        contexts=asked.contexts, rounds=asked.rounds, seconds=0.05, sides="absorbed,rms,lp"
-    )
+    options = bench_decode.DecodeOptions(asked.contexts, rounds=asked.rounds, seconds=0.05, sides="absorbed,rms,lp")
     found = bench_decode.bench(options, [f"device={asked.device}", *words])
     return {bench_decode.short(point["context"]): decode_row(point) for point in found["points"]}
 
@@ -150,10 +144,9 @@ def decode_row(point: bench_decode.Point) -> Row:
 
 def sweep(asked: CheckOptions, words: list[str]) -> Rows:
     """Runs of baby_gpt by 1, 2 and 3 workers of a sweep on each GPU: tokens/s of all of them together."""
-    rows: Rows = {}
-    for per_gpu in (1, 2, 3):
-        gpus = max(1, torch.cuda.device_count()) if asked.here.type == "cuda" else 1
-        attempt(rows, f"{per_gpu} a GPU", workers, per_gpu * gpus, model_words(asked, "baby_gpt", words))
+    gpus = max(1, torch.cuda.device_count()) if asked.here.type == "cuda" else 1
+    words = model_words(asked, "baby_gpt", words)
+    rows = rows_of(workers, {f"{per_gpu} a GPU": (per_gpu * gpus, words) for per_gpu in (1, 2, 3)})
     if first := rows["1 a GPU"].get("tokens/s"):
         for row in rows.values():
             row["of one"] = row.get("tokens/s", float("nan")) / first

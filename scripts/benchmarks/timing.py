@@ -165,9 +165,8 @@ def alternate(sides: Mapping[str, Callable[[], Turn]], rounds: int) -> Turns:
     for i in range(rounds):
         for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
             turns[name].append(sides[name]())
-        print(
-            f"round {i + 1}: " + ", ".join(f"{name} {turns[name][-1]['seconds']:.2f} s" for name in sides), flush=True
-        )
+        took = ", ".join(f"{name} {turns[name][-1]['seconds']:.2f} s" for name in sides)
+        print(f"round {i + 1}: {took}", flush=True)
     return turns
 
 

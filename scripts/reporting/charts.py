@@ -265,7 +265,7 @@ def curve_rows(series: Sequence[Series]) -> list[Row]:
 
 
 def ends(point: Point) -> Row:
-    """value, low, high, n: of a row of range_chart(). A single value has a bar of no length."""
+    """value, low, high, n: of a row of final_chart(). A single value has a bar of no length."""
     low, high = (point.mean if end is None else end for end in (point.low, point.high))
     return {"value": point.mean, "low": low, "high": high, "n": point.n}
 
@@ -363,14 +363,14 @@ def time_chart(series: Sequence[Series]) -> alt.LayerChart:
     return alt.layer(boxes, means).properties(width="container", height=26 * len(names), usermeta=palette(series))
 
 
-def range_chart(
-    rows: list[Row], series: Sequence[Series], y: alt.Y, title: str, label: str = "format(datum.value, '~g')"
-) -> alt.LayerChart:
-    """A line for each series over doublings of x, with a bar at each value. rows: setting, x, value, low, high, n.
+def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> alt.LayerChart:
+    """Final losses over doublings of x, a line for each series, with a bar at each value.
 
-    title: of the x axis; label: Vega's expression for its labels.
+    rows: setting, x, value, low, high, n. title: of the x axis.
     """
-    axis = alt.Axis(values=sorted({row["x"] for row in rows}), labelExpr=label, labelOverlap=True)
+    y = alt.Y("value:Q", title="final " + LOSS, scale=alt.Scale(zero=False))
+    ticks = sorted({row["x"] for row in rows})
+    axis = alt.Axis(values=ticks, labelExpr="format(datum.value, '~g')", labelOverlap=True)
     x = alt.X("x:Q", title=title, scale=alt.Scale(type="log", base=2, nice=False, padding=12), axis=axis)
     base = alt.Chart(alt.Data(values=rows)).encode(x=x, y=y, color=colours(series, outline=0))
     bars = base.mark_rule().encode(y="low:Q", y2="high:Q")
@@ -378,7 +378,8 @@ def range_chart(
     tooltip = tooltips("setting:N", "x:~g", "value:.4f", "low:.4f", "high:.4f", "n:Q", x=title)
     points = base.mark_point(size=45, filled=True, opacity=1)
     points = points.encode(shape=alt.Shape("setting:N", title=None, scale=symbols), tooltip=tooltip)
-    return alt.layer(bars, *lines(base, series), points)
+    chart = alt.layer(bars, *lines(base, series), points)
+    return chart.properties(width="container", height=360, usermeta=palette(series))
 
 
 def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]]) -> alt.LayerChart:
@@ -391,13 +392,6 @@ def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]]) -> al
         if of
     ]
     return final_chart(rows, [Series(variant, look[variant], {}) for variant in finals], "learning rate")
-
-
-def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> alt.LayerChart:
-    """Final losses over x. rows, title: as in range_chart()."""
-    y = alt.Y("value:Q", title="final " + LOSS, scale=alt.Scale(zero=False))
-    chart = range_chart(rows, series, y, title)
-    return chart.properties(width="container", height=360, usermeta=palette(series))
 
 
 def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[float]]]]) -> alt.ConcatChart:

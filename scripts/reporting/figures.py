@@ -9,7 +9,6 @@ from scripts.reporting.charts import LOSS, Figure, Series, Style
 from scripts.reporting.runs import POINTS, Curve, Replicate, Sweep, in_words
 from scripts.reporting.statistics import (
     Family,
-    Point,
     by_rate,
     final_losses,
     losses_along,
@@ -99,7 +98,10 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
         if family.asked.x_of and (figure := range_figure(sweep, family)):
             figures.append(figure)
         if left := shares(sweep, families, family):
-            figures.append(share_figure(family, left))
+            look = charts.styles({"": {name: name for name in left}})
+            series = [Series(name, look[name], {}, points=of) for name, of in left.items()]
+            chart = charts.share_chart(series, family.asked.share_of or "")
+            figures.append(Figure(f"share{suffix(family.name)}", family.heading, chart, SHARE))
     return found
 
 
@@ -109,9 +111,7 @@ def along(sweep: Sweep, family: Family) -> list[Series]:
     whole = {c.b for c in pairs.values()} == {family.asked.baseline}
     names = {pair: sweep.label(c.a) if whole else f"{c.a} − {c.b}" for pair, c in pairs.items()}
     look = charts.styles({"": names})
-    found = []
-    for pair, c in pairs.items():
-        found.append(Series(names[pair], look[pair], losses_along(sweep, c)))
+    found = (Series(names[pair], look[pair], losses_along(sweep, c)) for pair, c in pairs.items())
     return [s for s in found if s.curves]
 
 
@@ -136,14 +136,6 @@ def range_figure(sweep: Sweep, family: Family) -> Figure | None:
     rows = [{"setting": line, "x": x, **charts.ends(points[setting])} for setting, (line, x) in places.items()]
     chart = charts.final_chart(rows, series, family.asked.x or "")
     return Figure(f"final{suffix(family.name)}", family.heading, chart, FINAL.format(n=rows[0]["n"]))
-
-
-def share_figure(family: Family, left: Mapping[str, Mapping[int, Point]]) -> Figure:
-    """left: what is left of the differences of `share_of`, as shares() has it."""
-    look = charts.styles({"": {name: name for name in left}})
-    series = [Series(name, look[name], {}, points=of) for name, of in left.items()]
-    whole = family.asked.share_of or ""
-    return Figure(f"share{suffix(family.name)}", family.heading, charts.share_chart(series, whole), SHARE)
 
 
 def rate_figures(sweep: Sweep) -> list[Figure]:

@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Annotated, Any, Literal
-
-from scipy import stats
 
 from core.cli import CONFIG_DIR, parse_yaml
 from core.files import ROOT
@@ -28,7 +26,7 @@ from scripts.reporting.statistics import (
     test_over_train,
 )
 from scripts.reporting.stored import read_stored
-from scripts.reporting.tables import Table, number
+from scripts.reporting.tables import Table, mean_and_ends
 
 RESULTS = ROOT / "results"
 STABLE = "highest stable rate"  # a number of a variant, over all its learning rates
@@ -40,7 +38,6 @@ class Part:
     """A number of a row: sum of weight * (mean of a metric over the runs of a setting), paired by fold and seed.
 
     weights: setting -> weight; with metric=STABLE, variant -> weight. metric: one of runs.csv, STABLE, or GROWTH's.
-    unpaired: two settings whose runs are not of the same folds or seeds (Welch's test).
     waits: the part is left out until the study is stored with runs of each setting that are done.
     file, key: a ratio in a JSON file of results/ instead, {"median": …, "low": …, "high": …}, shown as a share over 1.
     """
@@ -49,7 +46,6 @@ class Part:
     study: str = ""
     weights: dict[str, Any] = field(default_factory=dict)
     metric: str = "val/loss_min"
-    unpaired: bool = False
     waits: bool = False
     file: str = ""
     key: tuple[str, ...] = ()
@@ -121,16 +117,9 @@ def cells(row: Row, parts: Sequence[Part]) -> list[str]:
     found = [measured(part) for part in parts]
     ours = [f"{part.label} {written(part, one.point)}".strip() for part, one in zip(parts, found, strict=True)]
     scales = dict.fromkeys(one.scale for one in found)
-    figure = f"[{Path(row.figure).stem}]({row.figure})" if row.figure else "–"
-    said = "; ".join([*ours, *filter(None, [row.says])])
-    return [
-        row.claim,
-        row.paper,
-        said or "–",
-        row.scale or "; ".join(scales) or "–",
-        verdicts(row, parts, found),
-        figure,
-    ]
+    link = f"[{Path(row.figure).stem}]({row.figure})" if row.figure else "–"
+    said = "; ".join([*ours, *filter(None, [row.says])]) or "–"
+    return [row.claim, row.paper, said, row.scale or "; ".join(scales) or "–", verdicts(row, parts, found), link]
 
 
 def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
@@ -158,8 +147,7 @@ def against_limit(point: Point, limit: float) -> str:
 def written(part: Part, point: Point) -> str:
     sign = "" if [*part.weights.values()] == [1] else "+"
     spec = f"{sign}.2%" if part.file else f"{sign}.{1 if abs(point.mean) >= 10 else 2 if abs(point.mean) >= 1 else 4}f"
-    low, high = (number(value, spec) for value in (point.low, point.high))
-    return f"{number(point.mean, spec)} ({low} to {high})" if point.low is not None else number(point.mean, spec)
+    return mean_and_ends(point, spec)
 
 
 # -----------------------------------------------------------------------------
@@ -179,21 +167,15 @@ def measured(part: Part) -> Found:
         runs = [run for setting in part.weights for run in sweep.done(setting)]
     common = [r for r in values[next(iter(values))] if all(r in of for of in values.values())]
     shared = test_over_train([run for run in runs if run.replicate in common]) or 0.0
-    p: float | None
-    if part.unpaired:
-        a, b = ([*of.values()] for of in values.values())
-        point, p = welch(a, b, shared)
-    else:
-        require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
-        sums = [sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common]
-        shared = shared if len(part.weights) > 1 else 0.0
-        point = interval(sums, shared)
-        p = paired_p(sums, shared)
+    require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
+    sums = [sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common]
+    shared = shared if len(part.weights) > 1 else 0.0
+    point = interval(sums, shared)
     seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
     kind = "seeds" if folds == 1 else "folds" if seeds == 1 else "pairs of folds and seeds"
     first = runs[0]
     size = f"{first.summary['parameters'] / 1e6:.1f}M, {first.config['max_iters']:,} iterations"
-    return Found(point, p, f"{point.n} {kind}, {size}", None if part.unpaired else p_in_study(sweep, part))
+    return Found(point, paired_p(sums, shared), f"{point.n} {kind}, {size}", p_in_study(sweep, part))
 
 
 @functools.cache
@@ -245,16 +227,6 @@ def p_in_study(sweep: Sweep, part: Part) -> float | None:
             if metric.column == part.metric:
                 found += [c.adjusted[c.decides] for c in comparisons if {c.a: 1, c.b: -1} == part.weights]
     return max((p for p in found if p is not None), default=None)
-
-
-def welch(a: Sequence[float], b: Sequence[float], shared: float) -> tuple[Point, float]:
-    """a - b by Welch's test, each variance of a mean corrected as interval() does."""
-    of_means = [stdev(x) ** 2 * (1 / len(x) + shared) for x in (a, b)]
-    se = math.sqrt(sum(of_means))
-    df = sum(of_means) ** 2 / sum(v**2 / (len(x) - 1) for v, x in zip(of_means, (a, b), strict=True))
-    mean, half = fmean(a) - fmean(b), float(stats.t.isf(0.025, df)) * se
-    point = Point(mean, mean - half, mean + half, min(len(a), len(b)))
-    return point, 2 * float(stats.t.sf(abs(mean) / se, df))
 
 
 def from_json(part: Part) -> Found:

@@ -17,7 +17,7 @@ from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.figures import family_figures, part_figures, rate_figures
 from scripts.reporting.runs import Sweep
-from scripts.reporting.statistics import Comparison, Family, judge, shares
+from scripts.reporting.statistics import Family, judge, shares
 from scripts.reporting.tables import Table
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -74,7 +74,8 @@ def conclusion(family: Family) -> str:
     told: dict[str, list[str]] = {}
     for c in family.metrics[0]:
         name = c.a if c.b == family.asked.baseline else f"{c.a} against {c.b}"
-        told.setdefault(c.verdict(metric.less, metric.more), []).append(f"{name} {difference(c, metric.spec)}".strip())
+        number = tables.mean_and_ends(c.deciding, metric.spec) if c.deciding else ""
+        told.setdefault(c.verdict(metric.less, metric.more), []).append(f"{name} {number}".strip())
     words = [f"{verdict}: {', '.join(names)}" for verdict, names in told.items()]
     asked, compared = family.asked, family.metrics[0]
     if (claim := asked.claim) and compared:
@@ -82,14 +83,6 @@ def conclusion(family: Family) -> str:
         claimed = metric.less if claim == "lower" else metric.more
         words.append(f"the claim that they are {claimed} is {', '.join(f'{v} in {n}' for v, n in found.items())}")
     return f"**{asked.title or family.name}.** {'; '.join(words) or 'Nothing to compare'}."
-
-
-def difference(c: Comparison, spec: str) -> str:
-    """The mean difference, with the interval that decides. spec: format of a number."""
-    if c.deciding is None:
-        return ""
-    mean, low, high = (tables.number(value, spec) for value in (c.deciding.mean, c.deciding.low, c.deciding.high))
-    return f"{mean} ({low} to {high})" if c.deciding.n > 1 else mean
 
 
 def with_notes(title: str, *items: Table | Figure) -> Section:

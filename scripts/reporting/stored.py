@@ -64,9 +64,8 @@ def read_stored(folder: Path, name: str) -> Sweep:
     about = read_json(folder / "provenance.json")
     good = isinstance(about.get("definition"), dict) and isinstance(about.get("config"), dict)
     require(good, f"from={folder} holds no report (its provenance.json has no definition and config)")
-    sweep = Sweep(
-        name, {"sweep": about["definition"], "frozen": about["planned"]}, check_sweep(about["definition"]), []
-    )
+    definition = about["definition"]
+    sweep = Sweep(name, {"sweep": definition, "frozen": about["planned"]}, check_sweep(definition), [])
     measured = columns_of(sweep)
     try:
         curves = read_curves(folder / "curves.csv.gz")
@@ -108,7 +107,7 @@ def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
 
 
 def joined(stored: Sweep, sweep: Sweep) -> Sweep:
-    """`sweep`, with the runs of `stored` that it does not have, or that have ended there and not in it."""
+    """`sweep`, and the stored runs that it lacks. A stored run that has ended replaces one that has not."""
     known = {run.id: run for run in sweep.runs}
     ended = {run.id for run in sweep.runs if run.state.state in FINAL}
     replaced = {run.id for run in stored.runs if run.state.state in FINAL and run.id not in ended}

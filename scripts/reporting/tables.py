@@ -107,7 +107,7 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
         of_b = 100 * mean / fmean(b for _, b in c.values.values()) if share and mean is not None else None
         rows.append([
             c.a, c.b, c.verdict(metric.less, metric.more), f"{len(c.differences)} of {c.planned}",
-            number(mean, metric.spec), *[ends(c.deciding, metric)] * len(corrected), ends(c.point, metric),
+            number(mean, metric.spec), *[ends(c.deciding, metric.spec)] * len(corrected), ends(c.point, metric.spec),
             *[number(of_b, "+.2f")] * share, *[number(paper_difference(sweep, c), "+.4f")] * papers,
             *(p_value(p.get(test)) for p in (c.p, c.adjusted) for test in ("t", "Wilcoxon")),
             *(p_value(p.get(test)) for test in corrected for p in (c.p, c.adjusted)), number(c.n_needed, ",.0f"),
@@ -117,22 +117,21 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
 
 def share_table(left: Mapping[str, Mapping[int, Point]], whole: str) -> Table:
     """A row an evaluation, a column a setting. left: as statistics.shares() has it."""
-    percent = Metric("", "", "", "", "z.0%")
     rows = [
-        [
-            f"{i:,}",
-            *(f"{number(of[i].mean, 'z.0%')} ({ends(of[i], percent)})" if i in of else "–" for of in left.values()),
-        ]
+        [f"{i:,}", *(mean_and_ends(of[i], "z.0%") if i in of else "–" for of in left.values())]
         for i in sorted({i for of in left.values() for i in of})
     ]
     title = f"Share of the difference in {whole} that is left, with Fieller's 95 % interval"
     return Table(["iteration", *left], rows, words=0, title=title)
 
 
-def ends(point: Point | None, metric: Metric) -> str:
-    if point is None or point.low is None:
-        return "–"
-    return f"{number(point.low, metric.spec)} to {number(point.high, metric.spec)}"
+def ends(point: Point | None, spec: str) -> str:
+    return "–" if point is None or point.low is None else f"{number(point.low, spec)} to {number(point.high, spec)}"
+
+
+def mean_and_ends(point: Point, spec: str) -> str:
+    """The mean alone where it has no interval."""
+    return f"{number(point.mean, spec)}{'' if point.low is None else f' ({ends(point, spec)})'}"
 
 
 def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:

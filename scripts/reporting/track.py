@@ -19,9 +19,9 @@ from core.schema import require
 from scripts.reporting.charts import LOSS, OKABE_ITO, Figure
 from scripts.reporting.runs import METRICS, Sweep
 from scripts.reporting.statistics import Comparison, Point, by_rate, compare, highest_stable, interval, n_needed
-from scripts.reporting.tables import Table, number, p_value
+from scripts.reporting.tables import Table, ends, mean_and_ends, number, p_value
 
-BASELINE, UNCHANGED = "rms", "none"  # what differences are to, and what times are over
+BASELINE = "rms"  # the contestant that differences are to
 PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
 LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
@@ -170,19 +170,13 @@ def board(found: Sequence[Entry]) -> Table:
     for e in found:
         point = e.against.point if e.against else None
         rows.append([
-            e.name, e.verdict, number(e.loss.mean), of_interval(point, mean=True), of_interval(e.wide),
+            e.name, e.verdict, number(e.loss.mean),
+            mean_and_ends(point, "+.4f") if point else "–", ends(e.wide, "+.4f"),
             p_value(e.against.adjusted["t"] if e.against and e.wide else None), number(e.best, "g"),
             number(plateau(e.means), "g"), number(e.stable, "g"), number(e.logit, ".1f"),
             *(times(ratio) for ratio in e.ratios), number(e.cache, ",.0f"), number(e.parameters, ",.0f"),
         ])  # fmt: skip
     return Table(columns, rows, words=2)
-
-
-def of_interval(point: Point | None, mean: bool = False) -> str:
-    if point is None or point.low is None:
-        return "–"
-    ends = f"{number(point.low, '+.4f')} to {number(point.high, '+.4f')}"
-    return f"{number(point.mean, '+.4f')} ({ends})" if mean else ends
 
 
 def times(ratio: Mapping[str, float]) -> str:
