@@ -17,12 +17,14 @@ import torch
 from browser import CHROMIUM, Page
 from variants import NORMS, config_of
 
+from core.files import cache_folder
 from model.kernels import operators
 from model.options import LpNormOptions, QKNormOptions
 from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `program` gives
+CACHE = cache_folder().parent  # for $XDG_CACHE_HOME: programs then need not compile the kernels
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import CACHE, ROOT, TINY
 from hydra.core.global_hydra import GlobalHydra
 
 import sample
@@ -329,9 +329,21 @@ SCRIPTS: dict[str, list[str]] = {
     "scripts/export_hf.py run=nowhere out=x": ["run=nowhere does not exist"],
     "scripts/report.py run=folder": ["run=", "watch=true"],
     "scripts/report.py from=folder": ["from=folder", "no report"],
-    "scripts/benchmarks/bench_train.py": ["peer=", "given"],
+    "scripts/benchmarks/bench_train.py": ["one of peer=, old= and variants=", "given"],
     "scripts/benchmarks/bench_train.py peer=folder": ["peer=folder", "no model.py"],
+    "scripts/benchmarks/bench_train.py old=. together=true": ["together=true needs variants="],
+    "scripts/benchmarks/bench_train.py old=nosuch": ["old=nosuch must be a checkout of this repository"],
+    "scripts/benchmarks/bench_train.py peer=nosuch": ["peer=nosuch must be a checkout of nanoGPT"],
+    "scripts/benchmarks/bench_train.py peer=. qk_norm=rms": ["nanoGPT's own settings"],
+    "scripts/benchmarks/bench_train.py variants=qk_norm=none rounds=x": ["rounds=x must be an integer"],
+    "scripts/benchmarks/bench_sample.py": ["one of peer=, old= and variants="],
+    "scripts/benchmarks/bench_sample.py variants=qk_norm=non": ["qk_norm=non"],
+    "scripts/benchmarks/bench_sample.py peer=nosuch": ["peer=nosuch must be a checkout of nanoGPT"],
     "scripts/benchmarks/bench_sample.py peer=folder tokens=0": ["tokens=0", ">= 1"],
+    "scripts/check_gpu.py parts=[speed]": ["parts=[speed] must be of device, update"],
+    "scripts/check_gpu.py model.n_layers=3": ["model.n_layers=3 is unknown"],
+    "scripts/check_gpu.py device=gpu": ["device=gpu must be auto, cpu"],
+    "scripts/check_gpu.py minutes=0": ["minutes=0.0 must be a finite number > 0"],
     "scripts/benchmarks/bench_sample.py old=folder": ["old=folder", "no bench_sample.py"],
     "scripts/benchmarks/bench_decode.py device=gpu": ["device=gpu", "cuda:N"],
     "scripts/benchmarks/bench_decode.py foo=1": ["foo=1", "unknown"],
@@ -394,7 +406,7 @@ def test_closed_pipes_no_temporary_folder_and_bytes_for_a_prompt_end_in_no_trace
         f"TMPDIR=/nowhere {words} -m seed=1,2": 0,
         f"printf '\\377\\376' | {sample_py}": 2,
     }
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(CACHE)}
     for line, status in lines.items():
         done = subprocess.run(["sh", "-c", line], cwd=folder, capture_output=True, text=True, env=environment)
         assert done.returncode == status, (line, done.stderr)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Program
-from test_bad_input import check
 
 
 def last_line(ended: CompletedProcess[str]) -> dict[str, Any]:
@@ -80,22 +79,3 @@ def test_sampling_of_variants(program: Program, tiny_run: list[str]) -> None:
         rows = result[f"{n}_sequences"]
         none, lp = (rows["variants"][name]["tok_per_sec"] for name in ("qk_norm=none", "qk_norm=lp"))
         assert rows["speed_over_first"]["qk_norm=lp"]["median"] == pytest.approx(lp / none, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("script", "words", "message"),
-    [
-        ("bench_train.py", [], "one of peer=, old= and variants="),
-        ("bench_train.py", ["old=.", "together=true"], "together=true needs variants="),
-        ("bench_train.py", ["old=nosuch"], "old=nosuch must be a checkout of this repository"),
-        ("bench_train.py", ["peer=nosuch"], "peer=nosuch must be a checkout of nanoGPT"),
-        ("bench_train.py", ["peer=.", "qk_norm=rms"], "nanoGPT's own settings"),
-        ("bench_train.py", ["variants=qk_norm=none", "rounds=x"], "rounds=x must be an integer"),
-        ("bench_sample.py", [], "one of peer=, old= and variants="),
-        ("bench_sample.py", ["variants=qk_norm=non"], "qk_norm=non"),
-        ("bench_sample.py", ["peer=nosuch"], "peer=nosuch must be a checkout of nanoGPT"),
-    ],
-)
-def test_bad_input_gets_one_line_and_status_2(program: Program, script: str, words: list[str], message: str) -> None:
-    ended = program(f"scripts/benchmarks/{script}", *words, status=2)
-    check(ended.returncode, ended.stderr, [message])

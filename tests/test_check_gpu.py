@@ -88,23 +88,6 @@ def test_a_part_that_fails_dies_or_never_ends_leaves_the_others_alone(
     assert (late["state"], late["reason"]) == ("failed", "took more than 0.05 minutes")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["parts=[speed]"], "parts=[speed] must be of device, update"),
-        (["model.n_layers=3"], "model.n_layers=3 is unknown"),
-        (["device=gpu"], "device=gpu must be auto, cpu"),
-        (["minutes=0"], "minutes=0.0 must be a finite number > 0"),
-    ],
-)
-def test_a_bad_word_is_one_line_and_writes_nothing(
-    words: list[str], message: str, program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    done = program("scripts/check_gpu.py", *words, status=2)
-    assert done.stderr.startswith("error: ") and message in done.stderr
-    assert [*tmp_path.iterdir()] == []
-
-
 # -----------------------------------------------------------------------------
 # Parts
 

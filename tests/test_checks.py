@@ -101,6 +101,14 @@ def test_a_validation_loss_of_zero_is_a_loss(corpus: Path, tmp_path: Path, monke
     assert saved_json(tmp_path / "run", "summary")["iter_of_min"] == 0
 
 
+def test_a_validation_loss_that_is_not_finite_ends_the_run(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted_losses(monkeypatch, [3.0, math.nan])
+    assert train.run(configured(corpus, tmp_path / "run", eval_interval=2)) == 3
+    assert saved_json(tmp_path / "run", "summary")["reason"] == "val/loss nan at iteration 2"
+
+
 def test_throughput_is_tokens_over_seconds(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "run", max_iters=30, eval_interval=10)) == 0
     logged = Metrics.read(tmp_path / "run" / "metrics.jsonl")[:-1]

@@ -44,11 +44,13 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(
         script.write_text(LONG)
     words = [*tiny_run, *WORDS]
     program("train.py", *words, *([] if long else [changes]), "out_dir=alone")
-    for overrides in (["out_dir=two"], ["out_dir=halves", "max_iters=3"], ["out_dir=halves"]):
+    halves = [["out_dir=halves", "max_iters=3"], ["out_dir=halves"]] if changes == "optim=adamw" else []
+    for overrides in (["out_dir=two"], *halves):
         done = torchrun(tmp_path, *words, changes, *overrides, script=script)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("done: val/loss") == 1  # one rank speaks
-    assert_same_run(tmp_path / "two", tmp_path / "halves")
+    if halves:
+        assert_same_run(tmp_path / "two", tmp_path / "halves")
     ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "alone")
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)

@@ -85,7 +85,8 @@ def test_that_fills_up_during_a_sweep_and_its_report(
         frozen(sweep)
         if place == folder:
             resize(used(folder) + 150)  # one run has room
-            assert "failed" in launched(sweep, "retries=0", status=1)
+            output = launched(sweep, "retries=0", status=1)
+            assert "failed" in output and "No space left" in output
             resize(8192)
         assert "4 done" in launched(sweep)
     assert_same_sweep(tmp_path / "sweep", folder / "sweep")

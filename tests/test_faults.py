@@ -76,6 +76,7 @@ def test_kills_at_random_moments_change_nothing(configs: tuple[TrainConfig, Trai
     assert_same_run(straight.run_dir, killed.run_dir)
 
 
+@pytest.mark.parametrize("configs", ["adamw"], indirect=True)
 @pytest.mark.parametrize("operation", ["fsync", "replace", "rename"])
 def test_a_kill_within_a_save_changes_nothing(operation: str, configs: tuple[TrainConfig, TrainConfig]) -> None:
     """The process kills itself at its n-th file operation, in a save as a rule; n grows from start to start."""

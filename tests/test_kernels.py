@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import CACHE, ROOT
 from torch import Tensor
 
 from model.kernels import build, operators
@@ -262,7 +262,7 @@ def test_attention_on_matrix_units(tmp_path: Path) -> None:
     """With the tiles in C++ attention passes the same tests; compiled without, it has these instructions."""
     pass_tests_of_ops("attention_and or attention_with or attention_has or logits_that or leaves_behind",
                       CXX="g++ -DEMULATE_TILES", XDG_CACHE_HOME=str(tmp_path))  # fmt: skip
-    library = build.compile_library(["g++"], tmp_path)
+    library = CACHE / "nanoqk" / "kernels" / f"kernels-{build.key(['g++'])}.so"
     code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], check=True, capture_output=True, text=True)
     found = re.findall(r"\t(t\w+|ldtilecfg) .*", code.stdout)
     assert {"tileloadd", "tilestored", "tilezero", "ldtilecfg"} <= set(found)

@@ -227,13 +227,6 @@ def two_ranks(undisturbed: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return sweep
 
 
-def test_runs_on_two_nodes_equal_those_of_two_ranks_here(sweep: OnSlurm, two_ranks: Path) -> None:
-    output, errors = ended(sweep.launch(TWO_RUNS, *TWO_NODES))
-    assert "1 workers of 2 ranks" in output and "2 done" in output and errors == ""
-    sweep.assert_same_as(two_ranks)
-    assert sweep.submissions() == 1 and sweep.tasks() == {}
-
-
 def test_two_nodes_that_are_told_to_go_save_once_and_are_requeued(sweep: OnSlurm, two_ranks: Path) -> None:
     launcher = sweep.launch(TWO_RUNS, *TWO_NODES)
     pid = sweep.hold(10)
@@ -246,8 +239,10 @@ def test_two_nodes_that_are_told_to_go_save_once_and_are_requeued(sweep: OnSlurm
     [status] = [read_status(sweep.path / run.id) for run in read_plan(sweep.path)[:1]]
     assert status["state"] == "stopped" and 10 <= status["iter"] < 150
     shell("scontrol", "update", f"JobId={task}", "StartTime=now")
-    ended(launcher)
+    output, errors = ended(launcher)
+    assert "1 workers of 2 ranks" in output and "2 done" in output and errors == ""
     assert sweep.submissions() == 1 and f"resumed at iteration {status['iter']}" in sweep.log()
+    assert sweep.tasks() == {}
     sweep.assert_same_as(two_ranks)
 
 

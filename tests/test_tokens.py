@@ -132,9 +132,8 @@ def test_sampling_needs_neither_the_text_nor_the_cache(greek: Path, tmp_path: Pa
     assert train.run(bpe_run(greek, tmp_path / "run")) == 0
     greek.unlink()
     words = ["run=run", "start=μῆνιν", "num_samples=1", "max_new_tokens=20"]
-    plain = program("sample.py", *words, env={"XDG_CACHE_HOME": "/nonexistent", "PATH": ""})
-    assert plain.stdout.startswith("μῆνιν")
-    assert program("sample.py", *words, "stream=true").stdout == plain.stdout
+    done = program("sample.py", *words, env={"XDG_CACHE_HOME": "/nonexistent", "PATH": ""})
+    assert done.stdout.startswith("μῆνιν")
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])

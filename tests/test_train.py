@@ -141,9 +141,8 @@ def test_every_layout_trains_with_every_norm_below_the_entropy_of_single_charact
         assert of_gradients.view(len(of_gradients), -1).any(1).all(), key
 
 
-@pytest.mark.parametrize("schedule", ["wsd", "linear", "constant"])
-def test_muon_trains_below_the_entropy_of_single_characters(schedule: str, corpus: Path, tmp_path: Path) -> None:
-    recipe = {"optim": {"name": "muon", "learning_rate": 2e-2}, "schedule": {"name": schedule, "warmup_iters": 5}}
+def test_muon_trains_below_the_entropy_of_single_characters(corpus: Path, tmp_path: Path) -> None:
+    recipe = {"optim": {"name": "muon", "learning_rate": 2e-2}, "schedule": {"name": "wsd", "warmup_iters": 5}}
     assert train.run(configured(corpus, tmp_path / "run", **{**FAST, **recipe})) == 0
     assert lines(tmp_path / "run")[-1]["val/loss"] < unigram_entropy(corpus)
 
@@ -440,7 +439,7 @@ import resource, sys, torch
 from core.device import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
-for i in range(101):
+for i in range(11):
     if i == 1:  # what comes first is new memory either way
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [torch.ones(5 * 2**20) for _ in range(4)]  # of 20 MiB

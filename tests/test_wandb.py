@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Program, eventually
+from conftest import CACHE, ROOT, Program, eventually
 from wandb_server import Server
 
 import train
@@ -40,6 +40,7 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in os.environ if n.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
