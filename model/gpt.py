@@ -127,7 +127,8 @@ class LpNorm(QKNorm):
         """Learned: a tensor (nh, 1, 1). Fixed: a number, but in compiled code a tensor () if it is finite."""
         if self.learned:
             return 1 + F.softplus(self.raw_p)[:, None, None]
-        return ops.number_or_tensor(self.fixed_p, self.p_tensor)
+        tensor = ops.while_compiling(self.p_tensor)
+        return self.fixed_p if tensor is None else tensor
 
     def scale(self, x: Tensor) -> Tensor:
         return ops.inverse_lp_norm(x, self.p)

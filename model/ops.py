@@ -121,9 +121,9 @@ def inverse_norm_of_unit(u: Tensor, p: float | Tensor) -> Tensor:
     return torch.exp(-torch.log(total.clamp(min=1)) / p)
 
 
-def number_or_tensor(number: float, tensor: Tensor | None) -> float | Tensor:
-    """`number`. While torch.compile traces, `tensor`, (), of that value: the graph is then right for all numbers."""
-    return tensor if torch.compiler.is_compiling() and tensor is not None else number
+def while_compiling(tensor: Tensor | None) -> Tensor | None:
+    """`tensor` while torch.compile traces, else None: a graph that reads it is right for every value."""
+    return tensor if torch.compiler.is_compiling() else None
 
 
 # -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,6 +173,7 @@ def run_python(code: str, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.skipif(version("triton").startswith("3.6."), reason="its interpreter needs NumPy before 2.4")
 def test_the_interpreted_kernel_equals_the_float64_formula() -> None:
     assert run_python(INTERPRETED, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT)) == f"checked {len(CASES)}\n"
 

@@ -353,6 +353,7 @@ def test_each_evaluation_has_diagnostics_of_the_same_held_out_sequences(corpus: 
 # The program
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="its libraries may take the 4 GiB")
 def test_too_little_memory_is_one_line(program: Program, tiny_run: list[str], tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
