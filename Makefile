@@ -40,10 +40,10 @@ lint: .venv/setup-test
 	.venv/bin/mypy
 
 check: lint
-	.venv/bin/python -m pytest -n 2 -m "not slow and not browser and not slurm and not gpu"
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not browser and not slurm and not gpu"
 
 test: lint
-	.venv/bin/python -m pytest -n 2
+	.venv/bin/python -m pytest -n 2 --dist worksteal
 
 FAULTS_kills := tests/test_faults.py tests/test_ddp.py tests/test_wandb.py -k kill
 FAULTS_damage := tests/test_damage.py

@@ -148,7 +148,7 @@ def test_absorbed_logits_have_the_round_off_of_the_explicit_ones(
 
 @torch.no_grad()
 @each_entry
-@pytest.mark.parametrize("chunks", [(16,), (1,) * 16, (5, 1, 1, 4, 5), (9, 7), (2, 14), (15, 1)])
+@pytest.mark.parametrize("chunks", [(16,), (1,) * 16, (5, 1, 1, 4, 5)])
 def test_prefill_and_cached_steps_equal_the_full_forward(layout: str, name: str, chunks: tuple[int, ...]) -> None:
     gpt, idx = build(config_of(layout, name)), random_tokens(3, 16)
     caches, pos, parts = gpt.new_caches(3, 16, torch.float64), 0, []

@@ -146,8 +146,10 @@ def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pyte
     assert "fault" not in " ".join(wandb_settings(config, tmp_path / "run", {})["init"]["tags"])
 
 
-@pytest.mark.parametrize("tied", [True, False])  # a tied model's first guess is its input
-@pytest.mark.parametrize("fault", [*FAULTS][1:])
+@pytest.mark.parametrize(  # a tied model's first guess is its input
+    ("fault", "tied"),
+    [*((fault, True) for fault in [*FAULTS][1:]), ("unshifted_labels", False), ("padding_in_mean", False)],
+)
 def test_a_run_with_a_fault_says_so_everywhere(
     fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

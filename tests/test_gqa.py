@@ -198,7 +198,7 @@ COMPILED = {
 
 @pytest.mark.slow
 @torch.no_grad()
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=4)
 @given(cases())
 @example(COMPILED["gqa"])
 @example(COMPILED["multi_query"])

@@ -27,12 +27,11 @@ from model.gpt import GPT, QK_NORMS, MultiHeadLatentAttention, QKNorm
 from model.ops import TINY
 from model.options import LayerNormOptions, QKNormOptions, RMSNormOptions
 
-pytestmark = pytest.mark.usefixtures("each_implementation")
-
 U = 2.0**-24  # unit round-off of fp32
 EPS = [1e-12, 1e-6, 1e-2, 1.0]
 PROPERTY = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 FEW = settings(PROPERTY, max_examples=3)
+both = pytest.mark.usefixtures("each_implementation")  # whose kernels take vectors in fp32; models are in float64
 each_norm = pytest.mark.parametrize("name", NORMS)
 each_mean_norm = pytest.mark.parametrize("name", ["rms", "layernorm"])
 each_lp = pytest.mark.parametrize("name", [name for name in NORMS if name.startswith("lp")])
@@ -151,6 +150,7 @@ magnitudes = st.integers(-12, 12).map(lambda e: 10.0**e)
 # FALSIFY-QKN-001: unit RMS
 
 
+@both
 @each_mean_norm
 @PROPERTY
 @given(x=vectors(), eps=st.sampled_from(EPS))
@@ -164,6 +164,7 @@ def test_falsify_qkn_001_rms_squared_is_m_over_m_plus_eps(name: str, x: Tensor, 
     assert abs(mean_square(y) - m / (m + eps)) <= tolerance + 1e-37
 
 
+@both
 @each_lp
 @PROPERTY
 @given(x=vectors())
@@ -206,6 +207,7 @@ def test_falsify_qkn_001_and_003_in_every_layout(layout: str, name: str, seed: i
 # FALSIFY-QKN-002: bounded amplitude
 
 
+@both
 @each_mean_norm
 @PROPERTY
 @given(x=vectors(), eps=st.sampled_from(EPS))
@@ -220,6 +222,7 @@ def test_falsify_qkn_002_outputs_are_within_weight_times_root_d(name: str, x: Te
     assert (y.abs() <= w.abs() * math.sqrt(d / eps) * (1 + (d + 8) * U)).all()  # implied, as here eps <= 1
 
 
+@both
 @pytest.mark.parametrize("d", [1, 2, 64, 96])
 def test_falsify_qkn_002_the_tight_bound_is_attained_by_one_hot_vectors(d: int) -> None:
     """FALSIFY-QKN-002: so that no smaller bound holds; and for eps > 1 the contract's own bound does not."""
@@ -236,6 +239,7 @@ def test_falsify_qkn_002_the_tight_bound_is_attained_by_one_hot_vectors(d: int) 
     assert centred == pytest.approx(math.sqrt(d - 1), rel=8 * U)
 
 
+@both
 @pytest.mark.parametrize("d, value", [(43, 390169.0), (96, 1e8), (3, 0.1), (7, 1e17)])
 def test_falsify_qkn_002_layernorm_of_a_constant_vector_is_bounded(d: int, value: float) -> None:
     """FALSIFY-QKN-002: what centring leaves there is round-off, which eps does not dwarf; it counts as the vector."""
@@ -258,6 +262,7 @@ def test_falsify_qkn_002_in_every_layout(layout: str, name: str, seed: int, magn
 # FALSIFY-QKN-003: idempotent
 
 
+@both
 @each_mean_norm
 @PROPERTY
 @given(x=vectors(), eps=st.sampled_from(EPS))
@@ -285,6 +290,7 @@ def test_falsify_qkn_003_a_second_application_divides_by_a_known_number(name: st
 # FALSIFY-QKN-004: zero stability
 
 
+@both
 @each_norm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @PROPERTY
@@ -343,6 +349,7 @@ def scalar_rms_norm(x: np.ndarray, w: np.ndarray, eps: float) -> np.ndarray:
     return np.array(out)
 
 
+@both
 @PROPERTY
 @given(x=vectors(128), eps=st.sampled_from(EPS))
 def test_falsify_qkn_005_vectorised_rms_norm_is_within_8_ulp_of_a_scalar_loop(x: Tensor, eps: float) -> None:
@@ -356,6 +363,7 @@ def test_falsify_qkn_005_vectorised_rms_norm_is_within_8_ulp_of_a_scalar_loop(x:
     assert ulps(y, scalar_rms_norm(x.numpy(), norm.gain.detach().numpy(), eps)) <= 8
 
 
+@both
 @each_lp
 @PROPERTY
 @given(x=vectors(128))
@@ -393,6 +401,7 @@ def all_norms(norms: list[QKNorm], x: Tensor) -> list[Tensor]:
     return [norm(x) for norm in norms]
 
 
+@both
 @pytest.mark.slow
 @torch.no_grad()
 def test_falsify_qkn_006_backends_agree() -> None:
@@ -432,6 +441,7 @@ def test_falsify_qkn_006_gpu_and_cpu_agree_in_every_layout(layout: str, name: st
 # FALSIFY-QKN-007: per-head independence
 
 
+@both
 @each_norm
 @PROPERTY
 @given(n_head=st.integers(1, 6), T=st.integers(1, 3), d=st.integers(1, 96), seed=seeds, transposed=st.booleans())
@@ -487,6 +497,7 @@ def test_falsify_qkn_007_a_heads_projection_reaches_that_head_alone(layout: str,
         assert changed(attn.c_attn.weight, slice(i * attn.head_dim, (i + 1) * attn.head_dim)) == expected
 
 
+@both
 @each_norm
 @pytest.mark.parametrize("gradients", [True, False])
 def test_of_a_bf16_vector_the_result_is_rounded_once(name: str, gradients: bool) -> None:
