@@ -215,7 +215,7 @@ def test_a_gpu_is_warned_of_attention_that_holds_t_x_t(monkeypatch: pytest.Monke
     for backend, warned in (("math", 1), ("flash", 0), (None, 0)):
         monkeypatch.setattr(checks, "sdpa_backend", lambda *_, backend=backend: backend)
         machine = Machine(World(), torch.device("cuda"), torch.float32)
-        session: Any = SimpleNamespace(machine=machine, config=settings(), model=None, about={})
+        session: Any = SimpleNamespace(machine=machine, config=settings(), model=None, facts={})
         warnings = checks.attention_warnings(session)
         assert len(warnings) == warned and session.facts == ({"sdpa": backend} if backend else {})
     session.machine = replace(machine, device=torch.device("cpu"))

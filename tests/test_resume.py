@@ -21,7 +21,7 @@ from core.files import read_json
 from core.metrics import Metrics
 from core.rundir import RunDir
 from core.schema import ConfigError
-from training import resume, session
+from training import session
 
 
 def assert_halves_equal_straight(corpus: Path, folder: Path, **changes: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_machine_that_rounds_otherwise_is_warned_of(
     assert "will not be equal" not in (run / "train.log").read_text()
     old = checkpoint.load(run / "ckpt" / "latest").state
     elsewhere = {"device": "cpu (2 threads)", "torch": "9.0", "kernels": not old["kernels"]}
-    monkeypatch.setattr(resume, "describe", lambda of: {**session.describe(of), **elsewhere})
+    monkeypatch.setattr(train, "describe", lambda of: {**session.describe(of), **elsewhere})
     assert train.run(configured(corpus, run)) == 0
     changes = ", ".join(f"{key} {old[key]} -> {value}" for key, value in elsewhere.items())
     assert f"warning: {changes}: the rest of the run will not be equal" in (run / "train.log").read_text()
