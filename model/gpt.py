@@ -753,7 +753,7 @@ class GPT(nn.Module):
 # qk_norm=NAME or attention=NAME.
 
 
-register_qk_norm = seams.register  # its name in plugins of before there were seams
+register_qk_norm = seams.register  # the name that older plugins use
 
 
 def register_attention(options: type[settings.AttentionOptions], layout: Layout) -> None:

@@ -263,6 +263,7 @@ def test_attention_on_matrix_units(tmp_path: Path) -> None:
     pass_tests_of_ops("attention_and or attention_with or attention_has or logits_that or leaves_behind",
                       CXX="g++ -DEMULATE_TILES", XDG_CACHE_HOME=str(tmp_path))  # fmt: skip
     library = CACHE / "nanoqk" / "kernels" / f"kernels-{build.key(['g++'])}.so"
+    library = library if library.exists() else build.compile_library(["g++"], tmp_path)
     code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], check=True, capture_output=True, text=True)
     found = re.findall(r"\t(t\w+|ldtilecfg) .*", code.stdout)
     assert {"tileloadd", "tilestored", "tilezero", "ldtilecfg"} <= set(found)

@@ -52,7 +52,7 @@ def frozen(sweep: Path, changes: dict[str, Any] | None = None, *words: str) -> l
     return read_plan(folder)
 
 
-def spoil(folder: Path, run: PlannedRun, refused: bool) -> None:
+def break_run(folder: Path, run: PlannedRun, refused: bool) -> None:
     """Have every try at a run fail: its directory is somebody else's, or a file of it cannot be written."""
     (folder / run.id).mkdir(parents=True)
     if refused:
@@ -354,7 +354,7 @@ def test_a_run_may_be_of_several_ranks(tmp_path: Path, corpus: Path) -> None:
 def test_a_run_of_several_ranks_that_fails_says_so(tmp_path: Path, corpus: Path) -> None:
     sweep = tiny_sweep(tmp_path, corpus, "gradient_accumulation_steps=2", grid={}, folds=None)
     (run,) = plan_runs(load_sweep(str(sweep), {}), [])
-    spoil(tmp_path / "sweep", run, refused=True)
+    break_run(tmp_path / "sweep", run, refused=True)
     output = launched(sweep, "launcher.workers=1", "launcher.ranks=2", "retries=0", status=1)
     assert f"failed: {run.id}: one of its ranks failed" in output
     assert "neither empty nor a run directory" in (tmp_path / "sweep" / "logs" / f"{run.id}.log").read_text()
@@ -378,8 +378,8 @@ def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_run_that_always_fails_is_tried_again_named_and_does_not_stop_the_others(sweep: Path) -> None:
     folder = sweep.parent / "sweep"
     broken, foreign = frozen(sweep)[1:3]
-    spoil(folder, broken, refused=False)
-    spoil(folder, foreign, refused=True)  # no second try would help
+    break_run(folder, broken, refused=False)
+    break_run(folder, foreign, refused=True)  # no second try would help
     output = launched(sweep, "retries=2", status=1)
     assert "6 done, 2 failed" in output
     assert f"failed: {broken.id}: IsADirectoryError" in output
@@ -394,7 +394,7 @@ def test_a_run_that_always_fails_is_tried_again_named_and_does_not_stop_the_othe
 
 def test_fail_fast_stops_the_other_runs(sweep: Path) -> None:
     folder, run = sweep.parent / "sweep", frozen(sweep)[0]
-    spoil(folder, run, refused=False)
+    break_run(folder, run, refused=False)
     output = launched(sweep, "fail_fast", "launcher.workers=1", status=1)
     assert "1 failed, 7 pending" in output
     assert [*read_claim(folder, run.id)["tries"].values()] == [2]
@@ -424,7 +424,7 @@ def test_a_worker_ends_after_a_failed_try_which_counts_as_no_death(
 ) -> None:
     """After a CUDA error, every later run of the process would fail too."""
     folder, broken = sweep.parent / "sweep", frozen(sweep)[0]
-    spoil(folder, broken, refused=False)
+    break_run(folder, broken, refused=False)
     for name in ("claims", "launches", "logs"):
         (folder / name).mkdir()
     Launch(folder, "one", [broken.id], tries=2, threads=1).write()

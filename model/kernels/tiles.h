@@ -5,7 +5,7 @@
 #include "kernels.h"
 
 #ifdef HAS_AVX512_BF16
-#if defined(EMULATE_TILES) || !__has_include(<amxtileintrin.h>)
+#if defined(EMULATE_TILES) || !(__has_include(<amxtileintrin.h>) || __has_include(<amxintrin.h>)) // GCC, clang
 inline thread_local uint32_t tiles[8][16][16];
 
 // As Intel's manual defines TDPBF16PS: the even and the odd products are summed apart
