@@ -12,7 +12,7 @@ from training.session import Batch, Machine
 
 # Tokens that go through the model together on a CPU. They are few, so that activations fit the CPU's cache and the
 # allocator reuses their memory. Memory from the system would cost a page fault for every 4 KiB.
-CPU_TOKENS = 2**12
+CPU_TOKENS = 2**11
 
 
 def accumulate_gradients(forward: nn.Module, batches: Iterator[Batch], n: int, machine: Machine) -> Tensor:

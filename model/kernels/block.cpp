@@ -48,28 +48,25 @@ template <class F> void each_row(const BlockNorm &c, F work) { // in CHUNKS, wha
 }
 
 inline void moments(const BlockNorm &c, const float *x, float &mean, float &scale) {
-  float sum = 0, squares = 0;
-  if (c.centred)
-#pragma omp simd reduction(+ : sum)
-    for (int64_t e = 0; e < c.n; e++) sum += x[e];
-  mean = sum / c.n;
-#pragma omp simd reduction(+ : squares)
-  for (int64_t e = 0; e < c.n; e++) squares += (x[e] - mean) * (x[e] - mean);
+  mean = c.centred ? sum_of_channels(c.n, [=](auto v, int64_t e) { return read<decltype(v)>(x + e); }) / c.n : 0;
+  float squares = sum_of_channels(c.n, [=](auto v, int64_t e) {
+    auto d = read<decltype(v)>(x + e) - mean;
+    return d * d;
+  });
   scale = 1 / std::sqrt(squares / c.n + float(c.eps));
 }
 
 template <class T> void norm_forward(const BlockNorm &c) {
   each_row(c, [&](int64_t, int64_t r, const float *x) {
     T *y = static_cast<T *>(c.y) + r * c.n;
-    float mean, scale, part[BLOCK];
+    float mean, scale;
     moments(c, x, mean, scale);
-    for (int64_t start = 0; start < c.n; start += BLOCK) {
-      int64_t n = std::min(BLOCK, c.n - start);
-      const float *from = x + start, *weight = c.weight + start, *bias = c.bias ? c.bias + start : nullptr;
-#pragma omp simd
-      for (int64_t e = 0; e < n; e++) part[e] = (from[e] - mean) * scale * weight[e] + (bias ? bias[e] : 0);
-      store(y + start, part, n);
-    }
+    const float *weight = c.weight, *bias = c.bias;
+    write_channels(y, c.n, [=](auto v, int64_t e) {
+      using V = decltype(v);
+      V u = (read<V>(x + e) - mean) * scale * read<V>(weight + e);
+      return bias ? u + read<V>(bias + e) : u;
+    });
   });
 }
 
@@ -78,19 +75,19 @@ template <class T> void norm_backward(const BlockNorm &c) {
   each_row(c, [&](int64_t chunk, int64_t r, const float *x) {
     const T *grad = static_cast<const T *>(c.grad) + r * c.n;
     float *grad_x = c.grad_x + r * c.n, *grad_weight = c.grad_weight + chunk * c.n;
-    float mean, scale, sum = 0, along = 0;
+    float mean, scale, sum = 0;
     moments(c, x, mean, scale);
-#pragma omp simd reduction(+ : sum, along)
-    for (int64_t e = 0; e < c.n; e++) {
-      float u = (x[e] - mean) * scale, g = to_float(grad[e]), v = g * c.weight[e];
-      grad_weight[e] += g * u;
-      sum += v;
-      along += v * u;
-    }
+    const float *weight = c.weight;
+    auto v = [=](auto v, int64_t e) { return read<decltype(v)>(grad + e) * read<decltype(v)>(weight + e); };
+    if (c.centred) sum = sum_of_channels(c.n, v) / c.n;
+    float along = sum_of_channels(c.n, [=](auto u, int64_t e) {
+      return v(u, e) * ((read<decltype(u)>(x + e) - mean) * scale);
+    }) / c.n;
+#pragma omp simd
+    for (int64_t e = 0; e < c.n; e++) grad_weight[e] += to_float(grad[e]) * ((x[e] - mean) * scale);
     if (c.grad_bias)
 #pragma omp simd
       for (int64_t e = 0; e < c.n; e++) c.grad_bias[chunk * c.n + e] += to_float(grad[e]);
-    sum = c.centred ? sum / c.n : 0, along /= c.n;
 #pragma omp simd
     for (int64_t e = 0; e < c.n; e++)
       grad_x[e] = (to_float(grad[e]) * c.weight[e] - sum - (x[e] - mean) * scale * along) * scale;
@@ -138,33 +135,23 @@ template <class T> void residual_backward(const Pointwise &c) {
   });
 }
 
-// f of every bf16: there are 2^16 of them, and to look one up is faster than to compute f.
-struct Table {
-  std::vector<float> of = std::vector<float>(1 << 16);
-
-  template <class F> explicit Table(F f) {
-#pragma omp simd
-    for (uint32_t bits = 0; bits < 1 << 16; bits++) of[bits] = f(to_float(bf16{uint16_t(bits)}));
-  }
-};
-
 void gelu_of(const Pointwise &c) {
-  static const Table gelu([](float x) {
-    x = std::max(x, -EDGE);
-    return x * normal_distribution(std::min(x, EDGE));
-  });
-  static const Table derivative([](float x) { return gelu_derivative(std::min(std::max(x, -EDGE), EDGE)); });
   const bf16 *x = static_cast<const bf16 *>(c.x), *grad = static_cast<const bf16 *>(c.grad);
-  const float *table = (grad ? derivative : gelu).of.data();
   bf16 *out = static_cast<bf16 *>(c.out);
   each_block(c, [&](int64_t, int64_t start, int64_t end) {
     float y[BLOCK];
     if (grad)
 #pragma omp simd
-      for (int64_t e = start; e < end; e++) y[e - start] = to_float(grad[e]) * table[x[e].bits];
+      for (int64_t e = start; e < end; e++) {
+        float at = std::min(std::max(to_float(x[e]), -EDGE), EDGE);
+        y[e - start] = to_float(grad[e]) * gelu_derivative(at);
+      }
     else
 #pragma omp simd
-      for (int64_t e = start; e < end; e++) y[e - start] = table[x[e].bits];
+      for (int64_t e = start; e < end; e++) {
+        float at = std::max(to_float(x[e]), -EDGE);
+        y[e - start] = at * normal_distribution(std::min(at, EDGE));
+      }
     store(out + start, y, end - start);
   });
 }

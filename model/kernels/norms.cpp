@@ -39,21 +39,6 @@ struct Fold {
   float *k;                   // (heads, n): w latent; or null
 };
 
-// Sixteen channels at a time, in a vector type of GCC's
-using Lanes = float __attribute__((vector_size(64)));
-using Words = int32_t __attribute__((vector_size(64)));
-
-inline Lanes lanes(const float *x) {
-  Lanes y;
-  std::memcpy(&y, x, 64);
-  return y;
-}
-inline Lanes lanes(const bf16 *x) {
-  uint16_t __attribute__((vector_size(32))) half;
-  std::memcpy(&half, x, 32);
-  return (Lanes)(__builtin_convertvector(half, Words) << 16);
-}
-inline void put(float *to, Lanes x) { std::memcpy(to, &x, 64); }
 inline Lanes magnitude(Lanes x) { return (Lanes)((Words)x & 0x7fffffff); }
 inline Lanes square_root(Lanes x) {
   Lanes y;
@@ -61,17 +46,7 @@ inline Lanes square_root(Lanes x) {
   for (int e = 0; e < 16; e++) y[e] = std::sqrt(x[e]);
   return y;
 }
-template <class F> inline float reduce(Lanes x, F two) {
-  x = two(x, __builtin_shuffle(x, Words{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-  x = two(x, __builtin_shuffle(x, Words{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-  x = two(x, __builtin_shuffle(x, Words{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-  x = two(x, __builtin_shuffle(x, Words{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
-  return x[0];
-}
 inline Lanes larger(Lanes x, Lanes y) { return x > y ? x : y; } // y if x is nan
-inline float sum_of(Lanes x) {
-  return reduce(x, [](Lanes a, Lanes b) { return a + b; });
-}
 
 // sgn(u) |u|^(p-1)
 template <int TWICE_P> inline Lanes direction(Lanes u) {
@@ -97,13 +72,15 @@ template <int TWICE_P> inline float root(float total) {
 
 // A group of vectors: their addresses, and room for their values, with zeros after them up to a multiple of 16.
 template <class T> struct Group {
-  int64_t count, n, blocks, chunk;
+  const int64_t n, blocks, chunk;
+  int64_t count;
   T *x[GROUP], *y[GROUP], *grad[GROUP], *grad_x[GROUP];
   float *scale[GROUP];
   int64_t j[GROUP];
   float total[GROUP], inverse[GROUP], along[GROUP], s[GROUP];
   float room[2][ROOM + 16 * GROUP];
 
+  Group(int64_t n, int64_t chunk) : n(n), blocks((n + 15) / 16), chunk(chunk) {}
   float *u(int64_t g) { return room[0] + g * 16 * blocks; }
   float *v(int64_t g) { return room[1] + g * 16 * blocks; }
   Lanes block(const T *x, int64_t b) { // zeros after the last channel
@@ -113,11 +90,10 @@ template <class T> struct Group {
     return lanes(rest);
   }
   template <class F> void write(T *to, F value) {
-    for (int64_t b = 0; b < blocks; b++) {
-      float part[16];
-      put(part, value(b));
-      store(to + 16 * b, part, std::min<int64_t>(16, n - 16 * b));
-    }
+    float part[16];
+    int64_t b = 0, rest = n;
+    for (; rest >= 16; b++, rest -= 16) put(part, value(b)), store(to + 16 * b, part, 16);
+    if (rest > 0) put(part, value(b)), store(to + 16 * b, part, rest);
   }
   // one number for each channel, with zeros after the last
   void pad(const float *x, float *to) {
@@ -139,16 +115,23 @@ template <class T, class F> void each_group(const Call &c, F work) {
     int64_t r = chunk * all / CHUNKS, end = (chunk + 1) * all / CHUNKS;
     int64_t inner = c.size[in], outer = c.size[out], at[3] = {r / inner / outer, 0, 0}; // i, j, k
     at[out] = r / inner % outer, at[in] = r % inner;
-    Group<T> group;
-    group.n = c.n, group.blocks = (c.n + 15) / 16, group.chunk = chunk;
+    Group<T> group(c.n, chunk);
+    const Vectors *of[4] = {&c.x, &c.y, &c.grad, &c.grad_x};
+    T *next[4];
+    for (int i = 0; i < 4; i++) next[i] = vector<T>(*of[i], at);
     while (r < end) {
       group.count = std::min({end - r, GROUP, std::max<int64_t>(1, ROOM / c.n)});
       for (int64_t g = 0; g < group.count; g++, r++) {
-        group.x[g] = vector<T>(c.x, at), group.y[g] = vector<T>(c.y, at);
-        group.grad[g] = vector<T>(c.grad, at), group.grad_x[g] = vector<T>(c.grad_x, at), group.j[g] = at[1];
+        group.x[g] = next[0], group.y[g] = next[1], group.grad[g] = next[2], group.grad_x[g] = next[3];
         group.scale[g] = c.scale ? c.scale + (at[0] * c.size[1] + at[1]) * c.size[2] + at[2] : nullptr;
-        if (++at[in] == inner) at[in] = 0, at[out]++;
-        if (at[out] == outer) at[out] = 0, at[0]++;
+        group.j[g] = at[1];
+        if (++at[in] < inner) {
+          for (int i = 0; i < 4; i++) next[i] += of[i]->stride[in];
+        } else {
+          at[in] = 0;
+          if (++at[out] == outer) at[out] = 0, at[0]++;
+          for (int i = 0; i < 4; i++) next[i] = vector<T>(*of[i], at);
+        }
       }
       work(group);
     }
