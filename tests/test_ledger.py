@@ -10,6 +10,7 @@ from scripts import report
 from scripts.reporting import ledger
 
 ROWS = """
+A paper:
 - claim: old
   verdict: not tested
   until: leak
@@ -22,7 +23,7 @@ ROWS = """
 
 
 def claims(file: Path) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in ledger.ledger(file).splitlines()[2:]]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in ledger.ledger(file).splitlines()[4:]]
 
 
 @pytest.fixture
@@ -45,8 +46,8 @@ def test_a_row_waits_for_its_study_which_then_replaces_another_row(results: Path
         made.plan("split=near,p=4", 1, fold)  # p = 4 is not begun
     report.report(sweep_of(made.path), results / "leak", [])
     (row,) = claims(tmp_path / "ledger.yaml")
-    assert row[0] == "new" and row[2].startswith("p = 2: −0.1010 (−0.10") and row[4] == "reproduced"
-    assert row[3].startswith("3 folds") and "p = 4" not in row[2]
+    assert row[0] == "new" and row[1].startswith("p = 2: −0.1010 (−0.10") and row[2] == "reproduced"
+    assert row[4].startswith("3 folds") and "p = 4" not in row[1]
 
 
 def test_a_row_that_waits_for_what_is_no_sweep_is_refused(results: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The ledger of results/README.md: a row for each claim of results/ledger.yaml, computed from the committed studies."""
+"""The ledger of results/README.md: a table for each group of claims in results/ledger.yaml, a row for each claim,
+computed from the committed studies."""
 
 import functools
 import json
@@ -88,19 +89,21 @@ class Found:
 
 
 def ledger(file: Path = RESULTS / "ledger.yaml") -> str:
-    """The table, as Markdown. Raises: ConfigError for a row that cannot be computed."""
+    """The tables, each under its heading, as Markdown. Raises: ConfigError for a row that cannot be computed."""
     source = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    return "\n".join(f"## {heading}\n\n{table(rows).markdown()}" for heading, rows in source.items())
+
+
+def table(given: Sequence[dict[str, Any]]) -> Table:
     lines = []
-    for i, given in enumerate(source):
-        row = build(Row, given, f"row {i + 1}: ")
-        validate(row, f"row {i + 1}: ")
+    for one in given:
+        row = build(Row, one, f"{one.get('claim')}: ")
+        validate(row, f"{row.claim}: ")
         parts = [build(Part, part, f"{row.claim}: ") for part in row.parts]
         ready = [part for part in parts if not (part.waits and missing(part))]
         if (ready or not parts) and not (row.until and is_stored(row.until)):
-            lines.append(cells(row, ready))
-    return Table(
-        ["claim", "claimed number", "ours, with 95 % interval", "n and scale", "verdict", "figure"], lines, 6
-    ).markdown()
+            lines.append([row.claim, *(cell.replace("; ", "<br>") for cell in cells(row, ready))])
+    return Table(["claim", "ours, with 95 % interval", "verdict", "claimed number", "n and scale", "figure"], lines, 6)
 
 
 def missing(part: Part) -> bool:
@@ -114,12 +117,13 @@ def is_stored(study: str) -> bool:
 
 
 def cells(row: Row, parts: Sequence[Part]) -> list[str]:
+    """All but the claim's. A cell of several numbers has one a line."""
     found = [measured(part) for part in parts]
     ours = [f"{part.label} {written(part, one.point)}".strip() for part, one in zip(parts, found, strict=True)]
     scales = dict.fromkeys(one.scale for one in found)
     link = f"[{Path(row.figure).stem}]({row.figure})" if row.figure else "–"
     said = "; ".join([*ours, *filter(None, [row.says])]) or "–"
-    return [row.claim, row.paper, said, row.scale or "; ".join(scales) or "–", verdicts(row, parts, found), link]
+    return [said, verdicts(row, parts, found), row.paper, row.scale or "; ".join(scales) or "–", link]
 
 
 def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
