@@ -62,6 +62,7 @@ def norm(x: Tensor, p: float, factor: Tensor | None, implementation: Any = ops) 
 # qkv's heads as they lie, heads first, channels apart, fewer dimensions
 LAYOUTS: dict[str, Callable[[int], Tensor]] = {
     "of qkv": lambda n: draw(2, 5, 4 * n).view(2, 5, 4, n).transpose(1, 2)[:, 1:],
+    "of qkv, several to a chunk": lambda n: draw(2, 50, 4 * n).view(2, 50, 4, n).transpose(1, 2)[:, 1:],
     "dense": lambda n: draw(2, 3, 5, n),
     "channels apart": lambda n: draw(2, 3, n, 5).transpose(2, 3),
     "two dimensions": lambda n: draw(7, n),
@@ -392,7 +393,7 @@ def test_attention_over_latents_stays_finite_with_huge_logits_and_passes_nan_on(
 
 
 @BOTH
-@pytest.mark.parametrize("n", [1, 48, 64, 100, 384, 3000])
+@pytest.mark.parametrize("n", [1, 7, 31, 64, 100, 384, 3000])
 @pytest.mark.parametrize("norm", ["layernorm", "layernorm without a bias", "rmsnorm"])
 def test_layer_norm_and_its_derivative_are_the_reference(norm: str, n: int, dtype: torch.dtype) -> None:
     x, grad = 3 * draw(3, 37, n) + 1, draw(3, 37, n, seed=1).to(dtype)
@@ -423,7 +424,12 @@ def test_gelu_of_every_bf16_number() -> None:
     exact.sum().backward()
     assert x.grad is not None and exact_x.grad is not None
     torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=0.51 * ULP[torch.bfloat16], atol=6e-7)
-    assert kernels.gelu(torch.tensor([torch.nan]).bfloat16()).isnan().all()
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(64).bfloat16().requires_grad_()
+    y = kernels.gelu(odd)
+    y.sum().backward()
+    assert y[::3].isnan().all() and y[1::3].isinf().all() and y[2::3].abs().max() < 1e-6
+    assert odd.grad is not None
+    assert odd.grad[::3].isnan().all() and (odd.grad[1::3] == 1).all() and odd.grad[2::3].abs().max() < 1e-6
 
 
 # -----------------------------------------------------------------------------

@@ -48,9 +48,9 @@ template <class F> void each_row(const BlockNorm &c, F work) { // in CHUNKS, wha
 }
 
 inline void moments(const BlockNorm &c, const float *x, float &mean, float &scale) {
-  mean = c.centred ? sum_of_channels(c.n, [=](auto v, int64_t e) { return read<decltype(v)>(x + e); }) / c.n : 0;
-  float squares = sum_of_channels(c.n, [=](auto v, int64_t e) {
-    auto d = read<decltype(v)>(x + e) - mean;
+  mean = c.centred ? sum_of_channels(c.n, [=](auto like, int64_t e) { return load<decltype(like)>(x + e); }) / c.n : 0;
+  float squares = sum_of_channels(c.n, [=](auto like, int64_t e) {
+    auto d = load<decltype(like)>(x + e) - mean;
     return d * d;
   });
   scale = 1 / std::sqrt(squares / c.n + float(c.eps));
@@ -58,14 +58,13 @@ inline void moments(const BlockNorm &c, const float *x, float &mean, float &scal
 
 template <class T> void norm_forward(const BlockNorm &c) {
   each_row(c, [&](int64_t, int64_t r, const float *x) {
-    T *y = static_cast<T *>(c.y) + r * c.n;
+    const float *weight = c.weight, *bias = c.bias;
     float mean, scale;
     moments(c, x, mean, scale);
-    const float *weight = c.weight, *bias = c.bias;
-    write_channels(y, c.n, [=](auto v, int64_t e) {
-      using V = decltype(v);
-      V u = (read<V>(x + e) - mean) * scale * read<V>(weight + e);
-      return bias ? u + read<V>(bias + e) : u;
+    store_channels(static_cast<T *>(c.y) + r * c.n, c.n, [=](auto like, int64_t e) {
+      using V = decltype(like);
+      V y = (load<V>(x + e) - mean) * scale * load<V>(weight + e);
+      return bias ? y + load<V>(bias + e) : y;
     });
   });
 }
@@ -74,23 +73,23 @@ template <class T> void norm_forward(const BlockNorm &c) {
 template <class T> void norm_backward(const BlockNorm &c) {
   each_row(c, [&](int64_t chunk, int64_t r, const float *x) {
     const T *grad = static_cast<const T *>(c.grad) + r * c.n;
-    float *grad_x = c.grad_x + r * c.n, *grad_weight = c.grad_weight + chunk * c.n;
-    float mean, scale, sum = 0;
-    moments(c, x, mean, scale);
     const float *weight = c.weight;
-    auto v = [=](auto v, int64_t e) { return read<decltype(v)>(grad + e) * read<decltype(v)>(weight + e); };
-    if (c.centred) sum = sum_of_channels(c.n, v) / c.n;
-    float along = sum_of_channels(c.n, [=](auto u, int64_t e) {
-      return v(u, e) * ((read<decltype(u)>(x + e) - mean) * scale);
-    }) / c.n;
+    float *grad_x = c.grad_x + r * c.n, *grad_weight = c.grad_weight + chunk * c.n;
+    float mean, scale;
+    moments(c, x, mean, scale);
+    auto u = [=](auto like, int64_t e) { return (load<decltype(like)>(x + e) - mean) * scale; };
+    auto v = [=](auto like, int64_t e) {
+      return load<decltype(like)>(grad + e) * load<decltype(like)>(weight + e);
+    };
+    float mean_v = c.centred ? sum_of_channels(c.n, v) / c.n : 0;
+    float along = sum_of_channels(c.n, [=](auto like, int64_t e) { return v(like, e) * u(like, e); }) / c.n;
 #pragma omp simd
-    for (int64_t e = 0; e < c.n; e++) grad_weight[e] += to_float(grad[e]) * ((x[e] - mean) * scale);
+    for (int64_t e = 0; e < c.n; e++) grad_weight[e] += to_float(grad[e]) * u(0.f, e);
     if (c.grad_bias)
 #pragma omp simd
       for (int64_t e = 0; e < c.n; e++) c.grad_bias[chunk * c.n + e] += to_float(grad[e]);
 #pragma omp simd
-    for (int64_t e = 0; e < c.n; e++)
-      grad_x[e] = (to_float(grad[e]) * c.weight[e] - sum - (x[e] - mean) * scale * along) * scale;
+    for (int64_t e = 0; e < c.n; e++) grad_x[e] = (v(0.f, e) - mean_v - u(0.f, e) * along) * scale;
   });
 }
 

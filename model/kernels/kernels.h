@@ -1,5 +1,5 @@
 // Shared by the kernels: checks of arguments, allocation of results, bf16, dropout's random bytes, and vectors of
-// AVX-512. The operators are registered on PyTorch's stable ABI (torch/csrc/stable).
+// channels. The operators are registered on PyTorch's stable ABI (torch/csrc/stable).
 #pragma once
 
 #include <algorithm>
@@ -186,53 +186,65 @@ inline __m512 exponential(__m512 x) { // of x <= 88, to 2 ulp; of less than -104
 }
 #endif
 
-// Sixteen channels at a time, in a vector type of GCC's
-using Lanes = float __attribute__((vector_size(64)));
-using Words = int32_t __attribute__((vector_size(64)));
+// Channels that take a step together, in a vector type of GCC's
+#ifdef __AVX512F__
+constexpr int64_t WIDTH = 16;
+#else
+constexpr int64_t WIDTH = 8;
+#endif
+using Lanes = float __attribute__((vector_size(4 * WIDTH)));
+using Words = int32_t __attribute__((vector_size(4 * WIDTH)));
 
 inline Lanes lanes(const float *x) {
   Lanes y;
-  std::memcpy(&y, x, 64);
+  std::memcpy(&y, x, sizeof y);
   return y;
 }
 inline Lanes lanes(const bf16 *x) {
 #ifdef HAS_AVX512_BF16
   return (Lanes)widened(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(x)));
 #else
-  uint16_t __attribute__((vector_size(32))) half;
-  std::memcpy(&half, x, 32);
+  uint16_t __attribute__((vector_size(2 * WIDTH))) half;
+  std::memcpy(&half, x, sizeof half);
   return (Lanes)(__builtin_convertvector(half, Words) << 16);
 #endif
 }
-inline void put(float *to, Lanes x) { std::memcpy(to, &x, 64); }
-template <class F> inline float reduce(Lanes x, F two) {
+inline void put(float *to, Lanes x) { std::memcpy(to, &x, sizeof x); }
+template <class F> inline float reduce(Lanes x, F two) { // in halves
+#ifdef __AVX512F__
   x = two(x, __builtin_shuffle(x, Words{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
   x = two(x, __builtin_shuffle(x, Words{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
   x = two(x, __builtin_shuffle(x, Words{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
   x = two(x, __builtin_shuffle(x, Words{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+#else
+  x = two(x, __builtin_shuffle(x, Words{4, 5, 6, 7, 0, 1, 2, 3}));
+  x = two(x, __builtin_shuffle(x, Words{2, 3, 0, 1, 6, 7, 4, 5}));
+  x = two(x, __builtin_shuffle(x, Words{1, 0, 3, 2, 5, 4, 7, 6}));
+#endif
   return x[0];
 }
 inline float sum_of(Lanes x) {
   return reduce(x, [](Lanes a, Lanes b) { return a + b; });
 }
 
-// sum over e < n of term(V, e), for V = Lanes of channels e to e + 15, for V = float of one
+// sum over e < n of term(like, e): of channels e to e + WIDTH - 1 at once if `like` is Lanes, of channel e if it is float
 template <class F> float sum_of_channels(int64_t n, F term) {
   Lanes total = {};
   int64_t e = 0;
-  for (; e + 16 <= n; e += 16) total += term(Lanes{}, e);
+  for (; e + WIDTH <= n; e += WIDTH) total += term(Lanes{}, e);
   float sum = sum_of(total);
   for (; e < n; e++) sum += term(0.f, e);
   return sum;
 }
-template <class V, class T> V read(const T *x) {
+template <class V, class T> V load(const T *x) {
   if constexpr (std::is_same_v<V, Lanes>) return lanes(x);
   else return to_float(*x);
 }
-// to[e] = value(V, e) for e < n
-template <class T, class F> void write_channels(T *to, int64_t n, F value) {
-  float part[16];
+// to[e] = value(like, e) for e < n
+template <class T, class F> void store_channels(T *to, int64_t n, F value) {
+  float part[WIDTH];
   int64_t e = 0;
-  for (; e + 16 <= n; e += 16) put(part, value(Lanes{}, e)), store(to + e, part, 16);
-  for (; e < n; e++) part[0] = value(0.f, e), store(to + e, part, 1);
+  for (; e + WIDTH <= n; e += WIDTH) put(part, value(Lanes{}, e)), store(to + e, part, WIDTH);
+  for (int64_t i = e; i < n; i++) part[i - e] = value(0.f, i);
+  store(to + e, part, n - e);
 }

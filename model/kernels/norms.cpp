@@ -43,7 +43,7 @@ inline Lanes magnitude(Lanes x) { return (Lanes)((Words)x & 0x7fffffff); }
 inline Lanes square_root(Lanes x) {
   Lanes y;
 #pragma omp simd
-  for (int e = 0; e < 16; e++) y[e] = std::sqrt(x[e]);
+  for (int e = 0; e < WIDTH; e++) y[e] = std::sqrt(x[e]);
   return y;
 }
 inline Lanes larger(Lanes x, Lanes y) { return x > y ? x : y; } // y if x is nan
@@ -70,7 +70,7 @@ template <int TWICE_P> inline float root(float total) {
   return std::pow(total, -2.f / TWICE_P);
 }
 
-// A group of vectors: their addresses, and room for their values, with zeros after them up to a multiple of 16.
+// A group of vectors: their addresses, and room for their values, with zeros after them up to a multiple of WIDTH.
 template <class T> struct Group {
   const int64_t n, blocks, chunk;
   int64_t count;
@@ -78,27 +78,27 @@ template <class T> struct Group {
   float *scale[GROUP];
   int64_t j[GROUP];
   float total[GROUP], inverse[GROUP], along[GROUP], s[GROUP];
-  float room[2][ROOM + 16 * GROUP];
+  float room[2][ROOM + WIDTH * GROUP];
 
-  Group(int64_t n, int64_t chunk) : n(n), blocks((n + 15) / 16), chunk(chunk) {}
-  float *u(int64_t g) { return room[0] + g * 16 * blocks; }
-  float *v(int64_t g) { return room[1] + g * 16 * blocks; }
+  Group(int64_t n, int64_t chunk) : n(n), blocks((n + WIDTH - 1) / WIDTH), chunk(chunk) {}
+  float *u(int64_t g) { return room[0] + g * WIDTH * blocks; }
+  float *v(int64_t g) { return room[1] + g * WIDTH * blocks; }
   Lanes block(const T *x, int64_t b) { // zeros after the last channel
-    if (16 * (b + 1) <= n) return lanes(x + 16 * b);
-    float rest[16] = {};
-    for (int64_t e = 16 * b; e < n; e++) rest[e - 16 * b] = to_float(x[e]);
+    if (WIDTH * (b + 1) <= n) return lanes(x + WIDTH * b);
+    float rest[WIDTH] = {};
+    for (int64_t e = WIDTH * b; e < n; e++) rest[e - WIDTH * b] = to_float(x[e]);
     return lanes(rest);
   }
   template <class F> void write(T *to, F value) {
-    float part[16];
+    float part[WIDTH];
     int64_t b = 0, rest = n;
-    for (; rest >= 16; b++, rest -= 16) put(part, value(b)), store(to + 16 * b, part, 16);
-    if (rest > 0) put(part, value(b)), store(to + 16 * b, part, rest);
+    for (; rest >= WIDTH; b++, rest -= WIDTH) put(part, value(b)), store(to + WIDTH * b, part, WIDTH);
+    if (rest > 0) put(part, value(b)), store(to + WIDTH * b, part, rest);
   }
   // one number for each channel, with zeros after the last
   void pad(const float *x, float *to) {
     std::memcpy(to, x, 4 * n);
-    std::memset(to + n, 0, 4 * (16 * blocks - n));
+    std::memset(to + n, 0, 4 * (WIDTH * blocks - n));
   }
 };
 
@@ -127,7 +127,7 @@ template <class T, class F> void each_group(const Call &c, F work) {
         group.j[g] = at[1];
         if (++at[in] < inner) {
           for (int i = 0; i < 4; i++) next[i] += of[i]->stride[in];
-        } else {
+        } else if (r + 1 < end) {
           at[in] = 0;
           if (++at[out] == outer) at[out] = 0, at[0]++;
           for (int i = 0; i < 4; i++) next[i] = vector<T>(*of[i], at);
@@ -144,7 +144,7 @@ template <class T> void rms_of(Group<T> &group, double eps) {
     Lanes total = {};
     for (int64_t b = 0; b < group.blocks; b++) {
       Lanes x = group.block(group.x[g], b);
-      put(group.u(g) + 16 * b, x);
+      put(group.u(g) + WIDTH * b, x);
       total += x * x;
     }
     group.total[g] = sum_of(total);
@@ -158,7 +158,7 @@ template <int TWICE_P, class T> void norm_of(Group<T> &group) {
     Lanes largest = {};
     for (int64_t b = 0; b < group.blocks; b++) {
       Lanes x = group.block(group.x[g], b);
-      put(group.u(g) + 16 * b, x);
+      put(group.u(g) + WIDTH * b, x);
       largest = larger(magnitude(x), largest);
     }
     group.inverse[g] = reduce(largest, larger);
@@ -167,8 +167,8 @@ template <int TWICE_P, class T> void norm_of(Group<T> &group) {
   for (int64_t g = 0; g < group.count; g++) {
     Lanes total = {};
     for (int64_t b = 0; b < group.blocks; b++) {
-      Lanes u = lanes(group.u(g) + 16 * b) * group.inverse[g];
-      put(group.u(g) + 16 * b, u);
+      Lanes u = lanes(group.u(g) + WIDTH * b) * group.inverse[g];
+      put(group.u(g) + WIDTH * b, u);
       total += u * direction<TWICE_P>(u);
     }
     group.total[g] = sum_of(total);
@@ -184,7 +184,7 @@ template <class T> void rms_forward(const Call &c) {
     for (int64_t g = 0; g < group.count; g++) {
       float *u = group.u(g), s = group.s[g];
       if (group.scale[g]) *group.scale[g] = s;
-      if (group.y[g]) group.write(group.y[g], [&](int64_t b) { return lanes(u + 16 * b) * s * lanes(gain + 16 * b); });
+      if (group.y[g]) group.write(group.y[g], [&](int64_t b) { return lanes(u + WIDTH * b) * s * lanes(gain + WIDTH * b); });
     }
   });
 }
@@ -195,22 +195,22 @@ template <class T> void rms_backward(const Call &c) {
     float gain[MAX_CHANNELS], grad_gain[MAX_CHANNELS];
     rms_of(group, c.eps);
     group.pad(c.factor, gain);
-    std::memset(grad_gain, 0, 64 * group.blocks);
+    std::memset(grad_gain, 0, 4 * WIDTH * group.blocks);
     for (int64_t g = 0; g < group.count; g++) {
       Lanes along = {};
       for (int64_t b = 0; b < group.blocks; b++) {
-        Lanes y = lanes(group.u(g) + 16 * b) * group.s[g], grad = group.block(group.grad[g], b);
-        put(grad_gain + 16 * b, lanes(grad_gain + 16 * b) + grad * y);
-        grad *= lanes(gain + 16 * b);
+        Lanes y = lanes(group.u(g) + WIDTH * b) * group.s[g], grad = group.block(group.grad[g], b);
+        put(grad_gain + WIDTH * b, lanes(grad_gain + WIDTH * b) + grad * y);
+        grad *= lanes(gain + WIDTH * b);
         along += grad * y;
-        put(group.u(g) + 16 * b, y), put(group.v(g) + 16 * b, grad);
+        put(group.u(g) + WIDTH * b, y), put(group.v(g) + WIDTH * b, grad);
       }
       group.along[g] = sum_of(along) / c.n;
     }
     for (int64_t e = 0; e < c.n; e++) c.grad_factor[group.chunk * c.n + e] += grad_gain[e];
     for (int64_t g = 0; g < group.count; g++) {
       float *y = group.u(g), *v = group.v(g), s = group.s[g], along = group.along[g];
-      group.write(group.grad_x[g], [=](int64_t b) { return (lanes(v + 16 * b) - lanes(y + 16 * b) * along) * s; });
+      group.write(group.grad_x[g], [=](int64_t b) { return (lanes(v + WIDTH * b) - lanes(y + WIDTH * b) * along) * s; });
     }
   });
 }
@@ -222,7 +222,7 @@ template <int TWICE_P, class T> void lp_forward(const Call &c) {
       float *u = group.u(g), s = group.s[g];
       if (group.scale[g]) *group.scale[g] = s * group.inverse[g];
       if (c.factor) s *= c.factor[group.j[g] % c.of_factor];
-      if (group.y[g]) group.write(group.y[g], [=](int64_t b) { return lanes(u + 16 * b) * s; });
+      if (group.y[g]) group.write(group.y[g], [=](int64_t b) { return lanes(u + WIDTH * b) * s; });
     }
   });
 }
@@ -236,8 +236,8 @@ template <int TWICE_P, class T> void lp_backward(const Call &c) {
       Lanes along = {};
       for (int64_t b = 0; b < group.blocks; b++) {
         Lanes grad = group.block(group.grad[g], b);
-        along += grad * lanes(group.u(g) + 16 * b);
-        put(group.v(g) + 16 * b, grad);
+        along += grad * lanes(group.u(g) + WIDTH * b);
+        put(group.v(g) + WIDTH * b, grad);
       }
       group.along[g] = sum_of(along);
     }
@@ -250,7 +250,7 @@ template <int TWICE_P, class T> void lp_backward(const Call &c) {
       }
       along = group.total[g] == 0 ? 0 : along / group.total[g];
       group.write(group.grad_x[g], [=](int64_t b) {
-        return (lanes(v + 16 * b) - direction<TWICE_P>(lanes(u + 16 * b)) * along) * s;
+        return (lanes(v + WIDTH * b) - direction<TWICE_P>(lanes(u + WIDTH * b)) * along) * s;
       });
     }
   });
