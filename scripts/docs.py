@@ -1,8 +1,8 @@
 """What the documentation takes from elsewhere: python scripts/docs.py
 
 Writes docs/configuration.md, from the declarations of the settings; the README's figure, how far p = 3 and p = 4 are
-below p = 2 along the runs of results/p_sweep_cpu_5000; and the table of results/README.md, from results/ledger.yaml and
-the studies' files.
+below p = 2 along the runs of results/p_sweep_cpu_5000; and the tables of results/README.md, from results/ledger.yaml
+and the studies' files.
 """
 
 import sys
