@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -188,11 +189,11 @@ def mark_synced(files: Sequence[Path]) -> None:
 
 
 def cut_incomplete_record(file: Path) -> None:
-    """Shorten a recording whose process was killed to its last whole record: `wandb sync` skips a run's later
-    recordings after one that ends within a record.
+    """Shorten a recording whose process was killed to what is whole from its beginning: `wandb sync` skips a run's
+    later recordings after one that ends within a record, and the rest of a block after a part that is damaged.
 
-    It is a log of LevelDB after 7 bytes: blocks of 32 KiB, of parts of records with a header each (checksum, size,
-    kind), kind 1 for a whole record and 4 for its last part.
+    It is a log of LevelDB after 7 bytes: blocks of 32 KiB, of parts of records with a header each (checksum of what
+    comes after the size, size, kind), kind 1 for a whole record and 4 for its last part.
     """
     content = file.read_bytes()
     at = whole = 7
@@ -201,9 +202,11 @@ def cut_incomplete_record(file: Path) -> None:
         if left < 7:  # too few for a header: unused
             at += left
             continue
-        size, kind = struct.unpack("<4xHB", content[at : at + 7].ljust(7, b"\0"))
+        checksum, size, kind = struct.unpack("<LHB", content[at : at + 7].ljust(7, b"\0"))
+        if zlib.crc32(content[at + 6 : at + 7 + size]) != checksum:
+            break
         at += 7 + size
-        if at <= len(content) and kind in (1, 4):
+        if kind in (1, 4):
             whole = at
     if whole < len(content):
         os.truncate(file, whole)

@@ -228,7 +228,7 @@ def test_kills_at_random_moments_change_nothing(undisturbed: Path, sweep: Path) 
         what = list(kills)[sum(kills.values()) % 3]
         if choose.random() < 0.8:  # else wherever the launcher is
             eventually(lambda running=process: workers_of(folder) or running.poll() is not None)  # type: ignore[misc]
-        time.sleep(choose.uniform(0, 4))
+        time.sleep(choose.uniform(0, 2))
         victims = [] if what == "launcher" else workers_of(folder)
         if what != "workers":
             victims.append(process.pid)
@@ -301,11 +301,21 @@ def test_a_launcher_that_ends_stops_its_runs_at_a_checkpoint_and_the_same_comman
 ) -> None:
     folder, killed = sweep.parent / "sweep", number == signal.SIGKILL
     process = launcher(sweep)
-    run = begun(folder)[0]
-    eventually(lambda: (read_status(folder / run.id).get("iter") or 0) > 0)
-    workers = workers_of(folder)
-    for pid in workers:
-        os.kill(pid, signal.SIGSTOP)  # so that the run is not over before they are told
+    plan = begun(folder)
+
+    def held() -> list[int]:
+        """The workers, stopped, once a run is past a checkpoint and has half of its iterations before it."""
+        workers = workers_of(folder)
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+        found = [read_status(folder / run.id) for run in plan]
+        if any(one.get("state") == "running" and 0 < (one.get("iter") or 0) <= 30 for one in found):
+            return workers
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
+        return []
+
+    workers = eventually(held)
     process.send_signal(number)
     if killed:
         process.wait()
@@ -315,7 +325,7 @@ def test_a_launcher_that_ends_stops_its_runs_at_a_checkpoint_and_the_same_comman
     output = output_of(process, -number if killed else 128 + number)
     assert killed or (f"stopped by {number.name}" in output and "the same command goes on" in output)
     eventually(lambda: workers_of(folder) == [], 60 * killed)
-    states = {state_of(folder, run).state for run in read_plan(folder)}
+    states = {state_of(folder, run).state for run in plan}
     assert "stopped" in states and "running" not in states
     assert "8 done" in launched(sweep)
     assert_same_sweep(undisturbed.parent / "sweep", folder)

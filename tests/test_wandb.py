@@ -317,6 +317,7 @@ def kill_with_wandb(command: list[str], begun: Callable[[], bool]) -> None:
         service = [row.split()[0] for row in listed.splitlines() if f"--pid {pid}" in row]
         for number in (str(process.pid), pid, *service):
             os.kill(int(number), signal.SIGKILL)
+        eventually(lambda: not any(Path(f"/proc/{number}/exe").exists() for number in (pid, *service)))
 
 
 def sync(run_dir: Path) -> None:
@@ -327,11 +328,20 @@ def sync(run_dir: Path) -> None:
     assert done.returncode == 0
 
 
-def test_offline_recordings_of_a_run_that_was_killed_hold_each_line_once(tmp_path: Path, server: Server) -> None:
+@pytest.mark.parametrize("damage", ["ends within a record", "has a hole"])
+def test_offline_recordings_of_a_run_that_was_killed_hold_each_line_once(
+    damage: str, tmp_path: Path, server: Server
+) -> None:
     run = tmp_path / "run"
     kill_with_wandb(trainer(run, "offline", pause=0.02), lambda: recorded(run) > 0)
     (recording,) = (run / "wandb").glob("offline-run-*/*.wandb")
-    os.truncate(recording, recording.stat().st_size - 3)  # it may end within a record, and `wandb sync` with it
+    size = recording.stat().st_size
+    if damage == "has a hole":
+        with open(recording, "r+b") as file:
+            file.seek(size - 3000)
+            file.write(bytes(3))
+    else:
+        os.truncate(recording, size - 3)
     assert finished(run, "offline", end="killed").returncode == -signal.SIGKILL  # it begins at 0 again
     assert finished(run, "offline").returncode == 0  # waits for the W&B process of the one before
     lines = [[line["iter"] for line in history(records)] for records in inspect(run)]
