@@ -82,16 +82,16 @@ def save(
             discard(final)
         os.rename(temporary, final)
         sync(folder)
-        point(folder, "latest", step)
+        link(folder, "latest", step)
         if best:
-            point(folder, "best", step)
+            link(folder, "best", step)
     finally:
         tidy(folder)
     prune(folder, step, keep_step)
     return final
 
 
-def point(folder: Path, name: str, step: int) -> None:
+def link(folder: Path, name: str, step: int) -> None:
     """Point the symlink `folder/name` at the checkpoint of `step`, atomically. Raises: FileNotFoundError."""
     target = folder / f"step_{step:06d}"
     target.stat()

@@ -39,7 +39,7 @@ class Metrics:
         self._digest.update(line)
 
     def sha256(self, before: float = math.inf) -> str:
-        """Of the lines before an iteration: of all, or of all but the last one."""
+        """Of the lines before iteration `before`, from which on there is at most the last line."""
         return (self._digest if self._last < before else self._without_last).hexdigest()
 
     def write(self, line: dict[str, Any]) -> None:
@@ -117,14 +117,13 @@ def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, le
 
     None while no loss has `least` others before it.
     """
-    counted = spikes = 0
-    for i in range(least, len(losses)):
-        past = losses[max(0, i - window) : i]
-        mean = sum(past) / len(past)
-        std = (sum((x - mean) ** 2 for x in past) / len(past)) ** 0.5
-        counted += 1
-        spikes += abs(losses[i] - mean) >= sigmas * std > 0
-    return 100 * spikes / counted if counted else None
+    import numpy as np
+
+    values, spikes = np.array(losses), []
+    for i in range(least, len(values)):
+        past = values[max(0, i - window) : i]
+        spikes.append(abs(values[i] - past.mean()) >= sigmas * past.std() > 0)
+    return 100 * float(np.mean(spikes)) if spikes else None
 
 
 def line_at(path: Path, step: int) -> dict[str, Any]:

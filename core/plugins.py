@@ -1,4 +1,4 @@
-"""Plugins: modules of one's own that register a QK norm or an attention layout, as in plugins=[my_norm].
+"""Plugins: modules of one's own that register variants of the model's groups, as in plugins=[my_norm].
 
 A plugin is found by its name in the current folder or on Python's path. Nothing is imported from a run directory.
 """

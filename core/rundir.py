@@ -154,16 +154,16 @@ class RunDir:
 
         if step is not None:
             with suppress(FileNotFoundError):
-                checkpoint.point(self.path / "ckpt", "best", step)
+                checkpoint.link(self.path / "ckpt", "best", step)
 
     def plot(self) -> None:
         """Draw metrics.jsonl's losses into curve.png."""
         plot(self._metrics.path, self.path / "curve.png", self.path.name)
 
     def finish(self, summary: dict[str, Any] | None = None) -> None:
-        """Write summary.json and end W&B, whose run counts as failed unless summary["status"] is "done".
+        """Write summary.json and end W&B's run: as failed unless summary["status"] is "done".
 
-        No summary: the run will be resumed, and no summary.json is written.
+        No summary: the run will be resumed. No summary.json is written, and W&B's run counts as killed.
         """
         self._metrics.sync()
         if summary is not None:

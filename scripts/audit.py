@@ -53,7 +53,7 @@ MODES = ("evaluation", "training")
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
 LEAK_CONTEXT = 512  # positions at most, for future leakage
-SIGMAS, LEAST = 5, 0.01  # a loss is caught this far below the floor: standard errors, and nats
+SIGMAS, FLOOR_TOLERANCE = 5, 0.01  # a loss is caught this far below the floor: standard errors, and nats
 ACCUMULATION_TOLERANCE = 1e-3  # relative difference that round-off explains
 SEED = 20251028  # of the random tokens: not the seed that a run with data=random is trained on
 
@@ -306,7 +306,7 @@ def against_floor(losses: Sequence[float], tokens: int, vocab_size: int) -> dict
     error, floor = stdev(losses) / math.sqrt(len(losses)), math.log(vocab_size)
     return {
         "loss": fmean(losses), "standard_error": error, "tokens": tokens, "vocab_size": vocab_size, "floor": floor,
-        "threshold": floor - max(SIGMAS * error, LEAST),
+        "threshold": floor - max(SIGMAS * error, FLOOR_TOLERANCE),
     }  # fmt: skip
 
 

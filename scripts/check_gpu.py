@@ -51,7 +51,7 @@ PARTS = {  # name of a part and its function -> module
     "paper": "scripts.benchmarks.gpu_paper",
     **dict.fromkeys(("profile", "turns", "norms", "decode", "sweep"), SPEED),
 }
-Result = dict[str, Any]  # of a part: state (passed, failed, skipped), reason, seconds, about, rows
+Result = dict[str, Any]  # of a part: state (passed, failed, skipped, refused), reason, seconds, about, rows
 
 
 # -----------------------------------------------------------------------------

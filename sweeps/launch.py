@@ -141,9 +141,10 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
         left = 0 if state.state in FINAL else run_seconds * (1 - (state.iter or 0) / run.config.max_iters)
         seconds, size = seconds + left, size + run_bytes
         print(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.points)}")
+    at_once = max(1, min(launcher.workers, sum(state.state not in FINAL for state in states.values())))
     print(
         f"{len(runs)} runs ({tally(states.values())}) in {sweep_dir}: about "
-        f"{tqdm.format_interval(seconds / launcher.workers / asked.launcher.ranks)} on "
+        f"{tqdm.format_interval(seconds / at_once / asked.launcher.ranks)} on "
         f"{workers(asked, launcher)}, {size / 2**30:.1f} GiB of disk"
     )
 

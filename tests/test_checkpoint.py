@@ -19,7 +19,7 @@ from conftest import ROOT, flip
 from torch import Tensor
 
 from core import checkpoint
-from core.checkpoint import CorruptCheckpoint, load, load_latest, point, resolve, save
+from core.checkpoint import CorruptCheckpoint, link, load, load_latest, resolve, save
 from core.schema import ConfigError
 
 
@@ -206,7 +206,7 @@ def test_no_valid_checkpoint_is_an_error_and_no_checkpoint_is_none(tmp_path: Pat
 
 def test_the_newest_counts_whatever_the_symlink_says(tmp_path: Path) -> None:
     save_steps(tmp_path, 999_999, 1_000_000)
-    point(tmp_path, "latest", 999_999)
+    link(tmp_path, "latest", 999_999)
     assert latest_step(tmp_path) == 1_000_000
 
 
@@ -254,9 +254,9 @@ def test_resolve_finds_a_checkpoint_or_names_those_there_are(tmp_path: Path) -> 
 
 def test_point_moves_a_link_and_refuses_what_is_not_there(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20, best=10)
-    point(tmp_path, "best", 20)
+    link(tmp_path, "best", 20)
     with pytest.raises(FileNotFoundError, match="step_000030"):
-        point(tmp_path, "best", 30)
+        link(tmp_path, "best", 30)
     assert os.readlink(tmp_path / "best") == "step_000020"
 
 

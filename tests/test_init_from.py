@@ -42,7 +42,7 @@ def sha256(folder: Path) -> str:
 
 @pytest.mark.parametrize("place", ["", "ckpt/latest", "ckpt/best"])
 def test_the_first_validation_loss_is_the_origins(place: str, origin: Path, corpus: Path, tmp_path: Path) -> None:
-    checkpoint.point(origin / "ckpt", "best", 5)  # as if iteration 5 were the lowest
+    checkpoint.link(origin / "ckpt", "best", 5)  # as if iteration 5 were the lowest
     named = origin / "ckpt" / (place.removeprefix("ckpt/") or "best")
     assert train.run(configured(corpus, tmp_path / "new", init_from=str(origin / place), **OTHER)) == 0
     loss = next(line["val/loss"] for line in lines(origin) if line["iter"] == checkpoint.load(named).step)
@@ -81,7 +81,7 @@ def test_other_weights_are_another_run(origin: Path, corpus: Path, tmp_path: Pat
             ConfigError, match=r"init_from \(SHA-256 of its weights\) [0-9a-f]{64} -> (unset|[0-9a-f]{64});"
         ):
             train.run(configured(corpus, run, init_from=path))
-    checkpoint.point(origin / "ckpt", "latest", 5)
+    checkpoint.link(origin / "ckpt", "latest", 5)
     shutil.rmtree(origin / "ckpt" / "step_000006")
     assert with_init_sha256(replace(planned, init_sha256=None)).run_dir != planned.run_dir
     with pytest.raises(ConfigError, match=r"latest has changed: its SHA-256 is .*, not init_sha256="):

@@ -150,7 +150,7 @@ def made(tmp_path: Path) -> Made:
 def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
     sweep = sweep_of(made.path)
     (family,) = compared_families(sweep)
-    loss = family.metrics[0]
+    loss = family.comparisons[0]
     assert [(c.a, c.b) for c in loss] == [("a/p=3", "a/p=2"), ("a/p=4", "a/p=2")]
     expected = [stats.ttest_rel(LOSSES[p], LOSSES[2]) for p in (3, 4)]
     assert [c.p["t"] for c in loss] == pytest.approx([t.pvalue for t in expected])
@@ -168,9 +168,9 @@ def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
 def test_times_and_iterations_are_compared_too(made: Made) -> None:
     sweep = sweep_of(made.path)
     (family,) = compared_families(sweep)
-    iterations = rows_of(comparison_table(sweep, family.metrics[1], METRICS[1]))
+    iterations = rows_of(comparison_table(sweep, family.comparisons[1], METRICS[1]))
     assert [row["verdict on A"] for row in iterations] == ["identical", "identical"]
-    seconds = rows_of(comparison_table(sweep, family.metrics[2], METRICS[2]))
+    seconds = rows_of(comparison_table(sweep, family.comparisons[2], METRICS[2]))
     assert seconds[1]["mean of A − B"] == "+2.00" and seconds[1]["% of B"] == "+1.92"  # of 104 s
     rows = rows_of(part_table(sweep, sweep.parts["a"]))  # the paper's numbers, beside ours
     assert [row["paper, at its own scale"] for row in rows] == ["1.40506", "1.36454", "–"]
@@ -187,11 +187,11 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
     sweep = sweep_of(made.path)
     row = rows_of(part_table(sweep, ["a/p=2"]))[0]
     assert row["parameters"] == "4,242" and float(row["mean of last training loss"]) > 1
-    names = [f"{metric.key} {metric.of}" for metric in sweep.metrics[3:]]
+    names = [f"{metric.key} {metric.reduction}" for metric in sweep.metrics[3:]]
     assert names == [
         "train/loss last", "train/loss roughness", "parameters None", "eval/cloze/acc None", "val/loss last"
     ]  # fmt: skip
-    _, roughness, parameters, accuracy_of, loss = (of[0].values for of in compared_families(sweep)[0].metrics[3:])
+    _, roughness, parameters, accuracy_of, loss = (of[0].values for of in compared_families(sweep)[0].comparisons[3:])
     assert loss[1, 5] == (1.6, 1.6) and parameters[1, 0] == (4242, 4242) and accuracy_of == {(1, 5): (0.75, 0.5)}
     # train/loss is 1.9, 3.0, 1.8, 1.7, 1.6, 1.5
     assert roughness[1, 5][0] == pytest.approx((1.15 + 0.55 + 0 + 0) / 4)
@@ -390,7 +390,7 @@ def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
     assert {run: statuses[run] for run in reasons} == reasons
     diverged = next(row for row in csv_of(sweep) if row["id"] == "a-p=3-fold5-s1")
     assert (diverged["val/loss_min"], diverged["iter"]) == ("3.0", "10")
-    loss = compared_families(sweep)[0].metrics[0]
+    loss = compared_families(sweep)[0].comparisons[0]
     assert [f"{len(c.differences)} of {c.planned}" for c in loss] == ["5 of 7", "5 of 6"]
 
 
@@ -424,7 +424,7 @@ def test_pairs_are_matched_by_seed_and_fold(tmp_path: Path) -> None:
     made.run("p=2", 2, falling(9.0), seed=2)  # fold 2 of another seed is no partner
     for p, seed in ((2, 3), (3, 3)):
         made.run(f"p={p}", None, falling(1.5 - p / 10), seed=seed)  # seeds pair where there are no folds
-    ((comparison,), *_) = compared_families(sweep_of(made.path))[0].metrics
+    ((comparison,), *_) = compared_families(sweep_of(made.path))[0].comparisons
     differences = {(1, 4): -0.14, (1, 1): -0.11, (1, 0): -0.1, (3, None): -0.1}
     assert comparison.differences == pytest.approx(differences) and comparison.planned == 4
 
@@ -436,7 +436,7 @@ def test_a_sweep_with_fewer_than_two_pairs_says_so(tmp_path: Path) -> None:
     made.run("p=3", None, falling(1.4))
     made.plan("p=4", 1, None)
     sweep = sweep_of(made.path)
-    rows = rows_of(comparison_table(sweep, compared_families(sweep)[0].metrics[0], METRICS[0]))
+    rows = rows_of(comparison_table(sweep, compared_families(sweep)[0].comparisons[0], METRICS[0]))
     assert [row["verdict on A"] for row in rows] == [
         "fewer than 2 complete pairs: no test", "no such pair in the plan", "fewer than 2 complete pairs: no test",
     ]  # fmt: skip

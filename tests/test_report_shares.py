@@ -140,8 +140,8 @@ def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:
         made.run("p=3", fold, falling(1.5, 30 if fold else 20))
     sweep = sweep_of(made.path)
     ((family,), text) = compared_families(sweep), text_of(sweep)
-    assert [metric.key for metric in family.of] == ["iter_of_min"]
-    assert [*family.metrics[0][0].differences.values()] == [-20, -10, -10, -10, -10]
+    assert [metric.key for metric in family.metrics] == ["iter_of_min"]
+    assert [*family.comparisons[0][0].differences.values()] == [-20, -10, -10, -10, -10]
     assert "earlier: p=3 −12.0 (−18.9 to −5.1); the claim that they are earlier is reproduced in 1." in text
     assert "difference_where" not in text and "### Iteration of the lowest" in text and "### Lowest" not in text
 

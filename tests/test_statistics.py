@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from scripts.reporting.runs import Replicate
-from scripts.reporting.statistics import Comparison, Point, adjust, holm, interval, judge, mean_curve, n_needed
+from scripts.reporting.statistics import Comparison, Estimate, adjust, holm, interval, judge, mean_curve, n_needed
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
 DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -26,11 +26,11 @@ def test_p_values_and_intervals_are_students_and_scipys() -> None:
     samples = [(rng.normal(0, 1, n).tolist(), rng.normal(0.3, 1, n).tolist()) for n in (2, 3, 10, 40)]
     for a, b in [*samples, (DRUG_1, DRUG_2)]:
         c, t = paired(a, b), stats.ttest_rel(a, b)
-        assert c.p == pytest.approx({"t": t.pvalue, "Wilcoxon": stats.wilcoxon(a, b).pvalue}) and c.point is not None
-        assert [c.point.low, c.point.high] == pytest.approx(list(t.confidence_interval()))
+        assert c.p == pytest.approx({"t": t.pvalue, "Wilcoxon": stats.wilcoxon(a, b).pvalue}) and c.estimate is not None
+        assert [c.estimate.low, c.estimate.high] == pytest.approx(list(t.confidence_interval()))
     drugs = paired(DRUG_1, DRUG_2)
-    assert drugs.point is not None and drugs.point.n == 10
-    assert astuple(drugs.point)[:3] == pytest.approx((-1.58, -2.4598858, -0.7001142))
+    assert drugs.estimate is not None and drugs.estimate.n == 10
+    assert astuple(drugs.estimate)[:3] == pytest.approx((-1.58, -2.4598858, -0.7001142))
     assert drugs.p["t"] == pytest.approx(0.002833, abs=5e-7)
     exact = paired([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 0]).p
     assert exact["Wilcoxon"] == pytest.approx(2 / 2**6)  # Wilcoxon's of few folds, all of one sign
@@ -85,7 +85,7 @@ def test_pairs_needed_are_those_of_power_tables(effect: float, n: int) -> None:
 
 def test_a_mean_curve_has_the_iterations_that_all_runs_have() -> None:
     curve = mean_curve([{0: 4.0, 100: 2.0, 200: 1.0}, {0: 4.0, 50: 3.0, 200: 2.0}])
-    assert {i: point.mean for i, point in curve.items()} == {0: 4.0, 200: 1.5}
+    assert {i: estimate.mean for i, estimate in curve.items()} == {0: 4.0, 200: 1.5}
     assert curve[200] == interval([1.0, 2.0]) and mean_curve([]) == {}
 
 
@@ -107,10 +107,10 @@ def test_a_claim_is_judged_by_its_interval(
     ends: tuple[float | None, float | None], size: float | None, least: float | None, verdict: str
 ) -> None:
     low, high = ends
-    assert judge(Point(0.0, low, high, 5), "lower", size, least) == verdict
+    assert judge(Estimate(0.0, low, high, 5), "lower", size, least) == verdict
     assert judge(None, "lower", size, least) == "not tested"
     if verdict in ("reproduced", "smaller"):  # what Holm's correction does not bear out
-        assert judge(Point(0.0, low, high, 5), "lower", p=0.06) == "no power"
-        assert judge(Point(0.0, low, high, 5), "lower", size, least, p=0.04) == verdict
-    mirrored = Point(0.0, None if high is None else -high, None if low is None else -low, 5)
+        assert judge(Estimate(0.0, low, high, 5), "lower", p=0.06) == "no power"
+        assert judge(Estimate(0.0, low, high, 5), "lower", size, least, p=0.04) == verdict
+    mirrored = Estimate(0.0, None if high is None else -high, None if low is None else -low, 5)
     assert judge(mirrored, "higher", size, least) == verdict

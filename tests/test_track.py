@@ -105,7 +105,7 @@ def test_a_verdict_is_holms_and_its_interval_excludes_zero_with_it(tmp_path: Pat
     for name, level in (("none", 0.025), ("sink", 0.05)):
         half = stats.t.isf(level / 2, 7) * stdev(differences[name]) / math.sqrt(8)
         wide, against = found[name].wide, found[name].against
-        assert wide is not None and against is not None and against.point is not None
+        assert wide is not None and against is not None and against.estimate is not None
         assert wide.low == pytest.approx(OFFSET[name] - half) and wide.high == pytest.approx(OFFSET[name] + half)
         assert against.p["t"] == pytest.approx(p[name])
     assert found["none"].stable == 0.008 and found["rms"].logit == 17.0

@@ -389,7 +389,7 @@ REFUSED = [
         {"model": ROPE, "attention": {"name": "mla", "qk_norm_layout": "unified"}, "qk_norm": {"name": "rms_whole"}},
         "qk_norm=rms_whole needs attention.qk_norm_layout=blockwise: its gains differ between heads",
     ),
-    ({"weights": {"name": "sigma_reparam"}, "qk_clip": {"name": "clip"}}, "qk_clip=clip needs weights=none or quack"),
+    ({"weights": {"name": "sigma_reparam"}, "qk_clip": {"name": "clip"}}, "qk_clip=clip does not go with weights="),
     ({"logits": {"name": "softcap"}, "fault": {"name": "no_mask"}}, "fault=no_mask needs no logits=: it replaces"),
     ({"softmax": {"name": "sink", "logit": math.inf}}, "softmax.logit=inf must be a finite number or learned"),
     ({"logits": {"name": "softcap", "cap": 0.0}}, "logits.cap=0.0 must be a finite number > 0"),

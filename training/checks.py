@@ -34,7 +34,7 @@ def first_not_finite(session: Session, step: int) -> str:
     found: list[str] = []
 
     def look(what: str, n_head: int, x: Any) -> None:
-        """x (B, T, C), or (B, nh, T, hs) where n_head is 0."""
+        """x (B, T, C), its channels those of n_head heads if n_head > 0, or (B, nh, T, hs)."""
         if not found and isinstance(x, Tensor) and not x.isfinite().all():
             heads = x.transpose(1, 2) if x.dim() == 4 else x.unflatten(-1, (n_head or 1, -1))
             bad = (~heads.isfinite()).any(-1).flatten(0, 1).any(0).nonzero().flatten().tolist()

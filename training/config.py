@@ -253,7 +253,8 @@ Device = Annotated[
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 where there is hardware for it")]
 
 
-# `device`, `compile` and `threads` are free, but a run that changes them is not equal bit for bit from there on.
+# `device`, `compile`, `threads` and `deterministic` are free, but a run that changes them is not equal bit for bit from
+# there on.
 # `dtype` is free, but what `auto` stands for may not change: check_resumable() checks that.
 @options
 class TrainConfig:
@@ -301,7 +302,7 @@ class TrainConfig:
     dry_run: Annotated[bool, FREE, Help("print what the run would be and cost; write nothing")] = False
     eval_only: Annotated[bool, FREE, Help("evaluate the latest checkpoint, then stop")] = False
     plugins: Annotated[
-        tuple[str, ...], FREE, Loads(load_plugins), Help("modules that register a variant or a layout, as [my_norm]")
+        tuple[str, ...], FREE, Loads(load_plugins), Help("modules that register variants of a group, as [my_norm]")
     ] = ()
     fresh: Annotated[bool, FREE, Help("move an older run in the same directory aside and start anew")] = False
     model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
@@ -398,7 +399,7 @@ class TrainConfig:
         )
         require(
             not isinstance(self.qk_clip, QKClipOptions) or self.weights.name != "sigma_reparam",
-            "qk_clip=clip needs weights=none or quack: sigma_reparam sets the scale of the weights",
+            "qk_clip=clip does not go with weights=sigma_reparam, which sets the scale of the weights",
         )
         for group in {"logits", "softmax"} & self.gpt.variants.keys():
             allowed = self.fault.name != "no_mask"

@@ -16,7 +16,7 @@ from training.session import Batch, Machine, Session
 
 EVAL_TOKENS = {"cpu": 2**11, "cuda": 2**14, "mps": 2**14}  # that go through the model together; see CPU_TOKENS
 SAMPLED_CHARACTERS = 200
-SAMPLED_SHARE = 0.02  # of a run's time, at most
+SAMPLED_SHARE = 0.02  # of this process's time
 DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head
 
 

@@ -1,6 +1,6 @@
 """Known bugs that report a loss that is too good to be true: fault=NAME, for sweep=gqa_audit and to test the checks.
 
-Each changes one model or one Batches object. A run without a fault calls nothing here.
+Each changes one model or one Batches object; fault=none changes nothing.
 """
 
 import types

@@ -24,7 +24,7 @@ from model.gpt import GPT
 from model.kernels import operators
 from training import faults
 from training.config import TrainConfig
-from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, optimizer_tensors
+from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) each
 
@@ -179,9 +179,10 @@ def model_without_weights(config: TrainConfig, data: Data) -> GPT:
 
 
 def refuse_too_large(config: TrainConfig, meta_model: GPT, machine: Machine) -> None:
-    """Raise ConfigError where weights, gradients, AdamW's moments and the token ids of a batch exceed the memory."""
+    """Raise ConfigError where weights, gradients, the optimizer's state and a batch's token ids exceed the memory."""
     n, n_tokens = meta_model.num_params(), config.batch_size * config.model.block_size
-    needed, memory = 16 * n + 16 * n_tokens, total_memory(machine.device)  # inputs and targets are int64
+    needed = 8 * n + optimizer_bytes(meta_model, config) + 16 * n_tokens  # inputs and targets are int64
+    memory = total_memory(machine.device)
     require(
         needed <= memory,
         f"model.name={config.model.name} with {n:,} parameters and batch_size={config.batch_size} windows of "

@@ -13,7 +13,7 @@ import altair as alt
 import vl_convert
 
 from scripts.reporting.runs import Curve, Replicate, replicate_name
-from scripts.reporting.statistics import Comparison, Point, mean_curve
+from scripts.reporting.statistics import Comparison, Estimate, mean_curve
 
 VEGA_LITE = "6.4"  # the version that Altair writes
 LOSS = "validation loss (nats per token)"
@@ -40,7 +40,7 @@ class Style:
 class Series:
     """The runs of one setting. `curves` are those of runs that are done; only these set the mean and the axes.
 
-    points: iteration -> the point to draw, where it is not the mean of curves.
+    estimates: iteration -> what to draw, where it is not the mean of curves.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Series:
     curves: Mapping[Replicate, Curve]
     diverged: Mapping[Replicate, Curve] = field(default_factory=dict)
     seconds: Sequence[float] = ()
-    points: Mapping[int, Point] = field(default_factory=dict)
+    estimates: Mapping[int, Estimate] = field(default_factory=dict)
 
     @property
-    def mean(self) -> Mapping[int, Point]:
-        return self.points or mean_curve(self.curves.values())
+    def mean(self) -> Mapping[int, Estimate]:
+        return self.estimates or mean_curve(self.curves.values())
 
 
 @dataclass(frozen=True)
@@ -264,10 +264,10 @@ def curve_rows(series: Sequence[Series]) -> list[Row]:
     return rows
 
 
-def ends(point: Point) -> Row:
+def row_of(estimate: Estimate) -> Row:
     """value, low, high, n: of a row of final_chart(). A single value has a bar of no length."""
-    low, high = (point.mean if end is None else end for end in (point.low, point.high))
-    return {"value": point.mean, "low": low, "high": high, "n": point.n}
+    low, high = (estimate.mean if end is None else end for end in (estimate.low, estimate.high))
+    return {"value": estimate.mean, "low": low, "high": high, "n": estimate.n}
 
 
 def encoded(

@@ -87,8 +87,8 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
         if family.asked.metric is not None:
             continue
         figures = found[family.name]
-        if any(c.differences for c in family.metrics[0]):
-            chart = charts.difference_chart(family.metrics[0])
+        if any(c.differences for c in family.comparisons[0]):
+            chart = charts.difference_chart(family.comparisons[0])
             figures.append(Figure(f"difference{suffix(family.name)}", family.heading, chart, DIFFERENCE))
         if worth_drawing(series := along(sweep, family)):
             baseline = family.asked.baseline
@@ -99,7 +99,7 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
             figures.append(figure)
         if left := shares(sweep, families, family):
             look = charts.styles({"": {name: name for name in left}})
-            series = [Series(name, look[name], {}, points=of) for name, of in left.items()]
+            series = [Series(name, look[name], {}, estimates=of) for name, of in left.items()]
             chart = charts.share_chart(series, family.asked.share_of or "")
             figures.append(Figure(f"share{suffix(family.name)}", family.heading, chart, SHARE))
     return found
@@ -107,7 +107,7 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
 
 def along(sweep: Sweep, family: Family) -> list[Series]:
     """A − B in validation loss at the evaluations that both runs of a pair have."""
-    pairs = {f"{c.a} {c.b}": c for c in family.metrics[0]}
+    pairs = {f"{c.a} {c.b}": c for c in family.comparisons[0]}
     whole = {c.b for c in pairs.values()} == {family.asked.baseline}
     names = {pair: sweep.label(c.a) if whole else f"{c.a} − {c.b}" for pair, c in pairs.items()}
     look = charts.styles({"": names})
@@ -117,7 +117,7 @@ def along(sweep: Sweep, family: Family) -> list[Series]:
 
 def range_figure(sweep: Sweep, family: Family) -> Figure | None:
     """The final losses of a family's settings over its `x`; a line for what is left of a name without its x."""
-    settings = dict.fromkeys(s for c in family.metrics[0] for s in (c.b, c.a))
+    settings = dict.fromkeys(s for c in family.comparisons[0] for s in (c.b, c.a))
     losses: dict[str, dict[Replicate, float]] = {}
     places: dict[str, tuple[str, float]] = {}  # setting -> its line, x
     for setting in settings:
@@ -133,7 +133,7 @@ def range_figure(sweep: Sweep, family: Family) -> Figure | None:
         return None
     look = charts.styles({"": {line: line for line, _ in places.values()}})
     series = [Series(line, look[line], {}) for line in look]
-    rows = [{"setting": line, "x": x, **charts.ends(points[setting])} for setting, (line, x) in places.items()]
+    rows = [{"setting": line, "x": x, **charts.row_of(points[setting])} for setting, (line, x) in places.items()]
     chart = charts.final_chart(rows, series, family.asked.x or "")
     return Figure(f"final{suffix(family.name)}", family.heading, chart, FINAL.format(n=rows[0]["n"]))
 

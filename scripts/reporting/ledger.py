@@ -12,18 +12,18 @@ from typing import Annotated, Any, Literal
 
 from core.cli import CONFIG_DIR, parse_yaml
 from core.files import ROOT
-from core.schema import NOT_EMPTY, POSITIVE, build, options, require, show, validate
+from core.schema import NOT_EMPTY, POSITIVE, options, require, settings_of, show
 from scripts.reporting.runs import Curve, Replicate, Sweep
 from scripts.reporting.statistics import (
+    Estimate,
     Family,
-    Point,
-    by_rate,
     compared_families,
     highest_stable,
     holm,
     interval,
     judge,
     paired_p,
+    runs_by_rate,
     test_over_train,
 )
 from scripts.reporting.stored import read_stored
@@ -82,7 +82,7 @@ class Found:
     p_in_study: by Holm over the study's own comparison, where it compares these two settings.
     """
 
-    point: Point
+    estimate: Estimate
     p: float | None
     scale: str
     p_in_study: float | None = None
@@ -97,9 +97,8 @@ def ledger(file: Path = RESULTS / "ledger.yaml") -> str:
 def table(given: Sequence[dict[str, Any]]) -> Table:
     lines = []
     for one in given:
-        row = build(Row, one, f"{one.get('claim')}: ")
-        validate(row, f"{row.claim}: ")
-        parts = [build(Part, part, f"{row.claim}: ") for part in row.parts]
+        row = settings_of(Row, one, f"{one.get('claim')}: ")
+        parts = [settings_of(Part, part, f"{row.claim}: ") for part in row.parts]
         ready = [part for part in parts if not (part.waits and missing(part))]
         if (ready or not parts) and not (row.until and is_stored(row.until)):
             lines.append([row.claim, *(cell.replace("; ", "<br>") for cell in cells(row, ready))])
@@ -119,7 +118,7 @@ def is_stored(study: str) -> bool:
 def cells(row: Row, parts: Sequence[Part]) -> list[str]:
     """All but the claim's. A cell of several numbers has one a line."""
     found = [measured(part) for part in parts]
-    ours = [f"{part.label} {written(part, one.point)}".strip() for part, one in zip(parts, found, strict=True)]
+    ours = [f"{part.label} {written(part, one.estimate)}".strip() for part, one in zip(parts, found, strict=True)]
     scales = dict.fromkeys(one.scale for one in found)
     link = f"[{Path(row.figure).stem}]({row.figure})" if row.figure else "–"
     said = "; ".join([*ours, *filter(None, [row.says])]) or "–"
@@ -133,25 +132,29 @@ def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
     words: list[str] = []
     for one, p in zip(found, holm([one.p for one in found]), strict=True):
         if row.limit is not None:
-            words.append(against_limit(one.point, row.limit))
+            words.append(against_limit(one.estimate, row.limit))
             continue
         assert row.direction is not None
-        words.append(judge(one.point, row.direction, row.size, row.least, max(p or 0.0, one.p_in_study or 0.0)))
+        words.append(judge(one.estimate, row.direction, row.size, row.least, max(p or 0.0, one.p_in_study or 0.0)))
     if len(set(words)) == 1:
         return words[0]
     return "; ".join(f"{part.label} {word}" for part, word in zip(parts, words, strict=True))
 
 
-def against_limit(point: Point, limit: float) -> str:
-    if point.low is None or point.high is None:
+def against_limit(estimate: Estimate, limit: float) -> str:
+    if estimate.low is None or estimate.high is None:
         return "not tested"
-    return "reproduced" if point.high < limit else "excluded" if point.low > limit else "no power"
+    return "reproduced" if estimate.high < limit else "excluded" if estimate.low > limit else "no power"
 
 
-def written(part: Part, point: Point) -> str:
+def written(part: Part, estimate: Estimate) -> str:
     sign = "" if [*part.weights.values()] == [1] else "+"
-    spec = f"{sign}.2%" if part.file else f"{sign}.{1 if abs(point.mean) >= 10 else 2 if abs(point.mean) >= 1 else 4}f"
-    return mean_and_ends(point, spec)
+    spec = (
+        f"{sign}.2%"
+        if part.file
+        else f"{sign}.{1 if abs(estimate.mean) >= 10 else 2 if abs(estimate.mean) >= 1 else 4}f"
+    )
+    return mean_and_ends(estimate, spec)
 
 
 # -----------------------------------------------------------------------------
@@ -164,8 +167,8 @@ def measured(part: Part) -> Found:
     sweep = stored(part.study)
     if part.metric == STABLE:
         values = {variant: stable_rates(sweep, variant) for variant in part.weights}
-        points = [point for variant in part.weights for point in by_rate(sweep)[variant].values()]
-        runs = [run for point in points for run in sweep.done(point)]
+        by_rate = [runs for variant in part.weights for runs in runs_by_rate(sweep)[variant].values()]
+        runs = [run for of_rate in by_rate for run in of_rate if run.done]
     else:
         values = {setting: values_of(sweep, setting, part.metric) for setting in part.weights}
         runs = [run for setting in part.weights for run in sweep.done(setting)]
@@ -174,12 +177,12 @@ def measured(part: Part) -> Found:
     require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
     sums = [sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common]
     shared = shared if len(part.weights) > 1 else 0.0
-    point = interval(sums, shared)
+    estimate = interval(sums, shared)
     seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
     kind = "seeds" if folds == 1 else "folds" if seeds == 1 else "pairs of folds and seeds"
     first = runs[0]
     size = f"{first.summary['parameters'] / 1e6:.1f}M, {first.config['max_iters']:,} iterations"
-    return Found(point, paired_p(sums, shared), f"{point.n} {kind}, {size}", p_in_study(sweep, part))
+    return Found(estimate, paired_p(sums, shared), f"{estimate.n} {kind}, {size}", p_in_study(sweep, part))
 
 
 @functools.cache
@@ -214,10 +217,11 @@ def growth(curve: Curve, first: int, last: int) -> float | None:
 
 def stable_rates(sweep: Sweep, variant: str) -> dict[Replicate, float]:
     """The highest stable learning rate of each seed and fold, as a power of two."""
-    points = by_rate(sweep)[variant]
+    of = runs_by_rate(sweep)[variant]
     found = {}
-    for replicate in sweep.of(next(iter(points.values()))):
-        rate, _ = highest_stable({rate: [sweep.of(point)[replicate]] for rate, point in points.items()})
+    for replicate in (run.replicate for run in next(iter(of.values()))):
+        alone = {rate: [run for run in runs if run.replicate == replicate] for rate, runs in of.items()}
+        rate, _ = highest_stable(alone)
         require(rate is not None, f"{sweep.name} has no stable rate of {variant}")
         found[replicate] = math.log2(rate or 1)
     return found
@@ -227,7 +231,7 @@ def p_in_study(sweep: Sweep, part: Part) -> float | None:
     """The largest p, by Holm, of the comparisons of these two settings and this metric in the study's report."""
     found = []
     for family in families_of(part.study):
-        for metric, comparisons in zip(family.of, family.metrics, strict=True):
+        for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):
             if metric.column == part.metric:
                 found += [c.adjusted[c.decides] for c in comparisons if {c.a: 1, c.b: -1} == part.weights]
     return max((p for p in found if p is not None), default=None)
@@ -240,4 +244,4 @@ def from_json(part: Part) -> Found:
         content = content[int(key) if isinstance(content, list) else key]
     require(isinstance(content, Mapping), f"{part.file}: {show(part.key)} is no group with a median")
     low, high = (content[key] - 1 if key in content else None for key in ("low", "high"))
-    return Found(Point(content["median"] - 1, low, high, 0), None, "")
+    return Found(Estimate(content["median"] - 1, low, high, 0), None, "")

@@ -23,7 +23,7 @@ from scripts.reporting.tables import Table
 TEMPLATE = Path(__file__).with_name("page.html")
 NOTES = Path(__file__).with_name("notes.md")
 HINT = "In a chart: click a name to hide or show a setting; hover for values; drag and scroll to move and zoom."
-LONG = 20  # rows: the page shows a table of more runs only when it is asked to
+LONG = 20  # rows: the page folds a longer table without a title
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     ]
     for family in families:
         compared: list[str | Table | Figure] = []
-        for metric, comparisons in zip(family.of, family.metrics, strict=True):
+        for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):
             table = tables.comparison_table(sweep, comparisons, metric)
             title = metric.name.capitalize()
             compared.append(Table(table.columns, table.rows, table.words, title, folded=bool(compared)))
@@ -70,14 +70,14 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
 
 def conclusion(family: Family) -> str:
     """One sentence: which settings are told apart in the family's first metric, and what becomes of the claim."""
-    metric = family.of[0]
+    metric = family.metrics[0]
     told: dict[str, list[str]] = {}
-    for c in family.metrics[0]:
+    for c in family.comparisons[0]:
         name = c.a if c.b == family.asked.baseline else f"{c.a} against {c.b}"
         number = tables.mean_and_ends(c.deciding, metric.spec) if c.deciding else ""
         told.setdefault(c.verdict(metric.less, metric.more), []).append(f"{name} {number}".strip())
     words = [f"{verdict}: {', '.join(names)}" for verdict, names in told.items()]
-    asked, compared = family.asked, family.metrics[0]
+    asked, compared = family.asked, family.comparisons[0]
     if (claim := asked.claim) and compared:
         found = Counter(judge(c.deciding, claim, asked.size, asked.least, c.adjusted[c.decides]) for c in compared)
         claimed = metric.less if claim == "lower" else metric.more

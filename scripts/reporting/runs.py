@@ -30,7 +30,7 @@ def replicate_name(replicate: Replicate) -> str:
 class Metric:
     """A number of each run. less, more: how a verdict calls a difference; spec: the format of a difference.
 
-    of: the reduction of the run's curve to the number (REDUCTIONS); None: train.py wrote it into the run's summary.
+    reduction: of the run's curve to the number (REDUCTIONS); None: train.py wrote it into the run's summary.
     """
 
     key: str
@@ -38,12 +38,12 @@ class Metric:
     less: str
     more: str
     spec: str
-    of: str | None = None
+    reduction: str | None = None
 
     @property
     def column(self) -> str:
         """Its name in Run.summary and in runs.csv."""
-        return self.key if self.of is None else f"{self.of} {self.key}"
+        return self.key if self.reduction is None else f"{self.reduction} {self.key}"
 
 
 # of a summary, what a report uses in any case
@@ -249,9 +249,9 @@ def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:
 def kept(summary: dict[str, Any], curves: Mapping[str, Curve], sweep: Sweep) -> tuple[dict[str, Any], dict[str, Curve]]:
     """What a report keeps of a run: its summary with the reductions of `also`, and its curves, thinned."""
     numbers = {
-        metric.column: REDUCTIONS[metric.of]([*curves[metric.key].values()])
+        metric.column: REDUCTIONS[metric.reduction]([*curves[metric.key].values()])
         for metric in sweep.metrics
-        if metric.of is not None and curves.get(metric.key)
+        if metric.reduction is not None and curves.get(metric.key)
     }
     if losses := curves.get("val/loss"):
         later = [*losses.items(), *curves.get("train/loss", {}).items()]

@@ -19,8 +19,8 @@ TESTS = ("t", "Wilcoxon", "corrected t")
 
 
 @dataclass(frozen=True)
-class Point:
-    """A mean and the ends of its 95 % t interval, None for a single value."""
+class Estimate:
+    """A mean and the ends of its t interval (95 % where nothing else is said), None for a single value."""
 
     mean: float
     low: float | None
@@ -28,13 +28,14 @@ class Point:
     n: int
 
 
-def interval(values: Sequence[float], shared: float = 0.0) -> Point:
-    """shared: test_over_train where the values are of folds that share training text, as in Comparison."""
+def interval(values: Sequence[float], shared: float = 0.0, alpha: float = 0.05) -> Estimate:
+    """The t interval at the level 1 - alpha. shared: test_over_train where the values are of folds that share training
+    text, as in Comparison."""
     mean, n = fmean(values), len(values)
     if n < 2:
-        return Point(mean, None, None, n)
-    half = float(stats.t.isf(0.025, n - 1)) * stdev(values) * math.sqrt(1 / n + shared)
-    return Point(mean, mean - half, mean + half, n)
+        return Estimate(mean, None, None, n)
+    half = float(stats.t.isf(alpha / 2, n - 1)) * stdev(values) * math.sqrt(1 / n + shared)
+    return Estimate(mean, mean - half, mean + half, n)
 
 
 def paired_p(differences: Sequence[float], shared: float = 0.0) -> float | None:
@@ -45,7 +46,7 @@ def paired_p(differences: Sequence[float], shared: float = 0.0) -> float | None:
     return 2 * float(stats.t.sf(abs(mean) / (sd * math.sqrt(1 / n + shared)), n - 1))
 
 
-def ratio(pairs: Sequence[tuple[float, float]], shared: float = 0.0) -> Point | None:
+def ratio(pairs: Sequence[tuple[float, float]], shared: float = 0.0) -> Estimate | None:
     """The mean of the first numbers over that of the second, with Fieller's interval; shared: as in interval().
 
     None where the interval has no ends: below two pairs, and where the second mean cannot be told from 0.
@@ -61,10 +62,10 @@ def ratio(pairs: Sequence[tuple[float, float]], shared: float = 0.0) -> Point | 
     if u <= 0:
         return None
     half = math.sqrt(max(v * v - u * w, 0.0))
-    return Point(a / b, (v - half) / u, (v + half) / u, n)
+    return Estimate(a / b, (v - half) / u, (v + half) / u, n)
 
 
-def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0) -> dict[str, Point]:
+def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0) -> dict[str, Estimate]:
     """Name -> mean over the replicates that all names have, with an interval free of what these have in common.
 
     The mean of a replicate over the N names is taken out of its values, and N / (N - 1) makes up for the variance that
@@ -83,7 +84,7 @@ def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0)
     return found
 
 
-def mean_curve(curves: Iterable[Curve]) -> dict[int, Point]:
+def mean_curve(curves: Iterable[Curve]) -> dict[int, Estimate]:
     """Iteration -> mean over the curves, at the iterations that all of them have."""
     curves = list(curves)
     common = set.intersection(*map(set, curves)) if curves else set[int]()
@@ -122,7 +123,7 @@ class Comparison:
     p: of each of TESTS that can be made. "corrected t" is the t test with (1/n + test_over_train) sd^2 as the variance
     of the mean difference (Nadeau and Bengio 2003). test_over_train: amount of validation text over that of training
     text, where the replicates are folds, which share training text. adjusted: the same by Holm over the family.
-    n_needed: pairs for 80 % power, for a difference of this size and spread. point, deciding: the plain interval, and
+    n_needed: pairs for 80 % power, for a difference of this size and spread. estimate, deciding: the plain interval, and
     the one that decides, which is corrected where folds share training text.
     """
 
@@ -131,8 +132,8 @@ class Comparison:
     planned: int
     values: dict[Replicate, tuple[float, float]]
     test_over_train: float | None = None
-    point: Point | None = None
-    deciding: Point | None = None
+    estimate: Estimate | None = None
+    deciding: Estimate | None = None
     p: dict[str, float] = field(default_factory=dict)
     adjusted: dict[str, float | None] = field(default_factory=dict)
     n_needed: float | None = None
@@ -140,7 +141,7 @@ class Comparison:
     def __post_init__(self) -> None:
         differences = list(self.differences.values())
         if differences:
-            self.point, self.deciding = interval(differences), interval(differences, self.test_over_train or 0.0)
+            self.estimate, self.deciding = interval(differences), interval(differences, self.test_over_train or 0.0)
         if differences and (p := paired_p(differences)) is not None:
             self.p["t"] = p
             self.p["Wilcoxon"] = float(stats.wilcoxon(differences).pvalue)
@@ -163,21 +164,21 @@ class Comparison:
         """`less` or `more` where the Holm p of the test that decides is at most 0.05."""
         if self.planned == 0:
             return "no such pair in the plan"
-        if self.point is None or self.point.n < 2:
+        if self.estimate is None or self.estimate.n < 2:
             return "fewer than 2 complete pairs: no test"
         if not any(self.differences.values()):
             return "identical"
         p = self.adjusted[self.decides]
         if p is None:
             return "the differences do not vary: no test"
-        return "not told apart" if p > 0.05 else less if self.point.mean < 0 else more
+        return "not told apart" if p > 0.05 else less if self.estimate.mean < 0 else more
 
 
 Verdict = Literal["reproduced", "smaller", "excluded", "no power", "not tested"]
 
 
 def judge(
-    point: Point | None,
+    estimate: Estimate | None,
     direction: str,
     size: float | None = None,
     least: float | None = None,
@@ -189,9 +190,9 @@ def judge(
     least: the least difference worth having. p: by Holm over the family; above 0.05 the interval counts as one that
     also covers zero.
     """
-    if point is None or point.low is None or point.high is None:
+    if estimate is None or estimate.low is None or estimate.high is None:
         return "not tested"
-    low, high = (point.low, point.high) if direction == "higher" else (-point.high, -point.low)
+    low, high = (estimate.low, estimate.high) if direction == "higher" else (-estimate.high, -estimate.low)
     if p is not None and p > 0.05:
         low, high = min(low, 0.0), max(high, 0.0)
     if low > 0:
@@ -214,12 +215,12 @@ def adjust(family: Sequence[Comparison]) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """The comparisons of an entry of the definition's `compare`, for each metric of `of`."""
+    """The comparisons of an entry of the definition's `compare`, a list for each metric."""
 
     name: str
     asked: Compare
-    of: list[Metric]
-    metrics: list[list[Comparison]]
+    metrics: list[Metric]
+    comparisons: list[list[Comparison]]
 
     @property
     def heading(self) -> str:
@@ -235,8 +236,8 @@ def compared_families(sweep: Sweep) -> list[Family]:
         if asked.baseline is not None:
             chosen = [s for s in sweep.settings if any(fnmatchcase(s, pattern) for pattern in asked.settings)]
             pairs = [(setting, asked.baseline) for setting in chosen if setting != asked.baseline]
-        of = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
-        found.append(Family(name, asked, of, [compare(sweep, pairs, metric) for metric in of]))
+        metrics = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
+        found.append(Family(name, asked, metrics, [compare(sweep, pairs, metric) for metric in metrics]))
     return found
 
 
@@ -254,21 +255,21 @@ def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> l
     return family
 
 
-def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str, dict[int, Point]]:
+def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str, dict[int, Estimate]]:
     """A -> iteration -> how much of A − B in validation loss in the family `share_of` is left in `family`.
 
     A pair of one family is that of the other with the same names within their parts. {} without `share_of`.
     """
-    whole = [c for other in families if other.name == family.asked.share_of for c in other.metrics[0]]
+    whole = [c for other in families if other.name == family.asked.share_of for c in other.comparisons[0]]
     of_whole = {(sweep.label(c.a), sweep.label(c.b)): c for c in whole}
     found = {}
-    for c in family.metrics[0]:
+    for c in family.comparisons[0]:
         name = sweep.label(c.a), sweep.label(c.b)
         left, all_of_it = losses_along(sweep, c), losses_along(sweep, of_whole[name]) if name in of_whole else {}
         if both := [(left[r], all_of_it[r]) for r in left if r in all_of_it]:
             iterations = sorted(set.intersection(*(set(curve) for curves in both for curve in curves)))
-            points = {i: ratio([(x[i], y[i]) for x, y in both], c.test_over_train or 0.0) for i in iterations}
-            found[name[0]] = {i: point for i, point in points.items() if point is not None}
+            estimates = {i: ratio([(x[i], y[i]) for x, y in both], c.test_over_train or 0.0) for i in iterations}
+            found[name[0]] = {i: estimate for i, estimate in estimates.items() if estimate is not None}
     return {name: of for name, of in found.items() if of}
 
 
@@ -305,18 +306,26 @@ def by_rate(sweep: Sweep) -> dict[str, dict[float, str]]:
     return {variant: dict(sorted(of.items())) for variant, of in variants.items()}
 
 
-def final_losses(sweep: Sweep) -> dict[str, dict[float, list[float]]]:
-    """Variant -> learning rate -> the final validation losses of the runs that are done."""
+def runs_by_rate(sweep: Sweep) -> dict[str, dict[float, list[Run]]]:
+    """Variant -> learning rate, from the lowest on -> its runs, as by_rate()."""
     return {
-        variant: {rate: [run.summary["val/loss"] for run in sweep.done(setting)] for rate, setting in of.items()}
+        variant: {rate: [*sweep.of(setting).values()] for rate, setting in of.items()}
         for variant, of in by_rate(sweep).items()
     }
 
 
-def final_means(of: Mapping[float, Sequence[Run]]) -> dict[float, float]:
-    """The mean final validation loss of the rates whose runs are all done."""
+def final_losses(sweep: Sweep) -> dict[str, dict[float, list[float]]]:
+    """Variant -> learning rate -> the final validation losses of the runs that are done."""
+    return {
+        variant: {rate: [run.summary["val/loss"] for run in runs if run.done] for rate, runs in of.items()}
+        for variant, of in runs_by_rate(sweep).items()
+    }
+
+
+def final_means(of: Mapping[float, Sequence[Run]], key: str = "val/loss") -> dict[float, float]:
+    """The mean of a summary's number, the final validation loss, at the rates whose runs are all done."""
     made = {rate: runs for rate, runs in of.items() if all(run.done for run in runs)}
-    return {rate: fmean(run.summary["val/loss"] for run in runs) for rate, runs in made.items()}
+    return {rate: fmean(run.summary[key] for run in runs) for rate, runs in made.items()}
 
 
 def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str]:

@@ -9,10 +9,10 @@ from statistics import fmean, median, stdev
 
 from core.rundir import short
 from scripts.reporting.runs import METRICS, Metric, Run, Sweep, replicate_name
-from scripts.reporting.statistics import Comparison, Point, by_rate, final_means, highest_stable, mean_curve
+from scripts.reporting.statistics import Comparison, Estimate, final_means, highest_stable, mean_curve, runs_by_rate
 from sweeps.status import STATES, tally
 
-FLOOR_TOLERANCE = 0.01  # nats; as in scripts/audit.py
+FLOOR_TOLERANCE = 0.01  # nats; scripts/audit.py has the same number
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     columns = [
         "setting", "runs done", "minimum of the mean curve", "at iteration",
         "mean of the runs' minima", "SD", "mean iteration of the minimum", "final loss", "median seconds",
-        *(f"mean of {metric.name}" if metric.of == "last" else metric.name for metric in more),
+        *(f"mean of {metric.name}" if metric.reduction == "last" else metric.name for metric in more),
         *["paper, at its own scale"] * papers, *(f"paper's {metric.key}, at its own scale" for metric in in_paper),
     ]  # fmt: skip
     rows = []
@@ -77,7 +77,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
         lost = Counter(run.state.state for run in planned.values() if not run.done)
         runs = f"{len(done)} of {len(planned)}" + "".join(f", {lost[s]} {s}" for s in STATES if lost[s])
         curve = mean_curve(run.losses for run in done)
-        minimum, iteration = min(((point.mean, i) for i, point in curve.items()), default=(None, None))
+        minimum, iteration = min(((estimate.mean, i) for i, estimate in curve.items()), default=(None, None))
         minima, times = [run.summary["val/loss_min"] for run in done], sweep.seconds(setting)
         rows.append([
             sweep.label(setting), runs, number(minimum),
@@ -103,11 +103,11 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
     ]  # fmt: skip
     rows = []
     for c in family:
-        mean = c.point.mean if c.point else None
+        mean = c.estimate.mean if c.estimate else None
         of_b = 100 * mean / fmean(b for _, b in c.values.values()) if share and mean is not None else None
         rows.append([
             c.a, c.b, c.verdict(metric.less, metric.more), f"{len(c.differences)} of {c.planned}",
-            number(mean, metric.spec), *[ends(c.deciding, metric.spec)] * len(corrected), ends(c.point, metric.spec),
+            number(mean, metric.spec), *[ends(c.deciding, metric.spec)] * len(corrected), ends(c.estimate, metric.spec),
             *[number(of_b, "+.2f")] * share, *[number(paper_difference(sweep, c), "+.4f")] * papers,
             *(p_value(p.get(test)) for p in (c.p, c.adjusted) for test in ("t", "Wilcoxon")),
             *(p_value(p.get(test)) for test in corrected for p in (c.p, c.adjusted)), number(c.n_needed, ",.0f"),
@@ -115,7 +115,7 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
     return Table(columns, rows, words=3)
 
 
-def share_table(left: Mapping[str, Mapping[int, Point]], whole: str) -> Table:
+def share_table(left: Mapping[str, Mapping[int, Estimate]], whole: str) -> Table:
     """A row an evaluation, a column a setting. left: as statistics.shares() has it."""
     rows = [
         [f"{i:,}", *(mean_and_ends(of[i], "z.0%") if i in of else "–" for of in left.values())]
@@ -125,13 +125,17 @@ def share_table(left: Mapping[str, Mapping[int, Point]], whole: str) -> Table:
     return Table(["iteration", *left], rows, words=0, title=title)
 
 
-def ends(point: Point | None, spec: str) -> str:
-    return "–" if point is None or point.low is None else f"{number(point.low, spec)} to {number(point.high, spec)}"
+def ends(estimate: Estimate | None, spec: str) -> str:
+    return (
+        "–"
+        if estimate is None or estimate.low is None
+        else f"{number(estimate.low, spec)} to {number(estimate.high, spec)}"
+    )
 
 
-def mean_and_ends(point: Point, spec: str) -> str:
+def mean_and_ends(estimate: Estimate, spec: str) -> str:
     """The mean alone where it has no interval."""
-    return f"{number(point.mean, spec)}{'' if point.low is None else f' ({ends(point, spec)})'}"
+    return f"{number(estimate.mean, spec)}{'' if estimate.low is None else f' ({ends(estimate, spec)})'}"
 
 
 def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:
@@ -141,7 +145,7 @@ def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:
 
 def fault_table(sweep: Sweep) -> Table:
     """Each setting with a fault or random tokens, and what shows the fault: the warnings of train.py and, on uniformly
-    random tokens, a last training loss further below ln V than chance explains."""
+    random tokens, a last training loss more than FLOOR_TOLERANCE below ln V."""
     rows = []
     for setting in sweep.settings:
         done = sweep.done(setting)
@@ -165,8 +169,7 @@ def fault_table(sweep: Sweep) -> Table:
 def stability_table(sweep: Sweep) -> Table | None:
     """For each variant the highest stable learning rate, where several are swept; None where they are not."""
     rows = []
-    for variant, settings in by_rate(sweep).items():
-        of = {rate: list(sweep.of(setting).values()) for rate, setting in settings.items()}
+    for variant, of in runs_by_rate(sweep).items():
         highest, failure = highest_stable(of)
         known = final_means(of)
         best = min(known, key=lambda rate: known[rate], default=None)

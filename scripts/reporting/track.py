@@ -13,12 +13,21 @@ from statistics import fmean, stdev
 from typing import Any
 
 import altair as alt
-from scipy import stats
 
 from core.schema import require
 from scripts.reporting.charts import LOSS, OKABE_ITO, Figure
 from scripts.reporting.runs import METRICS, Sweep
-from scripts.reporting.statistics import Comparison, Point, by_rate, compare, highest_stable, interval, n_needed
+from scripts.reporting.statistics import (
+    Comparison,
+    Estimate,
+    by_rate,
+    compare,
+    final_means,
+    highest_stable,
+    interval,
+    n_needed,
+    runs_by_rate,
+)
 from scripts.reporting.tables import Table, ends, mean_and_ends, number, p_value
 
 BASELINE = "rms"  # the contestant that differences are to
@@ -37,9 +46,9 @@ class Entry:
     name: str
     means: dict[float, float]
     stable: float | None
-    loss: Point
+    loss: Estimate
     against: Comparison | None
-    wide: Point | None
+    wide: Estimate | None
     logit: float | None
     cache: float | None
     parameters: float | None
@@ -65,11 +74,7 @@ class Entry:
 
 def mean_losses(grid: Sweep) -> dict[str, dict[float, float]]:
     """Contestant -> learning rate -> mean loss, of the rates at which every run is done."""
-    found = {}
-    for name, of in by_rate(grid).items():
-        done = {rate: grid.done(point) for rate, point in of.items() if len(grid.done(point)) == len(grid.of(point))}
-        found[name] = {rate: fmean(run.summary[LOSS_KEY] for run in runs) for rate, runs in done.items() if runs}
-    return found
+    return {name: final_means(of, LOSS_KEY) for name, of in runs_by_rate(grid).items()}
 
 
 def at_the_edge(grid: Sweep) -> dict[str, float]:
@@ -98,7 +103,7 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
 
     Raises: ConfigError where a contestant of the final sweep has no runs in the grid.
     """
-    means, names = mean_losses(grid), final.settings
+    rates, means, names = runs_by_rate(grid), mean_losses(grid), final.settings
     require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
     others = compare(final, [(name, BASELINE) for name in names if name != BASELINE], METRICS[0])
     against, wide = {c.a: c for c in others}, widened(others)
@@ -107,28 +112,21 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
     for name in names:
         runs, key = final.done(name), " ".join(words[name])
         require(bool(runs), f"{final.name} has no run of {name} that is done")
-        rates = {rate: list(grid.of(point).values()) for rate, point in by_rate(grid)[name].items()}
         first = runs[0].summary
         logits = [run.summary[LOGIT_KEY] for run in runs if LOGIT_KEY in run.summary]
         found.append(Entry(
-            name, means[name], highest_stable(rates)[0], interval([run.summary[LOSS_KEY] for run in runs]),
+            name, means[name], highest_stable(rates[name])[0], interval([run.summary[LOSS_KEY] for run in runs]),
             against.get(name), wide.get(name), max(logits, default=None), first.get("cache_bytes_per_token"),
             first.get("parameters"), (update.get(key, {}), decode.get(key, {})),
         ))  # fmt: skip
     return sorted(found, key=lambda entry: entry.loss.mean)
 
 
-def widened(family: Sequence[Comparison]) -> dict[str, Point]:
+def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
     """Each difference's interval at the level of Holm's step: of m comparisons the one with the k-th smallest p has
     1 - 0.05 / (m - k + 1). It excludes zero exactly where that step rejects."""
-    tested = sorted((c for c in family if "t" in c.p and c.point is not None), key=lambda c: c.p["t"])
-    found = {}
-    for k, c in enumerate(tested):
-        values = [*c.differences.values()]
-        level = 0.05 / (len(family) - k)
-        half = float(stats.t.isf(level / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-        found[c.a] = Point(fmean(values), fmean(values) - half, fmean(values) + half, len(values))
-    return found
+    tested = sorted((c for c in family if "t" in c.p and c.estimate is not None), key=lambda c: c.p["t"])
+    return {c.a: interval([*c.differences.values()], alpha=0.05 / (len(family) - k)) for k, c in enumerate(tested)}
 
 
 def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:
@@ -168,10 +166,10 @@ def board(found: Sequence[Entry]) -> Table:
     ]  # fmt: skip
     rows = []
     for e in found:
-        point = e.against.point if e.against else None
+        estimate = e.against.estimate if e.against else None
         rows.append([
             e.name, e.verdict, number(e.loss.mean),
-            mean_and_ends(point, "+.4f") if point else "–", ends(e.wide, "+.4f"),
+            mean_and_ends(estimate, "+.4f") if estimate else "–", ends(e.wide, "+.4f"),
             p_value(e.against.adjusted["t"] if e.against and e.wide else None), number(e.best, "g"),
             number(plateau(e.means), "g"), number(e.stable, "g"), number(e.logit, ".1f"),
             *(times(ratio) for ratio in e.ratios), number(e.cache, ",.0f"), number(e.parameters, ",.0f"),
