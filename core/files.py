@@ -46,10 +46,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def load_yaml(text: str, loader: Any = None) -> Any:
-    """YAML with few aliases: those of aliases make a few lines stand for more than fits in memory.
-
-    Raises: yaml.YAMLError, with more than 100 aliases too, and where what an alias stands for holds another.
-    """
+    """Parse YAML. Raises: yaml.YAMLError, also for an alias of something that holds an alias, since a few lines of them
+    can expand beyond memory, and for more than 100 aliases."""
     import yaml
 
     try:
@@ -81,7 +79,7 @@ def sealed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_intact(content: dict[str, Any]) -> bool:
-    """Whether sealed() content is as it was written. What earlier versions wrote has no SHA-256, and counts as such."""
+    """Whether sealed() content is as it was written. What has no SHA-256, from earlier versions, counts as intact."""
     rest = {key: value for key, value in content.items() if key != "sha256"}
     return "sha256" not in content or sealed(rest)["sha256"] == content["sha256"]
 

@@ -22,7 +22,7 @@ def describe(cls: type, presets: Presets) -> Iterator[str]:
             groups.append((name, setting))
         else:
             yield line(name, setting)
-    for name in presets.keys() - declared(cls).keys():
+    for name in [name for name in presets if name not in declared(cls)]:
         yield f"\n{name}=NAME: a file of configs/{name}/"
         yield from choices(presets[name])
     for name, setting in groups:

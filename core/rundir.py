@@ -28,7 +28,7 @@ from core import files
 from core.cli import leave_output
 from core.files import ROOT, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
 from core.metrics import Metrics, plot
-from core.schema import ConfigError, require, show
+from core.schema import ConfigError, one_line, require, show
 from core.wandb_run import WandbRun
 
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
@@ -192,7 +192,7 @@ class RunDir:
         try:
             if error is not None and not isinstance(error, ConfigError) and self.state == "running":
                 state = "stopped" if isinstance(error, SystemExit) else "failed"  # by SIGTERM, outside the loop
-                self.status(state, reason=" ".join(f"{type(error).__name__}: {error}".split())[:500])
+                self.status(state, reason=one_line(error, 500))
         finally:
             self.close()
 

@@ -18,10 +18,12 @@ import functools
 import hashlib
 import json
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -35,6 +37,11 @@ class ConfigError(ValueError):
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def one_line(error: BaseException, length: int = 300) -> str:
+    """Kind and message of an error, cut off after `length` characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:length]
 
 
 # -----------------------------------------------------------------------------
@@ -103,6 +110,14 @@ def Between(low: float, high: float, ends: str = "[]") -> Rule:
 POSITIVE = Rule(lambda value: 0 < value < math.inf, "must be a finite number > 0")
 NOT_NEGATIVE = Rule(lambda value: 0 <= value < math.inf, "must be a finite number >= 0")
 NOT_EMPTY = Rule(lambda value: value != "", "must not be empty")
+
+
+def is_writable_file(name: str) -> bool:
+    file = Path(name).expanduser()
+    return file.parent.is_dir() and not file.is_dir() and os.access(file.parent, os.W_OK)
+
+
+WRITABLE = Rule(is_writable_file, "must be a file in a folder that can be written")
 
 
 @dataclass(frozen=True)

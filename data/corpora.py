@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from core.files import FileLock, cache_folder, write_atomic
-from core.schema import ConfigError, require
+from core.schema import ConfigError, one_line, require
 from data import options
 
 HUB_REPO = "karpathy/tiny_shakespeare"
@@ -208,10 +208,6 @@ def probe(ask: Callable[[], object]) -> str | None:
         return answer.get(timeout=PROBE_SECONDS)
     except queue.Empty:
         return f"no answer in {PROBE_SECONDS:g} s"
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 # -----------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from tqdm import tqdm
 from core.cli import run_script
 from core.files import FileLock, cache_folder, parse_object, read_json, write_atomic
 from core.rundir import differences
-from core.schema import ConfigError, require, show
-from data.corpora import expand, one_line, probe_hub
+from core.schema import ConfigError, one_line, require, show
+from data.corpora import expand, probe_hub
 from data.options import PrepareFineWebConfig
 from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER
 from data.tokenizer import BPETokenizer, Tokenizer, build_tokenizer, from_dict, learn_bpe, token_dtype, tokenizer_sha256

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from core.schema import ConfigError, require
-from data.corpora import PROBE_SECONDS, one_line, probe
+from core.schema import ConfigError, one_line, require
+from data.corpora import PROBE_SECONDS, probe
 
 if TYPE_CHECKING:
     import tiktoken

@@ -36,9 +36,8 @@ from core.cli import run_script
 from core.device import resolve_device
 from core.metrics import Metrics
 from core.rundir import commit
-from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, options, require
+from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, one_line, options, require
 from data.batches import Batches
-from data.corpora import one_line
 from data.options import RandomOptions
 from data.tokens import load_corpus
 from model.cross_entropy import positions_with_logits

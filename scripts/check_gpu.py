@@ -39,7 +39,7 @@ from typing import Any
 from core.cli import run_script
 from core.files import read_json, write_atomic
 from core.rundir import commit
-from core.schema import ConfigError, require
+from core.schema import ConfigError, one_line, require
 from scripts.benchmarks.gpu_part import CheckOptions, Skipped
 from sweeps.plan import compose
 from training.config import load_config
@@ -75,7 +75,7 @@ def serve(pipe: Connection, module: str, name: str, asked: CheckOptions, words: 
         result |= {"state": "refused", "reason": str(error)}
     except Exception as error:
         traceback.print_exc()
-        result |= {"state": "failed", "reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+        result |= {"state": "failed", "reason": one_line(error, 500)}
     pipe.send(result)
 
 

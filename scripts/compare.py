@@ -10,7 +10,6 @@ import functools
 import html
 import itertools
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from core.cli import run_script
 from core.device import resolve_device
 from core.files import write_atomic
 from core.rundir import differences
-from core.schema import NOT_EMPTY, REQUIRED, AtLeast, ConfigError, Help, flatten, options, require
+from core.schema import NOT_EMPTY, REQUIRED, WRITABLE, AtLeast, ConfigError, Help, flatten, options, require
 from data.tokens import load_corpus
 from model.diagnostics import bend_of
 from model.generate import generate
@@ -210,7 +209,7 @@ class CompareOptions:
     head: Annotated[int, AtLeast(0), Help("of the attention maps")] = 0
     seed: Seed = 1337
     device: Device = "auto"
-    out: Annotated[str, NOT_EMPTY, Help("the page")] = "compare.html"
+    out: Annotated[str, WRITABLE, Help("the page")] = "compare.html"
 
 
 def read_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
@@ -234,8 +233,6 @@ def read_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
 
 def compare_runs(asked: CompareOptions) -> int:
     out, device = Path(asked.out).expanduser(), resolve_device(asked.device)
-    good = out.parent.is_dir() and not out.is_dir() and os.access(out.parent, os.W_OK)
-    require(good, f"out={asked.out} must be a file in a folder that can be written")
     named = {"a": asked.a, "b": asked.b}
     runs = {name: open_run(run, asked.checkpoint, device, name) for name, run in named.items()}
     for name, run in runs.items():

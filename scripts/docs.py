@@ -55,7 +55,7 @@ LOOK = {
 def figure() -> Figure:
     sweep, series = read_stored(STUDY, STUDY.name), []
     for (part, p), (colour, symbol, dashes) in LOOK.items():
-        runs, base = sweep.of(f"{part}/p={p}"), sweep.of(f"{part}/p=2")
+        runs, base = sweep.runs_of(f"{part}/p={p}"), sweep.runs_of(f"{part}/p=2")
         curves = {r: minus(run.losses, base[r].losses) for r, run in runs.items()}
         series.append(Series(f"p = {p}, {STARTS[part]}", Style(colour, colour, symbol, dashes), curves))
     return Figure("along", TITLE, along_chart(series, "p = 2"), "")

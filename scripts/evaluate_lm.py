@@ -23,8 +23,8 @@ import numpy as np
 from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
 from core.files import sealed, write_atomic
-from core.schema import REQUIRED, AtLeast, ConfigError, Help, did_you_mean, options, require, show
-from data.corpora import one_line, probe_hub
+from core.schema import REQUIRED, WRITABLE, AtLeast, ConfigError, Help, did_you_mean, one_line, options, require, show
+from data.corpora import probe_hub
 from data.tokenizer import NoText
 from data.tokens import load_corpus
 from sample import LoadedRun, RunPath, Which, open_run
@@ -191,7 +191,7 @@ class EvaluateOptions:
     batch_size: Annotated[int, AtLeast(1), Help("questions at a time")] = 16
     device: Device = "auto"
     dtype: Dtype = "float32"
-    out: Annotated[str | None, Help("a JSON file for all results; reports read RUN/evaluation.json")] = None
+    out: Annotated[str | None, WRITABLE, Help("a JSON file for all results; reports read RUN/evaluation.json")] = None
 
     @property
     def task_names(self) -> list[str]:
@@ -200,10 +200,6 @@ class EvaluateOptions:
 
     def check(self) -> None:
         require(bool(self.task_names), "tasks= must name a task")
-        if self.out is not None:
-            out = Path(self.out).expanduser()
-            good = out.parent.is_dir() and not out.is_dir() and os.access(out.parent, os.W_OK)
-            require(good, f"out={self.out} must be a file in a folder that can be written")
 
 
 def evaluate(asked: EvaluateOptions) -> dict[str, Any]:

@@ -74,17 +74,19 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
 
 def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, list[PlannedRun], list[str]]:
     """The sweep with the changes of the command line, its runs, composed and checked, and the overrides of them all."""
-    changes = {}
-    for word in [word for word in overrides if word.startswith("sweep.") and "=" in word]:
-        key, _, text = word.removeprefix("sweep.").partition("=")
-        changes[key] = parse_yaml(text, f"{word} is not key=value")
-        overrides = [other for other in overrides if other != word]
+    changes, rest = {}, []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if key.startswith("sweep.") and equals:
+            changes[key.removeprefix("sweep.")] = parse_yaml(text, f"{override} is not key=value")
+        else:
+            rest.append(override)
     sweep = load_sweep(str(asked.sweep), changes)
-    runs, ranks = plan_runs(sweep, overrides), asked.launcher.ranks
+    runs, ranks = plan_runs(sweep, rest), asked.launcher.ranks
     steps = {run.config.gradient_accumulation_steps for run in runs}
     good = all(n % ranks == 0 for n in steps)
     require(good, f"launcher.ranks={ranks} must divide gradient_accumulation_steps={min(steps)}")
-    return sweep, runs, overrides
+    return sweep, runs, rest
 
 
 # -----------------------------------------------------------------------------
@@ -115,7 +117,7 @@ def check_runs(runs: list[PlannedRun]) -> None:
     keys = ("data", "device", "dtype", "model")  # runs that agree in these can all start, or none of them
     more = ("attention", "qk_norm", "init_sha256")  # must fit the weights of init_from
     configs = {
-        json.dumps([asdict(run.config)[key] for key in (*keys, *more * (run.config.init_from is not None))]): run.config
+        json.dumps([asdict(run.config)[key] for key in (*keys, *(more if run.config.init_from else ()))]): run.config
         for run in runs
     }
     if configs:
@@ -151,7 +153,7 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
 
 def workers(asked: LaunchOptions, launcher: Launcher) -> str:
     ranks = asked.launcher.ranks
-    return f"{launcher.workers} workers" + f" of {ranks} ranks" * (ranks > 1)
+    return f"{launcher.workers} workers" + (f" of {ranks} ranks" if ranks > 1 else "")
 
 
 def cost_key(run: PlannedRun) -> str:

@@ -30,7 +30,7 @@ PATIENCE = 600  # seconds that a run has to finish its iteration and save
 ON_SLURM = "NANOQK_SLURM_RANKS"  # set for the ranks of a SLURM task
 LOOK = 0.5  # seconds between two looks at the order of node 0
 ORDER_PATIENCE = 120  # seconds that a node whose ranks have died waits for the next order
-NODE_PATIENCE = "30"  # seconds that torchrun gives the ranks of a node when another node's have died
+NODE_PATIENCE = 30  # seconds that torchrun gives the ranks of a node when another node's have died
 
 # -----------------------------------------------------------------------------
 # The worker's side
@@ -61,7 +61,7 @@ def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
 
 
 def torchrun(words: list[str], config: dict[str, Any], on_slurm: bool) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": NODE_PATIENCE if on_slurm else str(PATIENCE)}
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NODE_PATIENCE if on_slurm else PATIENCE)}
     environment |= {ON_SLURM: "1"} if on_slurm else {}
     command = [sys.executable, RANKS, "launch", json.dumps(words), json.dumps(config)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)

@@ -17,7 +17,7 @@ from typing import Any
 
 from core.files import read_json
 from core.rundir import at_end, is_locked
-from core.schema import ConfigError
+from core.schema import ConfigError, one_line
 from sweeps.claims import Launch, claimed, write_claim
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.ranks import stop_with_parent, train_on_ranks
@@ -84,7 +84,7 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
             status = int(stopped.code or 0)
         except Exception as error:
             traceback.print_exc()
-            claim["error"], status = " ".join(f"{type(error).__name__}: {error}".split())[:500], 1
+            claim["error"], status = one_line(error, 500), 1
     if status > 128:
         claim["tries"][launch.name] = before  # a stop is not a failed try
     write_claim(sweep_dir, run.id, claim)

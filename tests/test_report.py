@@ -362,7 +362,7 @@ def test_runs_whose_directories_are_gone_count_as_they_were_stored(made: Made, t
     later.plan("a/p=2", 1, 0)  # done before, not here
     sweep = joined(read_stored(tmp_path / "out", "made"), sweep_of(later.path))
     assert [run.fold for run in sweep.done("a/p=2")] == [0, 1, 2, 3, 4, 7]
-    assert sweep.of("a/p=2")[1, 0].summary["val/loss_min"] == 1.5
+    assert sweep.runs_of("a/p=2")[1, 0].summary["val/loss_min"] == 1.5
 
 
 def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:

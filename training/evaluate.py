@@ -13,8 +13,9 @@ from core import dist
 from core.device import move
 from model.generate import generate
 from training.session import Batch, Machine, Session
+from training.updates import CPU_TOKENS
 
-EVAL_TOKENS = {"cpu": 2**11, "cuda": 2**14, "mps": 2**14}  # that go through the model together; see CPU_TOKENS
+EVAL_TOKENS = {"cpu": CPU_TOKENS, "cuda": 2**14, "mps": 2**14}  # that go through the model together
 SAMPLED_CHARACTERS = 200
 SAMPLED_SHARE = 0.02  # of this process's time
 DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head

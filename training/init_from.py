@@ -69,7 +69,7 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
         here = "none"
     if begun:
         changed = f"init_from={config.init_from} has changed or is gone: the run goes on from its own checkpoint"
-        return [changed] * (here != config.init_sha256)
+        return [] if here == config.init_sha256 else [changed]
     require(
         here == config.init_sha256,
         f"init_from={config.init_from} has changed: its SHA-256 is {here[:12]}, not init_sha256={config.init_sha256}",
@@ -89,7 +89,9 @@ def load_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus: Corpus)
     """Returns what does not fit, and warnings."""
     saved = checkpoint.load(file.parent)
     origin = load_config(saved.state["config"])
-    free = ("model.name", "model.dropout", *["model.block_size"] * (config.model.position == "rope"))
+    free = ["model.name", "model.dropout"]
+    if config.model.position == "rope":  # nothing is learned for each position
+        free.append("model.block_size")
     misfits = differences(
         *({key: value for key, value in deciding(of.gpt).items() if key not in free} for of in (origin, config))
     )
@@ -97,7 +99,7 @@ def load_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus: Corpus)
         misfits.append(other_tokens(saved.state["tokenizer"]["name"], corpus.tokenizer))
     if not misfits:
         model.load_state_dict(saved.tensors["model"])
-    warnings = [f"was trained with fault={origin.fault.name}"] * (origin.fault.name != "none")
+    warnings = [] if origin.fault.name == "none" else [f"was trained with fault={origin.fault.name}"]
     if saved.state.get("corpus_sha256") == corpus.sha256 and deciding(origin.data) != deciding(config.data):
         warnings.append("was trained on text that this run holds out: the validation loss is too low")
     return misfits, warnings
@@ -107,7 +109,7 @@ def load_folder(file: Path, config: TrainConfig, model: GPT, corpus: Corpus) -> 
     """Returns what does not fit, and warnings."""
     theirs, tokens = (read_json(file.parent / name) for name in ("config.json", "tokenizer.json"))
     ours, of_ours = hugging_face(model)
-    free = (*HF_FREE, *["max_position_embeddings"] * (config.model.position == "rope"))
+    free = [*HF_FREE, "max_position_embeddings"] if config.model.position == "rope" else HF_FREE
     keys = [key for key, value in ours.items() if key not in free and theirs.get(key) != value]
     misfits = differences({key: theirs.get(key) for key in keys}, {key: ours[key] for key in keys})
     vocab, own = (of.get("model", {}).get("vocab") for of in (tokens, tokenizer_json(corpus.tokenizer) or {}))
@@ -116,8 +118,10 @@ def load_folder(file: Path, config: TrainConfig, model: GPT, corpus: Corpus) -> 
     state = load_file(file)
     misfits = misfits or differences(*({name: [*w.shape] for name, w in of.items()} for of in (state, of_ours)))[:3]
     misfits = misfits or [f"{name} is not zero" for name in load_hugging_face(model, state)]
-    warnings = [f"was trained with fault={theirs.get('fault')}"] * ("fault" in theirs)
-    return misfits, warnings + ["has no vocabulary to compare with this run's"] * (None in (vocab, own))
+    warnings = [f"was trained with fault={theirs['fault']}"] if "fault" in theirs else []
+    if None in (vocab, own):
+        warnings.append("has no vocabulary to compare with this run's")
+    return misfits, warnings
 
 
 def other_tokens(theirs: str, ours: Tokenizer) -> str:

@@ -93,7 +93,7 @@ class Meter:
         config, seconds = self.session.config, self.train_seconds - self._logged_seconds
         rate = self._updates * config.tokens_per_iter / seconds
         flops = rate * self.session.model.flops_per_token()
-        self.session.peak = max(self.session.peak, flops)  # one that is measured in a moment may be too low
+        self.session.peak = max(self.session.peak, flops)  # what was measured may be too low: raise it
         line = {"tok_per_sec": rate, "mfu": flops / self.session.peak, **self.clip_metrics}
         self._updates, self._logged_seconds, self.clip_metrics = 0, self.train_seconds, {}
         return line

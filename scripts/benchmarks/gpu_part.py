@@ -13,7 +13,7 @@ import torch
 from core.device import resolve_device, total_memory
 from core.files import ROOT
 from core.metrics import Metrics
-from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, options
+from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, one_line, options
 from scripts.benchmarks.timing import machine
 from sweeps.plan import compose
 from training.config import Device, TrainConfig, load_config
@@ -57,7 +57,7 @@ def rows_of(found: Callable[..., Row], cases: Mapping[str, Sequence[Any]]) -> Ro
         try:
             rows[name] = found(*case)
         except Exception as error:
-            rows[name] = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+            rows[name] = {"failed": one_line(error)}
         print(f"{name}: {rows[name]}", flush=True)
     return rows
 

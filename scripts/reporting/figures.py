@@ -123,7 +123,7 @@ def range_figure(sweep: Sweep, family: Family) -> Figure | None:
     for setting in settings:
         words = sweep.label(setting).split(",")
         at = [x for word, x in family.asked.x_of.items() if word in words]
-        done = {r: run.summary["val/loss"] for r, run in sweep.of(setting).items() if run.done}
+        done = {r: run.summary["val/loss"] for r, run in sweep.runs_of(setting).items() if run.done}
         if at and done:
             places[setting] = ",".join(word for word in words if word not in family.asked.x_of), at[0]
             losses[setting] = done
@@ -168,7 +168,7 @@ def series_of(sweep: Sweep, names: Mapping[str, str], look: Mapping[str, Style],
     for setting, name in names.items():
         done: dict[Replicate, Curve] = {}
         diverged: dict[Replicate, Curve] = {}
-        for run in sweep.of(setting).values():
+        for run in sweep.runs_of(setting).values():
             if key in run.curves:
                 (done if run.done else diverged)[run.replicate] = run.curves[key]
         found.append(Series(name, look[setting], done, diverged, sweep.seconds(setting)))
@@ -179,7 +179,7 @@ def metric_panels(
     sweep: Sweep, names: Mapping[str, str], look: Mapping[str, Style]
 ) -> dict[str, dict[str, list[Series]]]:
     """Key or pattern of the definition's `also` -> metric that matches it -> series; none for what no run has."""
-    logged = {key for setting in names for run in sweep.of(setting).values() for key in run.curves} - {"val/loss"}
+    logged = {key for setting in names for run in sweep.runs_of(setting).values() for key in run.curves} - {"val/loss"}
     found: dict[str, dict[str, list[Series]]] = {}
     for pattern in sweep.logged:
         for key in sorted(key for key in logged if fnmatchcase(key, pattern)):

@@ -8,7 +8,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import vl_convert
@@ -54,8 +54,7 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
         compared: list[str | Table | Figure] = []
         for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):
             table = tables.comparison_table(sweep, comparisons, metric)
-            title = metric.name.capitalize()
-            compared.append(Table(table.columns, table.rows, table.words, title, folded=bool(compared)))
+            compared.append(replace(table, title=metric.name.capitalize(), folded=bool(compared)))
         if left := shares(sweep, families, family):
             compared.insert(1, tables.share_table(left, family.asked.share_of or ""))
         sections.append(Section(family.heading, [*compared[:1], *differences[family.name], *compared[1:]]))

@@ -157,11 +157,11 @@ class Sweep:
         """A setting's name within its part."""
         return setting.partition("/")[2] or setting if self.definition.parts else setting
 
-    def of(self, setting: str) -> dict[Replicate, Run]:
+    def runs_of(self, setting: str) -> dict[Replicate, Run]:
         return self.by_setting.get(setting, {})
 
     def done(self, setting: str) -> list[Run]:
-        return [run for run in self.of(setting).values() if run.done]
+        return [run for run in self.runs_of(setting).values() if run.done]
 
     def seconds(self, setting: str) -> list[float]:
         """Of the runs that are done."""

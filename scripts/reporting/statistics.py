@@ -123,8 +123,8 @@ class Comparison:
     p: of each of TESTS that can be made. "corrected t" is the t test with (1/n + test_over_train) sd^2 as the variance
     of the mean difference (Nadeau and Bengio 2003). test_over_train: amount of validation text over that of training
     text, where the replicates are folds, which share training text. adjusted: the same by Holm over the family.
-    n_needed: pairs for 80 % power, for a difference of this size and spread. estimate, deciding: the plain interval, and
-    the one that decides, which is corrected where folds share training text.
+    n_needed: pairs for 80 % power, for a difference of this size and spread. estimate, deciding: with the plain
+    interval, and with the one that decides, which is corrected where folds share training text.
     """
 
     a: str
@@ -245,7 +245,7 @@ def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> l
     """A family of comparisons of a metric, paired by seed and fold."""
     family = []
     for a, b in pairs:
-        runs_a, runs_b = sweep.of(a), sweep.of(b)
+        runs_a, runs_b = sweep.runs_of(a), sweep.runs_of(b)
         common = [r for r in runs_a if r in runs_b]
         done = [r for r in common if runs_a[r].done and runs_b[r].done]
         both = {r: (runs_a[r].value(metric), runs_b[r].value(metric)) for r in done}
@@ -275,7 +275,7 @@ def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str
 
 def losses_along(sweep: Sweep, c: Comparison) -> dict[Replicate, dict[int, float]]:
     """A − B in validation loss at the evaluations that both runs of a pair have."""
-    return {r: minus(sweep.of(c.a)[r].losses, sweep.of(c.b)[r].losses) for r in c.values}
+    return {r: minus(sweep.runs_of(c.a)[r].losses, sweep.runs_of(c.b)[r].losses) for r in c.values}
 
 
 def minus(a: Curve, b: Curve) -> dict[int, float]:
@@ -298,7 +298,7 @@ def by_rate(sweep: Sweep) -> dict[str, dict[float, str]]:
     """Variant -> learning rate, from the lowest on -> setting; {} where no variant has several rates."""
     variants: dict[str, dict[float, str]] = {}
     for setting in sweep.settings:
-        first = next(iter(sweep.of(setting).values()))
+        first = next(iter(sweep.runs_of(setting).values()))
         variant = re.sub(r"(^|[,/])learning_rate=[^,]*", "", setting).strip(",/") or "all"
         variants.setdefault(variant, {})[first.config["optim.learning_rate"]] = setting
     if all(len(of) < 2 for of in variants.values()):
@@ -309,7 +309,7 @@ def by_rate(sweep: Sweep) -> dict[str, dict[float, str]]:
 def runs_by_rate(sweep: Sweep) -> dict[str, dict[float, list[Run]]]:
     """Variant -> learning rate, from the lowest on -> its runs, as by_rate()."""
     return {
-        variant: {rate: [*sweep.of(setting).values()] for rate, setting in of.items()}
+        variant: {rate: [*sweep.runs_of(setting).values()] for rate, setting in of.items()}
         for variant, of in by_rate(sweep).items()
     }
 

@@ -73,7 +73,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     ]  # fmt: skip
     rows = []
     for setting in settings:
-        planned, done = sweep.of(setting), sweep.done(setting)
+        planned, done = sweep.runs_of(setting), sweep.done(setting)
         lost = Counter(run.state.state for run in planned.values() if not run.done)
         runs = f"{len(done)} of {len(planned)}" + "".join(f", {lost[s]} {s}" for s in STATES if lost[s])
         curve = mean_curve(run.losses for run in done)
@@ -149,7 +149,7 @@ def fault_table(sweep: Sweep) -> Table:
     rows = []
     for setting in sweep.settings:
         done = sweep.done(setting)
-        fault = next(iter(sweep.of(setting).values())).config["fault.name"]
+        fault = next(iter(sweep.runs_of(setting).values())).config["fault.name"]
         on_random = [run.summary for run in done if run.config["data.name"] == "random"]
         if fault == "none" and not on_random:
             continue
