@@ -1,6 +1,6 @@
 """Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3
 
-`load_run` and `open_run` are what scripts share.
+`load_run` and `load_asked_run` are what scripts share.
 """
 
 import codecs
@@ -49,7 +49,7 @@ class SampleConfig:
 def sample(config: SampleConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    model, tokenizer, *_ = open_run(config.run, config.checkpoint, device)
+    model, tokenizer, *_ = load_asked_run(config.run, config.checkpoint, device)
     prompt = read_prompt(config.start)
     idx = torch.tensor(tokenizer.encode(prompt).tolist(), device=device).expand(config.num_samples, -1)  # (B, T)
     tokens = generate(
@@ -72,7 +72,7 @@ class LoadedRun(NamedTuple):
     state: dict[str, Any]
 
 
-def open_run(run: str, which: str, device: torch.device, key: str = "run") -> LoadedRun:
+def load_asked_run(run: str, which: str, device: torch.device, key: str = "run") -> LoadedRun:
     """load_run() for the settings run= (or `key`) and checkpoint=. Raises: ConfigError where nothing can be loaded."""
     try:
         loaded = load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which, key), device)
@@ -88,7 +88,7 @@ def open_run(run: str, which: str, device: torch.device, key: str = "run") -> Lo
 def load_run(path: Path, device: torch.device) -> LoadedRun:
     """What a checkpoint directory holds. Raises: CorruptCheckpoint."""
     saved = checkpoint.load(path)
-    with checkpoint.using(path):
+    with checkpoint.errors_as_corrupt(path):
         config = load_config(saved.state["config"])
         tokenizer = from_dict(saved.state["tokenizer"])
         with torch.device("meta"):

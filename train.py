@@ -55,12 +55,7 @@ def run(config: TrainConfig) -> int:
     warnings += load_initial_weights(config, session.model, session.data.corpus)
     with open_run_dir(session) as run_dir:  # ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:
-            damage = find_damage(run_dir.path)
-            if not damage:  # of a damaged summary.json neither dtype nor text can be trusted
-                refuse_other_dtype_or_text(session, run_dir)
-            but = f", but {damage}" if damage else ""
-            run_dir.log(f"{run_dir.path} is {run_dir.state}{but}; fresh=true starts it anew")
-            return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0
+            return already_finished(session, run_dir)
         session.facts |= describe(session)
         saved = resume(session, run_dir)
         start = saved.get("step", 0)
@@ -76,12 +71,7 @@ def run(config: TrainConfig) -> int:
             return 0
         wandb = wandb_settings(config, run_dir.path, session.facts)
         run_dir.begin(to_yaml(config), start, wandb, saved.get("records"))
-        run_dir.log(
-            f"{run_dir.path}: {session.model.num_params() / 1e6:.2f}M parameters, {config.tokens_per_iter:,} tokens a "
-            f"step, {session.facts['device']}, {session.machine.dtype}"
-            + (f", {session.facts['sdpa']} attention" if "sdpa" in session.facts else "")
-            + (f", resumed at iteration {start}" if saved else "")
-        )
+        run_dir.log(f"{run_dir.path}: {summary_of(session)}" + (f", resumed at iteration {start}" if saved else ""))
         meter, lowest = Meter(session, saved), find_lowest(run_dir)
         run_dir.restore_best(lowest.step)
         try:
@@ -94,6 +84,25 @@ def run(config: TrainConfig) -> int:
         with StopSignal() as stop:  # a signal does not interrupt finish(): it only sets the exit status
             status = finish(session, run_dir, meter, lowest, line)
         return 128 + stop.signal if stop.signal else status
+
+
+def already_finished(session: Session, run_dir: RunDir) -> int:
+    """Say how the run ended. Returns the exit status; 1 where its files are damaged."""
+    damage = find_damage(run_dir.path)
+    if not damage:  # of a damaged summary.json neither dtype nor text can be trusted
+        refuse_other_dtype_or_text(session, run_dir)
+    but = f", but {damage}" if damage else ""
+    run_dir.log(f"{run_dir.path} is {run_dir.state}{but}; fresh=true starts it anew")
+    return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0
+
+
+def summary_of(session: Session) -> str:
+    """One line for a person."""
+    facts = [f"{session.model.num_params() / 1e6:.2f}M parameters", f"{session.config.tokens_per_iter:,} tokens a step"]
+    facts += [session.facts["device"], str(session.machine.dtype)]
+    if "sdpa" in session.facts:
+        facts.append(f"{session.facts['sdpa']} attention")
+    return ", ".join(facts)
 
 
 def train(
@@ -118,8 +127,8 @@ def train(
         for step in range(start, config.max_iters + 1):  # + 1: the last pass only evaluates and saves
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}
-            is_last = step == config.max_iters or stopping
-            if evaluates(step, config):
+            is_last, evaluating = step == config.max_iters or stopping, evaluates(step, config)
+            if evaluating:
                 evaluate(session, run_dir, line)
             extra = step % config.eval_interval != 0  # an evaluation only because the run ends here
             is_best = "val/loss" in line and lowest.update(step, line["val/loss"], extra)
@@ -129,7 +138,7 @@ def train(
                 break
 
             # One update. Its random numbers follow from (seed, step, rank): there is no generator to save.
-            old_weights = clone_weights(model) if evaluates(step, config) else {}
+            old_weights = clone_weights(model) if evaluating else {}
             meter.start()  # cloning is not timed
             seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
             line["lr"] = learning_rate(step, config)
@@ -148,7 +157,7 @@ def train(
             stopping = agreement.any_rank(stop.signal > 0)  # all ranks stop after the same update
             if reads(step, config) or stopping:
                 meter.read()
-            if evaluates(step, config):
+            if evaluating:
                 line |= update_ratios(model, old_weights)
             if logs(step, config):
                 line |= meter.take_interval()

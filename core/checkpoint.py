@@ -167,7 +167,7 @@ def render(version: int, step: int, files: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def using(path: Path) -> Iterator[None]:
+def errors_as_corrupt(path: Path) -> Iterator[None]:
     """Within it a missing value or one of a wrong type raises CorruptCheckpoint. A manifest that fits proves nothing:
     whoever changed the files can have written it."""
     try:

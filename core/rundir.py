@@ -121,7 +121,7 @@ class RunDir:
     def record_diagnostics(self, line: dict[str, Any]) -> None:
         self._diagnostics.write(line)
 
-    def records(self, before: float = math.inf) -> dict[str, str]:
+    def record_hashes(self, before: float = math.inf) -> dict[str, str]:
         """The SHA-256 of what metrics.jsonl and diagnostics.jsonl have before an iteration, by their names."""
         return {metrics.path.name: metrics.sha256(before) for metrics in (self._metrics, self._diagnostics)}
 
@@ -142,7 +142,9 @@ class RunDir:
         from core import checkpoint  # which loads torch
 
         self._metrics.sync()
-        checkpoint.save(self.path / "ckpt", step, tensors, {**state, "records": self.records(step)}, best, keep_step)
+        checkpoint.save(
+            self.path / "ckpt", step, tensors, {**state, "records": self.record_hashes(step)}, best, keep_step
+        )
         self.status("running", iter=step)
 
     def restore_best(self, step: int | None) -> None:
@@ -167,7 +169,7 @@ class RunDir:
         """
         self._metrics.sync()
         if summary is not None:
-            write_json(self.path / "summary.json", sealed(finite(summary) | {"records": self.records()}))
+            write_json(self.path / "summary.json", sealed(finite(summary) | {"records": self.record_hashes()}))
         if self._wandb is not None:
             self._wandb.finish(summary or {})
 

@@ -43,7 +43,7 @@ from data.tokens import load_corpus
 from model.cross_entropy import positions_with_logits
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from model.gpt import GPT
-from sample import open_run
+from sample import load_asked_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
 from training.config import ConstantOptions, Device, WandbOptions
@@ -74,7 +74,7 @@ class Run:
     (B, T, V), mean loss. block_size: positions that are used; context: that are possible, at least as many."""
 
     def __init__(self, run: str, which: str, device: torch.device):
-        model, _, config, state = open_run(run, which, device)
+        model, _, config, state = load_asked_run(run, which, device)
         self.config, self.device = replace(config, device=str(device)), device
         self.vocab_size, self.block_size, self.context = model.vocab_size, model.block_size, model.block_size
         self.facts = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
@@ -102,7 +102,7 @@ class Run:
         data = RandomOptions("random", min(max(10 * drawn, 10**6), 10**9), vocab_size, val, SEED)
         # the same share of warm-up as in the run
         warmup = max(steps // 20, round(steps * self.config.warmup_iters / self.config.max_iters))
-        lines = self.metrics(data=data, max_iters=steps, schedule=ConstantOptions(warmup_iters=min(warmup, steps)))
+        lines = self.train_with(data=data, max_iters=steps, schedule=ConstantOptions(warmup_iters=min(warmup, steps)))
         losses = [line["train/loss"] for line in lines if line.get("train/loss") is not None]  # null: not finite
         if len(losses) < steps:
             raise Undecided(f"its training on random tokens diverges at iteration {len(losses)}")
@@ -112,7 +112,7 @@ class Run:
         """Loss and gradient (or its norm) of four sequences, the same ones for every number of micro-batches."""
         # the training text is one window: all sequences are equal, in whichever micro-batch they are
         n, val = self.block_size + 1, 2 * self.block_size
-        line = self.metrics(
+        line = self.train_with(
             data=RandomOptions(n_tokens=n + val, vocab_size=self.vocab_size, val_tokens=val), max_iters=1,
             schedule=ConstantOptions(warmup_iters=0), model=replace(self.config.model, dropout=0.0),
             batch_size=4 // micro_batches, gradient_accumulation_steps=micro_batches,
@@ -121,7 +121,7 @@ class Run:
             raise Undecided("its first loss or gradient is not finite")
         return line["train/loss"], torch.tensor(line["grad_norm"])
 
-    def metrics(self, **changes: Any) -> list[dict[str, Any]]:
+    def train_with(self, **changes: Any) -> list[dict[str, Any]]:
         """metrics.jsonl after train.py has trained with the run's settings and these changes."""
         end: int = changes["max_iters"]
         plain: dict[str, Any] = {

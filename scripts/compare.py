@@ -31,7 +31,7 @@ from model.diagnostics import bend_of
 from model.generate import generate
 from model.gpt import GPT
 from model.ops import visible_logits
-from sample import LoadedRun, RunPath, SampleConfig, Which, open_run
+from sample import LoadedRun, RunPath, SampleConfig, Which, load_asked_run
 from scripts.reporting.charts import Figure, attention_chart
 from scripts.reporting.page import Markup, Section, page
 from scripts.reporting.tables import Table, number
@@ -138,7 +138,7 @@ def summary(a: Side, b: Side, spans: Spans) -> Table:
     gap = number(per_token[1] - per_token[0], "+.4f") if same else "–"
     rows.append(["b − a", "", "", "", "", gap, number(per_byte[1] - per_byte[0], "+.4f")])
     columns = ["", "run", "setting", "iteration", "tokens predicted", "loss (nats a token)", "bits a byte"]
-    return Table(columns, rows, words=3)
+    return Table(columns, rows, text_columns=3)
 
 
 def largest(spans: Spans, n: int) -> Table:
@@ -151,7 +151,7 @@ def largest(spans: Spans, n: int) -> Table:
         )
         values = [number(nats[i], ".2f") for nats in spans.nats]
         rows.append([*map(visible, (before, spans.texts[i], after)), *values, number(difference[i], "+.2f")])
-    return Table(["before", "here", "after", "a (nats)", "b (nats)", "b − a"], rows, words=3)
+    return Table(["before", "here", "after", "a (nats)", "b (nats)", "b − a"], rows, text_columns=3)
 
 
 def coloured(spans: Spans, a: Side, b: Side) -> Markup:
@@ -234,7 +234,7 @@ def read_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
 def compare_runs(asked: CompareOptions) -> int:
     out, device = Path(asked.out).expanduser(), resolve_device(asked.device)
     named = {"a": asked.a, "b": asked.b}
-    runs = {name: open_run(run, asked.checkpoint, device, name) for name, run in named.items()}
+    runs = {name: load_asked_run(run, asked.checkpoint, device, name) for name, run in named.items()}
     for name, run in runs.items():
         layers, heads = len(run.model.attentions), run.config.model.n_head
         require(asked.layer < layers, f"layer={asked.layer} must be < {layers}, the layers of {name}={named[name]}")

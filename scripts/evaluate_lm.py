@@ -27,7 +27,7 @@ from core.schema import REQUIRED, WRITABLE, AtLeast, ConfigError, Help, did_you_
 from data.corpora import probe_hub
 from data.tokenizer import NoText
 from data.tokens import load_corpus
-from sample import LoadedRun, RunPath, Which, open_run
+from sample import LoadedRun, RunPath, Which, load_asked_run
 from training.config import Device, Dtype
 
 INSTALL = "pip install -c constraints.txt -e '.[eval]'"
@@ -214,7 +214,7 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its resamples are one task: a pool of forks only adds a risk
     device = resolve_device(asked.device)
     dtype = resolve_dtype(asked.dtype, device)
-    run = open_run(asked.run, asked.checkpoint, device)
+    run = load_asked_run(asked.run, asked.checkpoint, device)
     tasks, manager = load_tasks(asked.task_names, asked.include_path)
     if asked.num_fewshot is None and "paper" in asked.tasks.split(","):
         for task in tasks:

@@ -21,7 +21,7 @@ from data.hf_tokenizer import tokenizer_json
 from data.tokenizer import SEPARATOR, Tokenizer
 from model.gpt import GPT
 from model.hf import architecture_of, hugging_face
-from sample import RunPath, Which, open_run
+from sample import RunPath, Which, load_asked_run
 
 
 def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> list[str]:
@@ -64,7 +64,7 @@ class ExportOptions:
 
 
 def export_run(asked: ExportOptions) -> int:
-    model, tokenizer, config, _ = open_run(asked.run, asked.checkpoint, torch.device("cpu"))
+    model, tokenizer, config, _ = load_asked_run(asked.run, asked.checkpoint, torch.device("cpu"))
     out = Path(asked.out)
     files = export(model, tokenizer, out, config.fault.name)
     print(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")

@@ -217,7 +217,7 @@ def test_a_failure_of_the_program_does_not_read_as_caught(
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(audit, "open_run", fail)
+    monkeypatch.setattr(audit, "load_asked_run", fail)
     assert audit.main([f"run={tmp_path}", "device=cpu"]) == 3
     assert capsys.readouterr().err == f"failed: {type(error).__name__}: disk full\n"
 

@@ -18,7 +18,7 @@ from data.batches import Batches
 from data.options import RandomOptions
 from data.tokenizer import NoText, from_dict, text_size
 from data.tokens import load_corpus
-from sample import load_run, open_run
+from sample import load_asked_run, load_run
 from training import faults
 from training.config import FAULTS, FaultOptions, TrainConfig, load_config
 from training.tracking import wandb_settings
@@ -175,7 +175,7 @@ def test_a_run_with_a_fault_says_so_everywhere(
     assert init["tags"][-1] == f"fault:{fault}" and init["config"]["fault"] == {"name": fault}
     assert train.run(replace(config, eval_only=True)) == 0
     assert f"warning: fault={fault}" in capsys.readouterr().out
-    open_run(str(run), "best", torch.device("cpu"))
+    load_asked_run(str(run), "best", torch.device("cpu"))
     assert f"was trained with fault={fault}" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"fault.name {fault} -> "):
         train.run(replace(config, fault=FaultOptions("none")))

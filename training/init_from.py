@@ -77,7 +77,7 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
     file = weights_file(config.init_from)
     load = load_folder if (file.parent / "config.json").is_file() else load_checkpoint
     try:
-        with checkpoint.using(file.parent):
+        with checkpoint.errors_as_corrupt(file.parent):
             misfits, warnings = load(file, config, model, corpus)
     except (SafetensorError, checkpoint.CorruptCheckpoint) as error:
         raise ConfigError(f"init_from={config.init_from} cannot be loaded: {error}") from error

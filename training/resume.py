@@ -60,7 +60,7 @@ def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
         saved = load_checkpoint(run_dir)
         if saved is None:
             return {}
-        with checkpoint.using(saved.path):
+        with checkpoint.errors_as_corrupt(saved.path):
             check_resumable(session, run_dir, saved.state)
             session.load_tensors(saved.tensors)
     except checkpoint.CorruptCheckpoint as error:

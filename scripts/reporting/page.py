@@ -105,7 +105,10 @@ def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) 
             return f"![{item.name}.svg]({item.name}.svg)\n\n{item.caption}\n"
         return f"{item}\n"
 
-    blocks = [f"# {title}\n", Table(["", ""], [[key, value] for key, value in about.items()], words=2).markdown()]
+    blocks = [
+        f"# {title}\n",
+        Table(["", ""], [[key, value] for key, value in about.items()], text_columns=2).markdown(),
+    ]
     for section in sections:
         blocks += [f"## {section.title}\n", *map(text, section.items)]
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", "\n".join(blocks))  # names may hold tags

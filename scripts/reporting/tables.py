@@ -3,9 +3,10 @@
 import html
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
+from typing import TypeVar
 
 from core.rundir import short
 from scripts.reporting.runs import METRICS, Metric, Run, Sweep, replicate_name
@@ -17,11 +18,11 @@ FLOOR_TOLERANCE = 0.01  # nats; scripts/audit.py has the same number
 
 @dataclass(frozen=True)
 class Table:
-    """words: how many columns, from the left, hold text; the others hold numbers. folded: the page shows it closed."""
+    """text_columns: how many, from the left, hold text; the others hold numbers. folded: the page shows it closed."""
 
     columns: list[str]
     rows: list[list[str]]
-    words: int = 1
+    text_columns: int = 1
     title: str = ""
     folded: bool = False
 
@@ -29,16 +30,25 @@ class Table:
         def line(cells: Sequence[str]) -> str:
             return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
-        rule = ["---" if i < self.words else "---:" for i in range(len(self.columns))]
+        rule = ["---" if i < self.text_columns else "---:" for i in range(len(self.columns))]
         return "\n".join(map(line, [self.columns, rule, *self.rows])) + "\n"
 
     def html(self) -> str:
         def line(cells: Sequence[str], tag: str) -> str:
-            kinds = ["" if i < self.words else ' class="number"' for i in range(len(cells))]
+            kinds = ["" if i < self.text_columns else ' class="number"' for i in range(len(cells))]
             return "".join(f"<{tag}{kind}>{html.escape(c)}</{tag}>" for kind, c in zip(kinds, cells, strict=True))
 
         body = "".join(f"<tr>{line(row, 'td')}</tr>\n" for row in self.rows)
         return f'<div class="table"><table><thead><tr>{line(self.columns, "th")}</tr></thead>\n{body}</table></div>'
+
+
+T = TypeVar("T")
+Columns = dict[str, Callable[[T], str]]  # the head of a column -> an item's cell
+
+
+def filled(columns: Columns[T], items: Iterable[T], text_columns: int) -> Table:
+    """A row for each item."""
+    return Table([*columns], [[cell(item) for cell in columns.values()] for item in items], text_columns)
 
 
 def number(value: float | None, spec: str = ".4f") -> str:
@@ -62,57 +72,78 @@ def mean_of(runs: Sequence[Run], key: str) -> float | None:
 
 def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     """A row a setting, with both readings of "averaged minimum"."""
-    papers = any(sweep.paper(setting) is not None for setting in settings)
+
+    def lowest(setting: str) -> tuple[float | None, int | None]:
+        curve = mean_curve(run.losses for run in sweep.done(setting))
+        return min(((estimate.mean, i) for i, estimate in curve.items()), default=(None, None))
+
+    def minima(setting: str) -> list[float]:
+        return [run.summary["val/loss_min"] for run in sweep.done(setting)]
+
+    def mean_of_runs(metric: Metric) -> Callable[[str], str]:
+        return lambda s: number(mean(run.value(metric) for run in sweep.done(s)), metric.spec.lstrip("+"))
+
+    def of_paper(key: str, spec: str) -> Callable[[str], str]:
+        return lambda s: number(sweep.paper(s, key), spec)
+
+    columns: Columns[str] = {
+        "setting": sweep.label,
+        "runs done": lambda s: made_and_lost([*sweep.runs_of(s).values()]),
+        "minimum of the mean curve": lambda s: number(lowest(s)[0]),
+        "at iteration": lambda s: number(lowest(s)[1], ",d"),
+        "mean of the runs' minima": lambda s: number(mean(minima(s))),
+        "SD": lambda s: number(stdev(minima(s)) if len(minima(s)) > 1 else None),
+        "mean iteration of the minimum": lambda s: number(mean_of(sweep.done(s), "iter_of_min"), ",.0f"),
+        "final loss": lambda s: number(mean_of(sweep.done(s), "val/loss")),
+        "median seconds": lambda s: number(median(sweep.seconds(s)) if sweep.seconds(s) else None, ",.1f"),
+    }
     more = sweep.metrics[len(METRICS) :]
-    in_paper = [metric for metric in more if any(sweep.paper(s, metric.key) is not None for s in settings)]
-    columns = [
-        "setting", "runs done", "minimum of the mean curve", "at iteration",
-        "mean of the runs' minima", "SD", "mean iteration of the minimum", "final loss", "median seconds",
-        *(f"mean of {metric.name}" if metric.reduction == "last" else metric.name for metric in more),
-        *["paper, at its own scale"] * papers, *(f"paper's {metric.key}, at its own scale" for metric in in_paper),
-    ]  # fmt: skip
-    rows = []
-    for setting in settings:
-        planned, done = sweep.runs_of(setting), sweep.done(setting)
-        lost = Counter(run.state.state for run in planned.values() if not run.done)
-        runs = f"{len(done)} of {len(planned)}" + "".join(f", {lost[s]} {s}" for s in STATES if lost[s])
-        curve = mean_curve(run.losses for run in done)
-        minimum, iteration = min(((estimate.mean, i) for i, estimate in curve.items()), default=(None, None))
-        minima, times = [run.summary["val/loss_min"] for run in done], sweep.seconds(setting)
-        rows.append([
-            sweep.label(setting), runs, number(minimum),
-            number(iteration, ",d"), number(mean_of(done, "val/loss_min")),
-            number(stdev(minima) if len(minima) > 1 else None), number(mean_of(done, "iter_of_min"), ",.0f"),
-            number(mean_of(done, "val/loss")), number(median(times) if times else None, ",.1f"),
-            *(number(mean(run.value(metric) for run in done), metric.spec.lstrip("+")) for metric in more),
-            *[number(sweep.paper(setting), ".5f")] * papers,
-            *(number(sweep.paper(setting, metric.key), ".5g") for metric in in_paper),
-        ])  # fmt: skip
-    return Table(columns, rows, words=2)
+    for metric in more:
+        columns[f"mean of {metric.name}" if metric.reduction == "last" else metric.name] = mean_of_runs(metric)
+    if any(sweep.paper(setting) is not None for setting in settings):
+        columns["paper, at its own scale"] = of_paper("val_loss", ".5f")
+    for key in (metric.key for metric in more):
+        if any(sweep.paper(setting, key) is not None for setting in settings):
+            columns[f"paper's {key}, at its own scale"] = of_paper(key, ".5g")
+    return filled(columns, settings, text_columns=2)
+
+
+def made_and_lost(runs: Sequence[Run]) -> str:
+    lost = Counter(run.state.state for run in runs if not run.done)
+    return f"{len(runs) - lost.total()} of {len(runs)}" + "".join(f", {lost[s]} {s}" for s in STATES if lost[s])
 
 
 def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric) -> Table:
-    papers = metric.key == "val/loss_min" and any(paper_difference(sweep, c) is not None for c in family)
-    share = metric.key == "seconds"
-    corrected = ["corrected t"] if any(c.test_over_train is not None for c in family) else []
-    columns = [
-        "A", "B", "verdict on A", "pairs", "mean of A − B", *["corrected 95 % interval"] * len(corrected),
-        "95 % interval", *["% of B"] * share,
-        *["paper's A − B"] * papers, "t: p", "Wilcoxon: p", "t: Holm p", "Wilcoxon: Holm p",
-        *(f"{test}: {p}" for test in corrected for p in ("p", "Holm p")), "pairs for 80 % power",
-    ]  # fmt: skip
-    rows = []
-    for c in family:
-        mean = c.estimate.mean if c.estimate else None
-        of_b = 100 * mean / fmean(b for _, b in c.values.values()) if share and mean is not None else None
-        rows.append([
-            c.a, c.b, c.verdict(metric.less, metric.more), f"{len(c.differences)} of {c.planned}",
-            number(mean, metric.spec), *[ends(c.deciding, metric.spec)] * len(corrected), ends(c.estimate, metric.spec),
-            *[number(of_b, "+.2f")] * share, *[number(paper_difference(sweep, c), "+.4f")] * papers,
-            *(p_value(p.get(test)) for p in (c.p, c.adjusted) for test in ("t", "Wilcoxon")),
-            *(p_value(p.get(test)) for test in corrected for p in (c.p, c.adjusted)), number(c.n_needed, ",.0f"),
-        ])  # fmt: skip
-    return Table(columns, rows, words=3)
+    def p_of(test: str) -> Callable[[Comparison], str]:
+        return lambda c: p_value(c.p.get(test))
+
+    def holm_p_of(test: str) -> Callable[[Comparison], str]:
+        return lambda c: p_value(c.adjusted.get(test))
+
+    corrected = any(c.test_over_train is not None for c in family)
+    columns: Columns[Comparison] = {
+        "A": lambda c: c.a,
+        "B": lambda c: c.b,
+        "verdict on A": lambda c: c.verdict(metric.less, metric.more),
+        "pairs": lambda c: f"{len(c.differences)} of {c.planned}",
+        "mean of A − B": lambda c: number(c.estimate.mean if c.estimate else None, metric.spec),
+    }
+    if corrected:
+        columns["corrected 95 % interval"] = lambda c: ends(c.deciding, metric.spec)
+    columns["95 % interval"] = lambda c: ends(c.estimate, metric.spec)
+    if metric.key == "seconds":
+        columns["% of B"] = lambda c: number(percent_of_b(c), "+.2f")
+    if metric.key == "val/loss_min" and any(paper_difference(sweep, c) is not None for c in family):
+        columns["paper's A − B"] = lambda c: number(paper_difference(sweep, c), "+.4f")
+    for tests in (["t", "Wilcoxon"], ["corrected t"]) if corrected else (["t", "Wilcoxon"],):
+        columns |= {f"{test}: p": p_of(test) for test in tests}
+        columns |= {f"{test}: Holm p": holm_p_of(test) for test in tests}
+    columns["pairs for 80 % power"] = lambda c: number(c.n_needed, ",.0f")
+    return filled(columns, family, text_columns=3)
+
+
+def percent_of_b(c: Comparison) -> float | None:
+    return 100 * c.estimate.mean / fmean(b for _, b in c.values.values()) if c.estimate else None
 
 
 def share_table(left: Mapping[str, Mapping[int, Estimate]], whole: str) -> Table:
@@ -122,7 +153,7 @@ def share_table(left: Mapping[str, Mapping[int, Estimate]], whole: str) -> Table
         for i in sorted({i for of in left.values() for i in of})
     ]
     title = f"Share of the difference in {whole} that is left, with Fieller's 95 % interval"
-    return Table(["iteration", *left], rows, words=0, title=title)
+    return Table(["iteration", *left], rows, text_columns=0, title=title)
 
 
 def ends(estimate: Estimate | None, spec: str) -> str:
@@ -133,9 +164,11 @@ def ends(estimate: Estimate | None, spec: str) -> str:
     )
 
 
-def mean_and_ends(estimate: Estimate, spec: str) -> str:
+def mean_and_ends(estimate: Estimate | None, spec: str) -> str:
     """The mean alone where it has no interval."""
-    return f"{number(estimate.mean, spec)}{'' if estimate.low is None else f' ({ends(estimate, spec)})'}"
+    if estimate is None or estimate.low is None:
+        return number(estimate.mean if estimate else None, spec)
+    return f"{number(estimate.mean, spec)} ({ends(estimate, spec)})"
 
 
 def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:
@@ -163,7 +196,7 @@ def fault_table(sweep: Sweep) -> Table:
             f"{below} of {len(floors)}" if floors else "–",
         ])  # fmt: skip
     columns = ["setting", "fault", "start-up warnings", "last train/loss", "ln V, the floor on random tokens"]
-    return Table([*columns, f"runs more than {FLOOR_TOLERANCE} below it"], rows, words=3)
+    return Table([*columns, f"runs more than {FLOOR_TOLERANCE} below it"], rows, text_columns=3)
 
 
 def stability_table(sweep: Sweep) -> Table | None:
@@ -194,7 +227,7 @@ def missing_table(sweep: Sweep) -> Table:
         for run in sweep.runs
         if run.state.state == state != "done"
     ]
-    return Table(["run", "settings", "fold or seed", "state", "reason"], rows, words=5)
+    return Table(["run", "settings", "fold or seed", "state", "reason"], rows, text_columns=5)
 
 
 def facts(sweep: Sweep) -> dict[str, str]:

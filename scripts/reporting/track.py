@@ -28,7 +28,7 @@ from scripts.reporting.statistics import (
     n_needed,
     runs_by_rate,
 )
-from scripts.reporting.tables import Table, ends, mean_and_ends, number, p_value
+from scripts.reporting.tables import Columns, Table, ends, filled, mean_and_ends, number, p_value
 
 BASELINE = "rms"  # the contestant that differences are to
 PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
@@ -159,22 +159,23 @@ def noise(found: Sequence[Entry]) -> str:
 
 
 def board(found: Sequence[Entry]) -> Table:
-    columns = [
-        "contestant", "verdict", "loss", f"minus {BASELINE}, 95 %", "corrected", "Holm p", "best rate",
-        "good rates, octaves", "highest stable rate", "largest logit", "update time", "decode time",
-        "cache, bytes a token", "parameters",
-    ]  # fmt: skip
-    rows = []
-    for e in found:
-        estimate = e.against.estimate if e.against else None
-        rows.append([
-            e.name, e.verdict, number(e.loss.mean),
-            mean_and_ends(estimate, "+.4f") if estimate else "–", ends(e.wide, "+.4f"),
-            p_value(e.against.adjusted["t"] if e.against and e.wide else None), number(e.best, "g"),
-            number(plateau(e.means), "g"), number(e.stable, "g"), number(e.logit, ".1f"),
-            *(times(ratio) for ratio in e.ratios), number(e.cache, ",.0f"), number(e.parameters, ",.0f"),
-        ])  # fmt: skip
-    return Table(columns, rows, words=2)
+    columns: Columns[Entry] = {
+        "contestant": lambda e: e.name,
+        "verdict": lambda e: e.verdict,
+        "loss": lambda e: number(e.loss.mean),
+        f"minus {BASELINE}, 95 %": lambda e: mean_and_ends(e.against.estimate if e.against else None, "+.4f"),
+        "corrected": lambda e: ends(e.wide, "+.4f"),
+        "Holm p": lambda e: p_value(e.against.adjusted["t"] if e.against and e.wide else None),
+        "best rate": lambda e: number(e.best, "g"),
+        "good rates, octaves": lambda e: number(plateau(e.means), "g"),
+        "highest stable rate": lambda e: number(e.stable, "g"),
+        "largest logit": lambda e: number(e.logit, ".1f"),
+        "update time": lambda e: times(e.ratios[0]),
+        "decode time": lambda e: times(e.ratios[1]),
+        "cache, bytes a token": lambda e: number(e.cache, ",.0f"),
+        "parameters": lambda e: number(e.parameters, ",.0f"),
+    }
+    return filled(columns, found, text_columns=2)
 
 
 def times(ratio: Mapping[str, float]) -> str:
