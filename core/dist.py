@@ -29,8 +29,8 @@ def read_world() -> World:
     rule = f"{said}: torchrun sets these variables; unset RANK to train in one process"
     require(all(text.isdecimal() and len(text) < 8 for text in texts.values()), rule)
     world = World(*map(int, texts.values()))
-    found = world.size == 1 or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    require(world.rank < world.size and found, rule)
+    can_meet = world.size == 1 or {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    require(world.rank < world.size and can_meet, rule)
     return world
 
 

@@ -179,7 +179,7 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     print(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {workers(asked, launcher)}")
     began = time.monotonic()
     with StopSignal() as stop:
-        trouble = follow(runs, states, launcher, tries, asked.fail_fast, stop)
+        trouble = supervise(runs, states, launcher, tries, asked.fail_fast, stop)
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     counts = tally(states.values())
     if stop.signal:
@@ -197,7 +197,7 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     return 0 if all(state.state in FINAL for state in states.values()) else 1
 
 
-def follow(
+def supervise(
     runs: list[PlannedRun], states: dict[str, State], launcher: Launcher, tries: int, fail_fast: bool, stop: StopSignal
 ) -> str | None:
     """Keep workers alive while there are runs for them, and `states` up to date; then stop the workers.
@@ -209,7 +209,7 @@ def follow(
     while True:
         claimed, tried = set(os.listdir(sweep_dir / "claims")), sum(s.launch_tries for s in states.values())
         for run in runs:
-            # to look at 10,000 runs takes a second, and a run that has no claim changes without our workers only
+            # state_of() is slow for 10,000 runs, and without a claim a run changes only through our workers
             if states[run.id].state not in FINAL and (run.id in claimed or not launcher.alive()):
                 states[run.id] = state_of(sweep_dir, run, launcher.launch)
                 if states[run.id].state in FINAL:

@@ -66,7 +66,7 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
         chosen_parts = {name: part for name, (part, pairs) in parts.items() if (fold, seed) in pairs}
         for point, chosen, values in points_of(sweep, chosen_parts, overrides):
             values |= {"seed": seed} if fold is None else {"seed": seed, "data.fold": fold}
-            words = [*chosen, *(f"{key}={show(value)}" for key, value in values.items())]
+            given = [*chosen, *(f"{key}={show(value)}" for key, value in values.items())]
             source = set_values(composed(tuple(chosen)), values)
             try:
                 config = replace(load_config(source), out_dir=None)
@@ -75,7 +75,7 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
 
                     config = with_init_sha256(config)
             except ConfigError as error:
-                raise ConfigError(f"{error} (in the run {' '.join(words)})") from error
+                raise ConfigError(f"{error} (in the run {' '.join(given)})") from error
             run_id = config.run_dir.name
             if run_id in runs:
                 changed = changes(runs[run_id].config, config)
@@ -83,7 +83,7 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
                 require(not changed, f"{same}, which does not tell runs apart by {changed}")
                 runs[run_id].points.append(point)
             else:
-                runs[run_id] = PlannedRun(run_id, [point], seed, fold, words, config)
+                runs[run_id] = PlannedRun(run_id, [point], seed, fold, given, config)
     return list(runs.values())
 
 
@@ -91,16 +91,16 @@ def check_overrides(sweep: Sweep, overrides: list[str]) -> None:
     """Raise ConfigError for an override of a setting that the sweep varies, or has a key of its own for."""
     grids = [sweep.grid, *(part.grid for part in sweep.parts.values())]
     swept = {key for grid in grids for key in grid}
-    for word in overrides:
-        key = key_of(word)
-        require(key not in swept, f"{word}: this sweep varies {key}; write sweep.grid.{key}=[...]")
+    for override in overrides:
+        key = key_of(override)
+        require(key not in swept, f"{override}: this sweep varies {key}; write sweep.grid.{key}=[...]")
     lists = [values for grid in grids for values in grid.get("words", {}).values()]
     lists += [overrides, sweep.overrides, *(part.overrides for part in sweep.parts.values())]
-    given = {**{key: f"grid.{key}" for key in swept}, **{key_of(word): word for words in lists for word in words}}
+    given = {key: f"grid.{key}" for key in swept} | {key_of(override): override for of in lists for override in of}
     has_folds = bool(sweep.folds) or any(part.folds for part in sweep.parts.values())
-    for key, word in given.items():
+    for key, override in given.items():
         good = key not in INSTEAD or (key == "data.fold" and not has_folds)
-        require(good, f"{word}: {INSTEAD.get(key)}")
+        require(good, f"{override}: {INSTEAD.get(key)}")
 
 
 def key_of(override: str) -> str:
@@ -134,9 +134,9 @@ def set_values(composed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
     return dict(changed)
 
 
-def compose(words: Sequence[str]) -> dict[str, Any]:
-    """What `python train.py WORDS` composes, as a nested dict."""
-    return cli.compose(TrainConfig, [*words])
+def compose(overrides: Sequence[str]) -> dict[str, Any]:
+    """What `python train.py OVERRIDES` composes, as a nested dict."""
+    return cli.compose(TrainConfig, [*overrides])
 
 
 # -----------------------------------------------------------------------------
@@ -157,13 +157,7 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
         frozen = {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
         merged = merge_plans(sweep_dir, frozen, runs)
         before = read_json(sweep_dir / "sweep.json")
-        definition = json.loads(json.dumps(asdict(sweep)))  # as the file has it: lists for tuples
-        old, history = before.get("sweep", {}), before.get("frozen", [])
-        grows = merged != frozen or not old
-        if grows:
-            definition["parts"] = {**old.get("parts", {}), **definition["parts"]}
-        else:
-            definition |= {key: value for key, value in old.items() if key not in ("title", "compare", "also", "paper")}
+        history, grows = before.get("frozen", []), merged != frozen or "sweep" not in before
         this = {"commit": commit(), "overrides": overrides, "runs": len(merged)}
         last = history[-1]["commit"] if history else None
         moved = last != this["commit"] and any(not at_end(sweep_dir / run.id) for run in runs)
@@ -173,11 +167,19 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
                 write_atomic(sweep_dir / f"code_{short(str(this['commit']))}.diff", diff)
         if moved and not grows:
             print(f"warning: the sweep was planned at commit {last}; the runs that are left use {this['commit']}")
-        about = {"name": name, "frozen": history, "sweep": definition}
+        about = {"name": name, "frozen": history, "sweep": frozen_definition(before.get("sweep", {}), sweep, grows)}
         if about != {key: value for key, value in before.items() if key != "sha256"}:
             write_atomic(sweep_dir / "sweep.json", (json.dumps(sealed(about), indent=2) + "\n").encode())
         if merged != frozen:  # written last: a plan implies the other files
             write_atomic(sweep_dir / "plan.jsonl", "".join(map(to_line, merged.values())).encode())
+
+
+def frozen_definition(old: dict[str, Any], sweep: Sweep, grows: bool) -> dict[str, Any]:
+    """The definition in sweep.json: of a plan that grows with the old parts, else the old one but for the report's."""
+    new: dict[str, Any] = json.loads(json.dumps(asdict(sweep)))  # as the file has it: lists for tuples
+    if grows:
+        return {**new, "parts": {**old.get("parts", {}), **new["parts"]}}
+    return {**old, **{key: new[key] for key in ("title", "compare", "also", "paper")}}
 
 
 def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[PlannedRun]) -> dict[str, PlannedRun]:

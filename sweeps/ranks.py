@@ -1,7 +1,7 @@
 """One run in several processes: torchrun on this machine, or on every node of a SLURM task.
 
 On SLURM node 0 has the worker. For each run it writes an order, which the other nodes follow: launches/NAME.TASK.json.
-Commands: launch TORCHRUN_WORDS CONFIG | rank CONFIG
+Commands: launch TORCHRUN_ARGUMENTS CONFIG | rank CONFIG
 """
 
 import json
@@ -41,13 +41,13 @@ def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
 
     torchrun's own exit status does not tell how the run ended: status.json does.
     """
-    words = ["--standalone", f"--nproc_per_node={launch.ranks}"]
+    arguments = ["--standalone", f"--nproc_per_node={launch.ranks}"]
     if launch.nodes:
         order = {"host": socket.gethostname(), "port": free_port(), "config": asdict(config)}
         give_order(launch, order)
-        words = meeting(launch, order, node=0)
+        arguments = meeting(launch, order, node=0)
     before = read_status(config.run_dir)
-    with torchrun(words, asdict(config), on_slurm=launch.nodes > 0) as process:
+    with torchrun(arguments, asdict(config), on_slurm=launch.nodes > 0) as process:
         try:
             process.wait()
         except SystemExit:  # SIGTERM
@@ -60,10 +60,10 @@ def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
     return {"done": 0, "diverged": 3}.get(str(status.get("state")), 1)
 
 
-def torchrun(words: list[str], config: dict[str, Any], on_slurm: bool) -> subprocess.Popen[bytes]:
+def torchrun(arguments: list[str], config: dict[str, Any], on_slurm: bool) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NODE_PATIENCE if on_slurm else PATIENCE)}
     environment |= {ON_SLURM: "1"} if on_slurm else {}
-    command = [sys.executable, RANKS, "launch", json.dumps(words), json.dumps(config)]
+    command = [sys.executable, RANKS, "launch", json.dumps(arguments), json.dumps(config)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
 
 
@@ -90,7 +90,7 @@ def give_order(launch: Launch, order: dict[str, Any]) -> None:
 
 
 def meeting(launch: Launch, order: dict[str, Any], node: int) -> list[str]:
-    """torchrun's words on a node: where the torchruns of all nodes meet."""
+    """torchrun's arguments on a node: where the torchruns of all nodes meet."""
     return [
         f"--nnodes={launch.nodes}", f"--node_rank={node}", f"--nproc_per_node={launch.ranks // launch.nodes}",
         f"--master_addr={order['host']}", f"--master_port={order['port']}", "--signals-to-handle=SIGINT",
@@ -160,7 +160,7 @@ def stop_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def launch_ranks(words: str, config: str) -> None:
+def launch_ranks(arguments: str, config: str) -> None:
     """torchrun, which stops with the worker that started it.
 
     SLURM signals every process of a task. torchrun would pass that on, and a rank that is told twice ends at once; so
@@ -173,7 +173,7 @@ def launch_ranks(words: str, config: str) -> None:
         stop_with_parent()
     from torch.distributed.run import main
 
-    main([*json.loads(words), RANKS, "rank", config])
+    main([*json.loads(arguments), RANKS, "rank", config])
 
 
 def train_rank(config: str) -> int:

@@ -240,7 +240,7 @@ SCHEDULES: dict[str, type[ScheduleOptions]] = {
 }  # fmt: skip
 OptimOptions = AdamWOptions
 
-CPUS = os.cpu_count() or 1  # here
+CPUS = os.cpu_count() or 1
 Seed = Annotated[int, AtLeast(0, bits=63), Help("of everything random")]
 Device = Annotated[
     str,

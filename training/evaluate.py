@@ -110,7 +110,7 @@ class LowestLoss:
     """The lowest val/loss so far, and its iteration.
 
     Where max_iters is no multiple of eval_interval, the run ends with an extra evaluation, which a longer run would not
-    have. After it, `keep_step` is the best checkpoint before it, which is kept, too; after any other it is None.
+    have. `keep_step` is then the best checkpoint before it, which a longer run would need; after any other it is None.
     """
 
     loss: float = math.inf

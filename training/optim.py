@@ -216,7 +216,8 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 @contextlib.contextmanager
 def updating(model: Any) -> Iterator[None]:
-    """Around an optimizer's step: what weights= does to an update. Rows that it gives a factor move by so much."""
+    """Around optimizer.step(): what a `weights` variant does to an update. Scales the update of the rows that it names
+    (update_factors), then calls its after_update()."""
     seams = [block.weights for block in model.transformer.h]
     with torch.no_grad():
         found = [factors for seam in seams for factors in seam.update_factors()]

@@ -405,7 +405,9 @@ def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[fl
             for i, row in enumerate(weights)
             for j in range(i + 1)
         ]
-        tooltip = tooltips("query:Q", "of:N", "key:Q", "to:N", "weight:.4f", of="its token", to="its token ")
+        tooltip = tooltips(
+            "query:Q", "of:N", "key:Q", "to:N", "weight:.4f", of="the query's token", to="the key's token"
+        )
         cells = alt.Chart(alt.Data(values=rows)).mark_rect().encode(
             x=alt.X("key:O", axis=bare), y=alt.Y("query:O", axis=bare), color=colour, tooltip=tooltip
         )  # fmt: skip

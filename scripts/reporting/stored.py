@@ -50,7 +50,7 @@ def runs_csv(sweep: Sweep) -> str:
 
 
 def curves_csv(sweep: Sweep) -> bytes:
-    """curves.csv.gz: a line for each value of each curve; a run is its line in runs.csv, from 0 on."""
+    """curves.csv.gz: a line for each value of each curve; `run` is the row of runs.csv, from 0 on."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["run", "metric", "iter", "value"])
