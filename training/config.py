@@ -219,7 +219,7 @@ class WandbOptions:
         AlsoCalled(["wandb_project"]),
         Help("name of the W&B project"),
     ] = "nanoqk"
-    group: Annotated[str | None, Help("null: the run's readable prefix without its fold")] = None
+    group: Annotated[str | None, Help("null: one group for all folds and seeds of the same settings")] = None
     tags: Annotated[
         tuple[str, ...],
         Rule(lambda tags: all(0 < len(tag) <= 64 for tag in tags), "must each have 1 to 64 characters"),
