@@ -49,14 +49,15 @@ def leak_split(n_tokens: int, folds: int, fold: int, window: int, far: bool) -> 
 
     The text is cut into quarters. Held out are the windows of the shuffled fold that lie in the middle half of the
     first and third quarter (of the second and fourth if `fold` is odd). The near training text is the rest of these
-    quarters. The far one is the same pattern of windows a quarter later: as many tokens, in as many pieces, none of
-    them within a quarter of a quarter from a held-out one.
+    quarters. The far one is the same pattern of windows a quarter later: as many tokens, in as many pieces, each
+    at least about a sixteenth of the text away from a held-out one.
     """
     quarter = n_tokens // window // 4  # in windows; what is left over at the end of the text has no part
     home, middle = np.arange(4 * quarter).reshape(4, quarter), slice(quarter // 4, quarter - quarter // 4)
     held_out, train = np.zeros(4 * quarter, dtype=bool), np.zeros(4 * quarter, dtype=bool)
+    in_fold = shuffled_fold(n_tokens, folds, fold, window)
     for of in home[fold % 2 :: 2]:
-        held_out[of[middle]] = shuffled_fold(n_tokens, folds, fold, window)[of[middle]]
+        held_out[of[middle]] = in_fold[of[middle]]
         train[of] = ~held_out[of]
     if far:
         train = np.roll(train, quarter)

@@ -25,8 +25,8 @@ from core.rundir import differences
 from core.schema import ConfigError, one_line, require, show
 from data.corpora import expand, probe_hub
 from data.options import PrepareFineWebConfig
-from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER
-from data.tokenizer import BPETokenizer, Tokenizer, build_tokenizer, from_dict, learn_bpe, token_dtype, tokenizer_sha256
+from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER, read_tokenizer
+from data.tokenizer import BPETokenizer, Tokenizer, build_tokenizer, learn_bpe, token_dtype, tokenizer_sha256
 
 SAVE_SECONDS = 5.0
 PRINT_SECONDS = 30.0  # between two states of the progress bar in a log
@@ -245,7 +245,7 @@ def is_held_out(text: bytes, fraction: float) -> bool:
 
 def load_tokenizer(out: Path, config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
     if (out / TOKENIZER).exists():
-        return from_dict(parse_object((out / TOKENIZER).read_bytes()))
+        return read_tokenizer(out / TOKENIZER)
     if config.tokenizer == "bpe":
         return learn(config, documents)
     try:
@@ -259,9 +259,10 @@ def learn(config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
     vocab_size, learnt_from, size = config.settings["vocab_size"], [], 0
     for texts, _ in documents.batches(None):
         for text in texts:
-            if size < LEARN_BYTES and not is_held_out(text.encode(), config.val_fraction):
+            raw = text.encode(errors="surrogatepass")
+            if size < LEARN_BYTES and not is_held_out(raw, config.val_fraction):
                 learnt_from.append(text)
-                size += len(text.encode())
+                size += len(raw)
         if size >= LEARN_BYTES:
             break
     try:

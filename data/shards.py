@@ -133,10 +133,14 @@ def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
 
 
 def load_tokenizer(folder: Path, index: dict[str, Any]) -> Tokenizer:
-    file = folder / TOKENIZER
+    tokenizer = read_tokenizer(folder / TOKENIZER)
+    named = tokenizer_sha256(tokenizer) == index["tokenizer_sha256"]
+    require(named, f"{folder / TOKENIZER} is not the one that {INDEX} names")
+    return tokenizer
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
     try:
-        tokenizer = from_dict(parse_object(read_bytes(file, str(file))))
+        return from_dict(parse_object(read_bytes(file, str(file))))
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise ConfigError(f"{file} is not a tokenizer: {error}") from error
-    require(tokenizer_sha256(tokenizer) == index["tokenizer_sha256"], f"{file} is not the one that {INDEX} names")
-    return tokenizer

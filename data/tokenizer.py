@@ -172,7 +172,7 @@ class BPETokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(BPETokenizer):
-    """GPT-2's own tokens, which `tiktoken` downloads and caches. A checkpoint holds them, so sampling needs neither."""
+    """GPT-2's own tokens, which `tiktoken` downloads and caches. Sampling takes them from the checkpoint."""
 
     name = "gpt2"
 

@@ -38,8 +38,9 @@ def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | 
         return random_tokens(config)
     text = load_text(config)
     sha256 = corpus_sha256(text)
-    known = (saved or {}).get("tokenizer", {})
-    if config.tokenizer == known.get("name") == "bpe" and (saved or {}).get("corpus_sha256") == sha256:
+    saved = saved or {}
+    known = saved.get("tokenizer", {})
+    if config.tokenizer == known.get("name") == "bpe" and saved.get("corpus_sha256") == sha256:
         tokenizer = from_dict(known)
     elif config.tokenizer == "bpe":
         tokenizer = learnt_tokenizer(text, sha256, config.bpe_vocab_size)

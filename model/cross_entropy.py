@@ -12,8 +12,8 @@ from model.ops import at_least_fp32, matmul_dtype
 LOGITS_AT_ONCE = 2**26  # elements; a loss of more logits is computed some positions at a time
 
 
-def positions_with_logits(batch: int, vocab_size: int) -> int:
-    """How many positions a window may have for its loss to come with logits."""
+def max_positions_with_logits(batch: int, vocab_size: int) -> int:
+    """The most positions that a window may have for its loss to come with logits; at least 1."""
     return max(1, LOGITS_AT_ONCE // (batch * vocab_size))
 
 
@@ -22,7 +22,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     x (N, C), weight (V, C), targets (N,), -1 is ignored -> ()
     """
-    rows = positions_with_logits(1, len(weight))
+    rows = max_positions_with_logits(1, len(weight))
     return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
 
 

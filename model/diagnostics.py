@@ -20,7 +20,7 @@ from model.gpt import GPT, LpNorm, QKNorm
 from model.ops import Bend, visible_logits
 
 LEAK_TOLERANCE = 1e-4  # a smaller future_leak is round-off, also in bfloat16
-LONG = 1024  # positions; a longer sequence is compared once, and this many of it three times
+LONG = 1024  # positions: of a longer sequence these are compared three times, and the whole once
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     """Values of every attention head on the sequences idx (B, T), in evaluation mode. Draws no random numbers.
 
     max_logit                          as the softmax gets it: scaled or capped by logits=
-    entropy, effective_keys            of the attention weights in nats, and its exponential; means over the queries
+    entropy, effective_keys            of the plain softmax in nats, and its exponential; means over the queries
     q_norm, k_norm                     mean 2-norm before the QK norm
     q_gain, k_gain                     mean |gain| over the channels, where the QK norm has gains; one per layer
     With the Lp norm:
@@ -77,7 +77,7 @@ def qk_norms(attn: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def logit_bound(attn: nn.Module) -> float:
-    """The largest |logit| that the QK norms of a layer allow with their present gains, however large its weights are.
+    """The largest |logit| that the QK norms of a layer allow with equal gains, as at the start, for any weights.
 
     Infinite where alpha is learned, without QK norms, and where logits= scales them.
     """

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from core.schema import require
 from model import cross_entropy, ops, seams
 from model import options as settings
 from model.linear import Embedding, FusedLinear, Linear, scale_rows
@@ -213,11 +214,11 @@ class CausalAttention(nn.Module):
 
     A layout defines forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context) and, for
     QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
-    head. Its forward calls attend(), and without a cache observe(), which calls `probe(q, k, scale)`. Ours also fill
-    the seams logits, softmax and output.
+    head. Its forward calls attend(), and where it forms keys for no cache observe(), which calls `probe(q, k, scale)`.
+    Ours also fill the seams logits, softmax and output.
 
-    After track_max_logits() `max_logits` is the exact largest logit of each head, (nh,), over the training forwards
-    since the last pop_max_logits().
+    After track_max_logits() `max_logits` is the exact largest logit of each head before `logits.bend`, (nh,), over the
+    training forwards since the last pop_max_logits().
     """
 
     n_head: int
@@ -401,6 +402,13 @@ class MultiHeadLatentAttention(CausalAttention):
         self.logit_scale = LogitScale(config, (d,) if self.unified else (a.nope_dim, a.rope_dim))
         self.normed = config.qk_norm.name != "none"
         self.fill_seams(config, a.v_dim)
+        head_gains = self.unified and isinstance(self.k_norm.head_gain, Tensor) and self.k_norm.head_gain.dim() > 1
+        needed = (
+            f"qk_norm={config.qk_norm.name} needs attention.qk_norm_layout=blockwise: its gains differ between heads"
+        )
+        require(not head_gains, f"{needed}, and MLA's RoPE key is shared by them")
+        own_values = type(self.output).transform_values is not seams.Output.transform_values
+        require(not own_values, f"output={config.output.name} needs attention=mha or gqa: MLA decodes without values")
 
     def forward(self, x: Tensor, rope: Rope | None, cache: LatentCache | None = None, pos: int = 0) -> Tensor:
         assert rope is not None
@@ -586,7 +594,9 @@ class MLP(nn.Module):
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
         self.swiglu = config.mlp == "swiglu"
-        self.c_fc = FusedLinear(config.n_embd, [hidden] * (2 if self.swiglu else 1), bias=config.bias)  # gate, up
+        self.c_fc = FusedLinear(
+            config.n_embd, [hidden, hidden] if self.swiglu else [hidden], bias=config.bias
+        )  # gate, up
         self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -673,7 +683,7 @@ class GPT(nn.Module):
         if self.training:
             x = ops.dropout(x, self.config.model.dropout)
         for i, block in enumerate(self.transformer.h):
-            if self.training and self.config.model.activation_checkpointing:
+            if self.training and caches is None and self.config.model.activation_checkpointing:
                 x = checkpoint(block, x, rope, use_reentrant=False)
             else:
                 x = block(x, rope, None if caches is None else caches[i], pos)

@@ -132,10 +132,7 @@ def while_compiling(tensor: Tensor | None) -> Tensor | None:
 
 def gelu(x: Tensor) -> Tensor:
     """x Phi(x) with the normal distribution Phi."""
-    return kernels.gelu(x) if x.dtype == torch.bfloat16 and is_worth_a_kernel(x) else gelu_reference(x)
-
-
-gelu_reference = F.gelu
+    return kernels.gelu(x) if x.dtype == torch.bfloat16 and is_worth_a_kernel(x) else F.gelu(x)
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -311,6 +308,7 @@ class BlockedAttention(torch.autograd.Function):
         parts: list[Tensor | None] = []
         keep, ctx.kept = None, 1.0
         row = (q.size(1) + 63) // 64 * 8  # words of random bytes of a query
+        first_word = row * torch.arange(len(q) * q.size(1), device=q.device).view(len(q), -1)  # (B nh, T)
         with torch.autocast("cpu", enabled=False), matmuls_in(v.dtype):
             for i in range(0, q.size(1), BlockedAttention.QUERIES):
                 end = min(i + BlockedAttention.QUERIES, q.size(1))
@@ -320,9 +318,7 @@ class BlockedAttention(torch.autograd.Function):
                 logits[..., i:] += torch.full((end - i, end - i), -math.inf, dtype=logits.dtype).triu(1)
                 att = logits.softmax(-1).to(v.dtype)
                 if seed is not None:
-                    heads, queries = (torch.arange(n, device=q.device) for n in (len(q), q.size(1)))
-                    queries = heads[:, None] * q.size(1) + queries[i:end]  # (B nh, rows)
-                    drawn = random_bytes(seed, (end + 7) // 8, queries * row)[..., :end]
+                    drawn = random_bytes(seed, (end + 7) // 8, first_word[:, i:end])[..., :end]
                     keep, ctx.kept = dropout_mask(drawn, dropped, att.dtype)
                 torch.bmm(apply_mask(att, keep, ctx.kept), v[:, :end], out=y[:, i:end])
                 parts += [att, keep]

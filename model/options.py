@@ -19,7 +19,9 @@ class ModelOptions:
     dropout: Annotated[float, Between(0, 1, "[)"), Help("probability; on a CPU a multiple of 1/256")] = 0.2
     bias: Annotated[bool, Help("biases in linear layers and LayerNorms")] = False
     norm: Annotated[Literal["layernorm", "rmsnorm"], Help("before attention, the MLP and the output")] = "layernorm"
-    norm_eps: Annotated[float, POSITIVE, Help("added to the variance by that norm")] = 1e-5
+    norm_eps: Annotated[float, POSITIVE, Help("added to the variance by that norm, and by MLA's norms of latents")] = (
+        1e-5
+    )
     mlp: Annotated[Literal["gelu", "swiglu"], Help("activation of the MLP")] = "gelu"
     mlp_hidden: Annotated[int | None, AtLeast(1), Help("channels inside the MLP; null: 4 n_embd")] = None
     position: Annotated[Literal["learned", "rope"], Help("embeddings of positions")] = "learned"
@@ -113,7 +115,7 @@ class MLAOptions(AttentionOptions):
     rope_dim: Annotated[int, AtLeast(1), Help("channels that are rotated: one key, shared by all heads")] = 64
     v_dim: Annotated[int, AtLeast(1), Help("channels of a head's value")] = 128
     qk_norm_layout: Annotated[
-        Literal["blockwise", "unified"], Help("normalise the two parts of a query or key on their own, or unified")
+        Literal["blockwise", "unified"], Help("of a query or key: its two parts separately, or the whole")
     ] = "blockwise"
 
     def check_fit(self, config: "GPTConfig") -> None:
@@ -379,7 +381,7 @@ WEIGHTS: dict[str, type[WeightsOptions]] = {
 def register(table: dict[str, Any], chosen: type) -> str:
     """Add the options of a variant of one's own to one of these tables. Returns their default name."""
     name = declared(chosen)["name"].default
-    plain = isinstance(name, str) and re.fullmatch(r"[a-z]\w*", name) is not None
+    plain = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None
     require(plain, f"{chosen.__name__}.name={name} must be a lower-case word")
     taken = table.get(name, chosen).__module__
     require(taken == chosen.__module__, f"{chosen.__name__}.name={name} is taken by {taken}")

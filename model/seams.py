@@ -1,6 +1,6 @@
 """The five seams of attention: the places where a variant changes it. The classes here change nothing.
 
-    queries and keys          QKNorm    qk_norm=   (the papers' own norms are in gpt.py)
+    queries and keys          QKNorm    qk_norm=   (none, rms, layernorm and lp are in gpt.py)
     logits                    Logits    logits=
     the softmax's denominator Softmax   softmax=
     values and output         Output    output=
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch.nn as nn
 from torch import Tensor
 
+from core.schema import require
 from model import options as settings
 from model.ops import at_least_fp32
 from model.options import GPTConfig, QKNormOptions, VariantOptions
@@ -38,9 +39,9 @@ class QKNorm(Seam):
     """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys.
 
     Your own norm defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least. It may have a `gain`, a parameter of
-    shape (hs,), or (nh hs,) for gains of each head. It may be `centred`; `scale` receives x before the mean is
-    subtracted. It gets an alpha only if its options derive from LpNormOptions. Absorbed MLA decoding applies gain, mean
-    and scale separately.
+    shape (hs,), or (nh hs,) for gains of each head (not with unified MLA). It may be `centred`; `scale` receives x
+    before the mean is subtracted. It gets an alpha only if its options derive from LpNormOptions. Absorbed MLA decoding
+    applies gain, mean and scale separately.
     """
 
     centred = False
@@ -111,7 +112,8 @@ class Softmax(Seam):
 
 
 class Output(Seam):
-    """What is done to values (B, nkv, T, hs), and by forward(y, x) to attention's output y (B, nh, T, dv).
+    """What is done to values (B, nkv, T, hs; not in MLA, which decodes without them), and by forward(y, x) to
+    attention's output y (B, nh, T, dv).
 
     x (B, T, C) is the layer's input.
     """
@@ -165,6 +167,12 @@ TABLES: dict[type[Seam], tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def register(options: type[VariantOptions], variant: type[Seam]) -> None:
-    """Add a variant to its seam. The default of `name` in `options` is what qk_norm=, logits=, ... take."""
-    option_table, class_table = next(tables for seam, tables in TABLES.items() if issubclass(variant, seam))
+    """Add a variant to its seam. The default of `name` in `options` is what qk_norm=, logits=, ... take.
+
+    Raises: ConfigError for a class of no seam, and for a name that is taken.
+    """
+    found = [tables for seam, tables in TABLES.items() if issubclass(variant, seam)]
+    names = ", ".join(seam.__name__ for seam in TABLES)
+    require(bool(found), f"{variant.__name__} must derive from one of {names}; register_attention() takes layouts")
+    option_table, class_table = found[0]
     class_table[settings.register(option_table, options)] = variant

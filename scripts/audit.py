@@ -40,7 +40,7 @@ from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, one_line, options
 from data.batches import Batches
 from data.options import RandomOptions
 from data.tokens import load_corpus
-from model.cross_entropy import positions_with_logits
+from model.cross_entropy import max_positions_with_logits
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from model.gpt import GPT
 from sample import load_asked_run
@@ -246,7 +246,7 @@ def step_0_loss(subject: Subject) -> Finding:
     model, ln_v = subject.fresh(), math.log(subject.vocab_size)
     x, y = subject.batches(subject.vocab_size).get_batch(0)
     crowded = crowding(y, np.arange(subject.vocab_size))
-    n = positions_with_logits(len(x), subject.vocab_size)
+    n = max_positions_with_logits(len(x), subject.vocab_size)
     x, y = x[:, :n].to(subject.device), y[:, :n].to(subject.device)
     numbers: dict[str, Any] = {"ln_vocab_size": ln_v, "one_token": crowded}
     off, wrong = {}, {}

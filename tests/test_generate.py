@@ -30,6 +30,13 @@ def test_greedy_decoding_equals_full_forwards_also_past_block_size(qk_norm: QKNo
     assert torch.equal(tokens, greedy_without_cache(model, idx, 45))
 
 
+def test_a_model_in_training_mode_decodes_with_its_cache() -> None:
+    model = build(config_of("gqa", "rms", activation_checkpointing=True)).train()
+    idx = random_tokens(2, 3)
+    tokens = torch.stack(list(generate(model, idx, 10, temperature=0, dtype=torch.float64)), 1)
+    assert torch.equal(tokens, greedy_without_cache(model.eval(), idx, 10))
+
+
 def test_a_block_of_one_token_decodes() -> None:
     model = build(tiny_config(block_size=1))
     tokens = torch.stack(list(generate(model, random_tokens(2, 1), 5, temperature=0, dtype=torch.float64)), 1)

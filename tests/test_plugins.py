@@ -12,8 +12,9 @@ from variants import LAYOUTS, PAIRS, config_of
 
 from core import cli, plugins
 from core.schema import ConfigError, options
+from model import seams
 from model.diagnostics import logit_bound
-from model.gpt import GPT, QK_NORMS, QKNorm
+from model.gpt import GPT, QK_NORMS, QKNorm, RMSNorm
 from model.options import QK_NORMS as OPTIONS
 from model.options import QKNormOptions, register
 from training.config import TrainConfig, load_config
@@ -175,6 +176,28 @@ def test_the_bound_is_reached_by_a_key_that_equals_the_query(layout: str, monkey
     blocks = 2 if layout.startswith("mla") and layout != "mla_unified" else 1
     for layer in gpt.attentions:
         assert logit_bound(layer) == pytest.approx(blocks * layer.logit_scale.softmax_scale, rel=1e-5)
+
+
+def test_what_mla_cannot_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class HeadGains(RMSNorm):
+        def __init__(self, options: Any, head_dim: int, n_head: int):
+            super().__init__(options, head_dim, n_head)
+            self.gain = torch.nn.Parameter(torch.empty(n_head * head_dim))
+
+    class HalfValues(seams.Output):
+        def transform_values(self, v: torch.Tensor) -> torch.Tensor:
+            return v / 2
+
+    monkeypatch.setitem(QK_NORMS, "rms", HeadGains)
+    GPT(config_of("mla", "rms").gpt, 11)
+    with pytest.raises(ConfigError, match="qk_norm=rms needs attention.qk_norm_layout=blockwise: its gains differ"):
+        GPT(config_of("mla_unified", "rms").gpt, 11)
+    monkeypatch.setitem(seams.OUTPUTS, "none", HalfValues)
+    GPT(config_of("gqa", "none").gpt, 11)
+    with pytest.raises(ConfigError, match="output=none needs attention=mha or gqa"):
+        GPT(config_of("mla", "none").gpt, 11)
+    with pytest.raises(ConfigError, match="GPT must derive from one of QKNorm, Logits, Softmax, Output, Weights"):
+        seams.register(QKNormOptions, GPT)  # type: ignore[arg-type]
 
 
 def test_a_label_has_every_value_in_letters_that_a_path_can_have() -> None:

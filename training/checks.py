@@ -14,7 +14,7 @@ from core.device import seed_generator
 from core.dist import World
 from core.schema import require
 from data.batches import Batches
-from model.cross_entropy import positions_with_logits
+from model.cross_entropy import max_positions_with_logits
 from model.diagnostics import LEAK_TOLERANCE, LONG, future_leak, logit_bound, sdpa_backend
 from training.evaluate import mean_loss
 from training.session import Batch, Session, is_compiled
@@ -170,7 +170,7 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor) -> list[str]:
     model, machine = session.model, session.machine
     alone = replace(machine, world=World())  # no exchange: the ranks are not connected yet
     x, y = x[:4, :1024].to(machine.device), y[:4, :1024].to(machine.device)
-    few = positions_with_logits(1, model.vocab_size)
+    few = max_positions_with_logits(1, model.vocab_size)
     with torch.no_grad(), machine.autocast():
         logits, loss = model.eval()(x[:1, :few], y[:1, :few])
         own = F.cross_entropy(logits[0].float(), y[0, :few]).item()

@@ -1,7 +1,8 @@
 """MLA's absorbed decoding of one token on CUDA, fused (split-KV, after Flash-Decoding): the cache is read once.
 
 A program takes one slice of the positions for up to 16 heads: latent and RoPE products, the key scalars, online softmax
-and the weighted sum of latents. A second kernel weighs the slices together. The reference is attend_latents in gpt.py.
+and the weighted sum of latents. A second kernel weighs the slices together. The reference is
+latent_attention_reference in ops.py.
 
 Shapes: B batch, nh heads, S cached positions, kr = kv_rank, dr = rope_dim.
 """

@@ -1,4 +1,4 @@
-// RMS and Lp norms on a CPU in one pass over the vectors, where PyTorch's operations take ten. The formulas are those
+// RMS and Lp norms on a CPU, and MLA's absorb(), in one pass over the vectors, where PyTorch's operations take ten. The formulas are those
 // of ops.py, in fp32. The derivative normalises a vector again, so that x alone is kept.
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 """The operators torch.ops.nanoqk of the C++ files, as differentiable functions.
 
-Each has a fake implementation, which says the shape of its results to a compiler and to estimates, and a derivative: an
-autograd.Function around it, twice as fast as torch.library.register_autograd. The C++ files check dtypes and shapes and
-raise RuntimeError. A derivative has no derivative.
+Each has a fake implementation, which says the shape of its results to a compiler and to estimates. Those that training
+uses have a derivative: an autograd.Function around them, twice as fast as torch.library.register_autograd. The C++
+files check dtypes and shapes and raise RuntimeError. A derivative has no derivative.
 """
 
 import functools
@@ -57,9 +57,10 @@ def attends() -> bool:
 
 
 def can_attend_latents(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
-    """Whether latent_attention() takes q_latent (B, nh, T, kr): T = 1, all in bf16, on a CPU with AVX-512 bf16."""
-    given = (q_latent, latent, k_rope, *([] if key_scale is None else [key_scale]))
-    if q_latent.size(2) != 1 or latent.size(-1) % 32 or any(x.dtype != torch.bfloat16 for x in given):
+    """Whether latent_attention() takes q_latent (B, nh, T, kr): T = 1, all in bf16, kr a multiple of 32,
+    even strides, on a CPU with AVX-512 bf16."""
+    in_bf16 = all(x is None or x.dtype == torch.bfloat16 for x in (q_latent, latent, k_rope, key_scale))
+    if q_latent.size(2) != 1 or latent.size(-1) % 32 or not in_bf16:
         return False
     read = [n for x in (latent, k_rope) for n in (x.size(-1), x.storage_offset(), *x.stride()[:-1])]
     return all(n % 2 == 0 for n in read) and available(latent) and attends()

@@ -33,11 +33,11 @@ class Quack(Weights):
         self.start.copy_(torch.cat([1 / factors for _, factors in self.current()]))
 
     def update_factors(self) -> list[tuple[Tensor, Tensor]]:
-        found, at = [], 0
-        for rows, factors in self.current():
-            relative = self.options.tau * self.start[at : at + len(factors)] * factors  # 1 each at the start, times tau
+        current, found = [*self.current()], []
+        starts = self.start.split([len(factors) for _, factors in current])
+        for (rows, factors), start in zip(current, starts, strict=True):
+            relative = self.options.tau * start * factors  # 1 each at the start, times tau
             found.append((rows, relative.repeat_interleave(len(rows) // len(factors))[:, None]))
-            at += len(factors)
         return found
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class Quack(Weights):
         found += [(uq[h], (1 / (of_dq * of_uk[h] * of_dkv))[None]) for h in range(nh)]
         found += [(qr[h], (1 / (of_dq * of_kr))[None]) for h in range(nh)]
         if dq is not None:
-            found += [(dq, torch.minimum(1 / content.amax(), 1 / rotated.amax())[None])]
+            found += [(dq, (1 / torch.maximum(content.amax(), rotated.amax()))[None])]
         return found
 
 

@@ -1,8 +1,8 @@
 """Every matrix of a block as gamma / sigma(W) * W: sigma its largest singular value by power iteration, gamma learned
 (arXiv 2303.06296; apple/ml-sigma-reparam). gamma starts at sigma(W), as there: the first model is that without it.
 
-Projections that share a matrix are separate ones here: queries, keys and values have a sigma each. The iteration goes
-on after each update, and not in a forward pass: two passes over the same weights then give the same.
+Projections that share a matrix are separate ones here: queries, keys and values have a sigma each. A forward pass
+takes one step from u and does not keep it, so that two passes over the same weights give the same; an update keeps it.
 """
 
 from typing import Any

@@ -9,10 +9,10 @@ rms, lp     absorbed, with a QK norm: RMS, and Lp with p = 3. They cache one sca
 full_keys   RMS; caches the normalised keys and the values of every token, on a CPU in fp32 (see model/generate.py)
 reexpanded  RMS; caches latents and computes keys and values anew at every step
 
-contexts= are by default the paper's on CUDA, elsewhere [4096,16384]. The sides alternate: rounds=25 turns of
-seconds=0.2 each, after each of starts=1 starts of their processes. absorbed, rms and lp share a process, weights and
-latents and alternate step by step in random order, as the memory layout of a process changes its times by several
-percent. Further settings are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
+contexts= are by default those of QK-Normed MLA on CUDA, elsewhere [4096,16384]. The processes are started starts=1
+times. After each start the sides alternate: rounds=25 turns of seconds=0.2 each. absorbed, rms and lp share a process,
+weights and latents and alternate step by step in random order, as the memory layout of a process changes its times by
+several percent. Further settings are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
 `attend` is attention and its write to the cache, without the projections. Bandwidth is the bytes that a step must read,
 divided by its time; beside it stands that of a copy, which takes turns with the sides. On CUDA steps are compiled, and
 ten of them form a graph.
@@ -56,7 +56,7 @@ Point = dict[str, Any]
 @options
 class DecodeOptions:
     contexts: Annotated[
-        tuple[int, ...] | None, Help("positions in the cache; null: the paper's on CUDA, elsewhere [4096,16384]")
+        tuple[int, ...] | None, Help("positions in the cache; null: QK-Normed MLA's on CUDA, elsewhere [4096,16384]")
     ] = None
     batch: Annotated[tuple[int, ...], Help("sequences")] = (1,)
     rounds: Annotated[int, AtLeast(1), Help("turns of each side")] = 25
@@ -177,7 +177,7 @@ def write_results(result: dict[str, Any], folder: Path) -> None:
 def read_results(files: str) -> dict[str, Any]:
     """The points and commands of several bench.json, which must come from one machine."""
     found: list[dict[str, Any]] = []
-    first, *_ = names = files.split(",")
+    names = files.split(",")
     for file in names:
         try:
             result = json.loads(Path(file).read_text())
@@ -185,14 +185,14 @@ def read_results(files: str) -> dict[str, Any]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"from={file} must be a bench.json of this benchmark: {error}") from error
         for key in ("device", "dtype", "torch"):
-            require(not found or result[key] == found[0][key], f"from={file} has another {key} than {first}")
+            require(not found or result[key] == found[0][key], f"from={file} has another {key} than {names[0]}")
         found.append(result)
     points = sorted((p for result in found for p in result["points"]), key=lambda p: (p["batch"], p["context"]))
     return {**found[0], "points": points, "command": "; ".join(result["command"] for result in found)}
 
 
 def table(result: dict[str, Any]) -> str:
-    """The points as Markdown, beside the paper's Table 2."""
+    """The points as Markdown, beside Table 2 of QK-Normed MLA."""
     heads = ["batch", "context", "starts × rounds", NAMES["absorbed"], NAMES["rms"], "overhead", NAMES["lp"],
              "overhead", NAMES["full_keys"], NAMES["reexpanded"], "cache MiB", "attend with RMS, GB/s (of copying)",
              "paper: MLA", "paper: + QK norm", "overhead"]  # fmt: skip
@@ -207,7 +207,7 @@ def table(result: dict[str, Any]) -> str:
         "",
         *("| " + " | ".join(r) + " |" for r in rows), "",
         f"Cache: {' / '.join(NAMES[n] for n in CACHED)}; Lp's is that of RMS. On a CPU full keys are in fp32.",
-        "– marks a side that was dropped.",
+        "– marks a side that was not measured.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -215,7 +215,7 @@ def table(result: dict[str, Any]) -> str:
 def cells(point: Point) -> list[str]:
     """A row of the table."""
     sides, published = point["sides"], PAPER.get(point["context"])
-    times, overheads = ({name: show(point, name) for name in NORMS} for show in (time_of, overhead_of))
+    times, overheads = ({name: of(point, name) for name in NORMS} for of in (time_of, overhead_of))
     rms = sides.get("rms")
     return [
         str(point["batch"]), short(point["context"]), f"{point['starts']} × {point['rounds']}",
@@ -250,18 +250,18 @@ def short(context: int) -> str:
 def bench(values: DecodeOptions, words: list[str]) -> dict[str, Any]:
     from core.device import resolve_device, resolve_dtype
 
-    earlier = read_results(values.from_) if values.from_ else None
+    folder = Path(values.out) if values.out else None
+    if values.from_ and folder is not None:
+        earlier = read_results(values.from_)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_results(earlier, folder)
+        return earlier
     config = settings(values.names[:1], words, 2)[values.names[0]]
     device = resolve_device(config.device)
     usual = list(PAPER) if device.type == "cuda" else [4096, 16384]
     configs = {context: settings(values.names, words, context) for context in values.contexts or usual}
-    folder = Path(values.out) if values.out else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        if earlier is not None:
-            write_results(earlier, folder)
-            return earlier
-
     points: list[Point] = []
     result = {
         "points": points, "dtype": str(resolve_dtype(config.dtype, device)).removeprefix("torch."), "words": words,

@@ -74,7 +74,7 @@ def bench(values: BenchOptions, words: list[str]) -> dict[str, Any]:
         side.take_turn(1)  # warm-up
     result: dict[str, Any] = {"rounds": values.rounds, "tokens": values.tokens, "words": words}
     for n in (1, 10):
-        print(f"{n} sequence{'s' * (n > 1)}")
+        print("1 sequence" if n == 1 else f"{n} sequences")
         turns = timing.alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
         seconds = {name: timing.median(of, "seconds") for name, of in turns.items()}
         rows = {name: {"tok_per_sec": round(n * values.tokens / s, 2), "seconds": s} for name, s in seconds.items()}

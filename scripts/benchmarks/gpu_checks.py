@@ -113,9 +113,9 @@ def pair_row(asked: CheckOptions, pair: tuple[str, str], compiled: bool) -> Row:
     row: Row = {}
     for dtype, usual in TOLERANCES.items():
         tolerance = TIES if norm == "lpinf" and dtype == torch.bfloat16 else usual
-        for by_compiler in (False, True)[: 1 + (compiled and is_compiled(config, asked.here))]:
+        for by_compiler in (False, True) if compiled and is_compiled(config, asked.here) else (False,):
             found = outcome(config, Machine(World(), asked.here, dtype), batch, by_compiler)
-            name = str(dtype).removeprefix("torch.") + ", compiled" * by_compiler
+            name = str(dtype).removeprefix("torch.") + (", compiled" if by_compiler else "")
             row[name] = max(relative(a, b) for a, b in zip(found, exact, strict=True))
             if not row[name] <= tolerance:
                 row["failed"] = f"{name} differs by {row[name]:.1e}, more than {tolerance:.0e}"

@@ -67,7 +67,7 @@ def traced(work: Work, on_cuda: bool) -> Row:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
 
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_cuda else [ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as found:
         began = time.perf_counter()
         work(UPDATES)

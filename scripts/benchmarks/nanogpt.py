@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import numpy as np
 import torch
 
 from core.device import move, resolve_device, synchronize
-from core.schema import require
+from core.rundir import differences
+from core.schema import flatten, require
 from data.tokens import load_corpus
-from model.options import GPTConfig
+from model.options import GPTConfig, ModelOptions
 from scripts.benchmarks.timing import Built, Turn, gpu_memory
 from sweeps.plan import compose
 from training.config import TrainConfig, load_config
+
+SIZES = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")  # what nanoGPT's model takes
 
 
 def load_model(peer: str) -> Any:
@@ -31,11 +35,10 @@ def load_model(peer: str) -> Any:
 
 
 def check_model(config: GPTConfig) -> None:
-    """Raise ConfigError for a model that nanoGPT does not have."""
-    m = config.model
-    plain = config.qk_norm.name == "none" and config.attention.name == "mha"
-    plain = plain and (m.norm, m.mlp, m.position, m.tied) == ("layernorm", "gelu", "learned", True)
-    require(plain, "peer= needs nanoGPT's own settings: MHA without a QK norm")
+    """Raise ConfigError for a model that nanoGPT does not have: one with other settings than sizes."""
+    theirs = GPTConfig(ModelOptions(name=config.model.name, **{key: getattr(config.model, key) for key in SIZES}))
+    changed = differences(flatten(asdict(theirs)), flatten(asdict(config)))
+    require(not changed, f"peer= needs nanoGPT's own model (its value -> ours): {', '.join(changed)}")
 
 
 def set_up(peer: str, config: TrainConfig, vocab_size: int) -> tuple[Any, torch.device, Any]:
@@ -48,8 +51,7 @@ def set_up(peer: str, config: TrainConfig, vocab_size: int) -> tuple[Any, torch.
         autocast = torch.autocast("cuda", torch.bfloat16)
     module = load_model(peer)
     torch.manual_seed(config.seed)
-    keys = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
-    sizes = {key: getattr(config.model, key) for key in keys}
+    sizes = {key: getattr(config.model, key) for key in SIZES}
     return module.GPT(module.GPTConfig(**sizes, vocab_size=vocab_size)).to(device), device, autocast
 
 
@@ -57,8 +59,8 @@ def nanogpt(peer: str, words: list[str]) -> Built:
     """The update of its train.py; compiled on CUDA."""
     config = load_config(compose(words))
     T, accumulation, o = config.model.block_size, config.gradient_accumulation_steps, config.optim
-    _, tokenizer, tokens, folds = load_corpus(config.data, T)
-    ((first, end),) = folds.train[:1]
+    _, tokenizer, tokens, split = load_corpus(config.data, T)
+    first, end = split.train[0]
     data = np.asarray(tokens[first:end], dtype=np.uint16)
     model, device, autocast = set_up(peer, config, tokenizer.vocab_size)
     forward: Any = torch.compile(model.train()) if device.type == "cuda" else model.train()

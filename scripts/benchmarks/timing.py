@@ -143,6 +143,7 @@ def old(checkout: Path, program: Path, words: list[str], *more: Any) -> Built:
 def variants(named: str, words: list[str]) -> dict[str, list[str]]:
     """variants=A;B -> {"A": words of A, "B": words of B}, each after the common `words`. Raises: ConfigError."""
     chosen = {part.strip(): [*words, *part.split()] for part in named.split(";") if part.strip()}
+    require(len(chosen) > 1, f"variants={named} must be two different lists of overrides or more: A;B")
     for variant in chosen.values():
         load_config(compose(variant))
     return chosen
@@ -163,7 +164,7 @@ def alternate(sides: Mapping[str, Callable[[], Turn]], rounds: int) -> Turns:
     """`rounds` turns of each side. Every other round has the reverse order."""
     turns: Turns = {name: [] for name in sides}
     for i in range(rounds):
-        for name in list(sides)[:: 1 if i % 2 == 0 else -1]:
+        for name in sides if i % 2 == 0 else reversed([*sides]):
             turns[name].append(sides[name]())
         took = ", ".join(f"{name} {turns[name][-1]['seconds']:.2f} s" for name in sides)
         print(f"round {i + 1}: {took}", flush=True)
