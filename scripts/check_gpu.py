@@ -58,13 +58,13 @@ Result = dict[str, Any]  # of a part: state (passed, failed, skipped, refused), 
 # A part and its process
 
 
-def serve(pipe: Connection, module: str, name: str, asked: CheckOptions, words: list[str]) -> None:
+def serve(pipe: Connection, module: str, name: str, asked: CheckOptions, overrides: list[str]) -> None:
     """The process of a part: send its result. It leads a group, so that its children can be ended with it."""
     os.setpgid(0, 0)
     part = getattr(importlib.import_module(module), name)
     result: Result = {"about": " ".join(part.__doc__.split()), "rows": {}, "reason": ""}
     try:
-        rows = part(asked, words)
+        rows = part(asked, overrides)
         failures = [f"{row}: {found['failed']}" for row, found in rows.items() if "failed" in found]
         result |= {"state": "passed", "rows": rows}
         if failures:
@@ -79,12 +79,12 @@ def serve(pipe: Connection, module: str, name: str, asked: CheckOptions, words: 
     pipe.send(result)
 
 
-def run_part(name: str, asked: CheckOptions, words: list[str]) -> Result:
+def run_part(name: str, asked: CheckOptions, overrides: list[str]) -> Result:
     """The part's result. Raises: ConfigError where a setting cannot be used."""
     minutes, began = asked.minutes * (6 if asked.full else 1), time.monotonic()
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(there, PARTS[name], name, asked, words))
+    process = context.Process(target=serve, args=(there, PARTS[name], name, asked, overrides))
     process.start()
     there.close()
     result: Result = {"state": "failed", "reason": f"took more than {minutes:g} minutes", "rows": {}}
@@ -153,14 +153,14 @@ def files_of(device: str, folder: Path) -> tuple[Path, Path]:
 # The command line
 
 
-def check(asked: CheckOptions, words: list[str]) -> int:
+def check(asked: CheckOptions, overrides: list[str]) -> int:
     names = [*PARTS] if not asked.parts else [name for name in PARTS if name in {"device", *asked.parts}]
     unknown = [name for name in asked.parts if name not in PARTS]
     require(not unknown, f"parts=[{','.join(asked.parts)}] must be of {', '.join(PARTS)}")
-    load_config(compose([f"device={asked.device}", *words]))
+    load_config(compose([f"device={asked.device}", *overrides]))
     found, results = {}, {}
     for name in names:
-        found[name] = part = run_part(name, asked, words)
+        found[name] = part = run_part(name, asked, overrides)
         print(f"{name}: {outcome(part)} ({part['seconds']} s)", flush=True)
         if name == "device" and part["state"] != "passed":
             return 1

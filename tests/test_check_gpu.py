@@ -149,5 +149,5 @@ def test_decoding_norms_and_workers_are_measured() -> None:
     assert row["MLA, ms"] > 0 and row["GB/s"] > 0 and "paper: %" not in row
     norms = gpu_speed.norms(ON_CPU, SMALL)
     assert len(norms) == 9 and "median" not in norms["p=2"] and all(row["ms"] > 0 for row in norms.values())
-    row = gpu_speed.workers(2, gpu_speed.model_words(ON_CPU, "baby_gpt", SMALL))
+    row = gpu_speed.workers(2, gpu_speed.model_overrides(ON_CPU, "baby_gpt", SMALL))
     assert row["workers"] == 2 and row["tokens/s"] > 0

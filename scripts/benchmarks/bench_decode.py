@@ -80,12 +80,12 @@ class DecodeOptions:
         require(self.from_ is None or self.out is not None, f"from={self.from_} needs out=")
 
 
-def settings(names: list[str], words: list[str], context: int) -> dict[str, TrainConfig]:
+def settings(names: list[str], overrides: list[str], context: int) -> dict[str, TrainConfig]:
     """Side -> its config, with block_size = context."""
     configs = {}
     for name in names:
         own = [f"qk_norm={NORMS[name]}", f"model.block_size={context}", *(["qk_norm.p=3"] if name == "lp" else [])]
-        configs[name] = load_config(compose([*LAYER, *words, *own]))
+        configs[name] = load_config(compose([*LAYER, *overrides, *own]))
         layout = configs[name].attention.name
         require(layout == "mla", f"attention={layout} must be mla")
     return configs
@@ -247,7 +247,7 @@ def short(context: int) -> str:
 # The command line
 
 
-def bench(values: DecodeOptions, words: list[str]) -> dict[str, Any]:
+def bench(values: DecodeOptions, overrides: list[str]) -> dict[str, Any]:
     from core.device import resolve_device, resolve_dtype
 
     folder = Path(values.out) if values.out else None
@@ -256,15 +256,15 @@ def bench(values: DecodeOptions, words: list[str]) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         write_results(earlier, folder)
         return earlier
-    config = settings(values.names[:1], words, 2)[values.names[0]]
+    config = settings(values.names[:1], overrides, 2)[values.names[0]]
     device = resolve_device(config.device)
     usual = list(PAPER) if device.type == "cuda" else [4096, 16384]
-    configs = {context: settings(values.names, words, context) for context in values.contexts or usual}
+    configs = {context: settings(values.names, overrides, context) for context in values.contexts or usual}
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     points: list[Point] = []
     result = {
-        "points": points, "dtype": str(resolve_dtype(config.dtype, device)).removeprefix("torch."), "words": words,
+        "points": points, "dtype": str(resolve_dtype(config.dtype, device)).removeprefix("torch."), "words": overrides,
         "command": " ".join(["python scripts/benchmarks/bench_decode.py", *sys.argv[1:]]),
         **machine(config.device, config.threads),
     }  # fmt: skip

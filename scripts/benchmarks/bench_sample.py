@@ -23,14 +23,14 @@ from training.config import load_config
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 200}
 
 
-def ours(words: list[str], n_tokens: int) -> Built:
+def ours(overrides: list[str], n_tokens: int) -> Built:
     """Sequences of n_tokens by generate()."""
     import torch
 
     from model.generate import generate
     from training.session import setup
 
-    session = setup(load_config(compose(words)))
+    session = setup(load_config(compose(overrides)))
     model, machine = session.model.eval(), session.machine
 
     def sample(n: int) -> Turn:
@@ -42,11 +42,11 @@ def ours(words: list[str], n_tokens: int) -> Built:
     return sample, {}
 
 
-def nanogpt(peer: str, words: list[str], n_tokens: int) -> Built:
+def nanogpt(peer: str, overrides: list[str], n_tokens: int) -> Built:
     """The same by nanoGPT, in one batch: its sample.py has a slower loop over sequences."""
     import torch
 
-    config = load_config(compose(words))
+    config = load_config(compose(overrides))
     vocab_size = load_corpus(config.data, config.model.block_size).tokenizer.vocab_size
     model, device, autocast = set_up(peer, config, vocab_size)
     model.eval()
@@ -65,14 +65,14 @@ class BenchOptions(timing.SidesOptions):
     tokens: Annotated[int, AtLeast(1), Help("of each sequence")] = 500
 
 
-def bench(values: BenchOptions, words: list[str]) -> dict[str, Any]:
+def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
     if values.peer:
-        check_model(load_config(compose(words)).gpt)
+        check_model(load_config(compose(overrides)).gpt)
         load_model(values.peer)
-    sides = timing.start_sides(values, words, "bench_sample.py", ours, nanogpt, values.tokens)
+    sides = timing.start_sides(values, overrides, "bench_sample.py", ours, nanogpt, values.tokens)
     for side in sides:
         side.take_turn(1)  # warm-up
-    result: dict[str, Any] = {"rounds": values.rounds, "tokens": values.tokens, "words": words}
+    result: dict[str, Any] = {"rounds": values.rounds, "tokens": values.tokens, "words": overrides}
     for n in (1, 10):
         print("1 sequence" if n == 1 else f"{n} sequences")
         turns = timing.alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
@@ -84,7 +84,7 @@ def bench(values: BenchOptions, words: list[str]) -> dict[str, Any]:
             result[f"{n}_sequences"] = {"variants": rows, "speed_over_first": speeds}
         else:
             result[f"{n}_sequences"] = {**rows, **timing.against_ours(turns)}
-    return {**result, **timing.machine_of(values, words)}
+    return {**result, **timing.machine_of(values, overrides)}
 
 
 if __name__ == "__main__":

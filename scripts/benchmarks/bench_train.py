@@ -31,7 +31,7 @@ from training.schedule import learning_rate
 SECONDS = 5.0  # of a turn, where iters= is not given
 
 
-def ours(words: list[str]) -> Built:
+def ours(overrides: list[str]) -> Built:
     """The update of train.py, with its numbers kept and read as there."""
     import torch
     from torch.nn.utils import clip_grad_norm_
@@ -42,7 +42,7 @@ def ours(words: list[str]) -> Built:
     from training.session import setup
     from training.updates import accumulate_gradients, seed_of_update
 
-    config = load_config(compose(words))
+    config = load_config(compose(overrides))
     session = setup(config)
     machine, model, optimizer = session.machine, session.model.train(), session.optimizer
     parameters, n_micro_batches = [*model.parameters()], config.gradient_accumulation_steps
@@ -75,7 +75,7 @@ def ours(words: list[str]) -> Built:
 
 def together(named: dict[str, list[str]]) -> Built:
     """Updates of several variants in one process: n of each a turn, with the seconds of each."""
-    works = {name: ours(words) for name, words in named.items()}
+    works = {name: ours(overrides) for name, overrides in named.items()}
     order = random.Random(0)
 
     def update(n: int) -> Turn:
@@ -100,16 +100,16 @@ class BenchOptions(timing.SidesOptions):
         require(bool(self.variants) or not self.together, "together=true needs variants=")
 
 
-def bench(values: BenchOptions, words: list[str]) -> dict[str, Any]:
+def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
     if values.peer:
-        config = load_config(compose(words))
+        config = load_config(compose(overrides))
         check_model(config.gpt)
         require(type(config.optim) is AdamWOptions, "peer= needs nanoGPT's own settings: optim=adamw")
         load_model(values.peer)
     if values.together:
-        sides = [timing.start("all", together, timing.variants(values.variants, words))]
+        sides = [timing.start("all", together, timing.variants(values.variants, overrides))]
     else:
-        sides = timing.start_sides(values, words, "bench_train.py", ours, nanogpt)
+        sides = timing.start_sides(values, overrides, "bench_train.py", ours, nanogpt)
     infos = sides[0].info["of"] if values.together else {side.name: side.info for side in sides}
     first, about = next(iter(infos.items()))
     n = values.iters
@@ -124,9 +124,9 @@ def bench(values: BenchOptions, words: list[str]) -> dict[str, Any]:
         turns = {name: [{**turn, "seconds": turn["seconds_of"][name]} for turn in turns["all"]] for name in infos}
     rows = {name: summary(turns[name], n, {**about, **info}) for name, info in infos.items()}
     common = {
-        "rounds": values.rounds, "iters": n, "words": words, "seconds": round(time.time() - began),
+        "rounds": values.rounds, "iters": n, "words": overrides, "seconds": round(time.time() - began),
         "dtype": about["dtype"], "peak_tflops": round(about["peak_flops"] / 1e12, 3),
-        **timing.machine_of(values, words),
+        **timing.machine_of(values, overrides),
     }  # fmt: skip
     if values.variants:
         over_first = {name: timing.ratio(turns, name, first) for name in rows if name != first}

@@ -48,7 +48,7 @@ UPDATES = {"adamw": [], "muon": ["optim=muon"], "qk_clip": [*MLA, "qk_clip=clip"
 WARM = 3  # updates before those that are watched: they compile
 
 
-def update(asked: CheckOptions, words: list[str]) -> Rows:
+def update(asked: CheckOptions, overrides: list[str]) -> Rows:
     """Between two log lines the host never waits for the device: CUDA raises where it would."""
     needs_gpus(asked)
     return rows_of(watched_updates, {name: (asked, more) for name, more in UPDATES.items()})
@@ -99,7 +99,7 @@ TIES = 0.5  # p = inf in bf16: rounding decides which entries are the largest, a
 VOCAB = 65
 
 
-def pairs(asked: CheckOptions, words: list[str]) -> Rows:
+def pairs(asked: CheckOptions, overrides: list[str]) -> Rows:
     """Loss and gradient of every layout with every norm against the CPU in float32: relative differences."""
     return rows_of(pair_row, {" ".join(pair): (asked, pair, asked.full or pair in COMPILED) for pair in PAIRS})
 
@@ -151,7 +151,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 PRESETS = ("baby_gpt", "gpt2_124m", "qwen_134m", "mla_400m")
 
 
-def sdpa(asked: CheckOptions, words: list[str]) -> Rows:
+def sdpa(asked: CheckOptions, overrides: list[str]) -> Rows:
     """Which backend of PyTorch's attention computes each preset's; math holds T x T; a dash is a kernel of ours."""
     return rows_of(backends, {preset: (asked, preset) for preset in PRESETS})
 
@@ -166,7 +166,7 @@ def backends(asked: CheckOptions, preset: str) -> Row:
     return row
 
 
-def triton(asked: CheckOptions, words: list[str]) -> Rows:
+def triton(asked: CheckOptions, overrides: list[str]) -> Rows:
     """The fused decoding kernel of MLA in bf16 on every GPU, against PyTorch's operations in float64."""
     needs_gpus(asked)
     devices = [torch.device(f"cuda:{i}") for i in range(torch.cuda.device_count())]  # the first stays the current one
@@ -198,7 +198,7 @@ def kernel_error(device: torch.device, norm: str) -> Row:
 STEPS = ["max_iters=120", "eval_interval=20", "checkpoint_interval=10"]
 
 
-def resume(asked: CheckOptions, words: list[str]) -> Rows:
+def resume(asked: CheckOptions, overrides: list[str]) -> Rows:
     """A run that is killed and started again ends with the bits of one that is not, with deterministic=true. Without it
     the row says what differs."""
     return rows_of(killed, {f"deterministic={given}": (asked, given) for given in ("true", "false")})
@@ -228,7 +228,7 @@ def equal(a: Path, b: Path) -> Row:
     return row | ({"failed": "not equal bit for bit"} if any(row.values()) else {})
 
 
-def worker(asked: CheckOptions, words: list[str]) -> Rows:
+def worker(asked: CheckOptions, overrides: list[str]) -> Rows:
     """A run alone in its process, and third in a sweep's worker after runs with other norms: the same bits."""
     return rows_of(first_and_third, {"mha": (asked, []), "mla": (asked, MLA)})
 
@@ -245,7 +245,7 @@ def first_and_third(asked: CheckOptions, more: list[str]) -> Row:
         return equal(folder / "alone", folder / "third")
 
 
-def ddp(asked: CheckOptions, words: list[str]) -> Rows:
+def ddp(asked: CheckOptions, overrides: list[str]) -> Rows:
     """Two ranks, on two GPUs, against one: the losses in float32 within rounding."""
     if asked.here.type == "cuda":
         needs_gpus(asked, 2)
@@ -266,7 +266,7 @@ def within(difference: float, tolerance: float) -> Row:
     return row if difference <= tolerance else {**row, "failed": f"more than {tolerance:.0e}"}
 
 
-def checkpoint(asked: CheckOptions, words: list[str]) -> Rows:
+def checkpoint(asked: CheckOptions, overrides: list[str]) -> Rows:
     """A checkpoint of the device, evaluated and trained further on the CPU."""
     return rows_of(moved_to_cpu, {"adamw": (asked, []), "muon": (asked, ["optim=muon"]), "mla": (asked, MLA)})
 

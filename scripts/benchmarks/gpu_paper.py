@@ -57,13 +57,13 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def paper(asked: CheckOptions, words: list[str]) -> Rows:
+def paper(asked: CheckOptions, overrides: list[str]) -> Rows:
     """On paper: operators, FLOPs and bytes of an update in bf16, and the least time of each on an H100 and an H200."""
-    return rows_of(paper_row, {model: (model, words) for model in MODELS})
+    return rows_of(paper_row, {model: (model, overrides) for model in MODELS})
 
 
-def paper_row(name: str, words: list[str]) -> Row:
-    config = load_config(compose([f"model={name}", f"batch_size={BATCH[name]}", *words]))
+def paper_row(name: str, overrides: list[str]) -> Row:
+    config = load_config(compose([f"model={name}", f"batch_size={BATCH[name]}", *overrides]))
     with torch.device("meta"):
         model = GPT(config.gpt, MODELS[name])
     n, flops = model.num_params(), model.flops_per_token() * config.tokens_per_iter

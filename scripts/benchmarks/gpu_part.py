@@ -62,7 +62,7 @@ def rows_of(found: Callable[..., Row], cases: Mapping[str, Sequence[Any]]) -> Ro
     return rows
 
 
-def device(asked: CheckOptions, words: list[str]) -> Rows:
+def device(asked: CheckOptions, overrides: list[str]) -> Rows:
     """The machine."""
     here, found = asked.here, machine(asked.device)
     row: Row = {key: found[key] for key in ("torch", "python", "cpus")} | {"GiB": total_memory(here) / 2**30}
@@ -89,13 +89,13 @@ MLA = [
 ]  # fmt: skip
 
 
-def tiny(asked: CheckOptions, *words: str) -> list[str]:
+def tiny(asked: CheckOptions, *overrides: str) -> list[str]:
     """Overrides of a run of a few milliseconds an update."""
-    return [*TINY, f"device={asked.device}", *words]
+    return [*TINY, f"device={asked.device}", *overrides]
 
 
-def tiny_config(asked: CheckOptions, *words: str) -> TrainConfig:
-    return load_config(compose(tiny(asked, *words)))
+def tiny_config(asked: CheckOptions, *overrides: str) -> TrainConfig:
+    return load_config(compose(tiny(asked, *overrides)))
 
 
 @contextmanager
@@ -104,15 +104,15 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
-def command(words: list[str], ranks: int = 1) -> list[str]:
+def command(overrides: list[str], ranks: int = 1) -> list[str]:
     """train.py in processes of its own."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / "train.py"), *words]
+    return [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / "train.py"), *overrides]
 
 
-def train(words: list[str], ranks: int = 1) -> None:
+def train(overrides: list[str], ranks: int = 1) -> None:
     """Raises: RuntimeError with the last line of its errors."""
-    done = subprocess.run(command(words, ranks), capture_output=True, text=True)
+    done = subprocess.run(command(overrides, ranks), capture_output=True, text=True)
     if done.returncode:
         print(done.stdout, done.stderr, flush=True)
         said = done.stderr.strip().splitlines() or ["no output"]

@@ -1,6 +1,6 @@
 """The parts of scripts/check_gpu.py that measure. Each returns {row: what was found}.
 
-words: further overrides of train.py, for models that are smaller than the presets.
+overrides: of train.py, for models that are smaller than the presets.
 """
 
 import contextlib
@@ -32,22 +32,22 @@ MODELS = {  # random tokens: speed does not depend on them, and they need no net
 UPDATES = 10  # of a measurement
 
 
-def model_words(asked: CheckOptions, model: str, words: list[str]) -> list[str]:
-    return [*MODELS[model], f"device={asked.device}", *words]
+def model_overrides(asked: CheckOptions, model: str, overrides: list[str]) -> list[str]:
+    return [*MODELS[model], f"device={asked.device}", *overrides]
 
 
 # -----------------------------------------------------------------------------
 # Training
 
 
-def profile(asked: CheckOptions, words: list[str]) -> Rows:
+def profile(asked: CheckOptions, overrides: list[str]) -> Rows:
     """An update of train.py: speed, MFU, memory, time of compilation, kernel launches, and time without a kernel."""
-    return rows_of(profile_row, {model: (asked, model_words(asked, model, words)) for model in MODELS})
+    return rows_of(profile_row, {model: (asked, model_overrides(asked, model, overrides)) for model in MODELS})
 
 
-def profile_row(asked: CheckOptions, words: list[str]) -> Row:
+def profile_row(asked: CheckOptions, overrides: list[str]) -> Row:
     began = time.perf_counter()
-    work, info = bench_train.ours(words)
+    work, info = bench_train.ours(overrides)
     built = time.perf_counter() - began
     work(UPDATES)
     began = time.perf_counter()
@@ -93,22 +93,22 @@ def covered(ranges: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def turns(asked: CheckOptions, words: list[str]) -> Rows:
+def turns(asked: CheckOptions, overrides: list[str]) -> Rows:
     """Alternating updates of baby_gpt and of compiled nanoGPT. Ratios: times as long as ours."""
     if asked.peer is None:
         raise Skipped("needs peer=PATH, a checkout of nanoGPT")
     options = bench_train.BenchOptions(peer=asked.peer, rounds=asked.rounds)
-    found = bench_train.bench(options, model_words(asked, "baby_gpt", words))
+    found = bench_train.bench(options, model_overrides(asked, "baby_gpt", overrides))
     return {name: found[name] for name in ("ours", "peer")} | {"peer / ours": found["ratio"]}
 
 
-def norms(asked: CheckOptions, words: list[str]) -> Rows:
+def norms(asked: CheckOptions, overrides: list[str]) -> Rows:
     """An update of baby_gpt with every p of Lp QK-norm: times as long as with p = 2. The Lp paper says within 1 %."""
     named = {f"p={p}": f"qk_norm=lp qk_norm.p={p}" for p in ("2", "1", "1.5", "2.5", "3", "3.5", "4")}
     named |= {"none": "qk_norm=none", "rms": "qk_norm=rms"}
     variants = ";".join(named.values())
     options = bench_train.BenchOptions(variants=variants, together=True, rounds=asked.rounds, iters=UPDATES)
-    found = bench_train.bench(options, model_words(asked, "baby_gpt", words))
+    found = bench_train.bench(options, model_overrides(asked, "baby_gpt", overrides))
     return {
         name: {"ms": found["variants"][variant]["ms_per_iter"], **found["time_over_first"].get(variant, {})}
         for name, variant in named.items()
@@ -119,10 +119,10 @@ def norms(asked: CheckOptions, words: list[str]) -> Rows:
 # Decoding
 
 
-def decode(asked: CheckOptions, words: list[str]) -> Rows:
+def decode(asked: CheckOptions, overrides: list[str]) -> Rows:
     """One step of one MLA layer, beside Table 2 of QK-Normed MLA (H800). GB/s: bytes of the cache over attention."""
     options = bench_decode.DecodeOptions(asked.contexts, rounds=asked.rounds, seconds=0.05, sides="absorbed,rms,lp")
-    found = bench_decode.bench(options, [f"device={asked.device}", *words])
+    found = bench_decode.bench(options, [f"device={asked.device}", *overrides])
     return {bench_decode.short(point["context"]): decode_row(point) for point in found["points"]}
 
 
@@ -142,21 +142,21 @@ def decode_row(point: bench_decode.Point) -> Row:
 # Sweeps
 
 
-def sweep(asked: CheckOptions, words: list[str]) -> Rows:
+def sweep(asked: CheckOptions, overrides: list[str]) -> Rows:
     """Runs of baby_gpt by 1, 2 and 3 workers of a sweep on each GPU: tokens/s of all of them together."""
     gpus = max(1, torch.cuda.device_count()) if asked.here.type == "cuda" else 1
-    words = model_words(asked, "baby_gpt", words)
-    rows = rows_of(workers, {f"{per_gpu} a GPU": (per_gpu * gpus, words) for per_gpu in (1, 2, 3)})
+    overrides = model_overrides(asked, "baby_gpt", overrides)
+    rows = rows_of(workers, {f"{per_gpu} a GPU": (per_gpu * gpus, overrides) for per_gpu in (1, 2, 3)})
     if first := rows["1 a GPU"].get("tokens/s"):
         for row in rows.values():
             row["of one"] = row.get("tokens/s", float("nan")) / first
     return rows
 
 
-def workers(n: int, words: list[str]) -> Row:
+def workers(n: int, overrides: list[str]) -> Row:
     with scratch() as folder:
         rare = [f"{key}=300" for key in ("max_iters", "eval_interval", "checkpoint_interval")]
-        common = [*rare, "log_interval=25", "wandb.mode=disabled", *words]
+        common = [*rare, "log_interval=25", "wandb.mode=disabled", *overrides]
         definition = {"overrides": common, "seeds": [*range(n)]}
         (folder / "speed.yaml").write_text(yaml.safe_dump(definition))
         where = [f"sweep={folder / 'speed.yaml'}", f"sweep_dir={folder / 'sweep'}"]

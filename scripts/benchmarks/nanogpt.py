@@ -55,9 +55,9 @@ def set_up(peer: str, config: TrainConfig, vocab_size: int) -> tuple[Any, torch.
     return module.GPT(module.GPTConfig(**sizes, vocab_size=vocab_size)).to(device), device, autocast
 
 
-def nanogpt(peer: str, words: list[str]) -> Built:
+def nanogpt(peer: str, overrides: list[str]) -> Built:
     """The update of its train.py; compiled on CUDA."""
-    config = load_config(compose(words))
+    config = load_config(compose(overrides))
     T, accumulation, o = config.model.block_size, config.gradient_accumulation_steps, config.optim
     _, tokenizer, tokens, split = load_corpus(config.data, T)
     first, end = split.train[0]

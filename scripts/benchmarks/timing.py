@@ -44,6 +44,9 @@ class SidesOptions:
 
     def check(self) -> None:
         require(bool(self.peer or self.old) != bool(self.variants), "one of peer=, old= and variants= must be given")
+        different = {part.strip() for part in self.variants.split(";") if part.strip()}
+        several = not self.variants or len(different) > 1
+        require(several, f"variants={self.variants} must be two different lists of overrides or more: A;B")
 
 
 # -----------------------------------------------------------------------------
@@ -114,36 +117,35 @@ def serve(name: str, pipe: Connection, build: Build, arguments: tuple[Any, ...])
 
 
 def start_sides(
-    asked: SidesOptions, words: list[str], program: str, ours: Build, peer: Build, *more: Any
+    asked: SidesOptions, overrides: list[str], program: str, ours: Build, peer: Build, *more: Any
 ) -> list[Side]:
     """A side for each of variants=, or else ours and those of old= and peer=.
 
-    ours(words, *more) and peer(path, words, *more) build them; old='s is built by ours() in its file `program`.
+    ours(overrides, *more) and peer(path, overrides, *more) build them; old='s is built by ours() in its file `program`.
     """
     if asked.variants:
-        return [start(name, ours, own, *more) for name, own in variants(asked.variants, words).items()]
+        return [start(name, ours, own, *more) for name, own in variants(asked.variants, overrides).items()]
     file = program_of(asked.old, program) if asked.old else None
-    sides = [start("ours", ours, words, *more)]
+    sides = [start("ours", ours, overrides, *more)]
     if asked.old:
-        sides.append(start("old", old, Path(asked.old).resolve(), file, words, *more))
+        sides.append(start("old", old, Path(asked.old).resolve(), file, overrides, *more))
     if asked.peer:
-        sides.append(start("peer", peer, asked.peer, words, *more))
+        sides.append(start("peer", peer, asked.peer, overrides, *more))
     return sides
 
 
-def old(checkout: Path, program: Path, words: list[str], *more: Any) -> Built:
+def old(checkout: Path, program: Path, overrides: list[str], *more: Any) -> Built:
     """ours() of another checkout of this repository. It replaces our modules in this process."""
     for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
         del sys.modules[name]
     sys.path.insert(0, str(checkout))  # its packages have the names of ours
     module = importlib.import_module(".".join(program.relative_to(checkout).with_suffix("").parts))
-    return module.ours(words, *more)
+    return module.ours(overrides, *more)
 
 
-def variants(named: str, words: list[str]) -> dict[str, list[str]]:
-    """variants=A;B -> {"A": words of A, "B": words of B}, each after the common `words`. Raises: ConfigError."""
-    chosen = {part.strip(): [*words, *part.split()] for part in named.split(";") if part.strip()}
-    require(len(chosen) > 1, f"variants={named} must be two different lists of overrides or more: A;B")
+def variants(named: str, overrides: list[str]) -> dict[str, list[str]]:
+    """variants=A;B -> {"A": the common `overrides` and those of A, "B": …}. Raises: ConfigError."""
+    chosen = {part.strip(): [*overrides, *part.split()] for part in named.split(";") if part.strip()}
     for variant in chosen.values():
         load_config(compose(variant))
     return chosen
@@ -229,9 +231,9 @@ def gpu_memory(device: Any) -> Turn:
     return {"peak_memory_mib": torch.cuda.max_memory_allocated(device) / 2**20} if device.type == "cuda" else {}
 
 
-def machine_of(asked: SidesOptions, words: list[str]) -> dict[str, Any]:
+def machine_of(asked: SidesOptions, overrides: list[str]) -> dict[str, Any]:
     """machine() with the settings of the first side."""
-    config = load_config(compose(next(iter(variants(asked.variants, words).values()), words)))
+    config = load_config(compose(next(iter(variants(asked.variants, overrides).values()), overrides)))
     return machine(config.device, config.threads)
 
 
