@@ -28,9 +28,10 @@ class WandbRun:
     """
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]) -> None:
-        job = {"init_timeout": INIT_TIMEOUT, "argv": sys.argv, "pid": os.getpid(), "media": None, "artifacts": False}
+        job = {"init_timeout": INIT_TIMEOUT, "argv": sys.argv, "pid": os.getpid()}
+        job |= {"media": None, "artifacts": False, "diff": "", **settings}
         (run_dir / "wandb").mkdir(exist_ok=True)
-        write_atomic(run_dir / "wandb" / "job.json", json.dumps(job | {"diff": ""} | dict(settings)).encode())
+        write_atomic(run_dir / "wandb" / "job.json", json.dumps(job).encode())
         self.log = log
         self.process = start(run_dir, settings["mode"])
         self._relay = threading.Thread(target=self._relay_lines, daemon=True)

@@ -70,6 +70,7 @@ BEGIN, END = "<!-- made by scripts/docs.py from ledger.yaml -->\n", "<!-- end --
 
 def with_ledger(page: str) -> str:
     """The page, with the table between its marks made anew."""
+    assert BEGIN in page and END in page
     before, after = page.partition(BEGIN)[0], page.partition(END)[2]
     return f"{before}{BEGIN}\n{ledger()}\n{END}{after}"
 
