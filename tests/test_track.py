@@ -77,12 +77,10 @@ def stored(folder: Path) -> Path:
         about = {"definition": definition, "planned": [], "config": common_config(sweep)}
         (place / "provenance.json").write_text(json.dumps(about))
     (folder / "README.md").write_text(f"# Board\n\n{track.BEGIN}STALE{track.END}\nAfter.\n")
-    times = {
-        "variants": {"qk_norm=none": {}},
-        "time_over_first": {"qk_norm=rms": {"median": 1.1, "low": 1.0, "high": 1.2}},
-    }
-    (folder / "train.json").write_text(json.dumps(times))
-    (folder / "decode.json").write_text(json.dumps({"1_sequences": times}))
+    times = {"time_over_first": {"qk_norm=rms": {"median": 1.1, "low": 1.0, "high": 1.2}}}
+    speeds = {"speed_over_first": {"qk_norm=rms": {"median": 0.8, "low": 0.5, "high": 1.0}}}
+    (folder / "train.json").write_text(json.dumps({"variants": {"qk_norm=none": {}}, **times}))
+    (folder / "decode.json").write_text(json.dumps({"1_sequences": {"variants": {"qk_norm=none": {}}, **speeds}}))
     return folder
 
 
@@ -157,7 +155,7 @@ def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> Non
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
     ]
     assert [row[0] for row in rows if row[0] in WORDS] == ["sink", "rms", "none"]
-    assert next(row for row in rows if row[0] == "rms")[10:12] == ["1.10 (1.00 to 1.20)"] * 2
+    assert next(row for row in rows if row[0] == "rms")[10:12] == ["1.10 (1.00 to 1.20)", "1.25 (1.00 to 2.00)"]
     assert b"rms" in made["overhead.svg"] and made["rates.svg"].count(b"sink") >= 1
     assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == made

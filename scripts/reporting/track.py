@@ -130,13 +130,18 @@ def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
 
 
 def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:
-    """A benchmark's time_over_first: words of a contestant -> median, low, high; {} where there is no file."""
+    """Words of a contestant -> median, low and high of its time over that of the first; {} where there is no file."""
     if not file.exists():
         return {}
     content: Any = json.loads(file.read_text(encoding="utf-8"))
-    content = content.get("1_sequences", content)  # of decoding: one sequence
-    first = next(iter(content["variants"]))
-    return {first: {"median": 1.0}, **content["time_over_first"]}
+    if "1_sequences" in content:  # of decoding: speeds
+        content = content["1_sequences"]
+        speeds = content["speed_over_first"].items()
+        ends = {"median": "median", "low": "high", "high": "low"}
+        others = {name: {key: 1 / of[end] for key, end in ends.items() if end in of} for name, of in speeds}
+    else:
+        others = content["time_over_first"]
+    return {next(iter(content["variants"])): {"median": 1.0}, **others}
 
 
 # -----------------------------------------------------------------------------
