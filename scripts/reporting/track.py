@@ -31,6 +31,7 @@ from scripts.reporting.statistics import (
 from scripts.reporting.tables import Columns, Table, ends, filled, mean_and_ends, number, p_value
 
 BASELINE = "rms"  # the contestant that differences are to
+NEAR = 0.06  # nats above the lowest: the figure of loss and time shows these contestants
 PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
 LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
@@ -191,26 +192,55 @@ def times(ratio: Mapping[str, float]) -> str:
 
 def figures(found: Sequence[Entry]) -> list[Figure]:
     made = [Figure("rates", "Validation loss by learning rate; grey: rms", rates_chart(found), "")]
-    timed = [e for e in found if e.ratios[0]]
-    if timed:
+    if timed := [e for e in found if e.ratios[0]]:
+        near = [e for e in timed if e.loss.mean <= timed[0].loss.mean + NEAR]
+        far = ", ".join(f"{e.name} ({e.loss.mean:.2f})" for e in timed if e not in near)
         title = "Validation loss at the best rate against the time of an update; bars: 95 % of the mean over seeds"
-        made.append(Figure("overhead", title, overhead_chart(timed), ""))
+        made.append(Figure("overhead", f"{title}; above the figure: {far}" if far else title, overhead_chart(near), ""))
     return made
 
 
 def overhead_chart(found: Sequence[Entry]) -> alt.LayerChart:
-    rows = [
-        {"name": e.name, "loss": e.loss.mean, "low": e.loss.low, "high": e.loss.high,
-         "time": 100 * (e.ratios[0]["median"] - 1)}
-        for e in found
+    ends = [end for e in found for end in (e.loss.mean, e.loss.low, e.loss.high) if end is not None]
+    times = [100 * (e.ratios[0]["median"] - 1) for e in found]
+    domain_x, domain_y = [min(times) - 2, max(times) + 3], [min(ends) - 0.002, max(ends) + 0.002]
+    width, height = 560, 400
+    points = [
+        (width * (time - domain_x[0]) / (domain_x[1] - domain_x[0]),
+         height * (domain_y[1] - e.loss.mean) / (domain_y[1] - domain_y[0]))
+        for time, e in zip(times, found, strict=True)
     ]  # fmt: skip
+    rows = [
+        {"name": e.name, "loss": e.loss.mean, "low": e.loss.low, "high": e.loss.high, "time": time, "side": side}
+        for e, time, side in zip(found, times, label_sides(points, [e.name for e in found]), strict=True)
+    ]
+    scale_y = alt.Scale(domain=domain_y, nice=False, zero=False)
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("time:Q", title="time of an update over none (%)", scale=alt.Scale(zero=False, padding=20)),
-        y=alt.Y("loss:Q", title=LOSS, scale=alt.Scale(zero=False, padding=12)),
+        x=alt.X("time:Q", title="time of an update over none (%)", scale=alt.Scale(domain=domain_x, nice=False)),
+        y=alt.Y("loss:Q", title=LOSS, scale=scale_y),
     )
-    bars = base.mark_rule().encode(y="low:Q", y2="high:Q")
-    names = base.mark_text(align="left", dx=6, dy=-5, fontSize=11).encode(text="name:N")
-    return alt.layer(bars, base.mark_point(filled=True, size=50, opacity=1), names).properties(width=560, height=400)
+    layers = [base.mark_rule(color="#b4bac4").encode(y=alt.Y("low:Q", title=LOSS, scale=scale_y), y2="high:Q")]
+    layers.append(base.mark_point(filled=True, size=50, opacity=1))
+    for side, align, dx in (("right", "left", 7), ("left", "right", -7)):
+        text = base.transform_filter(f"datum.side === '{side}'").mark_text(align=align, dx=dx, fontSize=11)
+        layers.append(text.encode(text="name:N"))
+    return alt.layer(*layers).properties(width=width, height=height)
+
+
+def label_sides(points: Sequence[tuple[float, float]], names: Sequence[str]) -> list[str]:
+    """On which side of each point, in pixels, its name covers no other point and no name: right or, else, left."""
+    boxes, found = [(x - 4, y - 4, x + 4, y + 4) for x, y in points], []
+    for (x, y), name in zip(points, names, strict=True):
+        wide = 6.5 * len(name)
+        sides = {"right": (x + 6, y - 6, x + 6 + wide, y + 6), "left": (x - 6 - wide, y - 6, x - 6, y + 6)}
+        free = [
+            side
+            for side, (x0, y0, x1, y1) in sides.items()
+            if all(x1 <= u0 or u1 <= x0 or y1 <= v0 or v1 <= y0 for u0, v0, u1, v1 in boxes)
+        ]
+        found.append(free[0] if free else "right")
+        boxes.append(sides[found[-1]])
+    return found
 
 
 def rates_chart(found: Sequence[Entry]) -> alt.ConcatChart:
