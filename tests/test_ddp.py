@@ -65,7 +65,9 @@ KILLS = 20 if os.environ.get("NANOQK_FAULTS") == "full" else 1
 def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -> None:
     """torchrun ends the other rank; the same command goes on."""
     words = [*tiny_run, *WORDS[:2], "max_iters=300", "schedule.lr_decay_iters=300", "checkpoint_interval=10"]
+    began = time.monotonic()
     assert torchrun(tmp_path, *words, "out_dir=straight").returncode == 0
+    seconds = time.monotonic() - began
     choose, kills, amid = random.Random(0), 0, 0
     while kills < KILLS:
         process = subprocess.Popen(
@@ -77,7 +79,7 @@ def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             found = [int(pid) for pid in children.read_text().split()] if children.exists() else []
             time.sleep(0.01)
-        time.sleep(choose.uniform(0, 12))
+        time.sleep(choose.uniform(0, 0.9 * seconds))
         with suppress(ProcessLookupError):  # the run may have ended since
             os.kill(choose.choice(found), signal.SIGKILL)
         assert process.wait() == 1 or kills, "it ended before the first kill"
