@@ -95,13 +95,13 @@ def link(folder: Path, name: str, step: int) -> None:
     """Point the symlink `folder/name` at the checkpoint of `step`, atomically. Raises: FileNotFoundError."""
     target = folder / f"step_{step:06d}"
     target.stat()
-    link = folder / name
-    if link.is_dir() and not link.is_symlink():  # a copy by scp -r, which follows links
-        discard(link)
-    temporary = temporary_name(link)
+    path = folder / name
+    if path.is_dir() and not path.is_symlink():  # a copy by scp -r, which follows links
+        discard(path)
+    temporary = temporary_name(path)
     remove(temporary)
     temporary.symlink_to(target.name)
-    os.replace(temporary, link)
+    os.replace(temporary, path)
     sync(folder)
 
 

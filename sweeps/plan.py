@@ -179,7 +179,7 @@ def frozen_definition(old: dict[str, Any], sweep: Sweep, grows: bool) -> dict[st
     new: dict[str, Any] = json.loads(json.dumps(asdict(sweep)))  # as the file has it: lists for tuples
     if grows:
         return {**new, "parts": {**old.get("parts", {}), **new["parts"]}}
-    return {**old, **{key: new[key] for key in ("title", "compare", "also", "paper")}}
+    return new | {key: value for key, value in old.items() if key not in ("title", "compare", "also", "paper")}
 
 
 def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[PlannedRun]) -> dict[str, PlannedRun]:

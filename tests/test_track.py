@@ -14,7 +14,7 @@ from scripts import track
 from scripts.reporting.runs import Run, Sweep
 from scripts.reporting.statistics import n_needed
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
-from scripts.reporting.track import at_the_edge, entries, mean_losses, noise, plateau, widened
+from scripts.reporting.track import at_the_edge, entries, label_sides, mean_losses, noise, plateau, widened
 from scripts.track import TrackOptions, final_definition, make, small_definition
 from sweeps.definition import check_sweep, load_sweep
 from sweeps.plan import plan_runs
@@ -200,3 +200,9 @@ def test_every_run_of_the_track_composes_with_the_same_recipe() -> None:
         for run in runs
     ]
     assert all(recipe == recipes[0] for recipe in recipes)
+
+
+def test_a_name_in_the_figure_covers_no_point_and_no_other_name() -> None:
+    assert label_sides([(0, 0), (200, 0)], ["first", "second"]) == ["right", "right"]
+    assert label_sides([(100, 0), (120, 0)], ["first", "second"]) == ["left", "right"]  # the second is in its way
+    assert label_sides([(100, 0), (90, 8)], ["first", "second"]) == ["right", "left"]  # the first's name is
