@@ -70,8 +70,8 @@ def generate(
     cache_dtype = keys_dtype(dtype, idx.device) if model.attentions[0].caches_keys else dtype
     caches = model.new_caches(idx.size(0), max_len, cache_dtype)
     window = idx[:, -model.block_size :]  # the tokens in the cache
-    casts = cast_linears(model, dtype) if dtype == torch.bfloat16 else []
-    with decoding(casts, dtype, idx.device):
+    swaps = decoding_weights(model, dtype)
+    with decoding(swaps, dtype, idx.device):
         logits = prefill(model, window, caches)
     for i in range(max_new_tokens):
         token = sample_token(logits, temperature, top_k, top_p, generator)
@@ -80,7 +80,7 @@ def generate(
             return
         pos = window.size(1)
         window = torch.cat([window, token[:, None]], 1)
-        with decoding(casts, dtype, idx.device):
+        with decoding(swaps, dtype, idx.device):
             if pos < model.block_size:
                 logits = decode_one_token(model, token, caches, pos)
             else:
@@ -93,33 +93,41 @@ def keys_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
-Casts = list[tuple[dict[str, Any], dict[str, Any]]]  # an attribute dictionary of a module, and the values to put there
+Swaps = list[tuple[dict[str, Any], dict[str, Any]]]  # an attribute dictionary of a module, and the values to put there
 
 
-def cast_linears(model: GPT, dtype: torch.dtype) -> Casts:
-    """The weights of all linear layers, the output layer included, in `dtype`. decoding() swaps them in."""
-    casts: Casts = []
+@torch.no_grad()
+def decoding_weights(model: GPT, dtype: torch.dtype) -> Swaps:
+    """The weights of linear layers, the output layer's included, as a forward pass would compute them for every token:
+    reparametrised (weights=), and cast if `dtype` is bf16. decoding() swaps them in."""
+    to_bf16 = dtype == torch.bfloat16
+    swaps: Swaps = []
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            weights: dict[str, Any] = module._parameters
-            casts.append((weights, {name: p.to(dtype) for name, p in weights.items() if p is not None}))
-    if model.lm_head is None:  # tied: the embedding keeps the model's own weight
+            weights: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None}
+            if isinstance(module, Linear) and module.reparam is not None:
+                weights["weight"] = module.matrix()
+                swaps.append((module._modules, {"reparam": None}))
+            if to_bf16:
+                weights = {name: p.to(dtype) for name, p in weights.items()}
+            swaps.append((module._parameters, weights))
+    if to_bf16 and model.lm_head is None:  # tied: the embedding keeps the model's own weight
         weight = model.transformer.wte.weight.to(dtype)  # (V, C)
         output = Linear(weight.size(1), weight.size(0), bias=False, device="meta")
         output.weight = nn.Parameter(weight, requires_grad=False)
-        casts.append((vars(model), {"lm_head": output}))
-    return casts
+        swaps.append((vars(model), {"lm_head": output}))
+    return swaps
 
 
 @contextmanager
-def decoding(casts: Casts, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Inference mode and autocast, with the weights already cast: autocast would cast them again for every token."""
+def decoding(swaps: Swaps, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Inference mode and autocast, with decoding_weights() in place of the model's own."""
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-        own = [(attributes, {name: attributes[name] for name in cast}) for attributes, cast in casts]
+        own = [(attributes, {name: attributes[name] for name in values}) for attributes, values in swaps]
         try:
-            for attributes, cast in casts:
-                attributes.update(cast)
+            for attributes, values in swaps:
+                attributes.update(values)
             yield
         finally:
-            for attributes, weights in own:
-                attributes.update(weights)
+            for attributes, values in own:
+                attributes.update(values)

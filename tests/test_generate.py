@@ -7,9 +7,10 @@ from conftest import tiny_config
 from torch import Tensor
 from variants import PAIRS, V, build, config_of, random_tokens
 
-from model.generate import cast_linears, decode_one_token, decoding, generate, prefill, sample_token
+from model.generate import decode_one_token, decoding, decoding_weights, generate, prefill, sample_token
 from model.gpt import GPT
 from model.options import QKNormOptions
+from model.variants.sigma_reparam import Reparam
 
 
 def greedy_without_cache(model: GPT, idx: Tensor, n: int) -> Tensor:
@@ -94,15 +95,18 @@ def test_top_k_1_is_greedy_and_ties_keep_one_token_at_least() -> None:
     assert sample_token(torch.full((3, V), -1e30), top_p=0.5, temperature=1e-3).shape == (3,)
 
 
+CAST = [*PAIRS, ("gqa", "sigma_reparam"), ("mla", "all")]
+
+
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("layout", "norm", "bias"), [*((*pair, False) for pair in PAIRS), ("mha", "rms", True)])
+@pytest.mark.parametrize(("layout", "norm", "bias"), [*((*one, False) for one in CAST), ("mha", "rms", True)])
 def test_in_bf16_logits_are_those_of_autocast(layout: str, norm: str, bias: bool, tied: bool) -> None:
     """The same bits with the weights cast in advance, of the same tensors afterwards."""
     model = build(config_of(layout, norm, bias=bias, tied=tied), dtype=torch.float32)
     idx, parameters = random_tokens(2, 9), dict(model.named_parameters())
-    casts = cast_linears(model, torch.bfloat16)
+    swaps = decoding_weights(model, torch.bfloat16)
     outcomes = []
-    for weights in ([], casts):
+    for weights in ([], swaps):
         caches = model.new_caches(2, 9, torch.bfloat16)
         with decoding(weights, torch.bfloat16, idx.device):
             logits = [prefill(model, idx[:, :6], caches)]
@@ -111,6 +115,22 @@ def test_in_bf16_logits_are_those_of_autocast(layout: str, norm: str, bias: bool
     assert torch.equal(*outcomes)
     after = dict(model.named_parameters())
     assert after.keys() == parameters.keys() and all(after[name] is parameters[name] for name in after)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reparametrised_weights_are_computed_once_for_all_tokens(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, forward = build(config_of("mla", "sigma_reparam"), dtype=torch.float32), Reparam.forward
+    calls = []
+
+    def counted(self: Reparam, weight: Tensor) -> Tensor:
+        calls.append(self)
+        return forward(self, weight)
+
+    monkeypatch.setattr(Reparam, "forward", counted)
+    assert len(list(generate(model, random_tokens(2, 3), 40, dtype=dtype))) == 40  # with a cache that is filled again
+    assert len(calls) == len({*calls}) == sum(isinstance(m, Reparam) for m in model.modules()) > 0
 
 
 def test_a_model_whose_decoding_fails_or_waits_has_its_own_weights() -> None:
