@@ -210,6 +210,14 @@ inline Lanes lanes(const bf16 *x) {
 #endif
 }
 inline void put(float *to, Lanes x) { std::memcpy(to, &x, sizeof x); }
+inline void put(bf16 *to, Lanes x) {
+#ifdef HAS_AVX512_BF16
+  put(&to->bits, rounded((__m512)x));
+#else
+  float part[WIDTH];
+  put(part, x), store(to, part, WIDTH);
+#endif
+}
 template <class F> inline float reduce(Lanes x, F two) { // in halves
 #ifdef __AVX512F__
   x = two(x, __builtin_shuffle(x, Words{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
@@ -244,7 +252,7 @@ template <class V, class T> V load(const T *x) {
 template <class T, class F> void store_channels(T *to, int64_t n, F value) {
   float part[WIDTH];
   int64_t e = 0;
-  for (; e + WIDTH <= n; e += WIDTH) put(part, value(Lanes{}, e)), store(to + e, part, WIDTH);
+  for (; e + WIDTH <= n; e += WIDTH) put(to + e, value(Lanes{}, e));
   for (int64_t i = e; i < n; i++) part[i - e] = value(0.f, i);
   store(to + e, part, n - e);
 }

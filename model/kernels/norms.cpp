@@ -90,10 +90,11 @@ template <class T> struct Group {
     return lanes(rest);
   }
   template <class F> void write(T *to, F value) {
-    float part[WIDTH];
     int64_t b = 0, rest = n;
-    for (; rest >= WIDTH; b++, rest -= WIDTH) put(part, value(b)), store(to + WIDTH * b, part, WIDTH);
-    if (rest > 0) put(part, value(b)), store(to + WIDTH * b, part, rest);
+    for (; rest >= WIDTH; b++, rest -= WIDTH) put(to + WIDTH * b, value(b));
+    if (rest == 0) return;
+    float part[WIDTH];
+    put(part, value(b)), store(to + WIDTH * b, part, rest);
   }
   // one number for each channel, with zeros after the last
   void pad(const float *x, float *to) {
@@ -116,9 +117,13 @@ template <class T, class F> void each_group(const Call &c, F work) {
     int64_t inner = c.size[in], outer = c.size[out], at[3] = {r / inner / outer, 0, 0}; // i, j, k
     at[out] = r / inner % outer, at[in] = r % inner;
     Group<T> group(c.n, chunk);
-    const Vectors *of[4] = {&c.x, &c.y, &c.grad, &c.grad_x};
+    const Vectors of[4] = {c.x, c.y, c.grad, c.grad_x};
     T *next[4];
-    for (int i = 0; i < 4; i++) next[i] = vector<T>(*of[i], at);
+    int64_t step[4], turn[4]; // to the next vector of the inner loop, and from its last one to the first of the outer's next
+    for (int i = 0; i < 4; i++) {
+      next[i] = vector<T>(of[i], at), step[i] = of[i].stride[in];
+      turn[i] = of[i].stride[out] - (inner - 1) * step[i];
+    }
     while (r < end) {
       group.count = std::min({end - r, GROUP, std::max<int64_t>(1, ROOM / c.n)});
       for (int64_t g = 0; g < group.count; g++, r++) {
@@ -126,11 +131,12 @@ template <class T, class F> void each_group(const Call &c, F work) {
         group.scale[g] = c.scale ? c.scale + (at[0] * c.size[1] + at[1]) * c.size[2] + at[2] : nullptr;
         group.j[g] = at[1];
         if (++at[in] < inner) {
-          for (int i = 0; i < 4; i++) next[i] += of[i]->stride[in];
-        } else if (r + 1 < end) {
-          at[in] = 0;
-          if (++at[out] == outer) at[out] = 0, at[0]++;
-          for (int i = 0; i < 4; i++) next[i] = vector<T>(*of[i], at);
+          for (int i = 0; i < 4; i++) next[i] += step[i];
+        } else if (at[in] = 0; ++at[out] < outer) {
+          for (int i = 0; i < 4; i++) next[i] += turn[i];
+        } else if (at[out] = 0; r + 1 < end) {
+          at[0]++;
+          for (int i = 0; i < 4; i++) next[i] = vector<T>(of[i], at);
         }
       }
       work(group);
@@ -195,19 +201,21 @@ template <class T> void rms_backward(const Call &c) {
     float gain[MAX_CHANNELS], grad_gain[MAX_CHANNELS];
     rms_of(group, c.eps);
     group.pad(c.factor, gain);
-    std::memset(grad_gain, 0, 4 * WIDTH * group.blocks);
-    for (int64_t g = 0; g < group.count; g++) {
-      Lanes along = {};
-      for (int64_t b = 0; b < group.blocks; b++) {
+    for (int64_t b = 0; b < group.blocks; b++) {
+      Lanes sum = {}, factor = lanes(gain + WIDTH * b);
+      for (int64_t g = 0; g < group.count; g++) {
         Lanes y = lanes(group.u(g) + WIDTH * b) * group.s[g], grad = group.block(group.grad[g], b);
-        put(grad_gain + WIDTH * b, lanes(grad_gain + WIDTH * b) + grad * y);
-        grad *= lanes(gain + WIDTH * b);
-        along += grad * y;
-        put(group.u(g) + WIDTH * b, y), put(group.v(g) + WIDTH * b, grad);
+        sum += grad * y;
+        put(group.u(g) + WIDTH * b, y), put(group.v(g) + WIDTH * b, grad * factor);
       }
-      group.along[g] = sum_of(along) / c.n;
+      put(grad_gain + WIDTH * b, sum);
     }
     for (int64_t e = 0; e < c.n; e++) c.grad_factor[group.chunk * c.n + e] += grad_gain[e];
+    for (int64_t g = 0; g < group.count; g++) {
+      Lanes along = {};
+      for (int64_t b = 0; b < group.blocks; b++) along += lanes(group.v(g) + WIDTH * b) * lanes(group.u(g) + WIDTH * b);
+      group.along[g] = sum_of(along) / c.n;
+    }
     for (int64_t g = 0; g < group.count; g++) {
       float *y = group.u(g), *v = group.v(g), s = group.s[g], along = group.along[g];
       group.write(group.grad_x[g], [=](int64_t b) { return (lanes(v + WIDTH * b) - lanes(y + WIDTH * b) * along) * s; });
