@@ -1,5 +1,6 @@
 """The machine: choice of device and dtype, peak FLOP/s, memory."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -37,6 +38,28 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     if device.type == "mps":
         require(torch.backends.mps.is_available(), f"device={name} is absent: torch sees no MPS device")
     return device
+
+
+def cpu_seconds() -> tuple[float, float, float]:
+    """The clock; CPU time of this process; CPU time of all programs, but those of low priority, on the CPUs it may use."""
+    used = 0.0
+    with contextlib.suppress(OSError):  # Linux alone has it
+        ours = {f"cpu{n}" for n in os.sched_getaffinity(0)}
+        for name, *ticks in map(str.split, Path("/proc/stat").read_text().splitlines()):
+            if name in ours:
+                user, _, system, _, _, interrupts, soft_interrupts = map(int, ticks[:7])  # without nice, idle, iowait
+                used += (user + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), time.process_time(), used
+
+
+AT_IMPORT = cpu_seconds()
+
+
+def busy_cpus() -> float:
+    """How many CPUs other programs use: the mean since this module was imported, or that of the last minute if it is
+    smaller, as what has just begun may end soon."""
+    seconds, own, used = (now - then for now, then in zip(cpu_seconds(), AT_IMPORT, strict=True))
+    return max(0.0, min((used - own) / max(seconds, 1e-9), os.getloadavg()[0])) if used else 0.0
 
 
 def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:

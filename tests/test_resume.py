@@ -1,6 +1,7 @@
 """A run that was stopped and started again ends as if nothing had happened, bit for bit."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import QK_NORM_VARIANTS, ROOT, Program, flip, needs_compiler
 from test_train import assert_same_run, configured, lines, saved_json, weights
 
 import train
-from core import checkpoint
+from core import checkpoint, device
 from core.files import read_json
 from core.metrics import Metrics
 from core.rundir import RunDir
@@ -111,6 +113,49 @@ def test_a_machine_that_rounds_otherwise_is_warned_of(
     assert train.run(configured(corpus, run)) == 0
     changes = ", ".join(f"{key} {old[key]} -> {value}" for key, value in elsewhere.items())
     assert f"warning: {changes}: the rest of the run will not be equal" in (run / "train.log").read_text()
+
+
+def test_a_run_leaves_busy_cpus_to_other_programs_and_keeps_its_threads_when_it_goes_on(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "DEFAULT_THREADS", 4)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: monkeypatch.setattr(torch, "get_num_threads", lambda: n))
+
+    def threads(busy: float, **changes: Any) -> tuple[int, str]:
+        monkeypatch.setattr(session, "busy_cpus", lambda: busy)
+        config = configured(corpus, tmp_path / "run", threads=None, **changes)
+        assert train.run(config) == 0
+        log = (tmp_path / "run" / "train.log").read_text().splitlines()
+        line = next(line for line in log if "tokens a step" in line)
+        return read_json(tmp_path / "run" / "summary.json")["threads"], line
+
+    assert threads(3.0, fresh=True)[0] == 4  # OMP_NUM_THREADS is set here: asked for
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads(3.0, fresh=True, max_iters=2)[0] == 1
+    for busy, used in ((0.4, 4), (0.6, 3), (2.4, 2), (9.0, 1)):
+        n, line = threads(busy, fresh=True, max_iters=2)
+        assert n == used and (f"CPUs left to other programs: {4 - used}" in line) == (used < 4)
+    assert threads(0.0, max_iters=4)[0] == 1  # goes on
+    assert "will not be equal" not in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_busy_cpus_are_those_of_others_that_were_and_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "AT_IMPORT", (10.0, 1.0, 100.0))
+    cases = [(2.0, 103.0, 9.0, 1.0), (3.0, 102.0, 9.0, 0.0), (1.0, 104.0, 0.2, 0.2), (1.0, 100.0, 9.0, 0.0)]
+    for own, used, load, busy in cases:
+        monkeypatch.setattr(device, "cpu_seconds", lambda own=own, used=used: (12.0, own, used))
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert device.busy_cpus() == pytest.approx(busy)
+
+
+def test_the_cpu_time_of_another_program_is_seen() -> None:
+    program = [sys.executable, "-c", "while True: pass"]
+    before = device.cpu_seconds()
+    with subprocess.Popen(program) as other:
+        time.sleep(1)
+        seconds, own, used = (now - then for now, then in zip(device.cpu_seconds(), before, strict=True))
+        other.kill()
+    assert 0 <= own < 0.5 * seconds and 0.3 * seconds < used - own <= 1.1 * len(os.sched_getaffinity(0)) * seconds
 
 
 def test_a_finished_run_is_not_handed_back_for_another_dtype_or_text(corpus: Path, tmp_path: Path) -> None:

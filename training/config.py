@@ -284,7 +284,7 @@ class TrainConfig:
         int | None,
         FREE,
         Rule(lambda n: 1 <= n <= CPUS, f"must be >= 1 and <= {CPUS}, the CPUs here"),
-        Help("CPU threads; null: torch's choice"),
+        Help("CPU threads; null: torch's choice, but CPUs that other programs use are left to them"),
     ] = None
     batch_size: Annotated[int, AtLeast(1), Help("sequences a micro-batch")] = 64
     gradient_accumulation_steps: Annotated[

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from core import checkpoint, dist
-from core.device import device_name, keep_freed_memory, peak_flops, resolve_device, resolve_dtype, total_memory
+from core.device import (
+    busy_cpus,
+    device_name,
+    keep_freed_memory,
+    peak_flops,
+    resolve_device,
+    resolve_dtype,
+    total_memory,
+)
 from core.dist import World
 from core.plugins import plugin_hashes
 from core.rundir import commit
@@ -34,11 +42,12 @@ RESIDENT = 16  # data.on_device=auto keeps the corpus on a GPU whose memory is a
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run trains: its ranks, this rank's device, and the number format of matmuls."""
+    """Where a run trains: its ranks, this rank's device, the number format of matmuls, CPUs left to other programs."""
 
     world: World
     device: torch.device
     dtype: torch.dtype
+    spared_cpus: int = 0
 
     def autocast(self) -> AbstractContextManager[None]:
         """Matmuls in `dtype`; the weights stay in float32."""
@@ -129,8 +138,9 @@ def setup(config: TrainConfig) -> Session:
 def set_up_machine(config: TrainConfig) -> Machine:
     """Resolve ranks, device and dtype. Sets threads, the CUDA device, TF32 and the allocator for the whole process."""
     world = dist.read_world()
-    torch.set_num_threads(config.threads or DEFAULT_THREADS)
     device = resolve_device(config.device, world.local_rank if world.size > 1 else None)
+    threads, spared_cpus = choose_threads(config, world, device)
+    torch.set_num_threads(threads)
     dtype = resolve_dtype(config.dtype, device)
     require(
         config.gradient_accumulation_steps % world.size == 0,
@@ -141,7 +151,25 @@ def set_up_machine(config: TrainConfig) -> Machine:
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
     elif device.type == "cpu":
         keep_freed_memory()
-    return Machine(world, device, dtype)
+    return Machine(world, device, dtype, spared_cpus)
+
+
+def choose_threads(config: TrainConfig, world: World, device: torch.device) -> tuple[int, int]:
+    """CPU threads, and the CPUs that they leave to busy programs: a thread that shares its CPU holds up all others.
+
+    A run that goes on keeps its number, as another one may round differently.
+    """
+    if config.threads:
+        return config.threads, 0
+    saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
+    began_with = saved.get("threads")
+    if isinstance(began_with, int) and began_with > 0:
+        return min(began_with, DEFAULT_THREADS), 0
+    # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
+    if saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:
+        return DEFAULT_THREADS, 0
+    spared_cpus = min(round(busy_cpus()), DEFAULT_THREADS - 1)
+    return DEFAULT_THREADS - spared_cpus, spared_cpus
 
 
 def make_deterministic(wanted: bool, compiled: bool, device: torch.device) -> None:
@@ -217,5 +245,5 @@ def describe(session: Session) -> dict[str, Any]:
         "parameters": model.num_params(), "vocab_size": corpus.tokenizer.vocab_size, "tokens": len(corpus.tokens),
         "held_out_tokens": session.data.held_out_tokens,
         "cache_bytes_per_token": model.cache_bytes_per_token(machine.dtype),
-        "torch": torch.__version__, "python": platform.python_version(),
+        "torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads(),
     }  # fmt: skip
