@@ -41,7 +41,7 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def cpu_seconds() -> tuple[float, float, float]:
-    """The clock; CPU time of this process; CPU time of all programs, but those of low priority, on the CPUs it may use."""
+    """The clock; CPU time of this process; that of all programs on its CPUs, but for those of low priority."""
     used = 0.0
     with contextlib.suppress(OSError):  # Linux alone has it
         ours = {f"cpu{n}" for n in os.sched_getaffinity(0)}

@@ -282,7 +282,7 @@ class GroupedQueryAttention(CausalAttention):
         self.c_proj = Linear(self.n_head * self.head_dim, m.n_embd, bias=m.bias)
         norm = QK_NORMS[config.qk_norm.name]
         self.q_norm = norm(config.qk_norm, self.head_dim, self.n_head)
-        self.k_norm = norm(config.qk_norm, self.head_dim, self.n_kv_head)
+        self.k_norm = norm(config.qk_norm, self.head_dim, self.n_kv_head).for_keys()
         self.logit_scale = LogitScale(config, (self.head_dim,))
         self.fill_seams(config, self.head_dim)
 
@@ -395,10 +395,10 @@ class MultiHeadLatentAttention(CausalAttention):
         self.c_proj = Linear(m.n_head * a.v_dim, m.n_embd, bias=False)
         norm = functools.partial(QK_NORMS[config.qk_norm.name], config.qk_norm)
         if self.unified:
-            self.q_norm, self.k_norm = norm(d, m.n_head), norm(d, m.n_head)
+            self.q_norm, self.k_norm = norm(d, m.n_head), norm(d, m.n_head).for_keys()
         else:
-            self.q_norm, self.k_norm = norm(a.nope_dim, m.n_head), norm(a.nope_dim, m.n_head)
-            self.q_rope_norm, self.k_rope_norm = norm(a.rope_dim, m.n_head), norm(a.rope_dim, 1)
+            self.q_norm, self.k_norm = norm(a.nope_dim, m.n_head), norm(a.nope_dim, m.n_head).for_keys()
+            self.q_rope_norm, self.k_rope_norm = norm(a.rope_dim, m.n_head), norm(a.rope_dim, 1).for_keys()
         self.logit_scale = LogitScale(config, (d,) if self.unified else (a.nope_dim, a.rope_dim))
         self.normed = config.qk_norm.name != "none"
         self.fill_seams(config, a.v_dim)

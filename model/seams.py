@@ -78,6 +78,10 @@ class QKNorm(Seam):
         """What else is done to rotated queries (B, nh, T, hs)."""
         return q
 
+    def for_keys(self) -> "QKNorm":
+        """This norm, without parameters that only after_rope() uses."""
+        return self
+
 
 class Logits(Seam):
     """What is done to the logits: to all of a query's by scale_queries(), to each one by `bend`.

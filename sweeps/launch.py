@@ -83,9 +83,8 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, lis
             rest.append(override)
     sweep = load_sweep(str(asked.sweep), changes)
     runs, ranks = plan_runs(sweep, rest), asked.launcher.ranks
-    steps = {run.config.gradient_accumulation_steps for run in runs}
-    good = all(n % ranks == 0 for n in steps)
-    require(good, f"launcher.ranks={ranks} must divide gradient_accumulation_steps={min(steps)}")
+    bad = [n for run in runs if (n := run.config.gradient_accumulation_steps) % ranks]
+    require(not bad, f"launcher.ranks={ranks} must divide gradient_accumulation_steps={min(bad, default=0)}")
     return sweep, runs, rest
 
 

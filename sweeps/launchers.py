@@ -38,6 +38,8 @@ class LocalOptions:
     ranks: Annotated[int, AtLeast(1), Help("processes that train one run together, by torchrun")] = 1
 
     def check(self) -> None:
+        cpus = os.cpu_count() or 1
+        require((self.threads or 1) <= cpus, f"launcher.threads={self.threads} must be <= {cpus}, the CPUs here")
         if self.ranks > 1:
             wanted, gpus = self.ranks * (self.workers or 1), len(visible_gpus())
             require(
@@ -146,7 +148,8 @@ class Local:
 def visible_gpus() -> list[str]:
     """The GPUs that CUDA would use, as values of CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
+        named = [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
+        return [*itertools.takewhile(lambda gpu: not gpu.startswith("-"), named)]  # CUDA reads no further
     if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)

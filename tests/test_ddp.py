@@ -33,7 +33,9 @@ train.main()
 """
 
 
-@pytest.mark.parametrize("changes", ["optim=adamw", "optim=muon", "model.activation_checkpointing=true"])
+@pytest.mark.parametrize(
+    "changes", ["optim=adamw", "optim=muon", "qk_norm=ngpt", "model.activation_checkpointing=true"]
+)
 def test_two_ranks_equal_one_and_resume_bit_for_bit(
     changes: str, program: Program, tiny_run: list[str], tmp_path: Path
 ) -> None:

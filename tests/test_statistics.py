@@ -3,13 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import astuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from data.folds import leak_split, split
 from scripts.reporting.runs import Replicate
 from scripts.reporting.statistics import Comparison, Estimate, adjust, holm, interval, judge, mean_curve, n_needed
+from scripts.reporting.statistics import test_over_train as amounts
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
 DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -34,6 +38,15 @@ def test_p_values_and_intervals_are_students_and_scipys() -> None:
     assert drugs.p["t"] == pytest.approx(0.002833, abs=5e-7)
     exact = paired([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 0]).p
     assert exact["Wilcoxon"] == pytest.approx(2 / 2**6)  # Wilcoxon's of few folds, all of one sign
+
+
+@pytest.mark.parametrize("which", ["contiguous", "near", "far"])
+def test_the_correction_takes_the_amounts_of_text_that_the_split_has(which: str) -> None:
+    runs: Any = [SimpleNamespace(fold=fold, config={"data.folds": 10, "data.split": which}) for fold in (0, 1)]
+    one = split(10**6, 10, 1) if which == "contiguous" else leak_split(10**6, 10, 1, 64, which == "far")
+    held_out, trained = (sum(end - start for start, end in ranges) for ranges in (one.val, one.train))
+    assert amounts(runs) == pytest.approx(held_out / trained, rel=0.05)
+    assert amounts(runs[:1]) is None
 
 
 def test_the_correction_for_folds_is_the_t_test_with_a_larger_variance() -> None:

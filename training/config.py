@@ -240,7 +240,6 @@ SCHEDULES: dict[str, type[ScheduleOptions]] = {
 }  # fmt: skip
 OptimOptions = AdamWOptions
 
-CPUS = os.cpu_count() or 1
 Seed = Annotated[int, AtLeast(0, bits=63), Help("of everything random")]
 Device = Annotated[
     str,
@@ -283,7 +282,7 @@ class TrainConfig:
     threads: Annotated[
         int | None,
         FREE,
-        Rule(lambda n: 1 <= n <= CPUS, f"must be >= 1 and <= {CPUS}, the CPUs here"),
+        AtLeast(1),
         Help("CPU threads; null: torch's choice, but CPUs that other programs use are left to them"),
     ] = None
     batch_size: Annotated[int, AtLeast(1), Help("sequences a micro-batch")] = 64

@@ -160,6 +160,8 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
     A run that goes on keeps its number, as another one may round differently.
     """
     if config.threads:
+        cpus = os.cpu_count() or 1
+        require(config.threads <= cpus, f"threads={config.threads} must be <= {cpus}, the CPUs here")
         return config.threads, 0
     saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
     began_with = saved.get("threads")

@@ -19,15 +19,21 @@ class NGPTNorm(QKNorm):
 
     def __init__(self, options: NGPTNormOptions, head_dim: int, n_head: int):
         super().__init__(options, head_dim, n_head)
-        self.raw = nn.Parameter(torch.empty(n_head * head_dim))
+        self.raw: nn.Parameter | None = nn.Parameter(torch.empty(n_head * head_dim))
 
     def init_weights(self) -> None:
-        nn.init.constant_(self.raw, 1 / self.SPEED)
+        if self.raw is not None:
+            nn.init.constant_(self.raw, 1 / self.SPEED)
 
     def scale(self, x: Tensor) -> Tensor:
         return ops.inverse_rms(x, self.options.eps)  # (..., 1)
 
+    def for_keys(self) -> QKNorm:
+        self.raw = None
+        return self
+
     def after_rope(self, q: Tensor) -> Tensor:
+        assert self.raw is not None
         s_qk = self.SPEED * self.raw.view(self.n_head, 1, self.head_dim)
         return (q * s_qk.square()).to(q.dtype)  # (B, nh, T, hs)
 

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -50,7 +51,7 @@ class Series:
     seconds: Sequence[float] = ()
     estimates: Mapping[int, Estimate] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def mean(self) -> Mapping[int, Estimate]:
         return self.estimates or mean_curve(self.curves.values())
 

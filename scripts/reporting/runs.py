@@ -229,10 +229,13 @@ def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:
     row = partial(Run, plan.id, plan.points, plan.seed, plan.fold, flatten(asdict(plan.config)))
     keys = ["val/loss", "train/loss", *sweep.logged]
     if state.state == "diverged":
+        summary: dict[str, Any] = {}
         curves: dict[str, Curve] = {}
         with suppress(ConfigError):
+            summary = read_summary(path)
+        with suppress(ConfigError):
             curves = read_curves(path, keys)
-        return row(state, *kept(read_summary(path), curves, sweep))
+        return row(state, *kept(summary, curves, sweep))
     if state.state != "done":
         saved = f"iteration {state.iter} of {max_iters} is saved" if state.iter else ""
         reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")

@@ -284,8 +284,11 @@ def minus(a: Curve, b: Curve) -> dict[int, float]:
 
 def test_over_train(runs: Sequence[Run]) -> float | None:
     """The amount of validation text over that of training text, where the runs are of several folds."""
-    folds = {run.fold for run in runs if run.fold is not None}
-    return 1 / (runs[0].config["data.folds"] - 1) if len(folds) > 1 else None
+    if len({run.fold for run in runs if run.fold is not None}) < 2:
+        return None
+    config = runs[0].config
+    halved = config.get("data.split") in ("near", "far")  # they hold out a quarter of a fold, and use half of the text
+    return 1 / ((2 if halved else 1) * config["data.folds"] - 1)
 
 
 # -----------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def read_stored(folder: Path, name: str) -> Sweep:
     good = isinstance(about.get("definition"), dict) and isinstance(about.get("config"), dict)
     require(good, f"from={folder} holds no report (its provenance.json has no definition and config)")
     definition = about["definition"]
-    sweep = Sweep(name, {"sweep": definition, "frozen": about["planned"]}, check_sweep(definition), [])
+    sweep = Sweep(name, {"sweep": definition, "frozen": about.get("planned", [])}, check_sweep(definition), [])
     measured = columns_of(sweep)
     try:
         curves = read_curves(folder / "curves.csv.gz")

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, median, stdev
 from typing import TypeVar
 
@@ -73,6 +74,7 @@ def mean_of(runs: Sequence[Run], key: str) -> float | None:
 def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     """A row a setting, with both readings of "averaged minimum"."""
 
+    @cache
     def lowest(setting: str) -> tuple[float | None, int | None]:
         curve = mean_curve(run.losses for run in sweep.done(setting))
         return min(((estimate.mean, i) for i, estimate in curve.items()), default=(None, None))
@@ -99,7 +101,8 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     }
     more = sweep.metrics[len(METRICS) :]
     for metric in more:
-        columns[f"mean of {metric.name}" if metric.reduction == "last" else metric.name] = mean_of_runs(metric)
+        name = f"mean of {metric.name}" if metric.reduction == "last" else metric.name
+        columns[f"{name} ({metric.key})" if name in columns else name] = mean_of_runs(metric)
     if any(sweep.paper(setting) is not None for setting in settings):
         columns["paper, at its own scale"] = of_paper("val_loss", ".5f")
     for key in (metric.key for metric in more):
@@ -233,6 +236,8 @@ def missing_table(sweep: Sweep) -> Table:
 def facts(sweep: Sweep) -> dict[str, str]:
     """What was compared, for a reader."""
     folds = sorted({run.config["data.fold"] for run in sweep.runs if run.config.get("data.fold") is not None})
+    foldable = all("data.fold" in run.config for run in sweep.runs)
+    held_out = "the last 10 % are held out" if foldable else "the corpus has a validation part of its own"
     asked = [one["overrides"] for one in sweep.about.get("frozen", [])]  # at each time that runs were planned
     common = [word for word in (asked or [[]])[0] if all(word in other for other in asked)]
     commits = [short(one) for several in sweep.distinct("commit") for one in several.split(", ")]
@@ -240,7 +245,7 @@ def facts(sweep: Sweep) -> dict[str, str]:
     found = {
         "runs": f"{len(sweep.runs)} planned: {tally([run.state for run in sweep.runs])}",
         "settings": f"{len(sweep.settings)}, in {len(sweep.parts)} part{'s' * (len(sweep.parts) > 1)}",
-        "folds": ", ".join(map(str, folds)) or "none: the last 10 % are held out",
+        "folds": ", ".join(map(str, folds)) or f"none: {held_out}",
         "seeds": ", ".join(map(str, sorted({run.seed for run in sweep.runs}))),
         "every run": " ".join([*sweep.definition.overrides, *common]),
         "parameters": ", ".join(f"{n:,}" for n in sweep.distinct("parameters")),
