@@ -32,6 +32,7 @@ from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.statistics import compared_families
 from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, read_value, runs_csv
 from scripts.reporting.tables import facts
+from sweeps.definition import sweep_name
 from sweeps.status import SweepPlace, tally
 
 
@@ -139,7 +140,7 @@ class ReportOptions(SweepPlace):
 def write_report(asked: ReportOptions, argv: list[str]) -> int:
     if asked.watch:
         return watch(asked.directory, Path(asked.run).expanduser() if asked.run else None, asked.port)
-    name = Path(asked.sweep or asked.sweep_dir or asked.from_ or "").expanduser().resolve().stem
+    name = sweep_name(str(Path(asked.sweep or asked.sweep_dir or asked.from_ or "").expanduser().resolve()))
     out = Path(asked.out or Path("results") / name).expanduser()
     if asked.from_ is None:
         sweep = read_sweep(asked.directory, name)

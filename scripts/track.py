@@ -6,6 +6,7 @@ folder, and the figures rates.svg and overhead.svg. docs/attention_track.md has 
 """
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,10 @@ from core.schema import NOT_EMPTY, Help, options, require
 from scripts.reporting.charts import svg
 from scripts.reporting.stored import read_stored
 from scripts.reporting.track import BASELINE, Entry, at_the_edge, board, entries, figures, mean_losses, noise
-from sweeps.definition import load_sweep
+from sweeps.definition import load_sweep, sweep_name
 
 BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
-SWEEP, FINAL = "attention_track", "attention_track_final"
+SWEEP = "attention_track"
 BEST = 6  # contestants that go on to track_small
 Words = Mapping[str, Sequence[str]]  # contestant -> overrides
 
@@ -33,7 +34,18 @@ class TrackOptions:
     rates: Annotated[bool, Help("write the final sweep's definition from the grid's best rates, and no board")] = False
     small: Annotated[bool, Help("write the definition of the sweep at track_small scale, and no board")] = False
     times: Annotated[bool, Help("print the commands whose last lines are train.json and decode.json")] = False
-    out: Annotated[str, NOT_EMPTY, Help("that definition's file")] = str(CONFIG_DIR / "sweep" / f"{FINAL}.yaml")
+    out: Annotated[str | None, NOT_EMPTY, Help("that definition's file; null: SWEEP_final or _small beside it")] = None
+
+    def check(self) -> None:
+        require(self.rates + self.small + self.times <= 1, "rates=, small= and times= exclude one another")
+
+    def file(self, kind: str) -> Path:
+        """Where the definition of SWEEP_kind is written."""
+        if self.out is not None:
+            return Path(self.out).expanduser()
+        own = Path(self.sweep).expanduser()
+        beside = own if own.suffix == ".yaml" else CONFIG_DIR / "sweep" / f"{self.sweep}.yaml"
+        return beside.with_stem(f"{beside.stem}_{kind}")
 
 
 def make(asked: TrackOptions) -> int:
@@ -45,17 +57,21 @@ def make(asked: TrackOptions) -> int:
             print(f"python scripts/benchmarks/bench_{program}.py {variants} {' '.join(sweep.overrides)} {how}")
         return 0
     grid = read_stored(folder / "grid", asked.sweep)
+    unknown = [name for name in mean_losses(grid) if name not in words]
+    require(not unknown, f"sweep={asked.sweep} has no {', '.join(unknown)}, which {folder / 'grid'} has")
     if asked.rates:
+        file = asked.file("final")
+        extended = os.path.relpath(asked.sweep, file.parent) if asked.sweep.endswith(".yaml") else asked.sweep
         for name, rate in at_the_edge(grid).items():
             more = f"'sweep.grid.words={{{name}: {json.dumps(words[name])}}}' sweep.grid.optim.learning_rate=[{rate:g}]"
             command = f"python sweeps/launch.py sweep={asked.sweep} {more}"
             print(f"{name} is best at the grid's edge; try one more: {command}")
-        write_atomic(Path(asked.out), final_definition(asked.sweep, words, mean_losses(grid)).encode())
-        print(asked.out)
+        write_atomic(file, final_definition(extended, words, mean_losses(grid)).encode())
+        print(file)
         return 0
-    found = entries(grid, read_stored(folder / "final", FINAL), words, folder)
+    found = entries(grid, read_stored(folder / "final", f"{sweep_name(asked.sweep)}_final"), words, folder)
     if asked.small:
-        file = Path(asked.out).with_stem(f"{SWEEP}_small")
+        file = asked.file("small")
         write_atomic(file, small_definition(words, found).encode())
         print(file)
         return 0

@@ -115,6 +115,11 @@ class Sweep:
 # YAML -> mapping
 
 
+def sweep_name(text: str) -> str:
+    """The name of a sweep from its name, its file or its directory: dots in it stay."""
+    return Path(text).name.removesuffix(".yaml")
+
+
 def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
     """The sweep of configs/sweep/`name`.yaml, or of the file `name`. changes: {"folds": [0], "grid.qk_norm.p": [2, 3]}.
 

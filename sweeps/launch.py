@@ -26,7 +26,7 @@ from core.rundir import at_end
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, options, require
 from core.wandb_run import wandb_mode
 from sweeps.claims import Launch
-from sweeps.definition import Sweep, load_sweep
+from sweeps.definition import Sweep, load_sweep, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
 from sweeps.plan import PlannedRun, freeze, plan_runs
 from sweeps.status import FINAL, State, SweepPlace, failures, state_of, tally
@@ -68,7 +68,7 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
     if asked.launcher.name == "slurm":  # this machine may lack the devices of its nodes
         left = [replace(run, config=replace(run.config, device="cpu", dtype="float32")) for run in left]
     check_runs(left)
-    freeze(sweep_dir, Path(str(asked.sweep)).stem, sweep, overrides, runs)
+    freeze(sweep_dir, sweep_name(str(asked.sweep)), sweep, overrides, runs)
     return launch(asked, sweep_dir, unstored) if unstored else 0
 
 

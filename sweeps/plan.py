@@ -94,6 +94,10 @@ def check_overrides(sweep: Sweep, overrides: list[str]) -> None:
     for override in overrides:
         key = key_of(override)
         require(key not in swept, f"{override}: this sweep varies {key}; write sweep.grid.{key}=[...]")
+    for full in ({**sweep.grid, **part.grid} for part in (sweep.parts or {"": Part()}).values()):
+        words = [(label, word) for label, of in full.get("words", {}).items() for word in of]
+        clash = next((f"{label}: {word}" for label, word in words if key_of(word) in full), None)
+        require(clash is None, f"grid.words.{clash}: the grid varies this setting, too")
     lists = [values for grid in grids for values in grid.get("words", {}).values()]
     lists += [overrides, sweep.overrides, *(part.overrides for part in sweep.parts.values())]
     given = {key: f"grid.{key}" for key in swept} | {key_of(override): override for of in lists for override in of}
@@ -175,10 +179,14 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
 
 
 def frozen_definition(old: dict[str, Any], sweep: Sweep, grows: bool) -> dict[str, Any]:
-    """The definition in sweep.json: of a plan that grows with the old parts, else the old one but for the report's."""
+    """The definition in sweep.json: of a plan that grows with what the old one had, else the old one but for the
+    report's keys."""
     new: dict[str, Any] = json.loads(json.dumps(asdict(sweep)))  # as the file has it: lists for tuples
     if grows:
-        return {**new, "parts": {**old.get("parts", {}), **new["parts"]}}
+        before = {key: old.get(key) or {} for key in ("grid", "parts")}
+        grid = {key: {**before["grid"].get(key, {}), **labels} for key, labels in new["grid"].items()}
+        lists = {key: [*dict.fromkeys((old.get(key) or []) + (new[key] or []))] or None for key in ("seeds", "folds")}
+        return {**new, **lists, "grid": {**before["grid"], **grid}, "parts": {**before["parts"], **new["parts"]}}
     return new | {key: value for key, value in old.items() if key not in ("title", "compare", "also", "paper")}
 
 

@@ -13,6 +13,7 @@ from core.metrics import Lines
 from core.rundir import at_end, is_locked, read_status
 from core.schema import NOT_EMPTY, Help, options, require
 from sweeps.claims import is_claimed, read_claim
+from sweeps.definition import sweep_name
 from sweeps.plan import PlannedRun, read_plan
 
 STATES = ("done", "diverged", "running", "stopped", "failed", "pending")
@@ -89,7 +90,7 @@ class SweepPlace:
 
     @property
     def directory(self) -> Path:
-        return Path(self.sweep_dir or Path("runs") / Path(self.sweep or "").stem).expanduser()
+        return Path(self.sweep_dir or Path("runs") / sweep_name(self.sweep or "")).expanduser()
 
     def check(self) -> None:
         require(bool(self.sweep or self.sweep_dir), "sweep= must be given")

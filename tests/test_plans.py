@@ -22,9 +22,10 @@ from core.files import read_json, write_atomic
 from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
 from scripts.reporting.runs import read_sweep
-from sweeps.definition import load_sweep
+from sweeps.definition import load_sweep, sweep_name
 from sweeps.launch import LaunchOptions, main, read_request
 from sweeps.plan import compose, freeze, plan_runs, read_plan
+from sweeps.status import SweepPlace
 from training.config import load_config
 
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
@@ -107,6 +108,12 @@ BAD = {
     "sweep=nosuch": ["sweep=nosuch", "p_sweep_cpu"],
     "sweep=p_sweep_cpu launcher=cloud": ["launcher=cloud", "local"],
     "sweep=p_sweep_cpu launcher.ranks=2": ["launcher.ranks=2", "gradient_accumulation_steps=1"],
+    "sweep=gqa_nano sweep.grid.gradient_accumulation_steps=[2,3] launcher.ranks=2": ["gradient_accumulation_steps=3"],
+    "sweep=p_sweep_cpu launcher.threads=99999": ["launcher.threads=99999", "the CPUs here"],
+    'sweep=gqa_nano sweep.grid={"words":{"a":["qk_norm=rms"]},"qk_norm":["rms"]}': [
+        "grid.words.a: qk_norm=rms",
+        "varies",
+    ],
     "sweep=p_sweep_cpu launcher.workers=0": ["launcher.workers=0", ">= 1"],
     "sweep=p_sweep_cpu launcher.worker=2": ["launcher.worker=2", "launcher.workers"],
     "sweep=p_sweep_cpu qk_norm.p=3": ["qk_norm.p=3", "sweep.grid.qk_norm.p"],
@@ -206,6 +213,19 @@ def test_a_frozen_plan_may_grow_but_not_change(tmp_path: Path, corpus: Path) -> 
     after = read_json(folder / "sweep.json")
     assert (after["sweep"]["compare"], after["sweep"]["folds"]) == (compare, [0, 1])
     assert after["frozen"] == about["frozen"]
+
+
+def test_a_plan_that_grows_by_a_value_and_a_fold_keeps_the_others_definition(tmp_path: Path, corpus: Path) -> None:
+    file = tiny_sweep(tmp_path, corpus)
+    frozen(file, {"folds": [0], "grid.qk_norm": ["none"]})
+    frozen(file, {"folds": [1], "grid.qk_norm": ["rms"]})
+    about = read_json(tmp_path / "sweep" / "sweep.json")["sweep"]
+    assert about["grid"]["qk_norm"] == {"qk_norm=none": "none", "qk_norm=rms": "rms"} and about["folds"] == [0, 1]
+
+
+def test_a_sweeps_name_keeps_its_dots() -> None:
+    assert [sweep_name(text) for text in ("lr.2", "my/lr.2.yaml", "runs/v0.1")] == ["lr.2", "lr.2", "v0.1"]
+    assert SweepPlace(sweep="my/lr.2.yaml").directory == Path("runs/lr.2")
 
 
 def test_a_plan_that_grows_by_a_part_keeps_the_others_definition(tmp_path: Path, corpus: Path) -> None:

@@ -6,10 +6,8 @@ from test_report import Curve, Made, falling, finish, rows_of, sweep_of, words_o
 
 from scripts import report
 from scripts.reporting.runs import read_sweep
-from scripts.reporting.statistics import final_losses
-from scripts.reporting.tables import (
-    stability_table,
-)
+from scripts.reporting.statistics import final_losses, runs_by_rate, stable_by_replicate
+from scripts.reporting.tables import part_table, stability_table
 from training.config import AdamWOptions
 
 
@@ -47,6 +45,29 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
     assert three["highest stable rate"] == "0.2" and three["of each run alone"] == "seed 1: 0.4, seed 2: 0.2"
     assert three["how the next one fails"] == "0.4: 1 of 2 diverged (train/loss nan at iteration 7)"
     assert "Highest stable learning rate" in text
+
+
+def test_a_seed_that_lacks_a_rate_is_judged_by_those_that_it_has(tmp_path: Path) -> None:
+    sweep = Made(tmp_path / "sweep")
+    at_rates(sweep, 2, 1, {rate: falling(2.0) for rate in (0.1, 0.2)})
+    at_rates(sweep, 2, 2, {0.1: falling(2.0)})
+    assert stable_by_replicate(runs_by_rate(sweep_of(sweep.path))["p=2"]) == {(1, None): 0.2, (2, None): 0.1}
+
+
+def test_a_diverged_run_with_a_damaged_summary_stops_no_report(tmp_path: Path) -> None:
+    sweep = Made(tmp_path / "sweep")
+    at_rates(sweep, 2, 1, {0.1: falling(2.0), 0.2: {0: 4.0}})
+    (damaged,) = [run for run in sweep_of(sweep.path).runs if not run.done]
+    (sweep.path / damaged.id / "summary.json").write_text('{"val/loss": 1.0, "sha256": "0"}')
+    (run,) = [run for run in sweep_of(sweep.path).runs if not run.done]
+    assert run.state == damaged.state and "val/loss" not in run.summary and run.losses == {0: 4.0}
+
+
+def test_two_metrics_of_one_name_have_a_column_each(tmp_path: Path) -> None:
+    sweep = Made(tmp_path / "sweep", also={"attn/max_logit": "max", "qk_clip/max_logit": "max"})
+    at_rates(sweep, 2, 1, {0.1: falling(2.0)})
+    found = sweep_of(sweep.path)
+    assert sum("max of largest attention logit" in name for name in part_table(found, found.settings).columns) == 2
 
 
 def test_three_learning_rates_get_no_figure_of_final_losses(tmp_path: Path) -> None:

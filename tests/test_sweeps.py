@@ -377,6 +377,10 @@ def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launchers, "WORKER", str(tmp_path / "worker.py"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5ee")
     assert launchers.Local(launchers.LocalOptions(), tmp_path, "launch").workers == 2
+    for value, seen in (("-1", []), ("1,-1,2", ["1"])):
+        with monkeypatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", value)
+            assert launchers.visible_gpus() == seen
     local = launchers.Local(launchers.LocalOptions(workers=4), tmp_path, "launch")
     assert local.threads == max(1, len(os.sched_getaffinity(0)) // 4)
     local.start(4)

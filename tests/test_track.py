@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -180,6 +181,31 @@ def test_the_small_sweep_has_the_best_ones_and_rms(tmp_path: Path) -> None:
     file.write_text(small_definition(WORDS, entries(*sweeps(), WORDS, tmp_path)))
     runs = plan_runs(load_sweep(str(file), {}), [])
     assert len(runs) == 3 * 3 and {run.config.model.name for run in runs} == {"track_small"}
+
+
+def test_a_track_of_ones_own_writes_its_sweeps_beside_it(tmp_path: Path) -> None:
+    board, sweep = stored(tmp_path / "board"), tmp_path / "tracks" / "my.yaml"
+    sweep.parent.mkdir()
+    sweep.write_text(json.dumps({"grid": {"words": WORDS, "optim.learning_rate": RATES}}))
+    assert make(TrackOptions(folder=str(board), sweep=str(sweep), rates=True)) == 0
+    assert make(TrackOptions(folder=str(board), sweep=str(sweep), small=True)) == 0
+    other = tmp_path / "other.yaml"
+    assert make(TrackOptions(folder=str(board), sweep=str(sweep), rates=True, out=str(other))) == 0
+    files = [other, *(sweep.with_name(f"my_{kind}.yaml") for kind in ("final", "small"))]
+    assert [len(plan_runs(load_sweep(str(file), {}), [])) for file in files] == [24, 24, 9]
+    sweep.write_text(json.dumps({"grid": {"words": {"none": WORDS["none"]}, "optim.learning_rate": RATES}}))
+    with pytest.raises(ConfigError, match="has no rms, sink, which .*grid has"):
+        make(TrackOptions(folder=str(board), sweep=str(sweep)))
+
+
+def test_a_contestant_that_is_done_at_no_rate_is_named() -> None:
+    grid, _ = sweeps()
+    runs = [
+        replace(run, state=replace(run.state, state="diverged")) if "sink" in run.settings[0] else run
+        for run in grid.runs
+    ]
+    with pytest.raises(ConfigError, match="no learning rate at which all runs of sink are done"):
+        mean_losses(Sweep("grid", {}, grid.definition, runs))
 
 
 def test_a_contestant_without_a_grid_is_refused(tmp_path: Path) -> None:

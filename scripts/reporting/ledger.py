@@ -18,12 +18,12 @@ from scripts.reporting.statistics import (
     Estimate,
     Family,
     compared_families,
-    highest_stable,
     holm,
     interval,
     judge,
     paired_p,
     runs_by_rate,
+    stable_by_replicate,
     test_over_train,
 )
 from scripts.reporting.stored import read_stored
@@ -107,7 +107,11 @@ def table(given: Sequence[dict[str, Any]]) -> Table:
 
 def missing(part: Part) -> bool:
     """Whether the study has not all that the part needs."""
-    return not is_stored(part.study) or not all(stored(part.study).done(setting) for setting in part.weights)
+    if not is_stored(part.study):
+        return True
+    if part.metric == STABLE:
+        return any(variant not in runs_by_rate(stored(part.study)) for variant in part.weights)
+    return not all(stored(part.study).done(setting) for setting in part.weights)
 
 
 def is_stored(study: str) -> bool:
@@ -217,14 +221,9 @@ def growth(curve: Curve, first: int, last: int) -> float | None:
 
 def stable_rates(sweep: Sweep, variant: str) -> dict[Replicate, float]:
     """The highest stable learning rate of each seed and fold, as a power of two."""
-    of = runs_by_rate(sweep)[variant]
-    found = {}
-    for replicate in (run.replicate for run in next(iter(of.values()))):
-        alone = {rate: [run for run in runs if run.replicate == replicate] for rate, runs in of.items()}
-        rate, _ = highest_stable(alone)
-        require(rate is not None, f"{sweep.name} has no stable rate of {variant}")
-        found[replicate] = math.log2(rate or 1)
-    return found
+    found = stable_by_replicate(runs_by_rate(sweep)[variant])
+    require(None not in found.values(), f"{sweep.name} has no stable rate of {variant}")
+    return {replicate: math.log2(rate or 1) for replicate, rate in found.items()}
 
 
 def p_in_study(sweep: Sweep, part: Part) -> float | None:

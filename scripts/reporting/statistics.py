@@ -327,8 +327,17 @@ def final_losses(sweep: Sweep) -> dict[str, dict[float, list[float]]]:
 
 def final_means(of: Mapping[float, Sequence[Run]], key: str = "val/loss") -> dict[float, float]:
     """The mean of a summary's number, the final validation loss, at the rates whose runs are all done."""
-    made = {rate: runs for rate, runs in of.items() if all(run.done for run in runs)}
+    made = {rate: runs for rate, runs in of.items() if runs and all(run.done for run in runs)}
     return {rate: fmean(run.summary[key] for run in runs) for rate, runs in made.items()}
+
+
+def stable_by_replicate(of: Mapping[float, Sequence[Run]]) -> dict[Replicate, float | None]:
+    """The highest stable rate of each seed and fold alone, over the rates at which it has a run."""
+    found = {}
+    for replicate in sorted({run.replicate for runs in of.values() for run in runs}):
+        alone = {rate: [run for run in runs if run.replicate == replicate] for rate, runs in of.items()}
+        found[replicate] = highest_stable({rate: runs for rate, runs in alone.items() if runs})[0]
+    return found
 
 
 def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str]:

@@ -11,7 +11,15 @@ from typing import TypeVar
 
 from core.rundir import short
 from scripts.reporting.runs import METRICS, Metric, Run, Sweep, replicate_name
-from scripts.reporting.statistics import Comparison, Estimate, final_means, highest_stable, mean_curve, runs_by_rate
+from scripts.reporting.statistics import (
+    Comparison,
+    Estimate,
+    final_means,
+    highest_stable,
+    mean_curve,
+    runs_by_rate,
+    stable_by_replicate,
+)
 from sweeps.status import STATES, tally
 
 FLOOR_TOLERANCE = 0.01  # nats; scripts/audit.py has the same number
@@ -209,13 +217,10 @@ def stability_table(sweep: Sweep) -> Table | None:
         highest, failure = highest_stable(of)
         known = final_means(of)
         best = min(known, key=lambda rate: known[rate], default=None)
-        alone = {}
-        for replicate in sorted({run.replicate for runs in of.values() for run in runs}):
-            here = {rate: [run for run in runs if run.replicate == replicate] for rate, runs in of.items()}
-            alone[replicate_name(replicate)] = highest_stable({rate: runs for rate, runs in here.items() if runs})[0]
+        alone = stable_by_replicate(of)
         rows.append([
             variant, number(best, "g"), number(known.get(best or 0.0)), number(highest, "g"),
-            ", ".join(f"{name}: {number(rate, 'g')}" for name, rate in alone.items()), failure,
+            ", ".join(f"{replicate_name(r)}: {number(rate, 'g')}" for r, rate in alone.items()), failure,
             ", ".join(f"{rate:g}: {number(known.get(rate), '.3f')}" for rate in of),
         ])  # fmt: skip
     columns = ["variant", "best rate", "its final loss", "highest stable rate", "of each run alone"]

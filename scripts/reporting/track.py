@@ -61,12 +61,7 @@ class Entry:
 
     @property
     def verdict(self) -> str:
-        if self.wide is None or self.wide.low is None or self.wide.high is None or self.against is None:
-            return "–"
-        p = self.against.adjusted["t"]
-        if p is None or p > 0.05:
-            return "not told apart"
-        return "better" if self.wide.high < 0 else "worse"
+        return "–" if self.against is None else self.against.verdict("better", "worse")
 
 
 # -----------------------------------------------------------------------------
@@ -74,8 +69,14 @@ class Entry:
 
 
 def mean_losses(grid: Sweep) -> dict[str, dict[float, float]]:
-    """Contestant -> learning rate -> mean loss, of the rates at which every run is done."""
-    return {name: final_means(of, LOSS_KEY) for name, of in runs_by_rate(grid).items()}
+    """Contestant -> learning rate -> mean loss, of the rates at which every run is done.
+
+    Raises: ConfigError where a contestant has no such rate.
+    """
+    found = {name: final_means(of, LOSS_KEY) for name, of in runs_by_rate(grid).items()}
+    none = [name for name, means in found.items() if not means]
+    require(not none, f"{grid.name} has no learning rate at which all runs of {', '.join(none)} are done")
+    return found
 
 
 def at_the_edge(grid: Sweep) -> dict[str, float]:
@@ -125,7 +126,8 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
 
 def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
     """Each difference's interval at the level of Holm's step: of m comparisons the one with the k-th smallest p has
-    1 - 0.05 / (m - k + 1). It excludes zero exactly where that step rejects."""
+    1 - 0.05 / (m - k + 1). It excludes zero where that step's own p is small enough; Holm rejects no step after the
+    first whose p is not."""
     tested = sorted((c for c in family if "t" in c.p and c.estimate is not None), key=lambda c: c.p["t"])
     return {c.a: interval([*c.differences.values()], alpha=0.05 / (len(family) - k)) for k, c in enumerate(tested)}
 
