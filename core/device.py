@@ -20,6 +20,9 @@ GPU_BF16_TFLOPS = {
 }  # fmt: skip
 
 
+PEAK_SECONDS = 0.2  # for which the peak is measured
+
+
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """`auto` is CUDA, else MPS, else the CPU. Each rank of torchrun has its own CUDA device.
 
@@ -141,7 +144,7 @@ def bfloat16_works(device: torch.device) -> bool:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of matmuls: from the data sheet for a known GPU in bf16, else measured in about 0.2 s."""
+    """Peak FLOP/s of matmuls: from the data sheet for a known GPU in bf16, else measured."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for key, tflops in GPU_BF16_TFLOPS.items():
@@ -151,14 +154,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 @functools.lru_cache
-def measured_peak_flops(device: torch.device, dtype: torch.dtype, threads: int, seconds: float = 0.2) -> float:
+def measured_peak_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """The best FLOP/s of repeated square matmuls. `threads` is only a key of the cache: the number of CPU threads."""
     n = 1024 if device.type == "cpu" else 4096
     a = torch.full((n, n), 0.5, device=device, dtype=dtype)
     b = torch.full((n, n), 0.5, device=device, dtype=dtype)
     a @ b  # warm-up
     synchronize(device)
-    best, deadline = float("inf"), time.perf_counter() + seconds
+    best, deadline = float("inf"), time.perf_counter() + PEAK_SECONDS
     while best == float("inf") or time.perf_counter() < deadline:
         start = time.perf_counter()
         a @ b

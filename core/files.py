@@ -1,4 +1,4 @@
-"""The only atomic write, JSON read, file lock and cache folder. It imports nothing of this project."""
+"""Atomic writes, JSON objects, file locks, the cache folder. It imports nothing of this project."""
 
 import fcntl
 import hashlib

@@ -95,6 +95,9 @@ class FineWebOptions:
     on_device: OnDevice = "auto"
 
 
+FLOOR_TOLERANCE = 0.01  # nats below ln vocab_size at which a loss on random tokens counts as wrong
+
+
 @options
 class RandomOptions:
     """Uniformly random tokens: no honest loss is below ln vocab_size"""

@@ -38,7 +38,7 @@ from core.metrics import Metrics
 from core.rundir import commit
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, one_line, options, require
 from data.batches import Batches
-from data.options import RandomOptions
+from data.options import FLOOR_TOLERANCE, RandomOptions
 from data.tokens import load_corpus
 from model.cross_entropy import max_positions_with_logits
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
@@ -52,7 +52,7 @@ MODES = ("evaluation", "training")
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
 LEAK_CONTEXT = 512  # positions at most, for future leakage
-SIGMAS, FLOOR_TOLERANCE = 5, 0.01  # a loss is caught this far below the floor: standard errors, and nats
+SIGMAS = 5  # standard errors: a loss on random tokens so far below ln V is caught, if that is FLOOR_TOLERANCE at least
 ACCUMULATION_TOLERANCE = 1e-3  # relative difference that round-off explains
 SEED = 20251028  # of the random tokens: not the seed that a run with data=random is trained on
 

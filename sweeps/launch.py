@@ -187,7 +187,7 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     print(f"{sweep_dir}: {counts} in {tqdm.format_interval(time.monotonic() - began)}")
     for line in failures(sweep_dir, states):
         print(line)
-    if wandb_mode(runs[0].config.wandb.mode) == "online":  # the sweep's own run; the floor below knows no scripts
+    if wandb_mode(runs[0].config.wandb.mode) == "online":  # in a process: sweeps/ imports no scripts
         words = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
         words += [f"from={asked.from_}"] * (asked.from_ is not None)
         subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *words])

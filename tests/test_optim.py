@@ -12,7 +12,7 @@ from core.schema import ConfigError
 from model.gpt import GPT
 from model.options import LpNormOptions, MLAOptions, QKNormOptions, RMSNormOptions
 from training import optim
-from training.config import AdamWOptions, MuonOptions, OptimOptions, TrainConfig
+from training.config import AdamWOptions, MuonOptions, TrainConfig
 from training.optim import (
     MuonAndAdamW,
     Optimizer,
@@ -249,7 +249,7 @@ def test_each_projection_is_orthogonalised_on_its_own(stack: tuple[TrainConfig, 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("variant", [AdamWOptions, MuonOptions])
 def test_every_row_is_in_exactly_one_group_and_only_hidden_matrices_are_muons(
-    variant: type[OptimOptions], tied: bool, stack: tuple[TrainConfig, dict[str, list[int]]]
+    variant: type[AdamWOptions], tied: bool, stack: tuple[TrainConfig, dict[str, list[int]]]
 ) -> None:
     config, matrices = stack
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, tied=tied), optim=variant())
@@ -282,7 +282,7 @@ def test_muon_by_name_continues_bit_for_bit(stack: tuple[TrainConfig, dict[str, 
 
 
 @pytest.mark.parametrize("variant", [AdamWOptions, MuonOptions])
-def test_the_announced_bytes_of_state_are_those_in_use(variant: type[OptimOptions]) -> None:
+def test_the_announced_bytes_of_state_are_those_in_use(variant: type[AdamWOptions]) -> None:
     config = dataclasses.replace(STACKS["mla"][0], optim=variant())
     model = new_model(config)
     optimizer = build_optimizer(model, config)
@@ -329,7 +329,7 @@ KINDS = {
 
 @pytest.mark.parametrize("variant", [AdamWOptions, MuonOptions])
 def test_update_ratios_are_norms_of_what_moved_over_norms_of_what_was_there(
-    variant: type[OptimOptions], stack: tuple[TrainConfig, dict[str, list[int]]]
+    variant: type[AdamWOptions], stack: tuple[TrainConfig, dict[str, list[int]]]
 ) -> None:
     config, _ = stack
     config = dataclasses.replace(config, optim=variant(), model=dataclasses.replace(config.model, tied=False))

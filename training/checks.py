@@ -52,10 +52,13 @@ def first_not_finite(session: Session, step: int) -> str:
     model.train()
     model.zero_grad()
     seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
-    with closing(session.data.batches.prefetch((step, micro_step) for micro_step in session.micro_steps)) as batches:
-        loss = accumulate_gradients(model, batches, len(session.micro_steps), machine)
-    for hook in hooks:
-        hook.remove()
+    batch_ids = ((step, micro_step) for micro_step in session.micro_steps)
+    try:
+        with closing(session.data.batches.prefetch(batch_ids)) as batches:
+            loss = accumulate_gradients(model, batches, len(session.micro_steps), machine)
+    finally:
+        for hook in hooks:
+            hook.remove()
     for name, p in reversed([*model.named_parameters()]):
         if not found and p.grad is not None and not p.grad.isfinite().all():
             found.append(f"the {'loss' if not loss.isfinite() else f'gradient of {name}'}")

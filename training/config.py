@@ -228,7 +228,10 @@ class WandbOptions:
     notes: Annotated[str | None, Help("a text about the run")] = None
     media: Annotated[
         Literal["auto", "on", "off"],
-        Help("samples of text, heat maps, values by layer; auto: off in sweeps and with wandb.mode=disabled"),
+        Help(
+            "samples of text (samples.jsonl has them, too), heat maps, values by layer; "
+            "auto: off in sweeps and with wandb.mode=disabled"
+        ),
     ] = "auto"
     artifacts: Annotated[bool, Help("upload the best checkpoint and metrics.jsonl at the end")] = False
 
@@ -238,7 +241,6 @@ OPTIMS: dict[str, type[AdamWOptions]] = {"adamw": AdamWOptions, "muon": MuonOpti
 SCHEDULES: dict[str, type[ScheduleOptions]] = {
     "cosine": CosineOptions, "wsd": WSDOptions, "linear": LinearOptions, "constant": ConstantOptions,
 }  # fmt: skip
-OptimOptions = AdamWOptions
 
 Seed = Annotated[int, AtLeast(0, bits=63), Help("of everything random")]
 Device = Annotated[
@@ -320,7 +322,7 @@ class TrainConfig:
         WeightsOptions, Variants(WEIGHTS), BeforeItExisted(WeightsOptions()), Help("how a block's are used or updated")
     ] = WeightsOptions()
     qk_clip: Annotated[NoClipOptions, Variants(QK_CLIPS), Help("a bound on the largest logits")] = NoClipOptions()
-    optim: Annotated[OptimOptions, Variants(OPTIMS), Help("the optimizer")] = AdamWOptions()
+    optim: Annotated[AdamWOptions, Variants(OPTIMS), Help("the optimizer")] = AdamWOptions()
     schedule: Annotated[ScheduleOptions, Variants(SCHEDULES), Help("of the learning rate")] = CosineOptions()
     data: Annotated[CorpusOptions, Variants(CORPORA), AlsoCalled(["dataset"]), Help("the corpus")] = (
         TinyShakespeareOptions()

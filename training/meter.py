@@ -89,11 +89,12 @@ class Meter:
         self.train_seconds += time.perf_counter() - began
 
     def take_interval(self) -> dict[str, float]:
-        """Tokens a second, MFU and QK-Clip's numbers of the updates since the last call. Starts the next interval."""
+        """Tokens a second, MFU and QK-Clip's numbers of the updates since the last call. Starts the next interval, and
+        raises session.peak where it was exceeded."""
         config, seconds = self.session.config, self.train_seconds - self._logged_seconds
         rate = self._updates * config.tokens_per_iter / seconds
         flops = rate * self.session.model.flops_per_token()
-        self.session.peak = max(self.session.peak, flops)  # what was measured may be too low: raise it
+        self.session.peak = max(self.session.peak, flops)  # the measured peak may be too low
         line = {"tok_per_sec": rate, "mfu": flops / self.session.peak, **self.clip_metrics}
         self._updates, self._logged_seconds, self.clip_metrics = 0, self.train_seconds, {}
         return line

@@ -5,7 +5,6 @@ A change of the logits is then bounded whatever the size of the weights. Where h
 largest of their query norms, as the rates of MLA's shared matrices do in algorithm 2.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,19 +20,19 @@ def norms(w: Tensor, heads: int) -> Tensor:
 
 
 class Quack(Weights):
-    """`start`: 1 / the factors at the start. No trained weight, but a checkpoint must hold it."""
+    """`start`: 1 / rate_factors() at the start. No trained weight, but a checkpoint must hold it."""
 
     def __init__(self, options: QuackOptions, block: Any):
         super().__init__(options, block)
         self.attn = (block.attn,)  # a tuple: no submodule
-        count = sum(len(factors) for _, factors in self.current())
+        count = sum(len(factors) for _, factors in self.rate_factors())
         self.start = nn.Parameter(torch.empty(count), requires_grad=False)
 
     def init_weights(self) -> None:
-        self.start.copy_(torch.cat([1 / factors for _, factors in self.current()]))
+        self.start.copy_(torch.cat([1 / factors for _, factors in self.rate_factors()]))
 
     def update_factors(self) -> list[tuple[Tensor, Tensor]]:
-        current, found = [*self.current()], []
+        current, found = self.rate_factors(), []
         starts = self.start.split([len(factors) for _, factors in current])
         for (rows, factors), start in zip(current, starts, strict=True):
             relative = self.options.tau * start * factors  # 1 each at the start, times tau
@@ -41,17 +40,17 @@ class Quack(Weights):
         return found
 
     @torch.no_grad()
-    def current(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Rows of a weight, and for each head of theirs, or for all, what its learning rate is proportional to."""
+    def rate_factors(self) -> list[tuple[Tensor, Tensor]]:
+        """Rows of a weight (a view), and what their learning rate is proportional to, (n,): a number a head, or one."""
         attn: Any = self.attn[0]
         if hasattr(attn, "c_kv_b"):
-            return self.of_mla(attn)
+            return self.mla_rate_factors(attn)
         q, k, _ = attn.c_attn.weight.detach().split(attn.c_attn.split_sizes)
         of_q, of_k = norms(q, attn.n_head), norms(k, attn.n_kv_head)
         group = attn.n_head // attn.n_kv_head
         return [(q, 1 / of_k.repeat_interleave(group)), (k, 1 / of_q.view(-1, group).amax(1))]
 
-    def of_mla(self, attn: Any) -> Iterable[tuple[Tensor, Tensor]]:
+    def mla_rate_factors(self, attn: Any) -> list[tuple[Tensor, Tensor]]:
         """Algorithm 2. Without a query rank there is no W_dq: its norm counts as 1. A query's content and RoPE rows lie
         side by side, so that each is listed for each head."""
         nh = attn.n_head

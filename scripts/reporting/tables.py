@@ -10,6 +10,7 @@ from statistics import fmean, median, stdev
 from typing import TypeVar
 
 from core.rundir import short
+from data.options import FLOOR_TOLERANCE
 from scripts.reporting.runs import METRICS, Metric, Run, Sweep, replicate_name
 from scripts.reporting.statistics import (
     Comparison,
@@ -21,8 +22,6 @@ from scripts.reporting.statistics import (
     stable_by_replicate,
 )
 from sweeps.status import STATES, tally
-
-FLOOR_TOLERANCE = 0.01  # nats; scripts/audit.py has the same number
 
 
 @dataclass(frozen=True)
