@@ -194,6 +194,7 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
         raise ConfigError(f"a sweep's definition is not Unicode text: {error}") from error
     parts = {}
     for name, part in convert(source.get("parts", {}), dict, "sweep.parts").items():
+        require("/" not in name, f"sweep.parts.{name}: a part's name has no /")
         part = convert(part, dict, f"sweep.parts.{name}")
         key = f"sweep.parts.{name}."
         parts[name] = settings_of(Part, {**part, "grid": checked_grid(f"{key}grid", part.get("grid", {}))}, key)

@@ -59,8 +59,10 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
     claim |= {"tries": {**claim["tries"], launch.name: before + 1}, "error": None, "limit": launch.tries}
     write_claim(sweep_dir, run.id, claim)  # before the run, so that a death counts too
     wandb = run.config.wandb
-    parts = dict.fromkeys(f"part:{point.rpartition('/')[0]}"[:64] for point in run.points if "/" in point)
-    sweep = f"sweep:{read_json(sweep_dir / 'sweep.json').get('name', sweep_dir.name)}"[:64]
+    about = read_json(sweep_dir / "sweep.json")
+    sweep = f"sweep:{about.get('name', sweep_dir.name)}"[:64]
+    has_parts = bool(about.get("sweep", {}).get("parts"))
+    parts = dict.fromkeys(f"part:{point.partition('/')[0]}"[:64] for point in run.points if has_parts)
     media = "off" if wandb.media == "auto" else wandb.media
     config = replace(
         run.config, out_dir=str(sweep_dir / run.id), threads=run.config.threads or launch.threads, dry_run=False,

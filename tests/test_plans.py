@@ -172,6 +172,9 @@ def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     circle[0].write_text("extends: b.yaml\n")  # beside it
     circle[1].write_text("extends: p_sweep_cpu\nseeds: [5]\n")
     assert load_sweep(str(circle[0]), {}).seeds == (5,)
+    circle[0].write_text("parts: {a/b: {}}\n")
+    with pytest.raises(ConfigError, match="sweep.parts.a/b: a part's name has no /"):
+        load_sweep(str(circle[0]), {})
     circle[0].write_text("overrides: model=nano_cpu\n")
     with pytest.raises(ConfigError, match="sweep.overrides=model=nano_cpu must be a list"):
         load_sweep(str(circle[0]), {})
