@@ -47,6 +47,11 @@ class TrackOptions:
         beside = own if own.suffix == ".yaml" else CONFIG_DIR / "sweep" / f"{self.sweep}.yaml"
         return beside.with_stem(f"{beside.stem}_{kind}")
 
+    @property
+    def extended(self) -> str:
+        """`sweep`, as the final sweep's file names it."""
+        return os.path.relpath(self.sweep, self.file("final").parent) if self.sweep.endswith(".yaml") else self.sweep
+
 
 def make(asked: TrackOptions) -> int:
     folder, sweep = Path(asked.folder).expanduser(), load_sweep(asked.sweep, {})
@@ -60,31 +65,35 @@ def make(asked: TrackOptions) -> int:
     unknown = [name for name in mean_losses(grid) if name not in words]
     require(not unknown, f"sweep={asked.sweep} has no {', '.join(unknown)}, which {folder / 'grid'} has")
     if asked.rates:
-        file = asked.file("final")
-        extended = os.path.relpath(asked.sweep, file.parent) if asked.sweep.endswith(".yaml") else asked.sweep
-        for name, rate in at_the_edge(grid).items():
-            more = f"'sweep.grid.words={{{name}: {json.dumps(words[name])}}}' sweep.grid.optim.learning_rate=[{rate:g}]"
-            command = f"python sweeps/launch.py sweep={asked.sweep} {more}"
-            print(f"{name} is best at the grid's edge; try one more: {command}")
-        write_atomic(file, final_definition(extended, words, mean_losses(grid)).encode())
-        print(file)
-        return 0
-    found = entries(grid, read_stored(folder / "final", f"{sweep_name(asked.sweep)}_final"), words, folder)
-    if asked.small:
-        file = asked.file("small")
-        write_atomic(file, small_definition(words, found).encode())
-        print(file)
-        return 0
-    page = folder / "README.md"
-    text = page.read_text(encoding="utf-8") if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}"
-    require(BEGIN in text and END in text, f"{page} has no marks between which the board goes")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    made = {page: f"{before}{BEGIN}\n{noise(found)}\n\n{board(found).markdown()}\n{END}{after}".encode()}
-    made |= {folder / f"{figure.name}.svg": svg(figure) for figure in figures(found)}
+        print_edges(asked.sweep, words, at_the_edge(grid))
+        made = {asked.file("final"): final_definition(asked.extended, words, mean_losses(grid)).encode()}
+    else:
+        found = entries(grid, read_stored(folder / "final", f"{sweep_name(asked.sweep)}_final"), words, folder)
+        if asked.small:
+            made = {asked.file("small"): small_definition(words, found).encode()}
+        else:
+            made = board_files(folder, sweep.title, found)
     for file, content in made.items():
         write_atomic(file, content)
         print(file)
     return 0
+
+
+def print_edges(sweep: str, words: Words, rates: Mapping[str, float]) -> None:
+    """The command that tries one more rate, for each contestant whose best one is at the grid's edge."""
+    for name, rate in rates.items():
+        more = f"'sweep.grid.words={{{name}: {json.dumps(words[name])}}}' sweep.grid.optim.learning_rate=[{rate:g}]"
+        print(f"{name} is best at the grid's edge; try one more: python sweeps/launch.py sweep={sweep} {more}")
+
+
+def board_files(folder: Path, title: str, found: Sequence[Entry]) -> dict[Path, bytes]:
+    """The page with the table between its marks, and the figures. Raises: ConfigError where the page has no marks."""
+    page = folder / "README.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else f"# {title}\n\n{BEGIN}{END}"
+    require(BEGIN in text and END in text, f"{page} has no marks between which the board goes")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    made = {page: f"{before}{BEGIN}\n{noise(found)}\n\n{board(found).markdown()}\n{END}{after}".encode()}
+    return made | {folder / f"{figure.name}.svg": svg(figure) for figure in figures(found)}
 
 
 def definition(title: str, head: Sequence[str], words: Words, rates: Mapping[str, float]) -> str:
