@@ -102,9 +102,7 @@ def summary_of(session: Session) -> str:
     facts += [session.facts["device"], str(session.machine.dtype)]
     if "sdpa" in session.facts:
         facts.append(f"{session.facts['sdpa']} attention")
-    if session.machine.spared_cpus:
-        facts.append(f"CPUs left to other programs: {session.machine.spared_cpus} (threads=N takes them)")
-    return ", ".join(facts)
+    return ", ".join(filter(None, [*facts, session.machine.about_threads]))
 
 
 def train(

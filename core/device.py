@@ -43,26 +43,41 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     return device
 
 
-def cpu_seconds() -> tuple[float, float, float]:
-    """The clock; CPU time of this process; that of all programs on its CPUs, but for those of low priority."""
+def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float, float]:
+    """The clock; CPU time of this process, 0 if its priority is low; that of all programs on its CPUs, but for those of
+    low priority."""
     used = 0.0
     with contextlib.suppress(OSError):  # Linux alone has it
+        lines = stat.read_text().splitlines()
         ours = {f"cpu{n}" for n in os.sched_getaffinity(0)}
-        for name, *ticks in map(str.split, Path("/proc/stat").read_text().splitlines()):
+        for name, *ticks in map(str.split, lines):
             if name in ours:
                 user, _, system, _, _, interrupts, soft_interrupts = map(int, ticks[:7])  # without nice, idle, iowait
                 used += (user + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
-    return time.monotonic(), time.process_time(), used
+    return time.monotonic(), 0.0 if os.nice(0) > 0 else time.process_time(), used
 
 
 AT_IMPORT = cpu_seconds()
 
 
-def busy_cpus() -> float:
-    """How many CPUs other programs use: the mean since this module was imported, or that of the last minute if it is
-    smaller, as what has just begun may end soon."""
+@functools.cache
+def idle_cpus() -> float | None:
+    """How many of this process's CPUs other programs leave idle when it begins; None where that cannot be told.
+
+    Their use is the mean since this module was imported, or that of the last minute if it is smaller, as what has just
+    begun may end soon.
+    """
     seconds, own, used = (now - then for now, then in zip(cpu_seconds(), AT_IMPORT, strict=True))
-    return max(0.0, min((used - own) / max(seconds, 1e-9), os.getloadavg()[0])) if used else 0.0
+    if not used or has_quota():
+        return None
+    return len(os.sched_getaffinity(0)) - max(0.0, min((used - own) / max(seconds, 1e-9), os.getloadavg()[0]))
+
+
+def has_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> bool:
+    """Whether this process may use a share of its CPUs alone (docker --cpus=4): what others do then says little."""
+    with contextlib.suppress(OSError):
+        return not file.read_text().startswith("max")
+    return False
 
 
 def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:

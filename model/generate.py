@@ -106,7 +106,8 @@ def decoding_weights(model: GPT, dtype: torch.dtype) -> Swaps:
         if isinstance(module, nn.Linear):
             weights: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None}
             if isinstance(module, Linear) and module.reparam is not None:
-                weights["weight"] = module.matrix()
+                with torch.autocast(module.weight.device.type, dtype, enabled=to_bf16):
+                    weights["weight"] = module.reparam(module.weight)
                 swaps.append((module._modules, {"reparam": None}))
             if to_bf16:
                 weights = {name: p.to(dtype) for name, p in weights.items()}

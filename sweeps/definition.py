@@ -177,6 +177,7 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
         both = {**base[key], **convert(source.get(key) or {}, dict, f"sweep.{key}")}
         merged[key] = {name: value for name, value in both.items() if value is not None}  # null removes an entry
     for part, content in convert(source.get("parts") or {}, dict, "sweep.parts").items():
+        require("/" not in part, f"sweep.parts.{part}: a part's name has no /")
         changed = convert(content or {}, dict, f"sweep.parts.{part}")
         merged["parts"][part] = {**asdict(Part()), **merged["parts"].get(part, {}), **changed}
     return merged
@@ -194,7 +195,6 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
         raise ConfigError(f"a sweep's definition is not Unicode text: {error}") from error
     parts = {}
     for name, part in convert(source.get("parts", {}), dict, "sweep.parts").items():
-        require("/" not in name, f"sweep.parts.{name}: a part's name has no /")
         part = convert(part, dict, f"sweep.parts.{name}")
         key = f"sweep.parts.{name}."
         parts[name] = settings_of(Part, {**part, "grid": checked_grid(f"{key}grid", part.get("grid", {}))}, key)

@@ -66,7 +66,7 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
         return 0
     left = [run for run in unstored if not at_end(sweep_dir / run.id)]
     if asked.launcher.name == "slurm":  # this machine may lack the devices of its nodes
-        left = [replace(run, config=replace(run.config, device="cpu", dtype="float32")) for run in left]
+        left = [replace(run, config=replace(run.config, device="cpu", dtype="float32", threads=None)) for run in left]
     check_runs(left)
     freeze(sweep_dir, sweep_name(str(asked.sweep)), sweep, overrides, runs)
     return launch(asked, sweep_dir, unstored) if unstored else 0
@@ -113,7 +113,7 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
 
 def check_runs(runs: list[PlannedRun]) -> None:
     """Raise ConfigError where a run cannot start."""
-    keys = ("data", "device", "dtype", "model")  # runs that agree in these can all start, or none of them
+    keys = ("data", "device", "dtype", "model", "threads")  # runs that agree in these can all start, or none of them
     more = ("attention", "qk_norm", "init_sha256")  # must fit the weights of init_from
     configs = {
         json.dumps([asdict(run.config)[key] for key in (*keys, *(more if run.config.init_from else ()))]): run.config

@@ -183,11 +183,16 @@ def frozen_definition(old: dict[str, Any], sweep: Sweep, grows: bool) -> dict[st
     report's keys."""
     new: dict[str, Any] = json.loads(json.dumps(asdict(sweep)))  # as the file has it: lists for tuples
     if grows:
-        before = {key: old.get(key) or {} for key in ("grid", "parts")}
-        grid = {key: {**before["grid"].get(key, {}), **labels} for key, labels in new["grid"].items()}
-        lists = {key: [*dict.fromkeys((old.get(key) or []) + (new[key] or []))] or None for key in ("seeds", "folds")}
-        return {**new, **lists, "grid": {**before["grid"], **grid}, "parts": {**before["parts"], **new["parts"]}}
+        parts = {name: united(old.get("parts", {}).get(name, {}), part) for name, part in new["parts"].items()}
+        return united(old, new) | {"parts": {**old.get("parts", {}), **parts}}
     return new | {key: value for key, value in old.items() if key not in ("title", "compare", "also", "paper")}
+
+
+def united(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """A sweep's definition, or a part's, with the labels, folds and seeds of the one before."""
+    grid = {key: {**old.get("grid", {}).get(key, {}), **labels} for key, labels in new["grid"].items()}
+    lists = {key: [*dict.fromkeys((old.get(key) or []) + (new[key] or []))] or None for key in ("seeds", "folds")}
+    return {**new, **lists, "grid": {**old.get("grid", {}), **grid}}
 
 
 def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[PlannedRun]) -> dict[str, PlannedRun]:

@@ -9,6 +9,7 @@ from variants import PAIRS, V, build, config_of, random_tokens
 
 from model.generate import decode_one_token, decoding, decoding_weights, generate, prefill, sample_token
 from model.gpt import GPT
+from model.linear import FusedLinear
 from model.options import QKNormOptions
 from model.variants.sigma_reparam import Reparam
 
@@ -131,6 +132,30 @@ def test_reparametrised_weights_are_computed_once_for_all_tokens(
     monkeypatch.setattr(Reparam, "forward", counted)
     assert len(list(generate(model, random_tokens(2, 3), 40, dtype=dtype))) == 40  # with a cache that is filled again
     assert len(calls) == len({*calls}) == sum(isinstance(m, Reparam) for m in model.modules()) > 0
+
+
+def test_a_layer_of_ones_own_and_a_reparametrisation_with_a_matmul_decode_as_they_train() -> None:
+    class Doubled(FusedLinear):
+        def matrix(self) -> Tensor:
+            return 2 * super().matrix()
+
+    class Squared(torch.nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight @ weight.mT @ weight  # under autocast in bf16
+
+    model = build(config_of("gqa", "rms"), dtype=torch.float32)
+    blocks: Any = model.transformer.h
+    for block in blocks:
+        own = Doubled(32, block.attn.c_attn.split_sizes, bias=False)
+        own.weight = block.attn.c_attn.weight
+        own.reparam, block.attn.c_attn = Squared(), own
+    idx = random_tokens(2, 9)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = []
+        for swaps in ([], decoding_weights(model, dtype)):
+            with decoding(swaps, dtype, idx.device):
+                logits.append(prefill(model, idx, model.new_caches(2, 9, dtype)))
+        assert torch.equal(*logits)
 
 
 def test_a_model_whose_decoding_fails_or_waits_has_its_own_weights() -> None:

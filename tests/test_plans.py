@@ -224,6 +224,13 @@ def test_a_plan_that_grows_by_a_value_and_a_fold_keeps_the_others_definition(tmp
     frozen(file, {"folds": [1], "grid.qk_norm": ["rms"]})
     about = read_json(tmp_path / "sweep" / "sweep.json")["sweep"]
     assert about["grid"]["qk_norm"] == {"qk_norm=none": "none", "qk_norm=rms": "rms"} and about["folds"] == [0, 1]
+    part = {"grid": {"qk_norm": ["none"]}, "seeds": [1]}
+    (tmp_path / "parts").mkdir()
+    file = tiny_sweep(tmp_path / "parts", corpus, grid={}, parts={"a": part})
+    frozen(file)
+    frozen(file, {"grid.qk_norm": ["rms"], "seeds": [2]})
+    about = read_json(tmp_path / "parts" / "sweep" / "sweep.json")["sweep"]
+    assert about["parts"]["a"]["grid"]["qk_norm"] == {"qk_norm=none": "none", "qk_norm=rms": "rms"}
 
 
 def test_a_sweeps_name_keeps_its_dots() -> None:

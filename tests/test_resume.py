@@ -121,41 +121,52 @@ def test_a_run_leaves_busy_cpus_to_other_programs_and_keeps_its_threads_when_it_
     monkeypatch.setattr(session, "DEFAULT_THREADS", 4)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: monkeypatch.setattr(torch, "get_num_threads", lambda: n))
 
-    def threads(busy: float, **changes: Any) -> tuple[int, str]:
-        monkeypatch.setattr(session, "busy_cpus", lambda: busy)
-        config = configured(corpus, tmp_path / "run", threads=None, **changes)
-        assert train.run(config) == 0
+    def threads(idle: float | None, **changes: Any) -> tuple[int, str]:
+        monkeypatch.setattr(session, "idle_cpus", lambda: idle)
+        assert train.run(configured(corpus, tmp_path / "run", threads=None, **changes)) == 0
         log = (tmp_path / "run" / "train.log").read_text().splitlines()
-        line = next(line for line in log if "tokens a step" in line)
+        line = [line for line in log if "tokens a step" in line][-1]
         return read_json(tmp_path / "run" / "summary.json")["threads"], line
 
-    assert threads(3.0, fresh=True)[0] == 4  # OMP_NUM_THREADS is set here: asked for
+    assert threads(1.0, fresh=True)[0] == 4  # OMP_NUM_THREADS is set here: asked for
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert threads(3.0, fresh=True, max_iters=2)[0] == 1
-    for busy, used in ((0.4, 4), (0.6, 3), (2.4, 2), (9.0, 1)):
-        n, line = threads(busy, fresh=True, max_iters=2)
-        assert n == used and (f"CPUs left to other programs: {4 - used}" in line) == (used < 4)
-    assert threads(0.0, max_iters=4)[0] == 1  # goes on
+    for idle, used in ((None, 4), (3.6, 4), (3.4, 3), (1.6, 2), (9.0, 4), (0.2, 1)):
+        n, line = threads(idle, fresh=True, max_iters=2)
+        assert n == used and (f"{n} of 4 threads, other programs use the CPUs" in line) == (used < 4)
+    n, line = threads(4.0, max_iters=4)  # goes on
+    assert n == 1 and "1 of 4 threads, as it began" in line
     assert "will not be equal" not in (tmp_path / "run" / "train.log").read_text()
 
 
-def test_busy_cpus_are_those_of_others_that_were_and_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_cpus_are_those_that_no_other_program_used_and_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "AT_IMPORT", (10.0, 1.0, 100.0))
-    cases = [(2.0, 103.0, 9.0, 1.0), (3.0, 102.0, 9.0, 0.0), (1.0, 104.0, 0.2, 0.2), (1.0, 100.0, 9.0, 0.0)]
-    for own, used, load, busy in cases:
+    monkeypatch.setattr(device, "has_quota", lambda: False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    cases = [(2.0, 103.0, 9.0, 3.0), (3.0, 102.0, 9.0, 4.0), (1.0, 104.0, 0.2, 3.8), (1.0, 100.0, 9.0, None)]
+    for own, used, load, idle in cases:
         monkeypatch.setattr(device, "cpu_seconds", lambda own=own, used=used: (12.0, own, used))
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        assert device.busy_cpus() == pytest.approx(busy)
+        assert device.idle_cpus.__wrapped__() == (None if idle is None else pytest.approx(idle))
+    monkeypatch.setattr(device, "has_quota", lambda: True)
+    assert device.idle_cpus.__wrapped__() is None
 
 
-def test_the_cpu_time_of_another_program_is_seen() -> None:
-    program = [sys.executable, "-c", "while True: pass"]
-    before = device.cpu_seconds()
-    with subprocess.Popen(program) as other:
-        time.sleep(1)
-        seconds, own, used = (now - then for now, then in zip(device.cpu_seconds(), before, strict=True))
-        other.kill()
-    assert 0 <= own < 0.5 * seconds and 0.3 * seconds < used - own <= 1.1 * len(os.sched_getaffinity(0)) * seconds
+def test_cpu_time_is_that_of_our_cpus_without_idle_and_low_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, quota = tmp_path / "stat", tmp_path / "cpu.max"
+    stat.write_text("cpu 9 9 9 9 9 9 9\ncpu0 1 50 2 900 70 3 4 0\ncpu1 10 50 20 900 70 30 40 0\ncpu2 7 7 7 7 7 7 7\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    before = device.cpu_seconds(stat)
+    assert before[2] == 110 / os.sysconf("SC_CLK_TCK") and device.cpu_seconds(stat)[1] >= before[1] > 0
+    monkeypatch.setattr(os, "nice", lambda _: 5)
+    assert device.cpu_seconds(stat)[1] == 0
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert device.cpu_seconds(tmp_path / "absent")[2] == 0 and not device.has_quota(quota)
+    for content, limited in (("max 100000", False), ("400000 100000", True)):
+        quota.write_text(content)
+        assert device.has_quota(quota) == limited
 
 
 def test_a_finished_run_is_not_handed_back_for_another_dtype_or_text(corpus: Path, tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ class TrainConfig:
         int | None,
         FREE,
         AtLeast(1),
-        Help("CPU threads; null: torch's choice, but CPUs that other programs use are left to them"),
+        Help("CPU threads; null: torch's choice, but CPUs that other programs have kept busy are left to them"),
     ] = None
     batch_size: Annotated[int, AtLeast(1), Help("sequences a micro-batch")] = 64
     gradient_accumulation_steps: Annotated[

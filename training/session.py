@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core import checkpoint, dist
 from core.device import (
-    busy_cpus,
     device_name,
+    idle_cpus,
     keep_freed_memory,
     peak_flops,
     resolve_device,
@@ -42,12 +42,13 @@ RESIDENT = 16  # data.on_device=auto keeps the corpus on a GPU whose memory is a
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run trains: its ranks, this rank's device, the number format of matmuls, CPUs left to other programs."""
+    """Where a run trains: its ranks, this rank's device, the number format of matmuls. about_threads: for a person, why
+    there are fewer than usual."""
 
     world: World
     device: torch.device
     dtype: torch.dtype
-    spared_cpus: int = 0
+    about_threads: str = ""
 
     def autocast(self) -> AbstractContextManager[None]:
         """Matmuls in `dtype`; the weights stay in float32."""
@@ -139,7 +140,7 @@ def set_up_machine(config: TrainConfig) -> Machine:
     """Resolve ranks, device and dtype. Sets threads, the CUDA device, TF32 and the allocator for the whole process."""
     world = dist.read_world()
     device = resolve_device(config.device, world.local_rank if world.size > 1 else None)
-    threads, spared_cpus = choose_threads(config, world, device)
+    threads, about_threads = choose_threads(config, world, device)
     torch.set_num_threads(threads)
     dtype = resolve_dtype(config.dtype, device)
     require(
@@ -151,27 +152,31 @@ def set_up_machine(config: TrainConfig) -> Machine:
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
     elif device.type == "cpu":
         keep_freed_memory()
-    return Machine(world, device, dtype, spared_cpus)
+    return Machine(world, device, dtype, about_threads)
 
 
-def choose_threads(config: TrainConfig, world: World, device: torch.device) -> tuple[int, int]:
-    """CPU threads, and the CPUs that they leave to busy programs: a thread that shares its CPU holds up all others.
+def choose_threads(config: TrainConfig, world: World, device: torch.device) -> tuple[int, str]:
+    """CPU threads, and why they are fewer than usual: CPUs that other programs use are left to them, as a thread that
+    shares its CPU holds up all others.
 
-    A run that goes on keeps its number, as another one may round differently.
+    A run that goes on keeps its number, as another one may round differently. Raises: ConfigError.
     """
     if config.threads:
         cpus = os.cpu_count() or 1
         require(config.threads <= cpus, f"threads={config.threads} must be <= {cpus}, the CPUs here")
-        return config.threads, 0
+        return config.threads, ""
     saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
-    began_with = saved.get("threads")
+    began_with, why = saved.get("threads"), ""
     if isinstance(began_with, int) and began_with > 0:
-        return min(began_with, DEFAULT_THREADS), 0
+        threads, why = min(began_with, DEFAULT_THREADS), "as it began"
     # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
-    if saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:
-        return DEFAULT_THREADS, 0
-    spared_cpus = min(round(busy_cpus()), DEFAULT_THREADS - 1)
-    return DEFAULT_THREADS - spared_cpus, spared_cpus
+    elif saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:
+        threads = DEFAULT_THREADS
+    else:
+        idle = idle_cpus()
+        threads = DEFAULT_THREADS if idle is None else max(1, min(DEFAULT_THREADS, round(idle)))
+        why = "other programs use the CPUs"
+    return threads, f"{threads} of {DEFAULT_THREADS} threads, {why} (threads=N)" if threads < DEFAULT_THREADS else ""
 
 
 def make_deterministic(wanted: bool, compiled: bool, device: torch.device) -> None:

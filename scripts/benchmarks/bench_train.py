@@ -16,7 +16,6 @@ import math
 import random
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -44,7 +43,7 @@ def ours(overrides: list[str]) -> Built:
     from training.updates import accumulate_gradients, seed_of_update
 
     config = load_config(compose(overrides))
-    session = setup(replace(config, threads=config.threads or torch.get_num_threads()))  # whatever the load
+    session = setup(config)
     machine, model, optimizer = session.machine, session.model.train(), session.optimizer
     parameters, n_micro_batches = [*model.parameters()], config.gradient_accumulation_steps
     batches = session.data.batches.prefetch((step, i) for step in itertools.count() for i in range(n_micro_batches))

@@ -97,6 +97,9 @@ def start(name: str, build: Build, *arguments: Any) -> Side:
 
 def serve(name: str, pipe: Connection, build: Build, arguments: tuple[Any, ...]) -> None:
     """The process of a side: build the work, then do as much of it as each message asks for."""
+    import torch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # no side chooses its threads by the load
     try:
         work, info = build(*arguments)
         pipe.send(info)
