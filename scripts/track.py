@@ -1,8 +1,9 @@
 """The attention track's board: python scripts/track.py [rates=true] [small=true] [times=true]
 
-Reads results/attention_track/grid and final, the reports of the sweeps attention_track and attention_track_final, and
-the benchmarks train.json and decode.json beside them. Writes the table and the noise floor into the README of that
-folder, and the figures rates.svg and overhead.svg. docs/attention_track.md has the commands that come before.
+Reads results/attention_track/grid, final and, if it is there, small: the reports of the sweeps attention_track,
+attention_track_final and attention_track_small; and the benchmarks train.json and decode.json beside them. Writes the
+tables and the noise floors into the README of that folder, and the figures rates.svg and overhead.svg.
+docs/attention_track.md has the commands that come before.
 """
 
 import json
@@ -18,7 +19,17 @@ from core.files import ROOT, write_atomic
 from core.schema import NOT_EMPTY, Help, options, require
 from scripts.reporting.charts import svg
 from scripts.reporting.stored import read_stored
-from scripts.reporting.track import BASELINE, Entry, at_the_edge, board, entries, figures, mean_losses, noise
+from scripts.reporting.track import (
+    BASELINE,
+    Entry,
+    at_the_edge,
+    board,
+    entries,
+    figures,
+    mean_losses,
+    noise,
+    small_board,
+)
 from sweeps.definition import load_sweep, sweep_name
 
 BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
@@ -68,11 +79,14 @@ def make(asked: TrackOptions) -> int:
         print_edges(asked.sweep, words, at_the_edge(grid))
         made = {asked.file("final"): final_definition(asked.extended, words, mean_losses(grid)).encode()}
     else:
-        found = entries(grid, read_stored(folder / "final", f"{sweep_name(asked.sweep)}_final"), words, folder)
+        name = sweep_name(asked.sweep)
+        found = entries(grid, read_stored(folder / "final", f"{name}_final"), words, folder)
         if asked.small:
             made = {asked.file("small"): small_definition(words, found).encode()}
         else:
-            made = board_files(folder, sweep.title, found)
+            has_small = (folder / "small" / "provenance.json").exists()
+            small = entries(grid, read_stored(folder / "small", f"{name}_small"), words, folder) if has_small else []
+            made = board_files(folder, sweep.title, found, small)
     for file, content in made.items():
         write_atomic(file, content)
         print(file)
@@ -86,13 +100,19 @@ def print_edges(sweep: str, words: Words, rates: Mapping[str, float]) -> None:
         print(f"{name} is best at the grid's edge; try one more: python sweeps/launch.py sweep={sweep} {more}")
 
 
-def board_files(folder: Path, title: str, found: Sequence[Entry]) -> dict[Path, bytes]:
-    """The page with the table between its marks, and the figures. Raises: ConfigError where the page has no marks."""
+def board_files(folder: Path, title: str, found: Sequence[Entry], small: Sequence[Entry]) -> dict[Path, bytes]:
+    """The page with the tables between its marks, and the figures. small: the contestants at track_small scale.
+
+    Raises: ConfigError where the page has no marks.
+    """
     page = folder / "README.md"
     text = page.read_text(encoding="utf-8") if page.exists() else f"# {title}\n\n{BEGIN}{END}"
     require(BEGIN in text and END in text, f"{page} has no marks between which the board goes")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    made = {page: f"{before}{BEGIN}\n{noise(found)}\n\n{board(found).markdown()}\n{END}{after}".encode()}
+    tables = f"{noise(found)}\n\n{board(found).markdown()}\n"
+    if small:
+        tables += f"### At `track_small` scale\n\n{noise(small)}\n\n{small_board(small).markdown()}\n"
+    made = {page: f"{before}{BEGIN}\n{tables}{END}{after}".encode()}
     return made | {folder / f"{figure.name}.svg": svg(figure) for figure in figures(found)}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
@@ -160,6 +161,10 @@ def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> Non
     assert b"rms" in made["overhead.svg"] and made["rates.svg"].count(b"sink") >= 1
     assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == made
+    shutil.copytree(folder / "final", folder / "small")
+    assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
+    both = (folder / "README.md").read_text()
+    assert both.count("| sink |") == both.count("σ over seeds") == 2 and "### At `track_small` scale" in both
 
 
 def test_the_final_sweep_takes_each_contestants_best_rate(tmp_path: Path) -> None:

@@ -166,14 +166,27 @@ def noise(found: Sequence[Entry]) -> str:
     )
 
 
+DIFFERENCES: Columns[Entry] = {
+    "contestant": lambda e: e.name,
+    "verdict": lambda e: e.verdict,
+    "loss": lambda e: number(e.loss.mean),
+    f"minus {BASELINE}, 95 %": lambda e: mean_and_ends(e.against.estimate if e.against else None, "+.4f"),
+    "corrected": lambda e: ends(e.wide, "+.4f"),
+    "Holm p": lambda e: p_value(e.against.adjusted["t"] if e.against and e.wide else None),
+}
+
+
+def small_board(found: Sequence[Entry]) -> Table:
+    """Of runs at one rate, which were not timed."""
+    more: Columns[Entry] = {
+        "largest logit": lambda e: number(e.logit, ".1f"),
+        "parameters": lambda e: number(e.parameters, ",.0f"),
+    }
+    return filled(DIFFERENCES | more, found, text_columns=2)
+
+
 def board(found: Sequence[Entry]) -> Table:
-    columns: Columns[Entry] = {
-        "contestant": lambda e: e.name,
-        "verdict": lambda e: e.verdict,
-        "loss": lambda e: number(e.loss.mean),
-        f"minus {BASELINE}, 95 %": lambda e: mean_and_ends(e.against.estimate if e.against else None, "+.4f"),
-        "corrected": lambda e: ends(e.wide, "+.4f"),
-        "Holm p": lambda e: p_value(e.against.adjusted["t"] if e.against and e.wide else None),
+    more: Columns[Entry] = {
         "best rate": lambda e: number(e.best, "g"),
         "good rates, octaves": lambda e: number(plateau(e.means), "g"),
         "highest stable rate": lambda e: number(e.stable, "g"),
@@ -183,7 +196,7 @@ def board(found: Sequence[Entry]) -> Table:
         "cache, bytes a token": lambda e: number(e.cache, ",.0f"),
         "parameters": lambda e: number(e.parameters, ",.0f"),
     }
-    return filled(columns, found, text_columns=2)
+    return filled(DIFFERENCES | more, found, text_columns=2)
 
 
 def times(ratio: Mapping[str, float]) -> str:
