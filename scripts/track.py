@@ -1,6 +1,6 @@
 """The attention track's board: python scripts/track.py [rates=true] [small=true] [times=true]
 
-Reads results/attention_track/grid, final and, if it is there, small: the reports of the sweeps attention_track,
+Reads results/attention_track/grid, final and, where it is complete, small: the reports of the sweeps attention_track,
 attention_track_final and attention_track_small; and the benchmarks train.json and decode.json beside them. Writes the
 tables and the noise floors into the README of that folder, and the figures rates.svg and overhead.svg.
 docs/attention_track.md has the commands that come before.
@@ -18,6 +18,7 @@ from core.cli import CONFIG_DIR, run_script
 from core.files import ROOT, write_atomic
 from core.schema import NOT_EMPTY, Help, options, require
 from scripts.reporting.charts import svg
+from scripts.reporting.runs import Sweep
 from scripts.reporting.stored import read_stored
 from scripts.reporting.track import (
     BASELINE,
@@ -84,9 +85,7 @@ def make(asked: TrackOptions) -> int:
         if asked.small:
             made = {asked.file("small"): small_definition(words, found).encode()}
         else:
-            has_small = (folder / "small" / "provenance.json").exists()
-            small = entries(grid, read_stored(folder / "small", f"{name}_small"), words, folder) if has_small else []
-            made = board_files(folder, sweep.title, found, small)
+            made = board_files(folder, sweep.title, found, small_entries(folder, name, grid, words))
     for file, content in made.items():
         write_atomic(file, content)
         print(file)
@@ -98,6 +97,14 @@ def print_edges(sweep: str, words: Words, rates: Mapping[str, float]) -> None:
     for name, rate in rates.items():
         more = f"'sweep.grid.words={{{name}: {json.dumps(words[name])}}}' sweep.grid.optim.learning_rate=[{rate:g}]"
         print(f"{name} is best at the grid's edge; try one more: python sweeps/launch.py sweep={sweep} {more}")
+
+
+def small_entries(folder: Path, name: str, grid: Sweep, words: Words) -> list[Entry]:
+    """The contestants at track_small scale, once all their runs are done."""
+    if not (folder / "small").exists():
+        return []
+    small = read_stored(folder / "small", f"{name}_small")
+    return entries(grid, small, words, folder) if all(run.done for run in small.runs) else []
 
 
 def board_files(folder: Path, title: str, found: Sequence[Entry], small: Sequence[Entry]) -> dict[Path, bytes]:
