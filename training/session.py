@@ -167,7 +167,7 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
         return config.threads, ""
     saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
     began_with, why = saved.get("threads"), ""
-    if isinstance(began_with, int) and began_with > 0:
+    if type(began_with) is int and began_with > 0:  # not verified yet
         threads, why = min(began_with, DEFAULT_THREADS), "as it began"
     # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
     elif saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:
