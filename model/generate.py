@@ -103,11 +103,12 @@ def decoding_weights(model: GPT, dtype: torch.dtype) -> Swaps:
     to_bf16 = dtype == torch.bfloat16
     swaps: Swaps = []
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        reparam = module.reparam if isinstance(module, Linear) else None
+        if isinstance(module, nn.Linear) and (to_bf16 or reparam is not None):
             weights: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None}
-            if isinstance(module, Linear) and module.reparam is not None:
+            if reparam is not None:
                 with torch.autocast(module.weight.device.type, dtype, enabled=to_bf16):
-                    weights["weight"] = module.reparam(module.weight)
+                    weights["weight"] = reparam(module.weight)
                 swaps.append((module._modules, {"reparam": None}))
             if to_bf16:
                 weights = {name: p.to(dtype) for name, p in weights.items()}
