@@ -53,6 +53,8 @@ def on_fake_cuda(function: str, *arguments: Any) -> str:
         pytest.skip("PyTorch is built with CUDA")
     module, name = function.split(".")
     code = f"import ctypes; ctypes.CDLL({str(library())!r}); import {module}; {module}.{name}(*{arguments!r})"
+    # end at once: a thread of the backward pass that then asks for Python's lock would abort the process
+    code += "; import os, sys; sys.stdout.flush(); os._exit(0)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{HERE}:{ROOT}"},
         capture_output=True, text=True, timeout=1200,
