@@ -26,16 +26,29 @@ from model.diagnostics import diagnose
 from training.checks import first_not_finite, start_up_checks
 from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
-from training.evaluate import LowestLoss, affordable_sample, diagnosed_batch, sampled_losses, validation_loss
+from training.evaluate import (
+    LowestLoss,
+    affordable_text,
+    diagnosed_batch,
+    find_lowest,
+    sampled_losses,
+    validation_loss,
+)
 from training.init_from import load_initial_weights, with_init_sha256
 from training.meter import Diverged, Meter
-from training.optim import clone_weights, set_learning_rate, update_ratios, updating
 from training.qk_clip import qk_clip
 from training.resume import find_damage, open_run_dir, refuse_other_dtype_or_text, resume
 from training.schedule import learning_rate
 from training.session import Session, describe, setup
 from training.tracking import shows_media, wandb_settings
-from training.updates import accumulate_gradients, seed_of_update
+from training.updates import (
+    accumulate_gradients,
+    clone_weights,
+    seed_of_update,
+    set_learning_rate,
+    update_ratios,
+    updating,
+)
 
 EXIT_DIVERGED = 3  # other exit codes: 0 done, 1 failed, 2 bad setting, 128 + n stopped by signal n
 
@@ -71,16 +84,16 @@ def run(config: TrainConfig) -> int:
             return 0
         wandb = wandb_settings(config, run_dir.path, session.facts)
         run_dir.begin(to_yaml(config), start, wandb, saved.get("records"))
-        run_dir.log(f"{run_dir.path}: {summary_of(session)}" + (f", resumed at iteration {start}" if saved else ""))
+        run_dir.log(f"{run_dir.path}: {headline(session)}" + (f", resumed at iteration {start}" if saved else ""))
         meter, lowest = Meter(session, saved), find_lowest(run_dir)
         run_dir.restore_best(lowest.step)
         try:
-            line, signal_name = train(session, run_dir, meter, lowest, start)
+            line, stop_signal = train(session, run_dir, meter, lowest, start)
         except Diverged as end:
             run_dir.log(f"first that is not finite: {first_not_finite(session, end.step)}")
             return finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
-        if signal_name:
-            return stopped(run_dir, line["iter"], signal_name)
+        if stop_signal:
+            return stopped(run_dir, line["iter"], stop_signal)
         with StopSignal() as stop:  # a signal does not interrupt finish(): it only sets the exit status
             status = finish(session, run_dir, meter, lowest, line)
         return 128 + stop.signal if stop.signal else status
@@ -96,8 +109,8 @@ def already_finished(session: Session, run_dir: RunDir) -> int:
     return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0
 
 
-def summary_of(session: Session) -> str:
-    """One line for a person."""
+def headline(session: Session) -> str:
+    """Size and machine, in one line for a person."""
     facts = [f"{session.model.num_params() / 1e6:.2f}M parameters", f"{session.config.tokens_per_iter:,} tokens a step"]
     facts += [session.facts["device"], str(session.machine.dtype)]
     if "sdpa" in session.facts:
@@ -107,15 +120,17 @@ def summary_of(session: Session) -> str:
 
 def train(
     session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, start: int
-) -> tuple[dict[str, Any], str]:
+) -> tuple[dict[str, Any], int]:
     """Make the updates from `start` to max_iters. Raises: Diverged.
 
-    Returns the last iteration's metrics, and the name of the signal that stopped the run; "" at the end.
+    Returns the last iteration's metrics, and the number of the signal that stopped the run; 0 at the end.
     """
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
     parameters = [*model.parameters()]
     micro_steps = session.micro_steps
-    skip = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: weights stay then
+    skip = torch.zeros(
+        (), device=machine.device
+    )  # 1 from the first update on that is not finite: then no weight changes
     agreement, stopping = dist.Agreement(), False
     batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in micro_steps)
     with (
@@ -126,14 +141,14 @@ def train(
         model.train()
         for step in range(start, config.max_iters + 1):  # + 1: the last pass only evaluates and saves
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
-            line: dict[str, Any] = {"iter": step}
+            line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
             is_last, evaluating = step == config.max_iters or stopping, evaluates(step, config)
             if evaluating:
                 evaluate(session, run_dir, line)
-            extra = step % config.eval_interval != 0  # an evaluation only because the run ends here
-            is_best = "val/loss" in line and lowest.update(step, line["val/loss"], extra)
-            if is_best or is_last or (saves(step, config) and step > start):  # a resumed start is saved already
-                save(session, run_dir, meter, line, is_best, lowest.keep_step)
+                # extra: evaluated only because the run ends here
+                lowest.update(step, line["val/loss"], extra=step % config.eval_interval != 0)
+            if lowest.step == step or is_last or (saves(step, config) and step > start):
+                save(session, run_dir, meter, lowest, line)
             if is_last:
                 break
 
@@ -149,11 +164,11 @@ def train(
             with updating(model):
                 optimizer.step(skip)
             optimizer.zero_grad()
-            max_logits = qk_clip(model.attentions, config.qk_clip, skip)  # clips heads; returns the largest logits
-            meter.add(line, loss, norm, max_logits)
+            maxima = qk_clip(model.attentions, config.qk_clip, skip)  # (n_layer, n_head), before the clip
+            meter.add(line, loss, norm, maxima)
             bar.update()
 
-            # Read the losses and gradient norms of the updates since the last read.
+            # Read the losses and gradient norms since the last read, into the lines that add() took.
             stopping = agreement.any_rank(stop.signal > 0)  # all ranks stop after the same update
             if reads(step, config) or stopping:
                 meter.read()
@@ -163,7 +178,7 @@ def train(
                 line |= meter.take_interval()
                 run_dir.record(line)
                 show_progress(run_dir, bar, line, meter.seconds_left(line) if step > start else None)
-    return line, ("" if step == config.max_iters else stop.name)
+    return line, 0 if step == config.max_iters else stop.signal or signal.SIGTERM  # another rank's signal: SIGTERM
 
 
 def evaluates(step: int, config: TrainConfig) -> bool:
@@ -171,8 +186,7 @@ def evaluates(step: int, config: TrainConfig) -> bool:
 
 
 def saves(step: int, config: TrainConfig) -> bool:
-    """At intervals and at the end. train() saves at the end anyway; reads() needs to know it, too."""
-    return step % config.checkpoint_interval == 0 or step == config.max_iters
+    return step % config.checkpoint_interval == 0
 
 
 def logs(step: int, config: TrainConfig) -> bool:
@@ -197,33 +211,26 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
     line["train/spike_score"] = spike_score([*run_dir.recorded("train/loss").values()])
     if not math.isfinite(line["val/loss"]):
         raise Diverged(line, f"val/loss {line['val/loss']}")
-    if shows_media(session.config) and (text := affordable_sample(session, line["iter"])):
+    if shows_media(session.config) and (text := affordable_text(session, line["iter"])):
         run_dir.record_sample({"iter": line["iter"], "text": text})
 
 
-def save(
-    session: Session, run_dir: RunDir, meter: Meter, line: dict[str, Any], best: bool, keep_step: int | None
-) -> None:
+def save(session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any]) -> None:
     """Write a checkpoint. Raises: Diverged instead where a weight is not finite."""
     if not all(p.isfinite().all() for p in session.model.parameters()):
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}
     state = {"step": line["iter"], **meter.state(), **settings, **session.facts}
-    run_dir.save(line["iter"], session.tensors(), state, best, keep_step)
+    best = lowest.step == line["iter"]
+    run_dir.save(line["iter"], session.tensors(), state, best, lowest.keep_step)
 
 
-def find_lowest(run_dir: RunDir) -> LowestLoss:
-    """The lowest val/loss before the iteration that a run resumes from."""
-    losses = run_dir.recorded("val/loss")
-    step = min(losses, key=lambda i: (losses[i], i), default=None)
-    return dist.broadcast_object(LowestLoss() if step is None else LowestLoss(losses[step], step))
-
-
-def stopped(run_dir: RunDir, step: int, name: str) -> int:
+def stopped(run_dir: RunDir, step: int, number: int) -> int:
+    name = signal.Signals(number).name
     run_dir.status("stopped", iter=step, reason=name)
     run_dir.log(f"stopped by {name} at iteration {step}, everything is saved: the same command goes on from there")
     run_dir.finish()
-    return 128 + signal.Signals[name]
+    return 128 + number
 
 
 def finish(
@@ -232,7 +239,7 @@ def finish(
     """Record the last `line` and the summary of a run that is done, or that diverged: `failure`."""
     status, step = "diverged" if failure else "done", line["iter"]
     tok_per_sec = step * session.config.tokens_per_iter / max(meter.train_seconds, 1e-9)
-    run_dir.record(line | meter.clip_metrics)
+    run_dir.record(line | meter.clip_metrics)  # QK-Clip's since the last line
     run_dir.finish({
         "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": lowest.loss,
         "iter_of_min": lowest.step, "train/loss": meter.train_loss, "seconds": meter.seconds,
@@ -263,7 +270,7 @@ def show_progress(run_dir: RunDir, bar: tqdm, line: dict[str, Any], seconds_left
     bar.set_postfix_str(f"loss {line['train/loss']:.4f}, {line['tok_per_sec']:,.0f} tok/s", refresh=False)
     shown = {key: line[key] for key in ("iter", "train/loss", "lr", "grad_norm", "tok_per_sec", "mfu")}
     left = "" if seconds_left is None else f", {tqdm.format_interval(seconds_left)} left"
-    run_dir.log(f"{report(shown)}{left}", show=bool(bar.disable))
+    run_dir.log(f"{report(shown)}{left}", show=bool(bar.disable))  # the bar shows it already
 
 
 def report(line: dict[str, Any]) -> str:

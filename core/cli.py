@@ -339,11 +339,6 @@ class StopSignal:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
-    @property
-    def name(self) -> str:
-        """A signal to another rank stops this one too: SIGTERM."""
-        return signal.Signals(self.signal or signal.SIGTERM).name
-
 
 def print_help(doc: str | None, settings: type, argv: list[str], presets: Presets) -> int:
     """With the options of the plugins that are named beside --help."""

@@ -37,7 +37,8 @@ Rope = tuple[Tensor, Tensor]  # cos and sin of every position's angles, each (bl
 
 
 def rope_table(n_positions: int, dim: int, theta: float) -> Rope:
-    """On the CPU: on the meta device this would load the compiler (2 s)."""
+    """cos and sin of position / theta^(2i / dim), (n_positions, dim / 2) each. On the CPU: on the meta device this
+    would load the compiler (2 s)."""
     frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)  # (d / 2,)
     angle = torch.arange(n_positions, dtype=torch.float32, device="cpu")[:, None] * frequency  # (n_positions, d / 2)
     return angle.cos(), angle.sin()
@@ -68,7 +69,7 @@ class NoNorm(QKNorm):
 
 
 class RMSNorm(QKNorm):
-    """gain * x / sqrt(mean(x^2) + eps) over each head's channels, one gain for all heads (Qwen3)."""
+    """QK norm: gain * x / sqrt(mean(x^2) + eps) over each head's channels, one gain for all heads (Qwen3)."""
 
     def __init__(self, options: settings.RMSNormOptions, head_dim: int, n_head: int):
         super().__init__(options, head_dim, n_head)
@@ -84,7 +85,7 @@ class RMSNorm(QKNorm):
 
 
 class LayerNorm(RMSNorm):
-    """gain * (x - mean(x)) / sqrt(var(x) + eps), without a bias (ViT-22B): a key's would cancel in the softmax."""
+    """QK norm: gain * (x - mean(x)) / sqrt(var(x) + eps) (ViT-22B). No bias: a key's would cancel in the softmax."""
 
     centred = True
 
@@ -128,7 +129,7 @@ class LpNorm(QKNorm):
         """Learned: a tensor (nh, 1, 1). Fixed: a number, but in compiled code a tensor () if it is finite."""
         if self.learned:
             return 1 + F.softplus(self.raw_p)[:, None, None]
-        tensor = ops.while_compiling(self.p_tensor)
+        tensor = self.p_tensor if torch.compiler.is_compiling() else None  # one graph for every p
         return self.fixed_p if tensor is None else tensor
 
     def scale(self, x: Tensor) -> Tensor:
@@ -165,6 +166,24 @@ class Alpha(Seam):
 
     def forward(self) -> Tensor:
         return self.MAPS[self.alpha_map](self.raw).view(-1, 1, 1)  # (nh or 1, 1, 1)
+
+
+class LogitScale(nn.Module):
+    """The factor of the logits: the learned alpha of Lp QK-norm, else 1 / sqrt(channels of a head).
+
+    forward() returns alpha (nh or 1, 1, 1), by which q_norm multiplies, or None. `softmax_scale` is a number.
+    """
+
+    def __init__(self, config: GPTConfig, block_dims: tuple[int, ...]):
+        super().__init__()
+        self.softmax_scale = 1 / math.sqrt(sum(block_dims))
+        self.alpha: Alpha | None = None
+        if isinstance(config.qk_norm, LpNormOptions):
+            self.softmax_scale = 1.0
+            self.alpha = Alpha(config.qk_norm, config.model.n_head, block_dims, config.model.block_size)
+
+    def forward(self) -> Tensor | None:
+        return None if self.alpha is None else self.alpha()
 
 
 def initial_alpha(options: LpNormOptions, block_dims: tuple[int, ...], block_size: int) -> float:
@@ -214,7 +233,7 @@ class CausalAttention(nn.Module):
 
     A layout defines forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context) and, for
     QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
-    head. Its forward calls attend(), and where it forms keys for no cache observe(), which calls `probe(q, k, scale)`.
+    head. Its forward calls attend(), and where it forms all keys observe(), which calls `probe(q, k, scale)`.
     Ours also fill the seams logits, softmax and output.
 
     After track_max_logits() `max_logits` is the exact largest logit of each head before `logits.bend`, (nh,), over the
@@ -296,7 +315,7 @@ class GroupedQueryAttention(CausalAttention):
             q, k = rotate(q, rope, pos), rotate(k, rope, pos)
         q = self.logits.scale_queries(self.q_norm.after_rope(q), pos)
         v = self.output.transform_values(v)
-        if cache is None:  # with a cache nothing is observed
+        if cache is None:  # neither training nor diagnostics have one
             self.observe(q, k, self.logit_scale.softmax_scale)
         else:
             cache.k[:, :, pos : pos + T] = k
@@ -325,24 +344,6 @@ class GroupedQueryAttention(CausalAttention):
     def flops_per_token(self, context: int) -> int:
         """Training FLOPs of q k^T and att v for one token that sees `context` keys: 2 matmuls * 2 FLOPs * 3 passes."""
         return 12 * self.n_head * self.head_dim * context
-
-
-class LogitScale(nn.Module):
-    """The factor of the logits: the learned alpha of Lp QK-norm, else 1 / sqrt(channels of a head).
-
-    forward() returns alpha (nh or 1, 1, 1), by which q_norm multiplies, or None. `softmax_scale` is a number.
-    """
-
-    def __init__(self, config: GPTConfig, block_dims: tuple[int, ...]):
-        super().__init__()
-        self.softmax_scale = 1 / math.sqrt(sum(block_dims))
-        self.alpha: Alpha | None = None
-        if isinstance(config.qk_norm, LpNormOptions):
-            self.softmax_scale = 1.0
-            self.alpha = Alpha(config.qk_norm, config.model.n_head, block_dims, config.model.block_size)
-
-    def forward(self) -> Tensor | None:
-        return None if self.alpha is None else self.alpha()
 
 
 @dataclass
@@ -402,11 +403,12 @@ class MultiHeadLatentAttention(CausalAttention):
         self.logit_scale = LogitScale(config, (d,) if self.unified else (a.nope_dim, a.rope_dim))
         self.normed = config.qk_norm.name != "none"
         self.fill_seams(config, a.v_dim)
-        head_gains = self.unified and isinstance(self.k_norm.head_gain, Tensor) and self.k_norm.head_gain.dim() > 1
-        needed = (
-            f"qk_norm={config.qk_norm.name} needs attention.qk_norm_layout=blockwise: its gains differ between heads"
+        gain = self.k_norm.head_gain
+        require(
+            not self.unified or gain is None or gain.dim() == 1,
+            f"qk_norm={config.qk_norm.name} needs attention.qk_norm_layout=blockwise: its gains differ between heads, "
+            "and MLA's RoPE key is shared by them",
         )
-        require(not head_gains, f"{needed}, and MLA's RoPE key is shared by them")
         own_values = type(self.output).transform_values is not seams.Output.transform_values
         require(not own_values, f"output={config.output.name} needs attention=mha or gqa: MLA decodes without values")
 
@@ -414,10 +416,10 @@ class MultiHeadLatentAttention(CausalAttention):
         assert rope is not None
         q_nope, q_rope, latent, k_rope = self.project(x, rope, pos)
         if cache is not None and pos > 0:
-            y = self.absorbed(q_nope, q_rope, latent, k_rope, cache, pos, rope)
+            y = self.absorbed(q_nope, q_rope, latent, k_rope, rope, cache, pos)  # writes the cache, too
         else:
             if cache is not None:
-                self.write_cache(cache, latent, self.content_keys(latent), k_rope, rope, pos)
+                self.write_cache(latent, self.content_keys(latent), k_rope, rope, cache, pos)
             y = self.explicit(q_nope, q_rope, latent, k_rope, rope)
         y = self.output(y, x)  # (B, nh, T, dv)
         return self.c_proj(y.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
@@ -477,7 +479,7 @@ class MultiHeadLatentAttention(CausalAttention):
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """W_kv_b as (nh, dn, kr) for keys and (nh, dv, kr) for values."""
-        w_uk, w_uv = self.c_kv_b.matrix().split(self.c_kv_b.split_sizes)
+        w_uk, w_uv = self.c_kv_b.matrix().split(self.c_kv_b.split_sizes)  # W^UK, W^UV of DeepSeek-V2
         return w_uk.view(self.n_head, self.nope_dim, self.kv_rank), w_uv.view(self.n_head, self.v_dim, self.kv_rank)
 
     def key_gains(self) -> tuple[Tensor | float, Tensor | float]:
@@ -492,7 +494,7 @@ class MultiHeadLatentAttention(CausalAttention):
         return ops.content_keys(self.up_projections()[0], latent) if self.normed else None
 
     def write_cache(
-        self, cache: LatentCache, latent: Tensor, k_nope: Tensor | None, k_rope: Tensor, rope: Rope, pos: int
+        self, latent: Tensor, k_nope: Tensor | None, k_rope: Tensor, rope: Rope, cache: LatentCache, pos: int
     ) -> None:
         """Write T positions from `pos` on. k_nope: content_keys(latent). k_rope: as project() returns it."""
         new = slice(pos, pos + latent.size(1))
@@ -507,7 +509,7 @@ class MultiHeadLatentAttention(CausalAttention):
         cache.k_rope[:, new] = rotate(k_rope * self.key_gains()[1], rope, pos)[:, 0]
 
     def absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache: LatentCache, pos: int, rope: Rope
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope, cache: LatentCache, pos: int
     ) -> Tensor:
         """Write T positions, the first at `pos`, to the cache; attend to all pos + T positions -> (B, nh, T, dv)."""
         T = q_nope.size(2)
@@ -517,7 +519,7 @@ class MultiHeadLatentAttention(CausalAttention):
             q_content = q_content - q_content.mean(-1, keepdim=True)
         w_uk, w_uv = self.up_projections()
         q_latent, k_nope = ops.absorb(w_uk.to(q_nope.dtype), q_content.to(q_nope.dtype), latent, self.normed)
-        self.write_cache(cache, latent, k_nope, k_rope, rope, pos)
+        self.write_cache(latent, k_nope, k_rope, rope, cache, pos)
         shift = None  # what the key's mean subtracts from a logit: s mean [(g_n . q_n) + q_r . R g_r]
         if cache.mean_term is not None:
             gains = rotate(q_rope.new_ones(pos + T, self.rope_dim) * rope_gain, rope)  # (S, dr): R g_r
@@ -566,10 +568,10 @@ ATTENTIONS: dict[str, Layout] = {
 # The transformer
 
 
-def new_norm(n: int, config: ModelOptions) -> nn.Module:
+def new_norm(config: ModelOptions) -> nn.Module:
     if config.norm == "rmsnorm":
-        return BlockRMSNorm(n, config.norm_eps)
-    return BlockLayerNorm(n, config.norm_eps, bias=config.bias)
+        return BlockRMSNorm(config.n_embd, config.norm_eps)
+    return BlockLayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
 
 
 class BlockLayerNorm(nn.LayerNorm):
@@ -610,14 +612,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)): pre-norm, as in GPT-2."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.ln_1 = new_norm(config.model.n_embd, config.model)
+        self.ln_1 = new_norm(config.model)
         self.attn = ATTENTIONS[config.attention.name](config)
-        self.ln_2 = new_norm(config.model.n_embd, config.model)
+        self.ln_2 = new_norm(config.model)
         self.mlp = MLP(config.model)
         self.p_dropout = config.model.dropout
-        self.weights = seams.WEIGHTS[config.weights.name](config.weights, self)
+        self.weights = seams.WEIGHTS[config.weights.name](config.weights, self)  # last: it may change the Linears above
 
     def forward(self, x: Tensor, rope: Rope | None, cache: Cache | None = None, pos: int = 0) -> Tensor:
         p = self.p_dropout if self.training else 0.0
@@ -634,7 +638,7 @@ class Transformer(nn.Module):
         self.wte = Embedding(vocab_size, m.n_embd)
         self.wpe = Embedding(m.block_size, m.n_embd) if m.position == "learned" else None
         self.h = nn.ModuleList(Block(config) for _ in range(m.n_layer))
-        self.ln_f = new_norm(m.n_embd, m)
+        self.ln_f = new_norm(m)
 
 
 class GPT(nn.Module):
@@ -649,7 +653,8 @@ class GPT(nn.Module):
         self.init_rope()
 
     def init_rope(self) -> None:
-        """Compute the tables of RoPE; checkpoints do not hold them. A model built on the meta device calls it again."""
+        """Compute the tables of RoPE; checkpoints do not hold them. load_run() calls it again for a model built on the
+        meta device."""
         m = self.config.model
         if m.position == "rope":
             assert m.rope_theta is not None
@@ -706,8 +711,8 @@ class GPT(nn.Module):
             nn.init.constant_(parameter, math.nan)  # NaN marks what no branch sets
         g = torch.Generator(next(self.parameters()).device).manual_seed(seed)
         seam_modules = {part for seam in self.modules() if isinstance(seam, Seam) for part in seam.modules()}
-        named = [*self.named_modules()]  # seams come last: the other weights are then equal, whatever fills the seams
-        for name, module in sorted(named, key=lambda one: one[1] in seam_modules):
+        # seams come last: the other weights are then equal, whatever fills the seams
+        for name, module in sorted(self.named_modules(), key=lambda named: named[1] in seam_modules):
             if isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith("c_proj")  # c_proj: an output that is added to the residual stream
                 std = INIT_STD / math.sqrt(2 * self.config.model.n_layer) if residual else INIT_STD

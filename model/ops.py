@@ -8,7 +8,6 @@ in MLA kr channels of a latent, dn of a head's content and dr of the rotated key
 """
 
 import contextlib
-import functools
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
@@ -121,11 +120,6 @@ def inverse_norm_of_unit(u: Tensor, p: float | Tensor) -> Tensor:
     return torch.exp(-torch.log(total.clamp(min=1)) / p)
 
 
-def while_compiling(tensor: Tensor | None) -> Tensor | None:
-    """`tensor` while torch.compile traces, else None: a graph that reads it is right for every value."""
-    return tensor if torch.compiler.is_compiling() else None
-
-
 # -----------------------------------------------------------------------------
 # GELU and dropout
 
@@ -227,14 +221,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     if T == S and group > 1 and q.is_cuda and q.dtype == torch.float32:
         # SDPA's kernel for fp32 takes no groups, and without it T x T would be held
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-    attend = functools.partial(
-        F.scaled_dot_product_attention, q, k, v, dropout_p=p_dropout, scale=scale, enable_gqa=group > 1
+    # one query is the last, and sees every key; is_causal would let it see key 0 alone
+    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p=p_dropout, is_causal=T == S > 1, scale=scale, enable_gqa=group > 1
     )
-    if T == 1:  # one query, the last: it sees every key (is_causal would let it see key 0 alone)
-        return attend()
-    if T == S:
-        return attend(is_causal=True)
-    return attend(attn_mask=torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T))
 
 
 Bend = Callable[[Tensor], Tensor]  # an increasing elementwise function of logits in fp32 at least
@@ -448,9 +439,9 @@ def latent_attention(
         return y, lse if with_lse else None
     inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, key_scale, shift), latent.shape
     if B > 1 and S * kr > COPIED and latent.is_cpu:  # one matmul of all sequences would copy them first
-        each: Any = zip(*([None] * B if x is None else x.split(1) for x in inputs), strict=True)
         reference: Any = latent_attention_reference
-        ys, sums = zip(*(reference(*one, scale, unified, bend, with_lse) for one in each), strict=True)
+        of_each = ([None if x is None else x[b : b + 1] for x in inputs] for b in range(B))
+        ys, sums = zip(*(reference(*one, scale, unified, bend, with_lse) for one in of_each), strict=True)
         return torch.cat(ys), torch.cat(sums) if with_lse else None
     return latent_attention_reference(*inputs, scale, unified, bend, with_lse)
 

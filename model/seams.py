@@ -1,4 +1,4 @@
-"""The five seams of attention: the places where a variant changes it. The classes here change nothing.
+"""The five seams of attention: the places where a variant changes it, each with its base class.
 
     queries and keys          QKNorm    qk_norm=   (none, rms, layernorm and lp are in gpt.py)
     logits                    Logits    logits=

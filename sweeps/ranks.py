@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from core.cli import refuse
-from core.files import read_json, write_json
+from core.files import read_json, write_atomic
 from core.rundir import read_status
 from core.schema import ConfigError, build
 from sweeps.claims import Launch
@@ -86,7 +86,7 @@ def order_file(launch: Launch) -> Path:
 def give_order(launch: Launch, order: dict[str, Any]) -> None:
     """Tell the other nodes what to start; config=None: there is nothing more to do."""
     number = read_json(order_file(launch)).get("number", 0) + 1
-    write_json(order_file(launch), {"number": number, **order})
+    write_atomic(order_file(launch), json.dumps({"number": number, **order}).encode())
 
 
 def meeting(launch: Launch, order: dict[str, Any], node: int) -> list[str]:

@@ -21,8 +21,8 @@ from training.optim import (
     optimizer_bytes,
     optimizer_tensors,
     parameter_groups,
-    update_ratios,
 )
+from training.updates import update_ratios
 
 
 def new_model(config: TrainConfig) -> GPT:

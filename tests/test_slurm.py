@@ -1,5 +1,6 @@
 """launcher=slurm, where sinfo answers on this machine. The tests of what a task does with signals need no SLURM."""
 
+import math
 import os
 import signal
 import subprocess
@@ -15,11 +16,13 @@ from test_sweeps import frozen, launched, pending_signals, times_finished, tiny_
 from test_train import assert_same_run
 
 import train
+from core.files import read_json
 from core.rundir import read_status
 from core.schema import ConfigError, validate
 from sweeps.claims import Launch, is_claimed, read_claim
 from sweeps.launchers import Slurm, SlurmOptions, Task
 from sweeps.plan import read_plan
+from sweeps.ranks import follow_orders, give_order, order_file
 
 TWO_RUNS = "sweep.folds=[0]"
 PROGRAM = """
@@ -41,6 +44,15 @@ def answers() -> bool:
         return any(state in shell("sinfo", "--noheader", "--format=%T") for state in ("idle", "mixed", "allocated"))
     except (OSError, subprocess.SubprocessError):
         return False
+
+
+def test_an_order_reaches_the_other_nodes_as_it_was_given(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "1", runs=[], tries=1, ranks=2, nodes=2)
+    (tmp_path / "launches").mkdir()
+    give_order(launch, {"config": {"p": math.inf, "threads": None}})
+    assert read_json(order_file(launch)) == {"number": 1, "config": {"p": math.inf, "threads": None}}
+    give_order(launch, {"config": None})
+    assert follow_orders(launch, node=1) == 0  # nothing more to do
 
 
 @pytest.fixture(scope="session")

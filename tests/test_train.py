@@ -35,9 +35,9 @@ from training import optim, updates
 from training.config import TrainConfig, load_config
 from training.evaluate import mean_loss
 from training.meter import Meter
-from training.optim import build_optimizer, update_ratios
+from training.optim import build_optimizer
 from training.session import Machine, read_data
-from training.updates import accumulate_gradients
+from training.updates import accumulate_gradients, update_ratios
 
 FP32 = Machine(World(), torch.device("cpu"), torch.float32)
 QK_CLIP = {"name": "clip", "threshold": 0.02, "balance": 0.5}

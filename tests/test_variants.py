@@ -24,8 +24,9 @@ from model.linear import FusedLinear
 from model.options import RMSNormOptions, SinkOptions
 from training.checks import start_up_checks
 from training.config import ConstantOptions, TrainConfig, WandbOptions, load_config
-from training.optim import build_optimizer, updating
+from training.optim import build_optimizer
 from training.session import setup
+from training.updates import updating
 
 B, T, C, nh, nkv, hs = 2, 16, 32, 4, 2, 8
 CAUSAL = torch.full((1, 1, T, T), -math.inf).triu(1)

@@ -171,7 +171,7 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor) -> list[str]:
     """Warnings of a loss that is not the logits' cross-entropy with the targets, and of an initial loss, in evaluation
     or as training would report it, that is not the one of a uniform guess, ln V."""
     model, machine = session.model, session.machine
-    alone = replace(machine, world=World())  # no exchange: the ranks are not connected yet
+    alone = replace(machine, world=World())  # every rank computes all of it
     x, y = x[:4, :1024].to(machine.device), y[:4, :1024].to(machine.device)
     few = max_positions_with_logits(1, model.vocab_size)
     with torch.no_grad(), machine.autocast():

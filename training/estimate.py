@@ -13,6 +13,7 @@ from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.init_from import load_initial_weights
 from training.optim import optimizer_bytes
+from training.schedule import n_evaluations
 from training.session import Data, Machine, model_without_weights, read_data, set_up_machine
 from training.updates import rows_at_once
 
@@ -99,7 +100,3 @@ def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine) -> tup
         loss.backward()
         seconds.append(time.perf_counter() - start)
     return rows * T / min(seconds), f"timed on {rows} sequences"
-
-
-def n_evaluations(config: TrainConfig) -> int:
-    return -(-config.max_iters // config.eval_interval) + 1

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from core import dist
 from core.device import move
+from core.rundir import RunDir
 from model.generate import generate
 from training.session import Batch, Machine, Session
 from training.updates import CPU_TOKENS
 
 EVAL_TOKENS = {"cpu": CPU_TOKENS, "cuda": 2**14, "mps": 2**14}  # that go through the model together
-SAMPLED_CHARACTERS = 200
-SAMPLED_SHARE = 0.02  # of this process's time
+TEXT_CHARACTERS = 200
+TEXT_SHARE = 0.02  # of this process's time
 DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head
 
 
@@ -41,8 +42,7 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch], machine: Machine) -> f
     # One tolist() for all batches: the host waits for the device once. A rank may have no batch.
     for loss, n in zip(torch.stack(losses).tolist() if losses else [], counts, strict=True):
         total += torch.tensor([loss * n, n], dtype=torch.float64)
-    # ranks on GPUs exchange GPU tensors only
-    loss_sum, n_targets = dist.all_reduce(total.to(device) if world.size > 1 and device.type == "cuda" else total)
+    loss_sum, n_targets = dist.all_reduce(total)
     return (loss_sum / n_targets).item()
 
 
@@ -60,12 +60,11 @@ def validation_loss(session: Session) -> dict[str, float]:
 def sampled_losses(session: Session) -> dict[str, float]:
     """nanoGPT's estimate: the mean over eval_iters random batches of each part; {} for eval_iters=0."""
     n, batches = session.config.eval_iters, session.data.batches
-    return {
-        f"{part}/loss_sampled": mean_loss(
-            session.forward, (batches.sampled_batch(part, i) for i in range(n)), session.machine
-        )
-        for part in (("train", "val") if n else ())
-    }
+    losses = {}
+    for part in ("train", "val") if n else ():
+        drawn = (batches.sampled_batch(part, i) for i in range(n))
+        losses[f"{part}/loss_sampled"] = mean_loss(session.forward, drawn, session.machine)
+    return losses
 
 
 def diagnosed_batch(session: Session) -> Tensor:
@@ -77,29 +76,29 @@ def diagnosed_batch(session: Session) -> Tensor:
     return next(session.data.batches.eval_batches(4))[0][:windows].to(session.machine.device)
 
 
-def affordable_sample(session: Session, step: int) -> str | None:
-    """sample_text(); None where samples have taken more than SAMPLED_SHARE of the time so far, but not at the end.
+def affordable_text(session: Session, step: int) -> str | None:
+    """sample_text(); None where samples have taken more than TEXT_SHARE of the time so far, but not at the end.
 
     None also where tokens are no text, and on ranks other than 0.
     """
     began = time.perf_counter()
-    over = session.sampled_seconds > SAMPLED_SHARE * (began - session.began)
+    over = session.text_seconds > TEXT_SHARE * (began - session.began)
     if session.machine.world.rank or not session.data.text_per_target[1] or (over and step < session.config.max_iters):
         return None
     text = sample_text(session)
-    session.sampled_seconds += time.perf_counter() - began
+    session.text_seconds += time.perf_counter() - began
     return text
 
 
 def sample_text(session: Session) -> str:
-    """SAMPLED_CHARACTERS of text that the model writes after the first held-out token. Nothing of training is drawn."""
+    """TEXT_CHARACTERS of text that the model writes after the first held-out token. Nothing of training is drawn."""
     model, tokenizer = session.model, session.data.corpus.tokenizer
     start = diagnosed_batch(session)[:1, :1]
     tokens, was_training = start[0].tolist(), model.training
     model.eval()
-    for token in generate(model, start, SAMPLED_CHARACTERS, 0.8, top_k=200, dtype=session.machine.dtype):
+    for token in generate(model, start, TEXT_CHARACTERS, 0.8, top_k=200, dtype=session.machine.dtype):
         tokens.append(int(token))
-        if len(tokenizer.decode(tokens)) >= SAMPLED_CHARACTERS:
+        if len(tokenizer.decode(tokens)) >= TEXT_CHARACTERS:
             break
     model.train(was_training)
     return tokenizer.decode(tokens)
@@ -117,10 +116,16 @@ class LowestLoss:
     step: int | None = None
     keep_step: int | None = None
 
-    def update(self, step: int, loss: float, extra: bool) -> bool:
-        """Take the loss of an evaluation. Returns whether it is the lowest."""
+    def update(self, step: int, loss: float, extra: bool) -> None:
+        """Take the loss of an evaluation."""
         self.keep_step = self.step if extra else None
-        if not loss < self.loss:
-            return False
-        self.loss, self.step = loss, step
-        return True
+        if loss < self.loss:
+            self.loss, self.step = loss, step
+
+
+def find_lowest(run_dir: RunDir) -> LowestLoss:
+    """The lowest val/loss before the iteration that a run resumes from."""
+    losses = run_dir.recorded("val/loss")
+    step = min(losses, key=lambda i: (losses[i], i), default=None)
+    # rank 0 alone has the record
+    return dist.broadcast_object(LowestLoss() if step is None else LowestLoss(losses[step], step))

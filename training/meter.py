@@ -12,6 +12,7 @@ from torch import Tensor
 from core import dist
 from training.config import LogClipOptions
 from training.qk_clip import over_updates, qk_clip_line
+from training.schedule import n_evaluations
 from training.session import Session
 
 
@@ -35,6 +36,7 @@ class Meter:
 
     def __init__(self, session: Session, saved: Mapping[str, Any]) -> None:
         self.session = session
+        self._peak = session.peak  # FLOP/s; the measured one may be too low
         self.train_loss: float | None = saved.get("train/loss")  # of the last update read that is finite
         self.clip_metrics: dict[str, float] = saved.get("qk_clip", {})  # of the updates since the last line
         self.train_seconds: float = saved.get("train_seconds", 0.0)  # in updates; the rest is evaluations and saves
@@ -76,26 +78,25 @@ class Meter:
         self._unread = []
         numbers_per_update = torch.stack(numbers).tolist()
         maxima_per_update = torch.stack(maxima).cpu() if maxima[0] is not None else [None] * len(lines)
-        for line, (loss, norm), head_maxima in zip(lines, numbers_per_update, maxima_per_update, strict=True):
+        for line, (loss, norm), maxima_of_update in zip(lines, numbers_per_update, maxima_per_update, strict=True):
             line |= {"train/loss": loss, "grad_norm": norm}
             finite = math.isfinite(loss) and math.isfinite(norm)
-            if head_maxima is not None:
+            if maxima_of_update is not None:
                 # an update that is not finite reports its maxima only, as with qk_clip=log: its clips do not count
                 options = self.session.config.qk_clip if finite else LogClipOptions()
-                self.clip_metrics = over_updates(self.clip_metrics, qk_clip_line(head_maxima, options))
+                self.clip_metrics = over_updates(self.clip_metrics, qk_clip_line(maxima_of_update, options))
             if not finite:
                 raise Diverged(line, f"train/loss {loss}, grad_norm {norm}")
             self.train_loss = loss
         self.train_seconds += time.perf_counter() - began
 
     def take_interval(self) -> dict[str, float]:
-        """Tokens a second, MFU and QK-Clip's numbers of the updates since the last call. Starts the next interval, and
-        raises session.peak where it was exceeded."""
+        """Tokens a second, MFU and QK-Clip's numbers of the updates since the last call. Starts the next interval."""
         config, seconds = self.session.config, self.train_seconds - self._logged_seconds
         rate = self._updates * config.tokens_per_iter / seconds
         flops = rate * self.session.model.flops_per_token()
-        self.session.peak = max(self.session.peak, flops)  # the measured peak may be too low
-        line = {"tok_per_sec": rate, "mfu": flops / self.session.peak, **self.clip_metrics}
+        self._peak = max(self._peak, flops)
+        line = {"tok_per_sec": rate, "mfu": flops / self._peak, **self.clip_metrics}
         self._updates, self._logged_seconds, self.clip_metrics = 0, self.train_seconds, {}
         return line
 
@@ -103,5 +104,5 @@ class Meter:
         """What is left after a line's update: updates at its speed, and evaluations as long as those so far."""
         config, step = self.session.config, line["iter"]
         updates = (config.max_iters - step - 1) * config.tokens_per_iter / line["tok_per_sec"]
-        evaluations = -(-config.max_iters // config.eval_interval) - step // config.eval_interval
-        return updates + evaluations * (self.seconds - self.train_seconds) / (step // config.eval_interval + 1)
+        done = step // config.eval_interval + 1  # evaluations
+        return updates + (n_evaluations(config) - done) * (self.seconds - self.train_seconds) / done

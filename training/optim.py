@@ -1,10 +1,9 @@
-"""Parameter groups, the optimizers, their state as named tensors, and the sizes of updates."""
+"""Parameter groups, the optimizers, and their state as named tensors."""
 
-import contextlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -189,44 +188,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     else:
         require(o.name == "adamw", f"optim={o.name} is not implemented: build_optimizer() knows adamw and muon")
         optimizer = new_adamw([p for p in model.parameters() if p.requires_grad], o)
-    assert_each_row_in_one_group(model, optimizer)
     return optimizer
-
-
-def assert_each_row_in_one_group(model: nn.Module, optimizer: Optimizer) -> None:
-    """The groups' parts of each parameter's storage must tile it."""
-    held: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        for t in group["params"]:
-            held[t.untyped_storage()._cdata].append((t.storage_offset(), t.storage_offset() + t.numel()))
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            end = p.storage_offset()
-            for start, stop in sorted(held.pop(p.untyped_storage()._cdata, [])):
-                assert start == end, f"a row of {name} is in {'two groups' if start < end else 'no group'}"
-                end = stop
-            assert end == p.storage_offset() + p.numel(), f"a row of {name} is in no group"
-    assert not held, "the optimizer holds a tensor that is no parameter of the model"
-
-
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-@contextlib.contextmanager
-def updating(model: Any) -> Iterator[None]:
-    """Around optimizer.step(): what a `weights` variant does to an update. Scales the update of the rows that it names
-    (update_factors), then calls its after_update()."""
-    seams = [block.weights for block in model.transformer.h]
-    with torch.no_grad():
-        found = [factors for seam in seams for factors in seam.update_factors()]
-        before = [rows.clone() for rows, _ in found]
-        yield
-        for (rows, factor), old in zip(found, before, strict=True):
-            rows.copy_(torch.lerp(old, rows, factor))
-        for seam in seams:
-            seam.after_update()
 
 
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:
@@ -267,34 +229,3 @@ def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict
         # (): `step`, which is on the CPU unless the weight is on CUDA
         device = "cpu" if value.dim() == 0 and not parameter.is_cuda else parameter.device
         owner.state[parameter][key] = value.to(device, copy=True)
-
-
-# -----------------------------------------------------------------------------
-# The size of an update
-
-
-def parameter_kind(name: str, p: Tensor) -> str:
-    if name.endswith("raw_p"):
-        return "p"
-    if name.endswith("alpha.raw"):
-        return "alpha"
-    if p.dim() < 2:
-        return "norm"  # the gains of norms; biases count here too
-    return "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
-
-
-def clone_weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@torch.no_grad()
-def update_ratios(model: nn.Module, old_weights: dict[str, Tensor]) -> dict[str, float]:
-    """update/KIND: 2-norm of an update over that of the weights before it, for each kind of parameter."""
-    squares: dict[str, list[Tensor]] = defaultdict(list)
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        old = old_weights[name]
-        squares[parameter_kind(name, p)].append(torch.stack([(p - old).square().sum(), old.square().sum()]))
-    sums = {kind: torch.stack(values).sum(0).tolist() for kind, values in squares.items()}
-    return {f"update/{kind}": (change / size) ** 0.5 for kind, (change, size) in sums.items() if size > 0}

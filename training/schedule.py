@@ -1,4 +1,4 @@
-"""The learning rate: a pure function of the step. No torch."""
+"""The learning rate of an update, and how often a run is evaluated. No torch."""
 
 import math
 
@@ -21,3 +21,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     start, floor = schedule.decay_start(end), schedule.min_lr / highest
     progress = 0.0 if step <= start else 1.0 if step >= end else (step - start) / (end - start)
     return highest * (floor + (1 - floor) * HEIGHTS[schedule.name](progress))
+
+
+def n_evaluations(config: TrainConfig) -> int:
+    """One before the first update, then every eval_interval, and one at the end."""
+    return math.ceil(config.max_iters / config.eval_interval) + 1

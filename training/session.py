@@ -87,7 +87,7 @@ class Session:
     peak: float
     facts: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
-    sampled_seconds: float = 0.0  # spent on samples of text since `began`
+    text_seconds: float = 0.0  # spent on samples of text since `began`
 
     def join_ranks(self) -> None:
         """Average gradients over the ranks. It comes before the first forward pass: DDP has the compiler split the
@@ -147,7 +147,7 @@ def set_up_machine(config: TrainConfig) -> Machine:
         config.gradient_accumulation_steps % world.size == 0,
         f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be divisible by {world.size} ranks",
     )
-    make_deterministic(config.deterministic, is_compiled(config, device), device)
+    set_deterministic(config.deterministic, is_compiled(config, device), device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
     elif device.type == "cpu":
@@ -167,7 +167,7 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
         return config.threads, ""
     saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
     began_with, why = saved.get("threads"), ""
-    if type(began_with) is int and began_with > 0:  # not verified yet
+    if type(began_with) is int and began_with > 0:  # peek() verifies nothing
         threads, why = min(began_with, DEFAULT_THREADS), "as it began"
     # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
     elif saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:
@@ -179,8 +179,8 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
     return threads, f"{threads} of {DEFAULT_THREADS} threads, {why} (threads=N)" if threads < DEFAULT_THREADS else ""
 
 
-def make_deterministic(wanted: bool, compiled: bool, device: torch.device) -> None:
-    """Of the whole process."""
+def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> None:
+    """Turn PyTorch's deterministic algorithms on or off, for the whole process."""
     if device.type == "cuda":  # wanted or not: it is read once, at the first matmul, and a later run may want it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted)
@@ -192,7 +192,7 @@ def make_deterministic(wanted: bool, compiled: bool, device: torch.device) -> No
 
 def read_data(config: TrainConfig, device: torch.device | None = None) -> Data:
     """The corpus and its batches. device: of training; None where nothing is trained."""
-    saved = None if config.fresh else checkpoint.peek(config.run_dir / "ckpt")  # a resumed run keeps its BPE merges
+    saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")  # a resumed run keeps its BPE merges
     corpus = load_corpus(config.data, config.model.block_size, saved)
     where = device if device is not None and is_resident(config, corpus, device) else None
     batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed, where)

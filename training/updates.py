@@ -1,6 +1,9 @@
-"""One update: its random numbers, and the gradients of its micro-batches."""
+"""One update: its random numbers, the gradients of its micro-batches, its learning rate, its size."""
 
+import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from core.device import move
+from training.optim import Optimizer
 from training.session import Batch, Machine
 
 # Tokens that go through the model together on a CPU. They are few, so that activations fit the CPU's cache and the
@@ -46,3 +50,54 @@ def rows_at_once(batch_size: int, block_size: int, device: torch.device) -> int:
 def seed_of_update(seed: int, step: int, rank: int) -> int:
     """Every random number of an update follows from it, so that a checkpoint need not save a generator."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+@contextlib.contextmanager
+def updating(model: Any) -> Iterator[None]:
+    """Around optimizer.step(): what a `weights` variant does to an update. Scales the update of the rows that it names
+    (update_factors), then calls its after_update()."""
+    seams = [block.weights for block in model.transformer.h]
+    with torch.no_grad():
+        found = [factors for seam in seams for factors in seam.update_factors()]
+        before = [rows.clone() for rows, _ in found]
+        yield
+        for (rows, factor), old in zip(found, before, strict=True):
+            rows.copy_(torch.lerp(old, rows, factor))
+        for seam in seams:
+            seam.after_update()
+
+
+# -----------------------------------------------------------------------------
+# The size of an update
+
+
+def parameter_kind(name: str, p: Tensor) -> str:
+    if name.endswith("raw_p"):
+        return "p"
+    if name.endswith("alpha.raw"):
+        return "alpha"
+    if p.dim() < 2:
+        return "norm"  # the gains of norms; biases count here too
+    return "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
+
+
+def clone_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def update_ratios(model: nn.Module, old_weights: dict[str, Tensor]) -> dict[str, float]:
+    """update/KIND: 2-norm of an update over that of the weights before it, for each kind of parameter."""
+    squares: dict[str, list[Tensor]] = defaultdict(list)
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        old = old_weights[name]
+        squares[parameter_kind(name, p)].append(torch.stack([(p - old).square().sum(), old.square().sum()]))
+    sums = {kind: torch.stack(values).sum(0).tolist() for kind, values in squares.items()}
+    return {f"update/{kind}": (change / size) ** 0.5 for kind, (change, size) in sums.items() if size > 0}

@@ -25,7 +25,6 @@ from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
 from scripts.benchmarks.timing import Built, Turn, gpu_memory
 from sweeps.plan import compose
 from training.config import AdamWOptions, load_config
-from training.optim import set_learning_rate, updating
 from training.schedule import learning_rate
 
 SECONDS = 5.0  # of a turn, where iters= is not given
@@ -40,7 +39,7 @@ def ours(overrides: list[str]) -> Built:
     from training.meter import Meter
     from training.qk_clip import qk_clip
     from training.session import setup
-    from training.updates import accumulate_gradients, seed_of_update
+    from training.updates import accumulate_gradients, seed_of_update, set_learning_rate, updating
 
     config = load_config(compose(overrides))
     session = setup(config)

@@ -93,10 +93,10 @@ class Absorbed(Layer):
         return [tensor[:, :context] for tensor in tensors if tensor is not None]
 
     def write(self, latent: Tensor, k_rope: Tensor, pos: int) -> None:
-        self.attn.write_cache(self.cache, latent, self.attn.content_keys(latent), k_rope, self.rope, pos)
+        self.attn.write_cache(latent, self.attn.content_keys(latent), k_rope, self.rope, self.cache, pos)
 
     def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
-        return self.attn.absorbed(q_nope, q_rope, latent, k_rope, self.cache, self.last, self.rope)
+        return self.attn.absorbed(q_nope, q_rope, latent, k_rope, self.rope, self.cache, self.last)
 
 
 def layers(configs: dict[str, TrainConfig], batch: int) -> tuple[Work, dict[str, Any]]:
