@@ -101,7 +101,11 @@ def load_run(path: Path, device: torch.device) -> LoadedRun:
 def read_prompt(start: str) -> str:
     """`start` itself, the text of FILE:path, or standard input for -. Raises: ConfigError."""
     if start == "-":
-        start = sys.stdin.read()
+        require(sys.stdin is not None, "start=- needs standard input, which is closed")
+        try:
+            start = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"start=- cannot be read: {error}") from error
     elif start.startswith("FILE:"):
         path = Path(os.path.expanduser(start.removeprefix("FILE:")))
         require(path.is_file(), f"start=FILE:{path} is not a regular file")

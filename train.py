@@ -87,15 +87,16 @@ def run(config: TrainConfig) -> int:
         run_dir.log(f"{run_dir.path}: {headline(session)}" + (f", resumed at iteration {start}" if saved else ""))
         meter, lowest = Meter(session, saved), find_lowest(run_dir)
         run_dir.restore_best(lowest.step)
-        try:
-            line, stop_signal = train(session, run_dir, meter, lowest, start)
-        except Diverged as end:
-            run_dir.log(f"first that is not finite: {first_not_finite(session, end.step)}")
-            return finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
-        if stop_signal:
-            return stopped(run_dir, line["iter"], stop_signal)
-        with StopSignal() as stop:  # a signal does not interrupt finish(): it only sets the exit status
-            status = finish(session, run_dir, meter, lowest, line)
+        with StopSignal() as stop:  # of a run that is at its end it only sets the exit status
+            try:
+                line = train(session, run_dir, meter, lowest, start, stop)
+            except Diverged as end:
+                run_dir.log(f"first that is not finite: {first_not_finite(session, end.step)}")
+                status = finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
+            else:
+                if line["iter"] < config.max_iters:
+                    return stopped(run_dir, line["iter"], stop.signal or signal.SIGTERM)  # another rank's: SIGTERM
+                status = finish(session, run_dir, meter, lowest, line)
         return 128 + stop.signal if stop.signal else status
 
 
@@ -119,11 +120,11 @@ def headline(session: Session) -> str:
 
 
 def train(
-    session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, start: int
-) -> tuple[dict[str, Any], int]:
-    """Make the updates from `start` to max_iters. Raises: Diverged.
+    session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, start: int, stop: StopSignal
+) -> dict[str, Any]:
+    """Make the updates from `start` to max_iters, or until `stop` has a signal. Returns the last iteration's metrics.
 
-    Returns the last iteration's metrics, and the number of the signal that stopped the run; 0 at the end.
+    Raises: Diverged.
     """
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
     parameters = [*model.parameters()]
@@ -136,7 +137,6 @@ def train(
     with (
         closing(session.data.batches.prefetch(batch_ids)) as train_batches,
         run_dir.progress_bar(config.max_iters, start) as bar,
-        StopSignal() as stop,
     ):
         model.train()
         for step in range(start, config.max_iters + 1):  # + 1: the last pass only evaluates and saves
@@ -178,7 +178,7 @@ def train(
                 line |= meter.take_interval()
                 run_dir.record(line)
                 show_progress(run_dir, bar, line, meter.seconds_left(line) if step > start else None)
-    return line, 0 if step == config.max_iters else stop.signal or signal.SIGTERM  # another rank's signal: SIGTERM
+    return line
 
 
 def evaluates(step: int, config: TrainConfig) -> bool:

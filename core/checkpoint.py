@@ -79,7 +79,7 @@ def save(
         for entry in (*temporary.iterdir(), temporary):
             sync(entry)
         if final.exists():  # a corrupt one, or that of a run that died before it wrote its summary
-            discard(final)
+            os.rename(final, temporary_name(final.with_name(f"old-{final.name}")))  # removed by tidy()
         os.rename(temporary, final)
         sync(folder)
         link(folder, "latest", step)
@@ -260,9 +260,12 @@ def load_latest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def peek(folder: Path) -> dict[str, Any]:
-    """The state of the newest checkpoint, not verified; {} where it is absent or cannot be read."""
-    newest = step_dirs(folder)[:1]
-    return read_json(newest[0] / STATE) if newest else {}
+    """The state of the newest checkpoint whose state is as it was written; {} without one. No tensor is read."""
+    for path in step_dirs(folder):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if parse_object((path / MANIFEST).read_bytes())["files"][STATE] == measure(path / STATE):
+                return read_json(path / STATE)
+    return {}
 
 
 def resolve(run: Path, which: str, key: str = "run") -> Path:

@@ -124,7 +124,11 @@ def load_early(schema: type, overrides: list[str]) -> None:
             parsed = parse(word)
             given[parsed.key_or_group] = parsed.value()
     presets = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in preset_groups(schema) if group in given]
-    contents = [parse_yaml(file.read_text(encoding="utf-8"), str(file)) for file in presets if file.is_file()]
+    contents = []
+    for file in presets:
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # Hydra says what is wrong with it
+            content = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+            contents += [content] if isinstance(content, dict) else []
     for key, setting in declared(schema).items():
         for loads in setting.all(Loads):
             named = [source[key] for source in ([given] if key in given else contents) if key in source]
@@ -352,8 +356,11 @@ def guarded(run: Callable[[], int]) -> int:
     """The exit status of run(), and one line for what goes wrong in it: 2 a bad setting, 1 a failure, 130 Ctrl-C."""
     try:
         status = run()
-        if sys.stdout is not None:  # None where the shell closed it
-            sys.stdout.flush()
+        try:
+            if sys.stdout is not None:  # None where the shell closed it
+                sys.stdout.flush()
+        except BrokenPipeError:
+            leave_output()
         return status
     except ConfigError as error:
         return refuse(str(error))

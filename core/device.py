@@ -36,6 +36,8 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         require(count > 0, f"device={name} is absent: torch {torch.__version__} sees no CUDA device")
+        rule = f"device={name} is the same GPU for every rank of torchrun: write device=cuda"
+        require(local_rank is None or device.index == local_rank, rule)
         require((device.index or 0) < count, f"device={name} is absent: there are {count} CUDA devices")
         torch.cuda.set_device(device)
     if device.type == "mps":

@@ -65,7 +65,7 @@ class Metrics:
 def iter_of(line: bytes) -> float:
     try:
         return float(parse_object(line)["iter"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return float("inf")
 
 

@@ -141,11 +141,15 @@ class RunDir:
         """Write a checkpoint, as core.checkpoint.save() does."""
         from core import checkpoint  # which loads torch
 
-        self._metrics.sync()
+        self._sync()
         checkpoint.save(
             self.path / "ckpt", step, tensors, {**state, "records": self.record_hashes(step)}, best, keep_step
         )
         self.status("running", iter=step)
+
+    def _sync(self) -> None:
+        for metrics in (self._metrics, self._diagnostics):
+            metrics.sync()
 
     def restore_best(self, step: int | None) -> None:
         """Point ckpt/best at the checkpoint of `step` if it exists.
@@ -167,7 +171,7 @@ class RunDir:
 
         No summary: the run will be resumed. No summary.json is written, and W&B's run counts as killed.
         """
-        self._metrics.sync()
+        self._sync()
         if summary is not None:
             write_json(self.path / "summary.json", sealed(finite(summary) | {"records": self.record_hashes()}))
         if self._wandb is not None:

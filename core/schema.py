@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -222,7 +223,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
             allowed.append(f"a list, as {example}" if many else f"a list of {len(inner)} numbers")
         elif type(value) is kind:
             return value
-        elif kind is float and type(value) is int:
+        elif kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)
         else:
             allowed += TYPE_NAMES[kind]

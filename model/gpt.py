@@ -679,6 +679,7 @@ class GPT(nn.Module):
         """
         T = idx.size(1)
         assert pos + T <= self.block_size, f"{pos + T} positions are more than block_size={self.block_size}"
+        assert pos == 0 or caches is not None, "pos > 0 needs the caches of the positions before"
         x = self.transformer.wte(idx)  # (B, T, C)
         rope = None
         if self.transformer.wpe is None:

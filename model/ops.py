@@ -33,7 +33,8 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype to which autocast casts the operands of a matmul with x."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # "meta" has none
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
 # -----------------------------------------------------------------------------
@@ -246,7 +247,7 @@ def attention_and_lse(
 ) -> tuple[Tensor, Tensor]:
     """causal_attention() of logits bend(scale q k^T), and each query's log-sum-exp of them, (B, nh, T), in fp32."""
     T, S = q.size(-2), k.size(-2)
-    known = bend is None or isinstance(bend, Softcap)
+    known = bend is None or (isinstance(bend, Softcap) and bend.cap <= 1e4)  # the kernel's tanh is good to 6e-8 cap
     if T == S and scale > 0 and known and kernels.can_attend(q, k, v):
         cap = bend.cap if isinstance(bend, Softcap) else 0.0
         seed = draw_seed() if p_dropout else None
@@ -428,6 +429,11 @@ def latent_attention(
     scale (key_scale q_latent . latent + q_rope . k_rope - shift), key_scale (B, S, nh), shift (B, nh, T, S). In the
     unified layout key_scale multiplies q_rope . k_rope as well.
     """
+    if q_latent.dtype != latent.dtype:  # as in causal_attention()
+        q, q_r = q_latent.to(latent.dtype), q_rope.to(latent.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            y, lse = latent_attention(q, q_r, latent, k_rope, key_scale, shift, scale, unified, bend, with_lse)
+        return y.to(q_latent.dtype), lse
     if shift is None and bend is None and not with_lse and fits_triton(q_latent, latent, k_rope):
         from model.kernels.mla_decode_triton import attend_latents
 

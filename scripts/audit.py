@@ -127,7 +127,7 @@ class Run:
         plain: dict[str, Any] = {
             "log_interval": 1, "eval_interval": end, "checkpoint_interval": end, "eval_iters": 0, "plot": False,
             "dry_run": False, "eval_only": False, "fresh": False, "dtype": "float32",
-            "init_from": None, "init_sha256": None, "wandb": WandbOptions(mode="disabled"),
+            "init_from": None, "init_sha256": None, "threads": None, "wandb": WandbOptions(mode="disabled"),
         }  # fmt: skip
         said = io.StringIO()
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(said), redirect_stderr(said):
@@ -256,7 +256,7 @@ def step_0_loss(subject: Subject) -> Finding:
         guess = (logits.logsumexp(-1) - logits.mean(-1)).mean()  # the loss of these logits if no target were known
         numbers[mode] = {"loss": loss.item(), "cross_entropy": own.item(), "guess": guess.item()}
         off[mode], wrong[mode] = abs(loss - guess).item(), abs(loss - own).item()
-    mode = max(off, key=lambda mode: off[mode] + wrong[mode])
+    mode = max(off, key=lambda mode: math.inf if math.isnan(off[mode] + wrong[mode]) else off[mode] + wrong[mode])
     found = numbers[mode]
     text = (
         f"{found['loss']:.3f} in {mode} mode; cross-entropy of the logits with the next tokens "
@@ -323,7 +323,7 @@ def accumulation(subject: Subject) -> Finding:
         f"the gradient norm {', '.join(f'{v:.4f}' for v in norms.values())}"
     )
     numbers = {"loss": losses, "grad_norm": norms, "relative_difference": apart}
-    return Finding("accumulation", not max(apart.values()) <= ACCUMULATION_TOLERANCE, text, numbers)
+    return Finding("accumulation", any(not x <= ACCUMULATION_TOLERANCE for x in apart.values()), text, numbers)
 
 
 # -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from core.cli import run_script
 from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, options, require
 from scripts.reporting.figures import suffix
 from scripts.reporting.runs import in_words
-from sweeps.definition import Sweep, load_sweep
+from sweeps.definition import Sweep, load_sweep, sweep_name
 from sweeps.plan import plan_runs
 from training.config import WandbOptions
 
@@ -65,6 +65,11 @@ def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
     yield "Media", [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in media.items()]
 
 
+def tag_of(asked: DashboardOptions) -> str:
+    """Of the sweep's runs at W&B, which takes 64 characters."""
+    return f"sweep:{sweep_name(asked.sweep)}"[:64]
+
+
 def workspace(asked: DashboardOptions, definition: Sweep) -> Any:
     import wandb_workspaces.workspaces as ws
 
@@ -75,7 +80,7 @@ def workspace(asked: DashboardOptions, definition: Sweep) -> Any:
         sections=[ws.Section(name=name, panels=panels, is_open=True) for name, panels in sections(definition)],
         settings=ws.WorkspaceSettings(x_axis="iter", max_runs=100),
         runset_settings=ws.RunsetSettings(
-            filters=ws.And(ws.Tags().isin([f"sweep:{asked.sweep}"])), groupby=[ws.Metric("Group")]
+            filters=ws.And(ws.Tags().isin([tag_of(asked)])), groupby=[ws.Metric("Group")]
         ),
     )
 
@@ -86,7 +91,7 @@ def report(asked: DashboardOptions, definition: Sweep) -> Any:
     # a runset with a project asks the server for its number
     project = {} if asked.dry_run else {"project": asked.project}
     runs = wr.Runset(
-        entity=asked.entity or "ENTITY", **project, filters=f"Tags() in ['sweep:{asked.sweep}']", groupby=["Group"]
+        entity=asked.entity or "ENTITY", **project, filters=f"Tags() in ['{tag_of(asked)}']", groupby=["Group"]
     )
     blocks = [
         block
@@ -99,7 +104,7 @@ def report(asked: DashboardOptions, definition: Sweep) -> Any:
 
 def agent_sweep(asked: DashboardOptions, definition: Sweep) -> dict[str, Any]:
     """A W&B Sweep with a value for each run: its overrides of train.py, which the command splits into words."""
-    tags = f'wandb.tags=["sweep:{asked.sweep}"]'
+    tags = f'wandb.tags=["{tag_of(asked)}"]'
     values = [shlex.join([*run.overrides, tags]) for run in plan_runs(definition, [])]
     command = ["${env}", "sh", "-c", 'eval "python train.py ${1#overrides=}"', "sh", "${args_no_hyphens}"]
     return {

@@ -25,7 +25,10 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of Sweep.also
 }  # fmt: skip
 OVERRIDES = Rule(lambda words: all("=" in word for word in words), "must be a list of overrides, as [max_iters=100]")
 DISTINCT = Rule(lambda values: 0 < len(values) == len(set(values)), "must name at least one value, and none twice")
-PAIRS = Rule(lambda pairs: all(isinstance(a, list) and len(a) == 2 for a in pairs), "must be a list of pairs [A, B]")
+PAIRS = Rule(
+    lambda pairs: all(isinstance(a, list) and [*map(type, a)] == [str, str] for a in pairs),
+    "must be a list of pairs [A, B]",
+)
 PLACES = Rule(lambda of: all(isinstance(x, int | float) and x > 0 for x in of.values()), "must be {word: number > 0}")
 
 

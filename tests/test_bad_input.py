@@ -422,3 +422,11 @@ def test_a_refused_config_leaves_a_finished_run_alone(folder: Path, outcome: Out
     status, stderr = outcome(train.main, *words, "seed=7", "model.bias=true")
     check(status, stderr, ["out_dir=run", "seed", "1337", "7", "model.bias", "fresh=true"])
     assert contents(folder) == before
+
+
+def test_the_status_is_that_of_the_run_though_nobody_reads_its_output() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = "import sys; from core.cli import guarded; sys.exit(guarded(lambda: print('a line') or 130))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=write).returncode == 130
+    os.close(write)

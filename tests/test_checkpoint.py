@@ -19,7 +19,7 @@ from conftest import ROOT, flip
 from torch import Tensor
 
 from core import checkpoint
-from core.checkpoint import CorruptCheckpoint, link, load, load_latest, resolve, save
+from core.checkpoint import CorruptCheckpoint, link, load, load_latest, peek, resolve, save
 from core.schema import ConfigError
 
 
@@ -441,3 +441,13 @@ def test_everything_is_on_the_disk_before_the_name_and_the_name_before_anything_
         assert ("fsync", entry.stat().st_ino) in log[:named], entry
     assert ("fsync", tmp_path.stat().st_ino) in log[named:linked]
     assert ("fsync", tmp_path.stat().st_ino) in log[best:gone]
+
+
+def test_peek_passes_over_a_state_that_was_changed(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step, small(step), {"step": step, "threads": step}, best=False)
+    assert peek(tmp_path)["threads"] == 20
+    state = tmp_path / "step_000020" / "state.json"
+    state.write_text(state.read_text().replace("20", "21"))
+    assert peek(tmp_path)["threads"] == 10
+    assert peek(tmp_path / "absent") == {}

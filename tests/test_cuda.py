@@ -26,6 +26,7 @@ from tqdm import tqdm
 from variants import PAIRS, V, config_of
 
 import train
+from core.cli import StopSignal
 from core.device import resolve_device, seed_generator
 from core.dist import World
 from core.schema import ConfigError, build
@@ -94,8 +95,8 @@ def check_updates() -> None:
             assert all(p.is_cuda for p in session.model.parameters())
             run_dir: Any = TwoLines(waits)
             waits.found.clear()
-            with suppress(EOFError):
-                train.train(session, run_dir, Meter(session, {}), LowestLoss(), 1)
+            with suppress(EOFError), StopSignal() as stop:
+                train.train(session, run_dir, Meter(session, {}), LowestLoss(), 1, stop)
         reads = ["meter.read reads", *(["meter.read copies to cpu"] if "qk_clip" in changes else [])]
         assert waits.found == [*reads, "line 4", *reads, "line 8"], (name, waits.found)
 
@@ -276,7 +277,9 @@ def check_benchmark(words: list[str]) -> None:
         timed = updates[-1]
         run_dir: Any = TwoLines(waits)
         with suppress(EOFError):
-            train.train(session := setup(load_config(compose(words))), run_dir, Meter(session, {}), LowestLoss(), 1)
+            session = setup(load_config(compose(words)))
+            with StopSignal() as stop:
+                train.train(session, run_dir, Meter(session, {}), LowestLoss(), 1, stop)
     assert timed == updates[-1] and "bmm of 2" in timed
 
 

@@ -15,6 +15,7 @@ from variants import CONTESTANTS, ENTRIES, LAYOUTS, NORMS, PAIRS, V, attended, b
 
 from core.schema import validate
 from model import ops
+from model.generate import generate
 from model.gpt import GPT
 from model.options import GQAOptions, MHAOptions, MLAOptions, ModelOptions
 from training.config import TrainConfig
@@ -254,3 +255,9 @@ def test_no_token_receives_gradient_from_earlier_logits(layout: str, name: str, 
         (gradient,) = torch.autograd.grad(logits[0, t].sum(), embedded[0], retain_graph=True)
         assert gradient[0, t + 1 :].abs().sum() == 0
         assert (gradient[0, : t + 1].abs().sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize("layout", ["mha", "mla"])
+def test_a_cache_of_another_dtype_takes_the_queries_to_its_own(layout: str) -> None:
+    model = build(config_of(layout, "rms")).double().eval()
+    assert len([*generate(model, random_tokens(1, 4), 3)]) == 3  # with a cache in fp32

@@ -125,6 +125,18 @@ def test_dropout_may_differ_with_rope_the_context_too_and_a_text_seen_before_is_
     assert "rope was trained on text that this run holds out" in (tmp_path / "new" / "train.log").read_text()
 
 
+@pytest.mark.parametrize(("block_size", "warned"), [(16, False), (32, True)])
+def test_shuffled_windows_of_another_length_hold_out_other_text(
+    block_size: int, warned: bool, corpus: Path, tmp_path: Path
+) -> None:
+    data = {"name": "text", "path": str(corpus), "fold": 0, "split": "shuffled"}
+    base = asdict(configured(corpus, tmp_path / "rope", model=ROPE)) | {"data": data}
+    assert train.run(load_config(base)) == 0
+    new = base | {"out_dir": str(tmp_path / "new"), "init_from": str(tmp_path / "rope")}
+    assert train.run(load_config(new | {"model": {**base["model"], "block_size": block_size}})) == 0
+    assert ("on text that this run holds out" in (tmp_path / "new" / "train.log").read_text()) == warned
+
+
 def corpus_of(tokenizer: CharTokenizer) -> Corpus:
     return Corpus("0", tokenizer, random_tokens(tokenizer, 99).numpy(), Split(train=((0, 50),), val=((50, 99),)))
 

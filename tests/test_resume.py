@@ -24,6 +24,8 @@ from core.metrics import Metrics
 from core.rundir import RunDir
 from core.schema import ConfigError
 from training import session
+from training.meter import Diverged
+from training.session import Session
 
 
 def assert_halves_equal_straight(corpus: Path, folder: Path, **changes: Any) -> None:
@@ -324,3 +326,21 @@ def test_a_signal_while_a_run_ends_cuts_nothing_off_and_stops_what_comes_after(
     assert train.run(configured(corpus, tmp_path / "run", plot=True)) == 130
     assert "done: val/loss" in (tmp_path / "run" / "train.log").read_text()
     assert (tmp_path / "run" / "curve.png").exists() and saved_json(tmp_path / "run", "status")["state"] == "done"
+
+
+@pytest.mark.parametrize("diverges", [False, True])
+def test_a_signal_in_the_last_evaluation_stops_what_comes_after(
+    diverges: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train.evaluate
+
+    def interrupted(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
+        whole(session, run_dir, line)
+        if line["iter"] == session.config.max_iters:
+            signal.raise_signal(signal.SIGINT)
+            if diverges:
+                raise Diverged(line, "val/loss nan")
+
+    monkeypatch.setattr(train, "evaluate", interrupted)
+    assert train.run(configured(corpus, tmp_path / "run")) == 130
+    assert saved_json(tmp_path / "run", "status")["state"] == ("diverged" if diverges else "done")

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import subprocess
@@ -134,3 +135,10 @@ def test_streamed_tokens_of_many_bytes_are_the_decoded_text(capsys: pytest.Captu
     for ids in (tokenizer.encode(text).tolist(), torch.randint(270, (500,), generator=generator).tolist()):
         list(print_first("", [torch.tensor([i]) for i in ids], tokenizer))
         assert capsys.readouterr().out == tokenizer.decode(ids)
+
+
+def test_standard_input_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stdin in (None, io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8")):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(ConfigError, match="start=-"):
+            read_prompt("-")

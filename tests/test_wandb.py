@@ -116,6 +116,9 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     assert history(recordings[0]) == sent(before)
     assert history(recordings[1]) == sent(Metrics.read(run.path / "metrics.jsonl"))[30:]  # 25 to 29 are the first's
     runs = [next(r["run"] for r in records if r["type"] == "run") for records in recordings]
+    begun_anew = wandb_settings(config, tmp_path / "another" / config.run_dir.name, {})["init"]["id"]
+    resumed = wandb_settings(config, config.run_dir, {})["init"]["id"]
+    assert runs[0]["run_id"] == resumed != begun_anew
     assert runs[0]["run_id"] == runs[1]["run_id"] and not set(runs[0]["run_id"]) & set(":;,#?/' ")
     assert (runs[0]["display_name"], runs[0]["run_group"]) == ("a run: #1", config.group)
     assert runs[0]["config"]["update"]["info"] == {"commit": "abc"}

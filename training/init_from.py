@@ -12,8 +12,9 @@ from core.files import read_json
 from core.rundir import differences
 from core.schema import ConfigError, deciding, require
 from data.hf_tokenizer import tokenizer_json
+from data.options import FoldedTextOptions
 from data.tokenizer import Tokenizer
-from data.tokens import Corpus
+from data.tokens import Corpus, split_of
 from model.gpt import GPT
 from model.hf import hugging_face, load_hugging_face
 from training.config import TrainConfig, load_config
@@ -100,9 +101,17 @@ def load_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus: Corpus)
     if not misfits:
         model.load_state_dict(saved.tensors["model"])
     warnings = [] if origin.fault.name == "none" else [f"was trained with fault={origin.fault.name}"]
-    if saved.state.get("corpus_sha256") == corpus.sha256 and deciding(origin.data) != deciding(config.data):
+    if saved.state.get("corpus_sha256") == corpus.sha256 and trained_on_held_out(origin, corpus):
         warnings.append("was trained on text that this run holds out: the validation loss is too low")
     return misfits, warnings
+
+
+def trained_on_held_out(origin: TrainConfig, corpus: Corpus) -> bool:
+    """Whether the run `origin`, on the text of `corpus`, was trained on a part that `corpus` holds out."""
+    if not isinstance(origin.data, FoldedTextOptions):  # FineWeb always holds the same tokens out
+        return False
+    trained = split_of(origin.data, len(corpus.tokens), origin.model.block_size).train
+    return any(start < end and first < last for first, end in trained for start, last in corpus.split.val)
 
 
 def load_folder(file: Path, config: TrainConfig, model: GPT, corpus: Corpus) -> tuple[list[str], list[str]]:

@@ -226,6 +226,4 @@ def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict
     for full_name, value in tensors.items():
         key, _, name = full_name.partition("/")
         parameter, owner = known[name]
-        # (): `step`, which is on the CPU unless the weight is on CUDA
-        device = "cpu" if value.dim() == 0 and not parameter.is_cuda else parameter.device
-        owner.state[parameter][key] = value.to(device, copy=True)
+        owner.state[parameter][key] = value.to(parameter.device, copy=True)

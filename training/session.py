@@ -142,12 +142,12 @@ def set_up_machine(config: TrainConfig) -> Machine:
     device = resolve_device(config.device, world.local_rank if world.size > 1 else None)
     threads, about_threads = choose_threads(config, world, device)
     torch.set_num_threads(threads)
-    dtype = resolve_dtype(config.dtype, device)
+    set_deterministic(config.deterministic, is_compiled(config, device), device)
+    dtype = resolve_dtype(config.dtype, device)  # its test is a matmul
     require(
         config.gradient_accumulation_steps % world.size == 0,
         f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be divisible by {world.size} ranks",
     )
-    set_deterministic(config.deterministic, is_compiled(config, device), device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
     elif device.type == "cpu":
@@ -167,7 +167,7 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
         return config.threads, ""
     saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
     began_with, why = saved.get("threads"), ""
-    if type(began_with) is int and began_with > 0:  # peek() verifies nothing
+    if began_with:
         threads, why = min(began_with, DEFAULT_THREADS), "as it began"
     # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
     elif saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:

@@ -1,13 +1,14 @@
 """What W&B is told of a run."""
 
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from core.files import read_json
 from core.rundir import uncommitted
-from core.schema import digest
 from core.wandb_run import wandb_mode
 from training.config import TrainConfig
 
@@ -15,6 +16,7 @@ from training.config import TrainConfig
 def wandb_settings(config: TrainConfig, path: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The mode, the arguments of wandb.init(), and what else the process that sends needs."""
     name, settings = path.resolve().name, asdict(config)
+    known = read_json(path / "wandb" / "job.json").get("init", {})  # a run that goes on is the same run at W&B
     columns = {"layout": config.attention.name, "norm": config.qk_norm.name, "fold": settings["data"].get("fold")}
     columns |= {key: settings["qk_norm"].get(key) for key in ("p", "alpha_init")}
     tags = columns | {"precision": str(facts.get("dtype")).removeprefix("torch."), "fault": config.fault.name}
@@ -26,7 +28,7 @@ def wandb_settings(config: TrainConfig, path: Path, facts: Mapping[str, Any]) ->
         "name": name,
         "notes": config.wandb.notes,
         "tags": [*config.wandb.tags, *(f"{key}:{tags[key]}" for key in shown if tags[key] not in (None, "none"))],
-        "id": f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100]}-{digest(config.trajectory)}",
+        "id": known.get("id") or f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100]}-{secrets.token_hex(4)}",
         "dir": str(path.resolve()),
         "config": {**settings, **columns, "info": dict(facts)},
         "resume": "allow",

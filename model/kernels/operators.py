@@ -166,8 +166,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_softmax: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_softmax: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, softmax, seed = ctx.saved_tensors
+        grad = v.new_zeros(*q.shape[:3], v.size(-1)) if grad is None else grad  # only the log-sum-exp is used
         grad_lse = None if grad_softmax is None else grad_softmax[1].contiguous()
         grads = nanoqk.attention_backward(grad, q, k, v, softmax, grad_lse, *ctx.settings, seed)
         group = q.size(1) // k.size(1)

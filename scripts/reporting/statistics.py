@@ -65,13 +65,19 @@ def ratio(pairs: Sequence[tuple[float, float]], shared: float = 0.0) -> Estimate
     return Estimate(a / b, (v - half) / u, (v + half) / u, n)
 
 
+def by_number(replicate: Replicate) -> tuple[int, int]:
+    """The order of replicates; those without a fold come first."""
+    seed, fold = replicate
+    return seed, -1 if fold is None else fold
+
+
 def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0) -> dict[str, Estimate]:
     """Name -> mean over the replicates that all names have, with an interval free of what these have in common.
 
     The mean of a replicate over the N names is taken out of its values, and N / (N - 1) makes up for the variance that
     goes with it (Morey 2008). Returns {} where no replicate has all names. shared: as in interval().
     """
-    common = sorted(set.intersection(*map(set, values.values()))) if values else []
+    common = sorted(set.intersection(*map(set, values.values())), key=by_number) if values else []
     if not common:
         return {}
     level = {r: fmean(of[r] for of in values.values()) for r in common}
@@ -334,7 +340,7 @@ def final_means(of: Mapping[float, Sequence[Run]], key: str = "val/loss") -> dic
 def stable_by_replicate(of: Mapping[float, Sequence[Run]]) -> dict[Replicate, float | None]:
     """The highest stable rate of each seed and fold alone, over the rates at which it has a run."""
     found = {}
-    for replicate in sorted({run.replicate for runs in of.values() for run in runs}):
+    for replicate in sorted({run.replicate for runs in of.values() for run in runs}, key=by_number):
         alone = {rate: [run for run in runs if run.replicate == replicate] for rate, runs in of.items()}
         found[replicate] = highest_stable({rate: runs for rate, runs in alone.items() if runs})[0]
     return found

@@ -107,10 +107,18 @@ def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
 
 
 def joined(stored: Sweep, sweep: Sweep) -> Sweep:
-    """`sweep`, and the stored runs that it lacks. A stored run that has ended replaces one that has not."""
-    known = {run.id: run for run in sweep.runs}
-    ended = {run.id for run in sweep.runs if run.state.state in FINAL}
-    replaced = {run.id for run in stored.runs if run.state.state in FINAL and run.id not in ended}
-    kept = [run for run in stored.runs if run.id in replaced or run.id not in known]
-    runs = [*(run for run in sweep.runs if run.id not in replaced), *kept]
-    return replace(sweep, runs=sorted(runs, key=lambda run: (run.fold or 0, run.seed)))
+    """`sweep`, and the stored runs that it lacks. A stored run that has ended replaces one that has not, at the points
+    of both."""
+    runs = {run.id: run for run in sweep.runs}
+    for run in stored.runs:
+        planned = runs.get(run.id)
+        if planned is None:
+            runs[run.id] = run
+        elif run.state.state in FINAL and planned.state.state not in FINAL and is_as_long(run, planned):
+            runs[run.id] = replace(run, settings=[*dict.fromkeys(planned.settings + run.settings)])
+    return replace(sweep, runs=sorted(runs.values(), key=lambda run: (run.fold or 0, run.seed)))
+
+
+def is_as_long(run: Run, planned: Run) -> bool:
+    """Whether an ended run is all that is planned: with a constant learning rate max_iters decides no id."""
+    return run.state.state == "diverged" or (run.state.iter or 0) >= planned.config.get("max_iters", 0)

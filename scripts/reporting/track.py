@@ -74,6 +74,7 @@ def mean_losses(grid: Sweep) -> dict[str, dict[float, float]]:
     Raises: ConfigError where a contestant has no such rate.
     """
     found = {name: final_means(of, LOSS_KEY) for name, of in runs_by_rate(grid).items()}
+    require(bool(found), f"{grid.name} has no contestant with several learning rates")
     none = [name for name, means in found.items() if not means]
     require(not none, f"{grid.name} has no learning rate at which all runs of {', '.join(none)} are done")
     return found
