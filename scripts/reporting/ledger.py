@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from core.cli import CONFIG_DIR, parse_yaml
-from core.files import ROOT
+from core.files import ROOT, read_json
 from core.schema import NOT_EMPTY, POSITIVE, options, require, settings_of, show
 from scripts.reporting.runs import Curve, Replicate, Sweep
 from scripts.reporting.statistics import (
@@ -28,6 +28,7 @@ from scripts.reporting.statistics import (
 )
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Table, mean_and_ends
+from sweeps.status import FINAL
 
 RESULTS = ROOT / "results"
 STABLE = "highest stable rate"  # a number of a variant, over all its learning rates
@@ -39,7 +40,7 @@ class Part:
     """A number of a row: sum of weight * (mean of a metric over the runs of a setting), paired by fold and seed.
 
     weights: setting -> weight; with metric=STABLE, variant -> weight. metric: one of runs.csv, STABLE, or GROWTH's.
-    waits: the part is left out until the study is stored with runs of each setting that are done.
+    waits: the part is left out until the study is complete.
     file, key: a ratio in a JSON file of results/ instead, {"median": …, "low": …, "high": …}, shown as a share over 1.
     """
 
@@ -58,7 +59,7 @@ class Row:
 
     direction, size, least, limit: what is claimed, as in judge(); limit: that a number is below it. Without any of them
     nobody claimed it, and the row has no verdict. verdict: one that is judged by hand. says: what words add.
-    until: a study that replaces the row when it is stored. A row whose parts all wait is left out, too.
+    until: a study that replaces the row when it is complete. A row whose parts all wait is left out, too.
     """
 
     claim: Annotated[str, NOT_EMPTY]
@@ -100,23 +101,25 @@ def table(given: Sequence[dict[str, Any]]) -> Table:
         row = settings_of(Row, one, f"{one.get('claim')}: ")
         parts = [settings_of(Part, part, f"{row.claim}: ") for part in row.parts]
         ready = [part for part in parts if not (part.waits and missing(part))]
-        if (ready or not parts) and not (row.until and is_stored(row.until)):
+        if (ready or not parts) and not (row.until and is_complete(row.until)):
             lines.append([row.claim, *(cell.replace("; ", "<br>") for cell in cells(row, ready))])
     return Table(["claim", "ours, with 95 % interval", "verdict", "claimed number", "n and scale", "figure"], lines, 6)
 
 
 def missing(part: Part) -> bool:
     """Whether the study has not all that the part needs."""
-    if not is_stored(part.study):
+    if not is_complete(part.study):
         return True
     if part.metric == STABLE:
         return any(variant not in runs_by_rate(stored(part.study)) for variant in part.weights)
     return not all(stored(part.study).done(setting) for setting in part.weights)
 
 
-def is_stored(study: str) -> bool:
+def is_complete(study: str) -> bool:
+    """Whether the study is stored and each of its runs has ended."""
     require((CONFIG_DIR / "sweep" / f"{study}.yaml").is_file(), f"study={study} is no sweep of configs/sweep")
-    return (RESULTS / study / "provenance.json").is_file()
+    runs = read_json(RESULTS / study / "provenance.json").get("runs", {})
+    return bool(runs) and runs.keys() <= {*FINAL}
 
 
 def cells(row: Row, parts: Sequence[Part]) -> list[str]:
