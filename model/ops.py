@@ -222,11 +222,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     if T == S and group > 1 and q.is_cuda and q.dtype == torch.float32:
         # SDPA's kernel for fp32 takes no groups, and without it T x T would be held
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-    # one query is the last, and sees every key; is_causal would let it see key 0 alone
-    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout_p=p_dropout, is_causal=T == S > 1, scale=scale, enable_gqa=group > 1
-    )
+    asked: dict[str, Any] = {"dropout_p": p_dropout, "scale": scale, "enable_gqa": group > 1}
+    if T == S > 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **asked)
+    # one query is the last, and sees every key
+    mask = None if T == 1 else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return F.scaled_dot_product_attention(q, k, v, mask, **asked)
 
 
 Bend = Callable[[Tensor], Tensor]  # an increasing elementwise function of logits in fp32 at least

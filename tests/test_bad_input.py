@@ -428,5 +428,6 @@ def test_the_status_is_that_of_the_run_though_nobody_reads_its_output() -> None:
     read, write = os.pipe()
     os.close(read)
     code = "import sys; from core.cli import guarded; sys.exit(guarded(lambda: print('a line') or 130))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=write).returncode == 130
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=write, env=env).returncode == 130
     os.close(write)
