@@ -45,9 +45,14 @@ def test_a_row_waits_for_its_study_which_then_replaces_another_row(results: Path
         made.run("split=far,p=2", fold, falling(1.6))
         made.plan("split=near,p=4", 1, fold)  # p = 4 is not begun
     report.report(sweep_of(made.path), results / "leak", [])
+    assert [row[0] for row in claims(tmp_path / "ledger.yaml")] == ["old"]
+    for fold in (0, 1, 2):
+        made.run("split=near,p=4", fold, falling(1.4))
+        made.run("split=far,p=4", fold, falling(1.6 + 0.001 * fold))
+    report.report(sweep_of(made.path), results / "leak", [])
     (row,) = claims(tmp_path / "ledger.yaml")
-    assert row[0] == "new" and row[1].startswith("p = 2: −0.1010 (−0.10") and row[2] == "reproduced"
-    assert row[4].startswith("3 folds") and "p = 4" not in row[1]
+    assert row[0] == "new" and row[1].startswith("p = 2: −0.1010 (−0.10") and "reproduced" in row[2]
+    assert row[4].startswith("3 folds") and "p = 4: −0.20" in row[1]
 
 
 def test_a_row_that_waits_for_what_is_no_sweep_is_refused(results: Path, tmp_path: Path) -> None:
