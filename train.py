@@ -129,9 +129,7 @@ def train(
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
     parameters = [*model.parameters()]
     micro_steps = session.micro_steps
-    skip = torch.zeros(
-        (), device=machine.device
-    )  # 1 from the first update on that is not finite: then no weight changes
+    skip = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: weights stay then
     agreement, stopping = dist.Agreement(), False
     batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in micro_steps)
     with (
@@ -164,7 +162,7 @@ def train(
             with updating(model):
                 optimizer.step(skip)
             optimizer.zero_grad()
-            maxima = qk_clip(model.attentions, config.qk_clip, skip)  # (n_layer, n_head), before the clip
+            maxima = qk_clip(model.attentions, config.qk_clip, skip)  # clips heads; their largest logits before it
             meter.add(line, loss, norm, maxima)
             bar.update()
 
