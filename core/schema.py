@@ -200,7 +200,7 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
 
 TYPE_NAMES: dict[Any, list[str]] = {
     int: ["an integer"], float: ["a number"], bool: ["true", "false"], str: ["text"], list: ["a list"],
-    dict: ["a group"], type(None): ["null"],
+    dict: ["a group, as {name: value}"], type(None): ["null"],
 }  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
                 return tuple(convert(v, inner[0] if many else inner[i], key) for i, v in enumerate(value))
             example = "[a,b]" if inner[0] is str else "[1,2]"
             allowed.append(f"a list, as {example}" if many else f"a list of {len(inner)} numbers")
-        elif type(value) is kind:
+        elif type(value) is kind and (kind is not dict or all(isinstance(name, str) for name in value)):
             return value
         elif kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)

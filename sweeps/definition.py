@@ -132,7 +132,7 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
     for key, value in changes.items():
         if key.startswith("grid."):
             swept = key.removeprefix("grid.")
-            grids = [source["grid"], *(part["grid"] for part in source["parts"].values())]
+            grids = [convert(of["grid"], dict, "sweep.grid") for of in (source, *source["parts"].values())]
             for grid in [grid for grid in grids if swept in grid] or grids[:1]:
                 grid[swept] = value
         elif key == "parts":
@@ -149,7 +149,7 @@ def select_parts(sweep: str, parts: dict[str, Any], value: Any) -> dict[str, Any
     """The parts that sweep.parts=`value` names: all, a name, or a list of names."""
     require(bool(parts) or value == "all", f"sweep.parts={show(value)}: sweep={sweep} has no parts")
     chosen = [*parts] if value == "all" else [value] if isinstance(value, str) else value
-    good = isinstance(chosen, list) and (len(chosen) > 0 or not parts) and all(part in parts for part in chosen)
+    good = isinstance(chosen, list) and (len(chosen) > 0 or not parts) and all(part in [*parts] for part in chosen)
     example = "".join([*parts][:1])
     require(good, f"sweep.parts={show(value)} must be all, or some of {', '.join(parts)}, as [{example}]")
     return {part: {**parts[part], "on_request": False} for part in chosen}

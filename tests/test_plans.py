@@ -1,6 +1,7 @@
 """Sweeps: what a plan is, what is planned once, and what is refused."""
 
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -175,9 +176,16 @@ def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     circle[0].write_text("parts: {a/b: {}}\n")
     with pytest.raises(ConfigError, match="sweep.parts.a/b: a part's name has no /"):
         load_sweep(str(circle[0]), {})
-    circle[0].write_text("overrides: model=nano_cpu\n")
-    with pytest.raises(ConfigError, match="sweep.overrides=model=nano_cpu must be a list"):
-        load_sweep(str(circle[0]), {})
+    for text, changes, says in (
+        ("overrides: model=nano_cpu", {}, "sweep.overrides=model=nano_cpu must be a list"),
+        ("grid: {1: [2, 3]}", {}, "sweep.grid={1: [2, 3]} must be a group, as {name: value}"),
+        ("parts: {1: {}}", {}, "sweep.parts={1: {}} must be a group, as {name: value}"),
+        ("grid: null", {"grid.qk_norm.p": [2]}, "sweep.grid=null must be a group"),
+        ("parts: {a: {}}", {"parts": [["a"]]}, "sweep.parts=[['a']] must be all, or some of a"),
+    ):
+        circle[0].write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            load_sweep(str(circle[0]), changes)
 
 
 def test_settings_that_do_not_tell_runs_apart_cannot_be_swept(tmp_path: Path, corpus: Path) -> None:

@@ -165,6 +165,9 @@ def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> Non
     assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
     both = (folder / "README.md").read_text()
     assert both.count("| sink |") == both.count("σ over seeds") == 2 and "### At `track_small` scale" in both
+    (folder / "train.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"train\.json is no result of bench_train\.py or bench_sample\.py"):
+        make(TrackOptions(folder=str(folder), sweep=str(sweep)))
 
 
 def test_the_final_sweep_takes_each_contestants_best_rate(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ grid: every contestant at every learning rate. final: every contestant at its be
 decide. results/attention_track/README.md has the rules.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import altair as alt
 
+from core.files import read_json
 from core.schema import require
 from scripts.reporting.charts import LOSS, OKABE_ITO, Figure
 from scripts.reporting.runs import METRICS, Sweep
@@ -134,17 +134,19 @@ def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
 
 
 def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:
-    """Words of a contestant -> median, low and high of its time over that of the first; {} where there is no file."""
+    """Words of a contestant -> median, low and high of its time over that of the first; {} where there is no file.
+
+    Raises: ConfigError where a benchmark did not write it.
+    """
     if not file.exists():
         return {}
-    content: Any = json.loads(file.read_text(encoding="utf-8"))
-    if "1_sequences" in content:  # of decoding: speeds
-        content = content["1_sequences"]
-        speeds = content["speed_over_first"].items()
-        ends = {"median": "median", "low": "high", "high": "low"}
-        others = {name: {key: 1 / of[end] for key, end in ends.items() if end in of} for name, of in speeds}
-    else:
-        others = content["time_over_first"]
+    content: Any = read_json(file)
+    content = content.get("1_sequences", content)  # of decoding: speeds
+    require("variants" in content, f"{file} is no result of bench_train.py or bench_sample.py")
+    ends = {"median": "median", "low": "high", "high": "low"}
+    speeds = content.get("speed_over_first", {}).items()
+    inverted = {name: {key: 1 / of[end] for key, end in ends.items() if end in of} for name, of in speeds}
+    others = content.get("time_over_first", inverted)
     return {next(iter(content["variants"])): {"median": 1.0}, **others}
 
 
