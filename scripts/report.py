@@ -33,7 +33,7 @@ from scripts.reporting.statistics import compared_families
 from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, read_value, runs_csv
 from scripts.reporting.tables import facts
 from sweeps.definition import sweep_name
-from sweeps.status import SweepPlace, tally
+from sweeps.status import FINAL, SweepPlace, tally
 
 
 def report(sweep: Sweep, out: Path, argv: Sequence[str]) -> None:
@@ -78,6 +78,16 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
         if Path(name).name == name:
             (out / name).unlink(missing_ok=True)
     write_atomic(out / "provenance.json", (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def refuse_loss(sweep: Sweep, out: Path) -> None:
+    """Raises: ConfigError where the report in `out` has runs at their end that `sweep` lacks."""
+    if not (out / "runs.csv").is_file():
+        return
+    with (out / "runs.csv").open(encoding="utf-8", newline="") as file:
+        stored = {row.get("id") for row in csv.DictReader(file) if row.get("status") in FINAL}
+    lost = stored - {run.id for run in sweep.runs if run.state.state in FINAL}
+    require(not lost, f"{out} has {len(lost)} runs that this report lacks: from={out} keeps them, out=DIR is elsewhere")
 
 
 def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> str:
@@ -148,6 +158,8 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
         sweep = read_stored(Path(asked.from_).expanduser(), name)
         if asked.sweep or asked.sweep_dir:
             sweep = joined(sweep, read_sweep(asked.directory, name))
+    if asked.out is None:
+        refuse_loss(sweep, out)
     report(sweep, out, argv)
     print(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
     if asked.wandb:

@@ -36,6 +36,7 @@ from scripts.reporting.tables import (
     missing_table,
     part_table,
 )
+from sweeps.plan import read_plan
 from training.config import FaultOptions
 
 # -----------------------------------------------------------------------------
@@ -363,6 +364,22 @@ def test_runs_whose_directories_are_gone_count_as_they_were_stored(made: Made, t
     sweep = joined(read_stored(tmp_path / "out", "made"), sweep_of(later.path))
     assert [run.fold for run in sweep.done("a/p=2")] == [0, 1, 2, 3, 4, 7]
     assert sweep.runs_of("a/p=2")[1, 0].summary["val/loss_min"] == 1.5
+
+
+def test_a_report_of_fewer_runs_replaces_none_unless_out_says_so(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = f"sweep_dir={made.path}"
+    assert report.main([place]) == report.main([place]) == 0
+    before = Path("results/sweep/runs.csv").read_bytes()
+    shutil.rmtree(made.path / read_plan(made.path)[0].id)
+    assert report.main([place]) == 2
+    assert "results/sweep has 1 runs that this report lacks: from=results/sweep keeps" in capsys.readouterr().err
+    assert report.main([place, "from=results/sweep"]) == 0
+    assert Path("results/sweep/runs.csv").read_bytes() == before
+    assert report.main([place, "out=results/sweep"]) == 0
+    assert Path("results/sweep/runs.csv").read_bytes() != before
 
 
 def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
