@@ -56,15 +56,15 @@ EXIT_DIVERGED = 3  # other exit codes: 0 done, 1 failed, 2 bad setting, 128 + n 
 def run(config: TrainConfig) -> int:
     """Train, resume or evaluate the run that `config` describes.
 
-    Returns the exit status: 0, 3 (diverged: a loss, gradient or weight is not finite) or 128 + the signal that stopped
-    it. Raises: ConfigError before anything is written.
+    Returns the exit status: 0, 1 (a finished run whose files are damaged), 3 (diverged: a loss, gradient or weight is
+    not finite) or 128 + the signal that stopped it. Raises: ConfigError before anything of the run changes.
     """
     config = with_init_sha256(config)
     if config.dry_run:
         return dry_run(config)
     session = setup(config)
     session.join_ranks()
-    warnings = start_up_checks(session)  # before other weights come: they expect the loss of initial ones
+    warnings = start_up_checks(session)  # before init_from: they expect the loss of random weights
     warnings += load_initial_weights(config, session.model, session.data.corpus)
     with open_run_dir(session) as run_dir:  # ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:
@@ -87,7 +87,7 @@ def run(config: TrainConfig) -> int:
         run_dir.log(f"{run_dir.path}: {headline(session)}" + (f", resumed at iteration {start}" if saved else ""))
         meter, lowest = Meter(session, saved), find_lowest(run_dir)
         run_dir.restore_best(lowest.step)
-        with StopSignal() as stop:  # of a run that is at its end it only sets the exit status
+        with StopSignal() as stop:  # after the last update a signal only sets the exit status
             try:
                 line = train(session, run_dir, meter, lowest, start, stop)
             except Diverged as end:
@@ -95,7 +95,7 @@ def run(config: TrainConfig) -> int:
                 status = finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
             else:
                 if line["iter"] < config.max_iters:
-                    return stopped(run_dir, line["iter"], stop.signal or signal.SIGTERM)  # another rank's: SIGTERM
+                    return stopped(run_dir, line["iter"], stop.signal or signal.SIGTERM)  # 0: another rank got it
                 status = finish(session, run_dir, meter, lowest, line)
         return 128 + stop.signal if stop.signal else status
 
@@ -128,10 +128,9 @@ def train(
     """
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
     parameters = [*model.parameters()]
-    micro_steps = session.micro_steps
     skip = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: weights stay then
     agreement, stopping = dist.Agreement(), False
-    batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in micro_steps)
+    batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in session.micro_steps)
     with (
         closing(session.data.batches.prefetch(batch_ids)) as train_batches,
         run_dir.progress_bar(config.max_iters, start) as bar,
@@ -140,12 +139,12 @@ def train(
         for step in range(start, config.max_iters + 1):  # + 1: the last pass only evaluates and saves
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
-            is_last, evaluating = step == config.max_iters or stopping, evaluates(step, config)
+            is_last, evaluating = step == config.max_iters or stopping, is_eval_step(step, config)
             if evaluating:
                 evaluate(session, run_dir, line)
                 # extra: evaluated only because the run ends here
                 lowest.update(step, line["val/loss"], extra=step % config.eval_interval != 0)
-            if lowest.step == step or is_last or (saves(step, config) and step > start):
+            if lowest.step == step or is_last or (is_save_step(step, config) and step > start):
                 save(session, run_dir, meter, lowest, line)
             if is_last:
                 break
@@ -156,44 +155,44 @@ def train(
             seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
             line["lr"] = learning_rate(step, config)
             set_learning_rate(optimizer, line["lr"])
-            loss = accumulate_gradients(session.forward, train_batches, len(micro_steps), machine)
+            loss = accumulate_gradients(session.forward, train_batches, len(session.micro_steps), machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)  # inf: measure only
             skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
-            with updating(model):
+            with updating(model):  # for weights=quack and sigma_reparam; else nothing
                 optimizer.step(skip)
             optimizer.zero_grad()
-            maxima = qk_clip(model.attentions, config.qk_clip, skip)  # clips heads; their largest logits before it
+            maxima = qk_clip(model.attentions, config.qk_clip, skip)  # before the clip, (n_layer, n_head)
             meter.add(line, loss, norm, maxima)
             bar.update()
 
             # Read the losses and gradient norms since the last read, into the lines that add() took.
             stopping = agreement.any_rank(stop.signal > 0)  # all ranks stop after the same update
-            if reads(step, config) or stopping:
+            if is_read_step(step, config) or stopping:
                 meter.read()
             if evaluating:
                 line |= update_ratios(model, old_weights)
-            if logs(step, config):
+            if is_log_step(step, config):
                 line |= meter.take_interval()
                 run_dir.record(line)
                 show_progress(run_dir, bar, line, meter.seconds_left(line) if step > start else None)
     return line
 
 
-def evaluates(step: int, config: TrainConfig) -> bool:
+def is_eval_step(step: int, config: TrainConfig) -> bool:
     return step % config.eval_interval == 0 or step == config.max_iters
 
 
-def saves(step: int, config: TrainConfig) -> bool:
+def is_save_step(step: int, config: TrainConfig) -> bool:
     return step % config.checkpoint_interval == 0
 
 
-def logs(step: int, config: TrainConfig) -> bool:
-    return step % config.log_interval == 0 or evaluates(step, config)
+def is_log_step(step: int, config: TrainConfig) -> bool:
+    return step % config.log_interval == 0 or is_eval_step(step, config)
 
 
-def reads(step: int, config: TrainConfig) -> bool:
+def is_read_step(step: int, config: TrainConfig) -> bool:
     """Whether the host waits for the numbers of update `step`: at log lines, and before an evaluation or a save."""
-    return logs(step, config) or evaluates(step + 1, config) or saves(step + 1, config)
+    return is_log_step(step, config) or is_eval_step(step + 1, config) or is_save_step(step + 1, config)
 
 
 def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:

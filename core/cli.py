@@ -354,19 +354,17 @@ def print_help(doc: str | None, settings: type, argv: list[str], presets: Preset
 
 def guarded(run: Callable[[], int]) -> int:
     """The exit status of run(), and one line for what goes wrong in it: 2 a bad setting, 1 a failure, 130 Ctrl-C."""
+    status = 0
     try:
         status = run()
-        try:
-            if sys.stdout is not None:  # None where the shell closed it
-                sys.stdout.flush()
-        except BrokenPipeError:
-            leave_output()
+        if sys.stdout is not None:  # None where the shell closed it
+            sys.stdout.flush()
         return status
     except ConfigError as error:
         return refuse(str(error))
     except BrokenPipeError:
         leave_output()
-        return 0
+        return status
     except KeyboardInterrupt:
         return 130
     except OSError as error:  # a full disk, say

@@ -194,10 +194,11 @@ class RunDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Unlock; a run that an exception ended has failed. A refused setting is not the run's failure."""
+        """Unlock; a run that an exception ended has failed, but one that a signal ended outside the loop is stopped. A
+        refused setting is not the run's failure."""
         try:
             if error is not None and not isinstance(error, ConfigError) and self.state == "running":
-                state = "stopped" if isinstance(error, SystemExit) else "failed"  # by SIGTERM, outside the loop
+                state = "stopped" if isinstance(error, SystemExit | KeyboardInterrupt) else "failed"
                 self.status(state, reason=one_line(error, 500))
         finally:
             self.close()
@@ -333,7 +334,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The code's git commit, with + and a hash of the changes when the tree has some; None outside a checkout."""
+    """The code's git commit, with + and a hash of the changes to tracked files, if any; None outside a checkout."""
     head, changes = git("rev-parse", "HEAD"), uncommitted()
     if head is None:
         return None

@@ -52,9 +52,8 @@ def rotate(x: Tensor, rope: Rope, pos: int = 0) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# QK norms: gain * (x - mean) * scale(x). `gain` is learned, one number a channel; scale(x) is one number a vector. Only
-# LayerNorm subtracts the mean. They act on the queries and keys of each head, before RoPE (as in Qwen3). seams.py has
-# their base class, variants/ the norms of other papers.
+# QK norms act on the queries and keys of each head, before RoPE (as in Qwen3). seams.py has their base class with its
+# formula, variants/ the norms of other papers.
 
 
 class NoNorm(QKNorm):
@@ -103,9 +102,8 @@ class LpNorm(QKNorm):
     """x / ||x||_p over each head's channels (papers: Lp QK-norm, eq. 12-14). p >= 1, inf included.
 
     p=learned makes p = 1 + softplus(raw_p) a parameter, one a head, that starts at 2; queries and keys have their own.
-    torch.compile gets a finite p as a tensor: one compiled graph is then right for every p.
-    Computed in fp32 at least, on x / max|x|: no power overflows or underflows. A vector with max|x| <= 1e-30 maps to
-    zero with zero gradient. For p != 2 the norm is not invariant under rotations, RoPE's among them.
+    Computed in fp32 at least, on x / max|x|: no power overflows. A zero vector maps to zero, with zero gradient. For
+    p != 2 the norm is not invariant under rotations, RoPE's among them.
     """
 
     p_tensor: Tensor | None  # (); None if p is inf
@@ -126,10 +124,11 @@ class LpNorm(QKNorm):
 
     @property
     def p(self) -> float | Tensor:
-        """Learned: a tensor (nh, 1, 1). Fixed: a number, but in compiled code a tensor () if it is finite."""
+        """Learned: a tensor (nh, 1, 1). Fixed: a number, but in compiled code a tensor () if it is finite: one graph is
+        then right for every p."""
         if self.learned:
             return 1 + F.softplus(self.raw_p)[:, None, None]
-        tensor = self.p_tensor if torch.compiler.is_compiling() else None  # one graph for every p
+        tensor = self.p_tensor if torch.compiler.is_compiling() else None
         return self.fixed_p if tensor is None else tensor
 
     def scale(self, x: Tensor) -> Tensor:
@@ -235,15 +234,12 @@ class CausalAttention(nn.Module):
     QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
     head. Its forward calls attend(), and where it forms all keys observe(), which calls `probe(q, k, scale)`.
     Ours also fill the seams logits, softmax and output.
-
-    After track_max_logits() `max_logits` is the exact largest logit of each head before `logits.bend`, (nh,), over the
-    training forwards since the last pop_max_logits().
     """
 
     n_head: int
     p_dropout: float
     caches_keys = False  # new_cache() holds keys and values
-    needs_lse = False  # `logits` bends the logits, or `softmax` needs each query's log-sum-exp
+    plain_softmax = True  # False with logits=softcap or softmax=sink, which SDPA cannot compute
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,13 +250,13 @@ class CausalAttention(nn.Module):
         self.logits = seams.LOGITS[config.logits.name](config.logits, config)
         self.softmax = seams.SOFTMAXES[config.softmax.name](config.softmax, config)
         self.output = seams.OUTPUTS[config.output.name](config.output, config, v_dim)
-        self.needs_lse = self.logits.bend is not None or config.softmax.name != "plain"
+        self.plain_softmax = self.logits.bend is None and config.softmax.name == "plain"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         p = self.p_dropout if self.training else 0.0
-        if self.needs_lse:
-            return self.softmax(*ops.attention_and_lse(q, k, v, scale, p, self.logits.bend))
-        return ops.causal_attention(q, k, v, scale, p)
+        if self.plain_softmax:
+            return ops.causal_attention(q, k, v, scale, p)
+        return self.softmax(*ops.attention_and_lse(q, k, v, scale, p, self.logits.bend))
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
         """q (B, nh, T, dk), k (B, nkv, T, dk): normalised and rotated, the factors of the logits."""
@@ -274,7 +270,8 @@ class CausalAttention(nn.Module):
         self.max_logits = torch.full((self.n_head,), -math.inf, device=next(self.parameters()).device)
 
     def pop_max_logits(self) -> Tensor:
-        """The largest logit of each head, (nh,), in all training forwards since the last call."""
+        """The exact largest logit of each head before `logits.bend`, (nh,), over the training forwards since the last
+        call."""
         assert self.max_logits is not None, "track_max_logits() was not called"
         result, self.max_logits = self.max_logits, torch.full_like(self.max_logits, -math.inf)
         return result
@@ -432,17 +429,17 @@ class MultiHeadLatentAttention(CausalAttention):
         q = self.c_q(self.q_a_norm(self.c_q_a(x))).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
         latent, k_rope, alpha = self.kv_a_norm(latent), k_rope[:, None], self.logit_scale()
         if self.unified:
-            q_nope, q_rope = self.split_blocks(self.q_norm(q, alpha))
+            q_nope, q_rope = self.split(self.q_norm(q, alpha))
             q = torch.cat([q_nope, rotate(q_rope, rope, pos)], -1)
-            q_nope, q_rope = self.split_blocks(self.q_norm.after_rope(q))
+            q_nope, q_rope = self.split(self.q_norm.after_rope(q))
         else:
-            q_nope, q_rope = self.split_blocks(q)
+            q_nope, q_rope = self.split(q)
             q_nope, q_rope = self.q_norm(q_nope, alpha), rotate(self.q_rope_norm(q_rope, alpha), rope, pos)
             q_nope, q_rope = self.q_norm.after_rope(q_nope), self.q_rope_norm.after_rope(q_rope)
             k_rope = self.k_rope_norm(k_rope)
         return self.logits.scale_queries(q_nope, pos), self.logits.scale_queries(q_rope, pos), latent, k_rope
 
-    def split_blocks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(..., dn + dr) -> (..., dn), (..., dr)"""
         return x[..., : self.nope_dim], x[..., self.nope_dim :]
 
@@ -454,14 +451,14 @@ class MultiHeadLatentAttention(CausalAttention):
             for part in self.c_kv_b(latent).split(self.c_kv_b.split_sizes, -1)
         )
         if self.unified:
-            k_nope, k_rope = self.split_blocks(self.k_norm(self.join_blocks(k_nope, k_rope)))
+            k_nope, k_rope = self.split(self.k_norm(self.join(k_nope, k_rope)))
         else:
             k_nope = self.k_norm(k_nope)
-        return self.join_blocks(k_nope, rotate(k_rope, rope, pos)), v
+        return self.join(k_nope, rotate(k_rope, rope, pos)), v
 
-    def join_blocks(self, content: Tensor, rotated: Tensor) -> Tensor:
+    def join(self, nope: Tensor, rope: Tensor) -> Tensor:
         """(B, nh, T, dn), and (B, 1, T, dr) shared by the heads or (B, nh, T, dr) -> (B, nh, T, dn + dr)"""
-        return torch.cat([content, rotated.expand(-1, self.n_head, -1, -1)], -1)
+        return torch.cat([nope, rope.expand(-1, self.n_head, -1, -1)], -1)
 
     def explicit(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope) -> Tensor:
         """Attention over keys and values formed from the latents of the same T positions -> (B, nh, T, dv)."""
@@ -487,7 +484,7 @@ class MultiHeadLatentAttention(CausalAttention):
         gain = self.k_norm.head_gain
         if gain is None:
             return 1.0, 1.0
-        return self.split_blocks(gain) if self.unified else (gain, 1.0)
+        return self.split(gain) if self.unified else (gain, 1.0)
 
     def content_keys(self, latent: Tensor) -> Tensor | None:
         """Content keys (B, nh, T, dn) of latents (B, T, kr) before their norm; None without a QK norm."""
@@ -500,7 +497,7 @@ class MultiHeadLatentAttention(CausalAttention):
         new = slice(pos, pos + latent.size(1))
         if cache.key_scale is not None:
             assert k_nope is not None
-            k = self.join_blocks(k_nope, k_rope) if self.unified else k_nope  # what k_norm normalises
+            k = self.join(k_nope, k_rope) if self.unified else k_nope  # what k_norm normalises
             s = self.k_norm.scale(k)  # (B, nh, T, 1)
             cache.key_scale[:, new] = s[..., 0].transpose(1, 2)
             if cache.mean_term is not None:
@@ -529,7 +526,7 @@ class MultiHeadLatentAttention(CausalAttention):
         latents, k_ropes = cache.latent[:, : pos + T], cache.k_rope[:, : pos + T]
         scale, bend = self.logit_scale.softmax_scale, self.logits.bend
         y, lse = ops.latent_attention(
-            q_latent, q_rope, latents, k_ropes, key_scale, shift, scale, self.unified, bend, self.needs_lse
+            q_latent, q_rope, latents, k_ropes, key_scale, shift, scale, self.unified, bend, not self.plain_softmax
         )
         y = ops.each_head(y, w_uv.transpose(1, 2).to(y.dtype))
         return y if lse is None else self.softmax(y, lse)
@@ -596,9 +593,8 @@ class MLP(nn.Module):
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
         self.swiglu = config.mlp == "swiglu"
-        self.c_fc = FusedLinear(
-            config.n_embd, [hidden, hidden] if self.swiglu else [hidden], bias=config.bias
-        )  # gate, up
+        widths = [hidden, hidden] if self.swiglu else [hidden]  # gate and up, or one
+        self.c_fc = FusedLinear(config.n_embd, widths, bias=config.bias)
         self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -652,6 +648,11 @@ class GPT(nn.Module):
         self.lm_head = None if m.tied else Linear(m.n_embd, vocab_size, bias=False)
         self.init_rope()
 
+    @property
+    def attentions(self) -> list[Any]:
+        """The attention modules, first layer first."""
+        return [block.attn for block in self.transformer.h]
+
     def init_rope(self) -> None:
         """Compute the tables of RoPE; checkpoints do not hold them. load_run() calls it again for a model built on the
         meta device."""
@@ -703,6 +704,9 @@ class GPT(nn.Module):
         loss = F.cross_entropy(at_least_fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss
 
+    def new_caches(self, batch: int, max_len: int, dtype: torch.dtype) -> list[Cache]:
+        return [attn.new_cache(batch, max_len, dtype) for attn in self.attentions]
+
     # Initialisation
 
     @torch.no_grad()
@@ -736,13 +740,9 @@ class GPT(nn.Module):
 
     # Cost accounting
 
-    @property
-    def attentions(self) -> list[Any]:
-        """The attention modules, first layer first."""
-        return [block.attn for block in self.transformer.h]
-
     def num_params(self, non_embedding: bool = False) -> int:
-        """Number of parameters; as in nanoGPT, non_embedding leaves out the position embedding alone."""
+        """Number of parameters, with the vectors that quack and sigma_reparam save; as in nanoGPT, non_embedding leaves
+        out the position embedding alone."""
         wpe = self.transformer.wpe
         total = sum(p.numel() for p in self.parameters())
         return total - wpe.weight.numel() if non_embedding and wpe is not None else total
@@ -755,9 +755,6 @@ class GPT(nn.Module):
         n = self.num_params(non_embedding=True)
         n -= 0 if self.lm_head is None else self.transformer.wte.weight.numel()
         return 6 * n + sum(attn.flops_per_token(self.block_size) for attn in self.attentions)
-
-    def new_caches(self, batch: int, max_len: int, dtype: torch.dtype) -> list[Cache]:
-        return [attn.new_cache(batch, max_len, dtype) for attn in self.attentions]
 
     def cache_bytes_per_token(self, dtype: torch.dtype) -> int:
         tensors = [tensor for cache in self.new_caches(1, 1, dtype) for tensor in vars(cache).values()]

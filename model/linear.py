@@ -1,4 +1,4 @@
-"""Linear layers and embeddings of a GPT, which have no values until init_weights() or a checkpoint sets them."""
+"""Linear layers and embeddings of a GPT."""
 
 import torch.nn as nn
 from torch import Tensor

@@ -272,8 +272,8 @@ def attention_and_lse_reference(
         block = at_least_fp32(q[..., i:end, :]).flatten(2, 3)  # (B, nkv, group rows, dk)
         logits = (block @ at_least_fp32(k[:, :, :seen]).mT * scale).unflatten(2, (group, -1))
         logits = logits if bend is None else bend(logits)
-        hidden = torch.ones(end - i, seen, dtype=torch.bool, device=q.device).triu(seen - (end - i) + 1)
-        logits = logits.masked_fill(hidden, -math.inf)
+        future = torch.ones(end - i, seen, dtype=torch.bool, device=q.device).triu(seen - (end - i) + 1)
+        logits = logits.masked_fill(future, -math.inf)
         lse = logits.logsumexp(-1)  # (B, nkv, group, rows)
         att = dropout((logits - lse[..., None]).exp().to(v.dtype), p_dropout)
         parts.append((att.flatten(2, 3) @ v[:, :, :seen]).unflatten(2, (group, -1)).flatten(1, 2))
@@ -365,8 +365,8 @@ def visible_logits(q: Tensor, k: Tensor, scale: float, bend: Bend | None = None)
         end = min(i + rows, T)
         with torch.autocast(q.device.type, enabled=False):
             logits = matmul_fp32(q[:, :, i:end], k[:, :, :end].transpose(-2, -1)) * scale
-        hidden = torch.ones(end - i, end, dtype=torch.bool, device=q.device).triu(i + 1)
-        yield (logits if bend is None else bend(logits)).masked_fill(hidden, -math.inf)
+        future = torch.ones(end - i, end, dtype=torch.bool, device=q.device).triu(i + 1)
+        yield (logits if bend is None else bend(logits)).masked_fill(future, -math.inf)
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -482,7 +482,7 @@ def latent_attention_reference(
         logits = logits - scale * shift
     logits = logits if bend is None else bend(logits)
     if T > 1:
-        hidden = torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1)
-        logits = logits.masked_fill(hidden, -math.inf)
+        future = torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1)
+        logits = logits.masked_fill(future, -math.inf)
     att = F.softmax(logits, -1).to(latent.dtype)
     return (att.flatten(1, 2) @ latent).view(B, nh, T, -1), logits.logsumexp(-1) if with_lse else None

@@ -86,7 +86,7 @@ class QKNorm(Seam):
 class Logits(Seam):
     """What is done to the logits: to all of a query's by scale_queries(), to each one by `bend`.
 
-    bend: an increasing elementwise function of logits, in fp32 at least, or None.
+    bend: a soft cap, or another increasing elementwise function of the logits, in fp32 at least; None: none.
     """
 
     bend: Callable[[Tensor], Tensor] | None = None

@@ -305,6 +305,17 @@ def test_finished_runs_are_recognised(
     assert snapshot(path) == before and run.state == state
 
 
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(KeyboardInterrupt(), "stopped"), (SystemExit(143), "stopped"), (OSError(), "failed"), (ConfigError(), "running")],
+)
+def test_a_run_that_a_signal_ends_is_stopped_and_has_not_failed(path: Path, error: BaseException, state: str) -> None:
+    with pytest.raises(type(error)), opened(path) as run:
+        run.begin(to_yaml(TrainConfig(out_dir=str(path))))
+        raise error
+    assert read_status(path)["state"] == state
+
+
 def test_fresh_moves_the_old_run_aside(path: Path) -> None:
     for n in (1, 2):
         leave(path, "done", 5000, seed=n, fresh=True)

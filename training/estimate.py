@@ -28,8 +28,10 @@ class Cost(NamedTuple):
 def dry_run(config: TrainConfig) -> int:
     """Print the settings and what the run would be. Returns the exit status."""
     machine, data = set_up_machine(config), read_data(config)
+    if machine.world.rank > 0:
+        return 0
     print(to_yaml(config), end="")
-    for key, value in facts(config, machine, data).items():
+    for key, value in report(config, machine, data).items():
         print(f"{key + ':':15s}{value}")
     return 0
 
@@ -44,17 +46,18 @@ def check(config: TrainConfig) -> None:
 
 def estimate(config: TrainConfig) -> tuple[float, int]:
     """Seconds and bytes on disk that a run would take."""
-    found = cost(config, set_up_machine(config), read_data(config))
+    machine, data = set_up_machine(config), read_data(config)
+    found = cost(config, machine, data, model_without_weights(config, data))
     return found.seconds, (checkpoint.KEEP + 1) * found.checkpoint_bytes
 
 
-def facts(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
+def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
     """The lines that a dry run prints, as {label: text}."""
     corpus, dtype, model = data.corpus, machine.dtype, model_without_weights(config, data)
     n, flops = model.num_params(), model.flops_per_token()
     rows = rows_at_once(config.batch_size, config.model.block_size, machine.device)
     activations = activation_bytes(model, rows, machine.device, dtype)
-    found = cost(config, machine, data)
+    found = cost(config, machine, data, model)
     return {
         "run directory": f"{config.run_dir}",
         "corpus": f"{len(corpus.tokens):,} tokens, {data.held_out_tokens:,} of them held out, "
@@ -73,9 +76,10 @@ def facts(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
     }
 
 
-def cost(config: TrainConfig, machine: Machine, data: Data) -> Cost:
-    model = model_without_weights(config, data)
+def cost(config: TrainConfig, machine: Machine, data: Data, model: GPT) -> Cost:
+    """model: on the meta device."""
     rate, how = training_rate(model, config, machine)
+    rate *= machine.world.size
     # an evaluation is a forward pass, a third of the work
     tokens = config.max_iters * config.tokens_per_iter + n_evaluations(config) * data.held_out_tokens / 3
     return Cost(tokens / rate, rate, how, 4 * model.num_params() + optimizer_bytes(model, config))

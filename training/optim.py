@@ -182,13 +182,10 @@ def new_adamw(parameters: Iterable[Tensor], o: AdamWOptions) -> AdamW:
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """The optimizer of config.optim over all parameters; each is in exactly one group."""
     o = config.optim
-    optimizer: Optimizer
     if isinstance(o, MuonOptions):
-        optimizer = MuonAndAdamW(model, o, in_fp32=config.dtype == "float32")
-    else:
-        require(o.name == "adamw", f"optim={o.name} is not implemented: build_optimizer() knows adamw and muon")
-        optimizer = new_adamw([p for p in model.parameters() if p.requires_grad], o)
-    return optimizer
+        return MuonAndAdamW(model, o, in_fp32=config.dtype == "float32")
+    require(o.name == "adamw", f"optim={o.name} is not implemented: build_optimizer() knows adamw and muon")
+    return new_adamw([p for p in model.parameters() if p.requires_grad], o)
 
 
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:

@@ -38,7 +38,7 @@ def gammas(maxima: Tensor, options: QKClipOptions) -> Tensor:
 
 def qk_clip_line(maxima: Tensor, options: NoClipOptions) -> dict[str, float]:
     """The metrics of maxima (n_layer, n_head): the largest, of all and a layer; with qk_clip=clip the number of heads
-    that were clipped, and the smallest gamma."""
+    over the threshold (in GQA their whole group is scaled), and the smallest gamma."""
     line = {"qk_clip/max_logit": maxima.max().item()}
     assert line["qk_clip/max_logit"] != -math.inf, "no training forward since the last update"
     line |= {f"qk_clip/max_logit/layer_{i}": m for i, m in enumerate(maxima.amax(1).tolist())}
@@ -49,8 +49,8 @@ def qk_clip_line(maxima: Tensor, options: NoClipOptions) -> dict[str, float]:
 
 
 def over_updates(*lines: dict[str, float]) -> dict[str, float]:
-    """qk_clip_line() of several updates as one: the largest maxima, the sum of clipped heads, the smallest gamma.
-    Empty lines are skipped."""
+    """qk_clip_line() of several updates as one: the largest maxima, the sum of the counts, the smallest gamma. Empty
+    lines are skipped."""
     combine: dict[str, Callable[[Iterable[float]], float]] = {"qk_clip/clipped": sum, "qk_clip/gamma_min": min}
     values_of = {key: [line[key] for line in lines if key in line] for line in lines for key in line}
     return {key: combine.get(key, max)(values) for key, values in values_of.items()}

@@ -19,20 +19,20 @@ from training.session import Batch, Machine
 CPU_TOKENS = 2**11
 
 
-def accumulate_gradients(forward: nn.Module, batches: Iterator[Batch], n: int, machine: Machine) -> Tensor:
-    """Add the gradients of the mean loss over the next n micro-batches. Returns that loss, ()."""
+def accumulate_gradients(forward: nn.Module, batches: Iterator[Batch], n_micro_steps: int, machine: Machine) -> Tensor:
+    """Add the gradients of the mean loss over the next n_micro_steps batches. Returns that loss, ()."""
     device = machine.device
     total = torch.zeros((), device=device)
     with machine.autocast():  # around all of them: it casts a weight once
-        for i in range(n):
+        for i in range(n_micro_steps):
             x, y = next(batches)  # (B, T)
             rows = rows_at_once(len(x), x.size(1), device)
             for first in range(0, len(x), rows):
                 if isinstance(forward, DistributedDataParallel):  # one exchange of gradients, after the last backward
-                    forward.require_backward_grad_sync = i == n - 1 and first + rows >= len(x)
+                    forward.require_backward_grad_sync = i == n_micro_steps - 1 and first + rows >= len(x)
                 part = slice(first, first + rows)
                 _, loss = forward(move(x[part], device), move(y[part], device))
-                loss = loss / (n * len(x) / len(x[part]))  # the part's share of the mean over all n
+                loss = loss / (n_micro_steps * len(x) / len(x[part]))  # the part's share of the mean over all
                 with torch.autocast(device.type, enabled=False):  # backward uses the dtypes of the forward
                     loss.backward()
                 total += loss.detach()
@@ -82,7 +82,7 @@ def parameter_kind(name: str, p: Tensor) -> str:
     if name.endswith("alpha.raw"):
         return "alpha"
     if p.dim() < 2:
-        return "norm"  # the gains of norms; biases count here too
+        return "norm"  # every other vector: gains, biases, sinks, SSMax's s, σReparam's γ
     return "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
 
 
