@@ -26,7 +26,7 @@ from model import options as settings
 from model.linear import Embedding, FusedLinear, Linear, scale_rows
 from model.ops import at_least_fp32
 from model.options import GPTConfig, GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions
-from model.seams import QK_NORMS, QKNorm, Seam
+from model.seams import QK_NORMS, LateInit, QKNorm
 
 INIT_STD = 0.02
 
@@ -142,7 +142,7 @@ class LpNorm(QKNorm):
 QK_NORMS |= {"none": NoNorm, "lp": LpNorm, "rms": RMSNorm, "layernorm": LayerNorm}
 
 
-class Alpha(Seam):
+class Alpha(LateInit):
     """The learnable positive logit scale of Lp QK-norm (eq. 15): one a layer, or one a head.
 
     `alpha_map` maps the free parameter `raw` to alpha: exp, softplus, or linear, which is |raw|. `block_dims` are the
@@ -715,9 +715,8 @@ class GPT(nn.Module):
         for parameter in self.parameters():
             nn.init.constant_(parameter, math.nan)  # NaN marks what no branch sets
         g = torch.Generator(next(self.parameters()).device).manual_seed(seed)
-        seam_modules = {part for seam in self.modules() if isinstance(seam, Seam) for part in seam.modules()}
-        # seams come last: the other weights are then equal, whatever fills the seams
-        for name, module in sorted(self.named_modules(), key=lambda named: named[1] in seam_modules):
+        late = {part for module in self.modules() if isinstance(module, LateInit) for part in module.modules()}
+        for name, module in sorted(self.named_modules(), key=lambda named: named[1] in late):
             if isinstance(module, nn.Linear | nn.Embedding):
                 residual = name.endswith("c_proj")  # c_proj: an output that is added to the residual stream
                 std = INIT_STD / math.sqrt(2 * self.config.model.n_layer) if residual else INIT_STD
@@ -728,7 +727,7 @@ class GPT(nn.Module):
                 nn.init.ones_(module.weight)
                 if isinstance(module, nn.LayerNorm) and module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, Seam):
+            elif isinstance(module, LateInit):
                 module.init_weights()
         missed = [name for name, parameter in self.named_parameters() if parameter.isnan().any()]
         assert not missed, f"init_weights leaves out {missed}"

@@ -27,15 +27,15 @@ from model.options import GPTConfig, QKNormOptions, VariantOptions
 T = TypeVar("T")
 
 
-class Seam(nn.Module):
-    """A module that sets its own parameters, after all projections are set. So the projections get the same random
-    numbers, whatever fills the seams."""
+class LateInit(nn.Module):
+    """A module that sets its own parameters, after all others are set: these get the same random numbers, whatever
+    fills the seams."""
 
     def init_weights(self) -> None:
         pass
 
 
-class QKNorm(Seam):
+class QKNorm(LateInit):
     """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys.
 
     Your own norm defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least. It may have a `gain`, a parameter of
@@ -83,7 +83,7 @@ class QKNorm(Seam):
         return self
 
 
-class Logits(Seam):
+class Logits(LateInit):
     """What is done to the logits: to all of a query's by scale_queries(), to each one by `bend`.
 
     bend: a soft cap, or another increasing elementwise function of the logits, in fp32 at least; None: none.
@@ -101,7 +101,7 @@ class Logits(Seam):
         return q
 
 
-class Softmax(Seam):
+class Softmax(LateInit):
     """What is done to the softmax's denominator: forward(y, lse) multiplies the output of each query.
 
     y (B, nh, T, dv) is the output with the plain softmax, lse (B, nh, T) the log-sum-exp of a query's logits.
@@ -115,7 +115,7 @@ class Softmax(Seam):
         return y
 
 
-class Output(Seam):
+class Output(LateInit):
     """What is done to values (B, nkv, T, hs; not in MLA, which decodes without them), and by forward(y, x) to
     attention's output y (B, nh, T, dv).
 
@@ -133,7 +133,7 @@ class Output(Seam):
         return y
 
 
-class Weights(Seam):
+class Weights(LateInit):
     """What is done to the weights of a block: to how its Linears use them, by a `reparam`, or to their updates."""
 
     def __init__(self, options: Any, block: Any):
@@ -161,7 +161,7 @@ LOGITS: Table[type[Logits]] = Table({"none": Logits})
 SOFTMAXES: Table[type[Softmax]] = Table({"plain": Softmax})
 OUTPUTS: Table[type[Output]] = Table({"none": Output})
 WEIGHTS: Table[type[Weights]] = Table({"none": Weights})
-TABLES: dict[type[Seam], tuple[dict[str, Any], dict[str, Any]]] = {
+TABLES: dict[type[LateInit], tuple[dict[str, Any], dict[str, Any]]] = {
     QKNorm: (settings.QK_NORMS, QK_NORMS),
     Logits: (settings.LOGITS, LOGITS),
     Softmax: (settings.SOFTMAXES, SOFTMAXES),
@@ -170,7 +170,7 @@ TABLES: dict[type[Seam], tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def register(options: type[VariantOptions], variant: type[Seam]) -> None:
+def register(options: type[VariantOptions], variant: type[LateInit]) -> None:
     """Add a variant to its seam. The default of `name` in `options` is what qk_norm=, logits=, ... take.
 
     Raises: ConfigError for a class of no seam, and for a name that is taken.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from model.linear import Linear
 from model.ops import at_least_fp32
 from model.options import SigmaReparamOptions
-from model.seams import Seam, Weights, register
+from model.seams import LateInit, Weights, register
 
 
-class Reparam(Seam):
+class Reparam(LateInit):
     """W (rows, columns) -> gamma / sigma(W) * W for each of its projections.
 
     `u` is the right singular vector so far, a row a projection. It is no trained weight, but a checkpoint must hold it.
