@@ -221,6 +221,7 @@ def checked_grid(key: str, swept: Any) -> Grid:
                 words = convert(overrides, tuple[str, ...], f"{name}.{label}")
                 require(OVERRIDES.holds(words), f"{name}.{label}={show(words)} {OVERRIDES.says}")
         grid[setting] = {str(label): value for label, value in values.items()}
+        require(not any(";" in label for label in grid[setting]), f"{name}: a label has no ;, as runs.csv joins by it")
     return grid
 
 

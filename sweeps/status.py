@@ -102,7 +102,10 @@ def show(asked: SweepPlace) -> int:
     states = {run.id: state_of(sweep_dir, run) for run in runs}
     found = {run.id: progress(sweep_dir, run, states[run.id]) for run in runs}
     print(f"{sweep_dir}: {len(runs)} runs, {tally(states.values())}")
-    points = {point: [run.id for run in runs if point in run.points] for run in runs for point in run.points}
+    points: dict[str, list[str]] = {}
+    for run in runs:
+        for point in run.points:
+            points.setdefault(point, []).append(run.id)
     for point, ids in {"": [*found], **points}.items():
         best = min(filter(None, (found[run_id][1] for run_id in ids)), default=None)
         if not point:

@@ -180,6 +180,7 @@ def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
         ("overrides: model=nano_cpu", {}, "sweep.overrides=model=nano_cpu must be a list"),
         ("grid: {1: [2, 3]}", {}, "sweep.grid={1: [2, 3]} must be a group, as {name: value}"),
         ("parts: {1: {}}", {}, "sweep.parts={1: {}} must be a group, as {name: value}"),
+        ("grid: {words: {a;b: [seed=1]}}", {}, "sweep.grid.words: a label has no ;"),
         ("grid: null", {"grid.qk_norm.p": [2]}, "sweep.grid=null must be a group"),
         ("parts: {a: {}}", {"parts": [["a"]]}, "sweep.parts=[['a']] must be all, or some of a"),
     ):

@@ -142,13 +142,14 @@ def rate_figures(sweep: Sweep) -> list[Figure]:
     """Where learning rates are swept: the final losses by rate, and each metric with a panel a rate."""
     finals = final_losses(sweep)
     variants = by_rate(sweep)
+    styles = charts.styles({"": {variant: variant for variant in variants}})
     found = []
     if max((sum(map(bool, losses.values())) for losses in finals.values()), default=0) > FEW:
         found.append(Figure("stability", sweep.title, charts.stability_chart(finals), STABILITY))
     by_key: dict[str, dict[str, list[Series]]] = {}
     for rate in sorted({rate for of in variants.values() for rate in of}):
         names = {of[rate]: variant for variant, of in variants.items() if rate in of}
-        for key, panels in metric_panels(sweep, names, charts.styles({"": names})).items():
+        for key, panels in metric_panels(sweep, names, {of: styles[variant] for of, variant in names.items()}).items():
             if [*panels] == [key]:  # no pattern: its panels are the rates
                 by_key.setdefault(key, {})[f"learning rate {rate:g}"] = panels[key]
     return found + [
