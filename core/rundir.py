@@ -194,12 +194,14 @@ class RunDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Unlock; a run that an exception ended has failed, but one that a signal ended outside the loop is stopped. A
-        refused setting is not the run's failure."""
+        """Unlock; a run that an exception ended has failed, but one that a signal ended at once is stopped. A refused
+        setting is not the run's failure."""
         try:
             if error is not None and not isinstance(error, ConfigError) and self.state == "running":
-                state = "stopped" if isinstance(error, SystemExit | KeyboardInterrupt) else "failed"
-                self.status(state, reason=one_line(error, 500))
+                if isinstance(error, KeyboardInterrupt):
+                    self.status("stopped", reason="SIGINT")
+                else:
+                    self.status("stopped" if isinstance(error, SystemExit) else "failed", reason=one_line(error, 500))
         finally:
             self.close()
 

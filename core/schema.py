@@ -200,7 +200,7 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
 
 TYPE_NAMES: dict[Any, list[str]] = {
     int: ["an integer"], float: ["a number"], bool: ["true", "false"], str: ["text"], list: ["a list"],
-    dict: ["a group, as {name: value}"], type(None): ["null"],
+    dict: ["a group, {name: value}, with text as names"], type(None): ["null"],
 }  # fmt: skip
 
 

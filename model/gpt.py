@@ -239,7 +239,7 @@ class CausalAttention(nn.Module):
     n_head: int
     p_dropout: float
     caches_keys = False  # new_cache() holds keys and values
-    plain_softmax = True  # False with logits=softcap or softmax=sink, which SDPA cannot compute
+    plain_softmax = True  # False where logits= bends the logits or softmax= changes the sum: SDPA has neither
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class LateInit(nn.Module):
-    """A module that sets its own parameters, after all others are set: these get the same random numbers, whatever
-    fills the seams."""
+    """A module that sets its own parameters, after all others are set, so that the others get the same random
+    numbers, whatever fills the seams."""
 
     def init_weights(self) -> None:
         pass

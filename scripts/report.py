@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 from core.cli import run_script
 from core.files import read_json, write_atomic
-from core.schema import NOT_EMPTY, Help, Rule, options, require
+from core.schema import NOT_EMPTY, ConfigError, Help, Rule, one_line, options, require
 from core.wandb_follower import open_wandb
 from core.wandb_run import INIT_TIMEOUT, wandb_mode
 from scripts.reporting.charts import svg
@@ -81,13 +81,17 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
 
 
 def refuse_loss(sweep: Sweep, out: Path) -> None:
-    """Raises: ConfigError where the report in `out` has runs at their end that `sweep` lacks."""
+    """Raises: ConfigError where the report in `out` has runs at their end that `sweep` lacks, or cannot be read."""
     if not (out / "runs.csv").is_file():
         return
-    with (out / "runs.csv").open(encoding="utf-8", newline="") as file:
-        stored = {row.get("id") for row in csv.DictReader(file) if row.get("status") in FINAL}
+    replaces = f"out={out} replaces it, another out= keeps it"
+    try:
+        with (out / "runs.csv").open(encoding="utf-8", newline="") as file:
+            stored = {row["id"] for row in csv.DictReader(file) if row["status"] in FINAL}
+    except (ValueError, KeyError, csv.Error) as error:
+        raise ConfigError(f"{out / 'runs.csv'} cannot be read ({one_line(error)}): {replaces}") from error
     lost = stored - {run.id for run in sweep.runs if run.state.state in FINAL}
-    require(not lost, f"{out} has {len(lost)} runs that this report lacks: from={out} keeps them, out=DIR is elsewhere")
+    require(not lost, f"{out} has finished runs that this report lacks, {len(lost)}: from={out} adds them, {replaces}")
 
 
 def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> str:

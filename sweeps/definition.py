@@ -132,7 +132,8 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
     for key, value in changes.items():
         if key.startswith("grid."):
             swept = key.removeprefix("grid.")
-            grids = [convert(of["grid"], dict, "sweep.grid") for of in (source, *source["parts"].values())]
+            places = {"sweep": source, **{f"sweep.parts.{part}": of for part, of in source["parts"].items()}}
+            grids = [convert(of["grid"], dict, f"{place}.grid") for place, of in places.items()]
             for grid in [grid for grid in grids if swept in grid] or grids[:1]:
                 grid[swept] = value
         elif key == "parts":
@@ -180,7 +181,7 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
         both = {**base[key], **convert(source.get(key) or {}, dict, f"sweep.{key}")}
         merged[key] = {name: value for name, value in both.items() if value is not None}  # null removes an entry
     for part, content in convert(source.get("parts") or {}, dict, "sweep.parts").items():
-        require("/" not in part, f"sweep.parts.{part}: a part's name has no /")
+        require(not {"/", ";"} & {*part}, f"sweep.parts.{part}: a part's name has no / and no ;")
         changed = convert(content or {}, dict, f"sweep.parts.{part}")
         merged["parts"][part] = {**asdict(Part()), **merged["parts"].get(part, {}), **changed}
     return merged
@@ -221,7 +222,8 @@ def checked_grid(key: str, swept: Any) -> Grid:
                 words = convert(overrides, tuple[str, ...], f"{name}.{label}")
                 require(OVERRIDES.holds(words), f"{name}.{label}={show(words)} {OVERRIDES.says}")
         grid[setting] = {str(label): value for label, value in values.items()}
-        require(not any(";" in label for label in grid[setting]), f"{name}: a label has no ;, as runs.csv joins by it")
+        for label in grid[setting]:
+            require(";" not in label, f"{name}.{label}: a label has no ;")
     return grid
 
 

@@ -173,14 +173,14 @@ def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     circle[0].write_text("extends: b.yaml\n")  # beside it
     circle[1].write_text("extends: p_sweep_cpu\nseeds: [5]\n")
     assert load_sweep(str(circle[0]), {}).seeds == (5,)
-    circle[0].write_text("parts: {a/b: {}}\n")
-    with pytest.raises(ConfigError, match="sweep.parts.a/b: a part's name has no /"):
-        load_sweep(str(circle[0]), {})
     for text, changes, says in (
         ("overrides: model=nano_cpu", {}, "sweep.overrides=model=nano_cpu must be a list"),
-        ("grid: {1: [2, 3]}", {}, "sweep.grid={1: [2, 3]} must be a group, as {name: value}"),
-        ("parts: {1: {}}", {}, "sweep.parts={1: {}} must be a group, as {name: value}"),
-        ("grid: {words: {a;b: [seed=1]}}", {}, "sweep.grid.words: a label has no ;"),
+        ("parts: {a/b: {}}", {}, "sweep.parts.a/b: a part's name has no / and no ;"),
+        ("parts: {a;b: {}}", {}, "sweep.parts.a;b: a part's name has no / and no ;"),
+        ("parts: {a: {grid: null}}", {"grid.seed": [2]}, "sweep.parts.a.grid=null must be a group"),
+        ("grid: {1: [2, 3]}", {}, "sweep.grid={1: [2, 3]} must be a group, {name: value}, with text"),
+        ("parts: {1: {}}", {}, "sweep.parts={1: {}} must be a group, {name: value}, with text"),
+        ("grid: {words: {a;b: [seed=1]}}", {}, "sweep.grid.words.a;b: a label has no ;"),
         ("grid: null", {"grid.qk_norm.p": [2]}, "sweep.grid=null must be a group"),
         ("parts: {a: {}}", {"parts": [["a"]]}, "sweep.parts=[['a']] must be all, or some of a"),
     ):

@@ -375,9 +375,14 @@ def test_a_report_of_fewer_runs_replaces_none_unless_out_says_so(
     before = Path("results/sweep/runs.csv").read_bytes()
     shutil.rmtree(made.path / read_plan(made.path)[0].id)
     assert report.main([place]) == 2
-    assert "results/sweep has 1 runs that this report lacks: from=results/sweep keeps" in capsys.readouterr().err
+    assert (
+        "results/sweep has finished runs that this report lacks, 1: from=results/sweep adds them"
+        in capsys.readouterr().err
+    )
     assert report.main([place, "from=results/sweep"]) == 0
     assert Path("results/sweep/runs.csv").read_bytes() == before
+    Path("results/sweep/runs.csv").write_bytes(b"id,status\n\xff")
+    assert report.main([place]) == 2 and "runs.csv cannot be read" in capsys.readouterr().err
     assert report.main([place, "out=results/sweep"]) == 0
     assert Path("results/sweep/runs.csv").read_bytes() != before
 

@@ -166,7 +166,7 @@ def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> Non
     both = (folder / "README.md").read_text()
     assert both.count("| sink |") == both.count("σ over seeds") == 2 and "### At `track_small` scale" in both
     (folder / "train.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"train\.json is no result of bench_train\.py or bench_sample\.py"):
+    with pytest.raises(ConfigError, match=r"train\.json compares no variants"):
         make(TrackOptions(folder=str(folder), sweep=str(sweep)))
 
 

@@ -142,7 +142,9 @@ def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:
         return {}
     content: Any = read_json(file)
     content = content.get("1_sequences", content)  # of decoding: speeds
-    require("variants" in content, f"{file} is no result of bench_train.py or bench_sample.py")
+    require(
+        bool(content.get("variants")), f"{file} compares no variants: scripts/track.py times=true prints the command"
+    )
     ends = {"median": "median", "low": "high", "high": "low"}
     speeds = content.get("speed_over_first", {}).items()
     inverted = {name: {key: 1 / of[end] for key, end in ends.items() if end in of} for name, of in speeds}
