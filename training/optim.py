@@ -1,5 +1,6 @@
 """Parameter groups, the optimizers, and their state as named tensors."""
 
+import inspect
 import itertools
 import math
 from collections import defaultdict
@@ -35,7 +36,14 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]
     return found
 
 
-class AdamW(torch.optim.AdamW):
+class LoadsNoCompiler(torch.optim.Optimizer):
+    """PyTorch hides these methods from its compiler, and loads it for that at the first call (2 s)."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(LoadsNoCompiler, torch.optim.AdamW):
     """torch.optim.AdamW with fused=True, one kernel for all parameters of a group, which share one count of steps.
     torch's own counts each parameter's steps apart, a fifth of its time where matrices are small.
 
@@ -74,7 +82,7 @@ class AdamW(torch.optim.AdamW):
             )
 
 
-class Muon(torch.optim.Muon):
+class Muon(LoadsNoCompiler, torch.optim.Muon):
     """torch.optim.Muon, except that it orthogonalises all matrices of one shape together, and in fp32 where the
     hardware has no bf16 or where `in_fp32` is set. torch's own takes them one by one and in bf16, slow to emulate."""
 

@@ -183,7 +183,9 @@ def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> Non
     """Turn PyTorch's deterministic algorithms on or off, for the whole process."""
     if device.type == "cuda":  # wanted or not: it is read once, at the first matmul, and a later run may want it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted)
+    torch.set_deterministic_debug_mode(
+        "error" if wanted else "default"
+    )  # use_deterministic_algorithms() loads inductor
     if compiled:
         from torch._inductor import config as inductor  # 2 seconds
 
