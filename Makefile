@@ -1,7 +1,7 @@
 # make quickstart: train a small GPT and read text from it, about a minute on two cores, no network, no account
 # make check:      ruff, mypy and the quick tests, for every minute
 # make test:       ruff, mypy and every test, for every commit
-# make test-faults part=kills|damage|input|disk|hostile|sweep: at length, up to an hour each (docs/reliability.md)
+# make test-faults part=kills|damage|input|disk|hostile|sweep|pairs: at length, up to an hour each (docs/reliability.md)
 # make audit:      known vulnerabilities of what is installed
 # make setup:      .venv alone
 # Each sets .venv up first. Needed: Python 3.11 to 3.14 (PYTHON=/path/to/python names another one than python3).
@@ -52,9 +52,10 @@ FAULTS_input := tests/test_fuzz.py tests/test_bad_input.py tests/test_compare.py
 FAULTS_disk := tests/test_disk.py tests/test_checkpoint.py
 FAULTS_hostile := tests/test_hostile.py
 FAULTS_sweep := tests/test_sweeps.py -k kills
+FAULTS_pairs := tests/test_train.py tests/test_cuda.py tests/test_audit.py -k "every_layout or honest"
 
 test-faults: .venv/setup-test
-	@$(if $(FAULTS_$(part)),,echo "make test-faults part=kills|damage|input|disk|hostile|sweep"; exit 2)
+	@$(if $(FAULTS_$(part)),,echo "make test-faults part=kills|damage|input|disk|hostile|sweep|pairs"; exit 2)
 	NANOQK_FAULTS=full timeout 3600 .venv/bin/python -m pytest -rP --no-header $(FAULTS_$(part))
 
 audit: .venv/setup-test

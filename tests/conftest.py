@@ -24,6 +24,7 @@ from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `program` gives
+FULL = os.environ.get("NANOQK_FAULTS") == "full"  # make test-faults: at length
 CACHE = cache_folder().parent  # for $XDG_CACHE_HOME: programs then need not compile the kernels
 
 torch.set_num_threads(1)

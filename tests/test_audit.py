@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program
+from conftest import FULL, Program
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
@@ -83,7 +83,7 @@ def test_the_audit_catches_each_fault_by_what_it_breaks(
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [("mha", "none"), ("mha", "lp3"), *(pair for pair in PAIRS if pair[1] == "rms")]
+    ("layout", "name"), PAIRS if FULL else [("mha", "lp3"), ("mla_q_rank", "rms"), ("mla_unified", "layernorm")]
 )
 def test_the_audit_finds_nothing_in_an_honest_model(
     layout: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -195,7 +195,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         table.update(content)
 
 
-@pytest.mark.parametrize("part", ["kills", "damage", "input", "disk", "hostile", "sweep"])
+@pytest.mark.parametrize("part", ["kills", "damage", "input", "disk", "hostile", "sweep", "pairs"])
 def test_each_part_of_the_faults_is_one_command(part: str) -> None:
     make = ["make", "--no-print-directory", "--old-file=.venv/setup-test", "test-faults"]
     said = subprocess.run([*make, "--dry-run", f"part={part}"], cwd=ROOT, capture_output=True, text=True).stdout

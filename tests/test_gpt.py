@@ -9,7 +9,7 @@ import torch
 from conftest import QK_NORM_VARIANTS, tiny_config
 from torch import Tensor
 from torch.nn import functional as F
-from variants import V, build, random_tokens
+from variants import PAIRS, V, build, config_of, random_tokens
 
 from model import ops
 from model.gpt import GPT, QK_NORMS, Alpha, LpNorm, RMSNorm, initial_alpha, mean_norm_ratio
@@ -96,6 +96,22 @@ def test_every_parameter_is_initialised_from_the_seed_and_trained(qk_norm: QKNor
     models[0](random_tokens(4, 16), random_tokens(4, 16, seed=3))[1].backward()
     for name, p in models[0].named_parameters():
         assert p.grad is not None and p.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("layout, name", PAIRS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_a_run_begins_every_row_gain_alpha_and_learned_p_has_a_gradient(
+    dtype: torch.dtype, layout: str, name: str
+) -> None:
+    gpt = GPT(config_of(layout, QK_NORM_VARIANTS[name], dropout=0.1).gpt, V)
+    gpt.init_weights(0)
+    idx, targets = random_tokens(8, 16), random_tokens(8, 16, seed=3)
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        loss = gpt.train()(idx, targets)[1]
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(V), abs=0.1)
+    for key, p in gpt.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all() and p.grad.view(len(p.grad), -1).any(1).all(), key
 
 
 def test_initialisation_is_gpt2s() -> None:

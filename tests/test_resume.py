@@ -290,27 +290,26 @@ def test_a_corrupt_checkpoint_is_replaced_by_the_one_before_it_and_the_numbers_s
     assert_same_run(tmp_path / "straight", tmp_path / "broken")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_stops_and_says_how_to_go_on(
-    number: signal.Signals, status: int, tiny_run: list[str], tmp_path: Path, program: Program
-) -> None:
-    words = [*tiny_run, "max_iters=1000", "eval_interval=500", "checkpoint_interval=1000"]
+def test_a_signal_saves_stops_and_says_how_to_go_on(tiny_run: list[str], tmp_path: Path, program: Program) -> None:
+    words = [*tiny_run, "max_iters=250", "eval_interval=125", "checkpoint_interval=250"]
     program("train.py", *words, "out_dir=straight")
-    command = [sys.executable, str(ROOT / "train.py"), *words, "out_dir=stopped"]
-    metrics = tmp_path / "stopped" / "metrics.jsonl"
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 20):
-            time.sleep(0.01)
-        process.send_signal(number)
-        out = process.communicate(timeout=180)[0]
-    assert process.returncode == status
-    assert f"stopped by {number.name}" in out and "the same command goes on from there" in out
-    state = saved_json(tmp_path / "stopped", "status")
-    assert state["state"] == "stopped" and state["reason"] == number.name
-    assert checkpoint.load(tmp_path / "stopped" / "ckpt" / "latest").step == state["iter"]
-    assert [line["iter"] for line in Metrics.read(metrics)] == list(range(state["iter"]))
-    program("train.py", *words, "out_dir=stopped")
-    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        run = tmp_path / number.name
+        command = [sys.executable, str(ROOT / "train.py"), *words, f"out_dir={number.name}"]
+        metrics = run / "metrics.jsonl"
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            while process.poll() is None and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 20):
+                time.sleep(0.01)
+            process.send_signal(number)
+            out = process.communicate(timeout=180)[0]
+        assert process.returncode == status
+        assert f"stopped by {number.name}" in out and "the same command goes on from there" in out
+        state = saved_json(run, "status")
+        assert state["state"] == "stopped" and state["reason"] == number.name
+        assert checkpoint.load(run / "ckpt" / "latest").step == state["iter"]
+        assert [line["iter"] for line in Metrics.read(metrics)] == list(range(state["iter"]))
+        program("train.py", *words, f"out_dir={number.name}")
+        assert_same_run(tmp_path / "straight", run)
 
 
 def test_a_signal_while_a_run_ends_cuts_nothing_off_and_stops_what_comes_after(

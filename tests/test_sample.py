@@ -1,8 +1,8 @@
 import io
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from conftest import ROOT, Program, flip
 from test_train import configured
 from variants import build, config_of
 
+import sample
 import train
 from core import checkpoint
 from core.schema import ConfigError
@@ -29,12 +30,35 @@ def run(corpus: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+Sampled = Callable[..., str]
+
+
+@pytest.fixture
+def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sampled:
+    """The program's own main() in this process: what it prints, or its standard error where its status is not 0."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str, status: int = 0, stdin: str = "") -> str:
+        monkeypatch.setattr(sys, "argv", ["sample.py", *words])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            sample.main()
+        out, err = capsys.readouterr()
+        assert exit_.value.code == status, err
+        return err if status else out
+
+    return call
+
+
 def samples(out: str) -> list[str]:
     assert out.endswith("\n---------------\n")
     return out.removesuffix("\n---------------\n").split("\n---------------\n")
 
 
-def test_samples_are_the_models_own_by_every_way_of_calling(run: Path, program: Program, tmp_path: Path) -> None:
+def test_samples_are_the_models_own_by_every_way_of_calling(
+    run: Path, program: Program, sampled: Sampled, tmp_path: Path
+) -> None:
     words = ["start=to be", "num_samples=3", "max_new_tokens=40", "temperature=0.7", "top_k=5", "top_p=0.9"]
     words += ["dtype=float32"]  # as below
     done = program("sample.py", "run=run", *words)
@@ -48,54 +72,65 @@ def test_samples_are_the_models_own_by_every_way_of_calling(run: Path, program: 
     # by checkpoint, from a file, from standard input, streamed
     (tmp_path / "prompt.txt").write_text("to be")
     for change in (["run=run/ckpt/best"], ["start=FILE:prompt.txt"], ["start=-"], ["stream=true"]):
-        again = program("sample.py", "run=run", *words, *change, input="to be")
-        assert again.stdout == done.stdout, (change, again.stderr)
-    other = program("sample.py", "run=run", *words, "seed=7")
-    assert other.stdout != done.stdout
+        assert sampled("run=run", *words, *change, stdin="to be") == done.stdout, change
+    assert sampled("run=run", *words, "seed=7") != done.stdout
 
 
-def test_greedy_samples_are_alike_and_go_past_block_size(run: Path, program: Program) -> None:
-    done = program("sample.py", "run=run", "start=to", "num_samples=2", "max_new_tokens=100", "temperature=0")
-    first, second = samples(done.stdout)
+@pytest.mark.usefixtures("run")
+def test_greedy_samples_are_alike_and_go_past_block_size(sampled: Sampled) -> None:
+    out = sampled("run=run", "start=to", "num_samples=2", "max_new_tokens=100", "temperature=0")
+    first, second = samples(out)
     assert first == second and len(first) == 102  # block_size is 16
 
 
-@pytest.mark.parametrize(("attention", "qk_norm"), [("mha", "lp3"), ("gqa", "rms"), ("mla_unified", "layernorm")])
-def test_sampling_does_not_load_pytorchs_compiler(
-    attention: str, qk_norm: str, program: Program, tmp_path: Path
-) -> None:
+IMPORTS = """
+import sys
+import sample
+from core.cli import run_script
+for run in sys.argv[1:]:
+    assert run_script(sample.SampleConfig, sample.sample, "", [f"run={run}", "max_new_tokens=3", "num_samples=1"]) == 0
+print(*sys.modules)
+"""
+
+
+def test_sampling_does_not_load_pytorchs_compiler(tmp_path: Path) -> None:
     """It takes 2 s, and comes with the first operation on the meta device that PyTorch has in Python."""
-    config = config_of(attention, qk_norm)
-    config = replace(config, model=replace(config.model, norm="rmsnorm", mlp="swiglu", mlp_hidden=48))
-    model, characters = build(config, dtype=torch.float32), CharTokenizer("\nabcdefghij")
-    state = {"config": asdict(config), "tokenizer": characters.to_dict(), "step": 1}
-    checkpoint.save(tmp_path / "run" / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
-    words = ["run=run", "max_new_tokens=3", "num_samples=1"]
-    done = program("sample.py", *words, env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "torch" in imported and not imported & {"torch._dynamo", "sympy", "transformers", "tokenizers"}
+    runs = []
+    for attention, qk_norm in (("mha", "lp3"), ("gqa", "rms"), ("mla_unified", "layernorm")):
+        config = config_of(attention, qk_norm)
+        config = replace(config, model=replace(config.model, norm="rmsnorm", mlp="swiglu", mlp_hidden=48))
+        model, characters = build(config, dtype=torch.float32), CharTokenizer("\nabcdefghij")
+        state = {"config": asdict(config), "tokenizer": characters.to_dict(), "step": 1}
+        runs.append(str(tmp_path / attention))
+        checkpoint.save(tmp_path / attention / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
+    command = [sys.executable, "-c", IMPORTS, *runs]
+    imported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in imported and not {*imported} & {"torch._dynamo", "sympy", "transformers", "tokenizers"}
 
 
-def test_a_terminal_that_lacks_a_character_gets_a_question_mark(corpus: Path, tmp_path: Path, program: Program) -> None:
+def test_a_terminal_that_lacks_a_character_gets_a_question_mark(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus.write_text("é" * 1000)
     assert train.run(configured(corpus, tmp_path / "run", max_iters=1)) == 0
-    done = program(
-        "sample.py", "run=run", "start=é", "num_samples=1", "max_new_tokens=2",
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )  # fmt: skip
-    assert done.stdout == "???\n---------------\n"
+    words, terminal = [f"run={tmp_path / 'run'}", "start=é", "num_samples=1", "max_new_tokens=2"], io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["sample.py", *words])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="ascii"))
+    with pytest.raises(SystemExit, match="^0$"):
+        sample.main()
+    assert terminal.getvalue() == b"???\n---------------\n"
 
 
 def test_prompts_are_taken_as_they_are_unknown_characters_named_and_corrupt_checkpoints_refused(
-    run: Path, program: Program
+    run: Path, sampled: Sampled
 ) -> None:
-    done = program("sample.py", "run=run", "start='tis the", "num_samples=1", "max_new_tokens=1")
-    assert done.stdout.startswith("'tis the")
+    out = sampled("run=run", "start='tis the", "num_samples=1", "max_new_tokens=1")
+    assert out.startswith("'tis the")
     for prompt, named in (("'tis, {or}", "',' (U+002C)"), ("to be {or}, 'ñ'", "'{' (U+007B)")):  # Hydra's syntax
-        done = program("sample.py", "run=run", f"start={prompt}", status=2)
-        assert done.stderr.count("\n") == 1 and named in done.stderr
+        error = sampled("run=run", f"start={prompt}", status=2)
+        assert error.count("\n") == 1 and named in error
     flip(run / "ckpt" / "best" / "model.safetensors")
-    assert "model.safetensors: checksum" in program("sample.py", "run=run", status=2).stderr
+    assert "model.safetensors: checksum" in sampled("run=run", status=2)
 
 
 @pytest.mark.parametrize("how", [["stream=true", "num_samples=1"], ["stream=false", "num_samples=40"]])

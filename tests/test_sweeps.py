@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TINY, eventually
+from conftest import FULL, ROOT, TINY, eventually
 from test_train import assert_same_run
 
 import sweeps.plan
@@ -246,7 +246,7 @@ def test_kills_at_random_moments_change_nothing(undisturbed: Path, sweep: Path) 
     assert_same_sweep(undisturbed.parent / "sweep", folder, finished=(0, 1))
 
 
-RUNS = 2000 if os.environ.get("NANOQK_FAULTS") == "full" else 20
+RUNS = 2000 if FULL else 6
 
 
 def test_a_sweep_of_many_runs_with_kills_is_complete_and_its_launcher_stays_small(corpus: Path, tmp_path: Path) -> None:
@@ -467,16 +467,21 @@ def test_a_run_that_ends_between_two_looks_is_done_and_not_dead(
     assert state_of(folder, run).state == "done"
 
 
-def test_a_checkout_edited_while_the_sweep_runs_does_not_change_later_configs(undisturbed: Path, sweep: Path) -> None:
-    code, folder = sweep.parent / "code", sweep.parent / "sweep"
+def test_a_checkout_edited_while_the_sweep_runs_does_not_change_later_configs(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    grid = {"qk_norm": ["none", "rms"], "model.dropout": [0.2]}  # two of its runs
+    sweep = tiny_sweep(tmp_path, undisturbed.parent / "corpus.txt", grid=grid, folds=[1])
+    code, folder = tmp_path / "code", tmp_path / "sweep"
     shutil.copytree(ROOT, code, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "results", "*.egg-info"))
     process = launcher(sweep, "launcher.workers=1", code=code, env={**os.environ, "PYTHONPATH": str(code)})
     first = begun(folder)[0]
     eventually(lambda: (folder / first.id / "config.yaml").exists())
     for file in [sweep, *(code / "configs").rglob("*.yaml")]:
         file.write_text("name: edited\n")
-    output_of(process)
-    assert_same_sweep(undisturbed.parent / "sweep", folder)
+    assert "2 done" in output_of(process)
+    for run in read_plan(folder):
+        assert_same_run(undisturbed.parent / "sweep" / run.id, folder / run.id)
 
 
 def test_a_diverged_run_is_a_result_and_not_a_failure(tmp_path: Path, corpus: Path) -> None:
