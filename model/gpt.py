@@ -67,7 +67,7 @@ class NoNorm(QKNorm):
         return x
 
 
-class RMSNorm(QKNorm):
+class QKRMSNorm(QKNorm):
     """QK norm: gain * x / sqrt(mean(x^2) + eps) over each head's channels, one gain for all heads (Qwen3)."""
 
     def __init__(self, options: settings.RMSNormOptions, head_dim: int, n_head: int):
@@ -83,7 +83,7 @@ class RMSNorm(QKNorm):
         return ops.rms_norm(x, self.gain, self.eps)  # (..., hs)
 
 
-class LayerNorm(RMSNorm):
+class QKLayerNorm(QKRMSNorm):
     """QK norm: gain * (x - mean(x)) / sqrt(var(x) + eps) (ViT-22B). No bias: a key's would cancel in the softmax."""
 
     centred = True
@@ -139,7 +139,7 @@ class LpNorm(QKNorm):
 
 
 # The names are those of model/options.py's QK_NORMS.
-QK_NORMS |= {"none": NoNorm, "lp": LpNorm, "rms": RMSNorm, "layernorm": LayerNorm}
+QK_NORMS |= {"none": NoNorm, "lp": LpNorm, "rms": QKRMSNorm, "layernorm": QKLayerNorm}
 
 
 class Alpha(LateInit):
@@ -567,23 +567,23 @@ ATTENTIONS: dict[str, Layout] = {
 
 def new_norm(config: ModelOptions) -> nn.Module:
     if config.norm == "rmsnorm":
-        return BlockRMSNorm(config.n_embd, config.norm_eps)
-    return BlockLayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
+        return RMSNorm(config.n_embd, config.norm_eps)
+    return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
 
 
-class BlockLayerNorm(nn.LayerNorm):
+class LayerNorm(nn.LayerNorm):
     """LayerNorm of the residual stream (B, T, C), in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return ops.residual_norm(x, self.weight, self.bias, self.eps)
 
 
-class BlockRMSNorm(nn.RMSNorm):
+class RMSNorm(nn.RMSNorm):
     """RMSNorm of the residual stream (B, T, C), in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
-        return ops.layer_norm(x, self.weight, None, self.eps, centred=False)
+        return ops.residual_norm(x, self.weight, None, self.eps, centred=False)
 
 
 class MLP(nn.Module):

@@ -60,9 +60,9 @@ def inverse_rms_reference(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(at_least_fp32(x).square().mean(-1, keepdim=True) + eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool = True) -> Tensor:
-    """weight * (x - mean) / sqrt(var + eps) + bias of the residual stream, (..., C) -> (..., C); not centred it is
-    weight * x / sqrt(mean(x^2) + eps). A kernel rounds the result to the dtype of the next matmul at once."""
+def residual_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool = True) -> Tensor:
+    """LayerNorm of the residual stream, or RMSNorm where not `centred`, (..., C) -> (..., C). Unlike rms_norm(), its
+    kernel rounds the result to the dtype of the next matmul."""
     dtype = matmul_dtype(x)
     if x.dtype == weight.dtype == torch.float32 and dtype in kernels.DTYPES and is_worth_a_kernel(x):
         return kernels.layer_norm(x, weight, bias, eps, centred, dtype)

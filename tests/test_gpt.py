@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from variants import PAIRS, V, build, config_of, random_tokens
 
 from model import ops
-from model.gpt import GPT, QK_NORMS, Alpha, LpNorm, RMSNorm, initial_alpha, mean_norm_ratio
+from model.gpt import GPT, QK_NORMS, Alpha, LpNorm, QKRMSNorm, initial_alpha, mean_norm_ratio
 from model.kernels import operators
 from model.ops import causal_attention, dropout_mask
 from model.options import GPTConfig, LpNormOptions, ModelOptions, QKNormOptions, RMSNormOptions
@@ -255,7 +255,7 @@ def test_lp_norm_is_finite_at_zero_and_at_the_ends_of_the_number_format(p: Any, 
 
 def test_l2_norm_with_alpha_sqrt_d_is_rms_norm() -> None:
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).double()
-    rms = RMSNorm(RMSNormOptions(eps=1e-30), 64, 1).double()
+    rms = QKRMSNorm(RMSNormOptions(eps=1e-30), 64, 1).double()
     rms.init_weights()
     torch.testing.assert_close(LpNorm(LpNormOptions(p=2.0), 64, 1)(x) * 8, rms(x), rtol=1e-13, atol=0)
 

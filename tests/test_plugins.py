@@ -14,7 +14,7 @@ from core import cli, plugins
 from core.schema import ConfigError, options
 from model import seams
 from model.diagnostics import logit_bound
-from model.gpt import GPT, QK_NORMS, QKNorm, RMSNorm
+from model.gpt import GPT, QK_NORMS, QKNorm, QKRMSNorm
 from model.options import QK_NORMS as OPTIONS
 from model.options import QKNormOptions, register
 from training.config import TrainConfig, load_config
@@ -179,7 +179,7 @@ def test_the_bound_is_reached_by_a_key_that_equals_the_query(layout: str, monkey
 
 
 def test_what_mla_cannot_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class HeadGains(RMSNorm):
+    class HeadGains(QKRMSNorm):
         def __init__(self, options: Any, head_dim: int, n_head: int):
             super().__init__(options, head_dim, n_head)
             self.gain = torch.nn.Parameter(torch.empty(n_head * head_dim))

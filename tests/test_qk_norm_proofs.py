@@ -13,7 +13,7 @@ import torch
 import z3
 from torch import Tensor
 
-from model.gpt import LayerNorm, QKNorm, RMSNorm
+from model.gpt import QKLayerNorm, QKNorm, QKRMSNorm
 from model.options import RMSNormOptions
 
 Row = list[z3.ArithRef]
@@ -85,7 +85,7 @@ class Reals:
 class Symbolic:
     """A norm's forward on `heads` vectors of d symbols x, with symbols for the gain w and for eps > 0."""
 
-    def __init__(self, norm_class: type[RMSNorm], d: int, heads: int = 1):
+    def __init__(self, norm_class: type[QKRMSNorm], d: int, heads: int = 1):
         self.eps = z3.Real("eps")
         self.facts, self.duties = [self.eps > 0], []  # type: list[Any], list[Any]
         self.x = [[z3.Real(f"x{h}_{i}") for i in range(d)] for h in range(heads)]
@@ -118,23 +118,23 @@ def mean_of_squares(row: Row) -> z3.ArithRef:
     return z3.Sum([a * a for a in row]) / len(row)
 
 
-def unit_rms(norm_class: type[RMSNorm], d: int) -> bool:
+def unit_rms(norm_class: type[QKRMSNorm], d: int) -> bool:
     s = Symbolic(norm_class, d)
     (y,) = s.forward(s.x)
     (x,) = s.x
-    if norm_class is LayerNorm:
+    if norm_class is QKLayerNorm:
         x = [a - z3.Sum(x) / d for a in x]
     m = mean_of_squares(x)
     return s.proves(mean_of_squares(y) * (m + s.eps) == m)
 
 
-def zero_stability(norm_class: type[RMSNorm], d: int) -> bool:
+def zero_stability(norm_class: type[QKRMSNorm], d: int) -> bool:
     s = Symbolic(norm_class, d)
     (y,) = s.forward([[z3.RealVal(0)] * d], s.w)
     return s.proves(*(a == 0 for a in y))
 
 
-def bounded(norm_class: type[RMSNorm], d: int) -> bool:
+def bounded(norm_class: type[QKRMSNorm], d: int) -> bool:
     s = Symbolic(norm_class, d)
     (y,) = s.forward(s.x, s.w)
     return s.proves(*(a * a <= b * b * d for a, b in zip(y, s.w, strict=True)))
@@ -146,33 +146,33 @@ dimensions = pytest.mark.parametrize("d", range(1, 9))
 @dimensions
 def test_kani_qkn_001_unit_rms_is_proven(d: int) -> None:
     """KANI-QKN-001: QKN-INV-001 for all real x, eps > 0: RMS^2 = m / (m + eps), with nothing undefined."""
-    assert unit_rms(RMSNorm, d)
+    assert unit_rms(QKRMSNorm, d)
 
 
 @dimensions
 def test_kani_qkn_002_zero_stability_is_proven(d: int) -> None:
     """KANI-QKN-002: QKN-INV-004 for all real w, eps > 0: RMSNorm(0, w) = 0, with nothing undefined."""
-    assert zero_stability(RMSNorm, d)
-    assert zero_stability(LayerNorm, d)
+    assert zero_stability(QKRMSNorm, d)
+    assert zero_stability(QKLayerNorm, d)
 
 
 @dimensions
 def test_the_tight_amplitude_bound_is_proven(d: int) -> None:
     """Obligation 2, for all real x, w, eps > 0: |y_i| <= |w_i| sqrt(d)."""
-    assert bounded(RMSNorm, d)
+    assert bounded(QKRMSNorm, d)
 
 
 @dimensions
 def test_per_head_independence_is_proven(d: int) -> None:
     """Obligation 7: two heads at once are each alone."""
-    s = Symbolic(RMSNorm, d, heads=2)
+    s = Symbolic(QKRMSNorm, d, heads=2)
     together = s.forward(s.x, s.w)
     alone = [s.forward([row], s.w)[0] for row in s.x]
     for h in range(2):
         assert all(s.always(a == b) for a, b in zip(together[h], alone[h], strict=True))  # defined: proven above
 
 
-class ByScale(RMSNorm):
+class ByScale(QKRMSNorm):
     """RMSNorm whose output is that of its scale()."""
 
     forward = QKNorm.forward
@@ -199,7 +199,7 @@ class NoRoot(ByScale):
 
 
 @pytest.mark.parametrize("wrong", [EpsOutsideTheRoot, NoEps, SumForMean, NoRoot])
-def test_wrong_formulas_are_not_provable(wrong: type[RMSNorm]) -> None:
+def test_wrong_formulas_are_not_provable(wrong: type[QKRMSNorm]) -> None:
     """The proofs can fail: each of these has a counterexample."""
     assert not unit_rms(wrong, 2)
     assert zero_stability(wrong, 2) == (wrong is not NoEps)
@@ -208,7 +208,7 @@ def test_wrong_formulas_are_not_provable(wrong: type[RMSNorm]) -> None:
 
 def test_the_assumptions_of_the_proofs_hold_for_some_numbers_and_the_symbols_are_the_modules() -> None:
     """From facts without a model everything follows: here they have one, in which y is the module's output."""
-    for norm_class in (RMSNorm, LayerNorm):
+    for norm_class in (QKRMSNorm, QKLayerNorm):
         s = Symbolic(norm_class, 3)
         (y,) = s.forward(s.x, s.w)
         x, w = torch.tensor([1.5, -2.0, 0.25]).double(), torch.tensor([0.5, -3.0, 2.0]).double()
