@@ -110,7 +110,7 @@ def read_prompt(start: str) -> str:
         path = Path(os.path.expanduser(start.removeprefix("FILE:")))
         require(path.is_file(), f"start=FILE:{path} is not a regular file")
         try:
-            start = path.read_text(encoding="utf-8")
+            start = path.read_bytes().decode()  # read_text() would change \r\n
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"start=FILE:{path} cannot be read: {error}") from error
     require(start != "", "start= must hold at least one character")

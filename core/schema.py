@@ -115,7 +115,7 @@ NOT_EMPTY = Rule(lambda value: value != "", "must not be empty")
 
 def is_writable_file(name: str) -> bool:
     file = Path(name).expanduser()
-    return file.parent.is_dir() and not file.is_dir() and os.access(file.parent, os.W_OK)
+    return file.parent.is_dir() and (file.is_file() or not file.exists()) and os.access(file.parent, os.W_OK)
 
 
 WRITABLE = Rule(is_writable_file, "must be a file in a folder that can be written")

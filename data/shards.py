@@ -119,6 +119,7 @@ def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
         index = parse_object(raw)
         found = index["format"]
         good = index["dtype"] == np.dtype(token_dtype(index["vocab_size"])).name
+        good &= type(index["vocab_size"]) is int and isinstance(index["tokenizer_sha256"], str)
         for split in SPLITS:
             shards = index[split]["shards"]
             names = [f"{split}_{i:06d}.bin" for i in range(len(shards))]

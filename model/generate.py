@@ -25,11 +25,12 @@ def sample_token(
     """
     if temperature == 0:
         return logits.argmax(-1)
+    logits = logits.float()
     # with the largest logit at 0 a tiny temperature gives -inf for the others, never nan
-    logits = (logits - logits.amax(-1, keepdim=True)).float() / max(temperature, 1e-30)
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is not None and top_k < logits.size(-1):
-        kth = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        top = logits.topk(top_k, dim=-1)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, top.indices, top.values)
     probs = logits.softmax(-1)
     if top_p is not None:
         ordered, order = probs.sort(dim=-1, descending=True)

@@ -107,6 +107,7 @@ def llama(model: Any, architecture: str) -> tuple[Config, State]:
         "hidden_size": m.n_embd, "intermediate_size": m.mlp_hidden or 4 * m.n_embd, "num_hidden_layers": m.n_layer,
         "num_attention_heads": m.n_head, "max_position_embeddings": m.block_size, "rms_norm_eps": m.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta}, "hidden_act": "silu",
+        "rope_theta": m.rope_theta,  # for transformers 4
         "attention_bias": m.bias,
     }  # fmt: skip
     attention = model.attentions[0]

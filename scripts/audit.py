@@ -170,6 +170,7 @@ class HuggingFace:
         except Exception as error:  # transformers, safetensors and the folder's own code share no base class
             raise ConfigError(f"model={folder} cannot be loaded: {one_line(error)}") from error
         self.config, text_config = model.config, model.config.get_text_config()
+        require(hasattr(text_config, "vocab_size"), f"model={folder} names no vocab_size in its config.json")
         self.vocab_size = text_config.vocab_size
         self.context = (getattr(text_config, "max_position_embeddings", None) or MAX_BLOCK_SIZE + 1) - 1
         self.block_size = min(self.context, MAX_BLOCK_SIZE)
@@ -386,7 +387,9 @@ def main(argv: list[str]) -> int:
     def program(asked: AuditOptions) -> int:
         try:
             return audit_model(asked)
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeErrors
+        except ConfigError:
+            raise
+        except Exception as error:
             print(f"failed: {one_line(error)}", file=sys.stderr)
             return 3  # run_script's 1 means here that something was caught
 

@@ -8,6 +8,7 @@ tokenizers differ, the runs are compared over the shortest pieces of text at who
 
 import functools
 import html
+import io
 import itertools
 import math
 import sys
@@ -26,7 +27,8 @@ from core.device import resolve_device
 from core.files import write_atomic
 from core.rundir import differences
 from core.schema import NOT_EMPTY, REQUIRED, WRITABLE, AtLeast, ConfigError, Help, flatten, options, require
-from data.tokens import load_corpus
+from data.tokenizer import SEPARATOR, Tokenizer
+from data.tokens import Corpus, load_corpus
 from model.diagnostics import bend_of
 from model.generate import generate
 from model.gpt import GPT
@@ -106,14 +108,17 @@ def attention_map(side: Side, layer: int, head: int) -> tuple[list[str], list[li
     attention.probe = lambda q, k, scale: parts.extend(visible_logits(q, k, scale, bend_of(attention)))
     model(torch.tensor([tokens], device=model.transformer.wte.weight.device), last_only=True)
     attention.probe = None
-    rows = [row for part in parts for row in part.softmax(-1)[0, head].tolist()]
+    softmax = getattr(attention, "softmax", lambda att, _: att)  # a sink takes a share
+    rows = [row for part in parts for row in softmax(part.softmax(-1), part.logsumexp(-1))[0, head].tolist()]
     require(bool(rows), f"{side.name}={side.run}: its layout does not call observe(), so that it has no attention maps")
     return [visible(side.loaded.tokenizer.decode([token])) for token in tokens], rows
 
 
-def sampled(side: Side, prompt: str, seed: int) -> str:
+def sampled(side: Side, prompt: str, separated: bool, seed: int) -> str:
     model, tokenizer = side.loaded.model, side.loaded.tokenizer
-    idx = torch.tensor(tokenizer.encode(prompt).tolist(), device=model.transformer.wte.weight.device)[None]
+    idx = torch.tensor(tokens_of(prompt, tokenizer, separated).tolist(), device=model.transformer.wte.weight.device)[
+        None
+    ]
     how = SampleConfig()
     return tokenizer.decode(int(t) for t in generate(model, idx, NEW_TOKENS, how.temperature, how.top_k, seed=seed))
 
@@ -181,7 +186,7 @@ def sections_of(asked: "CompareOptions", text: str, a: Side, b: Side, spans: Spa
     caption = f"Over the text's first tokens, at most {MAPPED}: a row for each query, a column for each key."
     prompt = text[:PROMPT]
     begin = f"Prompt: {visible(prompt)!r}. Seed {asked.seed}, as sample.py samples by default."
-    samples = [html.escape(sampled(side, prompt, asked.seed)) for side in (a, b)]
+    samples = [html.escape(sampled(side, prompt, asked.text is None, asked.seed)) for side in (a, b)]
     changes = differences(*(flatten(asdict(side.loaded.config)) for side in (a, b)))
     colours = f"The stronger the colour, the less expected: none is 0 nats, the full one {DARKEST:g} or more."
     return [
@@ -216,7 +221,7 @@ def read_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
     """The file's text, or the start of the text that both runs hold out. Raises: ConfigError."""
     if asked.text is not None:
         try:
-            return Path(asked.text).expanduser().read_text(encoding="utf-8")[:LONGEST]
+            return Path(asked.text).expanduser().read_bytes().decode()[:LONGEST]  # read_text() would change \r\n
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"text={asked.text} cannot be read: {error}") from error
     found = []
@@ -224,11 +229,29 @@ def read_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
         corpus = load_corpus(config.data, model.block_size, state)
         kept = corpus.sha256 == state.get("corpus_sha256")
         require(kept, f"{name}: data={config.data.name} is not the run's text any more; give text=FILE")
-        start, end = corpus.split.val[0]
-        found.append(tokenizer.decode(corpus.tokens[start : min(end, start + LONGEST)].tolist())[:LONGEST])
+        found.append(tokenizer.decode(held_out(corpus))[:LONGEST])
     n = min(map(len, found))
     require(found[0][:n] == found[1][:n], "a and b hold out different text, so that one has seen it: give text=FILE")
     return found[0][:n]
+
+
+def held_out(corpus: Corpus) -> list[int]:
+    """The first held-out tokens, at most LONGEST; shuffled windows are joined."""
+    found: list[int] = []
+    for start, end in corpus.split.val:
+        found += corpus.tokens[start : min(end, start + LONGEST - len(found))].tolist()
+        if len(found) == LONGEST:
+            break
+    return found
+
+
+def tokens_of(text: str, tokenizer: Tokenizer, separated: bool) -> np.ndarray:
+    """separated: SEPARATOR in the text is the token between documents, which encode() never gives."""
+    if not separated or tokenizer.separator is None:
+        return tokenizer.encode(text)
+    between, *rest = (tokenizer.encode(part) for part in text.split(SEPARATOR))
+    end = np.array([tokenizer.separator], between.dtype)
+    return np.concatenate([between, *(tokens for part in rest for tokens in (end, part))])
 
 
 def compare_runs(asked: CompareOptions) -> int:
@@ -242,7 +265,7 @@ def compare_runs(asked: CompareOptions) -> int:
     text, sides = read_text(asked, runs), []
     for name, run in runs.items():
         try:
-            sides.append(Side(name, named[name], run, run.tokenizer.encode(text)))
+            sides.append(Side(name, named[name], run, tokens_of(text, run.tokenizer, asked.text is None)))
         except ConfigError as error:
             raise ConfigError(f"text={asked.text} does not suit {name}={named[name]}: {error}") from error
     a, b = sides
@@ -258,6 +281,8 @@ def compare_runs(asked: CompareOptions) -> int:
 
 
 def main(argv: list[str]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the text
     return run_script(CompareOptions, compare_runs, __doc__, argv)
 
 

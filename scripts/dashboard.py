@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import yaml
 
 from core.cli import run_script
-from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, options, require
+from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, one_line, options, require
 from scripts.reporting.figures import suffix
 from scripts.reporting.runs import in_words
 from sweeps.definition import Sweep, load_sweep, sweep_name
@@ -122,14 +122,16 @@ def show(asked: DashboardOptions) -> int:
         os.environ.setdefault("WANDB_API_KEY", "0" * 40)  # the library asks for one when it is imported
     try:
         view, text = workspace(asked, definition), report(asked, definition)
+        if asked.dry_run:
+            for model in (view._to_model(), text._to_model()):
+                print(model.spec.model_dump_json(by_alias=True, exclude_none=True))
+            return 0
+        view.save()
+        text.save()
     except ImportError as error:
         raise ConfigError("scripts/dashboard.py needs wandb-workspaces: pip install -e '.[dashboard]'") from error
-    if asked.dry_run:
-        for model in (view._to_model(), text._to_model()):
-            print(model.spec.model_dump_json(by_alias=True, exclude_none=True))
-        return 0
-    view.save()
-    text.save()
+    except Exception as error:  # W&B's have no common class
+        raise ConfigError(f"W&B cannot be used: {one_line(error)}") from error
     print(f"workspace: {view.url}\nreport: {text.url}")
     return 0
 

@@ -106,8 +106,15 @@ def cloze(run: LoadedRun) -> Any:
     corpus = load_corpus(data, T, state)
     require(corpus.sha256 == state["corpus_sha256"], f"tasks={CLOZE}: data={data.name} is not the run's text any more")
     before, after = max(1, T // 2), max(1, T // 4)
-    starts = [at for first, end in corpus.split.val for at in range(first + before, end - after)]
     require(not isinstance(tokenizer, NoText), f"tasks={CLOZE} needs text: data={data.name} has none")
+    begins = np.array([piece[:1] < b"\x80" or piece[:1] >= b"\xc0" for piece in tokenizer.pieces])  # of a character
+    starts: list[int] = []
+    for first, end in corpus.split.val:
+        tokens = np.asarray(corpus.tokens[first:end])
+        at = np.arange(before, len(tokens) - after)
+        ends = np.cumsum([0, *(tokens == tokenizer.separator)])  # documents that end before each token
+        whole = begins[tokens[at - before]] & begins[tokens[at]] & begins[tokens[at + after]]
+        starts += (first + at[whole & (ends[at + after] == ends[at - before])]).tolist()
     require(len(starts) >= CHOICES, f"tasks={CLOZE} needs more than {before + after} held-out tokens in a row")
     draw = np.random.Generator(np.random.Philox(key=0))
 

@@ -45,6 +45,7 @@ def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> 
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = checkpoint.temporary_name(out)
     try:
+        checkpoint.remove(temporary)  # of an export that was killed
         temporary.mkdir()
         for name, content in documents.items():
             (temporary / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

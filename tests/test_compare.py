@@ -1,11 +1,13 @@
 """scripts/compare.py: the numbers are the models' own, over the same text, on one page that runs nothing of it."""
 
 import math
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from browser import Page
@@ -15,9 +17,21 @@ from variants import attention_products, config_of
 
 import train
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, learn_bpe
+from data.tokens import Corpus, Split
 from model.gpt import GPT
+from model.options import SinkOptions
 from sample import LoadedRun
-from scripts.compare import MAPPED, Side, attention_map, compare, main
+from scripts.compare import (
+    MAPPED,
+    CompareOptions,
+    Side,
+    attention_map,
+    compare,
+    held_out,
+    main,
+    read_text,
+    tokens_of,
+)  # fmt: skip
 from training.config import load_config
 
 TEXT = "a bad egg, a fad!\nfade\na cafe face a dead bee faced a gaffe\n" * 2
@@ -60,6 +74,24 @@ def test_nats_and_attention_maps_are_those_of_a_computation_by_hand(pair: tuple[
     for i, row in enumerate(rows):
         weights = [math.exp(scale * (q[0, 2, i] @ k[0, key_head, j]).item()) for j in range(i + 1)]
         assert row[: i + 1] == pytest.approx([w / sum(weights) for w in weights], rel=1e-3, abs=1e-6)
+
+
+def test_a_sink_takes_its_share_of_the_attention() -> None:
+    model = random_model(replace(config_of("gqa", "rms"), softmax=SinkOptions(logit=0.0)))
+    _, rows = attention_map(side("a", model, CHARS, TEXT), layer=1, head=2)
+    assert all(0 < sum(row) < 0.99 for row in rows) and sum(rows[-1]) > sum(rows[0])
+
+
+def test_the_text_is_the_files_own_and_documents_end_with_their_token(tmp_path: Path) -> None:
+    (tmp_path / "dos").write_bytes(b"a\r\nb")
+    assert read_text(CompareOptions(a="a", b="b", text=str(tmp_path / "dos")), {}) == "a\r\nb"
+    bpe = BPETokenizer(learn_bpe([TEXT * 9], 260), has_separator=True)
+    tokens = [*bpe.encode("a bad"), bpe.separator, *bpe.encode("egg"), bpe.separator]
+    text = bpe.decode(tokens)
+    assert tokens_of(text, bpe, separated=True).tolist() == tokens
+    assert bpe.separator not in tokens_of(text, bpe, separated=False)
+    windows = Split(train=((0, 2), (5, 7)), val=((2, 5), (7, 9)))
+    assert held_out(Corpus("0", CHARS, np.arange(10), windows)) == [2, 3, 4, 7, 8]
 
 
 def test_other_tokenizers_are_compared_over_the_pieces_where_tokens_of_both_end() -> None:
@@ -173,6 +205,7 @@ BAD = {
     "a=chars b=shallow layer=1": "layer=1 must be < 1, the layers of b=shallow",
     "a=chars b=chars head=4": "head=4 must be < 4, the heads of a=chars",
     "a=chars b=chars out=none/page.html": "out=none/page.html must be a file",
+    "a=chars b=chars out=pipe": "out=pipe must be a file",
     "a=chars b=chars txt=x": "did you mean text",
 }
 
@@ -180,6 +213,7 @@ BAD = {
 @pytest.mark.parametrize("words", BAD)
 def test_bad_input_is_one_line(words: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("binary").write_bytes(b"\xff\xfe")
+    os.mkfifo("pipe")
     for name, text in {"other": "a fade X", "short": "a", "empty": "", "good": TEXT}.items():
         Path(name).write_text(text)
     assert main(words.split() if "text=" in words or "a=" not in words else [*words.split(), "text=good"]) == 2

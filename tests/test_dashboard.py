@@ -66,3 +66,14 @@ def test_agents_train_the_runs_of_the_plan(sweep: str, capsys: pytest.CaptureFix
 def test_an_entity_is_needed_to_send(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run_script(dashboard.DashboardOptions, dashboard.show, "", ["sweep=gqa_nano"]) == 2
     assert capsys.readouterr().err == "error: entity= must be given\n"
+
+
+def test_a_server_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    words = ["sweep=gqa_nano", "entity=me"]
+    assert cli.run_script(dashboard.DashboardOptions, dashboard.show, "", words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: W&B cannot be used: ") and error.count("\n") == 1

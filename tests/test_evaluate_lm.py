@@ -431,6 +431,15 @@ def test_cloze_asks_what_follows_in_the_held_out_text(run: Path, tmp_path: Path,
     assert {sample["doc"]["answer"] for sample in samples} == {0, 1, 2, 3}
 
 
+def test_cloze_cuts_no_character(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("наш дом — лучший дом на свете, да\n" * 200)
+    data = {"name": "text", "path": str(tmp_path / "corpus.txt"), "tokenizer": "byte"}
+    assert train.run(configured(tmp_path, tmp_path / "run", data=data)) == 0
+    task = evaluate.cloze(load_run(tmp_path / "run" / "ckpt" / "best", torch.device("cpu")))
+    for doc in task.test_docs():
+        assert "\ufffd" not in doc["context"] + "".join(doc["choices"])
+
+
 def test_cloze_is_refused_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = {"name": "random", "vocab_size": 8, "n_tokens": 2000, "val_tokens": 100}
     assert train.run(configured(tmp_path, tmp_path / "run", data=data)) == 0

@@ -212,6 +212,10 @@ def test_a_failed_export_leaves_nothing(
     assert main([f"run={run}", f"out={tmp_path / 'hf'}"]) == 1
     assert "No space left" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    monkeypatch.undo()
+    checkpoint.temporary_name(tmp_path / "hf").mkdir()  # as a kill leaves it
+    assert main([f"run={run}", f"out={tmp_path / 'hf'}"]) == 0
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "run"]
 
 
 def test_the_weights_are_those_of_the_checkpoint_that_was_named(tmp_path: Path) -> None:

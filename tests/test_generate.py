@@ -92,6 +92,7 @@ def test_top_k_1_is_greedy_and_ties_keep_one_token_at_least() -> None:
     assert (sample_token(LOGITS.expand(50, -1), top_k=1) == 0).all()
     assert (sample_token(LOGITS.expand(50, -1), temperature=0) == 0).all()
     even = torch.zeros(100, V)
+    assert len({*sample_token(even, top_k=1).tolist()}) == 1
     assert sample_token(even, top_p=0.01).shape == (100,)
     assert sample_token(torch.full((3, V), -1e30), top_p=0.5, temperature=1e-3).shape == (3,)
 

@@ -123,6 +123,12 @@ def test_dropout_may_differ_with_rope_the_context_too_and_a_text_seen_before_is_
     config = configured(corpus, tmp_path / "new", model=longer, init_from=str(tmp_path / "rope"))
     assert train.run(load_config({**asdict(config), "data": data})) == 0
     assert "rope was trained on text that this run holds out" in (tmp_path / "new" / "train.log").read_text()
+    third = asdict(config) | {"data": data, "init_from": str(tmp_path / "new"), "out_dir": str(tmp_path / "third")}
+    assert train.run(load_config(third)) == 0
+    assert (
+        f"was itself begun from {tmp_path / 'rope'}, which may have seen"
+        in (tmp_path / "third" / "train.log").read_text()
+    )
 
 
 @pytest.mark.parametrize(("block_size", "warned"), [(16, False), (32, True)])

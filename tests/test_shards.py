@@ -90,6 +90,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "moved tokens": (edited("index['train']['tokens'] += 5; index['val']['tokens'] -= 5"), "contradicts itself"),
     "moved shard": (edited("index['val']['shards'].append(index['train']['shards'].pop())"), "contradicts itself"),
     "no key": (edited("del index['train']['shards']"), "not an index"),
+    "no tokenizer": (edited("del index['tokenizer_sha256']"), "not an index"),
     "a list": (edited("index['train'] = []"), "not an index"),
     "wrong type": (edited("shard['tokens'] = str(shard['tokens'])"), "not an index|contradicts itself"),
     "negative": (edited("shard['tokens'] = -1"), "contradicts itself"),

@@ -20,7 +20,9 @@ from model.hf import hugging_face, load_hugging_face
 from training.config import TrainConfig, load_config
 
 # config.json's keys that change neither the logits of given weights nor their tokens
-HF_FREE = ("architectures", "bos_token_id", "eos_token_id", "dtype", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+HF_FREE = (
+    "architectures", "bos_token_id", "eos_token_id", "dtype", "resid_pdrop", "embd_pdrop", "attn_pdrop", "rope_theta",
+)  # fmt: skip
 
 
 def with_init_sha256(config: TrainConfig) -> TrainConfig:
@@ -103,6 +105,10 @@ def load_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus: Corpus)
     warnings = [] if origin.fault.name == "none" else [f"was trained with fault={origin.fault.name}"]
     if saved.state.get("corpus_sha256") == corpus.sha256 and trained_on_held_out(origin, corpus):
         warnings.append("was trained on text that this run holds out: the validation loss is too low")
+    if origin.init_from is not None:
+        warnings.append(
+            f"was itself begun from {origin.init_from}, which may have seen the text that this run holds out"
+        )
     return misfits, warnings
 
 
