@@ -8,6 +8,7 @@ wandb/         W&B's files                     lock               lock file of t
 """
 
 import hashlib
+import json
 import math
 import os
 import socket
@@ -173,7 +174,8 @@ class RunDir:
         """
         self._sync()
         if summary is not None:
-            write_json(self.path / "summary.json", sealed(finite(summary) | {"records": self.record_hashes()}))
+            content = sealed(finite(summary) | {"records": self.record_hashes()})  # a NaN is null in it
+            write_atomic(self.path / "summary.json", (json.dumps(content, indent=2) + "\n").encode())
         if self._wandb is not None:
             self._wandb.finish(summary or {})
 

@@ -17,7 +17,7 @@ import yaml
 from conftest import ROOT
 
 from core import rundir
-from core.files import read_json, write_json
+from core.files import is_intact, read_json, write_json
 from core.rundir import ReadOnlyRunDir, RunDir, differences, is_locked, open_run, read_status
 from core.schema import ConfigError
 from data.options import TextFileOptions
@@ -314,6 +314,14 @@ def test_a_run_that_a_signal_ends_is_stopped_and_has_not_failed(path: Path, erro
         run.begin(to_yaml(TrainConfig(out_dir=str(path))))
         raise error
     assert read_status(path)["state"] == state
+
+
+def test_a_summary_with_a_loss_that_is_not_finite_is_intact(path: Path) -> None:
+    run = opened(path)
+    run.begin(to_yaml(TrainConfig(out_dir=str(path))))
+    run.finish({"status": "diverged", "iter": 3, "val/loss": math.nan, "val/loss_min": math.inf, "reason": None})
+    summary = read_json(path / "summary.json")
+    assert is_intact(summary) and summary["val/loss"] is None is summary["val/loss_min"] and "reason" not in summary
 
 
 def test_fresh_moves_the_old_run_aside(path: Path) -> None:
