@@ -91,7 +91,8 @@ def run(config: TrainConfig) -> int:
             try:
                 line = train(session, run_dir, meter, lowest, start, stop)
             except Diverged as end:
-                run_dir.log(f"first that is not finite: {first_not_finite(session, end.step)}")
+                found = dict.fromkeys(dist.gather(first_not_finite(session, end.step)))
+                run_dir.log(f"first that is not finite: {'; '.join(found)}")
                 status = finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
             else:
                 if line["iter"] < config.max_iters:

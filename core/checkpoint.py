@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
+from core.cli import is_out_of_memory
 from core.files import parse_object, read_json, sealed
 from core.schema import ConfigError, require
 
@@ -175,6 +176,8 @@ def errors_as_corrupt(path: Path) -> Iterator[None]:
     except (ConfigError, CorruptCheckpoint):
         raise
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         reason = " ".join(f"{type(error).__name__} {error}".split())
         raise CorruptCheckpoint(f"{path}: does not hold what a run saves: {reason[:300]}") from error
 

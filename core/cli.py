@@ -394,6 +394,14 @@ def leave_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def say(text: str) -> None:
+    """Print a line; where nobody reads any more, the program goes on."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        leave_output()
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """PyTorch has a class of its own for a GPU's memory alone."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

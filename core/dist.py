@@ -68,6 +68,15 @@ class Agreement:
         return bool(flag)
 
 
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    values = [value]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
 def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     if dist.is_initialized():

@@ -20,7 +20,7 @@ from typing import Annotated
 
 from tqdm import tqdm
 
-from core.cli import StopSignal, parse_yaml, run_script
+from core.cli import StopSignal, parse_yaml, run_script, say
 from core.files import ROOT, read_json
 from core.rundir import at_end
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, options, require
@@ -175,18 +175,18 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     nodes = asked.launcher.nodes if isinstance(asked.launcher, SlurmOptions) else 0
     Launch(sweep_dir, name, ids, tries, launcher.threads, asked.launcher.ranks, nodes).write()
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
-    print(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {workers(asked, launcher)}")
+    say(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {workers(asked, launcher)}")
     began = time.monotonic()
     with StopSignal() as stop:
         trouble = supervise(runs, states, launcher, tries, asked.fail_fast, stop)
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     counts = tally(states.values())
     if stop.signal:
-        print(f"stopped by {signal.Signals(stop.signal).name}: {counts}; the same command goes on from there")
+        say(f"stopped by {signal.Signals(stop.signal).name}: {counts}; the same command goes on from there")
         return 128 + stop.signal
-    print(f"{sweep_dir}: {counts} in {tqdm.format_interval(time.monotonic() - began)}")
+    say(f"{sweep_dir}: {counts} in {tqdm.format_interval(time.monotonic() - began)}")
     for line in failures(sweep_dir, states):
-        print(line)
+        say(line)
     if wandb_mode(runs[0].config.wandb.mode) == "online":  # in a process: sweeps/ imports no scripts
         words = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
         words += [f"from={asked.from_}"] * (asked.from_ is not None)
@@ -212,7 +212,7 @@ def supervise(
             if states[run.id].state not in FINAL and (run.id in claimed or not launcher.alive()):
                 states[run.id] = state_of(sweep_dir, run, launcher.launch)
                 if states[run.id].state in FINAL:
-                    print(line_of(run.id, states, sweep_dir, began, ended), flush=True)
+                    say(line_of(run.id, states, sweep_dir, began, ended))
         if tried != sum(s.launch_tries for s in states.values()):
             launcher.deaths = 0  # a worker that took a run did not die at its start
         left = [s for s in states.values() if s.state not in FINAL and s.launch_tries < tries]

@@ -19,7 +19,7 @@ from conftest import ROOT, flip
 from torch import Tensor
 
 from core import checkpoint
-from core.checkpoint import CorruptCheckpoint, link, load, load_latest, peek, resolve, save
+from core.checkpoint import CorruptCheckpoint, errors_as_corrupt, link, load, load_latest, peek, resolve, save
 from core.schema import ConfigError
 
 
@@ -451,3 +451,10 @@ def test_peek_passes_over_a_state_that_was_changed(tmp_path: Path) -> None:
     state.write_text(state.read_text().replace("20", "21"))
     assert peek(tmp_path)["threads"] == 10
     assert peek(tmp_path / "absent") == {}
+
+
+def test_too_little_memory_is_no_damage(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError), errors_as_corrupt(tmp_path):
+        raise torch.OutOfMemoryError
+    with pytest.raises(CorruptCheckpoint), errors_as_corrupt(tmp_path):
+        raise RuntimeError

@@ -26,7 +26,7 @@ from data.batches import Batches
 from data.folds import Split
 from model import ops
 from model.gpt import GPT
-from training import evaluate
+from training import checks, evaluate
 from training.checks import repetition
 from training.config import TrainConfig
 
@@ -305,6 +305,22 @@ def test_after_an_update_that_is_not_finite_weights_stay_and_its_origin_is_named
     assert not all(map(torch.equal, weights[3], weights[4]))
     log = (tmp_path / "run" / "train.log").read_text()
     assert "first that is not finite: the attention of transformer.h.1.attn, head 2\n" in log
+
+
+def test_a_divergence_stays_one_where_its_update_cannot_be_repeated(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    def diverge(*_: Any) -> Tensor:
+        monkeypatch.setattr(checks, "accumulate_gradients", full)
+        return torch.tensor(math.nan)
+
+    monkeypatch.setattr(train, "clip_grad_norm_", diverge)
+    assert train.run(configured(corpus, tmp_path / "run")) == 3
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "unknown: the update cannot be repeated (OutOfMemoryError: no room)" in log
 
 
 def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,16 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from conftest import tiny_config
 from test_gpt import V, build
-from test_train import FP32
+from test_train import FP32, configured
 
 from data.batches import Batches
 from data.folds import split
-from training.evaluate import mean_loss
+from training.evaluate import diagnosed_batch, mean_loss
+from training.session import setup
 
 
 @pytest.mark.parametrize("n_tokens", [200, 337, 340])
@@ -27,6 +30,17 @@ def test_exact_evaluation_predicts_each_held_out_token_once(n_tokens: int, batch
     batches = Batches(tokens, folds, 16, batch_size, seed=1)
     loss = mean_loss(model, batches.eval_batches(batch_size), FP32)
     assert loss == pytest.approx(np.mean(losses), rel=1e-12)
+
+
+@pytest.mark.parametrize(("size", "shape"), [(59, (1, 5)), (400, (2, 16))])
+def test_diagnostics_are_of_held_out_tokens_alone(size: int, shape: tuple[int, int], tmp_path: Path) -> None:
+    """A tenth is held out: 6 tokens, of which 5 are inputs, or 40 in windows of 16, 16 and 7."""
+    (tmp_path / "text").write_text(("abcdefg" * 99)[:size])
+    session = setup(configured(tmp_path / "text", tmp_path / "run"))
+    batch = diagnosed_batch(session)
+    start = session.data.batches.split.val[0][0]
+    assert batch.shape == shape
+    assert batch.flatten().tolist() == session.data.batches.tokens[start : start + batch.numel()].tolist()
 
 
 def test_evaluation_draws_nothing_and_leaves_the_mode_as_it_was() -> None:

@@ -298,3 +298,15 @@ freeze(Path("{tmp_path}/sweep"), "tiny", sweep, [], plan_runs(sweep, []))
     commit, _, changes = frozen.pop("commit").partition("+")
     assert commit == head.strip() and len(changes) == 7 and frozen == {"overrides": [], "runs": 8}
     assert "+changed" in (tmp_path / "sweep" / f"code_{head[:12]}+{changes}.diff").read_text()
+
+
+def test_a_launcher_whose_reader_has_left_trains_the_rest(tmp_path: Path, corpus: Path) -> None:
+    file = tiny_sweep(tmp_path, corpus, grid={"qk_norm": ["none", "rms"]}, folds=[0])
+    command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), f"sweep={file}", f"sweep_dir={tmp_path / 'sweep'}"]
+    process = subprocess.Popen([*command, "launcher.workers=1"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(300) == 0
+    assert [sweeps.status.state_of(tmp_path / "sweep", run).state for run in read_plan(tmp_path / "sweep")] == 2 * [
+        "done"
+    ]

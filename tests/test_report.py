@@ -366,6 +366,16 @@ def test_runs_whose_directories_are_gone_count_as_they_were_stored(made: Made, t
     assert sweep.runs_of("a/p=2")[1, 0].summary["val/loss_min"] == 1.5
 
 
+def test_a_stored_run_of_other_settings_stands_in_for_none(made: Made, tmp_path: Path) -> None:
+    report.report(sweep_of(made.path), tmp_path / "out", [])
+    later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=COMPARE)
+    later.plan("a/p=2", 1, 0)
+    plan = later.path / "plan.jsonl"
+    plan.write_text(plan.read_text().replace('"id": "', '"id": "other-'))
+    with pytest.raises(ConfigError, match="from= has .* where the sweep has other-.*, of other settings"):
+        joined(read_stored(tmp_path / "out", "made"), sweep_of(later.path))
+
+
 def test_a_report_of_fewer_runs_replaces_none_unless_out_says_so(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

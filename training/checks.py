@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from core.device import seed_generator
 from core.dist import World
-from core.schema import require
+from core.schema import one_line, require
 from data.batches import Batches
 from model.cross_entropy import max_positions_with_logits
 from model.diagnostics import LEAK_TOLERANCE, LONG, future_leak, logit_bound, sdpa_backend
@@ -56,6 +56,8 @@ def first_not_finite(session: Session, step: int) -> str:
     try:
         with closing(session.data.batches.prefetch(batch_ids)) as batches:
             loss = accumulate_gradients(model, batches, len(session.micro_steps), machine)
+    except (RuntimeError, MemoryError) as error:  # not compiled, it takes more memory
+        return f"unknown: the update cannot be repeated ({one_line(error)})"
     finally:
         for hook in hooks:
             hook.remove()

@@ -70,10 +70,13 @@ def sampled_losses(session: Session) -> dict[str, float]:
 def diagnosed_batch(session: Session) -> Tensor:
     """The inputs that diagnostics are computed on, (B, T): the first held-out windows, the same at each evaluation.
 
-    B is at most 4, and less where DIAGNOSED_TOKENS allows fewer windows.
+    B is at most 4, and less where DIAGNOSED_TOKENS allows fewer windows. Windows shorter than the first
+    are left out.
     """
     windows = max(1, DIAGNOSED_TOKENS // session.config.model.block_size)
-    return next(session.data.batches.eval_batches(4))[0][:windows].to(session.machine.device)
+    x, y = (part[:windows] for part in next(session.data.batches.eval_batches(4)))
+    lengths = (y >= 0).sum(1)  # without padding
+    return x[lengths == lengths[0], : int(lengths[0])].to(session.machine.device)
 
 
 def affordable_text(session: Session, step: int) -> str | None:

@@ -108,11 +108,14 @@ def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
 
 def joined(stored: Sweep, sweep: Sweep) -> Sweep:
     """`sweep`, and the stored runs that it lacks. A stored run that has ended replaces one that has not, at the points
-    of both."""
+    of both. Raises: ConfigError where a point has a stored run with other settings."""
     runs = {run.id: run for run in sweep.runs}
+    here = {(point, run.replicate): run.id for run in sweep.runs for point in run.settings}
     for run in stored.runs:
         planned = runs.get(run.id)
         if planned is None:
+            others = [here[point, run.replicate] for point in run.settings if (point, run.replicate) in here]
+            require(not others, f"from= has {run.id} where the sweep has {', '.join(others)}, of other settings")
             runs[run.id] = run
         elif run.state.state in FINAL and planned.state.state not in FINAL and is_as_long(run, planned):
             runs[run.id] = replace(run, settings=[*dict.fromkeys(planned.settings + run.settings)])
