@@ -4,7 +4,6 @@
 """
 
 import codecs
-import io
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -128,8 +127,6 @@ def print_first(prompt: str, tokens: Iterable[Tensor], tokenizer: Tokenizer) -> 
 
 
 def main() -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the text
     sys.exit(run_script(SampleConfig, sample, __doc__))
 
 

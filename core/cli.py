@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import itertools
 import keyword
 import os
@@ -354,6 +355,8 @@ def print_help(doc: str | None, settings: type, argv: list[str], presets: Preset
 
 def guarded(run: Callable[[], int]) -> int:
     """The exit status of run(), and one line for what goes wrong in it: 2 a bad setting, 1 a failure, 130 Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
     status = 0
     try:
         status = run()

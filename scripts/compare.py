@@ -8,7 +8,6 @@ tokenizers differ, the runs are compared over the shortest pieces of text at who
 
 import functools
 import html
-import io
 import itertools
 import math
 import sys
@@ -116,9 +115,8 @@ def attention_map(side: Side, layer: int, head: int) -> tuple[list[str], list[li
 
 def sampled(side: Side, prompt: str, separated: bool, seed: int) -> str:
     model, tokenizer = side.loaded.model, side.loaded.tokenizer
-    idx = torch.tensor(tokens_of(prompt, tokenizer, separated).tolist(), device=model.transformer.wte.weight.device)[
-        None
-    ]
+    tokens = tokens_of(prompt, tokenizer, separated).tolist()
+    idx = torch.tensor([tokens], device=model.transformer.wte.weight.device)
     how = SampleConfig()
     return tokenizer.decode(int(t) for t in generate(model, idx, NEW_TOKENS, how.temperature, how.top_k, seed=seed))
 
@@ -281,8 +279,6 @@ def compare_runs(asked: CompareOptions) -> int:
 
 
 def main(argv: list[str]) -> int:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the text
     return run_script(CompareOptions, compare_runs, __doc__, argv)
 
 
