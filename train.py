@@ -44,6 +44,7 @@ from training.tracking import shows_media, wandb_settings
 from training.updates import (
     accumulate_gradients,
     clone_weights,
+    order_buckets,
     seed_of_update,
     set_learning_rate,
     update_ratios,
@@ -137,6 +138,7 @@ def train(
         run_dir.progress_bar(config.max_iters, start) as bar,
     ):
         model.train()
+        order_buckets(session)
         for step in range(start, config.max_iters + 1):  # + 1: the last pass only evaluates and saves
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration

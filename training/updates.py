@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core.device import move
 from training.optim import Optimizer
-from training.session import Batch, Machine
+from training.session import Batch, Machine, Session
 
 # Tokens that go through the model together on a CPU. They are few, so that activations fit the CPU's cache and the
 # allocator reuses their memory. Memory from the system would cost a page fault for every 4 KiB.
@@ -37,6 +37,19 @@ def accumulate_gradients(forward: nn.Module, batches: Iterator[Batch], n_micro_s
                     loss.backward()
                 total += loss.detach()
     return total
+
+
+def order_buckets(session: Session) -> None:
+    """Have DDP order its buckets of gradients: it does so by its first backward pass, and the order decides how three
+    or more ranks round. Without this pass, whose gradients are dropped, a run would not resume bit for bit."""
+    config = session.config
+    if session.machine.world.size > 2:
+        tokens = torch.zeros(config.batch_size, config.model.block_size, dtype=torch.int64)
+        accumulate_gradients(session.forward, iter([(tokens, tokens)]), 1, session.machine)
+        session.optimizer.zero_grad()
+        if config.qk_clip.name != "none":
+            for attention in session.model.attentions:
+                attention.pop_max_logits()
 
 
 def rows_at_once(batch_size: int, block_size: int, device: torch.device) -> int:
