@@ -142,7 +142,8 @@ def train(
         for step in range(start, config.max_iters + 1):  # + 1: the last pass only evaluates and saves
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
-            is_last, evaluating = step == config.max_iters or stopping, is_eval_step(step, config)
+            is_last = stopping or step == config.max_iters
+            evaluating = is_eval_step(step, config)
             if evaluating:
                 evaluate(session, run_dir, line)
                 # extra: evaluated only because the run ends here
@@ -165,10 +166,10 @@ def train(
                 optimizer.step(skip)
             optimizer.zero_grad()
             maxima = qk_clip(model.attentions, config.qk_clip, skip)  # before the clip, (n_layer, n_head)
-            meter.add(line, loss, norm, maxima)
+            meter.add(line, loss, norm, maxima)  # meter.read() writes them into `line`
             bar.update()
 
-            # Read the losses and gradient norms since the last read, into the lines that add() took.
+            # Wait for the losses and gradient norms since the last read.
             stopping = agreement.any_rank(stop.signal > 0)  # all ranks stop after the same update
             if is_read_step(step, config) or stopping:
                 meter.read()

@@ -80,7 +80,7 @@ class RunDir:
     ) -> None:
         """Claim the run from iteration `step` on: metrics.jsonl and diagnostics.jsonl are cut back to it.
 
-        records: what records(step) said when the checkpoint was saved; a file that has changed since is warned of.
+        records: record_hashes(step) when the checkpoint was saved; a file that has changed since is warned of.
         wandb: the settings of WandbRun.
         """
         self.claim(config_yaml)

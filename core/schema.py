@@ -94,7 +94,7 @@ class Loads:
     load: Callable[[Any], None]
 
 
-FREE = object()  # the setting decides neither the weights nor the losses: it may change when a run is resumed
+FREE = object()  # the setting is not part of what a run is: it may change when the run is resumed
 
 
 def AtLeast(least: int, bits: int = 31) -> Rule:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from core.device import seed_generator
 from model import cross_entropy
-from model.gpt import GPT, LpNorm, QKNorm
+from model.gpt import GPT, LpNorm, NoNorm, QKNorm
 from model.ops import Bend, visible_logits
 
 LEAK_TOLERANCE = 1e-4  # a smaller future_leak is round-off, also in bfloat16
@@ -83,17 +83,20 @@ def logit_bound(attn: nn.Module) -> float:
     """
     norms, scale, logits = qk_norms(attn), getattr(attn, "logit_scale", None), getattr(attn, "logits", None)
     scaled = logits is not None and logits.options.name != "none"
-    if not norms or scale is None or scale.alpha is not None or scaled:
+    bounded = norms and not any(isinstance(norm, NoNorm) for norm in norms.values())
+    if not bounded or scale is None or scale.alpha is not None or scaled:
         return math.inf
     blocks = [(norm, norms[f"k{side[1:]}"]) for side, norm in norms.items() if side.startswith("q")]
     return scale.softmax_scale * sum(longest_output(q) * longest_output(k) for q, k in blocks)
 
 
 def longest_output(norm: QKNorm) -> float:
-    """The largest 2-norm that a QK norm gives to vectors of length 1000: one-hot, constant and random ones."""
+    """The largest 2-norm that a QK norm gives to vectors of length 1000: one-hot, constant and random ones. The other
+    heads have the same vectors, or tiny ones: a norm may be over all heads."""
     g, hs = torch.Generator().manual_seed(0), norm.head_dim
     x = torch.cat([torch.eye(1, hs), torch.ones(1, hs), torch.randn(16, hs, generator=g)])
-    x = 1000 * nn.functional.normalize(x, dim=-1).expand(1, norm.n_head, -1, -1)  # (1, nh, 18, hs)
+    x = 1000 * nn.functional.normalize(x, dim=-1).expand(2, norm.n_head, -1, -1).clone()  # (2, nh, 18, hs)
+    x[1, 1:] *= 1e-6
     device = next((p.device for p in norm.parameters()), torch.device("cpu"))
     return torch.linalg.vector_norm(norm(x.to(device)), dim=-1).max().item()
 

@@ -191,7 +191,7 @@ def initial_alpha(options: LpNormOptions, block_dims: tuple[int, ...], block_siz
     henry: log2(L^2 - L) for the context length L (Henry et al. 2020). For Gaussian vectors the initial logits have
     Var = alpha^2 * (sum over blocks of E[g]^4 / d), for blocks of d channels and E[g] = mean_norm_ratio(p, d). sqrt_d:
     Var = 1 at p = 2, where g = 1; for one block alpha is sqrt(hs), and p = 2 equals RMS QK-norm. matched: Var = 1 for
-    every p.
+    every p, to a few per cent, as g varies little.
     """
     if options.alpha_init == "henry":
         return math.log2(block_size**2 - block_size)
@@ -212,6 +212,7 @@ def mean_norm_ratio(p: float, head_dim: int) -> float:
     """
     g = torch.Generator().manual_seed(0)
     x = torch.randn(16384, head_dim, dtype=torch.float64, generator=g, device="cpu")  # whatever the default device is
+    x /= x.abs().amax(-1, keepdim=True)  # no power overflows
     return (torch.linalg.vector_norm(x, 2, -1) / torch.linalg.vector_norm(x, p, -1)).mean().item()
 
 
@@ -315,6 +316,7 @@ class GroupedQueryAttention(CausalAttention):
         if cache is None:  # neither training nor diagnostics have one
             self.observe(q, k, self.logit_scale.softmax_scale)
         else:
+            assert pos + T <= cache.k.size(2), "the cache is full"
             cache.k[:, :, pos : pos + T] = k
             cache.v[:, :, pos : pos + T] = v
             if pos > 0:  # at pos 0, k and v are the whole context
@@ -372,7 +374,7 @@ class MultiHeadLatentAttention(CausalAttention):
 
     A key is [content from the latent | one RoPE key shared by the heads]. qk_norm_layout=blockwise normalises the two
     blocks separately, unified the whole vector; both before RoPE. Training and prefill compute keys and values
-    (explicit path). Decoding folds W_kv_b into the query and the output (absorbed path). This works for any norm
+    (explicit path). Decoding folds c_kv_b into the query and the output (absorbed path). This works for any norm
     gain * (x - mean) * s: the query is multiplied by the gain, and s is cached.
     """
 
@@ -469,14 +471,14 @@ class MultiHeadLatentAttention(CausalAttention):
 
     # Absorbed decoding. (q_n, q_r) is the query that project() returns. g_n and g_r are the gains of a key's content
     # and RoPE channels. R rotates. s (key_scale) and mean are those of a key before its norm; only LayerNorm subtracts
-    # the mean. docs/qk_norms.md derives the two forms. In the unified layout a logit is
+    # the mean. docs/qk_norms.md derives the content product. In the unified layout a logit is
     #   s [(W_uk^T (g_n q_n)) . latent + q_r . R g_r k_rope] - s mean [(g_n . q_n) + q_r . R g_r]
     # In the blockwise layout k_rope is normalised already: g_r = 1, and s and mean are of the content alone. So s
     # multiplies only the first product, and g_n q_n is centred instead of the key.
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
-        """W_kv_b as (nh, dn, kr) for keys and (nh, dv, kr) for values."""
-        w_uk, w_uv = self.c_kv_b.matrix().split(self.c_kv_b.split_sizes)  # W^UK, W^UV of DeepSeek-V2
+        """c_kv_b's weights for keys, (nh, dn, kr), and for values, (nh, dv, kr): W^UK and W^UV of DeepSeek-V2."""
+        w_uk, w_uv = self.c_kv_b.matrix().split(self.c_kv_b.split_sizes)
         return w_uk.view(self.n_head, self.nope_dim, self.kv_rank), w_uv.view(self.n_head, self.v_dim, self.kv_rank)
 
     def key_gains(self) -> tuple[Tensor | float, Tensor | float]:
@@ -495,6 +497,7 @@ class MultiHeadLatentAttention(CausalAttention):
     ) -> None:
         """Write T positions from `pos` on. k_nope: content_keys(latent). k_rope: as project() returns it."""
         new = slice(pos, pos + latent.size(1))
+        assert new.stop <= cache.latent.size(1), "the cache is full"
         if cache.key_scale is not None:
             assert k_nope is not None
             k = self.join(k_nope, k_rope) if self.unified else k_nope  # what k_norm normalises
@@ -740,8 +743,8 @@ class GPT(nn.Module):
     # Cost accounting
 
     def num_params(self, non_embedding: bool = False) -> int:
-        """Number of parameters, with the vectors that quack and sigma_reparam save; as in nanoGPT, non_embedding leaves
-        out the position embedding alone."""
+        """Number of parameters, with the vectors that quack and sigma_reparam keep in checkpoints; as in nanoGPT,
+        non_embedding leaves out the position embedding alone."""
         wpe = self.transformer.wpe
         total = sum(p.numel() for p in self.parameters())
         return total - wpe.weight.numel() if non_embedding and wpe is not None else total

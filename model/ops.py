@@ -10,7 +10,7 @@ in MLA kr channels of a latent, dn of a head's content and dr of the rotated key
 import contextlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,8 +133,8 @@ def gelu(x: Tensor) -> Tensor:
 def dropout(x: Tensor, p: float) -> Tensor:
     """Zero each element with probability p and scale the rest by 1 / (1 - p).
 
-    On a CPU, where F.dropout draws its mask serially, a third of a training step, p is rounded to one of 1/256 ..
-    255/256 (0.2 becomes 0.1992, and the scale follows), and a byte of random_bytes() decides for each element.
+    On a CPU F.dropout draws its mask serially, which takes a third of a training step. So a byte of random_bytes()
+    decides for each element there, and p is rounded to one of 1/256 .. 255/256 (0.2 to 0.1992; the scale follows).
     """
     if p == 0 or not x.is_cpu:
         return F.dropout(x, p)
@@ -158,7 +158,7 @@ def out_of_256(p: float) -> int:
 
 
 def draw_seed() -> Tensor:
-    """64 bits of the CPU's generator, () in int64: the seed of one mask."""
+    """64 bits of the CPU's generator, () in int64: a mask's seed. (^ takes back the low end that randint adds.)"""
     info = torch.iinfo(torch.int64)
     return torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu") ^ info.min
 
@@ -171,6 +171,14 @@ def random_bytes(seed: int | Tensor, words: int, first: Tensor | None = None) ->
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ (z >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
     return (z ^ (z >> 31 & 2**33 - 1)).view(torch.uint8)
+
+
+def bytes_of_logits(seed: Tensor, heads: Sequence[int], T: int, first: int, seen: int) -> Tensor:
+    """The random bytes of the logits of a block of queries from `first` on, (*heads, queries, seen). As in
+    attention.cpp each of the T queries has those of whole blocks of 64 keys."""
+    rows = min(BlockedAttention.QUERIES, T - first)
+    query = torch.arange(math.prod(heads))[:, None] * T + torch.arange(first, first + rows)  # (heads, queries)
+    return random_bytes(seed, (seen + 7) // 8, (T + 63) // 64 * 8 * query)[..., :seen].view(*heads, rows, seen)
 
 
 def dropout_mask(drawn: Tensor, dropped: int, dtype: torch.dtype) -> tuple[Tensor, float]:
@@ -265,6 +273,7 @@ def attention_and_lse_reference(
     (B, nkv, S, _), T = k.shape, q.size(-2)
     q = q.unflatten(1, (nkv, -1))  # (B, nkv, group, T, dk)
     group, parts, sums = q.size(2), [], []
+    seed = draw_seed() if p_dropout and q.is_cpu else None
     rows = BlockedAttention.QUERIES if q.is_cpu else queries_at_once(B, nkv * group, S, q.device.type)
     for i in range(0, T, rows):
         end = min(i + rows, T)
@@ -275,7 +284,12 @@ def attention_and_lse_reference(
         future = torch.ones(end - i, seen, dtype=torch.bool, device=q.device).triu(seen - (end - i) + 1)
         logits = logits.masked_fill(future, -math.inf)
         lse = logits.logsumexp(-1)  # (B, nkv, group, rows)
-        att = dropout((logits - lse[..., None]).exp().to(v.dtype), p_dropout)
+        att = (logits - lse[..., None]).exp().to(v.dtype)
+        if seed is None:
+            att = F.dropout(att, p_dropout)
+        else:
+            drawn = bytes_of_logits(seed, att.shape[:3], T, i, seen)
+            att = ApplyMask.apply(att, *dropout_mask(drawn, out_of_256(p_dropout), att.dtype))
         parts.append((att.flatten(2, 3) @ v[:, :, :seen]).unflatten(2, (group, -1)).flatten(1, 2))
         sums.append(lse.flatten(1, 2))
     return torch.cat(parts, 2), torch.cat(sums, 2)
@@ -300,8 +314,6 @@ class BlockedAttention(torch.autograd.Function):
         y = torch.empty_like(v)
         parts: list[Tensor | None] = []
         keep, ctx.kept = None, 1.0
-        row = (q.size(1) + 63) // 64 * 8  # words of random bytes of a query
-        first_word = row * torch.arange(len(q) * q.size(1), device=q.device).view(len(q), -1)  # (B nh, T)
         with torch.autocast("cpu", enabled=False), matmuls_in(v.dtype):
             for i in range(0, q.size(1), BlockedAttention.QUERIES):
                 end = min(i + BlockedAttention.QUERIES, q.size(1))
@@ -311,7 +323,7 @@ class BlockedAttention(torch.autograd.Function):
                 logits[..., i:] += torch.full((end - i, end - i), -math.inf, dtype=logits.dtype).triu(1)
                 att = logits.softmax(-1).to(v.dtype)
                 if seed is not None:
-                    drawn = random_bytes(seed, (end + 7) // 8, first_word[:, i:end])[..., :end]
+                    drawn = bytes_of_logits(seed, q.shape[:1], q.size(1), i, end)
                     keep, ctx.kept = dropout_mask(drawn, dropped, att.dtype)
                 torch.bmm(apply_mask(att, keep, ctx.kept), v[:, :end], out=y[:, i:end])
                 parts += [att, keep]

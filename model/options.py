@@ -148,7 +148,7 @@ class LpNormOptions(QKNormOptions):
     name: str = "lp"
     p: Annotated[
         float | Literal["learned"],
-        Rule(lambda p: p == "learned" or p >= 1, "must be a number >= 1, inf or learned"),
+        Rule(lambda p: p == "learned" or 1 <= p <= 1e30 or p == math.inf, "must be >= 1 and <= 1e30, inf or learned"),
         Help("any number >= 1, inf, or learned: one a head, from 2"),
     ] = 2.0
     alpha_init: Annotated[

@@ -80,7 +80,7 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
     write_atomic(out / "provenance.json", (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def refuse_loss(sweep: Sweep, out: Path) -> None:
+def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
     """Raises: ConfigError where the report in `out` has runs at their end that `sweep` lacks, or cannot be read."""
     if not (out / "runs.csv").is_file():
         return
@@ -163,7 +163,7 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
         if asked.sweep or asked.sweep_dir:
             sweep = joined(sweep, read_sweep(asked.directory, name))
     if asked.out is None:
-        refuse_loss(sweep, out)
+        refuse_to_drop_runs(sweep, out)
     report(sweep, out, argv)
     print(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
     if asked.wandb:

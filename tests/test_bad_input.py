@@ -117,6 +117,7 @@ BAD: dict[str, list[str]] = {
     "optim=muon optim.betas=[1,0.9]": ["optim.betas=[1.0, 0.9]", "[0, 1)"],
     "qk_norm=lp qk_norm.p=0.5": ["qk_norm.p=0.5", ">= 1"],
     "qk_norm=lp qk_norm.p=nan": ["qk_norm.p=nan", ">= 1"],
+    "qk_norm=lp qk_norm.p=1e39": ["qk_norm.p=1e+39", "<= 1e30"],
     "qk_norm=lp qk_norm.alpha_init=-2": ["qk_norm.alpha_init=-2.0", "[1e-6, 1e6]"],
     "qk_norm=lp qk_norm.alpha_init=big": ["qk_norm.alpha_init=big", "henry"],
     "qk_norm=lp qk_norm.alpha_per=token": ["qk_norm.alpha_per=token", "layer, head"],

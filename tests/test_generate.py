@@ -25,6 +25,15 @@ def greedy_without_cache(model: GPT, idx: Tensor, n: int) -> Tensor:
     return torch.stack(out, 1)
 
 
+@pytest.mark.parametrize("layout", ["mha", "mla"])
+def test_a_full_cache_is_refused(layout: str) -> None:
+    model, idx = build(config_of(layout, "rms")), random_tokens(1, 8)
+    caches = model.new_caches(1, 8, torch.float64)
+    prefill(model, idx, caches)
+    with pytest.raises(AssertionError, match="the cache is full"):
+        decode_one_token(model, idx[:, 0], caches, 8)
+
+
 @pytest.mark.parametrize("prompt", [1, 5, 16, 40])
 def test_greedy_decoding_equals_full_forwards_also_past_block_size(qk_norm: QKNormOptions, prompt: int) -> None:
     model, idx = build(tiny_config(qk_norm)), random_tokens(3, prompt)

@@ -296,6 +296,11 @@ def test_alpha_init_matched_equalises_the_spread_of_the_initial_logits(p: float)
     assert (alpha * (q * k).sum(-1)).std().item() == pytest.approx(1.0, rel=0.02)  # 8 cos: 8 / sqrt(64)
 
 
+def test_the_matched_start_is_right_for_any_p() -> None:
+    assert mean_norm_ratio(1000, 64) == pytest.approx(mean_norm_ratio(math.inf, 64), rel=0.01)
+    assert mean_norm_ratio(1e30, 2) == pytest.approx(mean_norm_ratio(math.inf, 2), rel=1e-6)
+
+
 def test_mean_norm_ratio_does_not_touch_the_global_generator() -> None:
     before = torch.get_rng_state()
     mean_norm_ratio(2.25, 48)

@@ -1,6 +1,7 @@
 """Plugins: a norm or a layout in a file of one's own is found, recorded, found again, or named as missing."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,10 @@ def test_no_norm_of_ours_is_said_to_keep_attention_uniform() -> None:
         gpt = GPT(config_of("mha", chosen, n_embd=4).gpt, 11)  # one channel a head
         gpt.init_weights(0)
         assert logit_bound(gpt.attentions[0]) >= 0.99 or chosen.name == "layernorm"  # which maps one channel to 0
+    for norm, bound in (("none", math.inf), ("rms_whole", 16.0)):  # one head of four has all the length: 8 * 8 / 4
+        gpt = GPT(config_of("mha", norm, n_embd=64).gpt, 11)
+        gpt.init_weights(0)
+        assert logit_bound(gpt.attentions[0]) == pytest.approx(bound, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -204,6 +204,17 @@ def test_dropout_acts_on_the_weights_and_not_on_the_log_sum_exp() -> None:
     torch.testing.assert_close(whole, ops.causal_attention(q, k, v, 0.25))
 
 
+@pytest.mark.parametrize("bend", [None, ops.Softcap(2.0)])
+def test_dropout_drops_what_the_reference_drops(bend: ops.Bend | None) -> None:
+    q, v = torch.randn(2, 2, 4, 100, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    k = q[:, :2]
+    found = []
+    for attend in (ops.attention_and_lse, ops.attention_and_lse_reference):
+        torch.manual_seed(1)
+        found.append(attend(q, k, v[:, :2], 0.25, 0.5, bend)[0])
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.05)
+
+
 # -----------------------------------------------------------------------------
 # Weights
 

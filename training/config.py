@@ -251,9 +251,9 @@ Device = Annotated[
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 where there is hardware for it")]
 
 
-# `device`, `compile`, `threads` and `deterministic` are free, but a run that changes them is not equal bit for bit from
-# there on.
-# `dtype` is free, but what `auto` stands for may not change: check_resumable() checks that.
+# Free settings that need a word: a run that changes `device`, `compile`, `threads` or `deterministic` rounds otherwise
+# from there on, and a resume warns. What dtype=auto stands for may not change: check_resumable() refuses. `init_sha256`
+# stands for `init_from`.
 @options
 class TrainConfig:
     out_dir: Annotated[

@@ -78,7 +78,7 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
         f"init_from={config.init_from} has changed: its SHA-256 is {here[:12]}, not init_sha256={config.init_sha256}",
     )
     file = weights_file(config.init_from)
-    load = load_folder if (file.parent / "config.json").is_file() else load_checkpoint
+    load = load_folder if (file.parent / "config.json").is_file() else load_initial_checkpoint
     try:
         with checkpoint.errors_as_corrupt(file.parent):
             misfits, warnings = load(file, config, model, corpus)
@@ -88,7 +88,7 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
     return [f"init_from={config.init_from} {warning}" for warning in warnings]
 
 
-def load_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus: Corpus) -> tuple[list[str], list[str]]:
+def load_initial_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus: Corpus) -> tuple[list[str], list[str]]:
     """Returns what does not fit, and warnings."""
     saved = checkpoint.load(file.parent)
     origin = load_config(saved.state["config"])
