@@ -32,6 +32,7 @@ from scripts.reporting.track import (
     small_board,
 )
 from sweeps.definition import load_sweep, sweep_name
+from sweeps.status import FINAL
 
 BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
 SWEEP = "attention_track"
@@ -77,6 +78,8 @@ def make(asked: TrackOptions) -> int:
     unknown = [name for name in mean_losses(grid) if name not in words]
     require(not unknown, f"sweep={asked.sweep} has no {', '.join(unknown)}, which {folder / 'grid'} has")
     if asked.rates:
+        n_open = sum(run.state.state not in FINAL for run in grid.runs)
+        require(n_open == 0, f"{n_open} runs of {folder / 'grid'} have not ended: the best rates are not known yet")
         print_edges(asked.sweep, words, at_the_edge(grid))
         made = {asked.file("final"): final_definition(asked.extended, words, mean_losses(grid)).encode()}
     else:

@@ -103,7 +103,7 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
             run.id
             for run in runs
             if run.id in ended
-            and (ended[run.id]["status"] == "diverged" or int(ended[run.id]["iter"]) >= run.config.max_iters)
+            and (ended[run.id]["status"] == "diverged" or int(ended[run.id]["iter"]) == run.config.max_iters)
         }
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(f"from={folder} has no runs.csv that can be read: {error}") from error

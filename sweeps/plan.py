@@ -98,6 +98,9 @@ def check_overrides(sweep: Sweep, overrides: list[str]) -> None:
         words = [(label, word) for label, of in full.get("words", {}).items() for word in of]
         clash = next((f"{label}: {word}" for label, word in words if key_of(word) in full), None)
         require(clash is None, f"grid.words.{clash}: the grid varies this setting, too")
+        for override in overrides:
+            label = next((label for label, word in words if key_of(word) == key_of(override)), None)
+            require(label is None, f"{override}: this sweep sets {key_of(override)} in grid.words.{label}")
     lists = [values for grid in grids for values in grid.get("words", {}).values()]
     lists += [overrides, sweep.overrides, *(part.overrides for part in sweep.parts.values())]
     given = {key: f"grid.{key}" for key in swept} | {key_of(override): override for of in lists for override in of}

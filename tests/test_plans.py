@@ -115,6 +115,7 @@ BAD = {
         "grid.words.a: qk_norm=rms",
         "varies",
     ],
+    "sweep=attention_track_final optim.learning_rate=0.001": ["optim.learning_rate=0.001", "grid.words.none"],
     "sweep=p_sweep_cpu launcher.workers=0": ["launcher.workers=0", ">= 1"],
     "sweep=p_sweep_cpu launcher.worker=2": ["launcher.worker=2", "launcher.workers"],
     "sweep=p_sweep_cpu qk_norm.p=3": ["qk_norm.p=3", "sweep.grid.qk_norm.p"],

@@ -12,7 +12,7 @@ from core.schema import ConfigError
 from scripts import report
 from scripts.reporting.page import outline
 from scripts.reporting.runs import Replicate
-from scripts.reporting.statistics import compared_families, ratio, shares, within
+from scripts.reporting.statistics import compared_families, interval, ratio, shares, within
 from scripts.reporting.tables import Table
 from sweeps.definition import Sweep as Definition
 from sweeps.definition import load_sweep
@@ -46,6 +46,11 @@ def test_a_ratios_interval_has_the_ratios_that_a_t_test_does_not_refuse(shared: 
 def test_a_ratio_to_what_cannot_be_told_from_zero_has_no_interval() -> None:
     assert ratio([(1.0, 1.0), (1.0, -1.1), (2.0, 0.3)]) is None
     assert ratio([(1.0, 1.0)]) is None and ratio([(0.0, 0.0), (0.0, 0.0)]) is None
+
+
+def test_a_setting_alone_has_its_own_interval() -> None:
+    found = within({"a": {(1, k): x for k, x in enumerate([2.0, 2.1, 2.2])}})["a"]
+    assert found == interval([2.0, 2.1, 2.2]) and found.low is not None and found.low < 1.9
 
 
 def test_what_all_settings_have_in_common_is_no_part_of_their_intervals() -> None:

@@ -60,6 +60,25 @@ def test_the_correction_for_folds_is_the_t_test_with_a_larger_variance() -> None
     assert of_folds.adjusted["corrected t"] == pytest.approx(2 * p) and other.adjusted["corrected t"] is None
 
 
+def test_the_seeds_of_a_fold_are_averaged_before_they_count() -> None:
+    """Two folds that differ by 1, four seeds each that hardly vary: they say as little as two numbers do."""
+    differences = {(seed, fold): -1.0 - fold + 0.01 * seed for fold in (0, 1) for seed in range(4)}
+    values: dict[Replicate, tuple[float, float]] = {r: (d, 0.0) for r, d in differences.items()}
+    pooled, two = Comparison("a", "b", 8, values, 1 / 9), paired([-0.985, -1.985], [0.0, 0.0], 1 / 9)
+    assert pooled.p == pytest.approx(two.p) and pooled.deciding is not None and two.deciding is not None
+    assert astuple(pooled.deciding) == pytest.approx(astuple(two.deciding))
+    assert Comparison("a", "b", 8, values).p["t"] < 1e-3 < pooled.p["t"]  # of one text seeds are replicates
+
+
+def test_holms_correction_is_over_the_tests_that_decide() -> None:
+    of_folds, of_seeds = paired(DRUG_1, DRUG_2, 1 / 9), paired([0.1, 0.2, 0.15], [0.0, 0.0, 0.0])
+    adjust([of_folds, of_seeds])
+    lower, higher = sorted((of_folds.p["corrected t"], of_seeds.p["t"]))
+    assert [lower, higher] == [of_folds.p["corrected t"], of_seeds.p["t"]]
+    assert of_folds.adjusted["corrected t"] == pytest.approx(2 * lower)
+    assert of_seeds.adjusted["t"] == pytest.approx(max(2 * lower, higher))
+
+
 @pytest.mark.parametrize(
     ("p", "adjusted"),
     [
@@ -114,6 +133,7 @@ def test_a_mean_curve_has_the_iterations_that_all_runs_have() -> None:
         ((-0.003, 0.01), None, 0.005, "excluded"),
         ((0.01, 0.03), None, None, "excluded"),
         ((None, None), 0.02, 0.01, "not tested"),
+        ((-250.0, -250.0), None, 250.0, "not tested"),  # no spread
     ],
 )
 def test_a_claim_is_judged_by_its_interval(

@@ -183,12 +183,12 @@ def test_a_dry_run_lists_every_run_and_writes_nothing(sweep: Path) -> None:
 def test_runs_that_a_report_stored_are_not_trained_again(
     undisturbed: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But for one that was stopped, and one that ended before the iterations that are asked for now."""
+    """But for one that was stopped, and two that ended before or after the iterations that are asked for now."""
     stored, folder = sweep.parent / "stored", sweep.parent / "sweep"
     report(read_sweep(undisturbed.parent / "sweep", "tiny"), stored, [])
-    first, second, third, *_ = plan_runs(load_sweep(str(sweep), {}), [])
+    first, second, third, fourth, *_ = plan_runs(load_sweep(str(sweep), {}), [])
     csv_file = stored / "runs.csv"
-    states = {first.id: ",stopped,60,", second.id: ",done,59,", third.id: ",diverged,30,"}
+    states = {first.id: ",stopped,60,", second.id: ",done,59,", third.id: ",diverged,30,", fourth.id: ",done,61,"}
     lines = csv_file.read_text().splitlines(keepends=True)
     for run_id, state in states.items():
         lines = [line.replace(",done,60,", state) if line.startswith(f"{run_id},") else line for line in lines]
@@ -196,9 +196,9 @@ def test_runs_that_a_report_stored_are_not_trained_again(
     words = [f"sweep={sweep}", f"from={stored}"]
     assert main([*words, f"sweep_dir={folder}", "dry_run=true"]) == 0
     output = capsys.readouterr().out
-    assert "6 of 8 runs are stored" in output and "2 pending" in output and third.id not in output
-    assert "2 done" in launched(sweep, f"from={stored}")
-    assert [run.id for run in read_plan(folder) if (folder / run.id).exists()] == [first.id, second.id]
+    assert "5 of 8 runs are stored" in output and "3 pending" in output and third.id not in output
+    assert "3 done" in launched(sweep, f"from={stored}")
+    assert [run.id for run in read_plan(folder) if (folder / run.id).exists()] == [first.id, second.id, fourth.id]
     whole = joined(read_stored(stored, "tiny"), read_sweep(folder, "tiny"))
     assert [run.state.state for run in whole.runs] == ["done", "done", "diverged", *["done"] * 5]
     report(whole, stored, [])

@@ -93,7 +93,27 @@ def test_the_best_rate_is_that_of_the_lowest_mean_and_an_edge_is_named() -> None
         "none": 0.002, "rms": 0.004, "sink": 0.008,
     }  # fmt: skip
     assert at_the_edge(grid) == {"sink": 0.016}
-    assert [plateau(means[name]) for name in GRID] == [1.0, 1.0, 0.0]  # 0.002 to 0.004; 0.004 to 0.008; alone
+    assert [plateau(means[name], means[name]) for name in GRID] == [
+        1.0,
+        1.0,
+        0.0,
+    ]  # 0.002 to 0.004; 0.004 to 0.008; alone
+    assert plateau({0.001: 2.0, 0.004: 2.0, 0.008: 2.0}, [0.001, 0.002, 0.004, 0.008]) == 0.0  # 0.002 diverged
+
+
+def test_a_contestant_that_lost_runs_is_last_and_says_so(tmp_path: Path) -> None:
+    grid, final = sweeps()
+    runs = [replace(r, state=State("diverged")) if r.settings == ["rms"] and r.seed < 3 else r for r in final.runs]
+    found = entries(grid, replace(final, runs=runs), WORDS, tmp_path)
+    assert found[-1].name == "rms" and found[-1].verdict == "3 of 8 runs are not done"
+
+
+def test_best_rates_are_not_read_off_a_grid_with_runs_to_come(tmp_path: Path) -> None:
+    folder = stored(tmp_path / "board")
+    place = folder / "grid" / "runs.csv"
+    place.write_text(place.read_text().replace(",done,", ",pending,", 1))
+    with pytest.raises(ConfigError, match="1 runs of .*grid have not ended"):
+        make(TrackOptions(folder=str(folder), rates=True, out=str(tmp_path / "x.yaml")))
 
 
 def test_a_verdict_is_holms_and_its_interval_excludes_zero_with_it(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from core.files import ROOT, read_json
 from core.schema import NOT_EMPTY, POSITIVE, options, require, settings_of, show
 from scripts.reporting.runs import Curve, Replicate, Sweep
 from scripts.reporting.statistics import (
+    Comparison,
     Estimate,
     Family,
     compared_families,
     holm,
+    independent,
     interval,
     judge,
     paired_p,
@@ -40,6 +42,7 @@ class Part:
     """A number of a row: sum of weight * (mean of a metric over the runs of a setting), paired by fold and seed.
 
     weights: setting -> weight; with metric=STABLE, variant -> weight. metric: one of runs.csv, STABLE, or GROWTH's.
+    fold: the number is of its seeds alone. Of several folds the seeds of each are averaged.
     waits: the part is left out until the study is complete.
     file, key: a ratio in a JSON file of results/ instead, {"median": …, "low": …, "high": …}, shown as a share over 1.
     """
@@ -48,6 +51,7 @@ class Part:
     study: str = ""
     weights: dict[str, Any] = field(default_factory=dict)
     metric: str = "val/loss_min"
+    fold: int | None = None
     waits: bool = False
     file: str = ""
     key: tuple[str, ...] = ()
@@ -180,13 +184,15 @@ def measured(part: Part) -> Found:
         values = {setting: values_of(sweep, setting, part.metric) for setting in part.weights}
         runs = [run for setting in part.weights for run in sweep.done(setting)]
     common = [r for r in values[next(iter(values))] if all(r in of for of in values.values())]
+    common = [r for r in common if part.fold in (None, r[1])]
     shared = test_over_train([run for run in runs if run.replicate in common]) or 0.0
     require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
-    sums = [sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common]
+    of_each = {r: sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common}
+    sums = [fmean(of_each[r] for r in group) for group in independent(common, shared > 0)]
     shared = shared if len(part.weights) > 1 else 0.0
     estimate = interval(sums, shared)
     seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
-    kind = "seeds" if folds == 1 else "folds" if seeds == 1 else "pairs of folds and seeds"
+    kind = "seeds" if folds == 1 else "folds" if seeds == 1 else f"folds of {seeds} seeds"
     first = runs[0]
     size = f"{first.summary['parameters'] / 1e6:.1f}M, {first.config['max_iters']:,} iterations"
     return Found(estimate, paired_p(sums, shared), f"{estimate.n} {kind}, {size}", p_in_study(sweep, part))
@@ -231,12 +237,17 @@ def stable_rates(sweep: Sweep, variant: str) -> dict[Replicate, float]:
 
 def p_in_study(sweep: Sweep, part: Part) -> float | None:
     """The largest p, by Holm, of the comparisons of these two settings and this metric in the study's report."""
-    found = []
-    for family in families_of(part.study):
+    found: list[float | None] = []
+    for family in families_of(part.study) if part.fold is None else []:
         for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):
             if metric.column == part.metric:
-                found += [c.adjusted[c.decides] for c in comparisons if {c.a: 1, c.b: -1} == part.weights]
+                found += [c.adjusted[c.decides] for c in comparisons if part.weights in of_both(c)]
     return max((p for p in found if p is not None), default=None)
+
+
+def of_both(c: Comparison) -> list[dict[str, int]]:
+    """The weights of A − B and of B − A."""
+    return [{c.a: 1, c.b: -1}, {c.a: -1, c.b: 1}]
 
 
 def from_json(part: Part) -> Found:

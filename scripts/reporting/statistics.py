@@ -3,12 +3,13 @@
 import math
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import fsum
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Any, Literal
 
 from scipy import stats
 
@@ -65,6 +66,15 @@ def ratio(pairs: Sequence[tuple[float, float]], shared: float = 0.0) -> Estimate
     return Estimate(a / b, (v - half) / u, (v + half) / u, n)
 
 
+def independent(replicates: Iterable[Replicate], of_folds: bool) -> list[list[Replicate]]:
+    """The replicates in groups, whose means count as independent values: each alone, or of_folds those of a fold, as
+    its seeds share the held-out text."""
+    groups: dict[Any, list[Replicate]] = defaultdict(list)
+    for replicate in replicates:
+        groups[replicate[1] if of_folds else replicate].append(replicate)
+    return [*groups.values()]
+
+
 def by_number(replicate: Replicate) -> tuple[int, int]:
     """The order of replicates; those without a fold come first."""
     seed, fold = replicate
@@ -80,13 +90,19 @@ def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0)
     common = sorted(set.intersection(*map(set, values.values())), key=by_number) if values else []
     if not common:
         return {}
+    groups = independent(common, shared > 0)
+    if len(values) == 1:  # nothing in common to take out
+        return {
+            name: interval([fmean(of[r] for r in group) for group in groups], shared) for name, of in values.items()
+        }
     level = {r: fmean(of[r] for of in values.values()) for r in common}
     wider = math.sqrt(len(values) / max(len(values) - 1, 1))
     found = {}
     for name, of in values.items():
         mean = fmean(of[r] for r in common)
         away = mean - fmean(level.values())
-        found[name] = interval([mean + wider * (of[r] - level[r] - away) for r in common], shared)
+        free = {r: mean + wider * (of[r] - level[r] - away) for r in common}
+        found[name] = interval([fmean(free[r] for r in group) for group in groups], shared)
     return found
 
 
@@ -124,7 +140,8 @@ def n_needed(effect: float, power: float = 0.8, alpha: float = 0.05) -> float:
 
 @dataclass
 class Comparison:
-    """A - B, paired over the replicates that both have. planned: how many replicates both will have.
+    """A - B, paired over the replicates that both have. planned: how many replicates both will have. Of several folds
+    the seeds of each are averaged first: see independent().
 
     p: of each of TESTS that can be made. "corrected t" is the t test with (1/n + test_over_train) sd^2 as the variance
     of the mean difference (Nadeau and Bengio 2003). test_over_train: amount of validation text over that of training
@@ -145,7 +162,8 @@ class Comparison:
     n_needed: float | None = None
 
     def __post_init__(self) -> None:
-        differences = list(self.differences.values())
+        groups = independent(self.differences, self.test_over_train is not None)
+        differences = [fmean(self.differences[r] for r in group) for group in groups]
         if differences:
             self.estimate, self.deciding = interval(differences), interval(differences, self.test_over_train or 0.0)
         if differences and (p := paired_p(differences)) is not None:
@@ -196,8 +214,8 @@ def judge(
     least: the least difference worth having. p: by Holm over the family; above 0.05 the interval counts as one that
     also covers zero.
     """
-    if estimate is None or estimate.low is None or estimate.high is None:
-        return "not tested"
+    if estimate is None or estimate.low is None or estimate.high is None or estimate.low == estimate.high:
+        return "not tested"  # no spread: no test
     low, high = (estimate.low, estimate.high) if direction == "higher" else (-estimate.high, -estimate.low)
     if p is not None and p > 0.05:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -208,11 +226,12 @@ def judge(
 
 
 def adjust(family: Sequence[Comparison]) -> None:
-    """Set Holm's adjusted p in each comparison of the family, for each test separately."""
+    """Set Holm's adjusted p in each comparison of the family: for each test separately, and for those that decide."""
     for test in TESTS:
-        adjusted = holm([comparison.p.get(test) for comparison in family])
-        for comparison, p in zip(family, adjusted, strict=True):
+        for comparison, p in zip(family, holm([c.p.get(test) for c in family]), strict=True):
             comparison.adjusted[test] = p
+    for comparison, p in zip(family, holm([c.p.get(c.decides) for c in family]), strict=True):
+        comparison.adjusted[comparison.decides] = p
 
 
 # -----------------------------------------------------------------------------
@@ -272,9 +291,14 @@ def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str
     for c in family.comparisons[0]:
         name = sweep.label(c.a), sweep.label(c.b)
         left, all_of_it = losses_along(sweep, c), losses_along(sweep, of_whole[name]) if name in of_whole else {}
-        if both := [(left[r], all_of_it[r]) for r in left if r in all_of_it]:
-            iterations = sorted(set.intersection(*(set(curve) for curves in both for curve in curves)))
-            estimates = {i: ratio([(x[i], y[i]) for x, y in both], c.test_over_train or 0.0) for i in iterations}
+        if both := [r for r in left if r in all_of_it]:
+            groups = independent(both, c.test_over_train is not None)
+            iterations = sorted(set.intersection(*(set(curves[r]) for r in both for curves in (left, all_of_it))))
+            pairs = {
+                i: [(fmean(left[r][i] for r in of), fmean(all_of_it[r][i] for r in of)) for of in groups]
+                for i in iterations
+            }
+            estimates = {i: ratio(of, c.test_over_train or 0.0) for i, of in pairs.items()}
             found[name[0]] = {i: estimate for i, estimate in estimates.items() if estimate is not None}
     return {name: of for name, of in found.items() if of}
 

@@ -123,5 +123,5 @@ def joined(stored: Sweep, sweep: Sweep) -> Sweep:
 
 
 def is_as_long(run: Run, planned: Run) -> bool:
-    """Whether an ended run is all that is planned: with a constant learning rate max_iters decides no id."""
-    return run.state.state == "diverged" or (run.state.iter or 0) >= planned.config.get("max_iters", 0)
+    """Whether an ended run is what is planned: with a constant learning rate max_iters decides no id."""
+    return run.state.state == "diverged" or run.state.iter == planned.config.get("max_iters")

@@ -135,7 +135,7 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
         "A": lambda c: c.a,
         "B": lambda c: c.b,
         "verdict on A": lambda c: c.verdict(metric.less, metric.more),
-        "pairs": lambda c: f"{len(c.differences)} of {c.planned}",
+        "pairs": pairs_of,
         "mean of A − B": lambda c: number(c.estimate.mean if c.estimate else None, metric.spec),
     }
     if corrected:
@@ -150,6 +150,13 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
         columns |= {f"{test}: Holm p": holm_p_of(test) for test in tests}
     columns["pairs for 80 % power"] = lambda c: number(c.n_needed, ",.0f")
     return filled(columns, family, text_columns=3)
+
+
+def pairs_of(c: Comparison) -> str:
+    """How many there are, and of how many folds where these have several seeds, which are averaged."""
+    n = len(c.differences)
+    folds = c.estimate.n if c.estimate else n
+    return f"{n} of {c.planned}" + f" (in {folds} folds)" * (folds < n)
 
 
 def percent_of_b(c: Comparison) -> float | None:

@@ -5,7 +5,7 @@ decide. results/attention_track/README.md has the rules.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -38,7 +38,8 @@ LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant. means: learning rate -> mean loss over the seeds of the grid. loss: of the final runs.
+    """A contestant. means: learning rate -> mean loss over the seeds of the grid; tried: all its rates. loss: of the
+    final runs; lost: how many of these are not done.
 
     ratios: time of an update, and of a decoded token, over `none`, with their intervals. wide: the interval of the
     difference to BASELINE at the level of Holm's step.
@@ -54,6 +55,8 @@ class Entry:
     cache: float | None
     parameters: float | None
     ratios: tuple[Mapping[str, float], Mapping[str, float]]
+    tried: Sequence[float]
+    lost: int
 
     @property
     def best(self) -> float:
@@ -61,6 +64,8 @@ class Entry:
 
     @property
     def verdict(self) -> str:
+        if self.lost:
+            return f"{self.lost} of {self.lost + self.loss.n} runs are not done"
         return "–" if self.against is None else self.against.verdict("better", "worse")
 
 
@@ -90,19 +95,21 @@ def at_the_edge(grid: Sweep) -> dict[str, float]:
     return found
 
 
-def plateau(means: Mapping[float, float]) -> float:
-    """Octaves of neighbouring rates within PLATEAU of the best one."""
-    rates, best = sorted(means), min(means.values())
-    low = high = rates.index(min(means, key=lambda rate: means[rate]))
-    while low > 0 and means[rates[low - 1]] <= best + PLATEAU:
+def plateau(means: Mapping[float, float], tried: Iterable[float]) -> float:
+    """Octaves of neighbouring rates of those that were tried within PLATEAU of the best one."""
+    rates, best = sorted(tried), min(means, key=lambda rate: means[rate])
+    good = {rate for rate, mean in means.items() if mean <= means[best] + PLATEAU}
+    low = high = rates.index(best)
+    while low > 0 and rates[low - 1] in good:
         low -= 1
-    while high + 1 < len(rates) and means[rates[high + 1]] <= best + PLATEAU:
+    while high + 1 < len(rates) and rates[high + 1] in good:
         high += 1
     return math.log2(rates[high] / rates[low])
 
 
 def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times: Path) -> list[Entry]:
-    """The contestants, the lowest loss first. words: of each one. times: the folder of train.json and decode.json.
+    """The contestants, the lowest loss first, those with lost runs last. words: of each one. times: the folder of
+    train.json and decode.json.
 
     Raises: ConfigError where a contestant of the final sweep has no runs in the grid.
     """
@@ -120,9 +127,10 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
         found.append(Entry(
             name, means[name], highest_stable(rates[name])[0], interval([run.summary[LOSS_KEY] for run in runs]),
             against.get(name), wide.get(name), max(logits, default=None), first.get("cache_bytes_per_token"),
-            first.get("parameters"), (update.get(key, {}), decode.get(key, {})),
+            first.get("parameters"), (update.get(key, {}), decode.get(key, {})), [*rates[name]],
+            len(final.runs_of(name)) - len(runs),
         ))  # fmt: skip
-    return sorted(found, key=lambda entry: entry.loss.mean)
+    return sorted(found, key=lambda entry: (entry.lost > 0, entry.loss.mean))
 
 
 def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
@@ -193,7 +201,7 @@ def small_board(found: Sequence[Entry]) -> Table:
 def board(found: Sequence[Entry]) -> Table:
     more: Columns[Entry] = {
         "best rate": lambda e: number(e.best, "g"),
-        "good rates, octaves": lambda e: number(plateau(e.means), "g"),
+        "good rates, octaves": lambda e: number(plateau(e.means, e.tried), "g"),
         "highest stable rate": lambda e: number(e.stable, "g"),
         "largest logit": lambda e: number(e.logit, ".1f"),
         "update time": lambda e: times(e.ratios[0]),
