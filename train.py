@@ -81,7 +81,7 @@ def run(config: TrainConfig) -> int:
             session.facts |= {"fault": config.fault.name, "start_up_warnings": warnings}
         if config.eval_only:
             require(bool(saved), f"eval_only=true needs a checkpoint in {run_dir.path}")
-            run_dir.log(report({"iter": start, **validation_loss(session)}))
+            run_dir.log(report({"iter": start, **validation_loss(session), **sampled_losses(session)}))
             return 0
         wandb = wandb_settings(config, run_dir.path, session.facts)
         run_dir.begin(to_yaml(config), start, wandb, saved.get("records"))
@@ -90,7 +90,7 @@ def run(config: TrainConfig) -> int:
         run_dir.restore_best(lowest.step)
         with StopSignal() as stop:  # after the last update a signal only sets the exit status
             try:
-                line = train(session, run_dir, meter, lowest, start, stop)
+                line = train(session, run_dir, meter, lowest, saved, stop)
             except Diverged as end:
                 found = dict.fromkeys(dist.gather(first_not_finite(session, end.step)))
                 run_dir.log(f"first that is not finite: {'; '.join(found)}")
@@ -122,12 +122,12 @@ def headline(session: Session) -> str:
 
 
 def train(
-    session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, start: int, stop: StopSignal
+    session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, saved: dict[str, Any], stop: StopSignal
 ) -> dict[str, Any]:
-    """Make the updates from `start` to max_iters, or until `stop` has a signal. Returns the last iteration's metrics.
-
-    Raises: Diverged.
+    """Make the updates from the `saved` state to max_iters, or until `stop` has a signal. Returns the last iteration's
+    metrics. Raises: Diverged.
     """
+    start = saved.get("step", 0)
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
     parameters = [*model.parameters()]
     skip = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: weights stay then
@@ -143,11 +143,13 @@ def train(
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
             is_last = stopping or step == config.max_iters
-            evaluating = is_eval_step(step, config)
+            # what was evaluated by the interval until now is not lost; a new one counts from here on
+            interval = saved["config"]["eval_interval"] if step == start > 0 else config.eval_interval
+            evaluating = step % interval == 0 or is_eval_step(step, config)
             if evaluating:
                 evaluate(session, run_dir, line)
                 # extra: evaluated only because the run ends here
-                lowest.update(step, line["val/loss"], extra=step % config.eval_interval != 0)
+                lowest.update(step, line["val/loss"], extra=step % interval != 0 and step % config.eval_interval != 0)
             if lowest.step == step or is_last or (is_save_step(step, config) and step > start):
                 save(session, run_dir, meter, lowest, line)
             if is_last:
@@ -171,11 +173,11 @@ def train(
 
             # Wait for the losses and gradient norms since the last read.
             stopping = agreement.any_rank(stop.signal > 0)  # all ranks stop after the same update
-            if is_read_step(step, config) or stopping:
+            if is_read_step(step, config) or evaluating or stopping:
                 meter.read()
             if evaluating:
                 line |= update_ratios(model, old_weights)
-            if is_log_step(step, config):
+            if is_log_step(step, config) or evaluating:
                 line |= meter.take_interval()
                 run_dir.record(line)
                 show_progress(run_dir, bar, line, meter.seconds_left(line) if step > start else None)

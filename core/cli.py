@@ -72,7 +72,10 @@ def combinations(overrides: list[str]) -> list[list[str]]:
     choices = []
     for word in overrides:
         parsed = parse(word)
-        values = parsed.sweep_string_iterator() if parsed.is_discrete_sweep() else ()
+        try:
+            values = [*parsed.sweep_string_iterator()] if parsed.is_discrete_sweep() else []
+        except Exception as error:  # Hydra's of glob(), Python's of range(1,3,0)
+            raise ConfigError(f"{word} is no list of values: {error}") from error
         choices.append([f"{parsed.get_key_element()}={value}" for value in values] or [word])
     return [[*combination] for combination in itertools.product(*choices)]
 
@@ -231,11 +234,11 @@ def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
     if owners:
         return f"is unknown: {leaf} belongs to {' and '.join(f'{group}={option}' for option in owners)}"
     chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group, "")
+    for name, setting in settings.items():  # nanoGPT's flat names
+        if key == name.rpartition(".")[2] or leaf in (setting.one(AlsoCalled) or ()):
+            return f"is unknown; did you mean {name}?"
     if chosen in options:
         return f"is unknown{did_you_mean(leaf, declared(options[chosen]), group + '.')}"
-    for name, setting in settings.items():  # nanoGPT's flat names
-        if key == name.rpartition(".")[2] or key in (setting.one(AlsoCalled) or ()):
-            return f"is unknown; did you mean {name}?"
     return f"is unknown{did_you_mean(key, [k for k in settings if k.rpartition('.')[0] == group])}"
 
 

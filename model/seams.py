@@ -147,6 +147,9 @@ class Weights(LateInit):
     def after_update(self) -> None:
         pass
 
+    def restart(self) -> None:
+        """The block begins a run with weights that were loaded (init_from=)."""
+
 
 class Table(dict[str, T]):
     """The class of each name. One of model/variants is imported when it is asked for."""

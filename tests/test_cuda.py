@@ -96,7 +96,8 @@ def check_updates() -> None:
             run_dir: Any = TwoLines(waits)
             waits.found.clear()
             with suppress(EOFError), StopSignal() as stop:
-                train.train(session, run_dir, Meter(session, {}), LowestLoss(), 1, stop)
+                saved = {"step": 1, "config": vars(session.config)}
+                train.train(session, run_dir, Meter(session, {}), LowestLoss(), saved, stop)
         reads = ["meter.read reads", *(["meter.read copies to cpu"] if "qk_clip" in changes else [])]
         assert waits.found == [*reads, "line 4", *reads, "line 8"], (name, waits.found)
 
@@ -284,7 +285,8 @@ def check_benchmark(words: list[str]) -> None:
         with suppress(EOFError):
             session = setup(load_config(compose(words)))
             with StopSignal() as stop:
-                train.train(session, run_dir, Meter(session, {}), LowestLoss(), 1, stop)
+                saved = {"step": 1, "config": vars(session.config)}
+                train.train(session, run_dir, Meter(session, {}), LowestLoss(), saved, stop)
     assert timed == updates[-1] and "bmm of 2" in timed
 
 

@@ -25,6 +25,7 @@ from scripts.export_hf import export
 from sweeps.plan import read_plan
 from training.config import load_config
 from training.init_from import load_initial_weights, with_init_sha256
+from training.session import setup
 
 OTHER = {"optim": {"name": "adamw", "learning_rate": 2e-2}}  # of the new run: a recipe of its own
 ROPE = {**SETTINGS["model"], "position": "rope", "rope_theta": 100.0}
@@ -55,6 +56,18 @@ def test_the_first_validation_loss_is_the_origins(place: str, origin: Path, corp
     assert f"-from_{sha256(named)[:8]}-" in name != replace(config, out_dir=None, init_sha256="0" * 64).run_dir.name
     counts = [w for key, w in weights(tmp_path / "new").items() if key.startswith("optimizer/step/")]
     assert counts and all(count == 6 for count in counts)  # AdamW counts from 0
+
+
+def test_quack_compares_with_the_weights_that_the_run_begins_with(corpus: Path, tmp_path: Path) -> None:
+    quack = {"weights": {"name": "quack", "tau": 1.0}}
+    assert train.run(configured(corpus, tmp_path / "origin", **quack, **OTHER)) == 0
+    config = with_init_sha256(configured(corpus, tmp_path / "new", init_from=str(tmp_path / "origin"), **quack))
+    session = setup(config)
+    load_initial_weights(config, session.model, session.data.corpus)
+    blocks: list[Any] = [*session.model.transformer.h]
+    for block in blocks:
+        for _, factors in block.weights.update_factors():
+            torch.testing.assert_close(factors, torch.ones_like(factors))
 
 
 def test_it_resumes_bit_for_bit_without_its_origin(origin: Path, corpus: Path, tmp_path: Path) -> None:

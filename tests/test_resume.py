@@ -82,6 +82,15 @@ def test_a_changed_eval_interval_does_not_change_the_training(first: int, corpus
         assert {k: a[k] for k in b} == b  # fewer evaluations, equal where there are any
 
 
+def test_a_new_eval_interval_loses_no_evaluation(corpus: Path, tmp_path: Path) -> None:
+    intervals = {"log_interval": 100, "checkpoint_interval": 1}
+    assert train.run(configured(corpus, tmp_path / "straight", eval_interval=2, **intervals)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", max_iters=4, eval_interval=2, **intervals)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", eval_interval=100, **intervals)) == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    assert [line["iter"] for line in lines(tmp_path / "halves") if "val/loss" in line] == [0, 2, 4, 6]
+
+
 @needs_compiler
 def test_a_resumed_compiled_run_is_bit_exact(corpus: Path, tmp_path: Path) -> None:
     assert_halves_equal_straight(corpus, tmp_path, compile=True)

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -85,6 +86,9 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
     except (SafetensorError, checkpoint.CorruptCheckpoint) as error:
         raise ConfigError(f"init_from={config.init_from} cannot be loaded: {error}") from error
     require(not misfits, f"init_from={config.init_from} does not fit (its value -> this run's): {', '.join(misfits)}")
+    blocks: list[Any] = [*model.transformer.h]
+    for block in blocks:
+        block.weights.restart()
     return [f"init_from={config.init_from} {warning}" for warning in warnings]
 
 

@@ -31,6 +31,10 @@ class Quack(Weights):
     def init_weights(self) -> None:
         self.start.copy_(torch.cat([1 / factors for _, factors in self.rate_factors()]))
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        self.init_weights()
+
     def update_factors(self) -> list[tuple[Tensor, Tensor]]:
         current, found = self.rate_factors(), []
         starts = self.start.split([len(factors) for _, factors in current])
