@@ -144,14 +144,14 @@ def train(
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
             is_last = stopping or step == config.max_iters
             # what was evaluated by the interval until now is not lost; a new one counts from here on
-            interval = saved["config"]["eval_interval"] if step == start > 0 else config.eval_interval
+            interval = evaluated_every(saved) if step == start > 0 else config.eval_interval
             evaluating = step % interval == 0 or is_eval_step(step, config)
             if evaluating:
                 evaluate(session, run_dir, line)
                 # extra: evaluated only because the run ends here
                 lowest.update(step, line["val/loss"], extra=step % interval != 0 and step % config.eval_interval != 0)
             if lowest.step == step or is_last or (is_save_step(step, config) and step > start):
-                save(session, run_dir, meter, lowest, line)
+                save(session, run_dir, meter, lowest, line, interval)
             if is_last:
                 break
 
@@ -218,12 +218,19 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
         run_dir.record_sample({"iter": line["iter"], "text": text})
 
 
-def save(session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any]) -> None:
-    """Write a checkpoint. Raises: Diverged instead where a weight is not finite."""
+def evaluated_every(saved: dict[str, Any]) -> int:
+    """The eval_interval by which the iteration of a checkpoint was reached."""
+    return saved.get("eval_interval") or saved["config"]["eval_interval"]
+
+
+def save(
+    session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any], interval: int
+) -> None:
+    """Write a checkpoint. interval: see evaluated_every(). Raises: Diverged instead where a weight is not finite."""
     if not all(p.isfinite().all() for p in session.model.parameters()):
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}
-    state = {"step": line["iter"], **meter.state(), **settings, **session.facts}
+    state = {"step": line["iter"], "eval_interval": interval, **meter.state(), **settings, **session.facts}
     best = lowest.step == line["iter"]
     run_dir.save(line["iter"], session.tensors(), state, best, lowest.keep_step)
 

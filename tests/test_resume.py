@@ -82,13 +82,17 @@ def test_a_changed_eval_interval_does_not_change_the_training(first: int, corpus
         assert {k: a[k] for k in b} == b  # fewer evaluations, equal where there are any
 
 
-def test_a_new_eval_interval_loses_no_evaluation(corpus: Path, tmp_path: Path) -> None:
-    intervals = {"log_interval": 100, "checkpoint_interval": 1}
+def test_a_new_eval_interval_loses_no_evaluation(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the run dies before its next checkpoint, and goes on from that of the evaluation again."""
+    intervals = {"log_interval": 100, "checkpoint_interval": 100}
     assert train.run(configured(corpus, tmp_path / "straight", eval_interval=2, **intervals)) == 0
     assert train.run(configured(corpus, tmp_path / "halves", max_iters=4, eval_interval=2, **intervals)) == 0
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(train, "learning_rate", lambda step, config: 0.01 / (step < 5))
+        train.run(configured(corpus, tmp_path / "halves", eval_interval=100, **intervals))
     assert train.run(configured(corpus, tmp_path / "halves", eval_interval=100, **intervals)) == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "halves")
     assert [line["iter"] for line in lines(tmp_path / "halves") if "val/loss" in line] == [0, 2, 4, 6]
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
 
 
 @needs_compiler

@@ -68,6 +68,8 @@ def test_the_seeds_of_a_fold_are_averaged_before_they_count() -> None:
     assert pooled.p == pytest.approx(two.p) and pooled.deciding is not None and two.deciding is not None
     assert astuple(pooled.deciding) == pytest.approx(astuple(two.deciding))
     assert Comparison("a", "b", 8, values).p["t"] < 1e-3 < pooled.p["t"]  # of one text seeds are replicates
+    same = Comparison("a", "b", 3, {(1, 0): (1.3, 1.2), (1, 1): (2.3, 2.2), (1, 2): (0.1, 0.0)}).estimate
+    assert same is not None and judge(same, "higher") == "not tested"  # they differ by round-off alone
 
 
 def test_holms_correction_is_over_the_tests_that_decide() -> None:

@@ -153,7 +153,7 @@ def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
 
 
 def against_limit(estimate: Estimate, limit: float) -> str:
-    if estimate.low is None or estimate.high is None:
+    if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
         return "not tested"
     return "reproduced" if estimate.high < limit else "excluded" if estimate.low > limit else "no power"
 

@@ -35,16 +35,22 @@ def interval(values: Sequence[float], shared: float = 0.0, alpha: float = 0.05) 
     mean, n = fmean(values), len(values)
     if n < 2:
         return Estimate(mean, None, None, n)
-    half = float(stats.t.isf(alpha / 2, n - 1)) * stdev(values) * math.sqrt(1 / n + shared)
+    sd = stdev(values) if vary(values) else 0.0
+    half = float(stats.t.isf(alpha / 2, n - 1)) * sd * math.sqrt(1 / n + shared)
     return Estimate(mean, mean - half, mean + half, n)
 
 
 def paired_p(differences: Sequence[float], shared: float = 0.0) -> float | None:
     """p of the paired t test, shared: as in interval(); None where the differences do not vary."""
     n, mean = len(differences), fmean(differences)
-    if n < 2 or (sd := stdev(differences)) <= 1e-12 * max(map(abs, differences)):
+    if n < 2 or not vary(differences):
         return None
-    return 2 * float(stats.t.sf(abs(mean) / (sd * math.sqrt(1 / n + shared)), n - 1))
+    return 2 * float(stats.t.sf(abs(mean) / (stdev(differences) * math.sqrt(1 / n + shared)), n - 1))
+
+
+def vary(values: Sequence[float]) -> bool:
+    """Whether two or more values differ by more than round-off."""
+    return stdev(values) > 1e-12 * max(map(abs, values))
 
 
 def ratio(pairs: Sequence[tuple[float, float]], shared: float = 0.0) -> Estimate | None:
@@ -91,18 +97,16 @@ def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0)
     if not common:
         return {}
     groups = independent(common, shared > 0)
-    if len(values) == 1:  # nothing in common to take out
-        return {
-            name: interval([fmean(of[r] for r in group) for group in groups], shared) for name, of in values.items()
-        }
-    level = {r: fmean(of[r] for of in values.values()) for r in common}
-    wider = math.sqrt(len(values) / max(len(values) - 1, 1))
+    rows = {name: [fmean(of[r] for r in group) for group in groups] for name, of in values.items()}
+    if len(rows) == 1:  # nothing in common to take out
+        return {name: interval(row, shared) for name, row in rows.items()}
+    level = [fmean(column) for column in zip(*rows.values(), strict=True)]
+    wider = math.sqrt(len(rows) / (len(rows) - 1))
     found = {}
-    for name, of in values.items():
-        mean = fmean(of[r] for r in common)
-        away = mean - fmean(level.values())
-        free = {r: mean + wider * (of[r] - level[r] - away) for r in common}
-        found[name] = interval([fmean(free[r] for r in group) for group in groups], shared)
+    for name, row in rows.items():
+        mean = fmean(row)
+        away = mean - fmean(level)
+        found[name] = interval([mean + wider * (x - y - away) for x, y in zip(row, level, strict=True)], shared)
     return found
 
 

@@ -124,4 +124,5 @@ def joined(stored: Sweep, sweep: Sweep) -> Sweep:
 
 def is_as_long(run: Run, planned: Run) -> bool:
     """Whether an ended run is what is planned: with a constant learning rate max_iters decides no id."""
-    return run.state.state == "diverged" or run.state.iter == planned.config.get("max_iters")
+    reached, asked = run.state.iter or 0, planned.config.get("max_iters", 0)
+    return reached <= asked if run.state.state == "diverged" else reached == asked

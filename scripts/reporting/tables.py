@@ -17,6 +17,7 @@ from scripts.reporting.statistics import (
     Estimate,
     final_means,
     highest_stable,
+    independent,
     mean_curve,
     runs_by_rate,
     stable_by_replicate,
@@ -160,7 +161,9 @@ def pairs_of(c: Comparison) -> str:
 
 
 def percent_of_b(c: Comparison) -> float | None:
-    return 100 * c.estimate.mean / fmean(b for _, b in c.values.values()) if c.estimate else None
+    """The mean of B is over the folds, too, where their seeds are averaged."""
+    groups = independent(c.values, c.test_over_train is not None)
+    return 100 * c.estimate.mean / fmean(fmean(c.values[r][1] for r in of) for of in groups) if c.estimate else None
 
 
 def share_table(left: Mapping[str, Mapping[int, Estimate]], whole: str) -> Table:
