@@ -127,7 +127,7 @@ def train(
     """Make the updates from the `saved` state to max_iters, or until `stop` has a signal. Returns the last iteration's
     metrics. Raises: Diverged.
     """
-    start = saved.get("step", 0)
+    start, evaluated = saved.get("step", 0), saved.get("evaluated", False)
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
     parameters = [*model.parameters()]
     skip = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: weights stay then
@@ -143,15 +143,14 @@ def train(
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
             is_last = stopping or step == config.max_iters
-            # what was evaluated by the interval until now is not lost; a new one counts from here on
-            interval = evaluated_every(saved) if step == start > 0 else config.eval_interval
-            evaluating = step % interval == 0 or is_eval_step(step, config)
+            # `start` may have been evaluated by an earlier eval_interval
+            regular = step % config.eval_interval == 0 or (step == start and evaluated)
+            evaluating = regular or step == config.max_iters
             if evaluating:
                 evaluate(session, run_dir, line)
-                # extra: evaluated only because the run ends here
-                lowest.update(step, line["val/loss"], extra=step % interval != 0 and step % config.eval_interval != 0)
+                lowest.update(step, line["val/loss"], extra=not regular)  # extra: only because the run ends here
             if lowest.step == step or is_last or (is_save_step(step, config) and step > start):
-                save(session, run_dir, meter, lowest, line, interval)
+                save(session, run_dir, meter, lowest, line, regular)
             if is_last:
                 break
 
@@ -218,19 +217,14 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
         run_dir.record_sample({"iter": line["iter"], "text": text})
 
 
-def evaluated_every(saved: dict[str, Any]) -> int:
-    """The eval_interval by which the iteration of a checkpoint was reached."""
-    return saved.get("eval_interval") or saved["config"]["eval_interval"]
-
-
 def save(
-    session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any], interval: int
+    session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any], evaluated: bool
 ) -> None:
-    """Write a checkpoint. interval: see evaluated_every(). Raises: Diverged instead where a weight is not finite."""
+    """Write a checkpoint. evaluated: by eval_interval. Raises: Diverged instead where a weight is not finite."""
     if not all(p.isfinite().all() for p in session.model.parameters()):
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}
-    state = {"step": line["iter"], "eval_interval": interval, **meter.state(), **settings, **session.facts}
+    state = {"step": line["iter"], "evaluated": evaluated, **meter.state(), **settings, **session.facts}
     best = lowest.step == line["iter"]
     run_dir.save(line["iter"], session.tensors(), state, best, lowest.keep_step)
 

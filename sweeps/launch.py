@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -93,20 +92,14 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, lis
 # Before the launch
 
 
-def is_as_long(row: Mapping[str, str], max_iters: int) -> bool:
-    """Whether an ended run is what is planned: with a constant learning rate max_iters decides no id."""
-    reached = int(row["iter"] or 0)
-    return reached <= max_iters if row["status"] == "diverged" else reached == max_iters
-
-
 def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRun]:
     """The runs without those that ended in the report in `folder`. Raises: ConfigError where it has no runs.csv."""
     if folder is None:
         return runs
     try:
         with (Path(folder).expanduser() / "runs.csv").open(encoding="utf-8", newline="") as file:
-            ended = {row["id"]: row for row in csv.DictReader(file) if row["status"] in FINAL}
-        enough = {run.id for run in runs if run.id in ended and is_as_long(ended[run.id], run.config.max_iters)}
+            stored = {row["id"]: State(row["status"], int(row["iter"] or 0)) for row in csv.DictReader(file)}
+        enough = {run.id for run in runs if run.id in stored and stored[run.id].is_all_of(run.config.max_iters)}
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(f"from={folder} has no runs.csv that can be read: {error}") from error
     print(f"{len(enough)} of {len(runs)} runs are stored in {folder}")

@@ -32,6 +32,12 @@ class State:
     reason: str = ""
     launch_tries: int = 0
 
+    def is_all_of(self, max_iters: int) -> bool:
+        """Whether the end of a run is that of one of max_iters, which decides no id where the learning rate is
+        constant."""
+        reached = self.iter or 0
+        return reached == max_iters if self.state == "done" else self.state == "diverged" and reached <= max_iters
+
 
 def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> State:
     """The state of a run, from its files and locks. launch: the one whose tries are counted."""

@@ -96,8 +96,7 @@ def check_updates() -> None:
             run_dir: Any = TwoLines(waits)
             waits.found.clear()
             with suppress(EOFError), StopSignal() as stop:
-                saved = {"step": 1, "config": vars(session.config)}
-                train.train(session, run_dir, Meter(session, {}), LowestLoss(), saved, stop)
+                train.train(session, run_dir, Meter(session, {}), LowestLoss(), {"step": 1}, stop)
         reads = ["meter.read reads", *(["meter.read copies to cpu"] if "qk_clip" in changes else [])]
         assert waits.found == [*reads, "line 4", *reads, "line 8"], (name, waits.found)
 
@@ -285,8 +284,7 @@ def check_benchmark(words: list[str]) -> None:
         with suppress(EOFError):
             session = setup(load_config(compose(words)))
             with StopSignal() as stop:
-                saved = {"step": 1, "config": vars(session.config)}
-                train.train(session, run_dir, Meter(session, {}), LowestLoss(), saved, stop)
+                train.train(session, run_dir, Meter(session, {}), LowestLoss(), {"step": 1}, stop)
     assert timed == updates[-1] and "bmm of 2" in timed
 
 

@@ -15,7 +15,6 @@ from core.files import ROOT, read_json
 from core.schema import NOT_EMPTY, POSITIVE, options, require, settings_of, show
 from scripts.reporting.runs import Curve, Replicate, Sweep
 from scripts.reporting.statistics import (
-    Comparison,
     Estimate,
     Family,
     compared_families,
@@ -188,7 +187,7 @@ def measured(part: Part) -> Found:
     shared = test_over_train([run for run in runs if run.replicate in common]) or 0.0
     require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
     of_each = {r: sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common}
-    sums = [fmean(of_each[r] for r in group) for group in independent(common, shared > 0)]
+    sums = independent(of_each, shared > 0)
     shared = shared if len(part.weights) > 1 else 0.0
     estimate = interval(sums, shared)
     seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
@@ -238,16 +237,12 @@ def stable_rates(sweep: Sweep, variant: str) -> dict[Replicate, float]:
 def p_in_study(sweep: Sweep, part: Part) -> float | None:
     """The largest p, by Holm, of the comparisons of these two settings and this metric in the study's report."""
     found: list[float | None] = []
+    asked = (part.weights, {setting: -weight for setting, weight in part.weights.items()})  # A − B or B − A
     for family in families_of(part.study) if part.fold is None else []:
         for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):
             if metric.column == part.metric:
-                found += [c.adjusted[c.decides] for c in comparisons if part.weights in of_both(c)]
+                found += [c.adjusted[c.decides] for c in comparisons if {c.a: 1, c.b: -1} in asked]
     return max((p for p in found if p is not None), default=None)
-
-
-def of_both(c: Comparison) -> list[dict[str, int]]:
-    """The weights of A − B and of B − A."""
-    return [{c.a: 1, c.b: -1}, {c.a: -1, c.b: 1}]
 
 
 def from_json(part: Part) -> Found:

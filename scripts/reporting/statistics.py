@@ -72,13 +72,13 @@ def ratio(pairs: Sequence[tuple[float, float]], shared: float = 0.0) -> Estimate
     return Estimate(a / b, (v - half) / u, (v + half) / u, n)
 
 
-def independent(replicates: Iterable[Replicate], of_folds: bool) -> list[list[Replicate]]:
-    """The replicates in groups, whose means count as independent values: each alone, or of_folds those of a fold, as
-    its seeds share the held-out text."""
-    groups: dict[Any, list[Replicate]] = defaultdict(list)
-    for replicate in replicates:
-        groups[replicate[1] if of_folds else replicate].append(replicate)
-    return [*groups.values()]
+def independent(values: Mapping[Replicate, float], of_folds: bool) -> list[float]:
+    """The values that count as independent: of_folds one a fold, the mean over its seeds, as these share its held-out
+    text."""
+    groups: dict[Any, list[float]] = defaultdict(list)
+    for replicate, value in values.items():
+        groups[replicate[1] if of_folds else replicate].append(value)
+    return [*map(fmean, groups.values())]
 
 
 def by_number(replicate: Replicate) -> tuple[int, int]:
@@ -96,8 +96,7 @@ def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0)
     common = sorted(set.intersection(*map(set, values.values())), key=by_number) if values else []
     if not common:
         return {}
-    groups = independent(common, shared > 0)
-    rows = {name: [fmean(of[r] for r in group) for group in groups] for name, of in values.items()}
+    rows = {name: independent({r: of[r] for r in common}, shared > 0) for name, of in values.items()}
     if len(rows) == 1:  # nothing in common to take out
         return {name: interval(row, shared) for name, row in rows.items()}
     level = [fmean(column) for column in zip(*rows.values(), strict=True)]
@@ -166,8 +165,7 @@ class Comparison:
     n_needed: float | None = None
 
     def __post_init__(self) -> None:
-        groups = independent(self.differences, self.test_over_train is not None)
-        differences = [fmean(self.differences[r] for r in group) for group in groups]
+        differences = independent(self.differences, self.test_over_train is not None)
         if differences:
             self.estimate, self.deciding = interval(differences), interval(differences, self.test_over_train or 0.0)
         if differences and (p := paired_p(differences)) is not None:
@@ -296,13 +294,11 @@ def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str
         name = sweep.label(c.a), sweep.label(c.b)
         left, all_of_it = losses_along(sweep, c), losses_along(sweep, of_whole[name]) if name in of_whole else {}
         if both := [r for r in left if r in all_of_it]:
-            groups = independent(both, c.test_over_train is not None)
-            iterations = sorted(set.intersection(*(set(curves[r]) for r in both for curves in (left, all_of_it))))
-            pairs = {
-                i: [(fmean(left[r][i] for r in of), fmean(all_of_it[r][i] for r in of)) for of in groups]
-                for i in iterations
-            }
-            estimates = {i: ratio(of, c.test_over_train or 0.0) for i, of in pairs.items()}
+            iterations = sorted(set.intersection(*(set(of[r]) for r in both for of in (left, all_of_it))))
+            estimates, shared = {}, c.test_over_train or 0.0
+            for i in iterations:
+                a, b = (independent({r: of[r][i] for r in both}, shared > 0) for of in (left, all_of_it))
+                estimates[i] = ratio([*zip(a, b, strict=True)], shared)
             found[name[0]] = {i: estimate for i, estimate in estimates.items() if estimate is not None}
     return {name: of for name, of in found.items() if of}
 

@@ -117,12 +117,6 @@ def joined(stored: Sweep, sweep: Sweep) -> Sweep:
             others = [here[point, run.replicate] for point in run.settings if (point, run.replicate) in here]
             require(not others, f"from= has {run.id} where the sweep has {', '.join(others)}, of other settings")
             runs[run.id] = run
-        elif run.state.state in FINAL and planned.state.state not in FINAL and is_as_long(run, planned):
+        elif planned.state.state not in FINAL and run.state.is_all_of(planned.config.get("max_iters", 0)):
             runs[run.id] = replace(run, settings=[*dict.fromkeys(planned.settings + run.settings)])
     return replace(sweep, runs=sorted(runs.values(), key=lambda run: (run.fold or 0, run.seed)))
-
-
-def is_as_long(run: Run, planned: Run) -> bool:
-    """Whether an ended run is what is planned: with a constant learning rate max_iters decides no id."""
-    reached, asked = run.state.iter or 0, planned.config.get("max_iters", 0)
-    return reached <= asked if run.state.state == "diverged" else reached == asked

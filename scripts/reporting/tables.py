@@ -154,16 +154,15 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
 
 
 def pairs_of(c: Comparison) -> str:
-    """How many there are, and of how many folds where these have several seeds, which are averaged."""
+    """How many there are; of several seeds a fold also the number that counts."""
     n = len(c.differences)
     folds = c.estimate.n if c.estimate else n
-    return f"{n} of {c.planned}" + f" (in {folds} folds)" * (folds < n)
+    return f"{n} of {c.planned}" + f" ({folds} folds, seeds averaged)" * (folds < n)
 
 
 def percent_of_b(c: Comparison) -> float | None:
-    """The mean of B is over the folds, too, where their seeds are averaged."""
-    groups = independent(c.values, c.test_over_train is not None)
-    return 100 * c.estimate.mean / fmean(fmean(c.values[r][1] for r in of) for of in groups) if c.estimate else None
+    of_b = independent({r: b for r, (_, b) in c.values.items()}, c.test_over_train is not None)
+    return 100 * c.estimate.mean / fmean(of_b) if c.estimate else None
 
 
 def share_table(left: Mapping[str, Mapping[int, Estimate]], whole: str) -> Table:
