@@ -143,9 +143,9 @@ def train(
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
             is_last = stopping or step == config.max_iters
-            # `start` may have been evaluated by an earlier eval_interval
+            # at `start` an earlier eval_interval may have asked for one
             regular = step % config.eval_interval == 0 or (step == start and evaluated)
-            evaluating = regular or step == config.max_iters
+            evaluating = (regular and not stopping) or step == config.max_iters
             if evaluating:
                 evaluate(session, run_dir, line)
                 lowest.update(step, line["val/loss"], extra=not regular)  # extra: only because the run ends here
@@ -220,7 +220,8 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
 def save(
     session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any], evaluated: bool
 ) -> None:
-    """Write a checkpoint. evaluated: by eval_interval. Raises: Diverged instead where a weight is not finite."""
+    """Write a checkpoint. evaluated: by eval_interval; if the run stops here, when it goes on. Raises: Diverged instead
+    where a weight is not finite."""
     if not all(p.isfinite().all() for p in session.model.parameters()):
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}

@@ -205,7 +205,7 @@ def verify(path: Path) -> tuple[int, list[str]]:
     try:
         raw = (path / MANIFEST).read_bytes()
         manifest = parse_object(raw)
-        version, step, files = (manifest[key] for key in ("format", "step", "files"))
+        version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
         intact = render(version, step, files).encode() == raw
     except OSError as error:
         raise CorruptCheckpoint(f"{path / MANIFEST}: {error.strerror}") from error

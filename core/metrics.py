@@ -119,11 +119,15 @@ def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, le
     """
     import numpy as np
 
-    values, spikes = np.array(losses), []
-    for i in range(least, len(values)):
-        past = values[max(0, i - window) : i]
-        spikes.append(abs(values[i] - past.mean()) >= sigmas * past.std() > 0)
-    return 100 * float(np.mean(spikes)) if spikes else None
+    if len(losses) <= least:
+        return None
+    values = np.array(losses) - np.mean(losses)  # small numbers: their squares round less
+    i = np.arange(least, len(values))
+    start = np.maximum(0, i - window)
+    sums, squares = (np.concatenate([[0.0], np.cumsum(x)]) for x in (values, values**2))
+    mean = (sums[i] - sums[start]) / (i - start)
+    deviation = np.sqrt(np.maximum((squares[i] - squares[start]) / (i - start) - mean**2, 0))
+    return 100 * float(np.mean((np.abs(values[i] - mean) >= sigmas * deviation) & (deviation > 1e-7)))
 
 
 def line_at(path: Path, step: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from core import files
 from core.cli import leave_output
 from core.files import ROOT, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
-from core.metrics import Metrics, plot
+from core.metrics import Lines, Metrics, plot
 from core.schema import ConfigError, one_line, require, show
 from core.wandb_run import WandbRun
 
@@ -86,6 +86,7 @@ class RunDir:
         self.claim(config_yaml)
         self._metrics = self._held.enter_context(closing(Metrics(self.path / "metrics.jsonl", step)))
         self._diagnostics = self._held.enter_context(closing(Metrics(self.path / "diagnostics.jsonl", step)))
+        self._lines = Lines(self.path / "metrics.jsonl")
         for metrics in (self._metrics, self._diagnostics):
             if (records or {}).get(metrics.path.name, metrics.sha256()) != metrics.sha256():
                 good = f"its {metrics.kept} good lines are kept"
@@ -133,8 +134,8 @@ class RunDir:
 
     def recorded(self, key: str) -> dict[int, float]:
         """{iteration: value} of a key of metrics.jsonl, where it has a finite value."""
-        lines = Metrics.read(self._metrics.path)
-        return {line["iter"]: line[key] for line in lines if line.get(key) is not None}
+        self._lines.update()
+        return self._lines.curve(key)
 
     def save(
         self, step: int, tensors: dict[str, Any], state: dict[str, Any], best: bool, keep_step: int | None

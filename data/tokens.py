@@ -40,8 +40,9 @@ def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | 
     sha256 = corpus_sha256(text)
     saved = saved or {}
     known = saved.get("tokenizer", {})
-    if config.tokenizer == known.get("name") == "bpe" and saved.get("corpus_sha256") == sha256:
-        tokenizer = from_dict(known)
+    same_text = config.tokenizer == known.get("name") == "bpe" and saved.get("corpus_sha256") == sha256
+    if same_text and (kept := from_dict(known)).vocab_size == config.bpe_vocab_size:
+        tokenizer: Tokenizer = kept
     elif config.tokenizer == "bpe":
         tokenizer = learnt_tokenizer(text, sha256, config.bpe_vocab_size)
     else:

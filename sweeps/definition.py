@@ -34,7 +34,7 @@ PLACES = Rule(lambda of: all(isinstance(x, int | float) and x > 0 for x in of.va
 
 @options
 class Part:
-    """A named protocol of a sweep, with overrides and a grid of its own, and with folds and seeds where given.
+    """A named part of a sweep, with overrides and a grid of its own, and with folds and seeds where given.
 
     on_request: only sweep.parts selects it.
     """

@@ -108,12 +108,13 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
 
 def check_runs(runs: list[PlannedRun]) -> None:
     """Raise ConfigError where a run cannot start."""
-    keys = ("data", "device", "dtype", "model", "threads")  # runs that agree in these can all start, or none of them
-    more = ("attention", "qk_norm", "init_sha256")  # must fit the weights of init_from
-    configs = {
-        json.dumps([asdict(run.config)[key] for key in (*keys, *(more if run.config.init_from else ()))]): run.config
-        for run in runs
-    }
+    configs = {}
+    for config in (run.config for run in runs):
+        values = asdict(config)
+        # runs that agree in these can all start, or none of them; those of init_from must fit its weights
+        key = [values[name] for name in ("data", "device", "dtype", "model", "threads")]
+        key += [asdict(config.gpt), config.init_sha256] if config.init_from else []
+        configs[json.dumps(key)] = config
     if configs:
         from training import estimate  # which loads torch
 

@@ -1,7 +1,7 @@
 """The plan of a sweep: all of its runs, composed, checked and frozen before the first one starts.
 
-A *point* is one choice of values from the grid of a *part* (a protocol of the sweep), named "part/p=3". It has a run
-for each seed and each *fold* (the share of the text that is held out). A sweep's directory, runs/NAME by default, has:
+A *point* is one choice of values from the grid of a *part* of the sweep, named "part/p=3". It has a run for each seed
+and each *fold* (the share of the text that is held out). A sweep's directory, runs/NAME by default, has:
 plan.jsonl   a line a run, with its whole config     sweep.json   the definition, and the commits that planned it
 code_*.diff  uncommitted changes at such a commit    RUN_ID/      the directory of each run
 """

@@ -63,6 +63,7 @@ BAD: dict[str, list[str]] = {
     f"seed={5000 * '9'}": ["seed=999", "4300 digits"],
     "threads=100000": ["threads=100000", "CPUs"],
     "device=cuda:99999999999999999999": ["device=cuda:9", "cuda:N"],
+    "device=cuda:01": ["device=cuda:01", "cuda:N"],
     "grad_clip=inf": ["grad_clip=inf", "finite"],
     "model.name=../up": ["model.name=../up", "word"],
     "qk_norm=lp qk_norm.alpha_init=1e300": ["qk_norm.alpha_init=1e+300", "1e6"],

@@ -152,6 +152,14 @@ def test_a_checkpoint_under_the_name_of_another_step_is_caught(tmp_path: Path) -
     assert load(tmp_path / "copy").step == 1
 
 
+def test_a_sealed_manifest_of_another_form_is_corrupt(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, small(1), {"step": 1}, best=True)
+    for files in ([], ["state.json"], 1, None):
+        (path / "MANIFEST.json").write_text(checkpoint.render(1, 1, files))  # type: ignore[arg-type]
+        with pytest.raises(CorruptCheckpoint, match="MANIFEST.json: checksum is wrong"):
+            load(path)
+
+
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     path = save(tmp_path, 1, small(1), {"step": 1}, best=True)
     assert {entry.suffix for entry in path.iterdir()} == {".safetensors", ".json"}

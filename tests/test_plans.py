@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
 from scripts.reporting.runs import read_sweep
 from sweeps.definition import load_sweep, sweep_name
-from sweeps.launch import LaunchOptions, main, read_request
+from sweeps.launch import LaunchOptions, check_runs, main, read_request
 from sweeps.plan import compose, freeze, plan_runs, read_plan
 from sweeps.status import SweepPlace
 from training.config import load_config
@@ -81,6 +82,18 @@ def test_runs_that_two_points_share_are_planned_once(tmp_path: Path, corpus: Pat
     parts: dict[str, Any] = {"a": {"grid": {"qk_norm": ["none", "rms"]}}, "b": {"overrides": ["qk_norm=rms"]}}
     runs = frozen(tiny_sweep(tmp_path, corpus, grid={}, parts=parts))
     assert [run.points for run in runs] == 2 * [["a/qk_norm=none"], ["a/qk_norm=rms", "b"]]
+
+
+def test_a_run_is_checked_for_each_model_that_must_fit_the_weights_it_starts_from(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = frozen(tiny_sweep(tmp_path, corpus, grid={"output": ["none", "gate"]}, folds=[0]))
+    checked: list[str] = []
+    monkeypatch.setattr("training.estimate.check", lambda config: checked.append(config.gpt.variants["output"].name))
+    check_runs([replace(run, config=replace(run.config, init_from="origin")) for run in runs])
+    assert checked == ["none", "gate"]
+    check_runs(runs)
+    assert checked == ["none", "gate", "gate"]
 
 
 def test_the_command_line_changes_grid_folds_seeds_and_parts() -> None:

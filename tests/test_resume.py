@@ -325,6 +325,32 @@ def test_a_signal_saves_stops_and_says_how_to_go_on(tiny_run: list[str], tmp_pat
         assert_same_run(tmp_path / "straight", run)
 
 
+def test_a_stopped_run_leaves_its_evaluation_to_the_next_start(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train.run(configured(corpus, tmp_path / "straight", max_iters=6, eval_interval=2)) == 0
+    whole, evaluated = train.evaluate, []
+
+    def noted(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
+        evaluated.append(line["iter"])
+        whole(session, run_dir, line)
+
+    def interrupted(*args: Any) -> Any:
+        if len(evaluated) == 2 and args[0] == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return learning_rate(*args)
+
+    learning_rate = train.learning_rate
+    monkeypatch.setattr(train, "evaluate", noted)
+    monkeypatch.setattr(train, "learning_rate", interrupted)
+    run = tmp_path / "run"
+    assert train.run(configured(corpus, run, max_iters=6, eval_interval=2)) == 143
+    assert evaluated == [0, 2] and checkpoint.load(run / "ckpt" / "latest").step == 4
+    assert train.run(configured(corpus, run, max_iters=6, eval_interval=2)) == 0
+    assert evaluated == [0, 2, 4, 6]
+    assert_same_run(tmp_path / "straight", run)
+
+
 def test_a_signal_while_a_run_ends_cuts_nothing_off_and_stops_what_comes_after(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,10 @@ def test_a_resumed_run_keeps_its_merges_and_is_refused_where_they_are_lost(
     assert lines(halves) == lines(whole)
     saved = [checkpoint.load(run / "ckpt" / "latest").state["tokenizer"] for run in (whole, halves)]
     assert saved[0] == saved[1] != other.to_dict()
+    asked = TextFileOptions(path=str(greek), tokenizer="bpe", vocab_size=299)  # a dry run in the same directory
+    assert (
+        load_corpus(asked, 16, checkpoint.load(whole / "ckpt" / "latest").state).tokenizer.to_dict() == other.to_dict()
+    )
     monkeypatch.setattr(checkpoint, "peek", lambda folder: {})
     with pytest.raises(ConfigError, match="has other tokens here than .*halves was begun with; fresh=true"):
         train.run(bpe_run(greek, halves, max_iters=9))

@@ -243,7 +243,7 @@ Seed = Annotated[int, AtLeast(0, bits=63), Help("of everything random")]
 Device = Annotated[
     str,
     Rule(
-        lambda name: re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", name) is not None,
+        lambda name: re.fullmatch(r"auto|cpu|mps|cuda(:(0|[1-9]\d{0,2}))?", name) is not None,
         "must be auto, cpu, mps, cuda or cuda:N",
     ),
     Help("auto: cuda, mps or cpu; or cpu, cuda, cuda:1, mps"),

@@ -193,7 +193,8 @@ def measured(part: Part) -> Found:
     seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
     kind = "seeds" if folds == 1 else "folds" if seeds == 1 else f"folds of {seeds} seeds"
     first = runs[0]
-    size = f"{first.summary['parameters'] / 1e6:.1f}M, {first.config['max_iters']:,} iterations"
+    millions = float(f"{first.summary['parameters'] / 1e6:.2g}")
+    size = f"{millions:g}M, {first.config['max_iters']:,} iterations"
     return Found(estimate, paired_p(sums, shared), f"{estimate.n} {kind}, {size}", p_in_study(sweep, part))
 
 
