@@ -89,7 +89,7 @@ def test_a_run_is_checked_for_each_model_that_must_fit_the_weights_it_starts_fro
 ) -> None:
     runs = frozen(tiny_sweep(tmp_path, corpus, grid={"output": ["none", "gate"]}, folds=[0]))
     checked: list[str] = []
-    monkeypatch.setattr("training.estimate.check", lambda config: checked.append(config.gpt.variants["output"].name))
+    monkeypatch.setattr("training.estimate.check", lambda config: checked.append(config.gpt.output.name))
     check_runs([replace(run, config=replace(run.config, init_from="origin")) for run in runs])
     assert checked == ["none", "gate"]
     check_runs(runs)
