@@ -13,7 +13,7 @@ from core.help import describe
 from core.schema import options
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
-from scripts.reporting.charts import Figure, Series, Style, along_chart, svg
+from scripts.reporting.charts import Figure, Series, Style, curve_chart, svg
 from scripts.reporting.ledger import ledger
 from scripts.reporting.statistics import minus
 from scripts.reporting.stored import read_stored
@@ -58,7 +58,8 @@ def figure() -> Figure:
         runs, base = sweep.runs_of(f"{part}/p={p}"), sweep.runs_of(f"{part}/p=2")
         curves = {r: minus(run.losses, base[r].losses) for r, run in runs.items()}
         series.append(Series(f"p = {p}, {STARTS[part]}", Style(colour, colour, symbol, dashes), curves))
-    return Figure("along", TITLE, along_chart(series, "p = 2"), "")
+    chart = curve_chart(series, "validation loss minus that of p = 2 (nats per token)", zero=True)
+    return Figure("along", TITLE, chart, "")
 
 
 # -----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from scripts.reporting.tables import (
     comparison_table,
     facts,
     fault_table,
-    missing_table,
+    missing_tables,
     part_table,
 )
 from sweeps.plan import read_plan
@@ -212,7 +212,7 @@ def test_a_claim_that_no_run_was_made_for_is_said_to_have_nothing_to_compare(tmp
     claim = {"title": "lower p", "baseline": "b/p=2", "settings": ["b/*"], "claim": "lower"}
     sweep = Made(tmp_path / "sweep", compare={"b": claim})
     sweep.run("a/p=2", 0, falling(1.4))
-    assert "**lower p.** Nothing to compare." in text_of(sweep_of(sweep.path))
+    assert "### Lower p\n\nNothing to compare." in text_of(sweep_of(sweep.path))
 
 
 def test_long_curves_of_other_metrics_are_drawn_with_few_points_and_their_peak() -> None:
@@ -238,7 +238,7 @@ def test_log_axes_have_plain_numbers(panels: bool) -> None:
     series = series_with({i: 10.0 ** (i / 10) for i in range(0, 50, 10)})
     chart = panel_chart({"one": series, "two": series}, "grad_norm") if panels else curve_chart(series, "grad_norm")
     words = words_of(svg(Figure("x", "steep", chart, "")).decode())
-    assert {"steep", "grad_norm", "iteration", "a"} <= {*words} and {"1", "100", "10000"} <= {*words}
+    assert {"steep", "grad_norm, log scale", "iteration", "a"} <= {*words} and {"1", "100", "10000"} <= {*words}
 
 
 @pytest.mark.parametrize("key", [LOSS, "train/loss"])
@@ -407,7 +407,7 @@ def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
     with open(running / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sweep = sweep_of(made.path)
-    reasons = {row["run"]: (row["state"], row["reason"]) for row in rows_of(missing_table(sweep))}
+    reasons = {row["run"]: (row["state"], row["reason"]) for table in missing_tables(sweep) for row in rows_of(table)}
     assert reasons == {
         "a-p=2-fold5-s1": ("failed", "OSError: disk | full; iteration 10 of 40 is saved"),
         "a-p=3-fold5-s1": ("diverged", "val/loss nan at iteration 20"),
@@ -440,7 +440,7 @@ def test_a_done_run_with_damaged_files_or_too_few_iterations_is_not_done(made: M
     elif damage == "no minimum":
         (path / "summary.json").write_text(json.dumps({"status": "done", "iter": 40, "val/loss": 1.0}))
     sweep = sweep_of(made.path)
-    (row,) = rows_of(missing_table(sweep))
+    (row,) = rows_of(missing_tables(sweep)[0])
     state = "stopped" if damage in ("no summary", "too short") else "failed"  # a launch goes on with the first two
     reason = "done at iteration 20 of 40" if damage == "too short" else "done, but "
     assert (row["run"], row["state"]) == (path.name, state) and row["reason"].startswith(reason)

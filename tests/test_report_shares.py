@@ -10,6 +10,8 @@ from test_report import Made, charts_of, falling, finish, rows_of, sweep_of, tex
 
 from core.schema import ConfigError
 from scripts import report
+from scripts.reporting.charts import Series, styles, value_axis
+from scripts.reporting.figures import per_update
 from scripts.reporting.page import outline
 from scripts.reporting.runs import Replicate
 from scripts.reporting.statistics import compared_families, interval, ratio, shares, within
@@ -147,7 +149,8 @@ def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:
     ((family,), text) = compared_families(sweep), text_of(sweep)
     assert [metric.key for metric in family.metrics] == ["iter_of_min"]
     assert [*family.comparisons[0][0].differences.values()] == [-20, -10, -10, -10, -10]
-    assert "earlier: p=3 −12.0 (−18.9 to −5.1); the claim that they are earlier is reproduced in 1." in text
+    assert "| claim: A is earlier | A − B in iteration of the lowest validation loss (95 % interval) |" in text
+    assert "| p=3 | earlier | reproduced | −12.0 (−18.9 to −5.1) |" in text
     assert "difference_where" not in text and "### Iteration of the lowest" in text and "### Lowest" not in text
 
 
@@ -176,3 +179,25 @@ def test_the_temperatures_of_p_nano_are_the_multiples_that_their_names_say() -> 
         matched = np.sqrt(32) / mean_norm_ratio(p, 32) ** 2
         if alpha != "matched":
             assert float(alpha) / matched == pytest.approx(places[name.split(",")[1]], rel=1e-3)
+
+
+def test_short_names_leave_out_what_all_compared_settings_share(tmp_path: Path) -> None:
+    """And the conclusions rank those whose names are no numbers."""
+    names = ["a/none,p=2", "a/rms,p=2", "a/clip,p=2"]
+    made = Made(tmp_path / "sweep", parts={"a": {}}, compare={"x": {"baseline": names[0], "settings": ["a/*"]}})
+    for (i, name), fold in itertools.product(enumerate(names), range(3)):
+        finish(made.plan(name, 1, fold, batch_size=4 + i), falling(1.5 - 0.1 * i + 0.01 * i * fold))
+    (family,) = compared_families(sweep_of(made.path))
+    assert family.short_names() == dict(zip(names, ["none", "rms", "clip"], strict=True))
+    assert [c.a for c in family.ranked()] == [names[2], names[1]]
+    text = text_of(sweep_of(made.path))
+    assert "### Comparison x (B: none)\n\n| A | verdict on A | A − B (95 % interval) |" in text
+    assert "| a/clip,p=2 | batch_size=6 |" in text  # what each setting is
+
+
+def test_a_line_at_zero_is_on_the_axis_and_sums_are_drawn_per_update() -> None:
+    series = [Series("a", styles({"": {"a": "a"}})["a"], {(1, None): {0: 100.0, 10: 10_000.0}})]
+    assert value_axis(series, "x")["scale"]["type"] == "log"
+    scale = value_axis(series, "x", zero=True)["scale"].to_dict()
+    assert scale["domain"][0] < 0 < 10_000 < scale["domain"][1] and "type" not in scale
+    assert per_update({0: 3.0, 10: 20.0, 15: 20.0}) == {0: 3.0, 10: 2.0, 15: 4.0}

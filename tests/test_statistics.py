@@ -118,9 +118,15 @@ def test_pairs_needed_are_those_of_power_tables(effect: float, n: int) -> None:
 
 
 def test_a_mean_curve_has_the_iterations_that_all_runs_have() -> None:
-    curve = mean_curve([{0: 4.0, 100: 2.0, 200: 1.0}, {0: 4.0, 50: 3.0, 200: 2.0}])
+    curve = mean_curve({(1, None): {0: 4.0, 100: 2.0, 200: 1.0}, (2, None): {0: 4.0, 50: 3.0, 200: 2.0}})
     assert {i: estimate.mean for i, estimate in curve.items()} == {0: 4.0, 200: 1.5}
-    assert curve[200] == interval([1.0, 2.0]) and mean_curve([]) == {}
+    assert curve[200] == interval([1.0, 2.0]) and mean_curve({}) == {}
+
+
+def test_a_mean_curve_counts_the_seeds_of_a_fold_as_one_value() -> None:
+    curves: dict[Replicate, dict[int, float]] = {(seed, fold): {0: 10.0 * fold + seed} for seed in (1, 2, 3) for fold in (0, 1)}
+    assert mean_curve(curves)[0] == interval([2.0, 12.0])
+    assert mean_curve({r: curve for r, curve in curves.items() if r[1] == 0})[0] == interval([1.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize(

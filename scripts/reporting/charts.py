@@ -14,7 +14,7 @@ import altair as alt
 import vl_convert
 
 from scripts.reporting.runs import Curve, Replicate, replicate_name
-from scripts.reporting.statistics import Comparison, Estimate, mean_curve
+from scripts.reporting.statistics import Estimate, Family, mean_curve
 
 VEGA_LITE = "6.4"  # the version that Altair writes
 LOSS = "validation loss (nats per token)"
@@ -53,7 +53,7 @@ class Series:
 
     @cached_property
     def mean(self) -> Mapping[int, Estimate]:
-        return self.estimates or mean_curve(self.curves.values())
+        return self.estimates or mean_curve(self.curves)
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def styles(parts: Mapping[str, Mapping[str, str]]) -> dict[str, Style]:
         for setting, name in names.items():
             hue, look = name.split(",") if both else (name, name)
             i, _ = looks[look]
-            dashes = DASHES[(i + i // len(OKABE_ITO)) % len(DASHES)]  # colours and dashes repeat out of step
-            found[setting] = Style(*colours_of(*hues[hue]), SYMBOLS[i % len(SYMBOLS)], dashes)
+            j = (i + i // len(OKABE_ITO)) % len(OKABE_ITO)  # colours repeat out of step with dashes and symbols
+            found[setting] = Style(*colours_of(*hues[hue]), SYMBOLS[j], DASHES[j])
     return found
 
 
@@ -109,7 +109,7 @@ def colours_of(rank: int, numbers: int) -> tuple[str, str]:
     """On a light and on a dark ground: ordered ones for one of several numbers, else those of Okabe and Ito."""
     if numbers:
         place = rank / (numbers - 1)
-        return viridis(0.88 * place), viridis(0.3 + 0.7 * place)
+        return viridis(0.78 * place), viridis(0.4 + 0.6 * place)
     colour = OKABE_ITO[rank % len(OKABE_ITO)]
     return colour, "#DDDDDD" if colour == "#000000" else colour
 
@@ -139,7 +139,8 @@ def theme(dark: bool) -> dict[str, Any]:
         "axis": {"labelColor": soft, "titleColor": soft, "gridColor": rule, "domainColor": rule, "tickColor": rule,
                  "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal", "titlePadding": 10,
                  "labelFlush": False, "labelLimit": 420},
-        "legend": {"labelColor": ink, "labelFontSize": 13, "labelLimit": 400, "symbolSize": 90, "rowPadding": 5},
+        "legend": {"labelColor": ink, "titleColor": ink, "labelFontSize": 13, "labelLimit": 400, "symbolSize": 90,
+                   "rowPadding": 5},
         "title": {"color": ink, "fontSize": 12, "fontWeight": "normal"},
     }  # fmt: skip
 
@@ -184,9 +185,12 @@ def with_margins(text: str) -> str:
 # Curves
 
 
-def curve_chart(series: Sequence[Series], key: str) -> alt.LayerChart:
-    """Means with their intervals, or single runs by choice, with a legend that switches settings off and on."""
-    rows, axis = curve_rows(series), value_axis(series, key)
+def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.LayerChart:
+    """Means with their intervals, or single runs by choice, with a legend that switches settings off and on.
+
+    zero: of differences or shares, with a line at 0.
+    """
+    rows, axis = curve_rows(series), value_axis(series, key, zero)
     names = [s.name for s in series]
     choices = list(dict.fromkeys(["mean", *(row["run"] for row in rows), "every run"]))
     which = alt.param(name="which", value="mean", bind=alt.binding_select(options=choices, name="Curves "))
@@ -212,24 +216,16 @@ def curve_chart(series: Sequence[Series], key: str) -> alt.LayerChart:
     points = base.transform_filter("!datum.diverged").mark_point(size=size, filled=True, opacity=1, clip=True)
     points = points.encode(tooltip=tooltip, shape=alt.Shape("setting:N", title=None, scale=symbols))
     layers = alt.layer(bands.encode(y="low:Q", y2="high:Q"), *lines(base, series), points)
-    layers = layers.add_params(which, band, shown, alt.selection_interval(name="zoom", bind="scales"))
+    layers = layers.add_params(which, band, shown, zoom())
+    if zero:
+        line = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(y="zero:Q")
+        layers.layer = [line, *layers.layer]
     return layers.properties(width="container", height=360, usermeta=palette(series))
 
 
-def along_chart(series: Sequence[Series], baseline: str) -> alt.LayerChart:
-    """curve_chart() of differences to a baseline, with a line at 0."""
-    return with_zero(curve_chart(series, f"validation loss minus that of {baseline} (nats per token)"))
-
-
-def share_chart(series: Sequence[Series], whole: str) -> alt.LayerChart:
-    """curve_chart() of shares of a difference, with a line at 0, where nothing is left of it."""
-    return with_zero(curve_chart(series, f"share of the difference in {whole} that is left"))
-
-
-def with_zero(chart: alt.LayerChart) -> alt.LayerChart:
-    zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(y="zero:Q")
-    chart.layer = [zero, *chart.layer]
-    return chart
+def zoom() -> alt.Parameter:
+    """Drag to move; the wheel zooms with Ctrl alone, as without it the page scrolls."""
+    return alt.selection_interval(name="zoom", bind="scales", zoom="wheel![event.ctrlKey]")
 
 
 def panel_chart(panels: Mapping[str, Sequence[Series]], key: str) -> alt.ConcatChart:
@@ -302,21 +298,26 @@ def lines(base: alt.Chart, series: Sequence[Series]) -> list[alt.Chart]:
     return [line, ends.transform_filter("datum.iteration === datum.end").mark_point(shape=CROSS, size=30, clip=True)]
 
 
-def value_axis(series: Sequence[Series], key: str) -> dict[str, Any]:
-    """The y axis of a metric: logarithmic where it spans more than a factor of 50, but never for the validation loss.
+def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> dict[str, Any]:
+    """The y axis of a metric: logarithmic where it spans more than a factor of 50, but never for the validation loss,
+    nor around a line at zero.
 
-    Its range is that of the means and their intervals; of a loss, past a tenth of the run: before it, the loss falls
-    from ln V and would set the scale.
+    Its range is that of the means and of the intervals of three values or more; of a loss, past a tenth of the run:
+    before it, the loss falls from ln V and would set the scale.
     """
     drawn = [point.mean for s in series for point in s.mean.values()]
     drawn += [value for s in series for curve in s.diverged.values() for value in curve.values()]
     drawn = [value for value in drawn if math.isfinite(value)]
-    if key != LOSS and min(drawn, default=0) > 0 and max(drawn) > 50 * min(drawn):
-        scale = alt.Scale(type="log", domain=[min(drawn), max(drawn)], nice=False)
-        return {"title": key, "scale": scale, "axis": alt.Axis(tickCount=5, format="~g")}
+    if key != LOSS and not zero and min(drawn, default=0) > 0 and max(drawn) > 50 * min(drawn):
+        low, high = 0.9 * min(drawn), 1.1 * max(drawn)
+        steps = (1, 2, 5) if high < 500 * low else (1,)
+        ticks = [m * 10.0**k for k in range(-12, 13) for m in steps if low <= m * 10.0**k <= high]
+        scale = alt.Scale(type="log", domain=[low, high], nice=False)
+        return {"title": f"{key}, log scale", "scale": scale, "axis": alt.Axis(values=ticks, format="~g")}
     start = 0.1 if is_loss(key) else -1
     points = [point for s in series for i, point in s.mean.items() if i > start * max(s.mean)]
-    values = [end for point in points for end in (point.mean, point.low, point.high) if end is not None]
+    ends = [end for point in points if point.n > 2 for end in (point.low, point.high) if end is not None]
+    values = [*(point.mean for point in points), *ends, *[0.0] * zero]
     if not values:
         of_diverged = [curve for s in series for curve in s.diverged.values()]
         values = [value for curve in of_diverged for i, value in curve.items() if i > start * max(curve)] or [0.0, 1.0]
@@ -357,7 +358,7 @@ def time_chart(series: Sequence[Series]) -> alt.LayerChart:
     base = alt.Chart(alt.Data(values=rows)).encode(y=alt.Y("setting:N", sort=names, title=None))
     scale = alt.Scale(domain=[min(times), max(times)], nice=True, zero=False)
     x = alt.X("seconds:Q", title="training time (s)", scale=scale, axis=alt.Axis(tickCount=8))
-    colour = alt.Color("setting:N", scale=alt.Scale(domain=names))
+    colour = alt.Color("setting:N", scale=alt.Scale(domain=names), legend=None)
     boxes = base.mark_boxplot(extent=1.5, size=14, opacity=0.75).encode(x=x, color=colour)
     means = base.mark_point(shape="diamond", filled=True, size=70, color="white", stroke="black", opacity=1)
     means = means.encode(x="mean(seconds):Q", tooltip=["setting:N", alt.Tooltip("mean(seconds):Q", format=",.2f")])
@@ -372,7 +373,10 @@ def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> alt.La
     y = alt.Y("value:Q", title="final " + LOSS, scale=alt.Scale(zero=False))
     ticks = sorted({row["x"] for row in rows})
     axis = alt.Axis(values=ticks, labelExpr="format(datum.value, '~g')", labelOverlap=True)
-    x = alt.X("x:Q", title=title, scale=alt.Scale(type="log", base=2, nice=False, padding=12), axis=axis)
+    x = alt.X("drawn:Q", title=title, scale=alt.Scale(type="log", base=2, nice=False, padding=12), axis=axis)
+    place = {s.name: i - (len(series) - 1) / 2 for i, s in enumerate(series)}  # bars at one x stand side by side
+    step = min(1.03, 1.12 ** (1 / len(series)))
+    rows = [{**row, "drawn": row["x"] * step ** place[row["setting"]]} for row in rows]
     base = alt.Chart(alt.Data(values=rows)).encode(x=x, y=y, color=colours(series, outline=0))
     bars = base.mark_rule().encode(y="low:Q", y2="high:Q")
     symbols = alt.Scale(domain=[s.name for s in series], range=[s.style.symbol for s in series])
@@ -416,25 +420,24 @@ def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[fl
     return alt.concat(*charts, columns=2, spacing=40)
 
 
-def difference_chart(family: Sequence[Comparison]) -> alt.LayerChart:
+def difference_chart(family: Family) -> alt.LayerChart:
     """A point for each fold or seed of each comparison; a bar for the mean's 95 % interval, a diamond for the mean."""
-    points, means = [], []
-    for c in family:
+    points, means, names = [], [], family.short_names()
+    for c in family.ranked():
         if c.deciding is not None:
-            (part_a, _, a), (part_b, _, b) = c.a.rpartition("/"), c.b.rpartition("/")
-            pair = f"{a} − {b}" if part_a == part_b else f"{c.a} − {c.b}"
+            pair = f"{names[c.a]} − {names[c.b]}"
             means.append({"pair": pair, **asdict(c.deciding)})
             for replicate, (x, y) in c.values.items():
                 points.append({"pair": pair, "run": replicate_name(replicate), "difference": x - y, "A": x, "B": y})
-    names = alt.Y("pair:N", sort=[mean["pair"] for mean in means], title=None)
+    y = alt.Y("pair:N", sort=[mean["pair"] for mean in means], title=None)
     title = "difference in lowest validation loss (A − B; left of 0: A is lower)"
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(x="zero:Q")
     dots = alt.Chart(alt.Data(values=points)).mark_point(filled=True, size=45, opacity=0.55).encode(
-        y=names, x=alt.X("difference:Q", title=title, axis=alt.Axis(tickCount=8)),
+        y=y, x=alt.X("difference:Q", title=title, axis=alt.Axis(tickCount=8)),
         tooltip=tooltips("pair:N", "run:N", "difference:.4f", "A:.4f", "B:.4f"),
     )  # fmt: skip
     tooltip = tooltips("pair:N", "mean:.4f", "low:.4f", "high:.4f", "n:Q")
-    base = alt.Chart(alt.Data(values=means)).encode(y=names, tooltip=tooltip)
+    base = alt.Chart(alt.Data(values=means)).encode(y=y, tooltip=tooltip)
     bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=3).encode(x="low:Q", x2="high:Q")
     centres = base.mark_point(shape="diamond", filled=True, size=110, opacity=1).encode(x="mean:Q")
     intervals = [bars] if any(mean["low"] is not None for mean in means) else []  # a single pair has none
@@ -460,7 +463,7 @@ def live_chart(series: Sequence[Series], key: str, legend: bool) -> alt.Chart:
         tooltip=shown,
     )
     lines = base.mark_line(point=alt.OverlayMarkDef(size=12), strokeWidth=1.4, clip=True)
-    lines = lines.add_params(chosen, alt.selection_interval(name="zoom", bind="scales"))
+    lines = lines.add_params(chosen, zoom())
     return lines.properties(width="container", height=360 if legend else 200, usermeta=palette(series))
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from scripts.reporting import charts
@@ -18,7 +19,10 @@ from scripts.reporting.statistics import (
 )
 
 FEW = 3
-TIMES = "median, box to the quartiles, whiskers to 1.5 IQR, outliers; diamond: mean."
+TIMES = (
+    "median, box to the quartiles, whiskers to 1.5 IQR, outliers; diamond: mean. Where other work ran on the machine, "
+    "as a second worker, they say nothing."
+)
 FINAL = (
     "Final validation loss: mean over the {n} folds or seeds that all of these settings have; bar: its 95 % interval "
     "without what the settings of a fold or seed have in common, corrected where folds share training text."
@@ -27,7 +31,10 @@ SHARE = (
     "Mean difference here over the mean difference there, of the same folds or seeds; band: Fieller's 95 % interval, "
     "corrected where folds share training text. Where it has no ends, as at the start of a run, nothing is drawn."
 )
-ALONG = "A − B in validation loss by iteration, paired; band: 95 % t interval, not corrected for shared text."
+ALONG = (
+    "Difference in validation loss by iteration, paired; band: 95 % t interval, over folds where there are several, "
+    "but not corrected for the text that they share."
+)
 STABILITY = "Final validation loss by learning rate: mean of the runs that are done, bars from lowest to highest."
 DIFFERENCE = (
     "A − B in validation loss: a point for each fold or seed; diamond: the mean; "
@@ -37,9 +44,7 @@ DIFFERENCE = (
 
 def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     """Part -> its figures: loss, training time, and the metrics of the definition's `also`."""
-    parts = {part: {s: sweep.label(s) for s in settings} for part, settings in sweep.parts.items()}
-    look = charts.styles(parts)
-    found = {}
+    parts, look, found = labels(sweep), charts.styles(labels(sweep)), {}
     for part, names in parts.items():
         title, end = sweep.title_of(part), suffix(part)
         losses = series_of(sweep, names, look, "val/loss")
@@ -50,11 +55,19 @@ def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     return found
 
 
+def labels(sweep: Sweep) -> dict[str, dict[str, str]]:
+    """Part -> setting -> its name in the part."""
+    return {part: {s: sweep.label(s) for s in settings} for part, settings in sweep.parts.items()}
+
+
 def loss_figures(series: Sequence[Series], title: str, end: str) -> Iterable[Figure]:
     """end: of the files' names."""
     counts = sorted({len(s.curves) for s in series})
     n = f"n = {' to '.join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))} runs a setting"
-    caption = f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean."
+    caption = (
+        f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean, "
+        "with the spread of folds and seeds in it. Whether two settings differ, the paired figures show."
+    )
     if worth_drawing(series):
         yield Figure(f"loss{end}", title, charts.curve_chart(series, LOSS), caption + charts.remarks(series, LOSS))
     if timed := [s for s in series if s.seconds]:
@@ -70,10 +83,11 @@ def worth_drawing(series: Iterable[Series]) -> bool:
 def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]], name: str, title: str) -> Figure:
     """Curves of a metric; where `key` is a pattern, a panel for each key that matches it."""
     every = [s for series in panels.values() for s in series]
-    words = in_words(key)
+    words = in_words(key) + " per update" * (sweep.logged[key] == "sum")
     panels = {in_words(panel): series for panel, series in panels.items()}
     chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curve_chart(every, words)
-    span = f"a point is the {sweep.logged[key]} over a {POINTS}th of the run"
+    how = sweep.logged[key].replace("sum", "mean")
+    span = f"a point is the {how} over a {POINTS}th of the run"
     first = words[0].upper() if words[0].isascii() else words[0]  # α stays small
     caption = f"{first}{words[1:]} by iteration, averaged over folds and seeds; {span}."
     return Figure(name, title, chart, caption + charts.remarks(every, words))
@@ -88,31 +102,33 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
             continue
         figures = found[family.name]
         if any(c.differences for c in family.comparisons[0]):
-            chart = charts.difference_chart(family.comparisons[0])
+            chart = charts.difference_chart(family)
             figures.append(Figure(f"difference{suffix(family.name)}", family.heading, chart, DIFFERENCE))
         if worth_drawing(series := along(sweep, family)):
-            baseline = family.asked.baseline
-            of = sweep.label(baseline) if baseline else "B"
-            name = f"along{suffix(family.name)}"
-            figures.append(Figure(name, family.heading, charts.along_chart(series, of), ALONG))
+            minus = f"minus that of {family.short_names()[family.against]}" if family.against else "A − B"
+            chart = charts.curve_chart(series, f"validation loss, {minus} (nats per token)", zero=True)
+            figures.append(Figure(f"along{suffix(family.name)}", family.heading, chart, ALONG))
         if family.asked.x_of and (figure := range_figure(sweep, family)):
             figures.append(figure)
         if left := shares(sweep, families, family):
-            look = charts.styles({"": {name: name for name in left}})
+            look = {sweep.label(c.a): charts.styles(labels(sweep))[c.a] for c in family.comparisons[0]}
             series = [Series(name, look[name], {}, estimates=of) for name, of in left.items()]
-            chart = charts.share_chart(series, family.asked.share_of or "")
+            title = f"share of the difference in {family.asked.share_of} that is left"
+            chart = charts.curve_chart(series, title, zero=True)
             figures.append(Figure(f"share{suffix(family.name)}", family.heading, chart, SHARE))
     return found
 
 
 def along(sweep: Sweep, family: Family) -> list[Series]:
-    """A − B in validation loss at the evaluations that both runs of a pair have."""
-    pairs = {f"{c.a} {c.b}": c for c in family.comparisons[0]}
-    whole = {c.b for c in pairs.values()} == {family.asked.baseline}
-    names = {pair: sweep.label(c.a) if whole else f"{c.a} − {c.b}" for pair, c in pairs.items()}
-    look = charts.styles({"": names})
-    found = (Series(names[pair], look[pair], losses_along(sweep, c)) for pair, c in pairs.items())
-    return [s for s in found if s.curves]
+    """A − B in validation loss at the evaluations that both runs of a pair have, drawn as A is elsewhere if that tells
+    the pairs apart."""
+    short, pairs = family.short_names(), [c for c in family.comparisons[0] if c.values]
+    names = [short[c.a] if family.against else f"{short[c.a]} − {short[c.b]}" for c in pairs]
+    of_settings, of_names = charts.styles(labels(sweep)), charts.styles({"": {name: name for name in names}})
+    look = [of_settings[c.a] for c in pairs]
+    if len({style.colour for style in look}) < len(look):
+        look = [of_names[name] for name in names]
+    return [Series(names[i], look[i], losses_along(sweep, c)) for i, c in enumerate(pairs)]
 
 
 def range_figure(sweep: Sweep, family: Family) -> Figure | None:
@@ -184,8 +200,16 @@ def metric_panels(
     found: dict[str, dict[str, list[Series]]] = {}
     for pattern in sweep.logged:
         for key in sorted(key for key in logged if fnmatchcase(key, pattern)):
-            found.setdefault(pattern, {})[key] = series_of(sweep, names, look, key)
+            series = series_of(sweep, names, look, key)
+            if sweep.logged[pattern] == "sum":
+                series = [replace(s, curves={r: per_update(curve) for r, curve in s.curves.items()}) for s in series]
+            found.setdefault(pattern, {})[key] = series
     return found
+
+
+def per_update(sums: Curve) -> Curve:
+    """Sums over spans that end at the iterations, divided by the updates of each."""
+    return {i: value / (i - before) for (i, value), before in zip(sums.items(), [-1, *sums], strict=False)}
 
 
 # -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import vl_convert
 from core.cli import parse_yaml
 from core.metrics import Lines, is_number
 from core.schema import ConfigError, flatten, require, show
-from scripts.reporting.charts import VEGA_LITE, Series, head_chart, live_chart, styles, theme
+from scripts.reporting.charts import LOSS, VEGA_LITE, Series, head_chart, live_chart, styles, theme
 from scripts.reporting.page import TEMPLATE
 from scripts.reporting.runs import in_words, thinned
 from sweeps.plan import PlannedRun, read_plan
@@ -127,7 +127,8 @@ def page(title: str, plan: Sequence[PlannedRun]) -> str:
         part, _, name = point.rpartition("/")
         parts.setdefault(part, {})[point] = name
     series = [Series(point, style, {}) for point, style in styles(parts).items()]
-    charts = {key: live_chart(series, in_words(key), legend=key == "val/loss").to_dict() for key in CURVES}
+    titles = {key: in_words(key) for key in CURVES} | {"val/loss": LOSS}
+    charts = {key: live_chart(series, titles[key], legend=key == "val/loss").to_dict() for key in CURVES}
     heads = {key: head_chart(in_words(key)).to_dict() for key in HEADS}
     style = TEMPLATE.read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
     return string.Template(TEMPLATE.with_name("live.html").read_text(encoding="utf-8")).substitute(

@@ -6,7 +6,6 @@ import html
 import json
 import re
 import string
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +16,19 @@ from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.figures import family_figures, part_figures, rate_figures
 from scripts.reporting.runs import Sweep
-from scripts.reporting.statistics import Family, judge, shares
+from scripts.reporting.statistics import Family, shares
 from scripts.reporting.tables import Table
 
 TEMPLATE = Path(__file__).with_name("page.html")
 NOTES = Path(__file__).with_name("notes.md")
-HINT = "In a chart: click a name to hide or show a setting; hover for values; drag and scroll to move and zoom."
+HINT = (
+    "In a chart: click a name to hide or show a setting; hover for values; drag to move, Ctrl and the wheel to zoom; "
+    "a double click shows all again."
+)
+CONCLUSIONS = (
+    "A − B is the difference in the lowest validation loss, in nats a token, unless a table names another number. The "
+    "interval and Holm's p are those of the test that decides; above 0.05 two settings are *not told apart*."
+)
 LONG = 20  # rows: the page folds a longer table without a title
 
 
@@ -35,7 +41,7 @@ class Markup:
 
 @dataclass(frozen=True)
 class Section:
-    """items: paragraphs (with **bold** words), tables, figures and markup."""
+    """items: paragraphs (with words in **, * or `), tables, figures and markup."""
 
     title: str
     items: Sequence[str | Table | Figure | Markup]
@@ -44,8 +50,8 @@ class Section:
 def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     """What the report says, in order."""
     figures, differences = part_figures(sweep), family_figures(sweep, families)
-    conclusions = [conclusion(family) for family in families]
-    sections = [Section("Conclusions", conclusions)] if conclusions else []
+    conclusions = [tables.conclusion_table(family) for family in families]
+    sections = [Section("Conclusions", [CONCLUSIONS, *conclusions])] if conclusions else []
     sections += [
         Section(sweep.title_of(part), [tables.part_table(sweep, settings), *figures[part]])
         for part, settings in sweep.parts.items()
@@ -62,26 +68,11 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
         sections.append(with_notes("Deliberate faults", tables.fault_table(sweep)))
     if stability := tables.stability_table(sweep):
         sections.append(with_notes("Highest stable learning rate", stability, *rate_figures(sweep)))
-    missing = tables.missing_table(sweep)
-    sections.append(Section("Runs that are not done", [missing if missing.rows else "None."]))
+    if settings := tables.settings_table(sweep):
+        sections.append(Section("What each setting is", [settings]))
+    missing = [table for table in tables.missing_tables(sweep) if table.rows]
+    sections.append(Section("Runs that are not done", missing or ["None."]))
     return [*sections, with_notes("How to read this")]
-
-
-def conclusion(family: Family) -> str:
-    """One sentence: which settings are told apart in the family's first metric, and what becomes of the claim."""
-    metric = family.metrics[0]
-    told: dict[str, list[str]] = {}
-    for c in family.comparisons[0]:
-        name = c.a if c.b == family.asked.baseline else f"{c.a} against {c.b}"
-        number = tables.mean_and_ends(c.deciding, metric.spec) if c.deciding else ""
-        told.setdefault(c.verdict(metric.less, metric.more), []).append(f"{name} {number}".strip())
-    words = [f"{verdict}: {', '.join(names)}" for verdict, names in told.items()]
-    asked, compared = family.asked, family.comparisons[0]
-    if (claim := asked.claim) and compared:
-        found = Counter(judge(c.deciding, claim, asked.size, asked.least, c.adjusted[c.decides]) for c in compared)
-        claimed = metric.less if claim == "lower" else metric.more
-        words.append(f"the claim that they are {claimed} is {', '.join(f'{v} in {n}' for v, n in found.items())}")
-    return f"**{asked.title or family.name}.** {'; '.join(words) or 'Nothing to compare'}."
 
 
 def with_notes(title: str, *items: Table | Figure) -> Section:
@@ -129,8 +120,10 @@ def page(title: str, state: str, about: Mapping[str, str], sections: Sequence[Se
         if isinstance(item, Figure):
             caption = f"<figcaption>{html.escape(item.caption)}</figcaption>"
             return f'<figure><div class="chart" id="{item.name}"></div>{caption}</figure>'
-        bold = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html.escape(item, quote=False))
-        return f"<p>{bold}</p>"
+        marked = html.escape(item, quote=False)
+        for mark, tag in ((r"\*\*", "strong"), (r"\*", "em"), ("`", "code")):
+            marked = re.sub(f"{mark}(.+?){mark}", rf"<{tag}>\1</{tag}>", marked)
+        return f"<p>{marked}</p>"
 
     body = [
         "\n".join([f'<section id="section-{i}">\n<h2>{html.escape(section.title)}</h2>', *map(text, section.items)])

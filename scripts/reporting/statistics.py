@@ -4,7 +4,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import fsum
@@ -109,11 +109,12 @@ def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0)
     return found
 
 
-def mean_curve(curves: Iterable[Curve]) -> dict[int, Estimate]:
-    """Iteration -> mean over the curves, at the iterations that all of them have."""
-    curves = list(curves)
-    common = set.intersection(*map(set, curves)) if curves else set[int]()
-    return {i: interval([curve[i] for curve in curves]) for i in sorted(common)}
+def mean_curve(curves: Mapping[Replicate, Curve]) -> dict[int, Estimate]:
+    """Iteration -> mean over the curves, at the iterations that all of them have. Of several folds the seeds of each
+    are averaged first."""
+    common = set.intersection(*map(set, curves.values())) if curves else set[int]()
+    of_folds = len({fold for _, fold in curves if fold is not None}) > 1
+    return {i: interval(independent({r: of[i] for r, of in curves.items()}, of_folds)) for i in sorted(common)}
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -252,7 +253,32 @@ class Family:
     @property
     def heading(self) -> str:
         title = self.asked.title or f"Comparison {self.name}"
-        return title[:2].capitalize() + title[2:] if title[:2].isalpha() else title  # p = 2 keeps its small letter
+        return title[0].upper() + title[1:] if title[:2].isalpha() else title  # p = 2 keeps its small letter
+
+    def short_names(self) -> dict[str, str]:
+        """Setting -> its name without the part and the words that all compared settings share."""
+        settings = dict.fromkeys(s for c in self.comparisons[0] for s in (c.a, c.b))
+        places = {s: s.rpartition("/") for s in settings}
+        one_part = len({part for part, _, _ in places.values()}) == 1
+        words = {s: name.split(",") for s, (_, _, name) in places.items()}
+        shared = set.intersection(*map(set, words.values())) if words else set[str]()
+        found = {s: ",".join(word for word in of if word not in shared) for s, of in words.items()}
+        if not all(found.values()):
+            found = {s: name for s, (_, _, name) in places.items()}
+        return {s: name if one_part else f"{places[s][0]}/{name}" for s, name in found.items()}
+
+    @property
+    def against(self) -> str | None:
+        """What every setting is compared with, if it is one."""
+        baselines = {c.b for c in self.comparisons[0]}
+        return baselines.pop() if len(baselines) == 1 else None
+
+    def ranked(self) -> list[Comparison]:
+        """The first metric's comparisons, the lowest difference first; in their order where names are of numbers."""
+        compared, names = self.comparisons[0], self.short_names()
+        if all(re.search(r"=-?[\d.]+$", names[c.a]) for c in compared):
+            return compared
+        return sorted(compared, key=lambda c: c.deciding.mean if c.deciding else math.inf)
 
 
 def compared_families(sweep: Sweep) -> list[Family]:

@@ -4,20 +4,23 @@ import html
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean, median, stdev
 from typing import TypeVar
 
 from core.rundir import short
+from core.schema import show
 from data.options import FLOOR_TOLERANCE
 from scripts.reporting.runs import METRICS, Metric, Run, Sweep, replicate_name
 from scripts.reporting.statistics import (
     Comparison,
     Estimate,
+    Family,
     final_means,
     highest_stable,
     independent,
+    judge,
     mean_curve,
     runs_by_rate,
     stable_by_replicate,
@@ -84,7 +87,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
 
     @cache
     def lowest(setting: str) -> tuple[float | None, int | None]:
-        curve = mean_curve(run.losses for run in sweep.done(setting))
+        curve = mean_curve({run.replicate: run.losses for run in sweep.done(setting)})
         return min(((estimate.mean, i) for i, estimate in curve.items()), default=(None, None))
 
     def minima(setting: str) -> list[float]:
@@ -109,7 +112,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     }
     more = sweep.metrics[len(METRICS) :]
     for metric in more:
-        name = f"mean of {metric.name}" if metric.reduction == "last" else metric.name
+        name = f"mean of {metric.name}" if metric.reduction in ("last", "max", "min") else metric.name
         columns[f"{name} ({metric.key})" if name in columns else name] = mean_of_runs(metric)
     if any(sweep.paper(setting) is not None for setting in settings):
         columns["paper, at its own scale"] = of_paper("val_loss", ".5f")
@@ -141,16 +144,50 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
     }
     if corrected:
         columns["corrected 95 % interval"] = lambda c: ends(c.deciding, metric.spec)
+        columns["corrected t: Holm p"] = holm_p_of("corrected t")
+        columns["corrected t: p"] = p_of("corrected t")
     columns["95 % interval"] = lambda c: ends(c.estimate, metric.spec)
     if metric.key == "seconds":
         columns["% of B"] = lambda c: number(percent_of_b(c), "+.2f")
     if metric.key == "val/loss_min" and any(paper_difference(sweep, c) is not None for c in family):
         columns["paper's A − B"] = lambda c: number(paper_difference(sweep, c), "+.4f")
-    for tests in (["t", "Wilcoxon"], ["corrected t"]) if corrected else (["t", "Wilcoxon"],):
-        columns |= {f"{test}: p": p_of(test) for test in tests}
-        columns |= {f"{test}: Holm p": holm_p_of(test) for test in tests}
+    for test in ("t", "Wilcoxon"):
+        columns |= {f"{test}: Holm p": holm_p_of(test), f"{test}: p": p_of(test)}
     columns["pairs for 80 % power"] = lambda c: number(c.n_needed, ",.0f")
     return filled(columns, family, text_columns=3)
+
+
+def conclusion_table(family: Family) -> Table:
+    """A row a comparison of the family's first metric: which settings are told apart, and what becomes of the claim."""
+    metric, asked, names = family.metrics[0], family.asked, family.short_names()
+    columns: Columns[Comparison] = {"A": lambda c: names[c.a]}
+    if not family.against:
+        columns["B"] = lambda c: names[c.b]
+    columns["verdict on A"] = lambda c: c.verdict(metric.less, metric.more)
+    if claim := asked.claim:
+        columns[f"claim: A is {metric.less if claim == 'lower' else metric.more}"] = lambda c: judge(
+            c.deciding, claim, asked.size, asked.least, c.adjusted[c.decides]
+        )
+    text_columns = len(columns)
+    number_of = "A − B" if asked.metric is None else f"A − B in {metric.name}"
+    columns[f"{number_of} (95 % interval)"] = lambda c: mean_and_ends(c.deciding, metric.spec)
+    columns |= {"Holm p": lambda c: p_value(c.adjusted.get(c.decides)), "pairs": pairs_of}
+    title = family.heading + (f" (B: {names[family.against]})" if family.against else "")
+    return replace(filled(columns, family.ranked(), text_columns), title=title)
+
+
+def settings_table(sweep: Sweep) -> Table | None:
+    """What each setting sets, of the keys in which the settings differ; None where all names say so, as p=3 does."""
+    if all("=" in word for setting in sweep.settings for word in sweep.label(setting).split(",")):
+        return None
+    configs = {setting: next(iter(sweep.runs_of(setting).values())).config for setting in sweep.settings}
+    keys = dict.fromkeys(key for config in configs.values() for key in config)
+    here = [key for key in keys if key not in ("seed", "data.fold", "out_dir")]
+    here = [key for key in here if len({show(config.get(key)) for config in configs.values()}) > 1]
+    rows = [
+        [s, " ".join(f"{key}={show(config[key])}" for key in here if key in config)] for s, config in configs.items()
+    ]
+    return Table(["setting", "its settings, where they are not the same in all"], rows, 2, "Settings", folded=True)
 
 
 def pairs_of(c: Comparison) -> str:
@@ -228,22 +265,31 @@ def stability_table(sweep: Sweep) -> Table | None:
         alone = stable_by_replicate(of)
         rows.append([
             variant, number(best, "g"), number(known.get(best or 0.0)), number(highest, "g"),
-            ", ".join(f"{replicate_name(r)}: {number(rate, 'g')}" for r, rate in alone.items()), failure,
+            f"all {number(highest, 'g')}" if {*alone.values()} == {highest}
+            else ", ".join(f"{replicate_name(r)}: {number(rate, 'g')}" for r, rate in alone.items()), failure,
             ", ".join(f"{rate:g}: {number(known.get(rate), '.3f')}" for rate in of),
         ])  # fmt: skip
     columns = ["variant", "best rate", "its final loss", "highest stable rate", "of each run alone"]
     return Table([*columns, "how the next one fails", "final loss by rate"], rows) if rows else None
 
 
-def missing_table(sweep: Sweep) -> Table:
-    """Every run that is not done, with the reason."""
-    rows = [
-        [run.id, ", ".join(run.settings), replicate_name(run.replicate), run.state.state, run.state.reason]
-        for state in STATES
-        for run in sweep.runs
-        if run.state.state == state != "done"
-    ]
-    return Table(["run", "settings", "fold or seed", "state", "reason"], rows, text_columns=5)
+def missing_tables(sweep: Sweep) -> list[Table]:
+    """Every run that is not done, with the reason; those that have not begun apart, and folded."""
+
+    def table(states: Sequence[str]) -> Table:
+        runs = [run for state in states for run in sweep.runs if run.state.state == state]
+        return filled(columns, runs, text_columns=5)
+
+    columns: Columns[Run] = {
+        "run": lambda run: run.id,
+        "settings": lambda run: ", ".join(run.settings),
+        "fold or seed": lambda run: replicate_name(run.replicate),
+        "state": lambda run: run.state.state,
+        "reason": lambda run: run.state.reason,
+    }
+    pending = table(["pending"])
+    lost = table([state for state in STATES if state not in ("done", "pending")])
+    return [lost, replace(pending, title=f"{len(pending.rows)} pending", folded=True)]
 
 
 def facts(sweep: Sweep) -> dict[str, str]:
@@ -253,6 +299,9 @@ def facts(sweep: Sweep) -> dict[str, str]:
     held_out = "the last 10 % are held out" if foldable else "the corpus has a validation part of its own"
     asked = [one["overrides"] for one in sweep.about.get("frozen", [])]  # at each time that runs were planned
     common = [word for word in (asked or [[]])[0] if all(word in other for other in asked)]
+    words = dict(word.partition("=")[::2] for word in [*sweep.definition.overrides, *common])  # the last one counts
+    values = {key: {show(run.config.get(key, run.config.get(f"{key}.name"))) for run in sweep.runs} for key in words}
+    shared = {key: value for key, value in words.items() if len(values[key]) == 1}
     commits = [short(one) for several in sweep.distinct("commit") for one in several.split(", ")]
     faults = [run.config["fault.name"] for run in sweep.runs if run.config["fault.name"] != "none"]
     found = {
@@ -260,10 +309,11 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "settings": f"{len(sweep.settings)}, in {len(sweep.parts)} part{'s' * (len(sweep.parts) > 1)}",
         "folds": ", ".join(map(str, folds)) or f"none: {held_out}",
         "seeds": ", ".join(map(str, sorted({run.seed for run in sweep.runs}))),
-        "every run": " ".join([*sweep.definition.overrides, *common]),
+        "every run": " ".join(f"{key}={value}" for key, value in shared.items()),
         "parameters": ", ".join(f"{n:,}" for n in sweep.distinct("parameters")),
         "device": "; ".join(sweep.distinct("device")),
         "dtype": ", ".join(sweep.distinct("dtype")),
+        "PyTorch; Python": "; ".join(", ".join(sweep.distinct(key)) for key in ("torch", "python")),
         "commit": ", ".join(dict.fromkeys(commits)),
         "corpus SHA-256": ", ".join(sweep.distinct("corpus_sha256")),
         "paper": sweep.definition.paper.get("name", ""),
