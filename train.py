@@ -28,9 +28,9 @@ from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
 from training.evaluate import (
     LowestLoss,
-    affordable_text,
     diagnosed_batch,
     find_lowest,
+    sample_within_budget,
     sampled_losses,
     validation_loss,
 )
@@ -48,7 +48,7 @@ from training.updates import (
     seed_of_update,
     set_learning_rate,
     update_ratios,
-    updating,
+    weights_variant,
 )
 
 EXIT_DIVERGED = 3  # other exit codes: 0 done, 1 failed, 2 bad setting, 128 + n stopped by signal n
@@ -130,7 +130,7 @@ def train(
     start, evaluated = saved.get("step", 0), saved.get("evaluated", False)
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
     parameters = [*model.parameters()]
-    skip = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: weights stay then
+    skip = torch.zeros((), device=machine.device)  # 1 once an update was not finite: the weights then stay
     agreement, stopping = dist.Agreement(), False
     batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in session.micro_steps)
     with (
@@ -163,7 +163,7 @@ def train(
             loss = accumulate_gradients(session.forward, train_batches, len(session.micro_steps), machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)  # inf: measure only
             skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
-            with updating(model):  # for weights=quack and sigma_reparam; else nothing
+            with weights_variant(model):  # for weights=quack and sigma_reparam; else nothing
                 optimizer.step(skip)
             optimizer.zero_grad()
             maxima = qk_clip(model.attentions, config.qk_clip, skip)  # before the clip, (n_layer, n_head)
@@ -213,7 +213,7 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
     line["train/spike_score"] = spike_score([*run_dir.recorded("train/loss").values()])
     if not math.isfinite(line["val/loss"]):
         raise Diverged(line, f"val/loss {line['val/loss']}")
-    if shows_media(session.config) and (text := affordable_text(session, line["iter"])):
+    if shows_media(session.config) and (text := sample_within_budget(session, line["iter"])):
         run_dir.record_sample({"iter": line["iter"], "text": text})
 
 

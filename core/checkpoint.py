@@ -66,7 +66,7 @@ def save(
     if not folder.is_dir():
         folder.mkdir(parents=True)
         sync(folder.parent)
-    tidy(folder)
+    remove_leftovers(folder)
     final = folder / f"step_{step:06d}"
     temporary = temporary_name(final)
     try:
@@ -80,14 +80,14 @@ def save(
         for entry in (*temporary.iterdir(), temporary):
             sync(entry)
         if final.exists():  # a corrupt one, or that of a run that died before it wrote its summary
-            os.rename(final, temporary_name(final.with_name(f"old-{final.name}")))  # removed by tidy()
+            os.rename(final, temporary_name(final.with_name(f"old-{final.name}")))  # removed by remove_leftovers()
         os.rename(temporary, final)
         sync(folder)
         link(folder, "latest", step)
         if best:
             link(folder, "best", step)
     finally:
-        tidy(folder)
+        remove_leftovers(folder)
     prune(folder, step, keep_step)
     return final
 
@@ -98,7 +98,7 @@ def link(folder: Path, name: str, step: int) -> None:
     target.stat()
     path = folder / name
     if path.is_dir() and not path.is_symlink():  # a copy by scp -r, which follows links
-        discard(path)
+        remove_atomically(path)
     temporary = temporary_name(path)
     remove(temporary)
     temporary.symlink_to(target.name)
@@ -117,10 +117,10 @@ def prune(folder: Path, step: int, keep_step: int | None) -> None:
         kept.append(folder / os.readlink(folder / "best"))
     for path in step_dirs(folder):
         if path not in kept:
-            discard(path)
+            remove_atomically(path)
 
 
-def tidy(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what an interrupted save left behind."""
     for entry in folder.glob(".tmp-*"):
         remove(entry)
@@ -130,7 +130,7 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".tmp-{path.name}")
 
 
-def discard(directory: Path) -> None:
+def remove_atomically(directory: Path) -> None:
     """Remove a directory. A crash leaves the whole of it, or a part under a temporary name."""
     moved = temporary_name(directory.with_name(f"old-{directory.name}"))
     os.rename(directory, moved)

@@ -22,7 +22,7 @@ from data.shards import Tokens
 TRAIN_STREAM, SAMPLED_STREAMS = 0, {"train": 1, "val": 2}
 PREFETCHED_TASKS, THREADS = 8, 4
 SMALL_BATCH, BATCHES_PER_TASK = 2**11, 4  # a task makes several batches of at most 2^11 tokens
-COPIED = 2**24  # tokens that go to the device at a time
+TOKENS_PER_COPY = 2**24  # tokens that go to the device at a time
 
 
 class Batches:
@@ -150,8 +150,8 @@ def copy_tokens(tokens: Tokens, device: torch.device) -> Tensor:
     dtype = np.asarray(tokens[:0]).dtype
     signed = dtype if dtype == np.uint8 else np.dtype(f"i{dtype.itemsize}")
     copy = torch.empty(len(tokens), dtype=torch.from_numpy(np.empty(0, signed)).dtype, device=device)
-    for at in range(0, len(tokens), COPIED):
-        copy[at : at + COPIED] = torch.from_numpy(np.array(tokens[at : at + COPIED]).view(signed))
+    for at in range(0, len(tokens), TOKENS_PER_COPY):
+        copy[at : at + TOKENS_PER_COPY] = torch.from_numpy(np.array(tokens[at : at + TOKENS_PER_COPY]).view(signed))
     return copy
 
 

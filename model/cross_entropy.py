@@ -1,4 +1,4 @@
-"""The cross-entropy of so many logits that they are not held together."""
+"""The logits and their cross-entropy, also of so many logits that they are not held together."""
 
 from typing import Any
 
@@ -15,6 +15,18 @@ LOGITS_AT_ONCE = 2**26  # elements; a loss of more logits is computed some posit
 def max_positions_with_logits(batch: int, vocab_size: int) -> int:
     """The most positions that a window may have for its loss to come with logits; at least 1."""
     return max(1, LOGITS_AT_ONCE // (batch * vocab_size))
+
+
+def logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Logits (B, T, V) = x W^T, None if they are more than LOGITS_AT_ONCE, and their mean cross-entropy in nats, ().
+
+    x (B, T, C), weight (V, C), targets (B, T), -1 is ignored.
+    """
+    if targets.numel() * len(weight) > LOGITS_AT_ONCE:
+        return None, linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+    logits = F.linear(x, weight)
+    loss = F.cross_entropy(at_least_fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    return logits, loss
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

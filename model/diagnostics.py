@@ -40,7 +40,7 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     tables: list[dict[str, Tensor]] = [{} for _ in model.attentions]
     hooks = []
     for attn, table in zip(model.attentions, tables, strict=True):
-        attn.probe = functools.partial(measure_logits, table, bend_of(attn))
+        attn.probe = functools.partial(measure_logits, table, attn.bend)
         for side, norm in qk_norms(attn).items():
             if norm.gain is not None:
                 table[f"{side}_gain"] = norm.gain.abs().mean().flatten()
@@ -101,11 +101,6 @@ def longest_output(norm: QKNorm) -> float:
     return torch.linalg.vector_norm(norm(x.to(device)), dim=-1).max().item()
 
 
-def bend_of(attn: nn.Module) -> Bend | None:
-    """What logits= does to each logit of a layer."""
-    return getattr(getattr(attn, "logits", None), "bend", None)
-
-
 def measure_logits(table: dict[str, Tensor], bend: Bend | None, q: Tensor, k: Tensor, scale: float) -> None:
     """Put the values (nh,) of the logits of q (B, nh, T, hs) and k (B, nkv, T, hs) into `table`."""
     B, nh, T, _ = q.shape
@@ -144,36 +139,36 @@ def future_leak(model: nn.Module, idx: Tensor, long: int = LONG) -> float:
 def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dict[int, tuple[float, int | None]]:
     """Whether the model sees the future: for each t of `positions` the tokens idx[:, t:] are changed. idx is (B, T).
 
-    Returns: t -> (the leak, the first position where it exceeds LEAK_TOLERANCE, or None). The leak is the largest
-    change of a logit before t, relative to the largest change from t on; of a GPT that holds no logits, of what its
-    last block gives. Another model that returns none is compared by its loss, which gives no position. The model stays
-    in its mode, and dropout draws the same masks each time.
+    Returns: t -> (leak, the first position where it exceeds LEAK_TOLERANCE, or None). leak = max |change of a logit
+    before t| / max |change from t on|. A GPT too large to hold logits is compared by its last block's output; another
+    model that returns none by its loss, which gives no position. The model stays in its mode, and dropout draws the
+    same masks each time.
     """
-    original = outputs(model, idx)
+    original = logits_or_hidden(model, idx)
     leaks: dict[int, tuple[float, int | None]] = {}
     for t in positions:
         changed = idx.clone()
         changed[:, t:] = torch.where(idx[:, t:] > 0, 0, 1)
         if original is None:
             earlier, later = (
-                (forward(model, changed, part)[1] - forward(model, idx, part)[1]).abs()
+                (logits_and_loss(model, changed, part)[1] - logits_and_loss(model, idx, part)[1]).abs()
                 for part in (slice(t), slice(t, None))
             )
-            leaks[t] = relative(earlier, later).item(), None
+            leaks[t] = relative_change(earlier, later).item(), None
         else:
-            found = outputs(model, changed)
+            found = logits_or_hidden(model, changed)
             assert found is not None
             change = (found - original).abs().amax((0, 2))  # (T,)
-            leak = relative(change[:t], change[t:].max())  # (t,)
+            leak = relative_change(change[:t], change[t:].max())  # (t,)
             leaking = (leak >= LEAK_TOLERANCE).nonzero()
             leaks[t] = leak.max().item(), int(leaking[0]) if len(leaking) else None
     return leaks
 
 
-def outputs(model: nn.Module, idx: Tensor) -> Tensor | None:
+def logits_or_hidden(model: nn.Module, idx: Tensor) -> Tensor | None:
     """The logits (B, T, V) for idx (B, T); of a GPT that holds none, the last block's output (B, T, C); else None."""
     if not isinstance(model, GPT) or idx.numel() * model.vocab_size <= cross_entropy.LOGITS_AT_ONCE:
-        return forward(model, idx, slice(None))[0]
+        return logits_and_loss(model, idx, slice(None))[0]
     found: list[Tensor] = []
     hook = model.transformer.h[-1].register_forward_hook(lambda _, __, output: found.append(output.detach()))
     try:
@@ -184,7 +179,7 @@ def outputs(model: nn.Module, idx: Tensor) -> Tensor | None:
     return found[0]
 
 
-def forward(model: nn.Module, idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:
+def logits_and_loss(model: nn.Module, idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:
     """The logits (B, T, V), or None, and the loss of predicting the positions `part` of idx (B, T) itself."""
     seed_generator(0, idx.device)
     targets = torch.full_like(idx, -1)
@@ -193,7 +188,7 @@ def forward(model: nn.Module, idx: Tensor, part: slice) -> tuple[Tensor | None, 
     return None if logits is None else logits.detach(), loss.detach()
 
 
-def relative(earlier: Tensor, later: Tensor) -> Tensor:
+def relative_change(earlier: Tensor, later: Tensor) -> Tensor:
     """earlier / later: 0 where nothing changes earlier, even if nothing changes later; inf where it is not finite."""
     return torch.where(earlier == 0, 0.0, earlier / later).nan_to_num(nan=math.inf, posinf=math.inf)
 
@@ -203,14 +198,14 @@ def sdpa_backend(model: GPT, batch_size: int) -> str | None:
 
     None where a layer calls no SDPA. The caller sets autocast as training does. The model is left in training mode.
     """
-    weight, found = model.transformer.wte.weight, Chosen()
+    weight, found = model.transformer.wte.weight, SDPABackendRecorder()
     x = torch.zeros(batch_size, model.block_size, weight.size(1), device=weight.device, requires_grad=True)  # (B, T, C)
     with found:
         model.train().attentions[0](x, (model.cos, model.sin) if model.transformer.wpe is None else None)
     return found.backend
 
 
-class Chosen(TorchFunctionMode):
+class SDPABackendRecorder(TorchFunctionMode):
     """Asks PyTorch, for each call of SDPA, which backend it takes."""
 
     backend: str | None = None

@@ -94,7 +94,7 @@ class QKLayerNorm(QKRMSNorm):
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         y = at_least_fp32(x)
-        # rms_norm does not centre y - mean again: of a constant x the rest would be round-off / sqrt(eps)
+        # rms_norm(), not scale(), which would subtract the mean again: of a constant x round-off / sqrt(eps) would stay
         return super().forward(y - y.mean(-1, keepdim=True), alpha).to(x.dtype)  # (..., hs)
 
 
@@ -168,9 +168,9 @@ class Alpha(LateInit):
 
 
 class LogitScale(nn.Module):
-    """The factor of the logits: the learned alpha of Lp QK-norm, else 1 / sqrt(channels of a head).
-
-    forward() returns alpha (nh or 1, 1, 1), by which q_norm multiplies, or None. `softmax_scale` is a number.
+    """Logits are softmax_scale * q . k. With an Lp norm softmax_scale is 1, and forward() returns alpha,
+    (nh or 1, 1, 1), by which q_norm multiplies q. Else softmax_scale is 1 / sqrt(channels of a head), and forward()
+    returns None.
     """
 
     def __init__(self, config: GPTConfig, block_dims: tuple[int, ...]):
@@ -240,6 +240,7 @@ class CausalAttention(nn.Module):
     n_head: int
     p_dropout: float
     caches_keys = False  # new_cache() holds keys and values
+    bend: ops.Bend | None = None  # what logits= does to each logit
     plain_softmax = True  # False where logits= bends the logits or softmax= changes the sum: SDPA has neither
 
     def __init__(self) -> None:
@@ -251,13 +252,14 @@ class CausalAttention(nn.Module):
         self.logits = seams.LOGITS[config.logits.name](config.logits, config)
         self.softmax = seams.SOFTMAXES[config.softmax.name](config.softmax, config)
         self.output = seams.OUTPUTS[config.output.name](config.output, config, v_dim)
-        self.plain_softmax = self.logits.bend is None and config.softmax.name == "plain"
+        self.bend = self.logits.bend
+        self.plain_softmax = self.bend is None and config.softmax.name == "plain"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         p = self.p_dropout if self.training else 0.0
         if self.plain_softmax:
             return ops.causal_attention(q, k, v, scale, p)
-        return self.softmax(*ops.attention_and_lse(q, k, v, scale, p, self.logits.bend))
+        return self.softmax(*ops.attention_and_lse(q, k, v, scale, p, self.bend))
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
         """q (B, nh, T, dk), k (B, nkv, T, dk): normalised and rotated, the factors of the logits."""
@@ -271,8 +273,7 @@ class CausalAttention(nn.Module):
         self.max_logits = torch.full((self.n_head,), -math.inf, device=next(self.parameters()).device)
 
     def pop_max_logits(self) -> Tensor:
-        """The exact largest logit of each head before `logits.bend`, (nh,), over the training forwards since the last
-        call."""
+        """The exact largest logit of each head before `bend`, (nh,), over the training forwards since the last call."""
         assert self.max_logits is not None, "track_max_logits() was not called"
         result, self.max_logits = self.max_logits, torch.full_like(self.max_logits, -math.inf)
         return result
@@ -527,9 +528,9 @@ class MultiHeadLatentAttention(CausalAttention):
             shift = q_sum * cache.mean_term[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
         key_scale = None if cache.key_scale is None else cache.key_scale[:, : pos + T]
         latents, k_ropes = cache.latent[:, : pos + T], cache.k_rope[:, : pos + T]
-        scale, bend = self.logit_scale.softmax_scale, self.logits.bend
+        scale, with_lse = self.logit_scale.softmax_scale, not self.plain_softmax
         y, lse = ops.latent_attention(
-            q_latent, q_rope, latents, k_ropes, key_scale, shift, scale, self.unified, bend, not self.plain_softmax
+            q_latent, q_rope, latents, k_ropes, key_scale, shift, scale, self.unified, self.bend, with_lse
         )
         y = ops.each_head(y, w_uv.transpose(1, 2).to(y.dtype))
         return y if lse is None else self.softmax(y, lse)
@@ -699,13 +700,9 @@ class GPT(nn.Module):
                 x = block(x, rope, None if caches is None else caches[i], pos)
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
         output = self.transformer.wte if self.lm_head is None else self.lm_head
-        if targets is not None and targets.numel() * self.vocab_size > cross_entropy.LOGITS_AT_ONCE:
-            return None, cross_entropy.linear_cross_entropy(x.flatten(0, 1), output.weight, targets.flatten())
-        logits = F.linear(x, output.weight)  # (B, T, V)
         if targets is None:
-            return logits, None
-        loss = F.cross_entropy(at_least_fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
-        return logits, loss
+            return F.linear(x, output.weight), None  # (B, T, V)
+        return cross_entropy.logits_and_loss(x, output.weight, targets)
 
     def new_caches(self, batch: int, max_len: int, dtype: torch.dtype) -> list[Cache]:
         return [attn.new_cache(batch, max_len, dtype) for attn in self.attentions]
@@ -768,7 +765,7 @@ class GPT(nn.Module):
 # qk_norm=NAME or attention=NAME.
 
 
-register_qk_norm = seams.register  # the name that older plugins use
+register_qk_norm = seams.register
 
 
 def register_attention(options: type[settings.AttentionOptions], layout: Layout) -> None:

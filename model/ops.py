@@ -87,8 +87,8 @@ def lp_norm(x: Tensor, p: float | Tensor, alpha: Tensor | None = None) -> Tensor
     """
     if not isinstance(p, Tensor) and p in kernels.LP and kernels.can_normalize(x):
         return kernels.lp_norm(x, p, alpha)
-    u, _ = divide_by_largest(at_least_fp32(x))
-    y = u * inverse_norm_of_unit(u, p)
+    u, _ = scale_by_absmax(at_least_fp32(x))
+    y = u * inverse_norm_of_scaled(u, p)
     return (y if alpha is None else y * alpha).to(x.dtype)
 
 
@@ -96,11 +96,11 @@ def inverse_lp_norm(x: Tensor, p: float | Tensor) -> Tensor:
     """1 / ||x||_p, of a zero vector 0, (..., hs) -> (..., 1), in fp32 at least."""
     if not isinstance(p, Tensor) and p in kernels.LP and kernels.can_normalize(x) and not torch.is_grad_enabled():
         return kernels.inverse_lp_norm(x, p)
-    u, largest = divide_by_largest(at_least_fp32(x))
-    return inverse_norm_of_unit(u, p) / largest
+    u, largest = scale_by_absmax(at_least_fp32(x))
+    return inverse_norm_of_scaled(u, p) / largest
 
 
-def divide_by_largest(x: Tensor) -> tuple[Tensor, Tensor]:
+def scale_by_absmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """x / max|x| and max|x|, of a zero vector 0 and inf: then no power overflows. max|x| is a constant to autograd, as
     no norm depends on it."""
     largest = x.detach().abs().amax(-1, keepdim=True)  # (..., 1)
@@ -108,7 +108,7 @@ def divide_by_largest(x: Tensor) -> tuple[Tensor, Tensor]:
     return x / largest, largest
 
 
-def inverse_norm_of_unit(u: Tensor, p: float | Tensor) -> Tensor:
+def inverse_norm_of_scaled(u: Tensor, p: float | Tensor) -> Tensor:
     """1 / ||u||_p, (..., hs) -> (..., 1), for u with max|u| = 1; 1 for a zero vector.
 
     |u|^p is exp(p log|u|), with a finite derivative at zeros; torch's pow with a tensor as exponent rounds the end of a
@@ -269,7 +269,7 @@ def attention_and_lse(
 def attention_and_lse_reference(
     q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float, bend: Bend | None
 ) -> tuple[Tensor, Tensor]:
-    """A block of queries meets the keys up to the last of them. The heads of a group are rows of one matmul."""
+    """attention_and_lse(), a block of queries at a time. The heads of a group are rows of one matmul."""
     (B, nkv, S, _), T = k.shape, q.size(-2)
     q = q.unflatten(1, (nkv, -1))  # (B, nkv, group, T, dk)
     group, parts, sums = q.size(2), [], []
@@ -382,7 +382,7 @@ def visible_logits(q: Tensor, k: Tensor, scale: float, bend: Bend | None = None)
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of fp32 matrices in full precision, where fp32 matmuls of a GPU round their inputs to TF32 too."""
+    """(..., n, k) @ (..., k, m) of fp32 in full precision: a GPU may round the inputs of fp32 matmuls to TF32."""
     return matmul_3xtf32(a, b) if a.is_cuda else a @ b
 
 
@@ -428,7 +428,7 @@ def content_keys(w: Tensor, latent: Tensor) -> Tensor:
     return F.linear(latent, w.flatten(0, 1).to(latent.dtype)).unflatten(-1, (w.size(0), -1)).transpose(1, 2)
 
 
-COPIED = 2**20  # elements of a sequence's latents that a CPU may copy for each matmul
+MAX_COPIED = 2**20  # elements of a sequence's latents that a CPU may copy for each matmul
 
 
 def latent_attention(
@@ -457,7 +457,7 @@ def latent_attention(
         y, lse = kernels.latent_attention(q_latent, q_rope.to(latent.dtype), latent, k_rope, key_scale, scale, unified)
         return y, lse if with_lse else None
     inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, key_scale, shift), latent.shape
-    if B > 1 and S * kr > COPIED and latent.is_cpu:  # one matmul of all sequences would copy them first
+    if B > 1 and S * kr > MAX_COPIED and latent.is_cpu:  # one matmul of all sequences would copy them first
         reference: Any = latent_attention_reference
         of_each = ([None if x is None else x[b : b + 1] for x in inputs] for b in range(B))
         ys, sums = zip(*(reference(*one, scale, unified, bend, with_lse) for one in of_each), strict=True)

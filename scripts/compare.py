@@ -28,7 +28,6 @@ from core.rundir import differences
 from core.schema import NOT_EMPTY, REQUIRED, WRITABLE, AtLeast, ConfigError, Help, flatten, options, require
 from data.tokenizer import SEPARATOR, Tokenizer
 from data.tokens import Corpus, load_corpus
-from model.diagnostics import bend_of
 from model.generate import generate
 from model.gpt import GPT
 from model.ops import visible_logits
@@ -104,7 +103,7 @@ def attention_map(side: Side, layer: int, head: int) -> tuple[list[str], list[li
     model, tokens = side.loaded.model, side.tokens[: min(MAPPED, side.loaded.model.block_size)].tolist()
     parts: list[Tensor] = []
     attention = model.attentions[layer]
-    attention.probe = lambda q, k, scale: parts.extend(visible_logits(q, k, scale, bend_of(attention)))
+    attention.probe = lambda q, k, scale: parts.extend(visible_logits(q, k, scale, attention.bend))
     model(torch.tensor([tokens], device=model.transformer.wte.weight.device), last_only=True)
     attention.probe = None
     softmax = getattr(attention, "softmax", lambda att, _: att)  # a sink takes a share

@@ -15,6 +15,7 @@ import yaml
 
 from core.cli import run_script
 from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, one_line, options, require
+from scripts.reporting.charts import LOSS
 from scripts.reporting.figures import suffix
 from scripts.reporting.runs import in_words
 from sweeps.definition import Sweep, load_sweep, sweep_name
@@ -46,7 +47,8 @@ def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
     over = {"groupby": "Group", "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
 
     def curve(key: str) -> Any:
-        return wr.LinePlot(title=in_words(key), x="iter", y=[key], **over)
+        title = LOSS if key == "val/loss" else in_words(key)
+        return wr.LinePlot(title=f"{title}; band: ± 1 SD", x="iter", y=[key], **over)
 
     lowest = "val/loss.min"
     loss = [curve("val/loss"), wr.BarPlot(title="lowest validation loss", metrics=[lowest], **over)]

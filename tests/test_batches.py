@@ -232,7 +232,7 @@ def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: 
 def test_batches_cut_from_a_copy_of_all_tokens_are_the_same(
     dtype: Any, highest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.batches.COPIED", 100)
+    monkeypatch.setattr("data.batches.TOKENS_PER_COPY", 100)
     tokens = np.random.default_rng(0).integers(highest + 1, size=1000).astype(dtype)
     tokens[::7] = highest
     shards = Shards([tokens[:300], tokens[300:301], tokens[301:]])

@@ -173,7 +173,7 @@ def test_latents_of_long_sequences_are_read_one_sequence_at_a_time(
         return attend(q_latent, *others)
 
     monkeypatch.setattr(ops, "latent_attention_reference", spied)
-    monkeypatch.setattr(ops, "COPIED", 14 * 12)  # which 14 positions are
+    monkeypatch.setattr(ops, "MAX_COPIED", 14 * 12)  # which 14 positions are
     gpt, idx = build(config_of(layout, name)), random_tokens(3, 16)
     caches, parts = gpt.new_caches(3, 20, torch.float64), []
     for pos, end in ((0, 13), (13, 14), (14, 16)):

@@ -124,7 +124,9 @@ def test_a_mean_curve_has_the_iterations_that_all_runs_have() -> None:
 
 
 def test_a_mean_curve_counts_the_seeds_of_a_fold_as_one_value() -> None:
-    curves: dict[Replicate, dict[int, float]] = {(seed, fold): {0: 10.0 * fold + seed} for seed in (1, 2, 3) for fold in (0, 1)}
+    curves: dict[Replicate, dict[int, float]] = {
+        (seed, fold): {0: 10.0 * fold + seed} for seed in (1, 2, 3) for fold in (0, 1)
+    }
     assert mean_curve(curves)[0] == interval([2.0, 12.0])
     assert mean_curve({r: curve for r, curve in curves.items() if r[1] == 0})[0] == interval([1.0, 2.0, 3.0])
 

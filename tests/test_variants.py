@@ -26,7 +26,7 @@ from training.checks import start_up_checks
 from training.config import ConstantOptions, TrainConfig, WandbOptions, load_config
 from training.optim import build_optimizer
 from training.session import setup
-from training.updates import updating
+from training.updates import weights_variant
 
 B, T, C, nh, nkv, hs = 2, 16, 32, 4, 2, 8
 CAUSAL = torch.full((1, 1, T, T), -math.inf).triu(1)
@@ -321,7 +321,7 @@ def test_quack_scales_the_learning_rates_by_its_papers_algorithms(layout: str, o
             group["lr"] = 0.01
         idx = random_tokens(4, 16)
         model.train()(idx, idx)[1].backward()
-        with updating(model):
+        with weights_variant(model):
             optimizer.step()
     for name, w in plain.state_dict().items():
         factor = torch.ones(1)

@@ -1,4 +1,5 @@
-"""What every run checks before it trains: the model cannot see the future, batches differ, the losses are plausible."""
+"""The checks before a run trains: the model cannot see the future, batches differ, the losses are plausible. And what
+was not finite first, after it diverged."""
 
 import math
 from contextlib import closing

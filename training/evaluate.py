@@ -79,7 +79,7 @@ def diagnosed_batch(session: Session) -> Tensor:
     return x[lengths == lengths[0], : int(lengths[0])].to(session.machine.device)
 
 
-def affordable_text(session: Session, step: int) -> str | None:
+def sample_within_budget(session: Session, step: int) -> str | None:
     """sample_text(); None where samples have taken more than TEXT_SHARE of the time so far, but not at the end.
 
     None also where tokens are no text, and on ranks other than 0.

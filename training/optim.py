@@ -47,8 +47,7 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
     """torch.optim.AdamW with fused=True, one kernel for all parameters of a group, which share one count of steps.
     torch's own counts each parameter's steps apart, a fifth of its time where matrices are small.
 
-    step(skip): a tensor of 1 on the device leaves the weights as they are, without the host looking at it; so does
-    Muon's."""
+    step(skip): a tensor (); where it is 1 the weights stay, without a wait for the device. Muon's step too."""
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]  # takes no closure

@@ -33,6 +33,7 @@ def qk_clip(attentions: Sequence[Any], options: NoClipOptions, skip: Tensor | No
 
 
 def gammas(maxima: Tensor, options: QKClipOptions) -> Tensor:
+    """threshold / max where the largest logit exceeds the threshold, else 1; of any shape."""
     return torch.where(maxima > options.threshold, options.threshold / maxima, 1.0)
 
 

@@ -113,6 +113,7 @@ class Session:
         return {"model": weights, "optimizer": optimizer_tensors(self.optimizer, self.model)}
 
     def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        """Raises: KeyError or RuntimeError where names or shapes do not fit."""
         self.model.load_state_dict(tensors["model"])
         load_optimizer_tensors(self.optimizer, self.model, tensors["optimizer"])
 

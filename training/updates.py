@@ -71,7 +71,7 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 @contextlib.contextmanager
-def updating(model: Any) -> Iterator[None]:
+def weights_variant(model: Any) -> Iterator[None]:
     """Around optimizer.step(): what a `weights` variant does to an update. Scales the update of the rows that it names
     (update_factors), then calls its after_update()."""
     seams = [block.weights for block in model.transformer.h]

@@ -76,8 +76,8 @@ def compile_library(command: list[str], scratch: Path) -> Path:
 def key(command: list[str]) -> str:
     """Of all that decides what is compiled; machines with different instructions may share a home."""
     sources = [path.read_text() for path in (*SOURCES, *sorted(HERE.glob("*.h")))]
-    made_of = sources, FLAGS, LINKS, shutil.which(command[0]), command, sorted(cpu_flags()), torch.__version__
-    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+    inputs = sources, FLAGS, LINKS, shutil.which(command[0]), command, sorted(cpu_flags()), torch.__version__
+    return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
 
 def private_folder() -> Path | None:

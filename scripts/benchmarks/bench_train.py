@@ -39,7 +39,7 @@ def ours(overrides: list[str]) -> Built:
     from training.meter import Meter
     from training.qk_clip import qk_clip
     from training.session import setup
-    from training.updates import accumulate_gradients, seed_of_update, set_learning_rate, updating
+    from training.updates import accumulate_gradients, seed_of_update, set_learning_rate, weights_variant
 
     config = load_config(compose(overrides))
     session = setup(config)
@@ -57,7 +57,7 @@ def ours(overrides: list[str]) -> Built:
             loss = accumulate_gradients(session.forward, batches, n_micro_batches, machine)
             norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
             skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
-            with updating(session.model):
+            with weights_variant(session.model):
                 optimizer.step(skip)
             optimizer.zero_grad()
             meter.add({"iter": step}, loss, norm, qk_clip(model.attentions, config.qk_clip, skip))

@@ -57,7 +57,7 @@ WORDS = {
     "val/loss": "validation loss",
     "val/bpb": "validation loss (bits per byte)",
     "grad_norm": "gradient norm",
-    "qk_clip/max_logit": "largest attention logit",
+    "qk_clip/max_logit": "largest attention logit in training",
     "attn/max_logit": "largest attention logit",
     "qk_clip/clipped": "heads clipped",
     "tok_per_sec": "tokens a second",

@@ -282,7 +282,7 @@ def rates_chart(found: Sequence[Entry]) -> alt.ConcatChart:
         title = "learning rate" if i + columns >= len(found) else None
         x = alt.X("rate:Q", title=title, scale=log2, axis=alt.Axis(values=ticks, labelAngle=-45))
         scale = alt.Scale(domain=[lowest - 0.01, lowest + 0.3], nice=False)
-        y = alt.Y("loss:Q", title="loss" if i % columns == 0 else None, scale=scale, axis=alt.Axis(tickCount=4))
+        y = alt.Y("loss:Q", title="loss (nats)" if i % columns == 0 else None, scale=scale, axis=alt.Axis(tickCount=4))
         lines = []
         for means, colour in ((baseline, "#b4bac4"), (e.means, OKABE_ITO[0])):
             rows = [{"rate": rate, "loss": loss} for rate, loss in sorted(means.items())]
