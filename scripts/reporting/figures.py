@@ -18,7 +18,7 @@ from scripts.reporting.statistics import (
     within,
 )
 
-FEW = 3
+FEW, MANY = 3, 30
 TIMES = (
     "median, box to the quartiles, whiskers to 1.5 IQR, outliers; diamond: mean. Where other work ran on the machine, "
     "as a second worker, they say nothing."
@@ -70,14 +70,18 @@ def loss_figures(series: Sequence[Series], title: str, end: str) -> Iterable[Fig
     )
     if worth_drawing(series):
         yield Figure(f"loss{end}", title, charts.curve_chart(series, LOSS), caption + charts.remarks(series, LOSS))
-    if timed := [s for s in series if s.seconds]:
+    timed = [s for s in series if s.seconds]
+    if 0 < len(timed) <= MANY:
         yield Figure(f"time{end}", title, charts.time_chart(timed), f"Training time ({n}): {TIMES}")
 
 
 def worth_drawing(series: Iterable[Series]) -> bool:
-    """Whether a chart says more than a table: some curve has more than FEW values, and they are not all equal."""
+    """Whether a chart says more than a table: at most MANY settings, some curve has more than FEW values, and they are
+    not all equal."""
+    series = [*series]
     curves = [curve for s in series for curve in [*s.curves.values(), *s.diverged.values()]]
-    return max(map(len, curves), default=0) > FEW and len({v for curve in curves for v in curve.values()}) > 1
+    several = max(map(len, curves), default=0) > FEW and len({v for curve in curves for v in curve.values()}) > 1
+    return several and len({s.name for s in series}) <= MANY
 
 
 def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]], name: str, title: str) -> Figure:
