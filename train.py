@@ -220,8 +220,8 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
 def save(
     session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any], evaluated: bool
 ) -> None:
-    """Write a checkpoint. evaluated: by eval_interval; if the run stops here, when it goes on. Raises: Diverged instead
-    where a weight is not finite."""
+    """Write a checkpoint. evaluated: whether eval_interval asks for an evaluation here, which a run that stops makes
+    when it goes on. Raises: Diverged instead where a weight is not finite."""
     if not all(p.isfinite().all() for p in session.model.parameters()):
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}

@@ -72,11 +72,12 @@ def iter_of(line: bytes) -> float:
 class Lines:
     """The lines of a JSONL file that may be growing. update() reads only what is new.
 
-    Lines that are torn, damaged or without an iteration are dropped.
+    Lines that are torn, damaged or without an iteration are dropped. strict: a file that cannot be read raises OSError;
+    else it has no lines.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, strict: bool = False) -> None:
+        self.path, self.strict = path, strict
         self.lines: list[dict[str, Any]] = []
         self._inode = self._offset = 0
 
@@ -91,6 +92,8 @@ class Lines:
                 file.seek(self._offset)
                 text = file.read()
         except OSError:
+            if self.strict:
+                raise
             gone = self._inode != 0
             self.lines, self._inode = [], 0
             return gone
@@ -115,7 +118,7 @@ def is_number(value: Any) -> bool:
 def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, least: int = 30) -> float | None:
     """Percentage of losses at least `sigmas` standard deviations from the mean of the `window` before them (OLMo 2).
 
-    None while no loss has `least` others before it.
+    None while no loss has `least` others before it. Of running sums, to round-off for losses below 1e6.
     """
     import numpy as np
 

@@ -86,7 +86,7 @@ class RunDir:
         self.claim(config_yaml)
         self._metrics = self._held.enter_context(closing(Metrics(self.path / "metrics.jsonl", step)))
         self._diagnostics = self._held.enter_context(closing(Metrics(self.path / "diagnostics.jsonl", step)))
-        self._lines = Lines(self.path / "metrics.jsonl")
+        self._lines = Lines(self.path / "metrics.jsonl", strict=True)
         for metrics in (self._metrics, self._diagnostics):
             if (records or {}).get(metrics.path.name, metrics.sha256()) != metrics.sha256():
                 good = f"its {metrics.kept} good lines are kept"

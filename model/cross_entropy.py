@@ -1,4 +1,4 @@
-"""The logits and their cross-entropy, also of so many logits that they are not held together."""
+"""Logits and their cross-entropy: of too many logits to hold at once, some positions at a time."""
 
 from typing import Any
 

@@ -151,7 +151,7 @@ def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dic
         changed[:, t:] = torch.where(idx[:, t:] > 0, 0, 1)
         if original is None:
             earlier, later = (
-                (logits_and_loss(model, changed, part)[1] - logits_and_loss(model, idx, part)[1]).abs()
+                (logits_and_loss_at(model, changed, part)[1] - logits_and_loss_at(model, idx, part)[1]).abs()
                 for part in (slice(t), slice(t, None))
             )
             leaks[t] = relative_change(earlier, later).item(), None
@@ -168,7 +168,7 @@ def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dic
 def logits_or_hidden(model: nn.Module, idx: Tensor) -> Tensor | None:
     """The logits (B, T, V) for idx (B, T); of a GPT that holds none, the last block's output (B, T, C); else None."""
     if not isinstance(model, GPT) or idx.numel() * model.vocab_size <= cross_entropy.LOGITS_AT_ONCE:
-        return logits_and_loss(model, idx, slice(None))[0]
+        return logits_and_loss_at(model, idx, slice(None))[0]
     found: list[Tensor] = []
     hook = model.transformer.h[-1].register_forward_hook(lambda _, __, output: found.append(output.detach()))
     try:
@@ -179,7 +179,7 @@ def logits_or_hidden(model: nn.Module, idx: Tensor) -> Tensor | None:
     return found[0]
 
 
-def logits_and_loss(model: nn.Module, idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:
+def logits_and_loss_at(model: nn.Module, idx: Tensor, part: slice) -> tuple[Tensor | None, Tensor]:
     """The logits (B, T, V), or None, and the loss of predicting the positions `part` of idx (B, T) itself."""
     seed_generator(0, idx.device)
     targets = torch.full_like(idx, -1)

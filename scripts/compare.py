@@ -191,7 +191,7 @@ def sections_of(asked: "CompareOptions", text: str, a: Side, b: Side, spans: Spa
         Section("Where they differ most", [largest(spans, LISTED)]),
         Section("Token by token", [colours, coloured(spans, a, b)]),
         Section(title, [Figure("attention", title, attention_chart(maps), caption)]),
-        Section("Samples", [begin, side_by_side(a, b, samples)]),
+        Section("Samples", [Markup(f"<p>{html.escape(begin)}</p>"), side_by_side(a, b, samples)]),
         Section("Settings that differ", [Table(["setting a -> b"], [[change] for change in changes])]),
     ]
 

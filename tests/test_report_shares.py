@@ -200,4 +200,4 @@ def test_a_line_at_zero_is_on_the_axis_and_sums_are_drawn_per_update() -> None:
     assert value_axis(series, "x")["scale"]["type"] == "log"
     scale = value_axis(series, "x", zero=True)["scale"].to_dict()
     assert scale["domain"][0] < 0 < 10_000 < scale["domain"][1] and "type" not in scale
-    assert per_update({0: 3.0, 10: 20.0, 15: 20.0}) == {0: 3.0, 10: 2.0, 15: 4.0}
+    assert per_update({0: 3.0, 10: 20.0, 15: 20.0}) == {0: 3.0, 10: 2.0, 15: 5.0}  # 11 to 14: no update comes last

@@ -209,7 +209,7 @@ def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.L
     )
     bands = base.transform_filter("band && isValid(datum.low)").mark_area(opacity=0.1, clip=True)
     bands = bands.transform_calculate(low=f"max(datum.low, {axis['scale']['domain'][0]})")  # a logarithm has no 0
-    named = {"run": "curve", "value": key, "low": "95 % from", "high": "95 % to", "n": "runs"}
+    named = {"run": "curve", "value": key, "low": "95 % from", "high": "95 % to", "n": "values"}
     tooltip = tooltips("setting:N", "run:N", "iteration:Q", "value:.4f", "low:.4f", "high:.4f", "n:Q", **named)
     symbols = alt.Scale(domain=names, range=[s.style.symbol for s in series])
     size = 45 if max((len(s.mean) for s in series), default=0) <= 30 else 16

@@ -20,8 +20,8 @@ from scripts.reporting.statistics import (
 
 FEW, MANY = 3, 30
 TIMES = (
-    "median, box to the quartiles, whiskers to 1.5 IQR, outliers; diamond: mean. Where other work ran on the machine, "
-    "as a second worker, they say nothing."
+    "median, box to the quartiles, whiskers to 1.5 IQR, outliers; diamond: mean. If other work ran on the machine, "
+    "such as a second worker, these times mean nothing."
 )
 FINAL = (
     "Final validation loss: mean over the {n} folds or seeds that all of these settings have; bar: its 95 % interval "
@@ -44,7 +44,7 @@ DIFFERENCE = (
 
 def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     """Part -> its figures: loss, training time, and the metrics of the definition's `also`."""
-    parts, look, found = labels(sweep), charts.styles(labels(sweep)), {}
+    parts, look, found = labels(sweep), styles_of(sweep), {}
     for part, names in parts.items():
         title, end = sweep.title_of(part), suffix(part)
         losses = series_of(sweep, names, look, "val/loss")
@@ -60,13 +60,19 @@ def labels(sweep: Sweep) -> dict[str, dict[str, str]]:
     return {part: {s: sweep.label(s) for s in settings} for part, settings in sweep.parts.items()}
 
 
+def styles_of(sweep: Sweep) -> dict[str, Style]:
+    """Setting -> how it is drawn."""
+    return charts.styles(labels(sweep))
+
+
 def loss_figures(series: Sequence[Series], title: str, end: str) -> Iterable[Figure]:
     """end: of the files' names."""
     counts = sorted({len(s.curves) for s in series})
     n = f"n = {' to '.join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))} runs a setting"
     caption = (
-        f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean, "
-        "with the spread of folds and seeds in it. Whether two settings differ, the paired figures show."
+        f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean, over "
+        "the means of folds where there are several. It holds their spread: whether two settings differ, the paired "
+        "figures show."
     )
     if worth_drawing(series):
         yield Figure(f"loss{end}", title, charts.curve_chart(series, LOSS), caption + charts.remarks(series, LOSS))
@@ -109,13 +115,15 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
             chart = charts.difference_chart(family)
             figures.append(Figure(f"difference{suffix(family.name)}", family.heading, chart, DIFFERENCE))
         if worth_drawing(series := along(sweep, family)):
-            minus = f"minus that of {family.short_names()[family.against]}" if family.against else "A − B"
-            chart = charts.curve_chart(series, f"validation loss, {minus} (nats per token)", zero=True)
+            names, what = family.short_names(), "A − B in validation loss"
+            if family.against:
+                what = f"validation loss minus that of {names[family.against]}"
+            chart = charts.curve_chart(series, f"{what} (nats per token)", zero=True)
             figures.append(Figure(f"along{suffix(family.name)}", family.heading, chart, ALONG))
         if family.asked.x_of and (figure := range_figure(sweep, family)):
             figures.append(figure)
         if left := shares(sweep, families, family):
-            look = {sweep.label(c.a): charts.styles(labels(sweep))[c.a] for c in family.comparisons[0]}
+            look = {sweep.label(c.a): styles_of(sweep)[c.a] for c in family.comparisons[0] if c.values}
             series = [Series(name, look[name], {}, estimates=of) for name, of in left.items()]
             title = f"share of the difference in {family.asked.share_of} that is left"
             chart = charts.curve_chart(series, title, zero=True)
@@ -128,7 +136,7 @@ def along(sweep: Sweep, family: Family) -> list[Series]:
     the pairs apart."""
     short, pairs = family.short_names(), [c for c in family.comparisons[0] if c.values]
     names = [short[c.a] if family.against else f"{short[c.a]} − {short[c.b]}" for c in pairs]
-    of_settings, of_names = charts.styles(labels(sweep)), charts.styles({"": {name: name for name in names}})
+    of_settings, of_names = styles_of(sweep), charts.styles({"": {name: name for name in names}})
     look = [of_settings[c.a] for c in pairs]
     if len({style.colour for style in look}) < len(look):
         look = [of_names[name] for name in names]
@@ -206,14 +214,20 @@ def metric_panels(
         for key in sorted(key for key in logged if fnmatchcase(key, pattern)):
             series = series_of(sweep, names, look, key)
             if sweep.logged[pattern] == "sum":
-                series = [replace(s, curves={r: per_update(curve) for r, curve in s.curves.items()}) for s in series]
+                series = [replace(s, curves=per_updates(s.curves), diverged=per_updates(s.diverged)) for s in series]
             found.setdefault(pattern, {})[key] = series
     return found
 
 
+def per_updates(curves: Mapping[Replicate, Curve]) -> dict[Replicate, Curve]:
+    return {replicate: per_update(curve) for replicate, curve in curves.items()}
+
+
 def per_update(sums: Curve) -> Curve:
-    """Sums over spans that end at the iterations, divided by the updates of each."""
-    return {i: value / (i - before) for (i, value), before in zip(sums.items(), [-1, *sums], strict=False)}
+    """Counts over spans that end at the iterations, divided by the updates of each. The last line follows no update."""
+    last = max(sums) - 1
+    spans = {i: min(i, last) - before for i, before in zip(sums, [-1, *sums], strict=False)}
+    return {i: value / spans[i] for i, value in sums.items() if spans[i] > 0}
 
 
 # -----------------------------------------------------------------------------

@@ -26,8 +26,9 @@ HINT = (
     "a double click shows all again."
 )
 CONCLUSIONS = (
-    "A − B is the difference in the lowest validation loss, in nats a token, unless a table names another number. The "
-    "interval and Holm's p are those of the test that decides; above 0.05 two settings are *not told apart*."
+    "A − B is the difference in the lowest validation loss, in nats a token, unless a table names another metric. "
+    "Holm's p is corrected for all comparisons of a table, the interval is not: two settings are *not told apart* where "
+    "Holm's p is above 0.05, even if the interval excludes 0."
 )
 LONG = 20  # rows: the page folds a longer table without a title
 

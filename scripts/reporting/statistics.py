@@ -276,7 +276,7 @@ class Family:
     def ranked(self) -> list[Comparison]:
         """The first metric's comparisons, the lowest difference first; in their order where names are of numbers."""
         compared, names = self.comparisons[0], self.short_names()
-        if all(re.search(r"=-?[\d.]+$", names[c.a]) for c in compared):
+        if all(re.search(r"=-?(inf|[\d.]+(e[+-]?\d+)?)$", names[c.a]) for c in compared):
             return compared
         return sorted(compared, key=lambda c: c.deciding.mean if c.deciding else math.inf)
 

@@ -91,7 +91,8 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
         return min(((estimate.mean, i) for i, estimate in curve.items()), default=(None, None))
 
     def minima(setting: str) -> list[float]:
-        return [run.summary["val/loss_min"] for run in sweep.done(setting)]
+        of = {run.replicate: run.summary["val/loss_min"] for run in sweep.done(setting)}
+        return independent(of, len({fold for _, fold in of}) > 1)
 
     def mean_of_runs(metric: Metric) -> Callable[[str], str]:
         return lambda s: number(mean(run.value(metric) for run in sweep.done(s)), metric.spec.lstrip("+"))
@@ -184,6 +185,8 @@ def settings_table(sweep: Sweep) -> Table | None:
     keys = dict.fromkeys(key for config in configs.values() for key in config)
     here = [key for key in keys if key not in ("seed", "data.fold", "out_dir")]
     here = [key for key in here if len({show(config.get(key)) for config in configs.values()}) > 1]
+    if not here:
+        return None
     rows = [
         [s, " ".join(f"{key}={show(config[key])}" for key in here if key in config)] for s, config in configs.items()
     ]
@@ -301,7 +304,8 @@ def facts(sweep: Sweep) -> dict[str, str]:
     common = [word for word in (asked or [[]])[0] if all(word in other for other in asked)]
     words = dict(word.partition("=")[::2] for word in [*sweep.definition.overrides, *common])  # the last one counts
     values = {key: {show(run.config.get(key, run.config.get(f"{key}.name"))) for run in sweep.runs} for key in words}
-    shared = {key: value for key, value in words.items() if len(values[key]) == 1}
+    same = {key: found.pop() for key, found in values.items() if len(found) == 1}
+    shared = {key: words[key] if value == show(None) else value for key, value in same.items()}
     commits = [short(one) for several in sweep.distinct("commit") for one in several.split(", ")]
     faults = [run.config["fault.name"] for run in sweep.runs if run.config["fault.name"] != "none"]
     found = {
@@ -313,7 +317,8 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "parameters": ", ".join(f"{n:,}" for n in sweep.distinct("parameters")),
         "device": "; ".join(sweep.distinct("device")),
         "dtype": ", ".join(sweep.distinct("dtype")),
-        "PyTorch; Python": "; ".join(", ".join(sweep.distinct(key)) for key in ("torch", "python")),
+        "PyTorch": ", ".join(sweep.distinct("torch")),
+        "Python": ", ".join(sweep.distinct("python")),
         "commit": ", ".join(dict.fromkeys(commits)),
         "corpus SHA-256": ", ".join(sweep.distinct("corpus_sha256")),
         "paper": sweep.definition.paper.get("name", ""),
