@@ -27,8 +27,8 @@ HINT = (
 )
 CONCLUSIONS = (
     "A − B is the difference in the lowest validation loss, in nats a token, unless a table names another metric. "
-    "Holm's p is corrected for all comparisons of a table, the interval is not: two settings are *not told apart* where "
-    "Holm's p is above 0.05, even if the interval excludes 0."
+    "Holm's p is corrected for all comparisons of a table, the interval is not: two settings are *not told apart* "
+    "where Holm's p is above 0.05, even if the interval excludes 0."
 )
 LONG = 20  # rows: the page folds a longer table without a title
 
