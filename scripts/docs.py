@@ -1,7 +1,7 @@
 """What the documentation takes from elsewhere: python scripts/docs.py
 
 Writes docs/configuration.md, from the declarations of the settings; the README's figure, how far p = 3 and p = 4 are
-below p = 2 along the runs of results/p_sweep_cpu_5000; and the tables of results/README.md, from results/ledger.yaml
+below p = 2 along the runs of results/p_nano; and the tables of results/README.md, from results/ledger.yaml
 and the studies' files.
 """
 
@@ -42,7 +42,7 @@ def configuration() -> str:
 # -----------------------------------------------------------------------------
 # The README's figure
 
-STUDY = ROOT / "results" / "p_sweep_cpu_5000"
+STUDY = ROOT / "results" / "p_nano"
 STARTS = {"alpha_1": "α from 1", "matched": "matched temperature"}  # part of the sweep -> its words in the legend
 TITLE = "Validation loss of p = 3 and p = 4 minus that of p = 2, paired over 10 folds"
 # hue says p, lightness and symbol say the start; (start, p) -> colour, symbol, dashes
