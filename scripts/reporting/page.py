@@ -27,8 +27,9 @@ HINT = (
 )
 CONCLUSIONS = (
     "A − B is the difference in the lowest validation loss, in nats a token, unless a table names another metric. "
-    "Holm's p is corrected for all comparisons of a table, the interval is not: two settings are *not told apart* "
-    "where Holm's p is above 0.05, even if the interval excludes 0."
+    "The interval is corrected for the text that folds share, Holm's p also for the number of comparisons: two settings "
+    "are *not told apart* where it is above 0.05, even if the interval excludes 0. A claim is *excluded* where the "
+    "interval leaves no room for a difference worth having; *no power*: it cannot decide."
 )
 LONG = 20  # rows: the page folds a longer table without a title
 
