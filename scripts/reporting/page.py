@@ -28,8 +28,8 @@ HINT = (
 CONCLUSIONS = (
     "A − B is the difference in the lowest validation loss, in nats a token, unless a table names another metric. "
     "The interval is corrected for the text that folds share, Holm's p also for the number of comparisons. Two "
-    "settings are *not told apart* where it is above 0.05, even if the interval excludes 0. A claim is *excluded* where the "
-    "interval leaves no room for a difference worth having; *no power*: it cannot decide."
+    "settings are *not told apart* where it is above 0.05, even if the interval excludes 0. A claim is *excluded* "
+    "where the interval leaves no room for a difference worth having; *no power*: it cannot decide."
 )
 LONG = 20  # rows: the page folds a longer table without a title
 
