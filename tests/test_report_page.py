@@ -177,7 +177,7 @@ def test_a_reader_explores_a_chart(whole: Path, browser: Page) -> None:
     browser.hover(*centre(browser, f"[...{points}].at(-1)"))
     browser.wait(f"({TOOLTIP}) !== ''")
     text = browser.evaluate(TOOLTIP)
-    assert all(word in text for word in ("p=4", "mean", "1.6", "runs"))
+    assert all(word in text for word in ("p=4", "mean", "1.6", "values"))
     shown = []
     for name in ("p=3", "p=2", "p=3", "p=2"):
         browser.click(*centre(browser, legend(name)))
@@ -187,6 +187,11 @@ def test_a_reader_explores_a_chart(whole: Path, browser: Page) -> None:
     assert browser.evaluate(MARKS) == 15
     before = browser.evaluate("views.loss_a.scale('x').domain()")
     x, y = centre(browser, "document.querySelector('#loss_a .mark-line.role-mark path')")
+    top = browser.evaluate("window.scrollY")
     browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300)
+    browser.wait(f"window.scrollY === Math.max(0, {top} - 300)")
+    x, y = centre(browser, "document.querySelector('#loss_a .mark-line.role-mark path')")
+    assert browser.evaluate("views.loss_a.scale('x').domain()") == before
+    browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300, modifiers=2)  # with Ctrl
     browser.wait(f"views.loss_a.scale('x').domain()[1] < {before[1]}")
     assert browser.problems == []
