@@ -19,6 +19,7 @@ from test_sweeps import frozen, tiny_sweep
 
 import sweeps.plan
 import sweeps.status
+import train
 from core.cli import CONFIG_DIR
 from core.files import read_json, write_atomic
 from core.schema import ConfigError
@@ -84,16 +85,15 @@ def test_runs_that_two_points_share_are_planned_once(tmp_path: Path, corpus: Pat
     assert [run.points for run in runs] == 2 * [["a/qk_norm=none"], ["a/qk_norm=rms", "b"]]
 
 
-def test_a_run_is_checked_for_each_model_that_must_fit_the_weights_it_starts_from(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = frozen(tiny_sweep(tmp_path, corpus, grid={"output": ["none", "gate"]}, folds=[0]))
-    checked: list[str] = []
-    monkeypatch.setattr("training.estimate.check", lambda config: checked.append(config.gpt.output.name))
-    check_runs([replace(run, config=replace(run.config, init_from="origin")) for run in runs])
-    assert checked == ["none", "gate"]
-    check_runs(runs)
-    assert checked == ["none", "gate", "gate"]
+def test_every_model_of_a_sweep_must_fit_the_weights_that_it_starts_from(tmp_path: Path, corpus: Path) -> None:
+    (first,) = frozen(tiny_sweep(tmp_path, corpus, grid={}, folds=[0]))
+    origin = str(tmp_path / "origin")
+    assert train.run(replace(first.config, out_dir=origin)) == 0
+    file = tiny_sweep(tmp_path, corpus, f"init_from={origin}", grid={"output": ["gate", "none"]}, folds=[0])
+    gate, none = plan_runs(load_sweep(str(file), {}), [])
+    check_runs([none])
+    with pytest.raises(ConfigError, match="output"):
+        check_runs([gate, none])
 
 
 def test_the_command_line_changes_grid_folds_seeds_and_parts() -> None:

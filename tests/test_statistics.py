@@ -42,7 +42,9 @@ def test_p_values_and_intervals_are_students_and_scipys() -> None:
 
 @pytest.mark.parametrize("which", ["contiguous", "near", "far"])
 def test_the_correction_takes_the_amounts_of_text_that_the_split_has(which: str) -> None:
-    runs: Any = [SimpleNamespace(fold=fold, config={"data.folds": 10, "data.split": which}) for fold in (0, 1)]
+    runs: Any = [
+        SimpleNamespace(replicate=(1, fold), config={"data.folds": 10, "data.split": which}) for fold in (0, 1)
+    ]
     one = split(10**6, 10, 1) if which == "contiguous" else leak_split(10**6, 10, 1, 64, which == "far")
     held_out, trained = (sum(end - start for start, end in ranges) for ranges in (one.val, one.train))
     assert amounts(runs) == pytest.approx(held_out / trained, rel=0.05)

@@ -123,7 +123,8 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
         if family.asked.x_of and (figure := range_figure(sweep, family)):
             figures.append(figure)
         if left := shares(sweep, families, family):
-            look = {sweep.label(c.a): styles_of(sweep)[c.a] for c in family.comparisons[0] if c.values}
+            styles = styles_of(sweep)
+            look = {sweep.label(c.a): styles[c.a] for c in family.comparisons[0] if c.values}
             series = [Series(name, look[name], {}, estimates=of) for name, of in left.items()]
             title = f"share of the difference in {family.asked.share_of} that is left"
             chart = charts.curve_chart(series, title, zero=True)

@@ -4,7 +4,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import fsum
@@ -81,6 +81,10 @@ def independent(values: Mapping[Replicate, float], of_folds: bool) -> list[float
     return [*map(fmean, groups.values())]
 
 
+def of_several_folds(replicates: Iterable[Replicate]) -> bool:
+    return len({fold for _, fold in replicates if fold is not None}) > 1
+
+
 def by_number(replicate: Replicate) -> tuple[int, int]:
     """The order of replicates; those without a fold come first."""
     seed, fold = replicate
@@ -113,8 +117,8 @@ def mean_curve(curves: Mapping[Replicate, Curve]) -> dict[int, Estimate]:
     """Iteration -> mean over the curves, at the iterations that all of them have. Of several folds the seeds of each
     are averaged first."""
     common = set.intersection(*map(set, curves.values())) if curves else set[int]()
-    of_folds = len({fold for _, fold in curves if fold is not None}) > 1
-    return {i: interval(independent({r: of[i] for r, of in curves.items()}, of_folds)) for i in sorted(common)}
+    folds = of_several_folds(curves)
+    return {i: interval(independent({r: of[i] for r, of in curves.items()}, folds)) for i in sorted(common)}
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -340,7 +344,7 @@ def minus(a: Curve, b: Curve) -> dict[int, float]:
 
 def test_over_train(runs: Sequence[Run]) -> float | None:
     """The amount of validation text over that of training text, where the runs are of several folds."""
-    if len({run.fold for run in runs if run.fold is not None}) < 2:
+    if not of_several_folds(run.replicate for run in runs):
         return None
     config = runs[0].config
     halved = config.get("data.split") in ("near", "far")  # they hold out a quarter of a fold, and use half of the text

@@ -22,6 +22,7 @@ from scripts.reporting.statistics import (
     independent,
     judge,
     mean_curve,
+    of_several_folds,
     runs_by_rate,
     stable_by_replicate,
 )
@@ -92,7 +93,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
 
     def minima(setting: str) -> list[float]:
         of = {run.replicate: run.summary["val/loss_min"] for run in sweep.done(setting)}
-        return independent(of, len({fold for _, fold in of}) > 1)
+        return independent(of, of_several_folds(of))
 
     def mean_of_runs(metric: Metric) -> Callable[[str], str]:
         return lambda s: number(mean(run.value(metric) for run in sweep.done(s)), metric.spec.lstrip("+"))
