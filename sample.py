@@ -4,7 +4,6 @@
 """
 
 import codecs
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,8 +15,10 @@ from torch import Tensor
 from core import checkpoint
 from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
+from core.files import expand
 from core.plugins import changed_plugins
 from core.schema import NOT_EMPTY, NOT_NEGATIVE, REQUIRED, AtLeast, Between, ConfigError, Help, options, require
+from data.corpora import read_text
 from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
 from model.gpt import GPT
@@ -74,7 +75,7 @@ class LoadedRun(NamedTuple):
 def load_asked_run(run: str, which: str, device: torch.device, key: str = "run") -> LoadedRun:
     """load_run() for the settings run= (or `key`) and checkpoint=. Raises: ConfigError where nothing can be loaded."""
     try:
-        loaded = load_run(checkpoint.resolve(Path(os.path.expanduser(run)), which, key), device)
+        loaded = load_run(checkpoint.resolve(expand(run), which, key), device)
     except checkpoint.CorruptCheckpoint as error:
         raise ConfigError(f"{key}={run} cannot be loaded: {error}") from error
     if loaded.config.fault.name != "none":
@@ -106,12 +107,7 @@ def read_prompt(start: str) -> str:
         except UnicodeDecodeError as error:
             raise ConfigError(f"start=- cannot be read: {error}") from error
     elif start.startswith("FILE:"):
-        path = Path(os.path.expanduser(start.removeprefix("FILE:")))
-        require(path.is_file(), f"start=FILE:{path} is not a regular file")
-        try:
-            start = path.read_bytes().decode()  # read_text() would change \r\n
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"start=FILE:{path} cannot be read: {error}") from error
+        start = read_text(start.removeprefix("FILE:"), f"start={start}")
     require(start != "", "start= must hold at least one character")
     return start
 

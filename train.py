@@ -43,7 +43,6 @@ from training.session import Session, describe, setup
 from training.tracking import shows_media, wandb_settings
 from training.updates import (
     accumulate_gradients,
-    clone_weights,
     order_buckets,
     seed_of_update,
     set_learning_rate,
@@ -155,7 +154,7 @@ def train(
                 break
 
             # One update. Its random numbers follow from (seed, step, rank): there is no generator to save.
-            old_weights = clone_weights(model) if evaluating else {}
+            old_weights = {name: p.detach().clone() for name, p in model.named_parameters()} if evaluating else {}
             meter.start()  # cloning is not timed
             seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
             line["lr"] = learning_rate(step, config)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from core.cli import is_out_of_memory
 from core.files import parse_object, read_json, sealed
-from core.schema import ConfigError, require
+from core.schema import ConfigError, one_line, require
 
 FORMAT = 1
 KEEP = 2  # the newest checkpoints that pruning keeps, besides the best
@@ -178,8 +178,7 @@ def errors_as_corrupt(path: Path) -> Iterator[None]:
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
-        reason = " ".join(f"{type(error).__name__} {error}".split())
-        raise CorruptCheckpoint(f"{path}: does not hold what a run saves: {reason[:300]}") from error
+        raise CorruptCheckpoint(f"{path}: does not hold what a run saves: {one_line(error)}") from error
 
 
 def load(path: Path) -> Checkpoint:

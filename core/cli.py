@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self, get_args, get_origin
 
-from core.files import load_yaml
+from core.files import ROOT, load_yaml
 from core.help import Presets, help_text
 from core.schema import (
     AlsoCalled,
@@ -35,7 +35,7 @@ from core.schema import (
     show,
 )
 
-CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+CONFIG_DIR = ROOT / "configs"
 OF_SWEEPS = ("sweep", "sweep_dir", "launcher")  # what sweeps/launch.py takes, and train.py does not
 
 # -----------------------------------------------------------------------------

@@ -75,12 +75,3 @@ def gather(value: Any) -> list[Any]:
         values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
     return values
-
-
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    if dist.is_initialized():
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
-    return value

@@ -7,12 +7,23 @@ import math
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout: the folder of train.py and configs/
 POLL_SECONDS = 0.01
+
+
+def expand(path: str | Path) -> Path:
+    """The path with ~ expanded. An unknown ~user stays as it is, where Path.expanduser would raise."""
+    return Path(os.path.expanduser(path))
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cache_folder() -> Path:
@@ -68,9 +79,9 @@ def load_yaml(text: str, loader: Any = None) -> Any:
         raise yaml.YAMLError(str(error)) from error
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write the `finite` form of `content` atomically."""
-    write_atomic(path, (json.dumps(finite(content), indent=2, allow_nan=False) + "\n").encode())
+def write_json(path: Path, content: Mapping[str, Any], indent: int = 2) -> None:
+    """Write an object atomically. NaN and infinities need finite() first."""
+    write_atomic(path, (json.dumps(content, indent=indent, allow_nan=False) + "\n").encode())
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 A plugin is found by its name in the current folder or on Python's path. Nothing is imported from a run directory.
 """
 
-import hashlib
 import importlib
 import importlib.util
 import os
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from core.files import file_sha256
 from core.schema import ConfigError, require
 
 
@@ -57,8 +57,8 @@ def run_directory(file: Path) -> Path | None:
 
 def plugin_hashes(names: Iterable[str]) -> dict[str, str]:
     """The SHA-256 of each loaded plugin's file: what a run records."""
-    files = {name: getattr(sys.modules[name], "__file__", None) for name in names}
-    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return {name: file_sha256(Path(file)) for name, file in files.items() if file}
 
 
 def changed_plugins(recorded: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,6 @@ wandb/         W&B's files                     lock               lock file of t
 """
 
 import hashlib
-import json
 import math
 import os
 import socket
@@ -104,7 +103,7 @@ class RunDir:
         self.state = state
         known = {"state": state, "iter": read_status(self.path).get("iter"), "pid": os.getpid()}
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(self.path / "status.json", {**known, "host": socket.gethostname(), **extra, "time": now})
+        write_json(self.path / "status.json", finite({**known, "host": socket.gethostname(), **extra, "time": now}))
 
     def log(self, text: str, show: bool = True) -> None:
         """Append a line with the time to train.log, and print it unless not `show`."""
@@ -175,8 +174,8 @@ class RunDir:
         """
         self._sync()
         if summary is not None:
-            content = sealed(finite(summary) | {"records": self.record_hashes()})  # a NaN is null in it
-            write_atomic(self.path / "summary.json", (json.dumps(content, indent=2) + "\n").encode())
+            content = finite(summary) | {"records": self.record_hashes()}  # a NaN is null in it
+            write_json(self.path / "summary.json", sealed(content))
         if self._wandb is not None:
             self._wandb.finish(summary or {})
 

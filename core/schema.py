@@ -24,8 +24,9 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from core.files import expand
 
 T = TypeVar("T")
 REQUIRED = "???"  # the default of a setting that must be given
@@ -114,7 +115,7 @@ NOT_EMPTY = Rule(lambda value: value != "", "must not be empty")
 
 
 def is_writable_file(name: str) -> bool:
-    file = Path(name).expanduser()
+    file = expand(name)
     return file.parent.is_dir() and (file.is_file() or not file.exists()) and os.access(file.parent, os.W_OK)
 
 

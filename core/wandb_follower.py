@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from core.files import FileLock, read_json
+from core.files import ROOT, FileLock, read_json
 from core.metrics import Metrics, heat_maps, line_at, plot, table_of
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
@@ -42,7 +42,7 @@ def start(run_dir: Path, mode: str, stdin: int = subprocess.PIPE, stdout: int = 
     env.pop("WANDB_SERVICE", None)  # a service of its own, never a shared one
     return subprocess.Popen(
         [sys.executable, "-m", "core.wandb_follower", "follow", str(run_dir.resolve()), mode],
-        cwd=Path(__file__).resolve().parent.parent,
+        cwd=ROOT,
         env=env,
         stdin=stdin,
         stdout=stdout,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from core.files import FileLock, cache_folder, write_atomic
+from core.files import FileLock, cache_folder, expand, write_atomic
 from core.schema import ConfigError, one_line, require
 from data import options
 
@@ -32,11 +32,6 @@ TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 def load_text(config: options.FoldedTextOptions) -> str:
     """The whole text of a corpus. Raises: ConfigError where it is missing, unreadable or not the expected one."""
     return LOADERS[config.name](config)
-
-
-def corpus_sha256(text: str) -> str:
-    """Hex SHA-256 of the text as UTF-8. A run records it, so that runs on different texts are told apart."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # -----------------------------------------------------------------------------
@@ -75,26 +70,25 @@ def load_python_source(config: options.PythonSourceOptions) -> str:
 
 
 def load_text_file(config: options.TextFileOptions) -> str:
-    raw = read_bytes(expand(config.path), f"data.path={config.path}")
-    require(len(raw) > 0, f"data.path={config.path} is empty")
+    text = read_text(config.path, f"data.path={config.path}")
+    require(text != "", f"data.path={config.path} is empty")
+    return text
+
+
+def read_text(path: str, name: str) -> str:
+    """The UTF-8 text of a regular file. Raises: ConfigError, which begins with `name`."""
+    raw = read_bytes(expand(path), name)
     try:
         return raw.decode()  # text mode would change \r\n to \n
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"data.path={config.path} must be UTF-8 text; "
-            f"the byte 0x{raw[error.start]:02x} at offset {error.start} is not"
-        ) from error
+        at = f"the byte 0x{raw[error.start]:02x} at offset {error.start} is not"
+        raise ConfigError(f"{name} must be UTF-8 text; {at}") from error
 
 
 def data_folders() -> list[Path]:
     """The folders that are searched for corpora: $NANOQK_DATA if it is set, then the cache."""
     chosen = os.environ.get("NANOQK_DATA")
     return [expand(chosen), cache_folder()] if chosen else [cache_folder()]
-
-
-def expand(path: str) -> Path:
-    """The path with ~ expanded. An unknown ~user stays as it is, where Path.expanduser would raise."""
-    return Path(os.path.expanduser(path))
 
 
 def read_bytes(path: Path, name: str) -> bytes:

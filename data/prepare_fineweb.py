@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from core.cli import run_script
-from core.files import FileLock, cache_folder, parse_object, read_json, write_atomic
+from core.files import FileLock, cache_folder, file_sha256, parse_object, read_json, write_json
 from core.rundir import differences
 from core.schema import ConfigError, one_line, require, show
 from data.corpora import expand, probe_hub
@@ -86,7 +86,7 @@ def is_complete(out: Path, config: PrepareFineWebConfig) -> bool:
 def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents", tokenizer: Tokenizer) -> int:
     state = load_progress(out, config, documents)
     if not (out / TOKENIZER).exists():
-        write_json(out / TOKENIZER, tokenizer.to_dict())
+        write_json(out / TOKENIZER, tokenizer.to_dict(), indent=1)
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     writers = {split: ShardWriter(out, split, dtype, config.shard_tokens, state[split]) for split in SPLITS}
     with contextlib.closing(tokenised(documents, state["stream"], tokenizer, config)) as batches:
@@ -96,7 +96,7 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents"
         "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer_sha256(tokenizer),
     }  # fmt: skip
     index |= {split: writer.finish() for split, writer in writers.items()}
-    write_json(out / INDEX, index)
+    write_json(out / INDEX, index, indent=1)  # whose SHA-256 is the corpus's
     clean_up(out)
     print(f"{out}: {summary(index)}")
     for split in SPLITS:
@@ -158,10 +158,6 @@ def clean_up(out: Path) -> None:
     """Remove the files that only an unfinished preparation needs."""
     for file in (out / PROGRESS, *out.glob("*.tmp")):
         file.unlink(missing_ok=True)
-
-
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    write_atomic(file, (json.dumps(content, indent=1) + "\n").encode())
 
 
 # -----------------------------------------------------------------------------
@@ -357,9 +353,7 @@ class ShardWriter:
         assert self.stream is not None
         self.flushed_state()
         self.stream.close()
-        with open(self.file, "rb") as whole:
-            sha256 = hashlib.file_digest(whole, "sha256").hexdigest()
-        self.shards.append({"file": self.file.name, **self.current, "sha256": sha256})
+        self.shards.append({"file": self.file.name, **self.current, "sha256": file_sha256(self.file)})
         self.current, self.stream = dict.fromkeys(self.current, 0), None
 
     def finish(self) -> dict[str, Any]:

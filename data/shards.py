@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from core.files import cache_folder, parse_object
+from core.files import cache_folder, expand, file_sha256, parse_object
 from core.schema import ConfigError, require, show
-from data.corpora import data_folders, expand, read_bytes
+from data.corpora import data_folders, read_bytes
 from data.options import FineWebOptions
 from data.tokenizer import Tokenizer, from_dict, token_dtype, tokenizer_sha256
 
@@ -88,8 +88,7 @@ def verify_shard(file: Path, tokens: np.ndarray, sha256: str, vocab_size: int, a
     seen = cache_folder() / "verified" / hashlib.sha256(identity.encode()).hexdigest()
     if seen.exists() and not again:
         return
-    with open(file, "rb") as stream:
-        require(hashlib.file_digest(stream, "sha256").hexdigest() == sha256, f"{file} has another SHA-256: {CHANGED}")
+    require(file_sha256(file) == sha256, f"{file} has another SHA-256: {CHANGED}")
     highest = int(tokens.max(initial=0))
     require(highest < vocab_size, f"{file} holds token {highest}, its tokenizer has {vocab_size}")
     with suppress(OSError):  # a read-only cache: the next start verifies it again

@@ -10,7 +10,7 @@ import numpy as np
 
 from core.files import cache_folder
 from core.schema import require
-from data.corpora import corpus_sha256, creating, load_text, write_cache
+from data.corpora import creating, load_text, write_cache
 from data.folds import Ranges, Split, leak_split, split
 from data.options import CorpusOptions, FineWebOptions, FoldedTextOptions, RandomOptions
 from data.shards import Tokens, open_shards
@@ -37,7 +37,7 @@ def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | 
     if isinstance(config, RandomOptions):
         return random_tokens(config)
     text = load_text(config)
-    sha256 = corpus_sha256(text)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
     saved = saved or {}
     known = saved.get("tokenizer", {})
     same_text = config.tokenizer == known.get("name") == "bpe" and saved.get("corpus_sha256") == sha256

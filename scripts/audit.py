@@ -34,6 +34,7 @@ from torch.nn import functional as F
 import train
 from core.cli import run_script
 from core.device import resolve_device
+from core.files import expand
 from core.metrics import Metrics
 from core.rundir import commit
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, one_line, options, require
@@ -158,7 +159,7 @@ class HuggingFace:
             import transformers
         except ImportError as error:
             raise ConfigError(f"model= needs transformers ({error}): pip install 'transformers>=5'") from error
-        path = Path(folder).expanduser()
+        path = expand(folder)
         require((path / "config.json").is_file(), f"model={folder} holds no config.json")
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

@@ -97,7 +97,8 @@ def run_part(name: str, asked: CheckOptions, overrides: list[str]) -> Result:
         result["reason"] = f"died with exit status {process.exitcode}"
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            assert process.pid is not None
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()  # where it leads no group yet
         process.join()
     if result["state"] == "refused":

@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -23,9 +22,10 @@ from torch.nn import functional as F
 
 from core.cli import run_script
 from core.device import resolve_device
-from core.files import write_atomic
+from core.files import expand, write_atomic
 from core.rundir import differences
 from core.schema import NOT_EMPTY, REQUIRED, WRITABLE, AtLeast, ConfigError, Help, flatten, options, require
+from data.corpora import read_text
 from data.tokenizer import SEPARATOR, Tokenizer
 from data.tokens import Corpus, load_corpus
 from model.generate import generate
@@ -214,13 +214,10 @@ class CompareOptions:
     out: Annotated[str, WRITABLE, Help("the page")] = "compare.html"
 
 
-def read_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
+def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
     """The file's text, or the start of the text that both runs hold out. Raises: ConfigError."""
     if asked.text is not None:
-        try:
-            return Path(asked.text).expanduser().read_bytes().decode()[:LONGEST]  # read_text() would change \r\n
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"text={asked.text} cannot be read: {error}") from error
+        return read_text(asked.text, f"text={asked.text}")[:LONGEST]
     found = []
     for name, (model, tokenizer, config, state) in runs.items():
         corpus = load_corpus(config.data, model.block_size, state)
@@ -252,14 +249,14 @@ def tokens_of(text: str, tokenizer: Tokenizer, separated: bool) -> np.ndarray:
 
 
 def compare_runs(asked: CompareOptions) -> int:
-    out, device = Path(asked.out).expanduser(), resolve_device(asked.device)
+    out, device = expand(asked.out), resolve_device(asked.device)
     named = {"a": asked.a, "b": asked.b}
     runs = {name: load_asked_run(run, asked.checkpoint, device, name) for name, run in named.items()}
     for name, run in runs.items():
         layers, heads = len(run.model.attentions), run.config.model.n_head
         require(asked.layer < layers, f"layer={asked.layer} must be < {layers}, the layers of {name}={named[name]}")
         require(asked.head < heads, f"head={asked.head} must be < {heads}, the heads of {name}={named[name]}")
-    text, sides = read_text(asked, runs), []
+    text, sides = chosen_text(asked, runs), []
     for name, run in runs.items():
         try:
             sides.append(Side(name, named[name], run, tokens_of(text, run.tokenizer, asked.text is None)))

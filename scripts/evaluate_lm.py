@@ -22,7 +22,7 @@ import numpy as np
 
 from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
-from core.files import sealed, write_atomic
+from core.files import expand, sealed, write_atomic
 from core.schema import REQUIRED, WRITABLE, AtLeast, ConfigError, Help, did_you_mean, one_line, options, require, show
 from data.corpora import probe_hub
 from data.tokenizer import NoText
@@ -59,7 +59,7 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any
     import huggingface_hub.constants
     import lm_eval.tasks
 
-    own = [] if include_path is None else [Path(include_path).expanduser()]
+    own = [] if include_path is None else [expand(include_path)]
     require(all(folder.is_dir() for folder in own), f"include_path={include_path} is not a folder")
     root = Path(lm_eval.tasks.__file__).parent
     folders = dict.fromkeys(root / FOLDERS.get(name, name) for name in names if name in PAPER)
@@ -260,7 +260,7 @@ def evaluate_run(asked: EvaluateOptions) -> int:
     if asked.out is not None:
         plain = json.loads(json.dumps(results, default=str))
         text = json.dumps(sealed(plain), indent=1, ensure_ascii=False) + "\n"
-        write_atomic(Path(asked.out).expanduser(), text.encode())
+        write_atomic(expand(asked.out), text.encode())
     print(json.dumps(about))
     return 0
 

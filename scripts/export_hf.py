@@ -16,6 +16,7 @@ from safetensors.torch import save
 
 from core import checkpoint
 from core.cli import run_script
+from core.files import expand
 from core.schema import NOT_EMPTY, REQUIRED, Help, options, require
 from data.hf_tokenizer import tokenizer_json
 from data.tokenizer import SEPARATOR, Tokenizer
@@ -33,7 +34,7 @@ def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> 
     if fault != "none":
         config["fault"] = fault  # transformers keeps the key and ignores it
     config["eos_token_id"] = separator = tokenizer.separator  # it ends generation
-    out = out.expanduser().resolve()
+    out = expand(out).resolve()
     require(not out.exists() or out.is_dir(), f"out={out} is not a folder")
     require(not out.exists() or not any(out.iterdir()), f"out={out} is not empty")
     documents = {"config.json": config}

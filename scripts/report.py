@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from core.cli import run_script
-from core.files import read_json, write_atomic
+from core.files import expand, read_json, write_atomic
 from core.schema import NOT_EMPTY, ConfigError, Help, Rule, one_line, options, require
 from core.wandb_follower import open_wandb
 from core.wandb_run import INIT_TIMEOUT, wandb_mode
@@ -139,13 +139,13 @@ class ReportOptions(SweepPlace):
     port: Annotated[
         int, Rule(lambda port: 0 <= port < 65536, "must be a port"), Help("of watch=true; 0: a free one")
     ] = 0
-
     wandb: Annotated[bool, Help("send the report to W&B, as one run of job_type sweep")] = False
 
     def check(self) -> None:
         given = bool(self.sweep or self.sweep_dir)
         if self.watch:
             require(given != bool(self.run) and not self.from_, "watch=true takes either sweep= or run=")
+            require(self.out is None and not self.wandb, "watch=true writes no out= and sends no wandb=true")
         else:
             require(self.run is None and self.port == 0, "run= and port= are settings of watch=true")
             require(given or bool(self.from_), "sweep= or from= must be given")
@@ -153,13 +153,13 @@ class ReportOptions(SweepPlace):
 
 def write_report(asked: ReportOptions, argv: list[str]) -> int:
     if asked.watch:
-        return watch(asked.directory, Path(asked.run).expanduser() if asked.run else None, asked.port)
-    name = sweep_name(str(Path(asked.sweep or asked.sweep_dir or asked.from_ or "").expanduser().resolve()))
-    out = Path(asked.out or Path("results") / name).expanduser()
+        return watch(asked.directory, expand(asked.run) if asked.run else None, asked.port)
+    name = sweep_name(str(expand(asked.sweep or asked.sweep_dir or asked.from_ or "").resolve()))
+    out = expand(asked.out or Path("results") / name)
     if asked.from_ is None:
         sweep = read_sweep(asked.directory, name)
     else:
-        sweep = read_stored(Path(asked.from_).expanduser(), name)
+        sweep = read_stored(expand(asked.from_), name)
         if asked.sweep or asked.sweep_dir:
             sweep = joined(sweep, read_sweep(asked.directory, name))
     if asked.out is None:

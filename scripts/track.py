@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 from core.cli import CONFIG_DIR, run_script
-from core.files import ROOT, write_atomic
+from core.files import ROOT, expand, write_atomic
 from core.schema import NOT_EMPTY, Help, options, require
 from scripts.reporting.charts import svg
 from scripts.reporting.runs import Sweep
@@ -56,7 +56,7 @@ class TrackOptions:
         """Where the definition of SWEEP_kind is written."""
         if self.out is not None:
             return Path(self.out).expanduser()
-        own = Path(self.sweep).expanduser()
+        own = expand(self.sweep)
         beside = own if own.suffix == ".yaml" else CONFIG_DIR / "sweep" / f"{self.sweep}.yaml"
         return beside.with_stem(f"{beside.stem}_{kind}")
 
@@ -67,7 +67,7 @@ class TrackOptions:
 
 
 def make(asked: TrackOptions) -> int:
-    folder, sweep = Path(asked.folder).expanduser(), load_sweep(asked.sweep, {})
+    folder, sweep = expand(asked.folder), load_sweep(asked.sweep, {})
     words = sweep.grid["words"]
     if asked.times:
         variants = shlex.quote("variants=" + ";".join(" ".join(of) for of in words.values()))

@@ -21,7 +21,7 @@ from typing import Annotated
 from tqdm import tqdm
 
 from core.cli import StopSignal, parse_yaml, run_script, say
-from core.files import ROOT, read_json
+from core.files import ROOT, expand, read_json
 from core.rundir import at_end
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, options, require
 from core.wandb_run import wandb_mode
@@ -30,6 +30,7 @@ from sweeps.definition import Sweep, load_sweep, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
 from sweeps.plan import PlannedRun, freeze, plan_runs
 from sweeps.status import FINAL, State, SweepPlace, failures, state_of, tally
+from training.config import TrainConfig
 
 POLL = 0.5  # seconds between two looks at the runs
 
@@ -65,10 +66,8 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
         list_runs(asked, sweep_dir, unstored)
         return 0
     left = [run for run in unstored if not at_end(sweep_dir / run.id)]
-    if asked.launcher.name == "slurm":  # this machine may lack the devices of its nodes
-        left = [replace(run, config=replace(run.config, device="cpu", dtype="float32", threads=None)) for run in left]
-    check_runs(left)
-    freeze(sweep_dir, sweep_name(str(asked.sweep)), sweep, overrides, runs)
+    check_runs([replace(run, config=here(run.config, asked)) for run in left])
+    freeze(sweep_dir, sweep_name(str(asked.sweep)), sweep, overrides, runs, trains=bool(left))
     return launch(asked, sweep_dir, unstored) if unstored else 0
 
 
@@ -97,13 +96,19 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
     if folder is None:
         return runs
     try:
-        with (Path(folder).expanduser() / "runs.csv").open(encoding="utf-8", newline="") as file:
+        with (expand(folder) / "runs.csv").open(encoding="utf-8", newline="") as file:
             stored = {row["id"]: State(row["status"], int(row["iter"] or 0)) for row in csv.DictReader(file)}
         enough = {run.id for run in runs if run.id in stored and stored[run.id].is_all_of(run.config.max_iters)}
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(f"from={folder} has no runs.csv that can be read: {error}") from error
     print(f"{len(enough)} of {len(runs)} runs are stored in {folder}")
     return [run for run in runs if run.id not in enough]
+
+
+def here(config: TrainConfig, asked: LaunchOptions) -> TrainConfig:
+    """A run's config for this machine, which may lack the devices of SLURM's nodes."""
+    slurm = asked.launcher.name == "slurm"
+    return replace(config, device="cpu", dtype="float32", threads=None) if slurm else config
 
 
 def check_runs(runs: list[PlannedRun]) -> None:
@@ -133,7 +138,8 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
     for run in runs:
         key = cost_key(run)
         if key not in cost:
-            cost[key] = estimate.estimate(replace(run.config, threads=run.config.threads or launcher.threads))
+            config, threads = here(run.config, asked), None if asked.launcher.name == "slurm" else launcher.threads
+            cost[key] = estimate.estimate(replace(config, threads=config.threads or threads))
         state, (run_seconds, run_bytes) = states[run.id], cost[key]
         left = 0 if state.state in FINAL else run_seconds * (1 - (state.iter or 0) / run.config.max_iters)
         seconds, size = seconds + left, size + run_bytes

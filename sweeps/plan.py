@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from core import cli
-from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic
-from core.rundir import at_end, commit, differences, short, uncommitted
+from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic, write_json
+from core.rundir import commit, differences, short, uncommitted
 from core.schema import ConfigError, build, flatten, require, show
 from sweeps.definition import Part, Sweep, plain
 from training.config import TrainConfig, load_config
@@ -150,8 +150,11 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
 # Runs <-> the directory of the sweep
 
 
-def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs: list[PlannedRun]) -> None:
-    """Write the plan; a plan that exists may grow, but the configs of its runs never change.
+def freeze(
+    sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs: list[PlannedRun], trains: bool = True
+) -> None:
+    """Write the plan; a plan that exists may grow, but the configs of its runs never change. trains: whether one of
+    these runs is left to train.
 
     What concerns the report alone (title, compare, also, paper) may change.
     Raises: ConfigError where the plan has a point, fold and seed of these runs with another config.
@@ -167,7 +170,7 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
         history, grows = before.get("frozen", []), merged != frozen or "sweep" not in before
         this = {"commit": commit(), "overrides": overrides, "runs": len(merged)}
         last = history[-1]["commit"] if history else None
-        moved = last != this["commit"] and any(not at_end(sweep_dir / run.id) for run in runs)
+        moved = trains and last != this["commit"]
         if grows or moved:
             history = [*(one for one in history if one != this), this]
             if diff := uncommitted():
@@ -176,7 +179,7 @@ def freeze(sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs:
             print(f"warning: the sweep was planned at commit {last}; the runs that are left use {this['commit']}")
         about = {"name": name, "frozen": history, "sweep": frozen_definition(before.get("sweep", {}), sweep, grows)}
         if about != {key: value for key, value in before.items() if key != "sha256"}:
-            write_atomic(sweep_dir / "sweep.json", (json.dumps(sealed(about), indent=2) + "\n").encode())
+            write_json(sweep_dir / "sweep.json", sealed(about))
         if merged != frozen:  # written last: a plan implies the other files
             write_atomic(sweep_dir / "plan.jsonl", "".join(map(to_line, merged.values())).encode())
 

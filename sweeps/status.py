@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Annotated
 
 from core.cli import run_script
+from core.files import expand
 from core.metrics import Lines
 from core.rundir import at_end, is_locked, read_status
 from core.schema import NOT_EMPTY, Help, options, require
@@ -96,7 +97,7 @@ class SweepPlace:
 
     @property
     def directory(self) -> Path:
-        return Path(self.sweep_dir or Path("runs") / sweep_name(self.sweep or "")).expanduser()
+        return expand(self.sweep_dir or Path("runs") / sweep_name(self.sweep or ""))
 
     def check(self) -> None:
         require(bool(self.sweep or self.sweep_dir), "sweep= must be given")

@@ -1,12 +1,18 @@
 """Shared by the tests: small configs, real corpora, and programs run as a user runs them."""
 
+import multiprocessing
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: equal sums in this process and in the ones it starts
@@ -15,6 +21,7 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 from browser import CHROMIUM, Page
+from tqdm import tqdm
 from variants import NORMS, config_of
 
 from core.files import cache_folder
@@ -24,26 +31,30 @@ from training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `program` gives
-FULL = os.environ.get("NANOQK_FAULTS") == "full"  # make test-faults: at length
 CACHE = cache_folder().parent  # for $XDG_CACHE_HOME: programs then need not compile the kernels
 
 torch.set_num_threads(1)
 
 SLOW = {  # files whose tests train, start programs or load large libraries: make check leaves them out
-    "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_checks", "test_compare", "test_corpora",
-    "test_cuda", "test_damage", "test_dashboard", "test_ddp", "test_disk", "test_docs", "test_evaluate_lm",
-    "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture", "test_fuzz",
-    "test_init_from", "test_kernels", "test_live", "test_long_sequences", "test_mla_decode_triton", "test_plans",
-    "test_plugins", "test_presets", "test_readme", "test_references", "test_report", "test_report_page",
-    "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards", "test_slurm", "test_sweeps",
-    "test_tokenizers", "test_train", "test_wandb",
+    "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_check_gpu", "test_checks", "test_compare",
+    "test_corpora", "test_cuda", "test_damage", "test_dashboard", "test_ddp", "test_disk", "test_docs",
+    "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture",
+    "test_fuzz", "test_init_from", "test_kernels", "test_live", "test_long_sequences", "test_mla_decode_triton",
+    "test_plans", "test_plugins", "test_presets", "test_references", "test_report", "test_report_page",
+    "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards", "test_slurm",
+    "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
 }  # fmt: skip
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """make check does not import the slow files."""
+    return True if collection_path.stem in SLOW and "not slow" in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name, fixtures = item.path.stem, getattr(item, "fixturenames", ())
-        if name in SLOW or "program" in fixtures:
+        if name in SLOW or {"program", "forked"} & {*fixtures}:
             item.add_marker("slow")
         if "browser" in fixtures:
             item.add_marker("browser")
@@ -114,6 +125,57 @@ def program(tmp_path: Path) -> Program:
         return done
 
     return call
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Program:
+    """As `program`, in a fork of this process, which has imported PyTorch already. Not for what draws charts, whose
+    threads a fork lacks."""
+
+    def call(script: str, *overrides: str, status: int = 0, env: Mapping[str, str] | None = None) -> Any:
+        with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+            if (pid := os.fork()) == 0:
+                code: Any = 99
+                try:
+                    os.dup2(out.fileno(), 1)
+                    os.dup2(err.fileno(), 2)
+                    sys.stdout, sys.stderr = (open(n, "w", closefd=False, buffering=1) for n in (1, 2))  # noqa: SIM115
+                    tqdm.set_lock(threading.RLock())  # not the parent's
+                    os.environ |= env or {}
+                    os.chdir(tmp_path)
+                    sys.argv = [script, *overrides]
+                    runpy.run_path(str(ROOT / script), run_name="__main__")
+                    code = 0
+                except SystemExit as end:
+                    code = end.code or 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            texts = [(file.seek(0), file.read())[1] for file in (out, err)]
+        assert code == status, texts[0][-3000:] + texts[1][-3000:]
+        return subprocess.CompletedProcess([script, *overrides], code, *texts)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def quick_processes() -> Iterator[None]:
+    """Processes of benchmarks come from a server that has imported PyTorch: a moment each, not two seconds."""
+    from scripts import check_gpu
+    from scripts.benchmarks import timing
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["scripts.check_gpu", "scripts.benchmarks.gpu_checks", "scripts.benchmarks.gpu_speed"]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (timing, check_gpu):
+            patch.setattr(module, "multiprocessing", SimpleNamespace(get_context=lambda method: context))
+        yield
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FULL, Program
+from conftest import Program
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
-from variants import PAIRS, V, config_of, looking_ahead
+from variants import ALL_PAIRS, FULL, V, config_of, looking_ahead
 
 from core import checkpoint
 from data.tokenizer import NoText
@@ -83,7 +82,7 @@ def test_the_audit_catches_each_fault_by_what_it_breaks(
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), PAIRS if FULL else [("mha", "lp3"), ("mla_q_rank", "rms"), ("mla_unified", "layernorm")]
+    ("layout", "name"), ALL_PAIRS if FULL else [("mha", "lp3"), ("mla_q_rank", "rms"), ("mla_unified", "layernorm")]
 )
 def test_the_audit_finds_nothing_in_an_honest_model(
     layout: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -272,7 +271,10 @@ class TinyForCausalLM(GPT2LMHeadModel):
 }
 
 
-def test_a_folder_with_code_of_its_own_is_audited_when_it_is_trusted(program: Program, tmp_path: Path) -> None:
+def test_a_folder_with_code_of_its_own_is_audited_when_it_is_trusted(
+    forked: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "hf"
     AutoModelForCausalLM.from_config(THEIRS["GPT2LMHeadModel"]).save_pretrained(folder)
     for name, text in CUSTOM.items():
@@ -280,16 +282,15 @@ def test_a_folder_with_code_of_its_own_is_audited_when_it_is_trusted(program: Pr
     settings = json.loads((folder / "config.json").read_text())
     settings |= {"model_type": "tiny_custom", "architectures": ["TinyForCausalLM"]}
     classes = {"AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
-    env = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
     words = ("model=hf", "steps=20", "device=cpu")
     for masked in (True, False):
         (folder / "config.json").write_text(json.dumps({**settings, "auto_map": classes, "masked": masked}))
-        done = program("scripts/audit.py", *words, "trust_remote_code=true", env=env, status=int(not masked))
+        done = forked("scripts/audit.py", *words, "trust_remote_code=true", status=int(not masked))
         found = json.loads(done.stdout.splitlines()[-1])
         assert found["architecture"] == "TinyForCausalLM"
         assert found["caught"][:1] == ([] if masked else ["future leakage"])
         assert None not in [check["caught"] for check in found["checks"].values()]
-    assert "custom code" in program("scripts/audit.py", *words, env=env, status=2).stderr
+    assert "custom code" in forked("scripts/audit.py", *words, status=2).stderr
 
 
 def test_a_loss_that_does_not_shift_its_labels_or_sums_them_is_caught(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from scripts.benchmarks import bench_decode
 from scripts.benchmarks.bench_decode import PAPER, settings
 from scripts.benchmarks.timing import Side, Turn, machine, ratio, run_benchmark, spread
 
-Program = Program
+pytestmark = pytest.mark.usefixtures("quick_processes")
 TINY = [
     "model.n_embd=64", "attention.q_rank=32", "attention.kv_rank=32", "attention.nope_dim=16", "attention.rope_dim=8",
     "attention.v_dim=16", "device=cpu", "dtype=float32", "threads=1",
@@ -28,11 +28,16 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(
-    dtype: str, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["contexts=[48]", "batch=[2]", "rounds=6", "seconds=0.01", "out=it", *TINY[:-2], f"dtype={dtype}", TINY[-1]]
-    done = program("scripts/benchmarks/bench_decode.py", *words)
-    result = json.loads(done.stdout.splitlines()[-1])
+    monkeypatch.chdir(tmp_path)
+    if dtype == "float32":  # as a user runs it
+        said = program("scripts/benchmarks/bench_decode.py", *words).stdout
+    else:
+        assert run(monkeypatch, *words) == 0
+        said = capsys.readouterr().out
+    result = json.loads(said.splitlines()[-1])
     (point,) = result["points"]
     sides, heads, itemsize, tokens = point["sides"], 16, {"float32": 4, "bfloat16": 2}[dtype], 2 * 48
     latent = (32 + 8) * itemsize * tokens
@@ -54,10 +59,9 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(
     assert {f.name for f in (tmp_path / "it").iterdir()} == {"table.md", "bench.json"}
     assert json.loads((tmp_path / "it" / "bench.json").read_text()) == result
     table = (tmp_path / "it" / "table.md").read_text()
-    assert table in done.stdout and f"{sides['rms']['ms']:.3f} (" in table
+    assert table in said and f"{sides['rms']['ms']:.3f} (" in table
     low, high = overhead["lp"]["low"], overhead["lp"]["high"]
     assert low <= overhead["lp"]["median"] <= high and f"({low:+.2f} to {high:+.2f})" in table
-    monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "from=it/bench.json", "out=again") == 0
     for file in (tmp_path / "it").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
@@ -67,10 +71,10 @@ def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(
     rows = (tmp_path / "both" / "table.md").read_text().splitlines()
     points = [row.split("|")[2:4] for row in rows if row.startswith("| 2 |")]
     assert points == [[" 24 ", " 8 × 7 "], [" 48 ", " 1 × 6 "]]
-    assert rows[3].startswith("python scripts/benchmarks/bench_decode.py contexts=[48]") and rows[4] == "another"
+    assert rows[3].startswith("python ") and "bench_decode.py contexts=[48]" in rows[3] and rows[4] == "another"
 
 
-def test_of_several_starts_the_medians_of_each_are_compared() -> None:
+def test_a_ratio_over_several_starts_is_of_the_median_of_each() -> None:
     turns = {"a": [{"ms": ms} for ms in (1, 2, 9, 4, 4, 40)], "b": [{"ms": 1}] * 6}
     assert ratio(turns, "a", "b", "ms", 2) == {"median": 3, "lowest": 2, "highest": 4}
     assert ratio(turns, "a", "b", "ms")["highest"] == 40

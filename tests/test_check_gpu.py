@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,12 @@ import torch
 from test_bench_decode import TINY as TINY_LAYER
 
 import train
+from core.cli import run_script
 from scripts import check_gpu
-from scripts.benchmarks import gpu_checks, gpu_paper, gpu_speed
+from scripts.benchmarks import gpu_checks, gpu_paper, gpu_part, gpu_speed
 from scripts.benchmarks.gpu_part import CheckOptions, Row, tiny_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("quick_processes")
 ON_CPU = CheckOptions(device="cpu", rounds=1)
 SMALL = [
     "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=2", "threads=1",
@@ -25,24 +25,28 @@ SMALL = [
 
 
 def test_parts_run_on_a_cpu_or_say_why_not_and_earlier_results_stay(
-    program: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+
     def check(parts: str) -> dict[str, Any]:
-        done = program("scripts/check_gpu.py", "device=cpu", "out=it", f"parts=[{parts}]", *SMALL)
+        words = ["device=cpu", "out=it", f"parts=[{parts}]", *SMALL]
+        assert run_script(CheckOptions, check_gpu.check, "", words, passes_on=True) == 0
         data, page = sorted((tmp_path / "it").iterdir())
-        assert page.suffix == ".md" and done.stdout.endswith(f"it/{page.name}\n")
+        assert page.suffix == ".md" and capsys.readouterr().out.endswith(f"it/{page.name}\n")
         found: dict[str, Any] = json.loads(data.read_text())["parts"]
         for name, part in found.items():
             assert f"| {name} | {part['state']}" in page.read_text()
         return found
 
-    found = check("update,profile,turns")
-    assert [*found] == ["device", "update", "profile", "turns"]
-    assert (found["update"]["state"], found["update"]["reason"]) == ("skipped", "needs CUDA")
+    found = check("profile,turns")
+    assert [*found] == ["device", "profile", "turns"]
     assert found["turns"]["reason"].startswith("needs peer=PATH")
     for row in found["profile"]["rows"].values():
         assert row["ms"] > 0 and row["operators"] > 100 and 0 < row["MFU"] < 1
-    assert [*check("triton")] == ["device", "update", "triton", "profile", "turns"]
+    found = check("triton")
+    assert [*found] == ["device", "triton", "profile", "turns"]
+    assert (found["triton"]["state"], found["triton"]["reason"]) == ("skipped", "needs CUDA")
 
 
 def test_every_part_is_a_function_that_says_what_it_asks() -> None:
@@ -50,7 +54,7 @@ def test_every_part_is_a_function_that_says_what_it_asks() -> None:
         assert getattr(importlib.import_module(module), name).__doc__, name
 
 
-def test_sdpa_and_paper_are_asked_of_a_cpu() -> None:
+def test_the_parts_sdpa_and_paper_run_on_a_cpu() -> None:
     rows = gpu_checks.sdpa(ON_CPU, [])
     assert rows["qwen_134m"]["float32"] in ("flash", None) and len(rows) == 4
     assert all("failed" not in row and row for row in gpu_paper.paper(ON_CPU, SMALL).values())
@@ -115,17 +119,24 @@ def test_a_pair_that_computes_something_else_is_found(monkeypatch: pytest.Monkey
     assert ["failed" in row for row in gpu_checks.pairs(ON_CPU, []).values()] == [False, True, False]
 
 
+FEW = ["max_iters=20", "eval_interval=10", "checkpoint_interval=10"]
+
+
 @pytest.mark.parametrize(
-    "row",
+    "row, steps",
     [
-        lambda: gpu_checks.killed(ON_CPU, "true"),
-        lambda: gpu_checks.first_and_third(ON_CPU, gpu_checks.MLA),
-        lambda: gpu_checks.two_ranks(ON_CPU, []),
-        lambda: gpu_checks.moved_to_cpu(ON_CPU, []),
+        (lambda: gpu_checks.killed(ON_CPU, "true"), gpu_checks.STEPS),  # until it is killed at iteration 30
+        (lambda: gpu_checks.first_and_third(ON_CPU, gpu_checks.MLA), FEW),
+        (lambda: gpu_checks.two_ranks(ON_CPU, []), FEW),
+        (lambda: gpu_checks.moved_to_cpu(ON_CPU, []), FEW),
     ],
     ids=["killed", "first and third", "two ranks", "moved to the CPU"],
 )
-def test_runs_hold_their_promises_on_a_cpu(row: Callable[[], Row]) -> None:
+def test_runs_hold_their_promises_on_a_cpu(
+    row: Callable[[], Row], steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_checks, "STEPS", steps)
+    monkeypatch.setattr(gpu_part, "TINY", [*gpu_part.TINY, "data.fold=0", "data.folds=100"])  # less to evaluate
     found = row()
     assert "failed" not in found and found, found
 

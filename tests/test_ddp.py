@@ -1,5 +1,6 @@
-"""torchrun with two or three processes over gloo on this machine."""
+"""Two or three ranks over gloo on this machine, as forks of the test or by torchrun."""
 
+import itertools
 import os
 import random
 import shutil
@@ -8,68 +9,73 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import FULL, ROOT, Program
+from conftest import ROOT
+from test_faults import exit_status, fork
 from test_train import assert_same_run, lines, weights
+from variants import FULL
 
+import model.cross_entropy
+import train
+from core.cli import guarded
+from core.device import peak_flops
+from sweeps.plan import compose
+from training.config import load_config
 from training.updates import seed_of_update
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 WORDS = ["model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=6", "schedule.lr_decay_iters=6"]
 
 
-def torchrun(cwd: Path, *overrides: str, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess[str]:
-    command = [*TORCHRUN, str(script), *overrides]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
+def ranks(cwd: Path, *overrides: str, n: int = 2, prepare: Callable[[], object] = int) -> str:
+    """Train in n forks of this process, each a rank with the environment that torchrun sets. Returns what they print.
 
+    prepare: called in each of them before.
+    """
+    import torch._dynamo  # which DDP loads: here once
 
-def two_ranks(cwd: Path, *overrides: str, script: Path = ROOT / "train.py", n: int = 2) -> str:
-    """Two processes, or n, with the environment that torchrun sets, without torchrun. Returns what they print."""
+    peak_flops(torch.device("cpu"), torch.float32)  # kept for the forks, too
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{n}", "LOCAL_WORLD_SIZE": f"{n}"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), *overrides], cwd=cwd, text=True,
-            env={**os.environ, **common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in range(n)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] in ([0] * n, [143] * n), said
-    return "".join(said)
 
+    def train_as(rank: int) -> int:
+        os.environ |= {**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+        os.chdir(cwd)
+        sys.stdout = sys.stderr = Path(f"rank{rank}.txt").open("w", buffering=1)  # noqa: SIM115
+        prepare()
+        status = guarded(lambda: train.run(load_config(compose([*overrides]))))
+        torch.distributed.destroy_process_group()
+        return status
 
-LONG = """
-import model.cross_entropy, train
-model.cross_entropy.LOGITS_AT_ONCE = 100
-train.main()
-"""
+    found = [exit_status(pid) for pid in [fork(partial(train_as, rank)) for rank in range(n)]]
+    said = "".join((cwd / f"rank{rank}.txt").read_text() for rank in range(n))
+    assert found in ([0] * n, [143] * n), said
+    return said
 
 
 @pytest.mark.parametrize(
     "changes", ["optim=adamw", "optim=muon", "qk_norm=ngpt", "model.activation_checkpointing=true"]
 )
-def test_ranks_equal_one_and_resume_bit_for_bit(
-    changes: str, program: Program, tiny_run: list[str], tmp_path: Path
-) -> None:
+def test_ranks_equal_one_and_resume_bit_for_bit(changes: str, tiny_run: list[str], tmp_path: Path) -> None:
     """The last, without logits, equals a run with logits and without checkpointing. Three ranks round by the order in
     which DDP exchanges gradients."""
-    script, long, n = ROOT / "train.py", changes.startswith("model"), 3 if changes == "optim=adamw" else 2
-    if long:
-        script = tmp_path / "long.py"
-        script.write_text(LONG)
+    long, n = changes.startswith("model"), 3 if changes == "optim=adamw" else 2
     words = [*tiny_run, *WORDS, f"gradient_accumulation_steps={2 * n}"]
-    program("train.py", *words, *([] if long else [changes]), "out_dir=alone")
+    alone = [*words, *([] if long else [changes]), f"out_dir={tmp_path / 'alone'}"]
+    assert train.run(load_config(compose(alone))) == 0
+    prepare = partial(setattr, model.cross_entropy, "LOGITS_AT_ONCE", 100) if long else int
     halves = [["out_dir=halves", "max_iters=3"], ["out_dir=halves"]] if n == 3 else []
     for overrides in (["out_dir=two"], *halves):
-        said = two_ranks(tmp_path, *words, changes, *overrides, script=script, n=n)
+        said = ranks(tmp_path, *words, changes, *overrides, n=n, prepare=prepare)
         assert said.count("done: val/loss") == 1  # one rank speaks
     if halves:
         assert_same_run(tmp_path / "two", tmp_path / "halves")
@@ -87,7 +93,7 @@ KILLS = 20 if FULL else 1
 def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -> None:
     """torchrun ends the other rank; the same command goes on."""
     words = [*tiny_run, *WORDS[:2], "max_iters=120", "schedule.lr_decay_iters=120", "checkpoint_interval=10"]
-    two_ranks(tmp_path, *words, "out_dir=straight")
+    ranks(tmp_path, *words, "out_dir=straight")
     choose, kills, amid = random.Random(0), 0, 0
     metrics = tmp_path / "killed" / "metrics.jsonl"
     while kills < KILLS:
@@ -109,79 +115,68 @@ def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -
         assert process.returncode == 1
         kills += 1
         amid += (tmp_path / "killed" / "ckpt" / "latest").exists()
-    two_ranks(tmp_path, *words, "out_dir=killed")
+    ranks(tmp_path, *words, "out_dir=killed")
     assert_same_run(tmp_path / "straight", tmp_path / "killed")
     print(f"kills of one of two ranks: {kills}, {amid} of them with a checkpoint to go on from")
 
 
-COMPILES = """
-import os, sys, torch, train
-real = torch.compile
-def backend(graph, inputs):
-    with open("compiled-" + os.environ["RANK"], "a") as file:
-        print("compiled", file=file)
-    return graph.forward
-torch.compile = lambda model, **options: real(model, backend=backend, **options)
-train.main()
-"""
+def count_compilations() -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        with open(f"compiled-{os.environ['RANK']}", "a") as file:
+            print("compiled", file=file)
+        return graph.forward
+
+    torch.compile = partial(torch.compile, backend=backend)
 
 
 def test_ranks_compile_once_and_the_checks_run_what_trains(tiny_run: list[str], tmp_path: Path) -> None:
-    (tmp_path / "compiles.py").write_text(COMPILES)
-    words = [*tiny_run, *WORDS, "compile=true", "qk_norm=rms"]
-    two_ranks(tmp_path, *words, script=tmp_path / "compiles.py")
+    ranks(tmp_path, *tiny_run, *WORDS, "compile=true", "qk_norm=rms", prepare=count_compilations)
     for rank, n in enumerate((2, 1)):  # to train; rank 0 evaluates the only batch of held-out text
         assert len((tmp_path / f"compiled-{rank}").read_text().splitlines()) == n
 
 
-STOPS = """
-import os, signal, sys, train
-real = train.accumulate_gradients
-updates = 0
-def stop_one(*args):
-    global updates
-    updates += 1
-    if updates == 5 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGTERM)
-    return real(*args)
-train.accumulate_gradients = stop_one
-train.main()
-"""
+def stop_rank_1() -> None:
+    """In update 4."""
+    real, updates = train.accumulate_gradients, itertools.count()
+
+    def stopping(*args: Any) -> Any:
+        if next(updates) == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    train.accumulate_gradients = stopping  # type: ignore[assignment]
 
 
 def test_all_ranks_stop_after_the_same_update_and_go_on_from_there(tiny_run: list[str], tmp_path: Path) -> None:
     """One rank is asked in update 4; all know it two updates later, before the next log line."""
-    (tmp_path / "stops.py").write_text(STOPS)
     words = [*tiny_run, *WORDS[:2], "max_iters=40", "log_interval=30", "eval_interval=30", "checkpoint_interval=30"]
-    two_ranks(tmp_path, *words, "out_dir=straight")
-    said = two_ranks(tmp_path, *words, "out_dir=stopped", script=tmp_path / "stops.py")
+    ranks(tmp_path, *words, "out_dir=straight")
+    said = ranks(tmp_path, *words, "out_dir=stopped", prepare=stop_rank_1)
     assert "stopped by SIGTERM at iteration 7" in said, said
-    two_ranks(tmp_path, *words, "out_dir=stopped")
+    ranks(tmp_path, *words, "out_dir=stopped")
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
 
 
-SPY = """
-import os, sys
-import train
-real = train.seed_generator
-def spy(seed, device):
-    with open("seeds-" + os.environ["RANK"], "a") as file:
-        print(seed, file=file)
-    real(seed, device)
-train.seed_generator = spy
-train.main()
-"""
+def note_seeds() -> None:
+    real = train.seed_generator
+
+    def noted(seed: int, device: torch.device) -> None:
+        with open(f"seeds-{os.environ['RANK']}", "a") as file:
+            print(seed, file=file)
+        real(seed, device)
+
+    train.seed_generator = noted
 
 
 def test_each_rank_and_each_update_draws_from_a_seed_of_its_own(tiny_run: list[str], tmp_path: Path) -> None:
-    (tmp_path / "spy.py").write_text(SPY)
-    two_ranks(tmp_path, *tiny_run, *WORDS, "model.dropout=0.5", script=tmp_path / "spy.py")
+    ranks(tmp_path, *tiny_run, *WORDS, "model.dropout=0.5", prepare=note_seeds)
     seeds = [[int(s) for s in (tmp_path / f"seeds-{rank}").read_text().split() if s != "0"] for rank in (0, 1)]
     assert [len(s) for s in seeds] == [6, 6] and len({*seeds[0], *seeds[1]}) == 12
     assert seeds == [[seed_of_update(1337, step, rank) for step in range(6)] for rank in (0, 1)]
 
 
 def test_a_bad_setting_is_one_line_from_one_rank(tiny_run: list[str], tmp_path: Path) -> None:
-    done = torchrun(tmp_path, *tiny_run, "gradient_accumulation_steps=3")
+    command = [*TORCHRUN, str(ROOT / "train.py"), *tiny_run, "gradient_accumulation_steps=3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode != 0 and not (tmp_path / "runs").exists()
     assert done.stderr.count("error: gradient_accumulation_steps=3 must be divisible by 2 ranks") == 1

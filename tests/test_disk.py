@@ -13,6 +13,7 @@ from conftest import eventually
 from test_faults import exit_status, fork
 from test_sweeps import assert_same_sweep, frozen, launched, tiny_sweep
 from test_train import assert_same_run, configured
+from variants import FULL
 
 import train
 from core import checkpoint
@@ -20,7 +21,6 @@ from core.cli import guarded
 from scripts import report
 from training.config import TrainConfig
 
-FULL = os.environ.get("NANOQK_FAULTS") == "full"
 NOBODY = 65534
 Resize = Callable[[int], None]
 
@@ -76,7 +76,11 @@ def test_that_fills_up_during_a_run(corpus: Path, tmp_path: Path, disk: tuple[Pa
 
 
 def test_that_fills_up_during_a_sweep_and_its_report(
-    corpus: Path, tmp_path: Path, disk: tuple[Path, Resize], capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    tmp_path: Path,
+    disk: tuple[Path, Resize],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, resize = disk
     resize(8192)
@@ -90,6 +94,7 @@ def test_that_fills_up_during_a_sweep_and_its_report(
             resize(8192)
         assert "4 done" in launched(sweep)
     assert_same_sweep(tmp_path / "sweep", folder / "sweep")
+    monkeypatch.setattr("scripts.reporting.page.vl_convert.javascript_bundle", lambda **_: "")  # which takes a second
     words = [f"sweep_dir={folder / 'sweep'}", f"out={folder / 'out'}"]
     assert report.main(words) == 0
     before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}

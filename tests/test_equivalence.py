@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from variants import CONTESTANTS, ENTRIES, LAYOUTS, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
+from variants import ENTRIES, LAYOUTS, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
 
 from core.schema import validate
 from model import ops
@@ -157,7 +157,6 @@ def test_prefill_and_cached_steps_equal_the_full_forward(layout: str, name: str)
         for n in chunks:
             parts.append(gpt(idx[:, pos : pos + n], caches=caches, pos=pos)[0])
             pos += n
-        assert relative(torch.cat(parts, 1), full) <= 1e-12, chunks
         torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-12, atol=1e-12 * full.abs().max().item())
 
 
@@ -183,13 +182,12 @@ def test_latents_of_long_sequences_are_read_one_sequence_at_a_time(
     assert read == [3] * layers + [1, 1, 1] * layers
 
 
-@each_norm
-@pytest.mark.parametrize("qk_norm_layout", ["blockwise", "unified"])
+@pytest.mark.parametrize(
+    "qk_norm_layout, name", [(a, n) for a in ("blockwise", "unified") for n in NORMS if (a, n) != ("unified", "none")]
+)
 def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_more_with_a_qk_norm(
     name: str, qk_norm_layout: Any
 ) -> None:
-    if (qk_norm_layout, name) == ("unified", "none"):
-        return  # refused
     shape = ModelOptions(n_layer=1, n_head=16, n_embd=1536, position="rope", rope_theta=1e4, norm="rmsnorm")
     attention = MLAOptions(
         kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128, qk_norm_layout=qk_norm_layout
@@ -210,23 +208,11 @@ def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_more_with_a_qk_n
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*NORMS, *CONTESTANTS])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name, bias", [("none", True), ("lp_learned", False), ("rms_whole", True), ("all", False)])
 def test_gqa_with_as_many_key_heads_as_heads_is_mha(name: str, bias: bool) -> None:
     settings: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0, "bias": bias}
     gqa, mha = (build(config_of(layout, name, **settings)) for layout in (GQAOptions(n_kv_head=4), MHAOptions()))
     assert torch.equal(gqa(random_tokens(3, 16))[0], mha(random_tokens(3, 16))[0])
-
-
-def test_the_attention_product_in_training_repeats_key_heads_in_place_too() -> None:
-    """With dropout, a CPU takes another branch than SDPA."""
-    g = torch.Generator().manual_seed(0)
-    q, (k, v) = torch.randn(1, 4, 8, 6, generator=g), torch.randn(2, 1, 2, 8, 6, generator=g)
-    outputs = []
-    for key, value in ((k, v), (k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))):
-        torch.manual_seed(1)
-        outputs.append(ops.causal_attention(q, key, value, 0.4, p_dropout=0.25))
-    assert torch.equal(*outputs)
 
 
 # -----------------------------------------------------------------------------

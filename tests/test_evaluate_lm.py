@@ -259,8 +259,7 @@ def random_bpe_model(attention: str, text: str) -> tuple[GPT, Tokenizer]:
 PAIRS = [("the cow says ", "moo."), ("the dog sa", "ys woof."), ("the duck", " says"), ("", "the bee says")]
 
 
-@pytest.mark.parametrize("num_fewshot", [0, 5])
-@pytest.mark.parametrize("name", ["trained", "gqa", "mla"])
+@pytest.mark.parametrize(("name", "num_fewshot"), [("trained", 0), ("trained", 5), ("gqa", 5), ("mla", 0)])
 def test_every_sample_is_scored_as_by_lm_evals_own_hugging_face_adapter(
     name: str, num_fewshot: int, run: Path, tasks: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core import files
-from core.files import FileLock, cache_folder, is_locked, read_json, write_atomic, write_json
+from core.files import FileLock, cache_folder, finite, is_locked, read_json, write_atomic, write_json
 
 HOLD = """
 import sys
@@ -48,14 +48,14 @@ def test_a_write_that_fails_leaves_the_old_content(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    write_json(tmp_path / "x.json", {"a": 1, "b": float("nan"), "c": None})
+    write_json(tmp_path / "x.json", finite({"a": 1, "b": float("nan"), "c": None}))
     monkeypatch.setattr(os, function, full)
     with pytest.raises(OSError, match="no space left: .*x.json"):
         write_atomic(tmp_path / "x.json", b"{}")
     assert read_json(tmp_path / "x.json") == {"a": 1, "b": None} and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_user_without_a_home_has_a_cache_of_his_own_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_a_cache_of_their_own_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert cache_folder() == Path(tempfile.gettempdir(), f"nanoqk-{os.getuid()}")

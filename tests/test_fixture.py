@@ -63,9 +63,9 @@ def test_a_stopped_run_resumes_to_the_numbers_of_the_uninterrupted_one(run: str,
         assert states[0][key] == states[1][key], key
 
 
-def test_a_finished_run_says_that_it_is_done_and_stays_as_it_is(old: Path, program: Program) -> None:
+def test_a_finished_run_says_that_it_is_done_and_stays_as_it_is(old: Path, forked: Program) -> None:
     before = contents(old / "gqa")
-    done = program("train.py", *(old / "gqa.txt").read_text().split(), "out_dir=gqa")
+    done = forked("train.py", *(old / "gqa.txt").read_text().split(), "out_dir=gqa")
     assert "gqa is done" in done.stdout, done.stderr
     assert contents(old / "gqa") == before
 
@@ -104,16 +104,16 @@ def test_a_sweep_is_reported_with_the_same_numbers(old: Path, program: Program) 
         assert known == {key: value for key, value in before.items() if key != "verdict on A"}
 
 
-def test_a_sweep_s_status_is_what_it_was(old: Path, program: Program) -> None:
-    done = program("sweeps/status.py", "sweep_dir=sweep")
+def test_the_status_of_a_sweep_is_what_it_was(old: Path, forked: Program) -> None:
+    done = forked("sweeps/status.py", "sweep_dir=sweep")
     first, _, *points = [line.split() for line in done.stdout.splitlines()]
     assert first == ["sweep:", "4", "runs,", "4", "done"]
     assert [(point[0], *point[-2:]) for point in points] == [("p=2", "2", "done"), ("p=3", "2", "done")]
 
 
-def test_a_finished_sweep_that_is_launched_again_trains_nothing(old: Path, program: Program) -> None:
+def test_a_finished_sweep_that_is_launched_again_trains_nothing(old: Path, forked: Program) -> None:
     before = contents(old / "sweep")
-    done = program("sweeps/launch.py", "sweep=grid.yaml", "sweep_dir=sweep", "launcher.workers=1", "launcher.threads=1")
+    done = forked("sweeps/launch.py", "sweep=grid.yaml", "sweep_dir=sweep", "launcher.workers=1", "launcher.threads=1")
     assert "4 runs (4 done)" in done.stdout, done.stderr
     assert contents(old / "sweep") == before
 

@@ -79,7 +79,7 @@ def test_no_batch_of_near_or_far_has_a_held_out_token() -> None:
     for split_name in ("near", "far"):
         one = split_of(TextFileOptions(path="x", split=split_name, fold=3), n_tokens, 16)
         batches = Batches(np.arange(n_tokens), one, 16, 64, seed=1)
-        drawn = {int(i) for step in range(300) for part in batches.get_batch(step) for i in part.flatten()}
+        drawn = {i for step in range(300) for part in batches.get_batch(step) for i in part.flatten().tolist()}
         evaluated = [int(i) for x, y in batches.eval_batches(64) for i in x[y >= 0].tolist() + y[y >= 0].tolist()]
         assert not drawn & set(evaluated) and len(drawn) > 20_000
         places[split_name] = evaluated

@@ -5,12 +5,11 @@ import pytest
 import torch
 from conftest import tiny_config
 from torch import Tensor
-from variants import PAIRS, V, build, config_of, random_tokens
+from variants import V, build, config_of, random_tokens
 
 from model.generate import decode_one_token, decoding, decoding_weights, generate, prefill, sample_token
 from model.gpt import GPT
 from model.linear import FusedLinear
-from model.options import QKNormOptions
 from model.variants.sigma_reparam import Reparam
 
 
@@ -34,9 +33,10 @@ def test_a_full_cache_is_refused(layout: str) -> None:
         decode_one_token(model, idx[:, 0], caches, 8)
 
 
+@pytest.mark.parametrize("layout, norm", [("mha", "lp3"), ("mla", "layernorm")])
 @pytest.mark.parametrize("prompt", [1, 5, 16, 40])
-def test_greedy_decoding_equals_full_forwards_also_past_block_size(qk_norm: QKNormOptions, prompt: int) -> None:
-    model, idx = build(tiny_config(qk_norm)), random_tokens(3, prompt)
+def test_greedy_decoding_equals_full_forwards_also_past_block_size(layout: str, norm: str, prompt: int) -> None:
+    model, idx = build(config_of(layout, norm)), random_tokens(3, prompt)
     tokens = torch.stack(list(generate(model, idx, 45, temperature=0, dtype=torch.float64)), 1)
     assert torch.equal(tokens, greedy_without_cache(model, idx, 45))
 
@@ -106,14 +106,18 @@ def test_top_k_1_is_greedy_and_ties_keep_one_token_at_least() -> None:
     assert sample_token(torch.full((3, V), -1e30), top_p=0.5, temperature=1e-3).shape == (3,)
 
 
-CAST = [*PAIRS, ("gqa", "sigma_reparam"), ("mla", "all")]
+CAST: list[tuple[str, str, dict[str, bool]]] = [
+    ("mha", "rms", {}), ("mha", "rms", {"bias": True}), ("mha", "rms", {"tied": False}), ("gqa", "lp_learned", {}),
+    ("mqa", "none", {}), ("mla", "none", {}), ("mla", "layernorm", {}), ("mla", "rms", {"tied": False}),
+    ("mla_q_rank", "rms", {}), ("mla_unified", "layernorm", {}), ("mla_unified", "lp_learned", {}),
+    ("gqa", "sigma_reparam", {}), ("mla", "all", {}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("layout", "norm", "bias"), [*((*one, False) for one in CAST), ("mha", "rms", True)])
-def test_in_bf16_logits_are_those_of_autocast(layout: str, norm: str, bias: bool, tied: bool) -> None:
+@pytest.mark.parametrize(("layout", "norm", "settings"), CAST)
+def test_in_bf16_logits_are_those_of_autocast(layout: str, norm: str, settings: dict[str, bool]) -> None:
     """The same bits with the weights cast in advance, of the same tensors afterwards."""
-    model = build(config_of(layout, norm, bias=bias, tied=tied), dtype=torch.float32)
+    model = build(config_of(layout, norm, **settings), dtype=torch.float32)
     idx, parameters = random_tokens(2, 9), dict(model.named_parameters())
     swaps = decoding_weights(model, torch.bfloat16)
     outcomes = []

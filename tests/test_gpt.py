@@ -291,7 +291,7 @@ def test_alpha_init_sqrt_d_and_number() -> None:
 @pytest.mark.parametrize("p", PS)
 def test_alpha_init_matched_equalises_the_spread_of_the_initial_logits(p: float) -> None:
     alpha = initial_alpha(LpNormOptions(p=p, alpha_init="matched"), (64,), 256)
-    q, k = torch.randn(2, 200_000, 64, generator=torch.Generator().manual_seed(7))
+    q, k = torch.randn(2, 50_000, 64, generator=torch.Generator().manual_seed(7))
     q, k = (x / torch.linalg.vector_norm(x, p, -1, keepdim=True) for x in (q, k))
     assert (alpha * (q * k).sum(-1)).std().item() == pytest.approx(1.0, rel=0.02)  # 8 cos: 8 / sqrt(64)
 
@@ -303,7 +303,7 @@ def test_the_matched_start_is_right_for_any_p() -> None:
 
 def test_mean_norm_ratio_does_not_touch_the_global_generator() -> None:
     before = torch.get_rng_state()
-    mean_norm_ratio(2.25, 48)
+    mean_norm_ratio.__wrapped__(2.25, 48)  # else it may be cached
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -419,16 +419,6 @@ def test_only_the_logits_of_attention_in_bf16_may_be_multiplied_in_bf16(monkeypa
         causal_attention(q, q[..., :3], q, 0.25)
     assert mkldnn.matmul.fp32_precision == setting
     assert torch.equal(x @ x, product)
-
-
-def test_attention_of_the_last_queries_sees_what_the_full_attention_sees() -> None:
-    g = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 2, 3, 9, 8, generator=g, dtype=torch.float64)
-    full = causal_attention(q, k, v, 0.3)
-    logits = (0.3 * q @ k.transpose(-2, -1)).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
-    torch.testing.assert_close(full, F.softmax(logits, -1) @ v)
-    for n in (1, 4, 9):
-        torch.testing.assert_close(causal_attention(q[:, :, -n:], k, v, 0.3), full[:, :, -n:])
 
 
 @pytest.mark.parametrize("alpha_init", ["sqrt_d", "matched", "henry", 2.0])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, needs_compiler
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from variants import config_of
@@ -175,7 +175,7 @@ def test_gradients_of_input_and_parameters_are_the_loops(case: Case) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(cases(), st.data())
-def test_with_a_cache_filled_in_any_steps_too(case: Case, data: st.DataObject) -> None:
+def test_attention_with_a_cache_filled_in_any_steps_is_the_plain_loop(case: Case, data: st.DataObject) -> None:
     """The cache is longer than the sequence, and what lies in it beyond is not a number."""
     attn, x = case.module(), case.input()
     cache = attn.new_cache(case.batch, case.s + 3, torch.float64)
@@ -198,14 +198,11 @@ COMPILED = {
 
 @pytest.mark.slow
 @torch.no_grad()
-@settings(deadline=None, max_examples=4)
-@given(cases())
-@example(COMPILED["gqa"])
-@example(COMPILED["multi_query"])
-@example(COMPILED["multi_head"])
-def test_compiled_with_and_without_a_cache_too(case: Case) -> None:
-    """One graph each, but for the code generator, whose turn is next."""
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_attention_is_the_plain_loop_with_and_without_a_cache(name: str) -> None:
+    """One graph each, without PyTorch's code generator, which the next test has."""
     torch._dynamo.reset()
+    case = COMPILED[name]
     attn, x = case.module(), case.input()
     compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
     assert_is_the_loop(compiled(x, case.tables), case, attn, x)
@@ -218,7 +215,7 @@ def test_compiled_with_and_without_a_cache_too(case: Case) -> None:
 @pytest.mark.slow
 @torch.no_grad()
 @needs_compiler
-def test_generated_code_too() -> None:
+def test_generated_code_is_the_plain_loop() -> None:
     """torch.compile's own backend."""
     torch._dynamo.reset()
     case = COMPILED["gqa"]

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from test_checkpoint import Bomb
 from test_faults import fork
-from test_report import Made, made, sweep_of, text_of
+from test_report import COMPARE, LOSSES, Made, falling, made, sweep_of, text_of
 from test_train import configured
+from variants import FULL
 
 import sample
 import train
@@ -31,7 +32,7 @@ from sweeps import status
 from training.config import TrainConfig
 
 __all__ = ["made"]  # a fixture
-STRIDE = 1 if os.environ.get("NANOQK_FAULTS") == "full" else 9  # of the hostile files of a run, each ninth
+STRIDE = 1 if FULL else 9  # of the hostile files of a run, each ninth
 
 TEXTS = [
     "[]", '"x"', "3", "null", "{}", "[[1]]", "nan", '{"iter": "x"}', '{"iter": null, "val/loss": 1}', '{"iter": {}}',
@@ -45,18 +46,22 @@ FILES = ["plan.jsonl", "sweep.json", "status.json", "summary.json", "metrics.jso
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_json_of_the_wrong_shape_is_reported_or_refused_in_one_line(
-    file: str, made: Made, capsys: pytest.CaptureFixture[str]
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the file's whole content, as one more line, and as the value of each key in turn."""
+    made = Made(tmp_path / "sweep", parts={"a": {}}, compare=COMPARE, paper={"name": "x", "val_loss": {"*/p=2": 1.4}})
+    for p, fold in itertools.product((2, 3), (0, 1)):
+        made.run(f"a/p={p}", fold, falling(LOSSES[p][fold]))
     run = next(made.path.glob("*/status.json")).parent
     place = (made.path if file in ("plan.jsonl", "sweep.json") else run) / file
-    whole = place.read_text() if place.exists() else "{}"
-    contents = [one for text in TEXTS for one in (text, f"{whole}{text}")]
+    whole = place.read_text() if place.exists() else '{"about": {"metrics": {"cloze": {"acc": 0.5}}}}'
+    contents = [*TEXTS, *(f"{whole}{text}" for text in (TEXTS if file.endswith(".jsonl") else TEXTS[:1]))]
     if file.endswith(".json"):
         known = json.loads(whole)
         contents += [
             json.dumps(known | {key: json.loads(text)}) for text in (TEXTS[1], TEXTS[4], TEXTS[5]) for key in known
         ]
+        contents += ['{"about": {"metrics": 3}}', '{"about": {"metrics": {"cloze": 3}}}']
     for content in contents:
         place.write_text(content + "\n")
         with suppress(ConfigError):
@@ -109,7 +114,7 @@ def hostile_texts(exploded: Path) -> dict[str, bytes]:
 
 GIBIBYTE = 2**30
 PROGRAMS: dict[str, Callable[[Path, TrainConfig], int]] = {
-    "train": lambda run, config: guarded(lambda: train.run(replace(config, out_dir=str(run)))),
+    "train": lambda run, config: guarded(lambda: train.run(replace(config, out_dir=str(run), max_iters=6))),
     "sample": lambda run, config: run_script(
         sample.SampleConfig, sample.sample, "", [f"run={run}", "max_new_tokens=2"]
     ),
@@ -120,10 +125,15 @@ PROGRAMS: dict[str, Callable[[Path, TrainConfig], int]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_file_of_a_run_runs_code_or_fills_memory(program: str, corpus: Path, tmp_path: Path) -> None:
+def test_no_file_of_a_run_runs_code_or_fills_memory(
+    program: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each file of a run in turn, and each file of its checkpoint under a manifest that fits it."""
     config = configured(corpus, tmp_path / "run", max_iters=4)
     assert train.run(config) == 0
+    # compare.py's page holds 800 kB of our own JavaScript, which takes most of its time
+    monkeypatch.setattr("scripts.reporting.page.vl_convert.javascript_bundle", lambda **_: "")
+    assert limited(lambda: PROGRAMS[program](tmp_path / "run", config), tmp_path / "stderr")[0] == 0
     exploded, copy = tmp_path / "exploded", tmp_path / "copy"
     files = [
         p.relative_to(tmp_path / "run") for p in (tmp_path / "run").rglob("*") if p.is_file() and not p.is_symlink()
@@ -134,7 +144,8 @@ def test_no_file_of_a_run_runs_code_or_fills_memory(program: str, corpus: Path, 
             tried += 1
             continue
         tried += 1
-        shutil.rmtree(copy, ignore_errors=True)
+        for folder in (copy, tmp_path / "exported"):
+            shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tmp_path / "run", copy, symlinks=True)
         (copy / file).write_bytes(content)
         if file.parent.name.startswith("step_") and file.name != "MANIFEST.json":
@@ -221,9 +232,9 @@ def test_ids_of_a_plan_that_lead_out_of_the_sweep_are_refused(made: Made) -> Non
 
 
 @pytest.mark.slow
-def test_no_key_is_in_any_file_that_a_run_writes(tiny_run: list[str], tmp_path: Path, program: Any) -> None:
+def test_no_key_is_in_any_file_that_a_run_writes(tiny_run: list[str], tmp_path: Path, forked: Any) -> None:
     keys = {"WANDB_API_KEY": "a1b2c3d4" * 5, "HF_TOKEN": "hf_" + "q" * 34, "AWS_SECRET_ACCESS_KEY": "s3cr3t" * 6}
-    program("train.py", *tiny_run, "max_iters=4", "wandb.mode=offline", "out_dir=run", env={**os.environ, **keys})
+    forked("train.py", *tiny_run, "max_iters=4", "wandb.mode=offline", "out_dir=run", env=keys)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files)
     for path, key in itertools.product(files, keys.values()):

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -127,16 +126,14 @@ def test_only_new_lines_are_read_and_damaged_ones_are_dropped(sweep: Made) -> No
     assert run.update() and json.loads(run.json)["curves"] == {"val/loss": [[0, 4.0]]}
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(
-    dark: bool, sweep: Made, tmp_path: Path, browser: Page
-) -> None:
+def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(sweep: Made, tmp_path: Path, browser: Page) -> None:
+    lines = [{"iter": i, "train/loss": 4 - i / 5000, "grad_norm": 1.0, "tok_per_sec": 900.0} for i in range(5000)]
+    for line in lines[::500]:
+        line["val/loss"] = line["train/loss"] + 0.1
+    metrics = "".join(json.dumps(line) + "\n" for line in lines)
     for n in range(68):
         path = running(sweep, f"{HOSTILE}/p={1 + n % 14}", n // 14, 5000)
-        lines = [{"iter": i, "train/loss": 4 - i / 5000, "grad_norm": 1.0, "tok_per_sec": 900.0} for i in range(5000)]
-        for line in lines[::500]:
-            line["val/loss"] = line["train/loss"] + 0.1
-        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (path / "metrics.jsonl").write_text(metrics)
     append(path / "diagnostics.jsonl", iter=4500, **{f"attn/max_logit/layer_{i}/head_0": 3.0 + i for i in range(4)})
     append(path / "samples.jsonl", iter=4000, text="first")
     append(path / "samples.jsonl", iter=4500, text=f"To be {HOSTILE}")
@@ -145,7 +142,7 @@ def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(
     failed = sweep.lines[-2]["id"]
     (sweep.path / "logs").mkdir()
     (sweep.path / "logs" / f"{failed}.log").write_text(f"Traceback {HOSTILE}\n")
-    browser.dark(dark)
+    browser.dark(False)
     with served(tmp_path, "sweep=made") as port, FileLock(path / "lock"):
         browser.send("Page.navigate", url=f"http://127.0.0.1:{port}/")
         browser.wait("document.documentElement?.dataset.ready === 'true'")
@@ -159,17 +156,18 @@ def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(
         assert "running" in first and first[-1] == "min"
 
         append(path / "metrics.jsonl", **{"iter": 5000, "val/loss": 0.5, "train/loss": 0.4})
-        began = time.monotonic()
         browser.wait("views['val/loss'].data('rows').some(row => row.value === 0.5)", seconds=5)
-        assert "0.5000" in browser.evaluate(text) and time.monotonic() - began < 5
+        assert "0.5000" in browser.evaluate(text)
 
         browser.evaluate(f"document.querySelector('[data-run=\"{failed}\"]').click()")
         browser.wait(f"{text}.includes('Traceback {HOSTILE}')")
         assert f"out of memory {HOSTILE}" in browser.evaluate(text) and "qk_norm.p=4" in browser.evaluate(text)
         assert browser.evaluate("views['val/loss'].signal('chosen')") == failed
         assert browser.evaluate("document.images.length") == 0  # names are text
-        ink = browser.evaluate("getComputedStyle(document.body).color")
-        assert ink == ("rgb(230, 232, 235)" if dark else "rgb(26, 28, 32)")
+        assert browser.evaluate("getComputedStyle(document.body).color") == "rgb(26, 28, 32)"
+        browser.dark(True)  # while the page is open
+        browser.wait("getComputedStyle(document.body).color === 'rgb(230, 232, 235)'")
+        browser.wait("views['val/loss']?.data('rows').some(row => row.value === 0.5)")
         assert browser.problems == [] and {url.split("/")[2] for url in browser.requests} == {f"127.0.0.1:{port}"}
 
 

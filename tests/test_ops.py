@@ -74,8 +74,7 @@ LAYOUTS: dict[str, Callable[[int], Tensor]] = {
 
 
 @BOTH
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("p", NORMS, ids=NAMES)
+@pytest.mark.parametrize("p, layout", [(p, a) for p in NORMS for a in LAYOUTS if p in (0, 3) or a == "of qkv"])
 def test_norm_derivative_and_scale_are_the_reference(p: float, layout: str, dtype: torch.dtype) -> None:
     for n in (1, 7, 32, 40, 128, 2048):
         x = LAYOUTS[layout](n).to(dtype)
@@ -112,7 +111,7 @@ def check_norm(x: Tensor, p: float, factor: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("p", NORMS, ids=NAMES)
-def test_zeros_and_extremes(p: float) -> None:
+def test_zero_vectors_map_to_zero_and_no_power_overflows(p: float) -> None:
     """A vector at or below 1e-30 is a zero vector to Lp; no power over- or underflows; nan and inf spread over their
     vector alone; a vector has one result, whatever is beside it."""
     rows = [torch.zeros(64), draw(64) * 1e-31, draw(64) * 1e-20, draw(64) * 1e30, draw(64)]

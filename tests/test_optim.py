@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import tiny_config
 from torch import Tensor, nn
-from variants import V, config_of, random_tokens
+from variants import CONTESTANTS, V, config_of, random_tokens
 
 from core.schema import ConfigError
 from model.gpt import GPT
@@ -22,7 +22,7 @@ from training.optim import (
     optimizer_tensors,
     parameter_groups,
 )
-from training.updates import update_ratios
+from training.updates import update_ratios, weights_variant
 
 
 def new_model(config: TrainConfig) -> GPT:
@@ -34,7 +34,8 @@ def new_model(config: TrainConfig) -> GPT:
 def train(model: GPT, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         model(random_tokens(4, 16, seed=step), random_tokens(4, 16, seed=step + 100))[1].backward()
-        optimizer.step()
+        with weights_variant(model):
+            optimizer.step()
         optimizer.zero_grad()
 
 
@@ -85,6 +86,11 @@ def continued(config: TrainConfig) -> tuple[GPT, dict[str, Tensor]]:
     for name, p in straight.named_parameters():
         assert torch.equal(p, second.get_parameter(name)), name
     return first, saved
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_contestant_continues_bit_for_bit(name: str) -> None:
+    continued(config_of("gqa", name))
 
 
 def test_loaded_state_does_not_share_memory_with_the_checkpoint() -> None:

@@ -16,6 +16,7 @@ import yaml
 from conftest import ROOT
 from test_bad_input import check
 from test_sweeps import frozen, tiny_sweep
+from variants import FULL
 
 import sweeps.plan
 import sweeps.status
@@ -42,7 +43,7 @@ def test_a_planned_config_is_what_train_py_composes_from_its_words(name: str) ->
     points = {point for run in runs for point in run.points}
     for family in sweep.families.values():  # which name points that exist
         assert {*sum(family.pairs, []), family.baseline} - points <= {None}
-    for run in random.Random(0).sample(runs, min(12, len(runs))):
+    for run in random.Random(0).sample(runs, min(12 if FULL else 3, len(runs))):
         assert load_config(compose(run.overrides)) == run.config
         assert run.config.run_dir.name == run.id
 
@@ -65,18 +66,21 @@ def test_a_sweep_that_extends_another_changes_what_it_names() -> None:
     assert small.parts["control"].grid != base.parts["control"].grid
 
 
-def test_ten_thousand_runs_are_planned_and_frozen_in_under_a_minute(tmp_path: Path) -> None:
+SEEDS = 20 if FULL else 4  # 10,000 or 2,000 runs
+
+
+def test_runs_are_planned_and_frozen_in_six_milliseconds_each(tmp_path: Path) -> None:
     began = time.process_time()
     file = tmp_path / "big.yaml"
     grid = {"qk_norm.p": [1, 1.5, 2, 2.5, 3], "qk_norm.alpha_init": [1, 2, 3, 4, 5], "attention": ["mha", "gqa"]}
     words = ["data=python_docs", "model=gqa_nano", "qk_norm=lp"]
-    file.write_text(yaml.safe_dump({"overrides": words, "folds": [*range(10)], "seeds": [*range(20)], "grid": grid}))
+    file.write_text(yaml.safe_dump({"overrides": words, "folds": [*range(10)], "seeds": [*range(SEEDS)], "grid": grid}))
     sweep = load_sweep(str(file), {})
     runs = plan_runs(sweep, [])
     freeze(tmp_path / "sweep", "big", sweep, [], runs)
-    assert len({run.id for run in runs}) == 10_000
+    assert len({run.id for run in runs}) == 500 * SEEDS
     assert read_plan(tmp_path / "sweep") == runs
-    assert time.process_time() - began < 60
+    assert time.process_time() - began < 3 * SEEDS
 
 
 def test_runs_that_two_points_share_are_planned_once(tmp_path: Path, corpus: Path) -> None:
@@ -312,15 +316,3 @@ freeze(Path("{tmp_path}/sweep"), "tiny", sweep, [], plan_runs(sweep, []))
     commit, _, changes = frozen.pop("commit").partition("+")
     assert commit == head.strip() and len(changes) == 7 and frozen == {"overrides": [], "runs": 8}
     assert "+changed" in (tmp_path / "sweep" / f"code_{head[:12]}+{changes}.diff").read_text()
-
-
-def test_a_launcher_whose_reader_has_left_trains_the_rest(tmp_path: Path, corpus: Path) -> None:
-    file = tiny_sweep(tmp_path, corpus, grid={"qk_norm": ["none", "rms"]}, folds=[0])
-    command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), f"sweep={file}", f"sweep_dir={tmp_path / 'sweep'}"]
-    process = subprocess.Popen([*command, "launcher.workers=1"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(300) == 0
-    assert [sweeps.status.state_of(tmp_path / "sweep", run).state for run in read_plan(tmp_path / "sweep")] == 2 * [
-        "done"
-    ]

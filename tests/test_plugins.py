@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, TINY, Program
-from variants import LAYOUTS, PAIRS, config_of
+from variants import ALL_PAIRS, LAYOUTS, config_of
 
 from core import cli, plugins
 from core.schema import ConfigError, options
@@ -63,30 +63,30 @@ def words(tmp_path: Path, corpus: Path) -> list[str]:
 
 
 def test_a_run_is_named_after_the_plugins_values_and_resumed_only_with_them(
-    words: list[str], tmp_path: Path, program: Program
+    words: list[str], tmp_path: Path, forked: Program
 ) -> None:
     both = [*words, "attention=reversed"]
-    program("train.py", *both)
+    forked("train.py", *both)
     (run,) = (tmp_path / "runs").iterdir()
     assert run.name.startswith("baby_gpt-reversed-half_n2-text-s1337-")
-    again = program("train.py", *both, "qk_norm.n=3", f"out_dir={run}", status=2)
+    again = forked("train.py", *both, "qk_norm.n=3", f"out_dir={run}", status=2)
     assert "qk_norm.n 2 -> 3" in again.stderr
-    alone = program("train.py", *both, "model.n_head=1", "out_dir=alone", status=2)
+    alone = forked("train.py", *both, "model.n_head=1", "out_dir=alone", status=2)
     assert "attention=reversed needs two heads" in alone.stderr and not (tmp_path / "alone").exists()
-    listed = program("train.py", "plugins=[halves]", "--help").stdout
+    listed = forked("train.py", "plugins=[halves]", "--help").stdout
     assert "qk_norm.n=2" in listed and "attention=reversed" in listed and "also head_dim" in listed
 
     (tmp_path / "halves.py").write_text(PLUGIN + "# changed\n")
     sample = ["sample.py", f"run={run}", "start=to", "num_samples=1", "max_new_tokens=2"]
-    assert "the plugin halves has changed: its SHA-256 is" in program(*sample).stderr
-    program("train.py", *both, "schedule=constant", "out_dir=c")
+    assert "the plugin halves has changed: its SHA-256 is" in forked(*sample).stderr
+    forked("train.py", *both, "schedule=constant", "out_dir=c")
     (tmp_path / "halves.py").write_text(PLUGIN)
-    resumed = program("train.py", *both, "schedule=constant", "out_dir=c", "max_iters=3")
+    resumed = forked("train.py", *both, "schedule=constant", "out_dir=c", "max_iters=3")
     assert "warning: the plugin halves has changed" in resumed.stdout
 
     (tmp_path / "halves.py").rename(tmp_path / "elsewhere.py")
     for command in (sample, ["train.py", *both], ["scripts/audit.py", f"run={run}"]):
-        missing = program(*command, status=2)
+        missing = forked(*command, status=2)
         assert missing.stderr.count("\n") == 1
         assert missing.stderr.startswith("error: plugins=[halves]: no module halves in ")
 
@@ -135,6 +135,11 @@ def test_a_plugin_that_cannot_be_used_is_named(
     assert str(error.value).startswith(message)
 
 
+def test_a_plugin_that_is_recorded_and_not_loaded_counts_as_changed() -> None:
+    (said,) = plugins.changed_plugins({"not_loaded": "0" * 64})
+    assert said == f"the plugin not_loaded has changed: its SHA-256 is unknown, the run's {'0' * 12}"
+
+
 @pytest.mark.parametrize("held", [["config.yaml", "status.json"], ["config.yaml", "ckpt"], ["plan.jsonl"]])
 def test_nothing_is_imported_from_a_run_directory(
     held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +160,7 @@ def test_nothing_is_imported_from_a_run_directory(
 
 
 def test_no_norm_of_ours_is_said_to_keep_attention_uniform() -> None:
-    for attention, norm in PAIRS:
+    for attention, norm in ALL_PAIRS:
         gpt = GPT(config_of(attention, norm).gpt, 11)
         gpt.init_weights(0)
         assert all(logit_bound(layer) >= 1 for layer in gpt.attentions), (attention, norm)

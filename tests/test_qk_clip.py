@@ -3,7 +3,9 @@
 import functools
 import json
 import math
+import os
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 import variants
 from conftest import needs_compiler
-from test_ddp import torchrun
+from test_ddp import ranks
 from test_gpt import build, random_tokens
 from test_resume import assert_halves_equal_straight
 from test_train import QK_CLIP, configured, lines, weights
@@ -25,6 +27,7 @@ from model.ops import max_logits, queries_at_once
 from model.options import AttentionOptions, MLAOptions
 from training.config import LogClipOptions, NoClipOptions, QKClipOptions, TrainConfig, load_config
 from training.qk_clip import qk_clip, qk_clip_line
+from training.session import Session
 
 LAYOUTS = {name: variants.LAYOUTS[name] for name in ("mha", "gqa", "mqa", "mla", "mla_q_rank")}
 
@@ -193,14 +196,13 @@ def test_a_line_tells_of_all_updates_since_the_one_before_and_no_clip_goes_unlog
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("long", [False, True])
-@pytest.mark.parametrize("attention, optim", [("gqa", "adamw"), ("mla", "muon")])
+@pytest.mark.parametrize("attention, optim, long", [("gqa", "adamw", False), ("mla", "muon", True)])
 def test_compiled_runs_clip_as_eager_ones(
     attention: str, optim: str, long: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole program, but for the code generator, whose turn is next: maxima are neither lost nor left over between
-    micro-batches, updates, evaluations and the start-up checks, and one graph trains. long: compiled with activation
-    checkpointing, and without the logits."""
+    """The whole program without PyTorch's code generator, which the next test has: maxima are neither lost nor left
+    over between micro-batches, updates, evaluations and the start-up checks, and one graph trains. long: compiled with
+    activation checkpointing, and without the logits."""
     graphs = 0
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -253,38 +255,32 @@ def test_generated_code_has_the_maxima_of_eager_code(attention: str) -> None:
         torch.testing.assert_close(generated, eager)
 
 
-SPY = """
-import os, sys
-from hashlib import sha256
-import train
-from training.qk_clip import qk_clip, qk_clip_line
-setup, models = train.setup, []
+def note_weights_and_clips() -> None:
+    """After each update of a rank: a digest of its weights, and how many heads were clipped."""
+    setup, models = train.setup, []
 
-def keep(config):
-    session = setup(config)
-    models.append(session.model)
-    return session
+    def keep(config: TrainConfig) -> Session:
+        session = setup(config)
+        models.append(session.model)
+        return session
 
-def spy(attentions, config, *skip):
-    maxima = qk_clip(attentions, config, *skip)
-    state = b"".join(t.numpy().tobytes() for t in models[0].state_dict().values())
-    with open("digests-" + os.environ["RANK"], "a") as file:
-        print(sha256(state).hexdigest(), qk_clip_line(maxima, config)["qk_clip/clipped"], file=file)
-    return maxima
+    def noted(attentions: Any, config: Any, *skip: Any) -> Tensor:
+        maxima = qk_clip(attentions, config, *skip)
+        assert maxima is not None
+        state = b"".join(t.numpy().tobytes() for t in models[0].state_dict().values())
+        with open(f"digests-{os.environ['RANK']}", "a") as file:
+            print(sha256(state).hexdigest(), qk_clip_line(maxima, config)["qk_clip/clipped"], file=file)
+        return maxima
 
-train.setup, train.qk_clip = keep, spy
-train.main()
-"""
+    train.setup, train.qk_clip = keep, noted  # type: ignore[assignment]
 
 
 @pytest.mark.slow
 def test_two_ranks_clip_alike_and_keep_identical_weights(tiny_run: list[str], tmp_path: Path) -> None:
     """The maximum is taken over the ranks: each rank alone would scale by another gamma and drift apart."""
-    (tmp_path / "spy.py").write_text(SPY)
     words = [*tiny_run, "model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=4", "optim.learning_rate=0.01"]
     clip = ["qk_clip=clip", "qk_clip.threshold=0.02"]
-    done = torchrun(tmp_path, *words, *clip, "out_dir=two", script=tmp_path / "spy.py")
-    assert done.returncode == 0, done.stderr
+    ranks(tmp_path, *words, *clip, "out_dir=two", prepare=note_weights_and_clips)
     digests = [(tmp_path / f"digests-{rank}").read_text().splitlines() for rank in (0, 1)]
     assert digests[0] == digests[1] and len(set(digests[0])) == 4
     settings = json.loads((tmp_path / "two" / "ckpt" / "latest" / "state.json").read_text())["config"]

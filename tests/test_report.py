@@ -493,7 +493,3 @@ def test_a_number_has_one_colour_in_every_part_and_a_second_sign() -> None:
     assert look["a/p=2"] == look["b/p=2"] and look["a/p=4"] == look["b/p=4"]
     names = {"": {name: name for name in ("rms", "none", "lp", *"abcdefgh")}}
     assert len({(s.colour, tuple(s.dashes)) for s in styles(names).values()}) == 11
-
-
-# -----------------------------------------------------------------------------
-# The program

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, ROOT, Program, flip, needs_compiler
-from test_train import assert_same_run, configured, lines, saved_json, weights
+from test_train import SETTINGS, assert_same_run, configured, lines, saved_json, weights
 
 import train
 from core import checkpoint, device
@@ -37,7 +37,7 @@ def assert_halves_equal_straight(corpus: Path, folder: Path, **changes: Any) -> 
     assert_same_run(folder / "straight", folder / "halves")
 
 
-@pytest.mark.parametrize("name", ["none", "rms", "layernorm", "lp1.5", "lp3", "lp_learned"])
+@pytest.mark.parametrize("name", ["none", "rms", "lp_learned"])
 def test_six_iterations_equal_three_and_three(name: str, corpus: Path, tmp_path: Path) -> None:
     """With dropout; the two accumulated micro-batches draw from the same generator."""
     norm = asdict(QK_NORM_VARIANTS[name])
@@ -68,7 +68,7 @@ def test_the_seed_decides_so_that_equality_is_not_an_accident(corpus: Path, tmp_
     assert lines(tmp_path / "1") != lines(tmp_path / "2")
 
 
-@pytest.mark.parametrize("first", [1, 4, 5])
+@pytest.mark.parametrize("first", [2, 5])
 def test_a_changed_eval_interval_does_not_change_the_training(first: int, corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "straight", eval_interval=1)) == 0
     intervals = {"log_interval": 1, "checkpoint_interval": 1}
@@ -97,8 +97,9 @@ def test_a_new_eval_interval_loses_no_evaluation(corpus: Path, tmp_path: Path, m
 
 @needs_compiler
 def test_a_resumed_compiled_run_is_bit_exact(corpus: Path, tmp_path: Path) -> None:
-    assert_halves_equal_straight(corpus, tmp_path, compile=True)
-    assert train.run(configured(corpus, tmp_path / "eager")) == 0
+    one_layer = {**SETTINGS["model"], "n_layer": 1}  # half the time
+    assert_halves_equal_straight(corpus, tmp_path, compile=True, model=one_layer)
+    assert train.run(configured(corpus, tmp_path / "eager", model=one_layer)) == 0
     compiled, eager = (lines(tmp_path / name)[0]["val/loss"] for name in ("straight", "eager"))
     assert compiled == pytest.approx(eager, rel=1e-5)
 
@@ -303,9 +304,9 @@ def test_a_corrupt_checkpoint_is_replaced_by_the_one_before_it_and_the_numbers_s
     assert_same_run(tmp_path / "straight", tmp_path / "broken")
 
 
-def test_a_signal_saves_stops_and_says_how_to_go_on(tiny_run: list[str], tmp_path: Path, program: Program) -> None:
+def test_a_signal_saves_stops_and_says_how_to_go_on(tiny_run: list[str], tmp_path: Path, forked: Program) -> None:
     words = [*tiny_run, "max_iters=250", "eval_interval=125", "checkpoint_interval=250"]
-    program("train.py", *words, "out_dir=straight")
+    forked("train.py", *words, "out_dir=straight")
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         run = tmp_path / number.name
         command = [sys.executable, str(ROOT / "train.py"), *words, f"out_dir={number.name}"]
@@ -321,7 +322,7 @@ def test_a_signal_saves_stops_and_says_how_to_go_on(tiny_run: list[str], tmp_pat
         assert state["state"] == "stopped" and state["reason"] == number.name
         assert checkpoint.load(run / "ckpt" / "latest").step == state["iter"]
         assert [line["iter"] for line in Metrics.read(metrics)] == list(range(state["iter"]))
-        program("train.py", *words, f"out_dir={number.name}")
+        forked("train.py", *words, f"out_dir={number.name}")
         assert_same_run(tmp_path / "straight", run)
 
 

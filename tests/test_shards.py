@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, flip
+from conftest import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bad_input import Outcome, check, contents, outcome
@@ -30,6 +28,7 @@ from data.tokenizer import BYTES, BPETokenizer
 from data.tokens import load_corpus
 from sweeps.definition import load_sweep
 from sweeps.launch import LaunchOptions, read_request
+from sweeps.launch import main as launch
 
 __all__ = ["folder", "outcome", "parquet", "shards"]  # fixtures
 
@@ -160,7 +159,9 @@ def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards
         ("sweep=gqa sweep.parts=[per_sequence]", 15, 2**20),
     ],
 )
-def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shards: Path, tmp_path: Path) -> None:
+def test_the_papers_sweeps_pass_a_dry_run(
+    words: str, runs: int, step: int, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     size = "null" if "per_sequence" in words else "4096"  # a window of 32,768 needs all that is held out
     asked = [*words.split(), f"data.path={shards}", f"data.val_tokens={size}", f"sweep_dir={tmp_path / 'sweep'}"]
     values, overrides = cli.read_settings(asked, LaunchOptions)
@@ -171,10 +172,9 @@ def test_the_papers_sweeps_pass_a_dry_run(words: str, runs: int, step: int, shar
     (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))
     held_out_of = 10**9 if options.sweep == "gqa" else 10**11  # the tokens that its file says to prepare
     assert asked_for < 0.7 * held_out_of * PrepareFineWebConfig.val_fraction
-    command = [sys.executable, str(ROOT / "sweeps" / "launch.py"), *asked, "dry_run=true"]
-    listed = subprocess.run(command, capture_output=True, text=True)
-    assert listed.returncode == 0, listed.stderr
-    assert f"{runs} runs ({runs} pending)" in listed.stdout and "GiB of disk" in listed.stdout
+    assert launch([*asked, "dry_run=true"]) == 0
+    listed = capsys.readouterr().out
+    assert f"{runs} runs ({runs} pending)" in listed and "GiB of disk" in listed
     assert not (tmp_path / "sweep").exists()
 
 

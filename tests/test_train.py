@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import FULL, QK_NORM_VARIANTS, ROOT, Program, needs_compiler, tiny_config
+from conftest import QK_NORM_VARIANTS, ROOT, Program, needs_compiler, tiny_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from variants import LAYOUTS, NORMS, PAIRS
+from variants import ALL_PAIRS, FULL, LAYOUTS, NORMS
 
 import train
 from core import checkpoint
@@ -133,7 +133,7 @@ COVERING = [  # each layout and each norm at least once
 assert {layout for layout, _ in COVERING} == {*LAYOUTS} and {name for _, name in COVERING} == {*NORMS}
 
 
-@pytest.mark.parametrize("layout, name", PAIRS if FULL else COVERING)
+@pytest.mark.parametrize("layout, name", ALL_PAIRS if FULL else COVERING)
 def test_every_layout_and_every_norm_trains_below_the_entropy_of_single_characters(
     layout: str, name: str, corpus: Path, tmp_path: Path
 ) -> None:
@@ -239,7 +239,7 @@ def test_one_compilation_serves_every_p_fold_and_seed(graphs: Callable[[], int],
     for p, fold, seed in ((2.0, 0, 1), (3.0, 1, 1), (1.0, 0, 2), (1.5, 2, 3), (3.5, 0, 1), (7.25, 1, 4)):
         changes = {
             "data": {"name": "text", "path": str(corpus), "fold": fold}, "seed": seed,
-            "qk_norm": asdict(LpNormOptions(p=p)), "model": {**SETTINGS["model"], "dropout": 0.0},
+            "qk_norm": asdict(LpNormOptions(p=p)), "model": {**SETTINGS["model"], "n_layer": 1, "dropout": 0.0},
         }  # fmt: skip
         compiled, eager = tmp_path / f"{p}", tmp_path / f"{p} eager"
         assert train.run(configured(corpus, compiled, compile=True, **changes)) == 0
@@ -254,12 +254,12 @@ def test_one_compilation_serves_every_p_fold_and_seed(graphs: Callable[[], int],
 def test_a_process_compiles_every_model_that_it_trains(
     graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
 ) -> None:
-    """Of PyTorch's own limit there would be four."""
+    """PyTorch's own limit would stop at four models."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    names = ["none", "rms", "layernorm", "lp2", "lp_learned", "lpinf", "lp1.5"]
+    names = ["none", "rms", "layernorm", "lp2", "lp_learned"]
     for n, name in enumerate(names, 1):
         norm = asdict(QK_NORM_VARIANTS[name])
-        model = {**SETTINGS["model"], "dropout": 0.0}
+        model = {**SETTINGS["model"], "n_layer": 1, "dropout": 0.0}
         assert train.run(configured(corpus, tmp_path / name, compile=True, qk_norm=norm, model=model)) == 0
         assert graphs() == 2 * n, name
 
@@ -353,10 +353,6 @@ def test_each_evaluation_has_diagnostics_of_the_same_held_out_sequences(corpus: 
 
 
 # -----------------------------------------------------------------------------
-# Start-up checks, divergence
-
-
-# -----------------------------------------------------------------------------
 # The program
 
 
@@ -371,33 +367,38 @@ def test_too_little_memory_is_one_line(program: Program, tiny_run: list[str], tm
     assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["a run", "é dir", "a,b(1)", "it's {x}=1"])
-def test_how_to_sample_is_said_in_words_that_a_shell_and_hydra_take(
-    name: str, corpus: Path, tmp_path: Path, program: Program
+@pytest.mark.parametrize("name", ["é dir", "it's {x}=1"])
+def test_how_to_sample_is_said_in_words_that_a_shell_and_sample_py_take(
+    name: str, corpus: Path, tmp_path: Path, forked: Program
 ) -> None:
     assert train.run(configured(corpus, tmp_path / name, max_iters=2)) == 0
     log = (tmp_path / name / "train.log").read_text()
     table = [line.split()[2] for line in log.splitlines()[-5:]]
     assert table == ["done:", "best:", "time:", "kept:", "next:"]
     said = log.rpartition("python sample.py ")[2]
-    assert name != "a run" or said == f"'run={tmp_path / name}'\n"
-    done = program("sample.py", *shlex.split(said), "num_samples=1", "max_new_tokens=1", "start=to")
+    assert name != "é dir" or said == f"'run={tmp_path / name}'\n"
+    done = forked("sample.py", *shlex.split(said), "num_samples=1", "max_new_tokens=1", "start=to")
     assert done.stdout.startswith("to")
 
 
+def files(run: Path) -> dict[Path, bytes]:
+    """The files of a run but for its log."""
+    return {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "train.log"}
+
+
 def test_the_program_trains_says_so_when_finished_evaluates_and_starts_afresh(
-    program: Program, tiny_run: list[str], tmp_path: Path
+    forked: Program, tiny_run: list[str], tmp_path: Path
 ) -> None:
     words, run = [*tiny_run, "max_iters=4", "out_dir=run"], tmp_path / "run"
-    done = program("train.py", *words)
+    done = forked("train.py", *words)
     assert "done: val/loss" in done.stdout
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "train.log"}
-    again = program("train.py", *words)
+    before = files(run)
+    again = forked("train.py", *words)
     assert "run is done" in again.stdout
-    again = program("train.py", *words, "eval_only=true")  # of the latest checkpoint
+    again = forked("train.py", *words, "eval_only=true")  # of the latest checkpoint
     assert f"iter 4: val/loss {lines(run)[-1]['val/loss']:.4f}" in again.stdout
-    assert all(p.read_bytes() == content for p, content in before.items())
-    program("train.py", *words, "fresh=true")
+    assert files(run) == before
+    forked("train.py", *words, "fresh=true")
     assert (tmp_path / "run.old-1" / "metrics.jsonl").read_bytes() == before[run / "metrics.jsonl"]
     assert lines(run) == lines(tmp_path / "run.old-1")
 
@@ -411,19 +412,19 @@ def test_default_run_directories_differ_by_what_decides_the_numbers(corpus: Path
 
 
 def test_dry_run_prints_settings_and_costs_and_writes_nothing(
-    program: Program, tiny_run: list[str], tmp_path: Path
+    forked: Program, tiny_run: list[str], tmp_path: Path
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
-    done = program("train.py", *tiny_run, "dry_run=true", "qk_norm=lp", "qk_norm.p=inf")
+    done = forked("train.py", *tiny_run, "dry_run=true", "qk_norm=lp", "qk_norm.p=inf")
     for part in ("p: .inf", "parameters:", "FLOPs:", "memory:", "KV cache:     ", "256 bytes", "estimate:", "runs/"):
         assert part in done.stdout, part
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_multirun_makes_one_run_each_and_its_option_may_stand_anywhere(
-    program: Program, tiny_run: list[str], tmp_path: Path
+    forked: Program, tiny_run: list[str], tmp_path: Path
 ) -> None:
-    program("train.py", *tiny_run, "max_iters=2", "-m", "seed=1,2", "qk_norm=none,rms")
+    forked("train.py", *tiny_run, "max_iters=2", "-m", "seed=1,2", "qk_norm=none,rms")
     assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 4
 
 

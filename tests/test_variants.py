@@ -358,17 +358,16 @@ def training_config(name: str, corpus: Path, folder: Path, layout: str = "gqa", 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONTESTANTS)
-def test_a_contestant_passes_the_start_up_checks(name: str, dtype: str, corpus: Path, tmp_path: Path) -> None:
+def test_a_contestant_passes_the_start_up_checks(name: str, corpus: Path, tmp_path: Path) -> None:
     """None of them sees the future; their first loss is that of a uniform guess."""
-    for layout in ("gqa", "mla"):
+    for layout, dtype in (("gqa", "bfloat16"), ("mla", "float32")):
         if not refused(layout, name):
             assert start_up_checks(setup(training_config(name, corpus, tmp_path, layout, dtype=dtype))) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONTESTANTS)
+@pytest.mark.parametrize("name", ["quack", "sigma_reparam", "all"])  # the others have parameters alone: test_optim.py
 def test_a_contestant_trains_and_resumes_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -3,6 +3,7 @@
 Shapes: B batch, T positions, C = n_embd, nh and nkv heads, hs channels a head.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,7 @@ from model.options import (
 )
 from training.config import TrainConfig
 
+FULL = os.environ.get("NANOQK_FAULTS") == "full"  # make test-faults: at length
 V = 11
 NORMS: dict[str, QKNormOptions] = {
     "none": NoNormOptions(),
@@ -80,7 +82,11 @@ CONTESTANTS: dict[str, dict[str, Any]] = {  # groups of settings beside the layo
         "output": GateOptions(), "weights": SigmaReparamOptions(),
     },
 }  # fmt: skip
-PAIRS = [(a, n) for a in LAYOUTS for n in NORMS if (a, n) != ("mla_unified", "none")]  # which the config refuses
+ALL_PAIRS = [(a, n) for a in LAYOUTS for n in NORMS if (a, n) != ("mla_unified", "none")]  # which the config refuses
+# How a norm takes p does not depend on the layout; MQA is GQA with one key head, q_rank changes MLA's queries alone
+FORMS = ("none", "rms", "layernorm", "lp3", "lp_learned")
+FEW = {"mqa": ("rms", "lp_learned"), "mla_q_rank": ("none", "layernorm")}
+PAIRS = ALL_PAIRS if FULL else [(a, n) for a, n in ALL_PAIRS if a == "mha" or n in FEW.get(a, FORMS)]
 
 
 def refused(layout: str, name: str) -> bool:
@@ -89,7 +95,9 @@ def refused(layout: str, name: str) -> bool:
     return unified or (name == "value_norm" and layout.startswith("mla"))
 
 
-ENTRIES = [*PAIRS, *((a, n) for a in LAYOUTS for n in CONTESTANTS if not refused(a, n))]
+ALL_ENTRIES = [*PAIRS, *((a, n) for a in LAYOUTS for n in CONTESTANTS if not refused(a, n))]
+SOME = {"mha": ("rms_whole", "ngpt", "all"), "mqa": ("rms_whole",), "mla_q_rank": ("quack", "all")}  # of CONTESTANTS
+ENTRIES = [(a, n) for a, n in ALL_ENTRIES if FULL or n in NORMS or n in SOME.get(a, CONTESTANTS)]
 
 
 def config_of(attention: str | AttentionOptions, qk_norm: str | QKNormOptions, **settings: Any) -> TrainConfig:

@@ -1,13 +1,13 @@
 """The settings of a training run: TrainConfig joins those of the model, the data and the optimizer. Free of torch."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from core.files import expand
 from core.plugins import load_plugins
 from core.schema import (
     FREE,
@@ -378,7 +378,7 @@ class TrainConfig:
     @property
     def run_dir(self) -> Path:
         if self.out_dir is not None:
-            return Path(os.path.expanduser(self.out_dir))
+            return expand(self.out_dir)
         fold_number = self.data.fold if isinstance(self.data, FoldedTextOptions) else None
         fold = "" if fold_number is None else f"-fold{fold_number}"
         file = Path(getattr(self.data, "path", None) or "").name

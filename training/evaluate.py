@@ -131,4 +131,4 @@ def find_lowest(run_dir: RunDir) -> LowestLoss:
     losses = run_dir.recorded("val/loss")
     step = min(losses, key=lambda i: (losses[i], i), default=None)
     # rank 0 alone has the record
-    return dist.broadcast_object(LowestLoss() if step is None else LowestLoss(losses[step], step))
+    return dist.gather(LowestLoss() if step is None else LowestLoss(losses[step], step))[0]

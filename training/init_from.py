@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from core import checkpoint
-from core.files import read_json
+from core.files import expand, file_sha256, read_json
 from core.rundir import differences
 from core.schema import ConfigError, deciding, require
 from data.hf_tokenizer import tokenizer_json
@@ -38,7 +38,7 @@ def with_init_sha256(config: TrainConfig) -> TrainConfig:
 
 def weights_file(init_from: str) -> Path:
     """The weights of a Hugging Face folder, of a checkpoint, or of a run's best one. Raises: ConfigError."""
-    path = Path(init_from).expanduser()
+    path = expand(init_from)
     folder = path if (path / "config.json").is_file() else checkpoint.resolve(path, "best", "init_from")
     file = folder / "model.safetensors"
     require(file.is_file(), f"init_from={init_from} has no model.safetensors")
@@ -53,8 +53,7 @@ def sha256_of(init_from: str) -> str:
 @functools.cache
 def measured(file: Path, mtime: int) -> str:
     """Once for all runs of a sweep."""
-    sha256: str = checkpoint.measure(file)["sha256"]
-    return sha256
+    return file_sha256(file)
 
 
 def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from core import checkpoint, dist
-from core.files import is_intact, read_json
+from core.files import file_sha256, is_intact, read_json
 from core.plugins import changed_plugins
 from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, differences, open_run, read_status
 from core.schema import ConfigError, require
@@ -44,7 +44,7 @@ def open_run_dir(session: Session) -> RunDir:
             run_dir = open_run(run_request(session.config))
         except ConfigError as refusal:
             error = str(refusal)
-    finished, error = dist.broadcast_object((run_dir is not None and run_dir.finished, error))
+    finished, error = dist.gather((run_dir is not None and run_dir.finished, error))[0]
     if error is not None:
         raise ConfigError(error)
     return run_dir or ReadOnlyRunDir(session.config.run_dir, finished=finished)  # rank 0, or another rank
@@ -134,7 +134,7 @@ def find_damage(path: Path) -> str:
     if not is_intact(summary):
         return f"{path / 'summary.json'} has changed since"
     for file, sha256 in summary.get("records", {}).items():
-        if not (path / file).is_file() or checkpoint.measure(path / file)["sha256"] != sha256:
+        if not (path / file).is_file() or file_sha256(path / file) != sha256:
             return f"{path / file} has changed since"
     return ""
 

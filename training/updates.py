@@ -99,10 +99,6 @@ def parameter_kind(name: str, p: Tensor) -> str:
     return "attention" if ".attn." in name else "mlp" if ".mlp." in name else "embedding"
 
 
-def clone_weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 @torch.no_grad()
 def update_ratios(model: nn.Module, old_weights: dict[str, Tensor]) -> dict[str, float]:
     """update/KIND: 2-norm of an update over that of the weights before it, for each kind of parameter."""

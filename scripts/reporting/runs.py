@@ -1,6 +1,5 @@
 """The table of a sweep's runs, with the curves of each: what every number of a report is made from."""
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from core.files import is_intact, parse_object, read_json
+from core.files import file_sha256, is_intact, parse_object, read_json
 from core.schema import ConfigError, flatten, require, show
 from sweeps.definition import REDUCTIONS, Part, check_sweep
 from sweeps.definition import Sweep as Definition
@@ -286,9 +285,9 @@ def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str
     summary = {**evaluation(path), **read_summary(path)}
     missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
     require(not missing, f"summary.json has no {', '.join(missing)}")
-    if (sha256 := summary.pop("records", {}).get("metrics.jsonl")) and (path / "metrics.jsonl").is_file():
-        found = hashlib.sha256((path / "metrics.jsonl").read_bytes()).hexdigest()
-        require(found == sha256, "metrics.jsonl has changed since the run ended")
+    records = summary.pop("records", None) or {}
+    if (sha256 := records.get("metrics.jsonl")) and (path / "metrics.jsonl").is_file():
+        require(file_sha256(path / "metrics.jsonl") == sha256, "metrics.jsonl has changed since the run ended")
     curves = read_curves(path, keys)
     known = curves.get("val/loss", {}).get(summary["iter_of_min"]) == summary["val/loss_min"]
     require(known, "the minimum of summary.json is not in metrics.jsonl")
@@ -311,8 +310,11 @@ def evaluation(path: Path) -> dict[str, float]:
     """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value."""
     evaluated = read_json(path / "evaluation.json")
     require(is_intact(evaluated), "evaluation.json has changed since it was written")
-    found = evaluated.get("about", {}).get("metrics", {})
-    return {f"eval/{task}/{name}": value for task, values in found.items() for name, value in values.items()}
+    try:
+        found = evaluated.get("about", {}).get("metrics", {})
+        return {f"eval/{task}/{name}": value for task, values in found.items() for name, value in values.items()}
+    except AttributeError as error:
+        raise ConfigError("evaluation.json has no metrics that can be read") from error
 
 
 def read_curves(path: Path, keys: Sequence[str]) -> dict[str, Curve]:

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,13 +34,13 @@ def words(corpus: Path, layout: str, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_qk_norm_of_ones_own_trains_samples_and_decodes_as_the_page_says(
-    layout: str, my_norm: Path, corpus: Path, program: Program
+    layout: str, my_norm: Path, corpus: Path, forked: Program
 ) -> None:
-    done = program("train.py", *words(corpus, layout, "max_iters=4", "qk_norm.q=0.25"))
+    done = forked("train.py", *words(corpus, layout, "max_iters=4", "qk_norm.q=0.25"))
     assert "done: val/loss" in done.stdout and "nearly uniform" not in done.stderr
     summary = json.loads((my_norm.parent / "run" / "summary.json").read_text())
     assert [*summary["plugins"]] == ["my_norm"] and len(summary["plugins"]["my_norm"]) == 64
-    out = program("sample.py", "run=run", "start=to be", "num_samples=1", "max_new_tokens=40")
+    out = forked("sample.py", "run=run", "start=to be", "num_samples=1", "max_new_tokens=40")
     assert out.stdout.startswith("to be") and out.stderr == "", out.stderr
     code = (
         "import torch\nfrom pathlib import Path\nfrom sample import load_run\n"
@@ -53,16 +51,23 @@ def test_a_qk_norm_of_ones_own_trains_samples_and_decodes_as_the_page_says(
         "norm = model.attentions[0].q_norm\n"
         "assert type(norm).__name__ == 'PowerNorm' and norm.options.q == 0.25"
     )
-    checked = subprocess.run([sys.executable, "-c", code], cwd=my_norm.parent, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
+    (my_norm.parent / "check.py").write_text(code)
+    forked(str(my_norm.parent / "check.py"))
 
 
-def test_the_pages_norm_attends(my_norm: Path, corpus: Path, program: Program) -> None:
+def test_the_pages_norm_attends(my_norm: Path, corpus: Path, forked: Program) -> None:
     """Its logits grow with the weights. With q = 1 they cannot, and the start says so."""
     largest = {}
     for q in (0.5, 1):
-        more = ["max_iters=200", "eval_interval=200", "optim.learning_rate=0.02", f"qk_norm.q={q}", f"out_dir=q{q}"]
-        done = program("train.py", *words(corpus, "mha", *more))
+        more = [
+            "max_iters=200",
+            "eval_interval=200",
+            "checkpoint_interval=200",
+            "optim.learning_rate=0.02",
+            f"qk_norm.q={q}",
+            f"out_dir=q{q}",
+        ]
+        done = forked("train.py", *words(corpus, "mha", *more))
         lines = [json.loads(line) for line in (my_norm.parent / f"q{q}" / "metrics.jsonl").read_text().splitlines()]
         largest[q] = lines[-1]["attn/max_logit"]
         warned = "warning: qk_norm=power bounds every |logit| by 0.35, whatever the weights"
