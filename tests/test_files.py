@@ -55,7 +55,7 @@ def test_a_write_that_fails_leaves_the_old_content(
     assert read_json(tmp_path / "x.json") == {"a": 1, "b": None} and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_user_without_a_home_has_a_cache_of_their_own_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_a_cache_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert cache_folder() == Path(tempfile.gettempdir(), f"nanoqk-{os.getuid()}")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from test_bad_input import check
-from test_sweeps import frozen, tiny_sweep
+from test_sweeps import frozen, launched, tiny_sweep
 from variants import FULL
 
 import sweeps.plan
@@ -316,3 +316,19 @@ freeze(Path("{tmp_path}/sweep"), "tiny", sweep, [], plan_runs(sweep, []))
     commit, _, changes = frozen.pop("commit").partition("+")
     assert commit == head.strip() and len(changes) == 7 and frozen == {"overrides": [], "runs": 8}
     assert "+changed" in (tmp_path / "sweep" / f"code_{head[:12]}+{changes}.diff").read_text()
+
+
+def test_a_diverged_run_is_a_result_and_not_a_failure(tmp_path: Path, corpus: Path) -> None:
+    words = ["max_iters=30", "grad_clip=0", "eval_interval=30"]
+    grid = {"optim.learning_rate": [1e-3, 1e30]}
+    sweep = tiny_sweep(tmp_path, corpus, *words, grid=grid, folds=None, parts={"hot": {}})
+    output = launched(sweep)
+    assert "1 done, 1 diverged" in output
+    for run in read_plan(tmp_path / "sweep"):  # W&B's tags, and no media
+        wandb = load_config(yaml.safe_load((tmp_path / "sweep" / run.id / "config.yaml").read_text())).wandb
+        assert wandb.tags == (f"sweep:{sweep.stem}", "part:hot") and wandb.media == "off"
+        summary = read_json(tmp_path / "sweep" / run.id / "summary.json")
+        assert ("reason" in summary) == (summary["status"] == "diverged")
+    (line,) = (line for line in output.splitlines() if line.startswith("diverged: "))
+    assert "train/loss" in line and "nan" in line
+    assert "1 done, 1 diverged" in launched(sweep)

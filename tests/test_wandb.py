@@ -360,8 +360,9 @@ def test_a_run_that_is_killed_online_and_goes_on_offline_and_online_has_no_doubl
     tmp_path: Path, server: Server
 ) -> None:
     run = tmp_path / "run"
-    kill_with_wandb(trainer(run, "online", 20, pause=0.03), lambda: len(arrived(server)) > 0)
-    assert 0 < len(arrived(server)) < 1000
+    # more lines than W&B's recording holds back in memory
+    kill_with_wandb(trainer(run, "online", 20, pause=0.008), lambda: len(arrived(server)) > 300)
+    assert 300 < len(arrived(server)) < 1000
     assert "later: python -m core.wandb_follower send" in finished(run, "offline").stdout
     assert finished(run, "online", 20).returncode == 0
     assert arrived(server) == [*range(1000)]
