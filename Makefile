@@ -30,7 +30,7 @@ quickstart: .venv/setup
 	@echo
 	@echo "The loss curve is $(RUN)/curve.png. Next, after: source .venv/bin/activate"
 	@echo "  python sample.py run=$(RUN) start='A class ' temperature=0.5"
-	@echo "  python train.py experiment=quickstart qk_norm=lp qk_norm.p=3"
+	@echo "  python train.py experiment=quickstart qk_norm=lp qk_norm.p=3 qk_norm.alpha_init=matched"
 	@echo "  python train.py model=nano_cpu qk_norm=rms data.fold=4   # Tiny Shakespeare"
 	@echo "  python train.py dry_run=true                             # what the full-size run would cost"
 
@@ -52,7 +52,8 @@ FAULTS_input := tests/test_fuzz.py tests/test_bad_input.py tests/test_compare.py
 FAULTS_disk := tests/test_disk.py tests/test_checkpoint.py
 FAULTS_hostile := tests/test_hostile.py
 FAULTS_sweep := tests/test_sweeps.py -k kills
-FAULTS_pairs := tests/test_train.py tests/test_cuda.py tests/test_audit.py -k "every_layout or honest"
+FAULTS_pairs := tests/test_train.py tests/test_cuda.py tests/test_audit.py tests/test_gpt.py tests/test_equivalence.py \
+	tests/test_qk_norm_contract.py tests/test_diagnostics.py -k "every_layout or honest or equivalence or gpt or diagnostics"
 
 test-faults: .venv/setup-test
 	@$(if $(FAULTS_$(part)),,echo "make test-faults part=kills|damage|input|disk|hostile|sweep|pairs"; exit 2)
