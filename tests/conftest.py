@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -136,6 +137,7 @@ def forked(tmp_path: Path) -> Program:
         with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
             if (pid := os.fork()) == 0:
                 code: Any = 99
+                signal.alarm(600)  # seconds
                 try:
                     os.dup2(out.fileno(), 1)
                     os.dup2(err.fileno(), 2)
@@ -188,15 +190,19 @@ def browser(tmp_path: Path) -> Iterator[Page]:
         yield page
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def write_corpus(folder: Path) -> Path:
     """6,000 characters of a small language: a file of its own, so that no test depends on the network."""
     generator = torch.Generator().manual_seed(0)
     words = ["to", "be", "or", "not", "that", "is", "the", "question", "whether", "'tis", "nobler"]
     picks = torch.randint(len(words), (1500,), generator=generator).tolist()
-    file = tmp_path / "corpus.txt"
+    file = folder / "corpus.txt"
     file.write_text(" ".join(words[i] for i in picks)[:6000])
     return file
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path)
 
 
 TINY = [

@@ -49,6 +49,7 @@ def ranks(cwd: Path, *overrides: str, n: int = 2, prepare: Callable[[], object] 
 
     def train_as(rank: int) -> int:
         os.environ |= {**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+        signal.alarm(600)  # seconds: ends one that waits for a rank that died
         os.chdir(cwd)
         sys.stdout = sys.stderr = Path(f"rank{rank}.txt").open("w", buffering=1)  # noqa: SIM115
         prepare()

@@ -1,5 +1,6 @@
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Program, flip
+from conftest import ROOT, Program, flip, write_corpus
 from test_train import configured
 from variants import build, config_of
 
@@ -21,13 +22,20 @@ from model.generate import generate
 from sample import load_run, print_first, read_prompt
 
 
-@pytest.fixture
-def run(corpus: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run, whose text follows a question with more questions."""
+    folder = tmp_path_factory.mktemp("trained")
     schedule = {"name": "cosine", "warmup_iters": 5, "min_lr": 1e-3}
     optim = {"name": "adamw", "learning_rate": 1e-2}
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=60, schedule=schedule, optim=optim)) == 0
-    return tmp_path / "run"
+    config = configured(write_corpus(folder), folder / "run", max_iters=60, schedule=schedule, optim=optim)
+    assert train.run(config) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run", symlinks=True)
 
 
 Sampled = Callable[..., str]
