@@ -80,8 +80,8 @@ def load_yaml(text: str, loader: Any = None) -> Any:
 
 
 def write_json(path: Path, content: Mapping[str, Any], indent: int = 2) -> None:
-    """Write an object atomically. NaN and infinities need finite() first."""
-    write_atomic(path, (json.dumps(content, indent=indent, allow_nan=False) + "\n").encode())
+    """Write an object atomically, with NaN and Infinity as Python's json has them unless it is finite()."""
+    write_atomic(path, (json.dumps(content, indent=indent) + "\n").encode())
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class TrackOptions:
     def file(self, kind: str) -> Path:
         """Where the definition of SWEEP_kind is written."""
         if self.out is not None:
-            return Path(self.out).expanduser()
+            return expand(self.out)
         own = expand(self.sweep)
         beside = own if own.suffix == ".yaml" else CONFIG_DIR / "sweep" / f"{self.sweep}.yaml"
         return beside.with_stem(f"{beside.stem}_{kind}")

@@ -107,8 +107,10 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
 
 def here(config: TrainConfig, asked: LaunchOptions) -> TrainConfig:
     """A run's config for this machine, which may lack the devices of SLURM's nodes."""
-    slurm = asked.launcher.name == "slurm"
-    return replace(config, device="cpu", dtype="float32", threads=None) if slurm else config
+    if asked.launcher.name != "slurm":
+        return config
+    threads = min(config.threads or asked.launcher.threads or 1, os.cpu_count() or 1)
+    return replace(config, device="cpu", dtype="float32", threads=threads)
 
 
 def check_runs(runs: list[PlannedRun]) -> None:
@@ -138,8 +140,8 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
     for run in runs:
         key = cost_key(run)
         if key not in cost:
-            config, threads = here(run.config, asked), None if asked.launcher.name == "slurm" else launcher.threads
-            cost[key] = estimate.estimate(replace(config, threads=config.threads or threads))
+            config = here(run.config, asked)
+            cost[key] = estimate.estimate(replace(config, threads=config.threads or launcher.threads))
         state, (run_seconds, run_bytes) = states[run.id], cost[key]
         left = 0 if state.state in FINAL else run_seconds * (1 - (state.iter or 0) / run.config.max_iters)
         seconds, size = seconds + left, size + run_bytes
@@ -148,7 +150,8 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
     print(
         f"{len(runs)} runs ({tally(states.values())}) in {sweep_dir}: about "
         f"{tqdm.format_interval(seconds / at_once / asked.launcher.ranks)} on "
-        f"{workers(asked, launcher)}, {size / 2**30:.1f} GiB of disk"
+        f"{workers(asked, launcher)}{' with CPUs as here' * (asked.launcher.name == 'slurm')}, "
+        f"{size / 2**30:.1f} GiB of disk"
     )
 
 

@@ -151,7 +151,7 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def freeze(
-    sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs: list[PlannedRun], trains: bool = True
+    sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs: list[PlannedRun], trains: bool
 ) -> None:
     """Write the plan; a plan that exists may grow, but the configs of its runs never change. trains: whether one of
     these runs is left to train.

@@ -89,6 +89,7 @@ class Page:
 
     def open(self, file: Path) -> None:
         """Load a page and wait until its charts are drawn."""
+        self.evaluate("delete document.documentElement?.dataset.ready")  # of the page before
         self.send("Page.navigate", url=file.resolve().as_uri())
         self.wait("document.documentElement?.dataset.ready === 'true'")
 

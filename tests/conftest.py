@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import SimpleNamespace
@@ -129,9 +131,11 @@ def program(tmp_path: Path) -> Program:
 
 
 @pytest.fixture
-def forked(tmp_path: Path) -> Program:
+def forked(tmp_path: Path, program: Program) -> Program:
     """As `program`, in a fork of this process, which has imported PyTorch already. Not for what draws charts, whose
-    threads a fork lacks."""
+    threads a fork lacks. Where there is a GPU `program` itself, as CUDA does not survive a fork."""
+    if torch.cuda.is_available():
+        return lambda *words, env=None, **more: program(*words, env={**os.environ, **(env or {})}, **more)
 
     def call(script: str, *overrides: str, status: int = 0, env: Mapping[str, str] | None = None) -> Any:
         with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
@@ -146,15 +150,20 @@ def forked(tmp_path: Path) -> Program:
                     os.environ |= env or {}
                     os.chdir(tmp_path)
                     sys.argv = [script, *overrides]
+                    warnings.resetwarnings()  # not pytest's, which collects them
+                    for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+                        warnings.simplefilter("ignore", kind)
+                    warnings.showwarning = lambda *given: print(warnings.formatwarning(*given[:4]), file=sys.stderr)
                     runpy.run_path(str(ROOT / script), run_name="__main__")
                     code = 0
                 except SystemExit as end:
-                    code = end.code or 0
+                    code = end.code if isinstance(end.code, int) else int(end.code is not None)
                 except BaseException:
                     traceback.print_exc()
                 finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
+                    with suppress(BaseException):  # a child must not go on with pytest
+                        sys.stdout.flush()
+                        sys.stderr.flush()
                     os._exit(code)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             texts = [(file.seek(0), file.read())[1] for file in (out, err)]
@@ -176,7 +185,7 @@ def quick_processes() -> Iterator[None]:
     )
     with pytest.MonkeyPatch.context() as patch:
         for module in (timing, check_gpu):
-            patch.setattr(module, "multiprocessing", SimpleNamespace(get_context=lambda method: context))
+            patch.setattr(module, "multiprocessing", SimpleNamespace(get_context={"spawn": context}.__getitem__))
         yield
 
 

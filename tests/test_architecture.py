@@ -37,6 +37,8 @@ def allowed(file: Path, name: str) -> bool:
 def test_imports_go_one_way() -> None:
     up = [(f"{file.relative_to(ROOT)}", name) for file in FILES for name in imports(file) if not allowed(file, name)]
     assert up == [] and len(FILES) > 90
+    rooms = {path.parent.name for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
+    assert {room for room in rooms if not room.startswith((".", "build", "runs"))} == OURS | {"tests"}
 
 
 def test_the_rule_forbids_something() -> None:

@@ -280,7 +280,7 @@ def test_an_environment_that_torchrun_does_not_set_is_refused(
 
 @pytest.mark.parametrize("prompt", ["/dev/zero", "pipe"])
 def test_a_prompt_is_read_from_a_regular_file_alone(prompt: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="not a regular file"):
+    with pytest.raises(ConfigError, match="must be a regular file"):
         sample.read_prompt(f"FILE:{prompt}")
 
 

@@ -197,8 +197,8 @@ def test_without_a_text_it_is_what_both_hold_out(
 BAD = {
     "b=chars": "a= must be given",
     "a=chars b=nowhere": "b=nowhere does not exist",
-    "a=chars b=chars text=nothing": "text=nothing cannot be read",
-    "a=chars b=chars text=binary": "text=binary cannot be read",
+    "a=chars b=chars text=nothing": "text=nothing does not exist",
+    "a=chars b=chars text=binary": "text=binary must be UTF-8 text; the byte 0xff at offset 0 is not",
     "a=chars b=a text=other": "text=other does not suit a=chars: the character 'X' (U+0058)",
     "a=chars b=chars text=short": "text= must have at least two pieces at",
     "a=chars b=chars text=empty": "text= must have at least two pieces at",

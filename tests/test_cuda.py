@@ -247,6 +247,7 @@ def test_on_a_cpu_neither_deterministic_nor_on_device_changes_a_bit(corpus: Path
     data = {"name": "text", "path": str(corpus), "on_device": True}
     for name, changes in (("other", {"deterministic": True, "data": data}), ("plain", {})):  # the last turns it off
         assert train.run(configured(corpus, tmp_path / name, eval_iters=2, max_iters=5, **changes)) == 0
+        assert torch.are_deterministic_algorithms_enabled() == (name == "other")
     assert_same_run(tmp_path / "plain", tmp_path / "other")
 
 

@@ -1,5 +1,6 @@
 """Two or three ranks over gloo on this machine, as forks of the test or by torchrun."""
 
+import importlib
 import itertools
 import os
 import random
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -39,7 +41,9 @@ def ranks(cwd: Path, *overrides: str, n: int = 2, prepare: Callable[[], object] 
 
     prepare: called in each of them before.
     """
-    import torch._dynamo  # which DDP loads: here once
+    if torch.cuda.is_available():
+        pytest.skip("CUDA does not survive a fork")
+    importlib.import_module("torch._dynamo")  # which DDP loads: here once
 
     peak_flops(torch.device("cpu"), torch.float32)  # kept for the forks, too
     with socket.socket() as free:
@@ -52,9 +56,13 @@ def ranks(cwd: Path, *overrides: str, n: int = 2, prepare: Callable[[], object] 
         signal.alarm(600)  # seconds: ends one that waits for a rank that died
         os.chdir(cwd)
         sys.stdout = sys.stderr = Path(f"rank{rank}.txt").open("w", buffering=1)  # noqa: SIM115
-        prepare()
-        status = guarded(lambda: train.run(load_config(compose([*overrides]))))
-        torch.distributed.destroy_process_group()
+        try:
+            prepare()
+            status = guarded(lambda: train.run(load_config(compose([*overrides]))))
+            torch.distributed.destroy_process_group()
+        except BaseException:
+            traceback.print_exc()
+            raise
         return status
 
     found = [exit_status(pid) for pid in [fork(partial(train_as, rank)) for rank in range(n)]]

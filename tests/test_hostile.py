@@ -116,7 +116,7 @@ GIBIBYTE = 2**30
 PROGRAMS: dict[str, Callable[[Path, TrainConfig], int]] = {
     "train": lambda run, config: guarded(lambda: train.run(replace(config, out_dir=str(run), max_iters=6))),
     "sample": lambda run, config: run_script(
-        sample.SampleConfig, sample.sample, "", [f"run={run}", "max_new_tokens=2"]
+        sample.SampleConfig, sample.sample, "", [f"run={run}", "start=to", "max_new_tokens=2"]
     ),
     "export": lambda run, config: export_hf.main([f"run={run}", f"out={run.parent / 'exported'}"]),
     "compare": lambda run, config: compare.main([f"a={run}", f"b={run}", f"out={run.parent / 'compare.html'}"]),

@@ -221,8 +221,10 @@ print(operators.loaded(), ((ops.gelu(x).double() - ops.gelu(x.double())).abs().m
 FAST = "g++ -O0"  # options in CXX count
 
 
-def compiled_before() -> Path:
-    return CACHE / "nanoqk" / "kernels" / f"kernels-{build.key(['g++'])}.so"
+def compiled_before(folder: Path) -> Path:
+    """The library of g++: that of the cache, or else compiled into the folder."""
+    kept = CACHE / "nanoqk" / "kernels" / f"kernels-{build.key(['g++'])}.so"
+    return kept if build.intact(kept) else build.compile_library(["g++"], folder)
 
 
 def load(*library: Path, **environment: str) -> tuple[bool, str]:
@@ -270,8 +272,8 @@ def test_attention_with_emulated_tiles_passes_its_tests(tmp_path: Path) -> None:
     """With the tiles in C++ attention passes the same tests; compiled without, it has these instructions."""
     pass_tests_of_ops("attention_and or attention_with or attention_has or logits_that or leaves_behind",
                       CXX="g++ -DEMULATE_TILES", XDG_CACHE_HOME=str(tmp_path))  # fmt: skip
-    library = compiled_before() if compiled_before().exists() else build.compile_library(["g++"], tmp_path)
-    code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], check=True, capture_output=True, text=True)
+    command = ["objdump", "-d", "--no-show-raw-insn", str(compiled_before(tmp_path))]
+    code = subprocess.run(command, check=True, capture_output=True, text=True)
     found = re.findall(r"\t(t\w+|ldtilecfg) .*", code.stdout)
     assert {"tileloadd", "tilestored", "tilezero", "ldtilecfg"} <= set(found)
     # to 16 rows and 16 columns each: the left operand's two tiles times the right operand's
@@ -319,7 +321,7 @@ def test_processes_that_compile_at_once_keep_one_library_and_replace_a_damaged_o
     assert load(XDG_CACHE_HOME=str(tmp_path)) == (True, "")
     assert library.stat().st_mtime_ns == began  # it was taken as it is
     library.write_bytes(library.read_bytes()[:100_000])
-    assert load(compiled_before(), XDG_CACHE_HOME=str(tmp_path)) == (True, "")
+    assert load(compiled_before(tmp_path), XDG_CACHE_HOME=str(tmp_path)) == (True, "")
     assert build.intact(kept(tmp_path))
 
 
@@ -338,10 +340,10 @@ def test_a_folder_in_which_others_write_or_that_cannot_be_made_is_not_used(tmp_p
     folder = tmp_path / "nanoqk" / "kernels"
     folder.mkdir(parents=True)
     folder.chmod(0o770)
-    loaded, said = load(compiled_before(), XDG_CACHE_HOME=str(tmp_path))
+    loaded, said = load(compiled_before(tmp_path), XDG_CACHE_HOME=str(tmp_path))
     assert loaded and said.count("\n") == 1 and f"{folder} is not used" in said and [*folder.iterdir()] == []
     (tmp_path / "file").write_text("")
-    assert load(compiled_before(), XDG_CACHE_HOME=str(tmp_path / "file")) == (True, "")
+    assert load(compiled_before(tmp_path), XDG_CACHE_HOME=str(tmp_path / "file")) == (True, "")
 
 
 def test_a_folder_of_another_user_is_not_used(

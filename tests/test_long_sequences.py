@@ -279,14 +279,12 @@ def peak():  # of this program alone: ru_maxrss starts at what the process that 
 plain = sys.argv[1] == "plain"
 if plain:
     cross_entropy.LOGITS_AT_ONCE = 2**60
-else:
-    cross_entropy.LOGITS_AT_ONCE = 2**25
-shape = dict(n_layer=4, n_head=1, n_embd=32, block_size=4096, dropout=0.0, mlp="swiglu", position="rope")
+shape = dict(n_layer=4, n_head=1, n_embd=32, block_size=8192, dropout=0.0, mlp="swiglu", position="rope")
 shape |= dict(rope_theta=1e4, activation_checkpointing=not plain)
 config = load_config(dict(model=shape, attention=dict(name="gqa", n_kv_head=1), qk_norm=dict(name="rms")))
 gpt = model.gpt.GPT(config.gpt, 16384)
 gpt.init_weights(0)
-idx = torch.randint(16384, (1, 4096), generator=torch.Generator().manual_seed(0))
+idx = torch.randint(16384, (1, 8192), generator=torch.Generator().manual_seed(0))
 before = peak()
 loss = gpt.train()(idx, idx)[1]
 loss.backward()
@@ -294,8 +292,8 @@ print(peak() - before, loss.item(), gpt.transformer.wte.weight.grad.norm().item(
 """
 
 
-def test_a_step_of_4096_tokens_takes_half_the_memory() -> None:
-    """Plain: 0.25 GiB for the logits, two or three times over, and all activations."""
+def test_a_step_of_8192_tokens_takes_half_the_memory() -> None:
+    """Plain: 0.5 GiB for the logits, two or three times over, and all activations."""
     found = []
     for which in ("plain", "long"):
         command = [sys.executable, "-c", STEP, which]
@@ -303,4 +301,4 @@ def test_a_step_of_4096_tokens_takes_half_the_memory() -> None:
         found.append([float(word) for word in done.stdout.split()])
     (plain, *expected), (long, *actual) = found
     assert actual == pytest.approx(expected, rel=1e-4)
-    assert long < 400 < 700 < plain, (long, plain)
+    assert long < 800 < 1400 < plain, (long, plain)

@@ -1,5 +1,6 @@
 """Sweeps: what a plan is, what is planned once, and what is refused."""
 
+import math
 import random
 import re
 import shutil
@@ -77,10 +78,15 @@ def test_runs_are_planned_and_frozen_in_six_milliseconds_each(tmp_path: Path) ->
     file.write_text(yaml.safe_dump({"overrides": words, "folds": [*range(10)], "seeds": [*range(SEEDS)], "grid": grid}))
     sweep = load_sweep(str(file), {})
     runs = plan_runs(sweep, [])
-    freeze(tmp_path / "sweep", "big", sweep, [], runs)
+    freeze(tmp_path / "sweep", "big", sweep, [], runs, trains=True)
     assert len({run.id for run in runs}) == 500 * SEEDS
     assert read_plan(tmp_path / "sweep") == runs
     assert time.process_time() - began < 3 * SEEDS
+
+
+def test_a_plan_may_have_an_infinite_p(tmp_path: Path, corpus: Path) -> None:
+    file = tiny_sweep(tmp_path, corpus, "qk_norm=lp", grid={"qk_norm.p": [2.0, math.inf]}, folds=[0])
+    assert [run.config.qk_norm.p for run in frozen(file)] == [2.0, math.inf] and len(frozen(file)) == 2  # type: ignore[attr-defined]
 
 
 def test_runs_that_two_points_share_are_planned_once(tmp_path: Path, corpus: Path) -> None:
@@ -308,7 +314,7 @@ from pathlib import Path
 from sweeps.definition import load_sweep
 from sweeps.plan import freeze, plan_runs
 sweep = load_sweep("{file}", {{}})
-freeze(Path("{tmp_path}/sweep"), "tiny", sweep, [], plan_runs(sweep, []))
+freeze(Path("{tmp_path}/sweep"), "tiny", sweep, [], plan_runs(sweep, []), trains=True)
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=code)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=code, capture_output=True, text=True, check=True).stdout

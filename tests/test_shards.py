@@ -172,7 +172,7 @@ def test_the_papers_sweeps_pass_a_dry_run(
     (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))
     held_out_of = 10**9 if options.sweep == "gqa" else 10**11  # the tokens that its file says to prepare
     assert asked_for < 0.7 * held_out_of * PrepareFineWebConfig.val_fraction
-    assert launch([*asked, "dry_run=true"]) == 0
+    assert launch([*asked, "dry_run=true", "launcher.threads=1"]) == 0
     listed = capsys.readouterr().out
     assert f"{runs} runs ({runs} pending)" in listed and "GiB of disk" in listed
     assert not (tmp_path / "sweep").exists()

@@ -380,7 +380,7 @@ def test_a_dry_run_needs_nothing_that_only_the_nodes_have(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     sweep = tiny_sweep(tmp_path, corpus, "device=cuda:7", "threads=null", grid={}, folds=[0])
     said = launched(sweep, "launcher=slurm", "launcher.threads=4096", "dry_run=true")
-    assert "1 runs (1 pending)" in said and "GiB of disk" in said
+    assert "1 runs (1 pending)" in said and "on 2 workers with CPUs as here, " in said
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def tiny_sweep(folder: Path, corpus: Path, *overrides: str, **changes: Any) -> P
 def frozen(sweep: Path, changes: dict[str, Any] | None = None, *words: str) -> list[PlannedRun]:
     """Plan a sweep, freeze the plan in the directory beside its file, and read it back."""
     definition, folder = load_sweep(str(sweep), changes or {}), sweep.parent / "sweep"
-    freeze(folder, "tiny", definition, [*words], plan_runs(definition, [*words]))
+    freeze(folder, "tiny", definition, [*words], plan_runs(definition, [*words]), trains=True)
     return read_plan(folder)
 
 
@@ -163,7 +163,7 @@ def test_another_commit_is_said_and_kept_while_runs_are_left(
     for commit in ("a" * 40, "a" * 40, "b" * 40 + "+1234567"):
         monkeypatch.setattr(sweeps.plan, "commit", lambda commit=commit: commit)
         monkeypatch.setattr(sweeps.plan, "uncommitted", lambda commit=commit: b"diff" * ("+" in commit))
-        freeze(folder, "tiny", sweep, [], runs)
+        freeze(folder, "tiny", sweep, [], runs, trains=True)
     warning = f"warning: the sweep was planned at commit {'a' * 40}; the runs that are left use {commit}\n"
     assert capsys.readouterr().out == warning
     assert [one["commit"] for one in read_json(folder / "sweep.json")["frozen"]] == ["a" * 40, commit]
@@ -188,7 +188,7 @@ def test_a_dry_run_lists_every_run_and_writes_nothing(sweep: Path) -> None:
 
 
 def test_runs_that_a_report_stored_are_not_trained_again(
-    undisturbed: Path, sweep: Path, capsys: pytest.CaptureFixture[str]
+    undisturbed: Path, sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for one that was stopped, and two that ended before or after the iterations that are asked for now."""
     stored, folder = sweep.parent / "stored", sweep.parent / "sweep"
@@ -211,6 +211,9 @@ def test_runs_that_a_report_stored_are_not_trained_again(
     report(whole, stored, [])
     assert main([*words, f"sweep_dir={sweep.parent / 'other'}"]) == 0
     assert "8 of 8 runs are stored" in capsys.readouterr().out and len(read_plan(sweep.parent / "other")) == 8
+    monkeypatch.setattr(sweeps.plan, "commit", lambda: "b" * 40)
+    assert main([*words, f"sweep_dir={sweep.parent / 'other'}"]) == 0
+    assert "warning" not in capsys.readouterr().out  # nothing is left for another commit
     assert main([f"sweep={sweep}", "from=nowhere"]) == 2
     assert "from=nowhere has no runs.csv that can be read" in capsys.readouterr().err
 

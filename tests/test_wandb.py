@@ -337,14 +337,15 @@ def test_offline_recordings_of_a_run_that_was_killed_hold_each_line_once(tmp_pat
     kill_with_wandb(trainer(run, "offline", pause=0.02), lambda: recorded(run) > 0)
     (recording,) = (run / "wandb").glob("offline-run-*/*.wandb")
     content = recording.read_bytes()
-    cut = tmp_path / "cut.wandb"
-    for end in range(len(content) - 60, len(content)):  # within a record or between two
+    cut, ends, sizes = tmp_path / "cut.wandb", range(len(content) - 400, len(content)), []
+    for end in ends:  # within a record or between two
         cut.write_bytes(content[:end])
         wandb_follower.cut_incomplete_record(cut)
-        kept = cut.read_bytes()
-        assert content.startswith(kept) and end - 2**16 < len(kept) <= end
-        wandb_follower.cut_incomplete_record(cut)
-        assert cut.read_bytes() == kept
+        sizes.append(len(cut.read_bytes()))
+        assert content.startswith(cut.read_bytes())
+    whole = {*sizes}  # ends of records: all of those before the cut are kept
+    assert len(whole) > 2 and sizes == [max(size for size in whole if size <= end) for end in ends]
+    assert all(0 < end - size < 400 for end, size in zip(ends, sizes, strict=True) if end not in whole)
     with open(recording, "r+b") as file:
         file.seek(len(content) - 3000)
         file.write(bytes(3))
