@@ -43,7 +43,7 @@ NORMS = {"absorbed": "none", "rms": "rms", "lp": "lp", "full_keys": "rms", "reex
 NAMES = {
     "absorbed": "MLA", "rms": "+ RMS", "lp": "+ Lp, p = 3", "full_keys": "full keys", "reexpanded": "re-expanded",
 }  # fmt: skip
-PAPER = {  # Table 2, as printed. context: ms of MLA, ms with QK norm, overhead in percent, on an H800 in bf16
+PAPER = {  # Table 2, as printed, H800, bf16. context: MLA, with QK norm (no unit: read as ms), overhead in percent
     4096: (1.715, 1.740, 1.41), 8192: (1.891, 1.909, 0.95), 16384: (2.082, 2.121, 1.87), 32768: (2.486, 2.511, 1.03),
     65536: (3.217, 3.253, 1.12), 131072: (5.427, 5.517, 1.66), 196608: (7.271, 7.392, 1.66),
     262144: (13.082, 13.274, 1.46),
@@ -200,7 +200,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# Decode speed of MLA with a QK norm", "", "```", *result["command"].split("; "), "```", "",
         f"{result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token. Times are ms a step,",
-        "median (lowest–highest) over rounds in which the sides alternate; the paper's are on an H800 in bf16.",
+        "median (lowest–highest) over rounds in which the sides alternate; the paper's are on an H800 in bf16. It states",
+        "neither unit nor batch: read as ms of one sequence.",
         "An overhead is the median of the ratios within rounds with its 95 % interval, not the ratio of the medians.",
         "With several starts it is the median over starts of their medians. Each start has new processes.",
         "Fewer than six values have no interval: bench.json has their lowest and highest.",
@@ -214,7 +215,7 @@ def table(result: dict[str, Any]) -> str:
 
 def cells(point: Point) -> list[str]:
     """A row of the table."""
-    sides, published = point["sides"], PAPER.get(point["context"])
+    sides, published = point["sides"], PAPER.get(point["context"]) if point["batch"] == 1 else None
     times, overheads = ({name: of(point, name) for name in NORMS} for of in (time_of, overhead_of))
     rms = sides.get("rms")
     return [

@@ -127,7 +127,7 @@ def decode(asked: CheckOptions, overrides: list[str]) -> Rows:
 
 
 def decode_row(point: bench_decode.Point) -> Row:
-    sides, published = point["sides"], bench_decode.PAPER.get(point["context"])
+    sides, published = point["sides"], bench_decode.PAPER.get(point["context"]) if point["batch"] == 1 else None
     row: Row = {
         "MLA, ms": sides["absorbed"]["ms"], "RMS, ms": sides["rms"]["ms"],
         "RMS, %": point["overhead_percent"]["rms"]["median"], "Lp, %": point["overhead_percent"]["lp"]["median"],
