@@ -200,8 +200,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# Decode speed of MLA with a QK norm", "", "```", *result["command"].split("; "), "```", "",
         f"{result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token. Times are ms a step,",
-        "median (lowest–highest) over rounds in which the sides alternate; the paper's are on an H800 in bf16. It states",
-        "neither unit nor batch: read as ms of one sequence.",
+        "median (lowest–highest) over rounds in which the sides alternate; the paper's are on an H800 in bf16. It",
+        "states neither unit nor batch: read as ms of one sequence.",
         "An overhead is the median of the ratios within rounds with its 95 % interval, not the ratio of the medians.",
         "With several starts it is the median over starts of their medians. Each start has new processes.",
         "Fewer than six values have no interval: bench.json has their lowest and highest.",
