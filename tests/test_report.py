@@ -310,7 +310,7 @@ def test_deliberate_faults_stand_in_a_table_of_their_own(made: Made, tmp_path: P
     read = sweep_of(sweep.path)
     caught = "the model sees the future (2 of 2)"
     assert [list(row.values()) for row in rows_of(fault_table(read))] == [
-        ["p=2", "none", "–", "4.1800", "4.1589", "0 of 2"],
+        ["p=2", "none", "not recorded", "4.1800", "4.1589", "0 of 2"],
         ["p=3", "no_mask", caught, "0.6000", "–", "–"],
         ["p=4", "no_mask", caught, "4.1490", "4.1589", "1 of 2"],
     ]

@@ -246,12 +246,15 @@ def fault_table(sweep: Sweep) -> Table:
         on_random = [run.summary for run in done if run.config["data.name"] == "random"]
         if fault == "none" and not on_random:
             continue
-        warned = Counter(w.split(":")[0] for run in done for w in run.summary.get("start_up_warnings", []))
+        recorded = [run.summary["start_up_warnings"] for run in done if "start_up_warnings" in run.summary]
+        warned = Counter(warning.split(":")[0] for warnings in recorded for warning in warnings)
         floors = [math.log(summary["vocab_size"]) for summary in on_random]
         losses = [summary["train/loss"] for summary in on_random]
         below = sum(loss < floor - FLOOR_TOLERANCE for loss, floor in zip(losses, floors, strict=True))
         rows.append([
-            setting, fault, "; ".join(f"{warning} ({n} of {len(done)})" for warning, n in warned.items()) or "–",
+            setting, fault,
+            "; ".join(f"{warning} ({n} of {len(done)})" for warning, n in warned.items())
+            or ("–" if recorded else "not recorded"),
             number(mean_of(done, "train/loss")), number(fmean(floors) if floors else None),
             f"{below} of {len(floors)}" if floors else "–",
         ])  # fmt: skip
