@@ -357,7 +357,8 @@ def print_help(doc: str | None, settings: type, argv: list[str], presets: Preset
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """The exit status of run(), and one line for what goes wrong in it: 2 a bad setting, 1 a failure, 130 Ctrl-C."""
+    """The exit status of run(): 2 a bad setting, 1 a failure, 130 Ctrl-C. A bad setting, an OSError and a lack of
+    memory get one line; other failures their traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
     status = 0

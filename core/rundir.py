@@ -2,7 +2,7 @@
 
 config.yaml    the resolved settings           status.json        running, stopped, done, failed or diverged; pid, host
 metrics.jsonl  every logged line               diagnostics.jsonl  values of each layer and head, at each evaluation
-train.log      what was printed                samples.jsonl      a sample of text, at each evaluation
+train.log      what was printed                samples.jsonl      samples of text, at evaluations
 ckpt/          checkpoints                     summary.json       the final numbers
 wandb/         W&B's files                     lock               lock file of the process that trains here
 """

@@ -106,7 +106,7 @@ def read_bytes(path: Path, name: str) -> bytes:
 
 
 # -----------------------------------------------------------------------------
-# Tiny Shakespeare, from the first of: data.path, $NANOQK_DATA, the cache, the Hugging Face Hub
+# Tiny Shakespeare, from data.path, else the first of: $NANOQK_DATA, the cache, the Hugging Face Hub
 
 
 def load_tiny_shakespeare(config: options.TinyShakespeareOptions) -> str:

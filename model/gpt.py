@@ -1,7 +1,8 @@
 """The GPT in one file: RoPE, QK norms, attention layouts, MLPs, Block, GPT, initialisation, cost accounting. The
 arithmetic of norms and attention, with its kernels, is in ops.py.
 
-Attention layout and QK norm are independent choices: any entry of ATTENTIONS works with any entry of QK_NORMS.
+Attention layout and QK norm are independent choices: any entry of ATTENTIONS works with any entry of QK_NORMS, but
+unified MLA needs a norm, and one without gains for each head.
 Names follow nanoGPT, so its weights load by name; a tied model has no lm_head.weight of its own.
 
 Shapes: B batch, T positions, S cached positions, C = n_embd, nh heads, nkv key and value heads, hs channels a head,

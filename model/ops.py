@@ -254,7 +254,7 @@ class Softcap:
 def attention_and_lse(
     q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0, bend: Bend | None = None
 ) -> tuple[Tensor, Tensor]:
-    """causal_attention() of logits bend(scale q k^T), and each query's log-sum-exp of them, (B, nh, T), in fp32."""
+    """causal_attention() of logits bend(scale q k^T), and each query's log-sum-exp, (B, nh, T), in fp32 at least."""
     T, S = q.size(-2), k.size(-2)
     known = bend is None or (isinstance(bend, Softcap) and bend.cap <= 1e4)  # the kernel's tanh is good to 6e-8 cap
     if T == S and scale > 0 and known and kernels.can_attend(q, k, v):

@@ -176,7 +176,7 @@ TABLES: dict[type[LateInit], tuple[dict[str, Any], dict[str, Any]]] = {
 def register(options: type[VariantOptions], variant: type[LateInit]) -> None:
     """Add a variant to its seam. The default of `name` in `options` is what qk_norm=, logits=, ... take.
 
-    Raises: ConfigError for a class of no seam, and for a name that is taken.
+    Raises: ConfigError for a class of no seam, and for a name that is taken or no lower-case word.
     """
     found = [tables for seam, tables in TABLES.items() if issubclass(variant, seam)]
     names = ", ".join(seam.__name__ for seam in TABLES)

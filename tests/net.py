@@ -1,9 +1,10 @@
 """Does a change of the code change a number? python tests/net.py out=AFTER.json [before=BEFORE.json] [tree=PATH]
 
-Trains a tiny model for 20 updates in each of some 350 cases, by the programs' command lines: every layout with every QK
-norm, in float32 and bfloat16, with and without dropout, by AdamW and Muon; QK-Clip; other settings one by one. It keeps
-the SHA-256 of weights, optimizer state and diagnostics.jsonl, every number of metrics.jsonl but speeds, and sampled
-text. Equal code gives equal files on one machine; another machine or PyTorch rounds differently. Settings:
+Trains a tiny model for 20 updates in each of some 350 cases, by the programs' command lines: every layout with each
+kind of QK norm, in float32 and bfloat16, with and without dropout, by AdamW and Muon; QK-Clip; other settings one by
+one. It keeps the SHA-256 of weights, optimizer state and diagnostics.jsonl, every number of metrics.jsonl but speeds,
+and sampled text. Equal code gives equal files on one machine; another machine or PyTorch rounds differently.
+Settings:
   out=FILE      train, and write {case: {what: value}} there; takes six minutes on one core
   tree=PATH     the checkout that is tested, by default this one
   before=FILE   compare the file of an earlier commit with out=FILE

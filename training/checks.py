@@ -172,7 +172,7 @@ def crowding(y: Tensor, tokens: np.ndarray) -> str:
 
 def loss_warnings(session: Session, x: Tensor, y: Tensor) -> list[str]:
     """Warnings of a loss that is not the logits' cross-entropy with the targets, and of an initial loss, in evaluation
-    or as training would report it, that is not the one of a uniform guess, ln V."""
+    or as training would report it, that is not the expected one, ln V and half the variance of the first logits."""
     model, machine = session.model, session.machine
     alone = replace(machine, world=World())  # every rank computes all of it
     x, y = x[:4, :1024].to(machine.device), y[:4, :1024].to(machine.device)
