@@ -83,8 +83,8 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
 
 class Muon(LoadsNoCompiler, torch.optim.Muon):
     """torch.optim.Muon with adjust_lr_fn="match_rms_adamw", except that it orthogonalises all matrices of one shape
-    together, and in fp32 where the hardware has no bf16 or where `in_fp32` is set. torch's own takes them one by one and
-    in bf16, slow to emulate."""
+    together, and in fp32 where the hardware has no bf16 or where `in_fp32` is set. torch's own takes them one by one
+    and in bf16, slow to emulate."""
 
     in_fp32 = False
 
