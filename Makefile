@@ -50,7 +50,7 @@ FAULTS_damage := tests/test_damage.py
 FAULTS_input := tests/test_fuzz.py tests/test_bad_input.py tests/test_compare.py tests/test_fineweb.py tests/test_report_page.py \
 	tests/test_shards.py tests/test_plans.py -k "bad or words or overrides or yaml or environment or prompt or sweep_file"
 FAULTS_disk := tests/test_disk.py tests/test_checkpoint.py
-FAULTS_hostile := tests/test_hostile.py
+FAULTS_hostile := tests/test_hostile.py tests/test_checkpoint.py
 FAULTS_sweep := tests/test_sweeps.py -k kills
 FAULTS_pairs := tests/test_train.py tests/test_cuda.py tests/test_audit.py tests/test_gpt.py tests/test_equivalence.py \
 	tests/test_qk_norm_contract.py tests/test_diagnostics.py -k "every_layout or honest or equivalence or gpt or diagnostics"
