@@ -126,8 +126,9 @@ def setup(config: TrainConfig) -> Session:
     model = GPT(config.gpt, data.corpus.tokenizer.vocab_size)
     model.init_weights(config.seed)
     model.to(machine.device)
-    faults.inject_into_model(config, model)
-    faults.inject_into_batches(config, data.batches)
+    if config.fault.name != "none":
+        faults.inject_into_model(config, model)
+        faults.inject_into_batches(config, data.batches)
     forward = compile_model(model, config) if is_compiled(config, machine.device) else model
     if config.qk_clip.name != "none":
         for attention in model.attentions:
