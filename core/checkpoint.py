@@ -7,7 +7,6 @@ name is complete whenever a crash comes. One process at a time may save into a f
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from core.cli import is_out_of_memory
-from core.files import parse_object, read_json, sealed
+from core.files import file_sha256, parse_object, read_json, sealed
 from core.schema import ConfigError, one_line, require
 
 FORMAT = 1
@@ -154,8 +153,7 @@ def sync(path: Path) -> None:
 
 
 def measure(file: Path) -> dict[str, Any]:
-    with open(file, "rb") as stream:
-        return {"size": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+    return {"size": file.stat().st_size, "sha256": file_sha256(file)}
 
 
 def render(version: int, step: int, files: Mapping[str, Any]) -> str:

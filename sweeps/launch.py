@@ -107,9 +107,9 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
 
 def here(config: TrainConfig, asked: LaunchOptions) -> TrainConfig:
     """A run's config for this machine, which may lack the devices of SLURM's nodes."""
-    if asked.launcher.name != "slurm":
+    if not isinstance(asked.launcher, SlurmOptions):
         return config
-    threads = min(config.threads or asked.launcher.threads or 1, os.cpu_count() or 1)
+    threads = min(config.threads or asked.launcher.threads, os.cpu_count() or 1)
     return replace(config, device="cpu", dtype="float32", threads=threads)
 
 

@@ -114,6 +114,30 @@ def flip(file: Path, position: int = -1, mask: int = 1) -> None:
     file.write_bytes(data)
 
 
+def fork(work: Callable[[], int]) -> int:
+    """Start work() in a process of its own, which has torch imported already, and return its pid."""
+    pid = os.fork()
+    if pid == 0:
+        status = 99
+        signal.alarm(600)  # seconds: it may wait for a process that died
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            tqdm.set_lock(threading.RLock())  # not the parent's: a child killed while it holds that blocks the next
+            status = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+    return pid
+
+
+def exit_status(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
     """Run one of the programs in a scratch directory: program("train.py", "max_iters=3") -> the finished process.
@@ -138,34 +162,25 @@ def forked(tmp_path: Path, program: Program) -> Program:
         return lambda *words, env=None, **more: program(*words, env={**os.environ, **(env or {})}, **more)
 
     def call(script: str, *overrides: str, status: int = 0, env: Mapping[str, str] | None = None) -> Any:
+        def run() -> Any:
+            for number, file in ((1, out), (2, err)):
+                os.dup2(file.fileno(), number)
+            sys.stdout, sys.stderr = (open(n, "w", closefd=False, buffering=1) for n in (1, 2))  # noqa: SIM115
+            os.environ |= env or {}
+            os.chdir(tmp_path)
+            sys.argv = [script, *overrides]
+            warnings.resetwarnings()  # not pytest's, which collects them
+            for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+                warnings.simplefilter("ignore", kind)
+            warnings.showwarning = lambda *given: print(warnings.formatwarning(*given[:4]), file=sys.stderr)
+            try:
+                runpy.run_path(str(ROOT / script), run_name="__main__")
+            except SystemExit as end:
+                return end.code if isinstance(end.code, int) else int(end.code is not None)
+            return 0
+
         with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
-            if (pid := os.fork()) == 0:
-                code: Any = 99
-                signal.alarm(600)  # seconds
-                try:
-                    os.dup2(out.fileno(), 1)
-                    os.dup2(err.fileno(), 2)
-                    sys.stdout, sys.stderr = (open(n, "w", closefd=False, buffering=1) for n in (1, 2))  # noqa: SIM115
-                    tqdm.set_lock(threading.RLock())  # not the parent's
-                    os.environ |= env or {}
-                    os.chdir(tmp_path)
-                    sys.argv = [script, *overrides]
-                    warnings.resetwarnings()  # not pytest's, which collects them
-                    for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-                        warnings.simplefilter("ignore", kind)
-                    warnings.showwarning = lambda *given: print(warnings.formatwarning(*given[:4]), file=sys.stderr)
-                    runpy.run_path(str(ROOT / script), run_name="__main__")
-                    code = 0
-                except SystemExit as end:
-                    code = end.code if isinstance(end.code, int) else int(end.code is not None)
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    with suppress(BaseException):  # a child must not go on with pytest
-                        sys.stdout.flush()
-                        sys.stderr.flush()
-                    os._exit(code)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            code = exit_status(fork(run))
             texts = [(file.seek(0), file.read())[1] for file in (out, err)]
         assert code == status, texts[0][-3000:] + texts[1][-3000:]
         return subprocess.CompletedProcess([script, *overrides], code, *texts)

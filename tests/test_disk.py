@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import eventually
-from test_faults import exit_status, fork
+from conftest import eventually, exit_status, fork
 from test_sweeps import assert_same_sweep, frozen, launched, tiny_sweep
 from test_train import assert_same_run, configured
 from variants import FULL

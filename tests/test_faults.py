@@ -4,15 +4,13 @@ import os
 import random
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import exit_status, fork
 from test_train import assert_same_run, configured, lines
-from tqdm import tqdm
 from variants import FULL
 
 import train
@@ -33,24 +31,6 @@ def configs(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> tup
     straight, killed = (configured(corpus, tmp_path / name, **changes) for name in ("straight", "killed"))
     assert train.run(straight) == 0
     return straight, killed
-
-
-def fork(work: Callable[[], int]) -> int:
-    """Start work() in a process of its own, which has torch imported already, and return its pid."""
-    pid = os.fork()
-    if pid == 0:
-        status = 99
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            tqdm.set_lock(threading.RLock())  # not the parent's: a child killed while it holds that blocks the next
-            status = work()
-        finally:
-            os._exit(status)
-    return pid
-
-
-def exit_status(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_kills_at_random_moments_change_nothing(configs: tuple[TrainConfig, TrainConfig]) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import fork
 from test_checkpoint import Bomb
-from test_faults import fork
 from test_report import COMPARE, LOSSES, Made, falling, made, sweep_of, text_of
 from test_train import configured
 from variants import FULL

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import eventually
-from test_faults import exit_status, fork
+from conftest import eventually, exit_status, fork
 from test_sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
 from test_train import assert_same_run
 

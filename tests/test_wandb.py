@@ -300,7 +300,7 @@ def test_a_server_that_dies_gets_each_line_once_when_it_is_back(tmp_path: Path, 
     server.dies_after = 1
     run = tmp_path / "run"
     done = finished(run, "auto", 5, pause=0.008)
-    assert done.returncode == 0 and float(done.stdout.split("logged in ")[1].split()[0]) < 15, done.stdout
+    assert done.returncode == 0 and float(done.stdout.split("logged in ")[1].split()[0]) < 13, done.stdout
     assert f"has not got all of this run; later: python -m core.wandb_follower send {run}" in done.stdout
     assert 0 < len(arrived(server)) < 1000 == len(history(inspect(run, "run-*")[0]))
     assert "W&B is off" in sent_later(run) and 0 < len(arrived(server)) < 1000  # not back yet
