@@ -724,7 +724,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=std, generator=g)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
                 if isinstance(module, nn.LayerNorm) and module.bias is not None:
                     nn.init.zeros_(module.bias)

@@ -97,14 +97,15 @@ def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
 def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> str:
     """Send the report in `out` to W&B: runs.csv as a table, the figures, and all files as an artifact.
 
-    folder: for W&B's files. Returns where it went. Raises: wandb's errors where the server does not answer.
+    folder: of the sweep, whose name the run has, and for W&B's files. Returns where it went.
+    Raises: wandb's errors where the server does not answer.
     """
-    config = sweep.runs[0].config
-    mode, run_id = wandb_mode(config["wandb.mode"]), re.sub(r"[^A-Za-z0-9_.-]", "-", f"sweep-{sweep.name}")
+    config, name = sweep.runs[0].config, sweep_name(str(folder.resolve()))
+    mode, run_id = wandb_mode(config["wandb.mode"]), re.sub(r"[^A-Za-z0-9_.-]", "-", f"sweep-{name}")
     if mode == "disabled":
         return "W&B is disabled"
     init = {
-        "project": config["wandb.project"], "job_type": "sweep", "name": sweep.name, "id": run_id, "resume": "allow",
+        "project": config["wandb.project"], "job_type": "sweep", "name": name, "id": run_id, "resume": "allow",
         "tags": [f"sweep:{sweep.name}"[:64]], "config": dict(sweep.about), "dir": str(folder.resolve()),
     }  # fmt: skip
     run = open_wandb(init, mode, ["scripts/report.py", *argv], init_timeout=INIT_TIMEOUT)
@@ -128,7 +129,9 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
 
 @options
 class ReportOptions(SweepPlace):
-    out: Annotated[str | None, NOT_EMPTY, Help("folder of the report; null: results/NAME")] = None
+    out: Annotated[str | None, NOT_EMPTY, Help("folder of the report; null: that of from= alone, or results/NAME")] = (
+        None
+    )
     from_: Annotated[
         str | None,
         NOT_EMPTY,
@@ -155,12 +158,13 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
     if asked.watch:
         return watch(asked.directory, expand(asked.run) if asked.run else None, asked.port)
     name = sweep_name(str(expand(asked.sweep or asked.sweep_dir or asked.from_ or "").resolve()))
-    out = expand(asked.out or Path("results") / name)
+    alone = None if asked.sweep or asked.sweep_dir else asked.from_
+    out = expand(asked.out or alone or Path("results") / name)
     if asked.from_ is None:
         sweep = read_sweep(asked.directory, name)
     else:
         sweep = read_stored(expand(asked.from_), name)
-        if asked.sweep or asked.sweep_dir:
+        if not alone:
             sweep = joined(sweep, read_sweep(asked.directory, name))
     if asked.out is None:
         refuse_to_drop_runs(sweep, out)
@@ -168,7 +172,7 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
     print(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
     if asked.wandb:
         try:
-            print(send_report(sweep, out, asked.directory if asked.sweep or asked.sweep_dir else out, argv))
+            print(send_report(sweep, out, out if alone else asked.directory, argv))
         except Exception as error:
             print(f"error: W&B cannot be reached ({error}); {out} has the report", file=sys.stderr)
             return 1

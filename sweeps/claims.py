@@ -18,14 +18,13 @@ from core.files import FileLock, is_locked, read_json, write_json
 
 @dataclass(frozen=True)
 class Launch:
-    """runs: their ids. tries: of each run. threads: of a rank. ranks: processes that train one run together.
-    nodes: of a SLURM task, over which they are spread; 0: they are on this machine."""
+    """runs: their ids. tries: of each run. ranks: processes that train one run together. nodes: of a SLURM task, over
+    which they are spread; 0: they are on this machine."""
 
     sweep_dir: Path
     name: str
     runs: list[str]
     tries: int
-    threads: int | None = None
     ranks: int = 1
     nodes: int = 0
 

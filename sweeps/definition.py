@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from core.cli import CONFIG_DIR, parse_yaml
 from core.schema import POSITIVE, ConfigError, Rule, convert, options, require, settings_of, show
+from data.corpora import read_text
 from training.config import TrainConfig
 
 Grid = dict[str, dict[str, Any]]  # key -> {label: value}
@@ -142,7 +143,7 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
             source[key] = value
             if key in ("folds", "seeds"):  # also for the parts that have their own
                 source["parts"] = {name: {**part, key: None} for name, part in source["parts"].items()}
-    source["parts"] = {name: part for name, part in source["parts"].items() if not part["on_request"]}
+    source["parts"] = {name: part for name, part in source["parts"].items() if part["on_request"] is not True}
     return check_sweep(source)
 
 
@@ -168,7 +169,7 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
     if file is None:
         raise ConfigError(f"sweep={name} must be one of {', '.join(known)}, or a file that ends in .yaml")
     require(file.is_file(), f"sweep={name} is no file")
-    source = convert(parse_yaml(file.read_text(encoding="utf-8"), f"sweep={name}"), dict, "sweep")
+    source = convert(parse_yaml(read_text(str(file), f"sweep={name}"), f"sweep={name}"), dict, "sweep")
     base = asdict(Sweep())
     if extended := str(source.pop("extends", "")):
         if extended.endswith(".yaml"):  # relative to this file

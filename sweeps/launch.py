@@ -99,7 +99,7 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
         with (expand(folder) / "runs.csv").open(encoding="utf-8", newline="") as file:
             stored = {row["id"]: State(row["status"], int(row["iter"] or 0)) for row in csv.DictReader(file)}
         enough = {run.id for run in runs if run.id in stored and stored[run.id].is_all_of(run.config.max_iters)}
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, csv.Error) as error:
         raise ConfigError(f"from={folder} has no runs.csv that can be read: {error}") from error
     print(f"{len(enough)} of {len(runs)} runs are stored in {folder}")
     return [run for run in runs if run.id not in enough]
@@ -118,9 +118,8 @@ def check_runs(runs: list[PlannedRun]) -> None:
     configs = {}
     for config in (run.config for run in runs):
         values = asdict(config)
-        # runs that agree in these can all start, or none of them; those of init_from must fit its weights
-        key = [values[name] for name in ("data", "device", "dtype", "model", "threads")]
-        key += [asdict(config.gpt), config.init_sha256] if config.init_from else []
+        # runs that agree in these can all start, or none of them
+        key = [values[name] for name in ("data", "device", "dtype", "threads", "init_sha256")] + [asdict(config.gpt)]
         configs[json.dumps(key)] = config
     if configs:
         from training import estimate  # which loads torch
@@ -178,7 +177,7 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     launcher: Launcher = LAUNCHERS[asked.launcher.name][1](asked.launcher, sweep_dir, name)
     ids, tries = [run.id for run in runs], 1 + asked.retries
     nodes = asked.launcher.nodes if isinstance(asked.launcher, SlurmOptions) else 0
-    Launch(sweep_dir, name, ids, tries, launcher.threads, asked.launcher.ranks, nodes).write()
+    Launch(sweep_dir, name, ids, tries, asked.launcher.ranks, nodes).write()
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     say(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {workers(asked, launcher)}")
     began = time.monotonic()

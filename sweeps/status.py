@@ -56,7 +56,7 @@ def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> Sta
         reason = "done, but summary.json is lost"
     if state == "failed" or claim["error"]:
         return State("failed", step, claim["error"] or reason, tries)
-    if max(claim["tries"].values(), default=0) >= claim["limit"]:
+    if any(n >= claim["limit"] for n in [*claim["tries"].values()][-1:]):  # of the last launch
         return State("failed", step, "its worker died", tries)
     return State("pending" if state is None else "stopped", step, reason, tries)
 

@@ -65,7 +65,7 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
     parts = dict.fromkeys(f"part:{point.partition('/')[0]}"[:64] for point in run.points if has_parts)
     media = "off" if wandb.media == "auto" else wandb.media
     config = replace(
-        run.config, out_dir=str(sweep_dir / run.id), threads=run.config.threads or launch.threads, dry_run=False,
+        run.config, out_dir=str(sweep_dir / run.id), dry_run=False,
         wandb=replace(wandb, tags=(*wandb.tags, sweep, *parts), media=media),
     )  # fmt: skip
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):

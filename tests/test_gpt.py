@@ -127,6 +127,8 @@ def test_initialisation_is_gpt2s() -> None:
 
 def test_init_weights_notices_a_parameter_that_it_left_out() -> None:
     model = GPT(tiny_config().gpt, V)
+    model.plain = torch.nn.RMSNorm(4, elementwise_affine=False)  # as a variant may have it: nothing to set
+    model.init_weights(0)
     model.extra = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(AssertionError, match="extra"):
         model.init_weights(0)

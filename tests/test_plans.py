@@ -1,5 +1,6 @@
 """Sweeps: what a plan is, what is planned once, and what is refused."""
 
+import json
 import math
 import random
 import re
@@ -30,7 +31,7 @@ from scripts.reporting.runs import read_sweep
 from sweeps.definition import load_sweep, sweep_name
 from sweeps.launch import LaunchOptions, check_runs, main, read_request
 from sweeps.plan import compose, freeze, plan_runs, read_plan
-from sweeps.status import SweepPlace
+from sweeps.status import SweepPlace, state_of
 from training.config import load_config
 
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
@@ -197,7 +198,11 @@ def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     circle[0].write_text("extends: b.yaml\n")  # beside it
     circle[1].write_text("extends: p_sweep_cpu\nseeds: [5]\n")
     assert load_sweep(str(circle[0]), {}).seeds == (5,)
+    circle[0].write_bytes(b"title: p\xe9")
+    with pytest.raises(ConfigError, match=r"sweep=.*a\.yaml must be UTF-8 text; the byte 0xe9 at offset 8 is not"):
+        load_sweep(str(circle[0]), {})
     for text, changes, says in (
+        ("parts: {a: {on_request: maybe}}", {}, "sweep.parts.a.on_request=maybe must be true or false"),
         ("overrides: model=nano_cpu", {}, "sweep.overrides=model=nano_cpu must be a list"),
         ("parts: {a/b: {}}", {}, "sweep.parts.a/b: a part's name has no / and no ;"),
         ("parts: {a;b: {}}", {}, "sweep.parts.a;b: a part's name has no / and no ;"),
@@ -338,3 +343,14 @@ def test_a_diverged_run_is_a_result_and_not_a_failure(tmp_path: Path, corpus: Pa
     (line,) = (line for line in output.splitlines() if line.startswith("diverged: "))
     assert "train/loss" in line and "nan" in line
     assert "1 done, 1 diverged" in launched(sweep)
+
+
+def test_a_run_that_a_later_launch_left_is_stopped_and_not_failed(tmp_path: Path, corpus: Path) -> None:
+    run, *_ = frozen(tiny_sweep(tmp_path, corpus))
+    folder = tmp_path / "sweep"
+    (folder / run.id).mkdir()
+    (folder / "claims").mkdir()
+    (folder / run.id / "status.json").write_text('{"state": "stopped", "iter": 20}')
+    for last, state in ((0, "stopped"), (2, "failed")):
+        (folder / "claims" / run.id).write_text(json.dumps({"tries": {"first": 2, "last": last}, "limit": 2}))
+        assert state_of(folder, run).state == state

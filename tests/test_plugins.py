@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, TINY, Program
+from test_sweeps import tiny_sweep
 from variants import ALL_PAIRS, LAYOUTS, config_of
 
 from core import cli, plugins
@@ -18,6 +19,9 @@ from model.diagnostics import logit_bound
 from model.gpt import GPT, QK_NORMS, QKNorm, QKRMSNorm
 from model.options import QK_NORMS as OPTIONS
 from model.options import QKNormOptions, register
+from sweeps.definition import load_sweep
+from sweeps.launch import check_runs
+from sweeps.plan import plan_runs
 from training.config import TrainConfig, load_config
 
 PLUGIN = '''
@@ -188,7 +192,7 @@ def test_the_bound_is_reached_by_a_key_that_equals_the_query(layout: str, monkey
         assert logit_bound(layer) == pytest.approx(blocks * layer.logit_scale.softmax_scale, rel=1e-5)
 
 
-def test_what_mla_cannot_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_mla_cannot_decode_is_refused(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class HeadGains(QKRMSNorm):
         def __init__(self, options: Any, head_dim: int, n_head: int):
             super().__init__(options, head_dim, n_head)
@@ -206,6 +210,12 @@ def test_what_mla_cannot_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     GPT(config_of("gqa", "none").gpt, 11)
     with pytest.raises(ConfigError, match="output=none needs attention=mha or gqa"):
         GPT(config_of("mla", "none").gpt, 11)
+    words = ["qk_norm=none", "model.position=rope", "model.rope_theta=10000"]
+    sweep = tiny_sweep(tmp_path, corpus, *words, grid={"attention": ["gqa", "mla"]}, folds=[0])
+    gqa, mla = plan_runs(load_sweep(str(sweep), {}), [])
+    check_runs([gqa])
+    with pytest.raises(ConfigError, match="output=none needs attention=mha or gqa"):  # before the first run starts
+        check_runs([gqa, mla])
     with pytest.raises(ConfigError, match="GPT must derive from one of QKNorm, Logits, Softmax, Output, Weights"):
         seams.register(QKNormOptions, GPT)  # type: ignore[arg-type]
 

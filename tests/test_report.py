@@ -184,7 +184,8 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
     }  # fmt: skip
     for accuracy, p in ((0.5, 2), (0.75, 3)):
         run = made.run(f"a/p={p}", 5, {i: 2 - i / 100 for i in STEPS})
-        (run / "evaluation.json").write_text(json.dumps({"about": {"metrics": {"cloze": {"acc": accuracy}}}}))
+        about = {"iter": 40, "metrics": {"cloze": {"acc": accuracy}}}
+        (run / "evaluation.json").write_text(json.dumps({"about": about}))
     sweep = sweep_of(made.path)
     row = rows_of(part_table(sweep, ["a/p=2"]))[0]
     assert row["parameters"] == "4,242" and float(row["mean of last training loss"]) > 1
@@ -197,6 +198,8 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
     # train/loss is 1.9, 3.0, 1.8, 1.7, 1.6, 1.5
     assert roughness[1, 5][0] == pytest.approx((1.15 + 0.55 + 0 + 0) / 4)
     assert "parameters" not in sweep.runs[0].curves
+    (run / "evaluation.json").write_text(json.dumps({"about": about | {"iter": 20}}))  # the run went on after it
+    assert [run.summary.get("eval/cloze/acc") for run in sweep_of(made.path).runs[-2:]] == [0.5, None]
 
 
 def test_a_bad_metric_is_named(made: Made) -> None:
@@ -426,9 +429,9 @@ def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
     assert [f"{len(c.differences)} of {c.planned}" for c in loss] == ["5 of 7", "5 of 6"]
 
 
-@pytest.mark.parametrize("damage", ["no summary", "no curve", "torn curve", "another curve", "no minimum", "too short"])
-def test_a_done_run_with_damaged_files_or_too_few_iterations_is_not_done(made: Made, damage: str) -> None:
-    path = made.run("a/p=2", 5, {0: 4.0, 20: 1.0} if damage == "too short" else falling(1.0))
+@pytest.mark.parametrize("damage", ["no summary", "no curve", "torn curve", "another curve", "no minimum", 20, 60])
+def test_a_done_run_with_damaged_files_or_another_length_is_not_done(made: Made, damage: str | int) -> None:
+    path = made.run("a/p=2", 5, {0: 4.0, damage: 1.0} if isinstance(damage, int) else falling(1.0))
     if damage == "no summary":
         (path / "summary.json").unlink()
     elif damage == "no curve":
@@ -441,8 +444,8 @@ def test_a_done_run_with_damaged_files_or_too_few_iterations_is_not_done(made: M
         (path / "summary.json").write_text(json.dumps({"status": "done", "iter": 40, "val/loss": 1.0}))
     sweep = sweep_of(made.path)
     (row,) = rows_of(missing_tables(sweep)[0])
-    state = "stopped" if damage in ("no summary", "too short") else "failed"  # a launch goes on with the first two
-    reason = "done at iteration 20 of 40" if damage == "too short" else "done, but "
+    state = "stopped" if damage in ("no summary", 20, 60) else "failed"
+    reason = f"done at iteration {damage} of 40" if isinstance(damage, int) else "done, but "
     assert (row["run"], row["state"]) == (path.name, state) and row["reason"].startswith(reason)
     assert rows_of(part_table(sweep, ["a/p=2"]))[0]["mean of the runs' minima"] == "1.5100"
 

@@ -90,10 +90,19 @@ def test_a_stored_report_that_is_damaged_is_refused_in_one_line(
     content = file.read_bytes()
     half = len(content) // 2
     flipped = content[:half] + bytes(b ^ 255 for b in content[half : half + 60]) + content[half + 60 :]
-    for damaged in (content[:half], content[: -len(content) // 50], *([] if name == "runs.csv" else [flipped])):
+    head, *lines = content.splitlines(keepends=True)
+    reordered = head + b"".join(reversed(lines))  # curves.csv.gz counts them
+    for damaged in (content[:half], content[: -len(content) // 50], flipped, reordered):
         file.write_bytes(damaged)
-        check(report.main([f"from={tmp_path / 'made'}", f"out={tmp_path / 'out'}"]), capsys.readouterr().err, ["from="])
-    assert not (tmp_path / "out").exists()
+        check(report.main([f"from={tmp_path / 'made'}"]), capsys.readouterr().err, ["from="])
+        assert file.read_bytes() == damaged
+
+
+def test_a_stored_report_is_made_anew_in_its_own_folder(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "results" / "made", tmp_path / "study" / "final")
+    call(tmp_path, "from=study/final")
+    assert not (tmp_path / "results").exists()
+    assert json.loads((tmp_path / "study/final/provenance.json").read_text())["command"].endswith("from=study/final")
 
 
 BAD = {

@@ -151,6 +151,10 @@ def test_a_run_leaves_busy_cpus_to_other_programs_and_keeps_its_threads_when_it_
         assert n == used and (f"{n} of 4 threads, other programs use the CPUs" in line) == (used < 4)
     n, line = threads(4.0, max_iters=4)  # goes on
     assert n == 1 and "1 of 4 threads, as it began" in line
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert threads(2.0, max_iters=2, fresh=True)[0] == 2
+    monkeypatch.setattr(session, "DEFAULT_THREADS", 1)  # as under a launch with more workers
+    assert threads(4.0, max_iters=4)[0] == 2
     assert "will not be equal" not in (tmp_path / "run" / "train.log").read_text()
 
 

@@ -293,7 +293,7 @@ def endless(tmp_path: Path, corpus: Path) -> Path:
     path = tmp_path / "sweep"
     for folder in ("claims", "launches", "logs"):
         (path / folder).mkdir()
-    Launch(path, "here", [run.id], tries=1, threads=1).write()
+    Launch(path, "here", [run.id], tries=1).write()
     return path
 
 

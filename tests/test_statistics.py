@@ -1,18 +1,31 @@
 """The report's statistics, against published numbers, scipy, and numbers worked out by hand."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import astuple
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
+from test_report import Made, falling, sweep_of
 
 from data.folds import leak_split, split
 from scripts.reporting.runs import Replicate
-from scripts.reporting.statistics import Comparison, Estimate, adjust, holm, interval, judge, mean_curve, n_needed
+from scripts.reporting.statistics import (
+    Comparison,
+    Estimate,
+    adjust,
+    compared_families,
+    holm,
+    interval,
+    judge,
+    mean_curve,
+    n_needed,
+)
 from scripts.reporting.statistics import test_over_train as amounts
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
@@ -72,6 +85,20 @@ def test_the_seeds_of_a_fold_are_averaged_before_they_count() -> None:
     assert Comparison("a", "b", 8, values).p["t"] < 1e-3 < pooled.p["t"]  # of one text seeds are replicates
     same = Comparison("a", "b", 3, {(1, 0): (1.3, 1.2), (1, 1): (2.3, 2.2), (1, 2): (0.1, 0.0)}).estimate
     assert same is not None and judge(same, "higher") == "not tested"  # they differ by round-off alone
+
+
+def test_the_seeds_of_the_first_fold_alone_are_no_replicates(tmp_path: Path) -> None:
+    """Of three folds and three seeds that are planned."""
+    made = Made(tmp_path / "made", compare={"p": {"baseline": "p=2"}})
+    for fold, seed, p in itertools.product(range(3), range(3), (2, 3)):
+        if fold == 0:
+            made.run(f"p={p}", fold, falling(2.0 - 0.1 * p + 0.001 * seed * p), seed=seed)
+        else:
+            made.plan(f"p={p}", seed, fold)
+    (comparison,) = compared_families(sweep_of(made.path))[0].comparisons[0]
+    assert (len(comparison.values), comparison.planned) == (3, 9) and comparison.deciding is not None
+    assert (comparison.deciding.n, comparison.p) == (1, {})
+    assert comparison.verdict("lower", "higher") == "fewer than 2 complete pairs: no test"
 
 
 def test_holms_correction_is_over_the_tests_that_decide() -> None:

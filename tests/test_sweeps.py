@@ -22,7 +22,7 @@ from variants import FULL
 
 import sweeps.plan
 import sweeps.status
-from core.files import read_json
+from core.files import file_sha256, read_json, write_json
 from core.rundir import is_locked, read_status
 from scripts.report import report
 from scripts.reporting.runs import read_sweep
@@ -200,6 +200,9 @@ def test_runs_that_a_report_stored_are_not_trained_again(
     for run_id, state in states.items():
         lines = [line.replace(",done,60,", state) if line.startswith(f"{run_id},") else line for line in lines]
     csv_file.write_text("".join(lines))
+    about = read_json(stored / "provenance.json")
+    about["sha256"]["runs.csv"] = file_sha256(csv_file)
+    write_json(stored / "provenance.json", about)
     words = [f"sweep={sweep}", f"from={stored}"]
     assert main([*words, f"sweep_dir={folder}", "dry_run=true"]) == 0
     output = capsys.readouterr().out
@@ -454,7 +457,7 @@ def test_a_worker_ends_after_a_failed_try_which_counts_as_no_death(
     break_run(folder, broken, refused=False)
     for name in ("claims", "launches", "logs"):
         (folder / name).mkdir()
-    Launch(folder, "one", [broken.id], tries=2, threads=1).write()
+    Launch(folder, "one", [broken.id], tries=2).write()
     assert [worker.work(folder, "one") for _ in range(3)] == [worker.RESTART, worker.RESTART, 0]
     assert read_claim(folder, broken.id)["tries"] == {"one": 2}
 

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -68,15 +69,17 @@ def sweeps() -> tuple[Sweep, Sweep]:
     return made[0], made[1]
 
 
-def stored(folder: Path) -> Path:
+def stored(folder: Path, of: tuple[Sweep, Sweep] | None = None) -> Path:
     """The two sweeps as reports store them, and a page for the board."""
-    for sweep in sweeps():
+    for sweep in of or sweeps():
         place = folder / sweep.name
         place.mkdir(parents=True)
-        (place / "runs.csv").write_text(runs_csv(sweep))
-        (place / "curves.csv.gz").write_bytes(curves_csv(sweep))
+        files = {"runs.csv": runs_csv(sweep).encode(), "curves.csv.gz": curves_csv(sweep)}
+        for name, content in files.items():
+            (place / name).write_bytes(content)
+        hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
         definition = json.loads(json.dumps(vars(sweep.definition)))
-        about = {"definition": definition, "planned": [], "config": common_config(sweep)}
+        about = {"definition": definition, "planned": [], "config": common_config(sweep), "sha256": hashes}
         (place / "provenance.json").write_text(json.dumps(about))
     (folder / "README.md").write_text(f"# Board\n\n{track.BEGIN}STALE{track.END}\nAfter.\n")
     times = {"time_over_first": {"qk_norm=rms": {"median": 1.1, "low": 1.0, "high": 1.2}}}
@@ -109,9 +112,9 @@ def test_a_contestant_that_lost_runs_is_last_and_says_so(tmp_path: Path) -> None
 
 
 def test_best_rates_are_not_read_off_a_grid_with_runs_to_come(tmp_path: Path) -> None:
-    folder = stored(tmp_path / "board")
-    place = folder / "grid" / "runs.csv"
-    place.write_text(place.read_text().replace(",done,", ",pending,", 1))
+    grid, final = sweeps()
+    grid.runs[0] = replace(grid.runs[0], state=State("pending"))
+    folder = stored(tmp_path / "board", (grid, final))
     with pytest.raises(ConfigError, match="1 runs of .*grid have not ended"):
         make(TrackOptions(folder=str(folder), rates=True, out=str(tmp_path / "x.yaml")))
 

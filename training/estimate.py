@@ -37,9 +37,10 @@ def dry_run(config: TrainConfig) -> int:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ConfigError where the run cannot start: no such device, no corpus, too little text, unfit weights."""
+    """Raise ConfigError where the run cannot start: no such device, no corpus, too little text, unfit parts."""
     set_up_machine(config)
     data = read_data(config)
+    model_without_weights(config, data)
     if config.init_from is not None:
         load_initial_weights(config, GPT(config.gpt, data.corpus.tokenizer.vocab_size), data.corpus)
 

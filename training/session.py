@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -167,9 +168,10 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
         require(config.threads <= cpus, f"threads={config.threads} must be <= {cpus}, the CPUs here")
         return config.threads, ""
     saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
-    began_with, why = saved.get("threads"), ""
-    if began_with:
-        threads, why = min(began_with, DEFAULT_THREADS), "as it began"
+    began_with, why = saved.get("threads") if saved.get("ranks") == world.size else None, ""
+    if began_with:  # whatever $OMP_NUM_THREADS is, as a launch of a sweep sets it
+        cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        threads, why = min(began_with, cpus), "as it began"
     # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
     elif saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:
         threads = DEFAULT_THREADS

@@ -222,7 +222,7 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
 def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:
     """A run from its files.
 
-    A run whose status is "done" is failed where its files are damaged, and stopped where the plan asks for more.
+    A run whose status is "done" is failed where its files are damaged, and stopped where its length is not the plan's.
     """
     path, state, max_iters = sweep_dir / plan.id, state_of(sweep_dir, plan), plan.config.max_iters
     row = partial(Run, plan.id, plan.points, plan.seed, plan.fold, flatten(asdict(plan.config)))
@@ -243,7 +243,7 @@ def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:
         summary, curves = read_done(path, keys)
     except ConfigError as damage:
         return row(State("failed", state.iter, f"done, but {damage}"))
-    if summary["iter"] < max_iters:
+    if summary["iter"] != max_iters:
         return row(State("stopped", summary["iter"], f"done at iteration {summary['iter']} of {max_iters}"))
     return row(state, *kept(summary, curves, sweep))
 
@@ -282,9 +282,10 @@ def thinned(curve: Curve, how: str) -> dict[int, float]:
 
 def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str, Curve]]:
     """The summary and the curves of a run that is done. Raises: ConfigError where they are damaged."""
-    summary = {**evaluation(path), **read_summary(path)}
+    summary = read_summary(path)
     missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
     require(not missing, f"summary.json has no {', '.join(missing)}")
+    summary |= evaluation(path, [summary["iter_of_min"], summary["iter"]])
     records = summary.pop("records", None) or {}
     if (sha256 := records.get("metrics.jsonl")) and (path / "metrics.jsonl").is_file():
         require(file_sha256(path / "metrics.jsonl") == sha256, "metrics.jsonl has changed since the run ended")
@@ -306,12 +307,14 @@ def read_summary(path: Path) -> dict[str, Any]:
     return summary
 
 
-def evaluation(path: Path) -> dict[str, float]:
-    """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value."""
+def evaluation(path: Path, iters: Sequence[int]) -> dict[str, float]:
+    """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value. {} where it did so of a
+    checkpoint of none of `iters`: before the run went on."""
     evaluated = read_json(path / "evaluation.json")
     require(is_intact(evaluated), "evaluation.json has changed since it was written")
     try:
-        found = evaluated.get("about", {}).get("metrics", {})
+        about = evaluated.get("about", {})
+        found = about.get("metrics", {}) if about.get("iter", iters[0]) in iters else {}
         return {f"eval/{task}/{name}": value for task, values in found.items() for name, value in values.items()}
     except AttributeError as error:
         raise ConfigError("evaluation.json has no metrics that can be read") from error

@@ -307,7 +307,7 @@ def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> l
         done = [r for r in common if runs_a[r].done and runs_b[r].done]
         both = {r: (runs_a[r].value(metric), runs_b[r].value(metric)) for r in done}
         known = {r: (x, y) for r, (x, y) in both.items() if x is not None and y is not None}
-        family.append(Comparison(a, b, len(common), known, test_over_train([runs_a[r] for r in known])))
+        family.append(Comparison(a, b, len(common), known, test_over_train([runs_a[r] for r in common])))
     adjust(family)
     return family
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.files import read_json
+from core.files import file_sha256, read_json
 from core.schema import ConfigError, require, show
 from scripts.reporting.runs import NUMBERS, TEXTS, Curve, Run, Sweep
 from sweeps.definition import check_sweep
@@ -63,16 +63,18 @@ def curves_csv(sweep: Sweep) -> bytes:
 def read_stored(folder: Path, name: str) -> Sweep:
     """The sweep that a report was made of. Raises: ConfigError where the files of `folder` do not hold one."""
     about = read_json(folder / "provenance.json")
-    good = isinstance(about.get("definition"), dict) and isinstance(about.get("config"), dict)
-    require(good, f"from={folder} holds no report (its provenance.json has no definition and config)")
+    kinds = {"definition": dict, "config": dict, "sha256": dict, "planned": list}
+    missing = [key for key, kind in kinds.items() if not isinstance(about.get(key), kind)]
+    require(not missing, f"from={folder} holds no report (its provenance.json has no {', '.join(missing)})")
     definition = about["definition"]
-    sweep = Sweep(name, {"sweep": definition, "frozen": about.get("planned", [])}, check_sweep(definition), [])
+    sweep = Sweep(name, {"sweep": definition, "frozen": about["planned"]}, check_sweep(definition), [])
     measured = columns_of(sweep)
     try:
+        for file in ("runs.csv", "curves.csv.gz"):  # the second counts the lines of the first
+            require(file_sha256(folder / file) == about["sha256"].get(file), f"{file} was changed")
         curves = read_curves(folder / "curves.csv.gz")
         with (folder / "runs.csv").open(encoding="utf-8", newline="") as rows:
             for n, row in enumerate(csv.DictReader(rows)):
-                require(None not in (*row, *row.values()), f"line {n + 2} of runs.csv is not whole")
                 sweep.runs.append(read_row(row, measured, about["config"], curves.get(n, {})))
     except (OSError, EOFError, ValueError, KeyError, csv.Error, zlib.error) as error:
         raise ConfigError(f"from={folder} cannot be read: {error}") from error
