@@ -1,8 +1,8 @@
-"""Train one model: python train.py qk_norm=lp qk_norm.p=3 data.fold=4
+"""Train one model: python train.py qk_norm=lp qk_norm.p=3 qk_norm.alpha_init=matched data.fold=4
 
 run() sets up, train() is the loop, finish() ends a run. A run directory is the resume state: stop a run at any moment,
-and start it again with the same command. On the same device, torch, threads, ranks and kernels it ends with the same
-numbers.
+and start it again with the same command. It ends with the same numbers where training/resume.py's DECIDES_BITS are the
+same; on CUDA also with deterministic=true.
 """
 
 import math
@@ -80,7 +80,7 @@ def run(config: TrainConfig) -> int:
             session.facts |= {"fault": config.fault.name, "start_up_warnings": warnings}
         if config.eval_only:
             require(bool(saved), f"eval_only=true needs a checkpoint in {run_dir.path}")
-            run_dir.log(report({"iter": start, **validation_loss(session), **sampled_losses(session)}))
+            run_dir.log(in_words({"iter": start, **validation_loss(session), **sampled_losses(session)}))
             return 0
         wandb = wandb_settings(config, run_dir.path, session.facts)
         run_dir.begin(to_yaml(config), start, wandb, saved.get("records"))
@@ -126,7 +126,7 @@ def train(
     """Make the updates from the `saved` state to max_iters, or until `stop` has a signal. Returns the last iteration's
     metrics. Raises: Diverged.
     """
-    start, evaluated = saved.get("step", 0), saved.get("evaluated", False)
+    start, eval_was_due = saved.get("step", 0), saved.get("evaluated", False)
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
     parameters = [*model.parameters()]
     skip = torch.zeros((), device=machine.device)  # 1 once an update was not finite: the weights then stay
@@ -142,14 +142,14 @@ def train(
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
             is_last = stopping or step == config.max_iters
-            # at `start` an earlier eval_interval may have asked for one
-            regular = step % config.eval_interval == 0 or (step == start and evaluated)
-            evaluating = (regular and not stopping) or step == config.max_iters
+            # a run that goes on may have had another eval_interval
+            eval_due = step % config.eval_interval == 0 or (step == start and eval_was_due)
+            evaluating = (eval_due and not stopping) or step == config.max_iters
             if evaluating:
                 evaluate(session, run_dir, line)
-                lowest.update(step, line["val/loss"], extra=not regular)  # extra: only because the run ends here
+                lowest.update(step, line["val/loss"], extra=not eval_due)  # extra: only because the run ends here
             if lowest.step == step or is_last or (is_save_step(step, config) and step > start):
-                save(session, run_dir, meter, lowest, line, regular)
+                save(session, run_dir, meter, lowest, line, eval_due)
             if is_last:
                 break
 
@@ -205,7 +205,7 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
     Per-layer values go to diagnostics.jsonl alone, a sample of text to samples.jsonl.
     """
     line |= validation_loss(session) | sampled_losses(session)
-    run_dir.log(report(line))
+    run_dir.log(in_words(line))
     values = diagnose(session.model, diagnosed_batch(session))
     run_dir.record_diagnostics({"iter": line["iter"], **values})
     line |= {key: value for key, value in values.items() if "/layer_" not in key}
@@ -217,14 +217,14 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
 
 
 def save(
-    session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any], evaluated: bool
+    session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any], eval_due: bool
 ) -> None:
-    """Write a checkpoint. evaluated: whether eval_interval asks for an evaluation here, which a run that stops makes
+    """Write a checkpoint. eval_due: whether eval_interval asks for an evaluation here, which a run that stops makes
     when it goes on. Raises: Diverged instead where a weight is not finite."""
     if not all(p.isfinite().all() for p in session.model.parameters()):
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}
-    state = {"step": line["iter"], "evaluated": evaluated, **meter.state(), **settings, **session.facts}
+    state = {"step": line["iter"], "evaluated": eval_due, **meter.state(), **settings, **session.facts}
     best = lowest.step == line["iter"]
     run_dir.save(line["iter"], session.tensors(), state, best, lowest.keep_step)
 
@@ -274,10 +274,10 @@ def show_progress(run_dir: RunDir, bar: tqdm, line: dict[str, Any], seconds_left
     bar.set_postfix_str(f"loss {line['train/loss']:.4f}, {line['tok_per_sec']:,.0f} tok/s", refresh=False)
     shown = {key: line[key] for key in ("iter", "train/loss", "lr", "grad_norm", "tok_per_sec", "mfu")}
     left = "" if seconds_left is None else f", {tqdm.format_interval(seconds_left)} left"
-    run_dir.log(f"{report(shown)}{left}", show=bool(bar.disable))  # the bar shows it already
+    run_dir.log(f"{in_words(shown)}{left}", show=bool(bar.disable))  # the bar shows it already
 
 
-def report(line: dict[str, Any]) -> str:
+def in_words(line: dict[str, Any]) -> str:
     """One line for a person: iter 250: train/loss 1.9034, …"""
     formats = {"lr": ".2e", "tok_per_sec": ",.0f", "mfu": ".1%"}
     values = ", ".join(f"{key} {value:{formats.get(key, '.4f')}}" for key, value in line.items() if key != "iter")

@@ -64,7 +64,7 @@ def generate(
     """Continue the prompts idx (B, T), T >= 1: yields the next token of each row, (B,), max_new_tokens times.
 
     A full cache is filled again with the last half of its tokens, so that past block_size a token is predicted from
-    block_size / 2 to block_size tokens. Matmuls run in `dtype`, and so is the cache unless keys_dtype() widens it.
+    block_size / 2 to block_size tokens. Matmuls and the cache have `dtype`, unless keys_dtype() widens the cache.
     """
     generator = torch.Generator(idx.device).manual_seed(seed)
     max_len = min(model.block_size, idx.size(1) + max_new_tokens)

@@ -3,7 +3,7 @@ arithmetic of norms and attention, with its kernels, is in ops.py.
 
 Attention layout and QK norm are independent choices: any entry of ATTENTIONS works with any entry of QK_NORMS, but
 unified MLA needs a norm, and one without gains for each head.
-Names follow nanoGPT, so its weights load by name; a tied model has no lm_head.weight of its own.
+Names of parameters follow nanoGPT; a tied model has no lm_head.weight of its own.
 
 Shapes: B batch, T positions, S cached positions, C = n_embd, nh heads, nkv key and value heads, hs channels a head,
 V vocabulary; in MLA kr = kv_rank, and a head's query and key are dn = nope_dim channels and dr = rope_dim rotated ones.
@@ -677,8 +677,8 @@ class GPT(nn.Module):
         pos: int = 0,
         last_only: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits (B, T or 1, V), and with targets the mean cross-entropy in nats, (). With targets it returns logits
-        None if there are more than LOGITS_AT_ONCE.
+        """Logits (B, T or 1, V), and with targets the mean cross-entropy in nats, (). With targets the logits are None
+        where they are more than LOGITS_AT_ONCE.
 
         idx (B, T) tokens at positions pos .. pos+T-1; targets (B, T), -1 is ignored; caches hold the positions before
         pos, and the new ones are written to them; last_only computes the last position's logits alone.

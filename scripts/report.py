@@ -135,7 +135,7 @@ class ReportOptions(SweepPlace):
     from_: Annotated[
         str | None,
         NOT_EMPTY,
-        Help("folder of a report: its runs stand in for those that the directory lacks; alone, it is made anew"),
+        Help("folder of a report: its runs stand in for those that the directory lacks; alone: make it again"),
     ] = None
     run: Annotated[str | None, NOT_EMPTY, Help("directory of a single run, with watch=true")] = None
     watch: Annotated[bool, Help("serve a page on 127.0.0.1 that shows the runs while they train")] = False

@@ -47,7 +47,8 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch], machine: Machine) -> f
 
 
 def validation_loss(session: Session) -> dict[str, float]:
-    """val/loss, over every held-out token once; in bits a character and a byte as well, where the tokens are text."""
+    """val/loss, over every held-out token once (but the first of a range, which nothing predicts); in bits a character
+    and a byte as well, where the tokens are text."""
     windows = max(1, EVAL_TOKENS[session.machine.device.type] // session.config.model.block_size)
     loss = mean_loss(session.forward, session.data.batches.eval_batches(windows), session.machine)
     n_bytes, n_chars = session.data.text_per_target
