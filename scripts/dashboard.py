@@ -50,13 +50,12 @@ def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
         title = LOSS if key == "val/loss" else in_words(key)
         return wr.LinePlot(title=f"{title}; band: ± 1 SD", x="iter", y=[key], **over)
 
-    lowest = "val/loss.min"
-    loss = [curve("val/loss"), wr.BarPlot(title="lowest validation loss", metrics=[lowest], **over)]
-    grids = [definition.grid, *(part.grid for part in definition.parts.values())]
-    if any("qk_norm.p" in grid for grid in grids):
-        title = "lowest validation loss by p"
-        loss.append(wr.ScatterPlot(title=title, x=wr.Config("p"), y=wr.SummaryMetric(lowest)))
-    figures = [f"figures/{kind}{suffix(name)}" for name in definition.compare for kind in ("difference", "along")]
+    loss = [curve("val/loss"), wr.BarPlot(title="lowest validation loss", metrics=["val/loss.min"], **over)]
+    figures = []
+    for name, family in definition.families.items():
+        if family.metric is None:
+            kinds = ["difference", "along", *["share"] * bool(family.share_of), *["final"] * bool(family.x_of)]
+            figures += [f"figures/{kind}{suffix(name)}" for kind in kinds]
     gaps = [wr.MediaBrowser(title="difference to the baseline (the sweep's own run)", media_keys=figures)]
     drawn = {"val/loss", *(key for keys in CURVES.values() for key in keys)}
     also = [key for key, how in definition.also.items() if how != "summary" and "*" not in key and key not in drawn]

@@ -101,13 +101,13 @@ def test_the_share_that_is_left_is_of_the_same_folds_by_iteration(tmp_path: Path
     families = compared_families(sweep)
     found = shares(sweep, families, families[1])
     wanted = ratio([(differences[fold, "b"], differences[fold, "a"]) for fold in range(4)], SHARED)
-    assert wanted is not None and list(found) == ["p=3"] and list(found["p=3"]) == [0, 10, 20, 30, 40]
+    assert wanted is not None and list(found) == ["p=3"] and list(found["p=3"]) == [10, 20, 30, 40]
     for point in found["p=3"].values():
         assert (point.mean, point.low, point.high) == pytest.approx((wanted.mean, wanted.low, wanted.high))
     assert shares(sweep, families, families[0]) == {}
     tables = [item for section in outline(sweep, families) for item in section.items if isinstance(item, Table)]
     (row, *_) = rows_of(next(table for table in tables if "that is left" in table.title))
-    assert row["iteration"] == "0" and row["p=3"].startswith(f"{wanted.mean:.0%} ({wanted.low:.0%} to ")
+    assert row["iteration"] == "10" and row["p=3"].startswith(f"{wanted.mean:.0%} ({wanted.low:.0%} to ")
     report.report(sweep, tmp_path / "out", [])
     drawn = charts_of(tmp_path / "out")["share_b"]
     assert (tmp_path / "out" / "share_b.svg").is_file() and "share_a" not in charts_of(tmp_path / "out")
@@ -200,4 +200,6 @@ def test_a_line_at_zero_is_on_the_axis_and_sums_are_drawn_per_update() -> None:
     assert value_axis(series, "x")["scale"]["type"] == "log"
     scale = value_axis(series, "x", zero=True)["scale"].to_dict()
     assert scale["domain"][0] < 0 < 10_000 < scale["domain"][1] and "type" not in scale
-    assert per_update({0: 3.0, 10: 20.0, 15: 20.0}) == {0: 3.0, 10: 2.0, 15: 5.0}  # 11 to 14: no update comes last
+    sums = {0: 3.0, 10: 20.0, 15: 20.0}
+    assert per_update(sums, 15) == {0: 3.0, 10: 2.0, 15: 5.0}  # updates 11 to 14
+    assert per_update(sums, 16) == {0: 3.0, 10: 2.0, 15: 4.0}

@@ -207,7 +207,7 @@ def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.L
         .transform_filter(shown)
         .transform_filter(chosen)
     )
-    bands = base.transform_filter("band && isValid(datum.low)").mark_area(opacity=0.1, clip=True)
+    bands = base.transform_filter("band && isValid(datum.low) && datum.n > 2").mark_area(opacity=0.1, clip=True)
     bands = bands.transform_calculate(low=f"max(datum.low, {axis['scale']['domain'][0]})")  # a logarithm has no 0
     named = {"run": "curve", "value": key, "low": "95 % from", "high": "95 % to", "n": "values"}
     tooltip = tooltips("setting:N", "run:N", "iteration:Q", "value:.4f", "low:.4f", "high:.4f", "n:Q", **named)
@@ -233,6 +233,7 @@ def panel_chart(panels: Mapping[str, Sequence[Series]], key: str) -> alt.ConcatC
     columns = min(4, len(panels))
     every = list({s.name: s for series in panels.values() for s in series}.values())
     axis = value_axis([s for series in panels.values() for s in series], key)
+    axis["title"] = textwrap.wrap(axis["title"], 22)  # as high as a panel
     charts = []
     for i, (name, series) in enumerate(panels.items()):
         rows = [row for row in curve_rows(series) if row["run"] == "mean" or "diverged" in row]
@@ -316,7 +317,8 @@ def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> dict[s
         return {"title": f"{key}, log scale", "scale": scale, "axis": alt.Axis(values=ticks, format="~g")}
     start = 0.1 if is_loss(key) else -1
     points = [point for s in series for i, point in s.mean.items() if i > start * max(s.mean)]
-    ends = [end for point in points if point.n > 2 for end in (point.low, point.high) if end is not None]
+    floor = 0.0 if not zero and min(drawn, default=0) >= 0 else -math.inf  # what is never negative has no such axis
+    ends = [max(end, floor) for point in points if point.n > 2 for end in (point.low, point.high) if end is not None]
     values = [*(point.mean for point in points), *ends, *[0.0] * zero]
     if not values:
         of_diverged = [curve for s in series for curve in s.diverged.values()]
@@ -430,7 +432,7 @@ def difference_chart(family: Family) -> alt.LayerChart:
             for replicate, (x, y) in c.values.items():
                 points.append({"pair": pair, "run": replicate_name(replicate), "difference": x - y, "A": x, "B": y})
     y = alt.Y("pair:N", sort=[mean["pair"] for mean in means], title=None)
-    title = "difference in lowest validation loss (A − B; left of 0: A is lower)"
+    title = ["difference in lowest validation loss", "(A − B, nats per token; left of 0: A is lower)"]
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(x="zero:Q")
     dots = alt.Chart(alt.Data(values=points)).mark_point(filled=True, size=45, opacity=0.55).encode(
         y=y, x=alt.X("difference:Q", title=title, axis=alt.Axis(tickCount=8)),

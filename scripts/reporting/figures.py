@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from scripts.reporting import charts
@@ -29,13 +28,13 @@ FINAL = (
 )
 SHARE = (
     "Mean difference here over the mean difference there, of the same folds or seeds; band: Fieller's 95 % interval, "
-    "corrected where folds share training text. Where it has no ends, as at the start of a run, nothing is drawn."
+    "corrected where folds share training text. Where it has no ends, nothing is drawn."
 )
 ALONG = (
-    "Difference in validation loss by iteration, paired; band: 95 % t interval, over folds where there are several, "
-    "but not corrected for the text that they share."
+    "Difference in validation loss by iteration, paired; band: 95 % t interval of three values or more, over folds "
+    "where there are several, but not corrected for the text that they share."
 )
-STABILITY = "Final validation loss by learning rate: mean of the runs that are done, bars from lowest to highest."
+STABILITY = "Final validation loss by learning rate: mean of the runs that are done ({n}), bars from lowest to highest."
 DIFFERENCE = (
     "A − B in validation loss: a point for each fold or seed; diamond: the mean; "
     "bar: its 95 % interval, corrected where folds share training text."
@@ -67,18 +66,23 @@ def styles_of(sweep: Sweep) -> dict[str, Style]:
 
 def loss_figures(series: Sequence[Series], title: str, end: str) -> Iterable[Figure]:
     """end: of the files' names."""
-    counts = sorted({len(s.curves) for s in series})
-    n = f"n = {' to '.join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))} runs a setting"
+    n = counted(len(s.curves) for s in series)
     caption = (
-        f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean, over "
-        "the means of folds where there are several. It holds their spread: whether two settings differ, the paired "
-        "figures show."
+        f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean of "
+        "three values or more, over the means of folds where there are several. It holds their spread: whether two "
+        "settings differ, the paired figures show."
     )
     if worth_drawing(series):
         yield Figure(f"loss{end}", title, charts.curve_chart(series, LOSS), caption + charts.remarks(series, LOSS))
     timed = [s for s in series if s.seconds]
     if 0 < len(timed) <= MANY:
         yield Figure(f"time{end}", title, charts.time_chart(timed), f"Training time ({n}): {TIMES}")
+
+
+def counted(numbers: Iterable[int]) -> str:
+    """ "n = 3 to 10 runs a setting" """
+    counts = sorted({*numbers})
+    return f"n = {' to '.join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))} runs a setting"
 
 
 def worth_drawing(series: Iterable[Series]) -> bool:
@@ -97,9 +101,12 @@ def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]]
     panels = {in_words(panel): series for panel, series in panels.items()}
     chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curve_chart(every, words)
     how = sweep.logged[key].replace("sum", "mean")
-    span = f"a point is the {how} over a {POINTS}th of the run"
+    thinned = max(len(curve) for s in every for curve in (*s.curves.values(), *s.diverged.values())) >= POINTS
+    span = f"; a point is the {how} over a {POINTS}th of the run" * thinned
     first = words[0].upper() if words[0].isascii() else words[0]  # α stays small
-    caption = f"{first}{words[1:]} by iteration, averaged over folds and seeds; {span}."
+    band = "; band: 95 % t interval of the mean of three values or more" * (len(panels) == 1)
+    n = counted(len(s.curves) for s in every)
+    caption = f"{first}{words[1:]} by iteration, averaged over folds and seeds ({n}){span}{band}."
     return Figure(name, title, chart, caption + charts.remarks(every, words))
 
 
@@ -139,7 +146,7 @@ def along(sweep: Sweep, family: Family) -> list[Series]:
     names = [short[c.a] if family.against else f"{short[c.a]} − {short[c.b]}" for c in pairs]
     of_settings, of_names = styles_of(sweep), charts.styles({"": {name: name for name in names}})
     look = [of_settings[c.a] for c in pairs]
-    if len({style.colour for style in look}) < len(look):
+    if len({(style.colour, style.symbol) for style in look}) < len(look):
         look = [of_names[name] for name in names]
     return [Series(names[i], look[i], losses_along(sweep, c)) for i, c in enumerate(pairs)]
 
@@ -174,7 +181,8 @@ def rate_figures(sweep: Sweep) -> list[Figure]:
     styles = charts.styles({"": {variant: variant for variant in variants}})
     found = []
     if max((sum(map(bool, losses.values())) for losses in finals.values()), default=0) > FEW:
-        found.append(Figure("stability", sweep.title, charts.stability_chart(finals), STABILITY))
+        n = counted(len(of) for losses in finals.values() for of in losses.values() if of)
+        found.append(Figure("stability", sweep.title, charts.stability_chart(finals), STABILITY.format(n=n)))
     by_key: dict[str, dict[str, list[Series]]] = {}
     for rate in sorted({rate for of in variants.values() for rate in of}):
         names = {of[rate]: variant for variant, of in variants.items() if rate in of}
@@ -192,15 +200,19 @@ def rate_figures(sweep: Sweep) -> list[Figure]:
 # Runs -> series
 
 
-def series_of(sweep: Sweep, names: Mapping[str, str], look: Mapping[str, Style], key: str) -> list[Series]:
-    """A metric's curves of the settings that have some. names: setting -> its name in the chart."""
+def series_of(
+    sweep: Sweep, names: Mapping[str, str], look: Mapping[str, Style], key: str, sums: bool = False
+) -> list[Series]:
+    """A metric's curves of the settings that have some. names: setting -> its name in the chart. sums: draw counts over
+    several updates per update."""
     found = []
     for setting, name in names.items():
         done: dict[Replicate, Curve] = {}
         diverged: dict[Replicate, Curve] = {}
         for run in sweep.runs_of(setting).values():
             if key in run.curves:
-                (done if run.done else diverged)[run.replicate] = run.curves[key]
+                curve = per_update(run.curves[key], run.config["max_iters"]) if sums else run.curves[key]
+                (done if run.done else diverged)[run.replicate] = curve
         found.append(Series(name, look[setting], done, diverged, sweep.seconds(setting)))
     return [s for s in found if s.curves or s.diverged]
 
@@ -213,21 +225,14 @@ def metric_panels(
     found: dict[str, dict[str, list[Series]]] = {}
     for pattern in sweep.logged:
         for key in sorted(key for key in logged if fnmatchcase(key, pattern)):
-            series = series_of(sweep, names, look, key)
-            if sweep.logged[pattern] == "sum":
-                series = [replace(s, curves=per_updates(s.curves), diverged=per_updates(s.diverged)) for s in series]
+            series = series_of(sweep, names, look, key, sums=sweep.logged[pattern] == "sum")
             found.setdefault(pattern, {})[key] = series
     return found
 
 
-def per_updates(curves: Mapping[Replicate, Curve]) -> dict[Replicate, Curve]:
-    return {replicate: per_update(curve) for replicate, curve in curves.items()}
-
-
-def per_update(sums: Curve) -> Curve:
-    """Counts over spans that end at the iterations, divided by the updates of each. The last line follows no update."""
-    last = max(sums) - 1
-    spans = {i: min(i, last) - before for i, before in zip(sums, [-1, *sums], strict=False)}
+def per_update(sums: Curve, max_iters: int) -> Curve:
+    """Counts over spans that end at the iterations, divided by the updates of each. At max_iters there is no update."""
+    spans = {i: min(i, max_iters - 1) - before for i, before in zip(sums, [-1, *sums], strict=False)}
     return {i: value / spans[i] for i, value in sums.items() if spans[i] > 0}
 
 

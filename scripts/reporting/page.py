@@ -27,7 +27,7 @@ HINT = (
 )
 CONCLUSIONS = (
     "A − B is the difference in the lowest validation loss, in nats a token, unless a table names another metric. "
-    "The interval is corrected for the text that folds share, Holm's p also for the number of comparisons. Two "
+    "{corrected}Holm's p is corrected for the number of comparisons. Two "
     "settings are *not told apart* where it is above 0.05, even if the interval excludes 0. A claim is *excluded* "
     "where the interval leaves no room for a difference worth having; *no power*: it cannot decide."
 )
@@ -53,7 +53,10 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     """What the report says, in order."""
     figures, differences = part_figures(sweep), family_figures(sweep, families)
     conclusions = [tables.conclusion_table(family) for family in families]
-    sections = [Section("Conclusions", [CONCLUSIONS, *conclusions])] if conclusions else []
+    several_folds = any(c.test_over_train is not None for family in families for c in family.comparisons[0])
+    corrected = "Interval and p are corrected for the text that folds share. " * several_folds
+    said = CONCLUSIONS.format(corrected=corrected)
+    sections = [Section("Conclusions", [said, *conclusions])] if conclusions else []
     sections += [
         Section(sweep.title_of(part), [tables.part_table(sweep, settings), *figures[part]])
         for part, settings in sweep.parts.items()

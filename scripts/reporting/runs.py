@@ -138,11 +138,11 @@ class Sweep:
 
     @property
     def parts(self) -> dict[str, list[str]]:
-        """Part -> its settings. A sweep without parts has one, named ""."""
-        found: dict[str, list[str]] = {}
+        """Part -> its settings, in the definition's order. A sweep without parts has one, named ""."""
+        found: dict[str, list[str]] = {part: [] for part in self.definition.parts}
         for setting in self.settings:
             found.setdefault(setting.split("/")[0] if self.definition.parts else "", []).append(setting)
-        return found
+        return {part: settings for part, settings in found.items() if settings}
 
     @property
     def title(self) -> str:

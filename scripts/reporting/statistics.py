@@ -326,7 +326,7 @@ def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str
         if both := [r for r in left if r in all_of_it]:
             iterations = sorted(set.intersection(*(set(of[r]) for r in both for of in (left, all_of_it))))
             estimates, shared = {}, c.test_over_train or 0.0
-            for i in iterations:
+            for i in filter(None, iterations):  # before the first update nothing is gained
                 a, b = (independent({r: of[r][i] for r in both}, shared > 0) for of in (left, all_of_it))
                 estimates[i] = ratio([*zip(a, b, strict=True)], shared)
             found[name[0]] = {i: estimate for i, estimate in estimates.items() if estimate is not None}
