@@ -219,7 +219,8 @@ def times(ratio: Mapping[str, float]) -> str:
 
 
 def figures(found: Sequence[Entry]) -> list[Figure]:
-    made = [Figure("rates", "Validation loss by learning rate; grey: rms", rates_chart(found), "")]
+    title = "Validation loss by learning rate, mean over the grid's seeds; grey: rms; in the order of the board"
+    made = [Figure("rates", title, rates_chart(found), "")]
     if timed := [e for e in found if e.ratios[0]]:
         near = [e for e in timed if e.loss.mean <= timed[0].loss.mean + NEAR]
         far = ", ".join(f"{e.name} ({e.loss.mean:.2f})" for e in timed if e not in near)
