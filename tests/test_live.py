@@ -20,7 +20,7 @@ from test_report import Made, falling, state
 
 from core.files import FileLock
 from scripts.report import main
-from scripts.reporting.live import WatchedRun
+from scripts.reporting.live import WatchedRun, page
 from sweeps import status
 from sweeps.plan import read_plan
 from training.config import to_yaml
@@ -124,6 +124,14 @@ def test_only_new_lines_are_read_and_damaged_ones_are_dropped(sweep: Made) -> No
     (path / "new").write_bytes(first)
     (path / "new").replace(path / "metrics.jsonl")  # as a resumed run cuts it back
     assert run.update() and json.loads(run.json)["curves"] == {"val/loss": [[0, 4.0]]}
+
+
+def test_the_parts_of_a_sweep_differ_in_dashes(sweep: Made) -> None:
+    for setting in ("a/p=2", "a/p=3"):
+        sweep.plan(setting, 1, 0)
+    assert '"strokeDash": {' not in page("made", read_plan(sweep.path))
+    sweep.plan("b/p=2", 1, 0)
+    assert '"strokeDash": {' in (text := page("made", read_plan(sweep.path))) and '"domain": ["a", "b"]' in text
 
 
 def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(sweep: Made, tmp_path: Path, browser: Page) -> None:

@@ -451,7 +451,8 @@ def difference_chart(family: Family) -> alt.LayerChart:
 
 
 def live_chart(series: Sequence[Series], key: str, legend: bool) -> alt.Chart:
-    """A line for each run, of rows (setting, run, iteration, value). The run that the page has chosen stands out."""
+    """A line for each run, of rows (setting, run, iteration, value); dashes tell several parts apart. The run that the
+    page has chosen stands out."""
     chosen = alt.param(name="chosen", value="")
     y = alt.Y("value:Q", title=key, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
     shown = tooltips("setting:N", "run:N", "iteration:Q", "value:.5g", value=key)
@@ -464,6 +465,12 @@ def live_chart(series: Sequence[Series], key: str, legend: bool) -> alt.Chart:
         detail="run:N",
         tooltip=shown,
     )
+    parts = list(dict.fromkeys(s.name.rpartition("/")[0] for s in series))
+    if len(parts) > 1:
+        scale = alt.Scale(domain=parts, range=DASHES[: len(parts)])
+        dashes = alt.StrokeDash("part:N", title=None, scale=scale, legend=alt.Legend(symbolType="stroke"))
+        base = base.transform_calculate(part="split(datum.setting, '/')[0]")
+        base = base.encode(strokeDash=dashes if legend else dashes.legend(None))
     lines = base.mark_line(point=alt.OverlayMarkDef(size=12), strokeWidth=1.4, clip=True)
     lines = lines.add_params(chosen, zoom())
     return lines.properties(width="container", height=360 if legend else 200, usermeta=palette(series))
