@@ -96,8 +96,10 @@ def run(config: TrainConfig) -> int:
                 status = finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
             else:
                 if line["iter"] < config.max_iters:
-                    return stopped(run_dir, line["iter"], stop.signal or signal.SIGTERM)  # 0: another rank got it
-                status = finish(session, run_dir, meter, lowest, line)
+                    status = stopped(run_dir, config, line["iter"], stop.signal or signal.SIGTERM)  # 0: of another rank
+                else:
+                    status = finish(session, run_dir, meter, lowest, line)
+            dist.gather(None)  # for rank 0, which saves: torchrun ends what is left 30 s after the first has gone
         return 128 + stop.signal if stop.signal else status
 
 
@@ -229,10 +231,10 @@ def save(
     run_dir.save(line["iter"], session.tensors(), state, best, lowest.keep_step)
 
 
-def stopped(run_dir: RunDir, step: int, number: int) -> int:
-    name = signal.Signals(number).name
+def stopped(run_dir: RunDir, config: TrainConfig, step: int, number: int) -> int:
+    name, same = signal.Signals(number).name, "the same command" + " without fresh=true" * config.fresh
     run_dir.status("stopped", iter=step, reason=name)
-    run_dir.log(f"stopped by {name} at iteration {step}, everything is saved: the same command goes on from there")
+    run_dir.log(f"stopped by {name} at iteration {step}, everything is saved: {same} goes on from there")
     run_dir.finish()
     return 128 + number
 

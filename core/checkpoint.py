@@ -174,7 +174,7 @@ def errors_as_corrupt(path: Path) -> Iterator[None]:
     except (ConfigError, CorruptCheckpoint):
         raise
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or type(error).__name__ == "AcceleratorError":  # a GPU's, not the file's
             raise
         raise CorruptCheckpoint(f"{path}: does not hold what a run saves: {one_line(error)}") from error
 

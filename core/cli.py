@@ -8,6 +8,7 @@ import keyword
 import os
 import re
 import signal
+import stat
 import sys
 import threading
 import traceback
@@ -103,9 +104,13 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    options = options_of(schema)
     for word in overrides:
-        parse(word)
         require(not word.lstrip("+").startswith("hydra"), f"{word} is unknown: Hydra composes here, and runs nothing")
+        parsed = parse(word)
+        group, _, key = parsed.key_or_group.rpartition(".")
+        named = key == "name" and parsed.value() in options.get(group, [])
+        require(not named, f"{word} keeps the values of another option: write {group}={parsed.value()}")
     register(schema, overrides)
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
@@ -328,7 +333,8 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 class StopSignal:
-    """Within a `with` block SIGINT and SIGTERM ask a loop to save and stop. A second one ends the process at once.
+    """Within a `with` block SIGINT, SIGTERM and SIGHUP (the terminal is gone) ask a loop to save and stop. A second one
+    ends the process at once.
 
     signal: the number received in this process, 0 before.
     """
@@ -336,11 +342,16 @@ class StopSignal:
     def __enter__(self) -> Self:
         self.signal, self.previous = 0, {}
         if threading.current_thread() is threading.main_thread():
-            self.previous = {n: signal.signal(n, self.receive) for n in (signal.SIGINT, signal.SIGTERM)}
+            asking = [signal.SIGINT, signal.SIGTERM]
+            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # by nohup
+                asking.append(signal.SIGHUP)
+            self.previous = {n: signal.signal(n, self.receive) for n in asking}
         return self
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
+        if number == getattr(signal, "SIGHUP", None):
+            leave_terminal()
         self.__exit__()
 
     def __exit__(self, *_: object) -> None:
@@ -394,6 +405,13 @@ def refuse(message: str) -> int:
         line = " ".join(message.split())
         print(f"error: {line if len(line) < 590 else f'{line[:250]} ... {line[-250:]}'}", file=sys.stderr)
     return 2
+
+
+def leave_terminal() -> None:
+    """A terminal that is gone takes no output: every write to it is an error. Files and pipes stay."""
+    for number in (1, 2):
+        if stat.S_ISCHR(os.fstat(number).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def leave_output() -> None:

@@ -30,6 +30,7 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    ranks_here, given = 1 if local_rank is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1")), name
     if name == "cuda" and torch.cuda.is_available():
         name = f"cuda:{torch.cuda.current_device() if local_rank is None else local_rank}"
     device = torch.device(name)
@@ -37,8 +38,9 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
         count = torch.cuda.device_count()
         require(count > 0, f"device={name} is absent: torch {torch.__version__} sees no CUDA device")
         rule = f"device={name} is the same GPU for every rank of torchrun: write device=cuda"
-        require(local_rank is None or device.index == local_rank, rule)
+        require(local_rank is None or given == "cuda", rule)  # on every rank, as rank 0 alone speaks
         require((device.index or 0) < count, f"device={name} is absent: there are {count} CUDA devices")
+        require(ranks_here <= count, f"device={given}: {ranks_here} ranks of torchrun need a GPU each, of {count} here")
         torch.cuda.set_device(device)
     if device.type == "mps":
         require(torch.backends.mps.is_available(), f"device={name} is absent: torch sees no MPS device")

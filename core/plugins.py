@@ -30,16 +30,17 @@ def load_plugins(names: Iterable[str]) -> None:
 
 def import_plugin(name: str) -> None:
     """Import `name`, which may lie in the current folder."""
-    first, here = name.split(".")[0], os.getcwd()
+    here, words = os.getcwd(), name.split(".")
     sys.path.insert(0, here)
     try:
         importlib.invalidate_caches()  # the file may be younger than what was found in its folder before
-        spec = importlib.util.find_spec(first)
-        if spec is None:
-            raise ConfigError(f"plugins=[{name}]: no module {first} in {here} or on the path")
-        if spec.origin is not None and (run := run_directory(Path(spec.origin))):
-            why = f"is in the run directory {run}, from which nothing is imported"
-            raise ConfigError(f"plugins=[{name}]: {spec.origin} {why}")
+        for module in (".".join(words[:n]) for n in range(1, len(words) + 1)):
+            spec = importlib.util.find_spec(module)  # which imports the packages around it
+            if spec is None:
+                raise ConfigError(f"plugins=[{name}]: no module {module} in {here} or on the path")
+            if spec.origin is not None and (run := run_directory(Path(spec.origin))):  # None: a folder without code
+                why = f"is in the run directory {run}, from which nothing is imported"
+                raise ConfigError(f"plugins=[{name}]: {spec.origin} {why}")
         importlib.import_module(name)
     finally:
         sys.path.remove(here)

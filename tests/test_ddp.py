@@ -55,6 +55,7 @@ def ranks(cwd: Path, *overrides: str, n: int = 2, prepare: Callable[[], object] 
         sys.stdout = sys.stderr = Path(f"rank{rank}.txt").open("w", buffering=1)  # noqa: SIM115
         prepare()
         status = guarded(lambda: train.run(load_config(compose([*overrides]))))
+        Path(f"left-{rank}").touch()
         torch.distributed.destroy_process_group()
         return status
 
@@ -147,6 +148,15 @@ def stop_rank_1() -> None:
         return real(*args)
 
     train.accumulate_gradients = stopping  # type: ignore[assignment]
+    train.stopped = partial(slowly, train.stopped)
+
+
+def slowly(end: Callable[..., int], *args: Any) -> int:
+    """Rank 0 takes a second to save."""
+    if os.environ["RANK"] == "0":
+        time.sleep(1)
+        Path("saved").touch()
+    return end(*args)
 
 
 def test_all_ranks_stop_after_the_same_update_and_go_on_from_there(tiny_run: list[str], tmp_path: Path) -> None:
@@ -155,6 +165,8 @@ def test_all_ranks_stop_after_the_same_update_and_go_on_from_there(tiny_run: lis
     ranks(tmp_path, *words, "out_dir=straight")
     said = ranks(tmp_path, *words, "out_dir=stopped", prepare=stop_rank_1)
     assert "stopped by SIGTERM at iteration 7" in said, said
+    saved, left = ((tmp_path / name).stat().st_mtime for name in ("saved", "left-1"))
+    assert saved <= left  # rank 1 waits: torchrun would end rank 0 soon after it
     ranks(tmp_path, *words, "out_dir=stopped")
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
 

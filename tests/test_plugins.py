@@ -148,15 +148,20 @@ def test_a_plugin_that_is_recorded_and_not_loaded_counts_as_changed() -> None:
 def test_nothing_is_imported_from_a_run_directory(
     held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run = tmp_path / "runs" / "xyz"
+    inside = run / "ckpt_copy"
+    inside.mkdir(parents=True)
     for name in held:
-        (tmp_path / name).touch()
-    inside = tmp_path / "ckpt_copy"
-    inside.mkdir()
-    for folder in (tmp_path, inside):
+        (run / name).touch()
+    for folder in (run, inside):
         (folder / "evil.py").write_text("raise SystemExit('imported')")
         monkeypatch.chdir(folder)
         with pytest.raises(ConfigError, match="is in the run directory .*, from which nothing is imported"):
             plugins.load_plugins(["evil"])
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs.xyz.evil", "runs.xyz.ckpt_copy.evil"):  # by way of folders without code
+        with pytest.raises(ConfigError, match="is in the run directory .*, from which nothing is imported"):
+            plugins.load_plugins([name])
 
 
 # -----------------------------------------------------------------------------

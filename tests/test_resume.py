@@ -1,11 +1,14 @@
 """A run that was stopped and started again ends as if nothing had happened, bit for bit."""
 
+import fcntl
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -328,6 +331,27 @@ def test_a_signal_saves_stops_and_says_how_to_go_on(tiny_run: list[str], tmp_pat
         assert [line["iter"] for line in Metrics.read(metrics)] == list(range(state["iter"]))
         forked("train.py", *words, f"out_dir={number.name}")
         assert_same_run(tmp_path / "straight", run)
+
+
+def test_a_run_whose_terminal_is_gone_is_saved(tiny_run: list[str], tmp_path: Path) -> None:
+    ours, its = pty.openpty()
+
+    def in_its_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, str(ROOT / "train.py"), *tiny_run, "max_iters=100000", "out_dir=run"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdin=its, stdout=its, stderr=its, start_new_session=True, preexec_fn=in_its_terminal
+    )
+    os.close(its)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 20):
+        os.read(ours, 4096)
+    os.close(ours)  # as when a connection is lost
+    assert process.wait(timeout=180) == 128 + signal.SIGHUP
+    state = saved_json(tmp_path / "run", "status")
+    assert (state["state"], state["reason"]) == ("stopped", "SIGHUP")
+    assert checkpoint.load(tmp_path / "run" / "ckpt" / "latest").step == state["iter"] >= 19
 
 
 def test_a_stopped_run_leaves_its_evaluation_to_the_next_start(
