@@ -291,7 +291,7 @@ class Task:
         if node > 0:
             return follow_orders(asked, node)
         stopped = sweep_dir / "launches" / f"{launch}.stop"
-        status = 0 if stopped.exists() else work(sweep_dir, launch)
+        status = 0 if stopped.exists() else work(sweep_dir, launch, received)
         if asked.nodes > 1:
             give_order(asked, {"config": None})
         for number in (signal.SIGALRM, signal.SIGTERM):

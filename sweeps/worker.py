@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,20 @@ WORKER = str(Path(__file__).resolve())
 RESTART = 4  # exit status of a worker that asks for a new process in its place
 
 
-def work(sweep_dir: Path, launch_name: str) -> int:
+def work(sweep_dir: Path, launch_name: str, received: Collection[int] = ()) -> int:
     """Train the runs of a launch that no other process has. Returns 0 when no run is left to try, 128 + n when signal
-    n stopped a run, RESTART after a failed try: an error, as of CUDA, can make every later run of a process fail."""
+    n stopped a run, RESTART after a failed try: an error, as of CUDA, can make every later run of a process fail.
+
+    received: signals that a SLURM task has got; with one no further run begins, and a try did not fail by itself.
+    """
     launch = Launch.read(sweep_dir, launch_name)
     runs = {run.id: run for run in read_plan(sweep_dir)}
     for run_id in launch.runs:
-        status = take(runs[run_id], launch)
+        status = 0 if received else take(runs[run_id], launch)
         if status > 128:
             return status
+        if received:
+            return 128 + signal.SIGTERM
         if status == 1:
             return RESTART
     return 0

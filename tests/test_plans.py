@@ -5,6 +5,7 @@ import math
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,8 @@ from core.files import read_json, write_atomic
 from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
 from scripts.reporting.runs import read_sweep
+from sweeps import worker
+from sweeps.claims import Launch
 from sweeps.definition import load_sweep, sweep_name
 from sweeps.launch import LaunchOptions, check_runs, main, read_request
 from sweeps.plan import compose, freeze, plan_runs, read_plan
@@ -354,3 +357,13 @@ def test_a_run_that_a_later_launch_left_is_stopped_and_not_failed(tmp_path: Path
     for last, state in ((0, "stopped"), (2, "failed")):
         (folder / "claims" / run.id).write_text(json.dumps({"tries": {"first": 2, "last": last}, "limit": 2}))
         assert state_of(folder, run).state == state
+
+
+def test_a_slurm_task_that_got_a_signal_between_two_runs_begins_no_other(tmp_path: Path, corpus: Path) -> None:
+    run, *_ = frozen(tiny_sweep(tmp_path, corpus))
+    folder = tmp_path / "sweep"
+    for name in ("claims", "launches", "logs"):
+        (folder / name).mkdir()
+    Launch(folder, "one", [run.id], tries=1).write()
+    assert worker.work(folder, "one", {signal.SIGUSR2}) == 128 + signal.SIGTERM  # it is requeued
+    assert not (folder / run.id).exists()
