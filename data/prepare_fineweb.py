@@ -207,7 +207,8 @@ class Documents:
         self.rows = self.rows.select_columns([config.column])
 
     def batches(self, stream: Position | None) -> Iterator[tuple[list[str], Position]]:
-        """Some texts at a time, and the position after them. Begins at the position `stream`; skips empty rows."""
+        """Some texts at a time, and the position after them. Begins at the position `stream`; skips null rows.
+        Raises: ConfigError at a row of another type."""
         if stream is not None:
             self.rows.load_state_dict(stream)
         texts: list[str] = []
@@ -215,11 +216,14 @@ class Documents:
         try:
             for row in self.rows:
                 if (text := row[self.config.column]) is not None:
+                    require(isinstance(text, str), f"column={self.config.column} must hold text, not {show(text)[:50]}")
                     texts.append(text)
                     size += len(text)
                 if size >= BATCH_CHARS or len(texts) >= BATCH_DOCUMENTS:
                     yield texts, self.rows.state_dict()
                     texts, size = [], 0
+        except ConfigError:
+            raise
         except Exception as error:
             raise OSError(f"dataset={self.config.dataset}: {one_line(error)}; the same command goes on") from error
         if texts:

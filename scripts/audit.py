@@ -42,12 +42,13 @@ from data.batches import Batches
 from data.options import FLOOR_TOLERANCE, RandomOptions
 from data.tokens import load_corpus
 from model.cross_entropy import max_positions_with_logits
-from model.diagnostics import LEAK_TOLERANCE, future_leaks
+from model.diagnostics import LEAK_TOLERANCE, future_leaks, logits_or_hidden
 from model.gpt import GPT
 from sample import load_asked_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
 from training.config import ConstantOptions, Device, WandbOptions
+from training.session import TooLarge
 
 MODES = ("evaluation", "training")
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
@@ -227,6 +228,9 @@ def future_leakage(subject: Subject) -> Finding:
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(subject.vocab_size, (2, n), generator=generator).to(subject.device)
     positions = sorted({max(1, n * i // 4) for i in range(4)} | {n - 1})
+    before = logits_or_hidden(model, idx)
+    if before is not None and not before.isfinite().all():
+        raise Undecided("the logits of the trained weights are not finite")
     leaks = {mode: future_leaks(model.train(mode == "training"), idx, positions) for mode in MODES}
     model.eval()
     mode, t = max(((mode, t) for mode in leaks for t in positions), key=lambda at: leaks[at[0]][at[1]][0])
@@ -343,6 +347,8 @@ def audit(subject: Subject, steps: int) -> list[Finding]:
     for name, check in checks.items():
         try:
             finding = check(subject)
+        except TooLarge as error:
+            finding = Finding(name, None, str(error), {"undecided": str(error)})
         except ConfigError as error:
             finding = Finding(name, True, f"it cannot be trained: {error}", {"refused": str(error)})
         except Exception as error:  # the folder's own code, memory

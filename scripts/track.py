@@ -16,7 +16,7 @@ from typing import Annotated
 
 from core.cli import CONFIG_DIR, run_script
 from core.files import ROOT, expand, write_atomic
-from core.schema import NOT_EMPTY, Help, options, require
+from core.schema import NOT_EMPTY, WRITABLE, Help, options, require
 from scripts.reporting.charts import svg
 from scripts.reporting.runs import Sweep
 from scripts.reporting.stored import read_stored
@@ -47,7 +47,7 @@ class TrackOptions:
     rates: Annotated[bool, Help("write the final sweep's definition from the grid's best rates, and no board")] = False
     small: Annotated[bool, Help("write the definition of the sweep at track_small scale, and no board")] = False
     times: Annotated[bool, Help("print the commands whose last lines are train.json and decode.json")] = False
-    out: Annotated[str | None, NOT_EMPTY, Help("that definition's file; null: SWEEP_final or _small beside it")] = None
+    out: Annotated[str | None, WRITABLE, Help("that definition's file; null: SWEEP_final or _small beside it")] = None
 
     def check(self) -> None:
         require(self.rates + self.small + self.times <= 1, "rates=, small= and times= exclude one another")
@@ -68,6 +68,7 @@ class TrackOptions:
 
 def make(asked: TrackOptions) -> int:
     folder, sweep = expand(asked.folder), load_sweep(asked.sweep, {})
+    require("words" in sweep.grid, f"sweep={asked.sweep} is no track: its grid has no words")
     words = sweep.grid["words"]
     if asked.times:
         variants = shlex.quote("variants=" + ";".join(" ".join(of) for of in words.values()))

@@ -23,6 +23,7 @@ from model import cross_entropy, ops
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
 from model.gpt import GPT
 from scripts import audit
+from training import session
 from training.config import FAULTS, FaultOptions, TrainConfig
 
 
@@ -168,6 +169,25 @@ def test_a_model_that_diverges_is_no_evidence(tmp_path: Path, capsys: pytest.Cap
     assert status == 3 and found["caught"] == []
     floor = found["checks"]["random-token floor"]
     assert floor["caught"] is None and "training on random tokens diverges at iteration" in floor["undecided"]
+
+
+def test_a_machine_that_is_too_small_is_no_evidence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = save_run(small("mha", "none"), tmp_path / "run")
+    monkeypatch.setattr(session, "total_memory", lambda device: 2**10)
+    status, found = audited(capsys, f"run={run}", "steps=20")
+    assert status == 3 and [found["checks"][name]["caught"] for name in CHECKS] == [False, False, None, None]
+    assert "need more than" in found["checks"]["accumulation"]["undecided"]
+
+
+def test_weights_that_are_not_finite_are_no_leak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = AutoModelForCausalLM.from_config(THEIRS["GPT2LMHeadModel"])
+    torch.nn.init.constant_(theirs.transformer.ln_f.weight, math.nan)
+    theirs.save_pretrained(tmp_path / "hf")
+    _, found = audited(capsys, f"model={tmp_path / 'hf'}", "steps=20")
+    leak = found["checks"]["future leakage"]
+    assert leak == {"caught": None, "undecided": "the logits of the trained weights are not finite"}
 
 
 class NoMemory(torch.autograd.Function):

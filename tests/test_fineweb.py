@@ -373,6 +373,15 @@ def test_nothing_is_learnt_from_held_out_documents(parquet: Parquet, shards: Pat
 # -----------------------------------------------------------------------------
 # Bad input
 
+
+def test_a_later_row_that_is_no_text_is_named(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": text}) for text in ("to be " * 500, "or not " * 500, 7)]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text("\n".join(rows))
+    with pytest.raises(ConfigError, match="column=text must hold text, not 7"):
+        prepare(settings_of((tmp_path / "rows", []), tmp_path / "out"))
+
+
 BAD: dict[str, list[str]] = {
     "foo=1": ["foo=1", "unknown"],
     "column=": ["column=", "empty"],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from scipy import stats
 
+from core.cli import run_script
 from core.schema import ConfigError, flatten
 from scripts import track
 from scripts.reporting.runs import Run, Sweep
@@ -212,6 +213,14 @@ def test_the_small_sweep_has_the_best_ones_and_rms(tmp_path: Path) -> None:
     file.write_text(small_definition(WORDS, entries(*sweeps(), WORDS, tmp_path)))
     runs = plan_runs(load_sweep(str(file), {}), [])
     assert len(runs) == 3 * 3 and {run.config.model.name for run in runs} == {"track_small"}
+
+
+def test_what_is_no_track_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, says in (
+        (["sweep=leak", "times=true"], "sweep=leak is no track: its grid has no words"),
+        (["rates=true", f"out={tmp_path}"], f"out={tmp_path} must be a file"),
+    ):
+        assert run_script(TrackOptions, make, "", words) == 2 and says in capsys.readouterr().err
 
 
 def test_a_track_of_ones_own_writes_its_sweeps_beside_it(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
         "iteration": f"{config.tokens_per_iter:,} tokens",
         "memory": f"{(found.checkpoint_bytes + 4 * n) / 2**20:,.0f} MiB for weights, gradients and optimizer, "
         f"{activations / 2**20:,.0f} MiB for activations of {rows} sequences",
-        "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token in {dtype}",
+        "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token if cached in {dtype}",
         "checkpoint": f"{found.checkpoint_bytes / 2**20:,.0f} MiB",
         "device": f"{device_name(machine.device)}, {dtype}, "
         f"peak {peak_flops(machine.device, dtype) / 1e12:.2f} TFLOP/s",

@@ -26,7 +26,7 @@ from core.device import (
 from core.dist import World
 from core.plugins import plugin_hashes
 from core.rundir import commit
-from core.schema import require
+from core.schema import ConfigError, require
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.gpt import GPT
@@ -218,17 +218,21 @@ def model_without_weights(config: TrainConfig, data: Data) -> GPT:
         return GPT(config.gpt, data.corpus.tokenizer.vocab_size)
 
 
+class TooLarge(ConfigError):
+    """The machine's memory cannot hold the run, which says nothing of the model."""
+
+
 def refuse_too_large(config: TrainConfig, meta_model: GPT, machine: Machine) -> None:
-    """Raise ConfigError where weights, gradients, the optimizer's state and a batch's token ids exceed the memory."""
+    """Raise TooLarge where weights, gradients, the optimizer's state and a batch's token ids exceed the memory."""
     n, n_tokens = meta_model.num_params(), config.batch_size * config.model.block_size
     needed = 8 * n + optimizer_bytes(meta_model, config) + 16 * n_tokens  # inputs and targets are int64
     memory = total_memory(machine.device)
-    require(
-        needed <= memory,
-        f"model.name={config.model.name} with {n:,} parameters and batch_size={config.batch_size} windows of "
-        f"model.block_size={config.model.block_size} need more than {needed / 2**30:,.0f} GiB; "
-        f"{machine.device} has {memory / 2**30:,.0f} GiB",
-    )
+    if needed > memory:
+        raise TooLarge(
+            f"model.name={config.model.name} with {n:,} parameters and batch_size={config.batch_size} windows of "
+            f"model.block_size={config.model.block_size} need more than {needed / 2**30:,.0f} GiB; "
+            f"{machine.device} has {memory / 2**30:,.0f} GiB"
+        )
 
 
 def is_compiled(config: TrainConfig, device: torch.device) -> bool:
