@@ -322,3 +322,8 @@ def text_size(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     pieces = [b"" if token == tokenizer.separator else piece for token, piece in enumerate(tokenizer.pieces)]
     n_chars = [sum(byte & 0xC0 != 0x80 for byte in piece) for piece in pieces]
     return np.array([len(piece) for piece in pieces]), np.array(n_chars)
+
+
+def begins_character(tokenizer: Tokenizer) -> np.ndarray:
+    """Whether the first byte of each token begins a character, (V,)."""
+    return np.array([piece[:1] < b"\x80" or piece[:1] >= b"\xc0" for piece in tokenizer.pieces])

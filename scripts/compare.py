@@ -26,7 +26,7 @@ from core.files import expand, write_atomic
 from core.rundir import differences
 from core.schema import NOT_EMPTY, REQUIRED, WRITABLE, AtLeast, ConfigError, Help, flatten, options, require
 from data.corpora import read_text
-from data.tokenizer import SEPARATOR, Tokenizer
+from data.tokenizer import SEPARATOR, Tokenizer, begins_character
 from data.tokens import Corpus, load_corpus
 from model.generate import generate
 from model.gpt import GPT
@@ -230,11 +230,15 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
 
 
 def held_out(corpus: Corpus) -> list[int]:
-    """The first held-out tokens, at most LONGEST; shuffled windows are joined."""
+    """The first held-out tokens, at most LONGEST, of whole characters; shuffled windows are joined."""
     found: list[int] = []
+    begins, tokens = begins_character(corpus.tokenizer), corpus.tokens
     for start, end in corpus.split.val:
-        found += corpus.tokens[start : min(end, start + LONGEST - len(found))].tolist()
-        if len(found) == LONGEST:
+        last = min(end, start + LONGEST - len(found))
+        places = start + np.flatnonzero(begins[tokens[start : last + 1]])  # where a character begins
+        if len(places) > 0:
+            found += tokens[int(places[0]) : last if last == len(tokens) else int(places[-1])].tolist()
+        if len(found) > LONGEST - 4:  # bytes of a character
             break
     return found
 

@@ -25,7 +25,7 @@ from core.device import resolve_device, resolve_dtype
 from core.files import expand, sealed, write_atomic
 from core.schema import REQUIRED, WRITABLE, AtLeast, ConfigError, Help, did_you_mean, one_line, options, require, show
 from data.corpora import probe_hub
-from data.tokenizer import NoText
+from data.tokenizer import NoText, begins_character
 from data.tokens import load_corpus
 from sample import LoadedRun, RunPath, Which, load_asked_run
 from training.config import Device, Dtype
@@ -107,7 +107,7 @@ def cloze(run: LoadedRun) -> Any:
     require(corpus.sha256 == state["corpus_sha256"], f"tasks={CLOZE}: data={data.name} is not the run's text any more")
     before, after = max(1, T // 2), max(1, T // 4)
     require(not isinstance(tokenizer, NoText), f"tasks={CLOZE} needs text: data={data.name} has none")
-    begins = np.array([piece[:1] < b"\x80" or piece[:1] >= b"\xc0" for piece in tokenizer.pieces])  # of a character
+    begins = begins_character(tokenizer)
     starts: list[int] = []
     for first, end in corpus.split.val:
         tokens = np.asarray(corpus.tokens[first:end])
