@@ -219,10 +219,11 @@ def test_parts_of_check_gpu_run_on_the_device() -> None:
 
 
 def test_a_gpu_is_warned_of_attention_that_holds_t_x_t(monkeypatch: pytest.MonkeyPatch) -> None:
-    for backend, warned in (("math", 1), ("flash", 0), (None, 0)):
+    for backend, plain, warned in (("math", True, 1), ("flash", True, 0), (None, True, 0), (None, False, 1)):
         monkeypatch.setattr(checks, "sdpa_backend", lambda *_, backend=backend: backend)
         machine = Machine(World(), torch.device("cuda"), torch.float32)
-        session: Any = SimpleNamespace(machine=machine, config=settings(), model=None, facts={})
+        model = SimpleNamespace(attentions=[SimpleNamespace(plain_softmax=plain)])
+        session: Any = SimpleNamespace(machine=machine, config=settings(), model=model, facts={})
         warnings = checks.attention_warnings(session)
         assert len(warnings) == warned and session.facts == ({"sdpa": backend} if backend else {})
     session.machine = replace(machine, device=torch.device("cpu"))
