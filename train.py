@@ -87,7 +87,7 @@ def run(config: TrainConfig) -> int:
         run_dir.log(f"{run_dir.path}: {headline(session)}" + (f", resumed at iteration {start}" if saved else ""))
         meter, lowest = Meter(session, saved), find_lowest(run_dir)
         run_dir.restore_best(lowest.step)
-        with StopSignal() as stop:  # after the last update a signal only sets the exit status
+        with StopSignal(hangup=True) as stop:  # after the last update a signal only sets the exit status
             try:
                 line = train(session, run_dir, meter, lowest, saved, stop)
             except Diverged as end:

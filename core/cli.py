@@ -104,14 +104,15 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    options = options_of(schema)
     for word in overrides:
+        parse(word)
         require(not word.lstrip("+").startswith("hydra"), f"{word} is unknown: Hydra composes here, and runs nothing")
-        parsed = parse(word)
+    register(schema, overrides)
+    options = options_of(schema)
+    for word, parsed in ((word, parse(word)) for word in overrides):
         group, _, key = parsed.key_or_group.rpartition(".")
         named = key == "name" and parsed.value() in options.get(group, [])
         require(not named, f"{word} keeps the values of another option: write {group}={parsed.value()}")
-    register(schema, overrides)
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             composed = hydra.compose(schema.__name__, overrides)
@@ -333,26 +334,29 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 class StopSignal:
-    """Within a `with` block SIGINT, SIGTERM and SIGHUP (the terminal is gone) ask a loop to save and stop. A second one
-    ends the process at once.
+    """Within a `with` block SIGINT and SIGTERM ask a loop to save and stop. A second one ends the process at once.
 
-    signal: the number received in this process, 0 before.
+    hangup: SIGHUP asks, too: the terminal is gone. signal: the number received in this process, 0 before.
     """
+
+    def __init__(self, hangup: bool = False) -> None:
+        self.hangup = hangup
 
     def __enter__(self) -> Self:
         self.signal, self.previous = 0, {}
         if threading.current_thread() is threading.main_thread():
             asking = [signal.SIGINT, signal.SIGTERM]
-            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # by nohup
+            if self.hangup and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as by nohup
                 asking.append(signal.SIGHUP)
             self.previous = {n: signal.signal(n, self.receive) for n in asking}
         return self
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        if number == getattr(signal, "SIGHUP", None):
-            leave_terminal()
         self.__exit__()
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)  # a shell sends it, and the kernel again
+            leave_terminal()
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
@@ -410,8 +414,9 @@ def refuse(message: str) -> int:
 def leave_terminal() -> None:
     """A terminal that is gone takes no output: every write to it is an error. Files and pipes stay."""
     for number in (1, 2):
-        if stat.S_ISCHR(os.fstat(number).st_mode):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        with contextlib.suppress(OSError):  # it is closed
+            if stat.S_ISCHR(os.fstat(number).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def leave_output() -> None:

@@ -38,7 +38,7 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
         count = torch.cuda.device_count()
         require(count > 0, f"device={name} is absent: torch {torch.__version__} sees no CUDA device")
         rule = f"device={name} is the same GPU for every rank of torchrun: write device=cuda"
-        require(local_rank is None or given == "cuda", rule)  # on every rank, as rank 0 alone speaks
+        require(local_rank is None or given == "cuda" or ranks_here == 1, rule)  # on every rank, as rank 0 alone speaks
         require((device.index or 0) < count, f"device={name} is absent: there are {count} CUDA devices")
         require(ranks_here <= count, f"device={given}: {ranks_here} ranks of torchrun need a GPU each, of {count} here")
         torch.cuda.set_device(device)

@@ -97,10 +97,11 @@ def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
 def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> str:
     """Send the report in `out` to W&B: runs.csv as a table, the figures, and all files as an artifact.
 
-    folder: of the sweep, whose name the run has, and for W&B's files. Returns where it went.
+    folder: of the sweep, whose name the run's has, and for W&B's files. Returns where it went.
     Raises: wandb's errors where the server does not answer.
     """
-    config, name = sweep.runs[0].config, sweep_name(str(folder.resolve()))
+    config, place = sweep.runs[0].config, sweep_name(str(folder.resolve()))
+    name = sweep.name if place == sweep.name else f"{sweep.name}-{place}"
     mode, run_id = wandb_mode(config["wandb.mode"]), re.sub(r"[^A-Za-z0-9_.-]", "-", f"sweep-{name}")
     if mode == "disabled":
         return "W&B is disabled"

@@ -118,12 +118,15 @@ def check_runs(runs: list[PlannedRun]) -> None:
     configs = {}
     for config in (run.config for run in runs):
         values = asdict(config)
-        # runs that agree in these can all start, or none of them
-        key = [values[name] for name in ("data", "device", "dtype", "threads", "init_sha256")] + [asdict(config.gpt)]
+        # runs that agree in these can all start, or none of them; those of init_from must fit its weights
+        key = [values[name] for name in ("data", "device", "dtype", "model", "threads")]
+        key += [asdict(config.gpt), config.init_sha256] if config.init_from else []
         configs[json.dumps(key)] = config
     if configs:
         from training import estimate  # which loads torch
 
+        for model in {json.dumps(asdict(run.config.gpt)): run.config.gpt for run in runs}.values():
+            estimate.check_parts(model)
         for config in configs.values():
             estimate.check(config)
 

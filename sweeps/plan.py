@@ -91,6 +91,9 @@ def check_overrides(sweep: Sweep, overrides: list[str]) -> None:
     """Raise ConfigError for an override of a setting that the sweep varies, or has a key of its own for."""
     grids = [sweep.grid, *(part.grid for part in sweep.parts.values())]
     swept = {key for grid in grids for key in grid}
+    for key in swept:
+        named = key.endswith(".name") and key.removesuffix(".name") in GROUPS
+        require(not named, f"grid.{key} keeps the values of another option: write grid.{key.removesuffix('.name')}")
     for override in overrides:
         key = key_of(override)
         require(key not in swept, f"{override}: this sweep varies {key}; write sweep.grid.{key}=[...]")

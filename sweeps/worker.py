@@ -30,22 +30,20 @@ def work(sweep_dir: Path, launch_name: str, received: Collection[int] = ()) -> i
     """Train the runs of a launch that no other process has. Returns 0 when no run is left to try, 128 + n when signal
     n stopped a run, RESTART after a failed try: an error, as of CUDA, can make every later run of a process fail.
 
-    received: signals that a SLURM task has got; with one no further run begins, and a try did not fail by itself.
+    received: signals that a SLURM task has got; with one no further run begins, and a try has not failed.
     """
     launch = Launch.read(sweep_dir, launch_name)
     runs = {run.id: run for run in read_plan(sweep_dir)}
     for run_id in launch.runs:
-        status = 0 if received else take(runs[run_id], launch)
+        status = 128 + signal.SIGTERM if received else take(runs[run_id], launch, received)
         if status > 128:
             return status
-        if received:
-            return 128 + signal.SIGTERM
         if status == 1:
             return RESTART
     return 0
 
 
-def take(run: PlannedRun, launch: Launch) -> int:
+def take(run: PlannedRun, launch: Launch, received: Collection[int]) -> int:
     """Claim a run and try it. Returns the status of the try; 0 if the run has ended, is taken or has no try left."""
     path = launch.sweep_dir / run.id
     if at_end(path):
@@ -54,10 +52,10 @@ def take(run: PlannedRun, launch: Launch) -> int:
         if claim is None or is_locked(path) or at_end(path):  # it may have ended since the first look
             return 0
         left = claim["tries"].get(launch.name, 0) < launch.tries
-        return attempt(run, launch, claim) if left else 0
+        return attempt(run, launch, claim, received) if left else 0
 
 
-def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
+def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Collection[int]) -> int:
     """One try at a run, its output in logs/. Returns 0 done, 3 diverged, 1 failed, 128 + n stopped by signal n."""
     sweep_dir = launch.sweep_dir
     before = claim["tries"].get(launch.name, 0)
@@ -92,6 +90,8 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any]) -> int:
         except Exception as error:
             traceback.print_exc()
             claim["error"], status = one_line(error, 500), 1
+    if status == 1 and received:  # ranks that had no handler yet
+        claim["error"], status = None, 128 + signal.SIGTERM
     if status > 128:
         claim["tries"][launch.name] = before  # a stop is not a failed try
     write_claim(sweep_dir, run.id, claim)

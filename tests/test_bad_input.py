@@ -32,7 +32,6 @@ BAD: dict[str, list[str]] = {
     "model=gpt5": ["model=gpt5", "baby_gpt, gpt2_124m"],
     "schedule.name=wsd": ["schedule.name=wsd keeps", "write schedule=wsd"],
     "model.name=gpt2_124m": ["write model=gpt2_124m"],
-    "out_dir=\udce9": ["out_dir='\\udce9' must be Unicode text"],
     "qk_norm.name=l2": ["qk_norm.name=l2", "none, lp, rms"],
     "nogroup/x=1": ["nogroup/x"],
     "max_iters=abc": ["max_iters=abc", "an integer"],

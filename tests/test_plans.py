@@ -134,6 +134,7 @@ def test_a_part_has_its_own_folds_and_seeds_unless_the_command_line_names_them(t
 BAD = {
     "": ["sweep="],
     "sweep=nosuch": ["sweep=nosuch", "p_sweep_cpu"],
+    'sweep=p_sweep_cpu sweep.grid={"model.name":[nano_cpu]}': ["grid.model.name keeps", "write grid.model"],
     "sweep=p_sweep_cpu launcher=cloud": ["launcher=cloud", "local"],
     "sweep=p_sweep_cpu launcher.ranks=2": ["launcher.ranks=2", "gradient_accumulation_steps=1"],
     "sweep=gqa_nano sweep.grid.gradient_accumulation_steps=[2,3] launcher.ranks=2": ["gradient_accumulation_steps=3"],

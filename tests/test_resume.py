@@ -348,6 +348,7 @@ def test_a_run_whose_terminal_is_gone_is_saved(tiny_run: list[str], tmp_path: Pa
     while process.poll() is None and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 20):
         os.read(ours, 4096)
     os.close(ours)  # as when a connection is lost
+    process.send_signal(signal.SIGHUP)  # a shell between would send it, too
     assert process.wait(timeout=180) == 128 + signal.SIGHUP
     state = saved_json(tmp_path / "run", "status")
     assert (state["state"], state["reason"]) == ("stopped", "SIGHUP")

@@ -23,6 +23,7 @@ from core.schema import (
     Help,
     Loads,
     Variants,
+    convert,
     deciding,
     options,
     require,
@@ -182,3 +183,9 @@ def test_a_short_runs_warm_up_is_a_tenth_of_it(changes: dict[str, Any], warmup: 
     assert load_config({**changes, "schedule": {"name": "constant"}}).warmup_iters == 100
     decays = {"name": "cosine", "lr_decay_iters": 300}
     assert load_config({**changes, "schedule": decays}).warmup_iters == 30
+
+
+def test_text_that_no_file_could_hold_is_refused() -> None:
+    """Python's own reading of bytes that are not UTF-8, as in out_dir='"\\xe9"'."""
+    with pytest.raises(ConfigError, match=r"out_dir='\\udce9' must be Unicode text"):
+        convert("\udce9", str, "out_dir")

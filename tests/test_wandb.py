@@ -380,7 +380,7 @@ def test_a_sweep_is_one_run_that_a_later_launch_updates(
     assert "W&B is offline: wandb sync " in done.stdout
     (records,) = inspect(tmp_path / "sweep")
     (sent,) = [r["run"] for r in records if r["type"] == "run"]
-    assert (sent["job_type"], sent["run_id"], sent["display_name"]) == ("sweep", "sweep-sweep", "sweep")
+    assert (sent["job_type"], sent["run_id"], sent["display_name"]) == ("sweep", "sweep-grid-sweep", "grid-sweep")
     (item,) = history(records)
     figures = {file.stem for file in (tmp_path / "report").glob("*.svg")}
     assert figures == {key.split("/")[1].split(".")[0] for key in item if key.startswith("figures/")} != set()
@@ -395,8 +395,8 @@ def test_a_sweep_is_one_run_that_a_later_launch_updates(
     for n in (1, 2):
         done = program("sweeps/launch.py", *place, "launcher.workers=1", "launcher.threads=1")
         assert "4 runs (4 done)" in done.stdout
-        assert [*server.runs] == ["sweep-sweep"] and server.runs["sweep-sweep"]["jobType"] == "sweep"
-        assert len(server.history["sweep-sweep"]) == n
+        assert [*server.runs] == ["sweep-grid-sweep"] and server.runs["sweep-grid-sweep"]["jobType"] == "sweep"
+        assert len(server.history["sweep-grid-sweep"]) == n
     server.down = True
     impatient = "import sys; from scripts import report\nreport.INIT_TIMEOUT = 2\nsys.exit(report.main(sys.argv[1:]))"
     command = [sys.executable, "-c", impatient, *place, "out=report", "wandb=true"]

@@ -10,6 +10,7 @@ from core import checkpoint
 from core.device import device_name, peak_flops
 from model.diagnostics import activation_bytes
 from model.gpt import GPT
+from model.options import GPTConfig
 from training.config import TrainConfig, to_yaml
 from training.init_from import load_initial_weights
 from training.optim import optimizer_bytes
@@ -37,12 +38,17 @@ def dry_run(config: TrainConfig) -> int:
 
 
 def check(config: TrainConfig) -> None:
-    """Raise ConfigError where the run cannot start: no such device, no corpus, too little text, unfit parts."""
+    """Raise ConfigError where the run cannot start: no such device, no corpus, too little text, unfit weights."""
     set_up_machine(config)
     data = read_data(config)
-    model_without_weights(config, data)
     if config.init_from is not None:
         load_initial_weights(config, GPT(config.gpt, data.corpus.tokenizer.vocab_size), data.corpus)
+
+
+def check_parts(config: GPTConfig) -> None:
+    """Raise ConfigError where the parts of a model do not fit each other."""
+    with torch.device("meta"):
+        GPT(config, vocab_size=2)
 
 
 def estimate(config: TrainConfig) -> tuple[float, int]:

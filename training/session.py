@@ -171,7 +171,7 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
     began_with, why = saved.get("threads") if saved.get("ranks") == world.size else None, ""
     if began_with:  # whatever $OMP_NUM_THREADS is, as a launch of a sweep sets it
         cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        threads, why = min(began_with, cpus), "as it began"
+        threads, why = min(began_with, max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))), "as it began"
     # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
     elif saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:
         threads = DEFAULT_THREADS

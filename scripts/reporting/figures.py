@@ -101,7 +101,7 @@ def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]]
     panels = {in_words(panel): series for panel, series in panels.items()}
     chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curve_chart(every, words)
     how = sweep.logged[key].replace("sum", "mean")
-    thinned = max(len(curve) for s in every for curve in (*s.curves.values(), *s.diverged.values())) >= POINTS
+    thinned = max(len(curve) for s in every for curve in (*s.curves.values(), *s.diverged.values())) > POINTS // 2
     span = f"; a point is the {how} over a {POINTS}th of the run" * thinned
     first = words[0].upper() if words[0].isascii() else words[0]  # α stays small
     band = "; band: 95 % t interval of the mean of three values or more" * (len(panels) == 1)
