@@ -104,15 +104,16 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    parsed = [parse(word) for word in overrides]
     for word in overrides:
-        parse(word)
         require(not word.lstrip("+").startswith("hydra"), f"{word} is unknown: Hydra composes here, and runs nothing")
     register(schema, overrides)
     options = options_of(schema)
-    for word, parsed in ((word, parse(word)) for word in overrides):
-        group, _, key = parsed.key_or_group.rpartition(".")
-        named = key == "name" and parsed.value() in options.get(group, [])
-        require(not named, f"{word} keeps the values of another option: write {group}={parsed.value()}")
+    for override in parsed:
+        group, _, key = override.key_or_group.rpartition(".")
+        named = key == "name" and override.value() in options.get(group, [])
+        same = f"write {group}={override.value()}"
+        require(not named, f"{override.input_line} keeps the values of another option: {same}")
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             composed = hydra.compose(schema.__name__, overrides)
@@ -353,10 +354,11 @@ class StopSignal:
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        self.__exit__()
         if number == signal.SIGHUP:
-            signal.signal(number, signal.SIG_IGN)  # a shell sends it, and the kernel again
+            signal.signal(number, signal.SIG_IGN)  # for good: a shell sends it, and the kernel again
+            self.previous.pop(signal.SIGHUP, None)
             leave_terminal()
+        self.__exit__()
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
@@ -417,6 +419,9 @@ def leave_terminal() -> None:
         with contextlib.suppress(OSError):  # it is closed
             if stat.S_ISCHR(os.fstat(number).st_mode):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
+NO_READER = (errno.EPIPE, errno.EIO)  # of a pipe; of a terminal that is gone, until SIGHUP arrives
 
 
 def leave_output() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from core.dist import World
 from core.schema import ConfigError, require
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from the vendors' data sheets. The first name within the device's name wins.
@@ -20,27 +21,28 @@ GPU_BF16_TFLOPS = {
 }  # fmt: skip
 
 
+ALONE = World()
 PEAK_SECONDS = 0.2  # for which the peak is measured
 
 
-def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
+def resolve_device(name: str, world: World = ALONE) -> torch.device:
     """`auto` is CUDA, else MPS, else the CPU. Each rank of torchrun has its own CUDA device.
 
     A CUDA device becomes the process's current one, on which Triton launches. Raises: ConfigError.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    ranks_here, given = 1 if local_rank is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1")), name
+    by_rank = name == "cuda" and world.size > 1
     if name == "cuda" and torch.cuda.is_available():
-        name = f"cuda:{torch.cuda.current_device() if local_rank is None else local_rank}"
+        name = f"cuda:{world.local_rank if by_rank else torch.cuda.current_device()}"
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count()
         require(count > 0, f"device={name} is absent: torch {torch.__version__} sees no CUDA device")
-        rule = f"device={name} is the same GPU for every rank of torchrun: write device=cuda"
-        require(local_rank is None or given == "cuda" or ranks_here == 1, rule)  # on every rank, as rank 0 alone speaks
+        n = world.local_size  # what no rank may have is refused by all, as rank 0 alone speaks
+        require(by_rank or n == 1, f"device={name} is the same GPU for every rank of torchrun: write device=cuda")
+        require(n <= count, f"device=cuda: {n} ranks of torchrun need a GPU each, of {count} here")
         require((device.index or 0) < count, f"device={name} is absent: there are {count} CUDA devices")
-        require(ranks_here <= count, f"device={given}: {ranks_here} ranks of torchrun need a GPU each, of {count} here")
         torch.cuda.set_device(device)
     if device.type == "mps":
         require(torch.backends.mps.is_available(), f"device={name} is absent: torch sees no MPS device")

@@ -15,9 +15,12 @@ from core.schema import require
 
 @dataclass(frozen=True)
 class World:
+    """local: of this machine."""
+
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
 
 
 def read_world() -> World:
@@ -25,6 +28,7 @@ def read_world() -> World:
     if "RANK" not in os.environ:
         return World()
     texts = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    texts["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", "1")
     said = " ".join(f"{key}={text}" for key, text in texts.items())
     rule = f"{said}: torchrun sets these variables; unset RANK to train in one process"
     require(all(text.isdecimal() and len(text) < 8 for text in texts.values()), rule)

@@ -25,7 +25,7 @@ import yaml
 from tqdm import tqdm
 
 from core import files
-from core.cli import leave_output
+from core.cli import NO_READER, leave_output
 from core.files import ROOT, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
 from core.metrics import Lines, Metrics, plot
 from core.schema import ConfigError, one_line, require, show
@@ -110,7 +110,9 @@ class RunDir:
         if show:
             try:
                 self.print_line(text)
-            except BrokenPipeError:  # train.log has it
+            except OSError as error:  # train.log has it
+                if error.errno not in NO_READER:
+                    raise
                 leave_output()
         with open(self.path / "train.log", "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")

@@ -154,14 +154,12 @@ def check_devices() -> None:
         assert (first.initial_seed(), second.initial_seed(), torch.initial_seed()) == (1, 7, 7)
         with pytest.raises(ConfigError, match="device=cuda:2 is absent: there are 2 CUDA devices"):
             resolve_device("cuda:2")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("LOCAL_WORLD_SIZE", "2")
-            assert resolve_device("cuda", 1) == torch.device("cuda:1")
-            with pytest.raises(ConfigError, match="device=cuda:0 is the same GPU for every rank"):
-                resolve_device("cuda:0", 0)
-            patch.setenv("LOCAL_WORLD_SIZE", "4")
-            with pytest.raises(ConfigError, match="device=cuda: 4 ranks of torchrun need a GPU each, of 2 here"):
-                resolve_device("cuda", 0)
+        assert resolve_device("cuda", World(1, 2, 1, 2)) == torch.device("cuda:1")
+        assert resolve_device("cuda:1", World(1, 2, 0, 1)) == torch.device("cuda:1")  # a rank on each of two nodes
+        with pytest.raises(ConfigError, match="device=cuda:0 is the same GPU for every rank"):
+            resolve_device("cuda:0", World(0, 2, 0, 2))
+        with pytest.raises(ConfigError, match="device=cuda: 4 ranks of torchrun need a GPU each, of 2 here"):
+            resolve_device("cuda", World(0, 4, 0, 4))
 
         assert torch.are_deterministic_algorithms_enabled()
 

@@ -30,12 +30,12 @@ from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
 from scripts.reporting.runs import read_sweep
 from sweeps import worker
-from sweeps.claims import Launch
+from sweeps.claims import Launch, read_claim
 from sweeps.definition import load_sweep, sweep_name
 from sweeps.launch import LaunchOptions, check_runs, main, read_request
 from sweeps.plan import compose, freeze, plan_runs, read_plan
 from sweeps.status import SweepPlace, state_of
-from training.config import load_config
+from training.config import TrainConfig, load_config
 
 NAMES = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
 
@@ -360,7 +360,9 @@ def test_a_run_that_a_later_launch_left_is_stopped_and_not_failed(tmp_path: Path
         assert state_of(folder, run).state == state
 
 
-def test_a_slurm_task_that_got_a_signal_between_two_runs_begins_no_other(tmp_path: Path, corpus: Path) -> None:
+def test_a_slurm_task_that_got_a_signal_begins_no_other_run_and_takes_back_the_try(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, *_ = frozen(tiny_sweep(tmp_path, corpus))
     folder = tmp_path / "sweep"
     for name in ("claims", "launches", "logs"):
@@ -368,3 +370,12 @@ def test_a_slurm_task_that_got_a_signal_between_two_runs_begins_no_other(tmp_pat
     Launch(folder, "one", [run.id], tries=1).write()
     assert worker.work(folder, "one", {signal.SIGUSR2}) == 128 + signal.SIGTERM  # it is requeued
     assert not (folder / run.id).exists()
+
+    def killed(config: TrainConfig) -> int:
+        received.add(signal.SIGUSR2)
+        return 1  # as of ranks that had no handler yet
+
+    received: set[int] = set()
+    monkeypatch.setattr(train, "run", killed)
+    assert worker.work(folder, "one", received) == 128 + signal.SIGTERM
+    assert read_claim(folder, run.id) == {"tries": {"one": 0}, "limit": 1, "error": None}

@@ -105,6 +105,7 @@ def test_the_share_that_is_left_is_of_the_same_folds_by_iteration(tmp_path: Path
     for point in found["p=3"].values():
         assert (point.mean, point.low, point.high) == pytest.approx((wanted.mean, wanted.low, wanted.high))
     assert shares(sweep, families, families[0]) == {}
+    assert "Interval and p are corrected for the text that folds share" in text_of(sweep)
     tables = [item for section in outline(sweep, families) for item in section.items if isinstance(item, Table)]
     (row, *_) = rows_of(next(table for table in tables if "that is left" in table.title))
     assert row["iteration"] == "10" and row["p=3"].startswith(f"{wanted.mean:.0%} ({wanted.low:.0%} to ")
@@ -200,6 +201,11 @@ def test_a_line_at_zero_is_on_the_axis_and_sums_are_drawn_per_update() -> None:
     assert value_axis(series, "x")["scale"]["type"] == "log"
     scale = value_axis(series, "x", zero=True)["scale"].to_dict()
     assert scale["domain"][0] < 0 < 10_000 < scale["domain"][1] and "type" not in scale
+    never_negative: dict[Replicate, dict[int, float]] = {
+        (seed, None): {10: value} for seed, value in enumerate((0.0, 0.1, 2.0))
+    }
+    scale = value_axis([Series("a", styles({"": {"a": "a"}})["a"], never_negative)], "x")["scale"].to_dict()
+    assert -0.2 < scale["domain"][0] <= 0 and scale["domain"][1] > 3  # the interval goes from -2.1 to 3.5
     sums = {0: 3.0, 10: 20.0, 15: 20.0}
     assert per_update(sums, 15) == {0: 3.0, 10: 2.0, 15: 5.0}  # updates 11 to 14
     assert per_update(sums, 16) == {0: 3.0, 10: 2.0, 15: 4.0}

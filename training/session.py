@@ -141,7 +141,7 @@ def setup(config: TrainConfig) -> Session:
 def set_up_machine(config: TrainConfig) -> Machine:
     """Resolve ranks, device and dtype. Sets threads, the CUDA device, TF32 and the allocator for the whole process."""
     world = dist.read_world()
-    device = resolve_device(config.device, world.local_rank if world.size > 1 else None)
+    device = resolve_device(config.device, world)
     threads, about_threads = choose_threads(config, world, device)
     torch.set_num_threads(threads)
     set_deterministic(config.deterministic, is_compiled(config, device), device)
@@ -171,7 +171,7 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
     began_with, why = saved.get("threads") if saved.get("ranks") == world.size else None, ""
     if began_with:  # whatever $OMP_NUM_THREADS is, as a launch of a sweep sets it
         cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        threads, why = min(began_with, max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))), "as it began"
+        threads, why = min(began_with, max(1, cpus // world.local_size)), "as it began"
     # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
     elif saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:
         threads = DEFAULT_THREADS

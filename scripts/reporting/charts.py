@@ -465,7 +465,7 @@ def live_chart(series: Sequence[Series], key: str, legend: bool) -> alt.Chart:
         detail="run:N",
         tooltip=shown,
     )
-    parts = list(dict.fromkeys(s.name.rpartition("/")[0] for s in series))
+    parts = list(dict.fromkeys(s.name.partition("/")[0] for s in series if "/" in s.name))
     if len(parts) > 1:
         scale = alt.Scale(domain=parts, range=DASHES[: len(parts)])
         dashes = alt.StrokeDash("part:N", title=None, scale=scale, legend=alt.Legend(symbolType="stroke"))
