@@ -17,9 +17,10 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from core import checkpoint, dist
-from core.cli import StopSignal, run_app
+from core.cli import run_app
 from core.device import seed_generator
 from core.metrics import spike_score
+from core.process import StopSignal
 from core.rundir import RunDir
 from core.schema import require
 from model.diagnostics import diagnose

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from core.cli import is_out_of_memory
 from core.files import file_sha256, parse_object, read_json, sealed
+from core.process import is_out_of_memory
 from core.schema import ConfigError, one_line, require
 
 FORMAT = 1
@@ -79,7 +79,7 @@ def save(
         for entry in (*temporary.iterdir(), temporary):
             sync(entry)
         if final.exists():  # a corrupt one, or that of a run that died before it wrote its summary
-            os.rename(final, temporary_name(final.with_name(f"old-{final.name}")))  # removed by remove_leftovers()
+            move_aside(final)  # remove_leftovers() removes it
         os.rename(temporary, final)
         sync(folder)
         link(folder, "latest", step)
@@ -129,11 +129,14 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".tmp-{path.name}")
 
 
+def move_aside(directory: Path) -> Path:
+    """Give a directory a temporary name, which is returned."""
+    return directory.rename(temporary_name(directory.with_name(f"old-{directory.name}")))
+
+
 def remove_atomically(directory: Path) -> None:
     """Remove a directory. A crash leaves the whole of it, or a part under a temporary name."""
-    moved = temporary_name(directory.with_name(f"old-{directory.name}"))
-    os.rename(directory, moved)
-    remove(moved)
+    remove(move_aside(directory))
 
 
 def remove(entry: Path) -> None:
@@ -168,7 +171,7 @@ def render(version: int, step: int, files: Mapping[str, Any]) -> str:
 @contextlib.contextmanager
 def errors_as_corrupt(path: Path) -> Iterator[None]:
     """Within it a missing value or one of a wrong type raises CorruptCheckpoint. A manifest that fits proves nothing:
-    whoever changed the files can have written it."""
+    whoever changed the files may have written it anew."""
     try:
         yield
     except (ConfigError, CorruptCheckpoint):
@@ -192,7 +195,7 @@ def load(path: Path) -> Checkpoint:
                 raise CorruptCheckpoint(f"{path / name}: {error}") from error
     try:
         state = parse_object((path / STATE).read_bytes())
-    except (OSError, ValueError) as error:  # a stranger's: its manifest fits it
+    except (OSError, ValueError) as error:  # changed, and its manifest written anew
         raise CorruptCheckpoint(f"{path / STATE}: {error}") from error
     return Checkpoint(path, step, tensors, state)
 

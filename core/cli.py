@@ -1,26 +1,19 @@
-"""A command line becomes settings: Hydra's composition, key=value scripts, exit statuses, signals, one-line errors."""
+"""A command line becomes settings: by Hydra's composition, or as plain key=value; its errors in one line."""
 
 import contextlib
-import errno
-import io
 import itertools
 import keyword
-import os
 import re
-import signal
-import stat
 import sys
-import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from core.files import ROOT, load_yaml
 from core.help import Presets, help_text
+from core.process import guarded
 from core.schema import (
     AlsoCalled,
     ConfigError,
@@ -52,7 +45,8 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
         sys.exit(guarded(lambda: print_help(doc, schema, argv, presets(schema))))
-    overrides = [word for word in argv if word not in ("-m", "--multirun")]
+    multirun = {"-m", "--multirun"}
+    overrides = [word for word in argv if word not in multirun]
 
     def run(overrides: list[str]) -> int:
         return program(settings_of(schema, compose(schema, overrides)))
@@ -65,7 +59,15 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
                 break
         return status
 
-    sys.exit(guarded(run_each if len(overrides) < len(argv) else partial(run, overrides)))
+    sys.exit(guarded(run_each if multirun & set(argv) else partial(run, overrides)))
+
+
+def print_help(doc: str | None, settings: type, argv: list[str], presets: Presets) -> int:
+    """Print the help, with the options of the plugins that are named beside --help."""
+    if any("=" in word for word in argv):
+        load_early(settings, argv)
+    print(help_text(doc, settings, presets))
+    return 0
 
 
 def combinations(overrides: list[str]) -> list[list[str]]:
@@ -128,7 +130,8 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
 
 
 def load_early(schema: type, overrides: list[str]) -> None:
-    """Load what Hydra's composition depends on, plugins: of the command line, else of the chosen presets' files."""
+    """Import the plugins that the command line names, else those of the chosen presets' files: Hydra must know their
+    options before it composes."""
     given: dict[str, Any] = {}
     for word in overrides:
         with contextlib.suppress(ConfigError):  # beside --help anything may stand
@@ -141,10 +144,10 @@ def load_early(schema: type, overrides: list[str]) -> None:
             content = parse_yaml(file.read_text(encoding="utf-8"), str(file))
             contents += [content] if isinstance(content, dict) else []
     for key, setting in declared(schema).items():
+        sources = [given] if key in given else [content for content in contents if key in content]
         for loads in setting.all(Loads):
-            named = [source[key] for source in ([given] if key in given else contents) if key in source]
-            for value in named:
-                loads.load(convert(value, setting.kind, key))
+            for source in sources:
+                loads.load(convert(source[key], setting.kind, key))
 
 
 def register(schema: type, overrides: list[str]) -> None:
@@ -173,8 +176,8 @@ def register(schema: type, overrides: list[str]) -> None:
 
 def preset_groups(schema: type) -> list[str]:
     """The groups that have YAML files; those that are no setting, as experiment, come last."""
-    groups = {file.parent.name for file in CONFIG_DIR.glob("*/*.yaml")} - {*OF_SWEEPS}
-    return sorted(groups, key=lambda group: [*declared(schema), group].index(group))
+    groups, known = {file.parent.name for file in CONFIG_DIR.glob("*/*.yaml")} - {*OF_SWEEPS}, declared(schema)
+    return [group for group in known if group in groups] + sorted(groups - known.keys())
 
 
 def presets(schema: type) -> dict[str, dict[str, str]]:
@@ -271,10 +274,10 @@ def run_script(
 
     def run() -> int:
         values, others = read_settings(argv, settings)
-        for word in () if passes_on else others[:1]:
-            key, equals, _ = word.partition("=")
-            require(bool(equals) and key[:1].isalpha(), f"{word} is unknown: settings are written key=value")
-            raise ConfigError(f"{word} is unknown{did_you_mean(key, declared(settings))}")
+        if others and not passes_on:
+            key, equals, _ = others[0].partition("=")
+            require(bool(equals) and key[:1].isalpha(), f"{others[0]} is unknown: settings are written key=value")
+            raise ConfigError(f"{others[0]} is unknown{did_you_mean(key, declared(settings))}")
         chosen: Any = settings_of(settings, values)
         return program(chosen, others) if passes_on else program(chosen)
 
@@ -290,7 +293,7 @@ def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list
         key, equals, text = word.partition("=")
         key = f"{key}_" if keyword.iskeyword(key) else key  # the name of a field, as in from=
         group, dot, leaf = key.partition(".")
-        if not equals or group not in known or bool(dot) > bool(known[group].options):
+        if not equals or group not in known or (dot and not known[group].options):
             others.append(word)
         elif known[group].options:
             groups.setdefault(group, {})[leaf or "name"] = text
@@ -305,9 +308,10 @@ def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list
 
 
 def read_value(key: str, text: str, setting: Setting | None) -> Any:
-    kinds = () if setting is None else (setting.kind, *get_args(setting.kind))
-    of_text = str in kinds and get_origin(kinds[0]) is not tuple
-    if of_text and not (text == "null" and type(None) in kinds):
+    """The text itself where the setting takes text, and null where it takes null; else what it is as YAML."""
+    kind = None if setting is None else setting.kind
+    kinds = (kind,) if get_origin(kind) is tuple else (kind, *get_args(kind))  # tuple[str, ...] is a list, no text
+    if str in kinds and not (text == "null" and type(None) in kinds):
         return text
     return parse_yaml(text, f"{key}={text} is not key=value")
 
@@ -328,116 +332,3 @@ def parse_yaml(text: str, where: str) -> Any:
         return load_yaml(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
-
-
-# -----------------------------------------------------------------------------
-# The end of a program
-
-
-class StopSignal:
-    """Within a `with` block SIGINT and SIGTERM ask a loop to save and stop. A second one ends the process at once.
-
-    hangup: SIGHUP asks, too: the terminal is gone. signal: the number received in this process, 0 before.
-    """
-
-    def __init__(self, hangup: bool = False) -> None:
-        self.hangup = hangup
-
-    def __enter__(self) -> Self:
-        self.signal, self.previous = 0, {}
-        if threading.current_thread() is threading.main_thread():
-            asking = [signal.SIGINT, signal.SIGTERM]
-            if self.hangup and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as by nohup
-                asking.append(signal.SIGHUP)
-            self.previous = {n: signal.signal(n, self.receive) for n in asking}
-        return self
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        if number == signal.SIGHUP:
-            signal.signal(number, signal.SIG_IGN)  # for good: a shell sends it, and the kernel again
-            self.previous.pop(signal.SIGHUP, None)
-            leave_terminal()
-        self.__exit__()
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-
-def print_help(doc: str | None, settings: type, argv: list[str], presets: Presets) -> int:
-    """With the options of the plugins that are named beside --help."""
-    if any("=" in word for word in argv):
-        load_early(settings, argv)
-    print(help_text(doc, settings, presets))
-    return 0
-
-
-def guarded(run: Callable[[], int]) -> int:
-    """The exit status of run(): 2 a bad setting, 1 a failure, 130 Ctrl-C. A bad setting, an OSError and a lack of
-    memory get one line; other failures their traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
-    status = 0
-    try:
-        status = run()
-        if sys.stdout is not None:  # None where the shell closed it
-            sys.stdout.flush()
-        return status
-    except ConfigError as error:
-        return refuse(str(error))
-    except BrokenPipeError:
-        leave_output()
-        return status
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:  # a full disk, say
-        if error.errno == errno.ENAMETOOLONG:
-            return refuse(f"{error.filename} is too long for a path")
-        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
-    except Exception as error:
-        if is_out_of_memory(error):
-            said = " ".join(str(error).split())[:300]
-            print(f"failed: out of memory ({said}); dry_run=true says what a run takes", file=sys.stderr)
-        else:
-            traceback.print_exc()
-    return 1
-
-
-def refuse(message: str) -> int:
-    """Say in one line what is wrong with the settings. Returns the exit status for that."""
-    if os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ:
-        # under torchrun one rank speaks for all
-        line = " ".join(message.split())
-        print(f"error: {line if len(line) < 590 else f'{line[:250]} ... {line[-250:]}'}", file=sys.stderr)
-    return 2
-
-
-def leave_terminal() -> None:
-    """A terminal that is gone takes no output: every write to it is an error. Files and pipes stay."""
-    for number in (1, 2):
-        with contextlib.suppress(OSError):  # it is closed
-            if stat.S_ISCHR(os.fstat(number).st_mode):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-
-NO_READER = (errno.EPIPE, errno.EIO)  # of a pipe; of a terminal that is gone, until SIGHUP arrives
-
-
-def leave_output() -> None:
-    """Whoever read our output has left, as head does: what else is printed goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def say(text: str) -> None:
-    """Print a line; where nobody reads any more, the program goes on."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        leave_output()
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """PyTorch has a class of its own for a GPU's memory alone."""
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

@@ -32,15 +32,15 @@ def resolve_device(name: str, world: World = ALONE) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    by_rank = name == "cuda" and world.size > 1
+    one_each = name == "cuda" and world.size > 1
     if name == "cuda" and torch.cuda.is_available():
-        name = f"cuda:{world.local_rank if by_rank else torch.cuda.current_device()}"
+        name = f"cuda:{world.local_rank if one_each else torch.cuda.current_device()}"
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count()
         require(count > 0, f"device={name} is absent: torch {torch.__version__} sees no CUDA device")
-        n = world.local_size  # what no rank may have is refused by all, as rank 0 alone speaks
-        require(by_rank or n == 1, f"device={name} is the same GPU for every rank of torchrun: write device=cuda")
+        n = world.local_size  # not local_rank: every rank must raise, since rank 0 alone prints
+        require(one_each or n == 1, f"device={name} is the same GPU for every rank of torchrun: write device=cuda")
         require(n <= count, f"device=cuda: {n} ranks of torchrun need a GPU each, of {count} here")
         require((device.index or 0) < count, f"device={name} is absent: there are {count} CUDA devices")
         torch.cuda.set_device(device)
@@ -50,8 +50,10 @@ def resolve_device(name: str, world: World = ALONE) -> torch.device:
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float, float]:
-    """The clock; CPU time of this process, 0 if its priority is low; that of all programs on its CPUs, but for those of
-    low priority."""
+    """Seconds of the clock, of CPU time of this process, and of that of all programs on its CPUs.
+
+    Programs of low priority (nice) are left out; such a process has 0.
+    """
     used = 0.0
     with contextlib.suppress(OSError):  # Linux alone has it
         lines = stat.read_text().splitlines()
@@ -68,9 +70,9 @@ AT_IMPORT = cpu_seconds()
 
 @functools.cache
 def idle_cpus() -> float | None:
-    """How many of this process's CPUs other programs leave idle when it begins; None where that cannot be told.
+    """How many of this process's CPUs other programs leave idle; None where that cannot be told.
 
-    Their use is the mean since this module was imported, or that of the last minute if it is smaller, as what has just
+    Their use is the mean since this module was imported, or that of the last minute where that is less: what has just
     begun may end soon.
     """
     seconds, own, used = (now - then for now, then in zip(cpu_seconds(), AT_IMPORT, strict=True))

@@ -15,7 +15,7 @@ from core.schema import require
 
 @dataclass(frozen=True)
 class World:
-    """local: of this machine."""
+    """local_rank, local_size: among the ranks of this machine."""
 
     rank: int = 0
     size: int = 1
@@ -52,18 +52,18 @@ def all_reduce(tensor: Tensor, maximum: bool = False) -> Tensor:
 
 
 class Agreement:
-    """Whether any rank asks. Every rank calls any_rank() after each update. With several ranks it answers for the call
-    LAG calls earlier, whose exchange has ended by now: no rank waits."""
+    """Whether any rank wants to stop. Every rank calls any_rank() after each update. With several ranks it answers for
+    the call LAG calls earlier: that exchange has ended by now, so no rank waits."""
 
     LAG = 2
 
     def __init__(self) -> None:
         self._sent: deque[tuple[Tensor, Any]] = deque()
 
-    def any_rank(self, asks: bool) -> bool:
+    def any_rank(self, wants: bool) -> bool:
         if not dist.is_initialized():
-            return asks
-        flag = torch.tensor(int(asks))  # on the CPU: gloo's, past what is queued on a GPU
+            return wants
+        flag = torch.tensor(int(wants))  # on the CPU: gloo's, past what is queued on a GPU
         self._sent.append((flag, dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)))
         if len(self._sent) <= self.LAG:
             return False

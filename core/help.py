@@ -1,9 +1,9 @@
 """--help, from the declarations of the settings."""
 
 import json
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
+from typing import get_args
 
 from core.schema import REQUIRED, Setting, Variants, declared, show
 
@@ -35,14 +35,14 @@ def describe(cls: type, presets: Presets) -> Iterator[str]:
 def options_of(group: str, setting: Setting) -> Iterator[str]:
     """The options of a group with the settings of each; one that is as in an option before is not repeated."""
     seen: set[str] = set()
-    says = getattr(setting.one(Variants), "says", {})
+    variants = setting.one(Variants)
     for option, cls in (setting.options or {"": setting.kind}).items():
         inner = {key: one for key, one in declared(cls).items() if key != "name"}
         lines = {key: line(f"{group}.{key}", one, 4 if option else 2) for key, one in inner.items()}
         known = [key for key, text in lines.items() if text in seen]
         seen |= {*lines.values()}
         if option:
-            said = says.get(option) or " ".join((cls.__doc__ or "").split())
+            said = (variants and variants.says.get(option)) or " ".join((cls.__doc__ or "").split())
             also = f"; also {', '.join(known)}" if known else ""
             yield from choices({option: said + also}, setting.default.name, group)
         yield from (text for key, text in lines.items() if key not in known)
@@ -57,8 +57,8 @@ def choices(options: Mapping[str, str], default: str | None = None, group: str =
 def line(key: str, setting: Setting, indent: int = 2) -> str:
     key, default = key.rstrip("_"), setting.default
     value = json.dumps(default)[1:-1] if isinstance(default, str) else show(default)
-    words = [word for part in typing.get_args(setting.kind) for word in typing.get_args(part) or [part]]
-    words = [word for word in words if isinstance(word, str)]
+    # the words of a Literal, alone or in a union
+    words = [word for part in get_args(setting.kind) for word in get_args(part) or [part] if isinstance(word, str)]
     allowed = "" if all(word in setting.help for word in words) else f"{', '.join(words)}: "
     if default == REQUIRED:
         value, allowed = "", "must be given: "

@@ -14,7 +14,7 @@ from core.files import finite, parse_object, write_atomic
 
 
 class Metrics:
-    """metrics.jsonl: one JSON object a line, "iter" first.
+    """metrics.jsonl, diagnostics.jsonl or samples.jsonl: one JSON object a line, "iter" first.
 
     It is opened to go on from iteration `step`: the lines before it stay, byte by byte; later,
     torn, doubled and damaged ones are dropped. kept: the number of lines at that point.
@@ -35,12 +35,12 @@ class Metrics:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def _add(self, line: bytes, step: float) -> None:
-        self._last, self._without_last = step, self._digest.copy()
+        self._last, self._digest_before_last = step, self._digest.copy()
         self._digest.update(line)
 
     def sha256(self, before: float = math.inf) -> str:
-        """Of the lines before iteration `before`, from which on there is at most the last line."""
-        return (self._digest if self._last < before else self._without_last).hexdigest()
+        """Of the lines before iteration `before`. Only the last line may have that iteration, or a later one."""
+        return (self._digest if self._last < before else self._digest_before_last).hexdigest()
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line, handed to the OS on return. `None` values are dropped; nan and inf become null."""
@@ -118,7 +118,7 @@ def is_number(value: Any) -> bool:
 def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, least: int = 30) -> float | None:
     """Percentage of losses at least `sigmas` standard deviations from the mean of the `window` before them (OLMo 2).
 
-    None while no loss has `least` others before it. Of running sums, to round-off for losses below 1e6.
+    None while no loss has `least` others before it. From running sums: exact to round-off for losses below 1e6.
     """
     import numpy as np
 

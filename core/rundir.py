@@ -3,7 +3,7 @@
 config.yaml    the resolved settings           status.json        running, stopped, done, failed or diverged; pid, host
 metrics.jsonl  every logged line               diagnostics.jsonl  values of each layer and head, at each evaluation
 train.log      what was printed                samples.jsonl      samples of text, at evaluations
-ckpt/          checkpoints                     summary.json       the final numbers
+ckpt/          checkpoints                     summary.json       the final numbers, and curve.png a plot of the losses
 wandb/         W&B's files                     lock               lock file of the process that trains here
 """
 
@@ -25,9 +25,9 @@ import yaml
 from tqdm import tqdm
 
 from core import files
-from core.cli import NO_READER, leave_output
 from core.files import ROOT, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
 from core.metrics import Lines, Metrics, plot
+from core.process import OUTPUT_CLOSED, leave_output
 from core.schema import ConfigError, one_line, require, show
 from core.wandb_run import WandbRun
 
@@ -54,6 +54,8 @@ class RunDir:
     state: of status.json, as found and then as written; None for a new run. finished: nothing is left to train.
     print_line: what log() prints with.
     """
+
+    hides_bar = False
 
     def __init__(self, path: Path, lock: FileLock | None = None, finished: bool = False) -> None:
         self.path = path
@@ -111,7 +113,7 @@ class RunDir:
             try:
                 self.print_line(text)
             except OSError as error:  # train.log has it
-                if error.errno not in NO_READER:
+                if error.errno not in OUTPUT_CLOSED:
                     raise
                 leave_output()
         with open(self.path / "train.log", "a", encoding="utf-8") as file:
@@ -184,15 +186,13 @@ class RunDir:
     @contextmanager
     def progress_bar(self, total: int, initial: int) -> Iterator[tqdm]:
         """A bar on a terminal; log() prints above it."""
-        no_bar = self._no_bar or (None if sys.stderr else True)  # stderr is None where the shell closed it
-        with tqdm(total=total, initial=initial, unit="it", disable=no_bar, dynamic_ncols=True) as bar:
+        disable = True if self.hides_bar or not sys.stderr else None  # None: tqdm looks for a terminal
+        with tqdm(total=total, initial=initial, unit="it", disable=disable, dynamic_ncols=True) as bar:
             self.print_line = bar.write
             try:
                 yield bar
             finally:
                 self.print_line = print
-
-    _no_bar: bool | None = None  # tqdm: None is "where there is no terminal"
 
     def __enter__(self) -> Self:
         return self
@@ -216,7 +216,7 @@ class RunDir:
 class ReadOnlyRunDir(RunDir):
     """The run directory as ranks other than 0 see it: they read it, and what they write goes nowhere."""
 
-    _no_bar = True
+    hides_bar = True
 
     def _skip(self, *_: Any, **__: Any) -> None:
         """Rank 0 does it."""

@@ -90,7 +90,7 @@ class AlsoCalled(tuple[str, ...]):
 
 @dataclass(frozen=True)
 class Loads:
-    """build() calls it with the setting's value before it converts the settings that are declared later."""
+    """Called with the setting's value before the settings that are declared later are converted."""
 
     load: Callable[[Any], None]
 

@@ -1,4 +1,4 @@
-"""A corpus is one text: `load_text(config.data)`.
+"""The corpora that are one text: `load_text(config.data)`.
 
 To add a corpus: a function and its entry in LOADERS; its settings and their entry in CORPORA, in data/options.py.
 """

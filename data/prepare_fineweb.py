@@ -46,7 +46,7 @@ def prepare(config: PrepareFineWebConfig) -> int:
     out = cache_folder() / "fineweb" if config.out is None else expand(config.out)
     dataset = expand(config.dataset).resolve()
     require(dataset not in [out.resolve(), *out.resolve().parents], f"out={out} must not lie in dataset={dataset}")
-    if is_complete(out, config):
+    if finish_if_complete(out, config):
         return 0
     documents = Documents(config, begun=read_json(out / PROGRESS).get("source", {}))
     tokenizer = load_tokenizer(out, config, documents)
@@ -57,11 +57,11 @@ def prepare(config: PrepareFineWebConfig) -> int:
     with lock:
         require(lock.held, f"out={out} is in use by another process")
         # again: another process may have written before this one had the lock
-        return 0 if is_complete(out, config) else write_shards(out, config, documents, tokenizer)
+        return 0 if finish_if_complete(out, config) else write_shards(out, config, documents, tokenizer)
 
 
-def is_complete(out: Path, config: PrepareFineWebConfig) -> bool:
-    """Whether all shards are there, which is then printed.
+def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
+    """Whether all shards are there; then leftovers are removed, and a summary is printed.
 
     Raises: ConfigError for a folder with other files, or one that was begun with other settings.
     """

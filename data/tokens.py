@@ -38,17 +38,22 @@ def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | 
         return random_tokens(config)
     text = load_text(config)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    saved = saved or {}
-    known = saved.get("tokenizer", {})
-    same_text = config.tokenizer == known.get("name") == "bpe" and saved.get("corpus_sha256") == sha256
-    if same_text and (kept := from_dict(known)).vocab_size == config.bpe_vocab_size:
-        tokenizer: Tokenizer = kept
-    elif config.tokenizer == "bpe":
-        tokenizer = learnt_tokenizer(text, sha256, config.bpe_vocab_size)
+    if config.tokenizer == "bpe":
+        tokenizer = kept_merges(saved or {}, sha256, config.bpe_vocab_size)
+        tokenizer = tokenizer or learnt_tokenizer(text, sha256, config.bpe_vocab_size)
     else:
         tokenizer = build_tokenizer(config.tokenizer, text)
     tokens = encoded(text, sha256, tokenizer) if config.tokenizer in ("bpe", "gpt2") else tokenizer.encode(text)
     return Corpus(sha256, tokenizer, tokens, split_of(config, len(tokens), block_size))
+
+
+def kept_merges(saved: dict[str, Any], sha256: str, vocab_size: int) -> Tokenizer | None:
+    """The BPE tokenizer of a checkpoint's state, if it is of this text and size."""
+    known = saved.get("tokenizer", {})
+    if known.get("name") != "bpe" or saved.get("corpus_sha256") != sha256:
+        return None
+    tokenizer = from_dict(known)
+    return tokenizer if tokenizer.vocab_size == vocab_size else None
 
 
 def split_of(config: FoldedTextOptions, n_tokens: int, block_size: int) -> Split:

@@ -99,7 +99,7 @@ def make(asked: TrackOptions) -> int:
 def print_edges(sweep: str, words: Words, rates: Mapping[str, float]) -> None:
     """The command that tries one more rate, for each contestant whose best one is at the grid's edge."""
     for name, rate in rates.items():
-        more = f"'sweep.grid.words={{{name}: {json.dumps(words[name])}}}' sweep.grid.optim.learning_rate=[{rate:g}]"
+        more = f"'sweep.grid.words={{{name}: {json.dumps(words[name])}}}' sweep.grid.optim.learning_rate=[{rate}]"
         print(f"{name} is best at the grid's edge; try one more: python sweeps/launch.py sweep={sweep} {more}")
 
 
@@ -131,7 +131,7 @@ def definition(title: str, head: Sequence[str], words: Words, rates: Mapping[str
     """A sweep's file: the contestants of `rates`, each at its own."""
     lines = [f'title: "The attention track: {title}"', "# Written by scripts/track.py", *head, "grid:", "  words:"]
     for name, rate in rates.items():
-        lines.append(f"    {name}: [{', '.join(map(json.dumps, [*words[name], f'optim.learning_rate={rate:g}']))}]")
+        lines.append(f"    {name}: [{', '.join(map(json.dumps, [*words[name], f'optim.learning_rate={rate}']))}]")
     compare = 'title: "each contestant against rms", baseline: rms, settings: ["*"]'
     return "\n".join([*lines, "compare:", "  none: null", f"  rms: {{{compare}}}", ""])
 

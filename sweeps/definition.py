@@ -21,7 +21,7 @@ from training.config import TrainConfig
 Grid = dict[str, dict[str, Any]]  # key -> {label: value}
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of Sweep.also
     "last": lambda v: v[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
-    # the mean distance of a value from the middle of its two neighbours: 0 on a straight line, however steep
+    # the mean distance of a value from the middle of its two neighbours: 0 on a line of equal steps, however steep
     "roughness": lambda v: fmean(abs(v[i] - (v[i - 1] + v[i + 1]) / 2) for i in range(1, len(v) - 1)) if v[2:] else 0.0,
 }  # fmt: skip
 OVERRIDES = Rule(lambda words: all("=" in word for word in words), "must be a list of overrides, as [max_iters=100]")
@@ -129,21 +129,23 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
 
     Raises: ConfigError naming key, value and rule.
     """
-    source = read_definition(name)
+    source, changes = read_definition(name), dict(changes)
+    parts: dict[str, Any] = source["parts"]
+    if "parts" in changes:
+        parts = select_parts(name, parts, changes.pop("parts"))
+    source["parts"] = {part: of for part, of in parts.items() if of["on_request"] is not True}
+    require(bool(source["parts"]) or not parts, f"sweep={name}: name some of {', '.join(parts)} with sweep.parts=")
     for key, value in changes.items():
         if key.startswith("grid."):
-            swept = key.removeprefix("grid.")
+            varied = key.removeprefix("grid.")
             places = {"sweep": source, **{f"sweep.parts.{part}": of for part, of in source["parts"].items()}}
             grids = [convert(of["grid"], dict, f"{place}.grid") for place, of in places.items()]
-            for grid in [grid for grid in grids if swept in grid] or grids[:1]:
-                grid[swept] = value
-        elif key == "parts":
-            source["parts"] = select_parts(name, source["parts"], value)
+            for grid in [grid for grid in grids if varied in grid] or grids[:1]:  # a new key: of the sweep's own grid
+                grid[varied] = value
         else:
             source[key] = value
             if key in ("folds", "seeds"):  # also for the parts that have their own
-                source["parts"] = {name: {**part, key: None} for name, part in source["parts"].items()}
-    source["parts"] = {name: part for name, part in source["parts"].items() if part["on_request"] is not True}
+                source["parts"] = {part: {**of, key: None} for part, of in source["parts"].items()}
     return check_sweep(source)
 
 
@@ -151,8 +153,9 @@ def select_parts(sweep: str, parts: dict[str, Any], value: Any) -> dict[str, Any
     """The parts that sweep.parts=`value` names: all, a name, or a list of names."""
     require(bool(parts) or value == "all", f"sweep.parts={show(value)}: sweep={sweep} has no parts")
     chosen = [*parts] if value == "all" else [value] if isinstance(value, str) else value
-    good = isinstance(chosen, list) and (len(chosen) > 0 or not parts) and all(part in [*parts] for part in chosen)
-    example = "".join([*parts][:1])
+    names = [*parts]  # a list: what is looked for in it may be unhashable
+    good = isinstance(chosen, list) and (len(chosen) > 0 or not parts) and all(part in names for part in chosen)
+    example = next(iter(parts), "")
     require(good, f"sweep.parts={show(value)} must be all, or some of {', '.join(parts)}, as [{example}]")
     return {part: {**parts[part], "on_request": False} for part in chosen}
 

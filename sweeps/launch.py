@@ -20,8 +20,9 @@ from typing import Annotated
 
 from tqdm import tqdm
 
-from core.cli import StopSignal, parse_yaml, run_script, say
+from core.cli import parse_yaml, run_script
 from core.files import ROOT, expand, read_json
+from core.process import StopSignal, say
 from core.rundir import at_end
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, options, require
 from core.wandb_run import wandb_mode
@@ -95,13 +96,18 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
     """The runs without those that ended in the report in `folder`. Raises: ConfigError where it has no runs.csv."""
     if folder is None:
         return runs
+    common = read_json(expand(folder) / "provenance.json").get("config", {})
     try:
         with (expand(folder) / "runs.csv").open(encoding="utf-8", newline="") as file:
-            stored = {row["id"]: State(row["status"], int(row["iter"] or 0)) for row in csv.DictReader(file)}
+            rows = {row["id"]: {**common, **row} for row in csv.DictReader(file)}
+        stored = {run_id: State(row["status"], int(row["iter"] or 0)) for run_id, row in rows.items()}
         enough = {run.id for run in runs if run.id in stored and stored[run.id].is_all_of(run.config.max_iters)}
     except (OSError, KeyError, ValueError, csv.Error) as error:
         raise ConfigError(f"from={folder} has no runs.csv that can be read: {error}") from error
-    print(f"{len(enough)} of {len(runs)} runs are stored in {folder}")
+    for run in (run for run in runs if run.id in enough):
+        every, asked = rows[run.id].get("eval_interval"), run.config.eval_interval
+        require(str(every) == str(asked), f"from={folder} has {run.id} with eval_interval={every}, not {asked}")
+    say(f"{len(enough)} of {len(runs)} runs are stored in {folder}")
     return [run for run in runs if run.id not in enough]
 
 

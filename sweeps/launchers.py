@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from core.files import ROOT
+from core.process import available_cpus
 from core.schema import AtLeast, ConfigError, Help, options, require, show
 from sweeps.claims import Launch
 from sweeps.ranks import PATIENCE, follow_orders, give_order, stop_once
@@ -93,7 +94,7 @@ class Local:
 
     def __init__(self, options: LocalOptions, sweep_dir: Path, launch: str) -> None:
         self.sweep_dir, self.launch = sweep_dir, launch
-        cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        cpus = available_cpus()
         gpus, ranks = visible_gpus(), options.ranks
         self.workers = options.workers or max(1, (len(gpus) or cpus) // ranks)
         self.threads = options.threads or max(1, cpus // (self.workers * ranks))

@@ -17,6 +17,7 @@ from typing import Any
 
 from core import cli
 from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic, write_json
+from core.process import say
 from core.rundir import commit, differences, short, uncommitted
 from core.schema import ConfigError, build, flatten, require, show
 from sweeps.definition import Part, Sweep, plain
@@ -30,6 +31,7 @@ INSTEAD = {  # settings of train.py that a sweep sets itself -> what to write
     "fresh": "write another sweep_dir=... to start a sweep anew",
     "eval_only": "a sweep trains; python train.py evaluates its runs one by one",
 }
+REPORT_KEYS = ("title", "compare", "also", "paper")  # of a definition: no run depends on them
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,16 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
 
 def check_overrides(sweep: Sweep, overrides: list[str]) -> None:
     """Raise ConfigError for an override of a setting that the sweep varies, or has a key of its own for."""
-    grids = [sweep.grid, *(part.grid for part in sweep.parts.values())]
+    parts = [*sweep.parts.values()] or [Part()]
+    grids = [sweep.grid, *(part.grid for part in parts)]
     swept = {key for grid in grids for key in grid}
     for key in swept:
-        named = key.endswith(".name") and key.removesuffix(".name") in GROUPS
-        require(not named, f"grid.{key} keeps the values of another option: write grid.{key.removesuffix('.name')}")
+        group, named = key.removesuffix(".name"), key.endswith(".name")
+        require(not named or group not in GROUPS, f"grid.{key} keeps the values of another option: write grid.{group}")
     for override in overrides:
         key = key_of(override)
         require(key not in swept, f"{override}: this sweep varies {key}; write sweep.grid.{key}=[...]")
-    for full in ({**sweep.grid, **part.grid} for part in (sweep.parts or {"": Part()}).values()):
+    for full in ({**sweep.grid, **part.grid} for part in parts):
         words = [(label, word) for label, of in full.get("words", {}).items() for word in of]
         clash = next((f"{label}: {word}" for label, word in words if key_of(word) in full), None)
         require(clash is None, f"grid.words.{clash}: the grid varies this setting, too")
@@ -105,9 +108,9 @@ def check_overrides(sweep: Sweep, overrides: list[str]) -> None:
             label = next((label for label, word in words if key_of(word) == key_of(override)), None)
             require(label is None, f"{override}: this sweep sets {key_of(override)} in grid.words.{label}")
     lists = [values for grid in grids for values in grid.get("words", {}).values()]
-    lists += [overrides, sweep.overrides, *(part.overrides for part in sweep.parts.values())]
+    lists += [overrides, sweep.overrides, *(part.overrides for part in parts)]
     given = {key: f"grid.{key}" for key in swept} | {key_of(override): override for of in lists for override in of}
-    has_folds = bool(sweep.folds) or any(part.folds for part in sweep.parts.values())
+    has_folds = bool(sweep.folds) or any(part.folds for part in parts)
     for key, override in given.items():
         good = key not in INSTEAD or (key == "data.fold" and not has_folds)
         require(good, f"{override}: {INSTEAD.get(key)}")
@@ -159,7 +162,7 @@ def freeze(
     """Write the plan; a plan that exists may grow, but the configs of its runs never change. trains: whether one of
     these runs is left to train.
 
-    What concerns the report alone (title, compare, also, paper) may change.
+    What concerns the report alone (REPORT_KEYS, titles of parts) may change.
     Raises: ConfigError where the plan has a point, fold and seed of these runs with another config.
     """
     try:
@@ -169,32 +172,34 @@ def freeze(
     with FileLock(sweep_dir / "plan.lock"):  # two launchers at once freeze one plan
         frozen = {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
         merged = merge_plans(sweep_dir, frozen, runs)
-        before = read_json(sweep_dir / "sweep.json")
-        history, grows = before.get("frozen", []), merged != frozen or "sweep" not in before
-        this = {"commit": commit(), "overrides": overrides, "runs": len(merged)}
-        last = history[-1]["commit"] if history else None
-        moved = trains and last != this["commit"]
-        if grows or moved:
-            history = [*(one for one in history if one != this), this]
+        old = read_json(sweep_dir / "sweep.json")
+        history, grows = old.get("frozen", []), merged != frozen or "sweep" not in old
+        entry = {"commit": commit(), "overrides": overrides, "runs": len(merged)}
+        planned = history[-1]["commit"] if history else None
+        other_commit = trains and planned != entry["commit"]
+        if grows or other_commit:
+            history = [*(one for one in history if one != entry), entry]  # an equal entry moves to the end
             if diff := uncommitted():
-                write_atomic(sweep_dir / f"code_{short(str(this['commit']))}.diff", diff)
-        if moved and not grows:
-            print(f"warning: the sweep was planned at commit {last}; the runs that are left use {this['commit']}")
-        about = {"name": name, "frozen": history, "sweep": frozen_definition(before.get("sweep", {}), sweep, grows)}
-        if about != {key: value for key, value in before.items() if key != "sha256"}:
-            write_json(sweep_dir / "sweep.json", sealed(about))
+                write_atomic(sweep_dir / f"code_{short(str(entry['commit']))}.diff", diff)
+        if other_commit and not grows:
+            say(f"warning: the sweep was planned at commit {planned}; the runs that are left use {entry['commit']}")
+        content = {"name": name, "frozen": history, "sweep": frozen_definition(old.get("sweep", {}), sweep, grows)}
+        if content != {key: value for key, value in old.items() if key != "sha256"}:
+            write_json(sweep_dir / "sweep.json", sealed(content))
         if merged != frozen:  # written last: a plan implies the other files
             write_atomic(sweep_dir / "plan.jsonl", "".join(map(to_line, merged.values())).encode())
 
 
 def frozen_definition(old: dict[str, Any], sweep: Sweep, grows: bool) -> dict[str, Any]:
-    """The definition in sweep.json: of a plan that grows with what the old one had, else the old one but for the
-    report's keys."""
+    """The definition for sweep.json. A plan that grows unites the old and the new one; else the old one stays, with the
+    new report keys."""
     new: dict[str, Any] = json.loads(json.dumps(asdict(sweep)))  # as the file has it: lists for tuples
     if grows:
         parts = {name: united(old.get("parts", {}).get(name, {}), part) for name, part in new["parts"].items()}
         return united(old, new) | {"parts": {**old.get("parts", {}), **parts}}
-    return new | {key: value for key, value in old.items() if key not in ("title", "compare", "also", "paper")}
+    titles = {name: part["title"] for name, part in new["parts"].items()}
+    parts = {name: {**part, "title": titles.get(name, part["title"])} for name, part in old["parts"].items()}
+    return new | {key: value for key, value in old.items() if key not in REPORT_KEYS} | {"parts": parts}
 
 
 def united(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +215,7 @@ def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[Pl
     merged = dict(frozen)
     for run in runs:
         for point in run.points:
-            other = planned.get((plain(point), run.fold, run.seed), run)
+            other = planned.get((plain(point), run.fold, run.seed), frozen.get(run.id, run))
             changed = "" if other is run else changes(other.config, run.config)
             if other.id != run.id or changed:
                 held = f"holds {point} with other settings: {changed}"

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from core.cli import refuse
 from core.files import read_json, write_atomic
+from core.process import refuse
 from core.rundir import read_status
 from core.schema import ConfigError, build
 from sweeps.claims import Launch
@@ -121,10 +121,8 @@ def follow_orders(launch: Launch, node: int) -> int:
 
 
 def stop_once(*numbers: int) -> set[int]:
-    """From here on these signals stop a run at a checkpoint, but once, however many arrive and however early.
-
-    Returns the set to which those received are added.
-    """
+    """From here on the first of these signals stops a run at a checkpoint, even where it has no handler yet. Further
+    ones do nothing. Returns the set to which those received are added."""
     received: set[int] = set()
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -132,7 +130,7 @@ def stop_once(*numbers: int) -> set[int]:
         signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0)
 
     def tell_the_run(number: int, frame: FrameType | None) -> None:
-        """Send the SIGTERM that stops a run. Its training loop has a handler; until then, try every second."""
+        """Send the SIGTERM that stops a run, once its training loop has a handler; until then, look every second."""
         if signal.getsignal(signal.SIGTERM) is not receive:
             signal.raise_signal(signal.SIGTERM)
 

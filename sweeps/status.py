@@ -56,7 +56,7 @@ def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> Sta
         reason = "done, but summary.json is lost"
     if state == "failed" or claim["error"]:
         return State("failed", step, claim["error"] or reason, tries)
-    if any(n >= claim["limit"] for n in [*claim["tries"].values()][-1:]):  # of the last launch
+    if next(reversed(claim["tries"].values()), 0) >= claim["limit"]:  # of the last launch
         return State("failed", step, "its worker died", tries)
     return State("pending" if state is None else "stopped", step, reason, tries)
 
@@ -65,14 +65,15 @@ def progress(sweep_dir: Path, run: PlannedRun, state: State) -> tuple[float, tup
     """The share of a run's iterations that is behind it; its lowest val/loss, with the iteration and the run's id."""
     metrics = Lines(sweep_dir / run.id / "metrics.jsonl")
     metrics.update()
-    done = 1.0 if state.state in FINAL else min(1.0, max(metrics.curve("iter"), default=0) / run.config.max_iters)
+    reached = max((line["iter"] for line in metrics.lines), default=0)
+    done = 1.0 if state.state in FINAL else min(1.0, reached / run.config.max_iters)
     return done, min(((loss, i, run.id) for i, loss in metrics.curve("val/loss").items()), default=None)
 
 
 def bar(shares: Sequence[float], width: int = 20) -> str:
     """Of the mean of shares: full only where all of them are 1."""
     share = fmean(shares)
-    return f"[{'#' * int(width * share):.<{width}}] {int(100 * share):3d} %"
+    return f"[{'#' * int(width * share):.<{width}}] {int(100 * share + 1e-9):3d} %"
 
 
 def tally(states: Iterable[State]) -> str:
@@ -113,12 +114,12 @@ def show(asked: SweepPlace) -> int:
     for run in runs:
         for point in run.points:
             points.setdefault(point, []).append(run.id)
-    for point, ids in {"": [*found], **points}.items():
+    for point, ids in {"": [*found], **points}.items():  # the first row: the whole sweep
         best = min(filter(None, (found[run_id][1] for run_id in ids)), default=None)
-        if not point:
-            said = "" if best is None else "lowest val/loss {:.4f} at iteration {} of {}".format(*best)
-        else:
+        if point:
             said = f"{'' if best is None else f'{best[0]:.4f}':8s}{tally(states[run_id] for run_id in ids)}"
+        else:
+            said = "" if best is None else "lowest val/loss {:.4f} at iteration {} of {}".format(*best)
         print(f"  {point:{max(map(len, points))}s}  {bar([found[run_id][0] for run_id in ids])}  {said}".rstrip())
     for run in runs:
         if states[run.id].state == "running":

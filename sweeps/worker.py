@@ -1,7 +1,7 @@
 """A worker of a sweep: it trains one run after the other until none is left. sweeps/launchers.py starts it.
 
 One process trains many runs, so that it imports and compiles once. If it dies, the run in hand goes on elsewhere, from
-its checkpoint. Words: SWEEP_DIR LAUNCH
+its checkpoint. Arguments: SWEEP_DIR LAUNCH
 """
 
 import contextlib
@@ -63,9 +63,9 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
     write_claim(sweep_dir, run.id, claim)  # before the run, so that a death counts too
     wandb = run.config.wandb
     about = read_json(sweep_dir / "sweep.json")
-    sweep = f"sweep:{about.get('name', sweep_dir.name)}"[:64]
-    has_parts = bool(about.get("sweep", {}).get("parts"))
-    parts = dict.fromkeys(f"part:{point.partition('/')[0]}"[:64] for point in run.points if has_parts)
+    sweep = f"sweep:{about.get('name', sweep_dir.name)}"[:64]  # the most that W&B takes
+    points = run.points if about.get("sweep", {}).get("parts") else []
+    parts = dict.fromkeys(f"part:{point.partition('/')[0]}"[:64] for point in points)
     media = "off" if wandb.media == "auto" else wandb.media
     config = replace(
         run.config, out_dir=str(sweep_dir / run.id), dry_run=False,

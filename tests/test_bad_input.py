@@ -416,7 +416,19 @@ def test_a_refused_config_leaves_a_finished_run_alone(folder: Path, outcome: Out
 def test_the_status_is_that_of_the_run_though_nobody_reads_its_output() -> None:
     read, write = os.pipe()
     os.close(read)
-    code = "import sys; from core.cli import guarded; sys.exit(guarded(lambda: print('a line') or 130))"
+    code = "import sys; from core.process import guarded; sys.exit(guarded(lambda: print('a line') or 130))"
     env = {**os.environ, "PYTHONUNBUFFERED": ""}
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=write, env=env).returncode == 130
     os.close(write)
+
+
+def test_a_lost_terminal_stops_no_launcher_that_gets_no_hangup() -> None:
+    terminal, side = os.openpty()
+    code = "from core.process import say; say('1'); input(); say('2'); say('3'); raise SystemExit(7)"
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=side, start_new_session=True)
+    os.close(side)
+    assert os.read(terminal, 1) == b"1"
+    os.close(terminal)
+    process.communicate(b"\n")
+    assert process.returncode == 7

@@ -25,9 +25,9 @@ from tqdm import tqdm
 from variants import FORMS, FULL, LAYOUTS, PAIRS, V, config_of
 
 import train
-from core.cli import StopSignal
 from core.device import resolve_device, seed_generator
 from core.dist import World
+from core.process import StopSignal
 from core.schema import ConfigError, build
 from model import ops
 from model.gpt import GPT

@@ -24,8 +24,8 @@ from variants import FULL
 
 import model.cross_entropy
 import train
-from core.cli import guarded
 from core.device import peak_flops
+from core.process import guarded
 from sweeps.plan import compose
 from training.config import load_config
 from training.updates import seed_of_update

@@ -16,7 +16,7 @@ from variants import FULL
 
 import train
 from core import checkpoint
-from core.cli import guarded
+from core.process import guarded
 from scripts import report
 from training.config import TrainConfig
 

@@ -25,7 +25,8 @@ from variants import FULL
 import sample
 import train
 from core import checkpoint
-from core.cli import guarded, run_script
+from core.cli import run_script
+from core.process import guarded
 from core.schema import ConfigError
 from scripts import compare, export_hf
 from sweeps import status

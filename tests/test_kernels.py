@@ -5,6 +5,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ print(operators.loaded(), ((ops.gelu(x).double() - ops.gelu(x.double())).abs().m
 """
 
 
-FAST = "g++ -O0"  # options in CXX count
+FAST = "env g++ -O0"  # options in CXX count
 
 
 def compiled_before(folder: Path) -> Path:
@@ -302,11 +303,28 @@ def test_a_compiler_that_cannot_be_used_costs_one_line(
 def test_a_compiler_that_hangs_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("CXX", script(tmp_path / "c++", "exec sleep 60"))
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", f"sleep 60 & echo $! >>{tmp_path}/pids\nwait"))
     monkeypatch.setattr(build, "SECONDS", 0.2)
     assert not build.load.__wrapped__()
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "timed out" in said
+    for pid in (tmp_path / "pids").read_text().split():  # what the compiler started has ended, too
+        status = Path(f"/proc/{pid}/status")
+        assert not status.exists() or "\tZ" in status.read_text()
+
+
+def test_the_program_of_cxx_may_have_several_words() -> None:
+    assert build.program_of(["ccache", "g++", "-O2", "-g"]) == ["ccache", "g++"]
+    assert build.key(["env", "g++"]) != build.key(["g++"])
+
+
+def test_scratch_folders_of_killed_processes_go(tmp_path: Path) -> None:
+    for age, name in ((3 * build.SECONDS, "old"), (0, "new")):
+        folder = tmp_path / f"{build.SCRATCH}{name}"
+        folder.mkdir()
+        os.utime(folder, (time.time() - age,) * 2)
+    build.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{build.SCRATCH}new"]
 
 
 @pytest.mark.slow
@@ -352,4 +370,8 @@ def test_a_folder_of_another_user_is_not_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.private_folder() == tmp_path / "nanoqk" / "kernels"
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert build.private_folder() is None and "others can write there" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "nanoqk").chmod(0o777)  # whoever can replace the folder
     assert build.private_folder() is None and "others can write there" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from browser import Page
@@ -124,6 +125,15 @@ def test_only_new_lines_are_read_and_damaged_ones_are_dropped(sweep: Made) -> No
     (path / "new").write_bytes(first)
     (path / "new").replace(path / "metrics.jsonl")  # as a resumed run cuts it back
     assert run.update() and json.loads(run.json)["curves"] == {"val/loss": [[0, 4.0]]}
+
+
+def test_runs_that_the_plan_gains_later_are_shown(sweep: Made, tmp_path: Path) -> None:
+    sweep.plan("p=2", 1, 0)
+    with served(tmp_path, "sweep=made") as port:
+        sweep.plan("p=3", 1, 0)
+        for path, said in (("/", "p=3"), ("/data.json", '"2 pending"')):
+            with urlopen(f"http://127.0.0.1:{port}{path}") as answer:
+                assert said in answer.read().decode()
 
 
 def test_the_parts_of_a_sweep_differ_in_dashes(sweep: Made) -> None:

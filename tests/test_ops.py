@@ -412,6 +412,11 @@ def test_layer_norm_and_its_derivative_are_the_reference(norm: str, n: int, dtyp
             torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=2e-5 * size)
 
 
+def test_layer_norm_of_equal_channels_is_zero() -> None:
+    x, one = torch.full((64, 768), 1000.3), torch.ones(768)
+    assert kernels.layer_norm(x, one, None, 1e-5, True, torch.float32).abs().max() < 1e-6
+
+
 def test_gelu_of_every_bf16_number() -> None:
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() < 1e30)].requires_grad_()

@@ -32,7 +32,7 @@ from scripts.reporting.runs import read_sweep
 from sweeps import worker
 from sweeps.claims import Launch, read_claim
 from sweeps.definition import load_sweep, sweep_name
-from sweeps.launch import LaunchOptions, check_runs, main, read_request
+from sweeps.launch import LaunchOptions, check_runs, main, read_request, without_stored
 from sweeps.plan import compose, freeze, plan_runs, read_plan
 from sweeps.status import SweepPlace, state_of
 from training.config import TrainConfig, load_config
@@ -258,6 +258,43 @@ def test_a_frozen_plan_may_grow_but_not_change(tmp_path: Path, corpus: Path) -> 
     after = read_json(folder / "sweep.json")
     assert (after["sweep"]["compare"], after["sweep"]["folds"]) == (compare, [0, 1])
     assert after["frozen"] == about["frozen"]
+
+
+def test_a_new_point_joins_no_frozen_run_of_other_settings(tmp_path: Path, corpus: Path) -> None:
+    """Though the run's id does not tell them apart."""
+    parts = {name: {"overrides": [f"max_iters={n}"]} for name, n in (("short", 4), ("long", 8))}
+    file = tiny_sweep(tmp_path, corpus, "schedule=constant", grid={}, parts=parts)
+    assert len({run.id for run in frozen(file, {"parts": "short"})}) == 2
+    with pytest.raises(ConfigError, match="holds long with other settings: max_iters 4 -> 8"):
+        frozen(file, {"parts": "long"})
+
+
+def test_parts_are_chosen_before_their_grids_change(tmp_path: Path, corpus: Path) -> None:
+    parts: dict[str, Any] = {
+        "a": {"grid": {"qk_norm": ["rms"]}},
+        "b": {"grid": {"optim.learning_rate": [0.1]}, "on_request": True},
+    }
+    file = str(tiny_sweep(tmp_path, corpus, grid={}, parts=parts))
+    words = {"grid.optim.learning_rate": [0.2], "parts": ["a"]}
+    for changes in (words, dict(reversed(words.items())), {"grid.optim.learning_rate": [0.2]}):
+        assert load_sweep(file, changes).grid == {"optim.learning_rate": {"learning_rate=0.2": 0.2}}
+    parts["a"]["on_request"] = True
+    with pytest.raises(ConfigError, match="name some of a, b with sweep.parts="):
+        load_sweep(str(tiny_sweep(tmp_path, corpus, grid={}, parts=parts)), {})
+
+
+def test_titles_of_parts_are_as_last_asked_for(tmp_path: Path, corpus: Path) -> None:
+    for title in ("old", "new"):
+        frozen(tiny_sweep(tmp_path, corpus, grid={}, parts={"a": {"title": title}}))
+        assert read_json(tmp_path / "sweep" / "sweep.json")["sweep"]["parts"]["a"]["title"] == title
+
+
+def test_a_stored_run_of_another_eval_interval_is_refused(tmp_path: Path, corpus: Path) -> None:
+    (run, *_) = frozen(tiny_sweep(tmp_path, corpus, grid={}))
+    rows = f"id,status,iter,eval_interval\n{run.id},done,{run.config.max_iters},7\n"
+    (tmp_path / "runs.csv").write_text(rows)
+    with pytest.raises(ConfigError, match=f"has {run.id} with eval_interval=7, not 2"):
+        without_stored([run], str(tmp_path))
 
 
 def test_a_plan_that_grows_by_a_value_and_a_fold_keeps_the_others_definition(tmp_path: Path, corpus: Path) -> None:

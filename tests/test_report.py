@@ -375,8 +375,12 @@ def test_a_stored_run_of_other_settings_stands_in_for_none(made: Made, tmp_path:
     later.plan("a/p=2", 1, 0)
     plan = later.path / "plan.jsonl"
     plan.write_text(plan.read_text().replace('"id": "', '"id": "other-'))
+    stored = read_stored(tmp_path / "out", "made")
     with pytest.raises(ConfigError, match="from= has .* where the sweep has other-.*, of other settings"):
-        joined(read_stored(tmp_path / "out", "made"), sweep_of(later.path))
+        joined(stored, sweep_of(later.path))
+    sparse = [replace(run, config={**run.config, "eval_interval": 7}) for run in stored.runs]
+    with pytest.raises(ConfigError, match="with eval_interval=7, the sweep with"):
+        joined(replace(stored, runs=sparse), stored)
 
 
 def test_a_report_of_fewer_runs_replaces_none_unless_out_says_so(

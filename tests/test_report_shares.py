@@ -116,6 +116,37 @@ def test_the_share_that_is_left_is_of_the_same_folds_by_iteration(tmp_path: Path
     assert ends and all(row["value"] == pytest.approx(wanted.mean) for row in ends)
 
 
+def test_pairs_of_a_share_are_those_of_one_name(tmp_path: Path) -> None:
+    """Without parts, names leave out what the settings of a family share; several pairs keep their parts apart."""
+    leak = Made(tmp_path / "leak", compare={
+        "near": {"pairs": [["split=near,p=4", "split=near,p=2"]]},
+        "far": {"pairs": [["split=far,p=4", "split=far,p=2"]], "share_of": "near"},
+    })  # fmt: skip
+    parts = Made(tmp_path / "parts", parts={"a": {}, "m": {}, "n": {}}, compare={
+        "a": {"pairs": [["a/p=3", "a/p=2"]]},
+        "both": {"pairs": [["m/p=3", "m/p=2"], ["n/p=3", "n/p=2"]], "share_of": "a"},
+    })  # fmt: skip
+    for fold in range(4):
+        for split, gain in (("near", 0.2), ("far", 0.1)):
+            leak.run(f"split={split},p=2", fold, falling(1.5 + 0.1 * fold))
+            leak.run(f"split={split},p=4", fold, falling(1.5 + 0.1 * fold - gain - 0.001 * fold))
+        for part, gain in (("a", 0.2), ("m", 0.1), ("n", 0.02)):
+            parts.run(f"{part}/p=2", fold, falling(1.5 + 0.1 * fold))
+            parts.run(f"{part}/p=3", fold, falling(1.5 + 0.1 * fold - gain - 0.001 * fold))
+    left: dict[str, float] = {}
+    for made in (leak, parts):
+        families = compared_families(sweep_of(made.path))
+        left |= {name: of[40].mean for name, of in shares(sweep_of(made.path), families, families[1]).items()}
+    assert left == {"p=4": pytest.approx(0.5, abs=0.01), "m/p=3 − m/p=2": pytest.approx(0.5, abs=0.01),
+                    "n/p=3 − n/p=2": pytest.approx(0.1, abs=0.01)}  # fmt: skip
+    odd = Made(tmp_path / "odd", compare={
+        "a": {"pairs": [["p=4", "p=2"]]}, "b": {"pairs": [["p=3", "p=2"]], "share_of": "a"},
+    })  # fmt: skip
+    odd.run("p=2", 0, falling(1.5))
+    with pytest.raises(ConfigError, match="compare.b.share_of=a: no pair of a has the names of one of these"):
+        compared_families(sweep_of(odd.path))
+
+
 def test_final_losses_stand_over_the_words_of_the_settings(tmp_path: Path) -> None:
     """A line for each rest of a name; folds that a setting has not are no part of it, and are named."""
     names = [f"{word},p={p}" for p in (2, 3) for word in PLACES]

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from core.cli import run_script
 from core.schema import ConfigError, flatten
 from scripts import track
 from scripts.reporting.runs import Run, Sweep
-from scripts.reporting.statistics import n_needed
+from scripts.reporting.statistics import Comparison, adjust, n_needed
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
 from scripts.reporting.track import at_the_edge, entries, label_sides, mean_losses, noise, plateau, widened
 from scripts.track import TrackOptions, final_definition, make, small_definition
@@ -36,6 +36,9 @@ OFFSET = {"none": 0.05, "rms": 0.0, "sink": -0.002}
 OWN = {  # of a contestant's own, on top
     "none": [0.001, -0.001] * 4, "rms": [0.0] * 8, "sink": [0.004, -0.004, 0.008, -0.008, 0.002, -0.002, 0.0, 0.0],
 }  # fmt: skip
+
+
+BEST = {"none": 0.002, "rms": 0.004, "sink": 0.008}
 
 
 def run_of(point: str, seed: int, rate: float, loss: float) -> Run:
@@ -59,7 +62,7 @@ def sweeps() -> tuple[Sweep, Sweep]:
         for seed, noise in ((1, 0.003), (2, -0.003))
     ]
     final = [
-        run_of(name, seed, 0.004, 1.92 + offset + shared + OWN[name][seed])
+        run_of(name, seed, BEST[name], 1.92 + offset + shared + OWN[name][seed])
         for name, offset in OFFSET.items()
         for seed, shared in enumerate(SPREAD)
     ]
@@ -93,9 +96,7 @@ def stored(folder: Path, of: tuple[Sweep, Sweep] | None = None) -> Path:
 def test_the_best_rate_is_that_of_the_lowest_mean_and_an_edge_is_named() -> None:
     grid, _ = sweeps()
     means = mean_losses(grid)
-    assert {name: min(of, key=lambda rate: of[rate]) for name, of in means.items()} == {
-        "none": 0.002, "rms": 0.004, "sink": 0.008,
-    }  # fmt: skip
+    assert {name: min(of, key=lambda rate: of[rate]) for name, of in means.items()} == BEST
     assert at_the_edge(grid) == {"sink": 0.016}
     assert [plateau(means[name], means[name]) for name in GRID] == [
         1.0,
@@ -140,7 +141,7 @@ def test_a_rejected_step_is_one_whose_interval_excludes_zero() -> None:
     _, final = sweeps()
     for shift in (0.0, 0.002, 0.004, 0.006, 0.01):
         moved = [
-            run_of(r.settings[0], r.seed, 0.004, r.summary["val/loss_min"] + shift * (r.settings == ["sink"]))
+            run_of(r.settings[0], r.seed, 0, r.summary["val/loss_min"] + shift * (r.settings == ["sink"]))
             for r in final.runs
         ]
         family = track_family(Sweep("final", {}, final.definition, moved))
@@ -148,6 +149,28 @@ def test_a_rejected_step_is_one_whose_interval_excludes_zero() -> None:
             wide = widened(family)[c.a]
             assert wide.low is not None and wide.high is not None and c.adjusted["t"] is not None
             assert (c.adjusted["t"] <= 0.05) == (wide.low > 0 or wide.high < 0)
+
+
+def test_after_a_step_that_holm_does_not_take_no_later_interval_excludes_zero() -> None:
+    values = {"a": 0.02, "b": 0.021, "c": 0.5}  # their p
+    family = []
+    for name, p in values.items():
+        noise = [x / stdev(SPREAD) for x in SPREAD]  # mean 0 and SD 1 but for its own mean
+        shift = float(stats.t.isf(p / 2, 7)) / math.sqrt(8) - fmean(noise)
+        pairs: Any = {(seed, None): (shift + x, 0.0) for seed, x in enumerate(noise)}
+        family.append(Comparison(name, "rms", 8, pairs))
+        assert family[-1].p["t"] == pytest.approx(p)
+    adjust(family)
+    wide = widened(family)
+    assert family[0].adjusted["t"] == pytest.approx(0.06) == family[1].adjusted["t"]
+    assert all(one.low is not None and one.low < 0 for one in wide.values())
+
+
+def test_a_board_of_final_runs_at_another_rate_than_the_grids_best_is_refused(tmp_path: Path) -> None:
+    grid, final = sweeps()
+    runs = [replace(r, config={**r.config, "optim.learning_rate": 0.016}) for r in final.runs]
+    with pytest.raises(ConfigError, match="final has none at the learning rate 0.016; the grid's best is 0.002"):
+        entries(grid, replace(final, runs=runs), WORDS, tmp_path)
 
 
 def track_family(final: Sweep) -> Any:

@@ -19,7 +19,7 @@ from model.cross_entropy import max_positions_with_logits
 from model.diagnostics import LEAK_TOLERANCE, LONG, future_leak, logit_bound, sdpa_backend
 from training.evaluate import mean_loss
 from training.session import Batch, Session, is_compiled
-from training.updates import accumulate_gradients, rows_at_once, seed_of_update
+from training.updates import accumulate_gradients, drop_max_logits, rows_at_once, seed_of_update
 
 LEAST_LOGIT_BOUND = 0.5  # |logits| up to 0.5: no key can get more than e times the weight of another one
 INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats
@@ -37,19 +37,18 @@ def first_not_finite(session: Session, step: int) -> str:
     def look(what: str, n_head: int, x: Any) -> None:
         """x (B, T, C), its channels those of n_head heads if n_head > 0, or (B, nh, T, hs)."""
         if not found and isinstance(x, Tensor) and not x.isfinite().all():
-            heads = x.transpose(1, 2) if x.dim() == 4 else x.unflatten(-1, (n_head or 1, -1))
-            bad = (~heads.isfinite()).any(-1).flatten(0, 1).any(0).nonzero().flatten().tolist()
+            by_head = x.transpose(1, 2) if x.dim() == 4 else x.unflatten(-1, (n_head or 1, -1))  # (B, T, nh, hs)
+            bad = (~by_head.isfinite()).any(-1).flatten(0, 1).any(0).nonzero().flatten().tolist()
             found.append(what + (f", head {', '.join(map(str, bad))}" if x.dim() == 4 or n_head else ""))
 
-    hooks = []
+    hooks, n_head = [], model.attentions[0].n_head
     for name, module in model.named_modules():
-        if name.endswith(("attn.output", "attn.c_proj")):  # what the seam gets, and what it makes of that
-            n_head = model.attentions[0].n_head
+        if name.endswith(("attn.output", "attn.c_proj")):  # their inputs: attention's output before and after output=
             what = f"the attention of {name.rpartition('.')[0]}"
-            hooks.append(module.register_forward_pre_hook(lambda _, x, s=what, n=n_head: look(s, n, x[0])))
+            hooks.append(module.register_forward_pre_hook(lambda _, x, what=what: look(what, n_head, x[0])))
         elif name:
             what = f"the output of {name}"
-            hooks.append(module.register_forward_hook(lambda *x, s=what: look(s, 0, x[-1])))
+            hooks.append(module.register_forward_hook(lambda _, x, y, what=what: look(what, 0, y)))
     model.train()
     model.zero_grad()
     seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
@@ -73,16 +72,14 @@ def start_up_checks(session: Session) -> list[str]:
 
     Raises: ConfigError where the model sees the future or batches repeat, unless the run has a `fault`.
     """
-    model, batches = session.model, session.data.batches
+    batches = session.data.batches
     text = batches.some_tokens()
     x, y = batches.get_batch(0)  # (B, T)
     fatal = [*future_seen(session, x), *(f"training repeats one batch: {r}" for r in repetition(batches, text))]
     require(session.config.fault.name != "none" or not fatal, "; ".join(fatal))
     warnings = [*fatal, *target_warnings(x, y, text), *loss_warnings(session, x, y), *norm_warnings(session)]
     warnings += attention_warnings(session)
-    if session.config.qk_clip.name != "none":
-        for attention in model.attentions:
-            attention.pop_max_logits()  # of the checks' forward passes
+    drop_max_logits(session)
     return warnings
 
 
@@ -171,8 +168,8 @@ def crowding(y: Tensor, tokens: np.ndarray) -> str:
 
 
 def loss_warnings(session: Session, x: Tensor, y: Tensor) -> list[str]:
-    """Warnings of a loss that is not the logits' cross-entropy with the targets, and of an initial loss, in evaluation
-    or as training would report it, that is not the expected one, ln V and half the variance of the first logits."""
+    """Warnings of a loss that is not the logits' cross-entropy with the targets, and of an initial loss that is not
+    model.expected_initial_loss, in evaluation or in training."""
     model, machine = session.model, session.machine
     alone = replace(machine, world=World())  # every rank computes all of it
     x, y = x[:4, :1024].to(machine.device), y[:4, :1024].to(machine.device)
@@ -182,8 +179,8 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor) -> list[str]:
         own = F.cross_entropy(logits[0].float(), y[0, :few]).item()
     warnings = []
     if not abs(loss.item() - own) <= CROSS_ENTROPY_TOLERANCE:
-        not_the = "is not the cross-entropy of the logits with the next tokens"
-        warnings.append(f"the loss {not_the}: {loss:.3f}, not {own:.3f}")
+        rule = "the loss is not the cross-entropy of the logits with the next tokens"
+        warnings.append(f"{rule}: {loss:.3f}, not {own:.3f}")
     losses = {"loss": mean_loss(model, [(x, y)], alone)}
     micro_batches: list[Batch] = [(x[:, :128], y[:, :128])] * 2
     losses["training loss"] = accumulate_gradients(model.train(), iter(micro_batches), 2, alone).item()

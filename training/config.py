@@ -251,7 +251,7 @@ Device = Annotated[
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 where there is hardware for it")]
 
 
-# Free settings that need a word: a run that changes `device`, `compile`, `threads` or `deterministic` rounds otherwise
+# Notes on free settings: a run that changes `device`, `compile`, `threads` or `deterministic` rounds otherwise
 # from there on, and a resume warns. What dtype=auto stands for may not change: check_resumable() refuses. `init_sha256`
 # stands for `init_from`.
 @options

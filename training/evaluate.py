@@ -61,8 +61,10 @@ def validation_loss(session: Session) -> dict[str, float]:
 def sampled_losses(session: Session) -> dict[str, float]:
     """nanoGPT's estimate: the mean over eval_iters random batches of each part; {} for eval_iters=0."""
     n, batches = session.config.eval_iters, session.data.batches
+    if n == 0:
+        return {}
     losses = {}
-    for part in ("train", "val") if n else ():
+    for part in ("train", "val"):
         drawn = (batches.sampled_batch(part, i) for i in range(n))
         losses[f"{part}/loss_sampled"] = mean_loss(session.forward, drawn, session.machine)
     return losses
@@ -114,7 +116,7 @@ class LowestLoss:
     """The lowest val/loss so far, and its iteration.
 
     Where max_iters is no multiple of eval_interval, the run ends with an extra evaluation, which a longer run would not
-    have. `keep_step` is then the best checkpoint before it, which a longer run would need; after any other it is None.
+    have. `keep_step` is then the best checkpoint before it, which a longer run would need; else it is None.
     """
 
     loss: float = math.inf

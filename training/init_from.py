@@ -98,9 +98,8 @@ def load_initial_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus:
     free = ["model.name", "model.dropout"]
     if config.model.position == "rope":  # nothing is learned for each position
         free.append("model.block_size")
-    misfits = differences(
-        *({key: value for key, value in deciding(of.gpt).items() if key not in free} for of in (origin, config))
-    )
+    decide = ({key: value for key, value in deciding(run.gpt).items() if key not in free} for run in (origin, config))
+    misfits = differences(*decide)
     if saved.state["tokenizer"] != corpus.tokenizer.to_dict():
         misfits.append(other_tokens(saved.state["tokenizer"]["name"], corpus.tokenizer))
     if not misfits:
@@ -125,19 +124,22 @@ def trained_on_held_out(origin: TrainConfig, corpus: Corpus) -> bool:
 
 def load_folder(file: Path, config: TrainConfig, model: GPT, corpus: Corpus) -> tuple[list[str], list[str]]:
     """Returns what does not fit, and warnings."""
-    theirs, tokens = (read_json(file.parent / name) for name in ("config.json", "tokenizer.json"))
-    ours, of_ours = hugging_face(model)
+    theirs, tokenizer = (read_json(file.parent / name) for name in ("config.json", "tokenizer.json"))
+    ours, our_weights = hugging_face(model)
     free = [*HF_FREE, "max_position_embeddings"] if config.model.position == "rope" else HF_FREE
     keys = [key for key, value in ours.items() if key not in free and theirs.get(key) != value]
     misfits = differences({key: theirs.get(key) for key in keys}, {key: ours[key] for key in keys})
-    vocab, own = (of.get("model", {}).get("vocab") for of in (tokens, tokenizer_json(corpus.tokenizer) or {}))
-    if not misfits and None not in (vocab, own) and vocab != own:
+    their_vocab, our_vocab = (
+        content.get("model", {}).get("vocab") for content in (tokenizer, tokenizer_json(corpus.tokenizer) or {})
+    )
+    if not misfits and None not in (their_vocab, our_vocab) and their_vocab != our_vocab:
         misfits.append(other_tokens("tokenizer.json", corpus.tokenizer))
-    state = load_file(file)
-    misfits = misfits or differences(*({name: [*w.shape] for name, w in of.items()} for of in (state, of_ours)))[:3]
-    misfits = misfits or [f"{name} is not zero" for name in load_hugging_face(model, state)]
+    weights = load_file(file)
+    shapes = ({name: [*w.shape] for name, w in named.items()} for named in (weights, our_weights))
+    misfits = misfits or differences(*shapes)[:3]  # the first kind of misfit is enough
+    misfits = misfits or [f"{name} is not zero" for name in load_hugging_face(model, weights)]
     warnings = [f"was trained with fault={theirs['fault']}"] if "fault" in theirs else []
-    if None in (vocab, own):
+    if None in (their_vocab, our_vocab):
         warnings.append("has no vocabulary to compare with this run's")
     return misfits, warnings
 

@@ -37,7 +37,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]
 
 
 class LoadsNoCompiler(torch.optim.Optimizer):
-    """PyTorch hides these methods from its compiler, and loads it for that at the first call (2 s)."""
+    """PyTorch wraps these methods to hide them from its compiler, and the wrapper loads the compiler (2 s)."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
@@ -45,7 +45,7 @@ class LoadsNoCompiler(torch.optim.Optimizer):
 
 class AdamW(LoadsNoCompiler, torch.optim.AdamW):
     """torch.optim.AdamW with fused=True, one kernel for all parameters of a group, which share one count of steps.
-    torch's own counts each parameter's steps apart, a fifth of its time where matrices are small.
+    torch's own counts each parameter's steps apart, which takes time where matrices are small.
 
     step(skip): a tensor (); where it is 1 the weights stay, without a wait for the device. Muon's step too."""
 

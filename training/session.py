@@ -2,7 +2,6 @@
 
 import os
 import platform
-import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from core.device import (
 )
 from core.dist import World
 from core.plugins import plugin_hashes
+from core.process import available_cpus
 from core.rundir import commit
 from core.schema import ConfigError, require
 from data.batches import Batches
@@ -43,8 +43,10 @@ RESIDENT = 16  # data.on_device=auto keeps the corpus on a GPU whose memory is a
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run trains: its ranks, this rank's device, the number format of matmuls. about_threads: for a person, why
-    there are fewer than usual."""
+    """Where a run trains: its ranks, this rank's device, the number format of matmuls.
+
+    about_threads: for the log, why there are fewer threads than usual.
+    """
 
     world: World
     device: torch.device
@@ -158,20 +160,18 @@ def set_up_machine(config: TrainConfig) -> Machine:
 
 
 def choose_threads(config: TrainConfig, world: World, device: torch.device) -> tuple[int, str]:
-    """CPU threads, and why they are fewer than usual: CPUs that other programs use are left to them, as a thread that
-    shares its CPU holds up all others.
+    """The number of CPU threads, and for the log why it is below torch's default.
 
-    A run that goes on keeps its number, as another one may round differently. Raises: ConfigError.
+    A new run leaves CPUs to programs that use them: a thread that shares its CPU holds up all others. A resumed run
+    keeps its number, as another one may round differently. Raises: ConfigError.
     """
     if config.threads:
         cpus = os.cpu_count() or 1
         require(config.threads <= cpus, f"threads={config.threads} must be <= {cpus}, the CPUs here")
         return config.threads, ""
-    saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
-    began_with, why = saved.get("threads") if saved.get("ranks") == world.size else None, ""
-    if began_with:  # whatever $OMP_NUM_THREADS is, as a launch of a sweep sets it
-        cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        threads, why = min(began_with, max(1, cpus // world.local_size)), "as it began"
+    saved, why = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt"), ""
+    if saved.get("threads") and saved.get("ranks") == world.size:  # before $OMP_NUM_THREADS, which launches set
+        threads, why = min(saved["threads"], max(1, available_cpus() // world.local_size)), "as it began"
     # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
     elif saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:
         threads = DEFAULT_THREADS
@@ -186,9 +186,8 @@ def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> Non
     """Turn PyTorch's deterministic algorithms on or off, for the whole process."""
     if device.type == "cuda":  # wanted or not: it is read once, at the first matmul, and a later run may want it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_deterministic_debug_mode(
-        "error" if wanted else "default"
-    )  # use_deterministic_algorithms() loads inductor
+    # not use_deterministic_algorithms(), which loads inductor
+    torch.set_deterministic_debug_mode("error" if wanted else "default")
     if compiled:
         from torch._inductor import config as inductor  # 2 seconds
 

@@ -47,9 +47,14 @@ def order_buckets(session: Session) -> None:
         tokens = torch.zeros(config.batch_size, config.model.block_size, dtype=torch.int64)
         accumulate_gradients(session.forward, iter([(tokens, tokens)]), 1, session.machine)
         session.optimizer.zero_grad()
-        if config.qk_clip.name != "none":
-            for attention in session.model.attentions:
-                attention.pop_max_logits()
+        drop_max_logits(session)
+
+
+def drop_max_logits(session: Session) -> None:
+    """Forget what QK-Clip saw in forward passes that are no update's."""
+    if session.config.qk_clip.name != "none":
+        for attention in session.model.attentions:
+            attention.pop_max_logits()
 
 
 def rows_at_once(batch_size: int, block_size: int, device: torch.device) -> int:
@@ -61,7 +66,7 @@ def rows_at_once(batch_size: int, block_size: int, device: torch.device) -> int:
 
 
 def seed_of_update(seed: int, step: int, rank: int) -> int:
-    """Every random number of an update follows from it, so that a checkpoint need not save a generator."""
+    """The seed of every random number of an update: a checkpoint need not save a generator."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 

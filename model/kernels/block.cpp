@@ -48,7 +48,9 @@ template <class F> void each_row(const BlockNorm &c, F work) { // in CHUNKS, wha
 }
 
 inline void moments(const BlockNorm &c, const float *x, float &mean, float &scale) {
-  mean = c.centred ? sum_of_channels(c.n, [=](auto like, int64_t e) { return load<decltype(like)>(x + e); }) / c.n : 0;
+  float first = x[0]; // taken out of the sum, so that the mean of equal channels is exact
+  auto away = [=](auto like, int64_t e) { return load<decltype(like)>(x + e) - first; };
+  mean = c.centred ? first + sum_of_channels(c.n, away) / c.n : 0;
   float squares = sum_of_channels(c.n, [=](auto like, int64_t e) {
     auto d = load<decltype(like)>(x + e) - mean;
     return d * d;

@@ -2,12 +2,15 @@
 
 import functools
 import hashlib
+import itertools
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +29,7 @@ FLAGS = [
 # No OpenMP library of their own: the kernels run in the threads of PyTorch's, which is loaded already
 LINKS = ["-shared", f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
 SECONDS = 300  # after which a compiler counts as hanging
+SCRATCH = "compiling-"  # the name of a scratch folder begins so
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -37,18 +41,21 @@ def load() -> bool:
     """
     try:
         command = shlex.split(os.environ.get("CXX") or "g++")
-        if not command:
+        if not program_of(command):
             raise ValueError("CXX names no program")
         if sys.platform != "linux" or shutil.which(command[0]) is None:
             return False
-        folder = private_folder()
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            library = (folder or Path(scratch)) / f"kernels-{key(command)}.so"
-            if not intact(library):
-                signed = Path(scratch) / "signed.so"
-                write_atomic(signed, with_digest(compile_library(command, Path(scratch)).read_bytes()))
-                os.replace(signed, library)
+        folder, name = private_folder(), f"kernels-{key(command)}.so"
+        if folder is not None and intact(folder / name):
+            torch.ops.load_library(folder / name)
+            return True
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+            signed, library = Path(scratch) / "signed.so", (folder or Path(scratch)) / name
+            write_atomic(signed, with_digest(compile_library(command, Path(scratch)).read_bytes()))
+            os.replace(signed, library)
             torch.ops.load_library(library)
+        if folder is not None:
+            remove_leftovers(folder)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         line = " ".join(f"{error} {said.decode(errors='replace')[-500:]}".split())
@@ -60,11 +67,19 @@ def load() -> bool:
 def compile_library(command: list[str], scratch: Path) -> Path:
     """Raises subprocess.SubprocessError where the compiler fails or hangs."""
     objects = [scratch / f"{source.stem}.o" for source in SOURCES]
+    program = program_of(command)
 
     def call(*arguments: str | Path) -> None:
-        # options of CXX come last: they count
-        full = [command[0], *map(str, arguments), *command[1:]]
-        subprocess.run(full, check=True, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
+        full = [*program, *map(str, arguments), *command[len(program) :]]  # options of CXX come last: they count
+        nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
+        with subprocess.Popen(full, stdin=nowhere, stdout=pipe, stderr=pipe, start_new_session=True) as process:
+            try:
+                _, said = process.communicate(timeout=SECONDS)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that the compiler started
+                raise
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, full, stderr=said)
 
     with ThreadPoolExecutor() as pool:
         for done in [pool.submit(call, *FLAGS, "-c", a, "-o", b) for a, b in zip(SOURCES, objects, strict=True)]:
@@ -73,10 +88,16 @@ def compile_library(command: list[str], scratch: Path) -> Path:
     return scratch / "linked.so"
 
 
+def program_of(command: list[str]) -> list[str]:
+    """The words of CXX before its options: `g++`, `ccache g++`."""
+    return [*itertools.takewhile(lambda word: not word.startswith("-"), command)]
+
+
 def key(command: list[str]) -> str:
     """Of all that decides what is compiled; machines with different instructions may share a home."""
     sources = [path.read_text() for path in (*SOURCES, *sorted(HERE.glob("*.h")))]
-    inputs = sources, FLAGS, LINKS, shutil.which(command[0]), command, sorted(cpu_flags()), torch.__version__
+    compiler = shutil.which(program_of(command)[-1])
+    inputs = sources, FLAGS, LINKS, compiler, command, sorted(cpu_flags()), torch.__version__
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
 
@@ -85,13 +106,20 @@ def private_folder() -> Path | None:
     folder = cache_folder() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        found = [path.stat() for path in (folder, folder.parent)]  # whoever may write to the parent can replace it
     except OSError:
         return None
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+    if any(status.st_uid != os.geteuid() or status.st_mode & 0o022 for status in found):
         print(f"warning: {folder} is not used, others can write there: compiling for this process", file=sys.stderr)
         return None
     return folder if os.access(folder, os.W_OK) else None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the scratch folders of processes that were killed."""
+    for scratch in folder.glob(f"{SCRATCH}*"):
+        if time.time() - scratch.stat().st_mtime > 2 * SECONDS:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def with_digest(library: bytes) -> bytes:

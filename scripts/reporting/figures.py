@@ -76,6 +76,7 @@ def loss_figures(series: Sequence[Series], title: str, end: str) -> Iterable[Fig
         yield Figure(f"loss{end}", title, charts.curve_chart(series, LOSS), caption + charts.remarks(series, LOSS))
     timed = [s for s in series if s.seconds]
     if 0 < len(timed) <= MANY:
+        n = counted(len(s.seconds) for s in timed)
         yield Figure(f"time{end}", title, charts.time_chart(timed), f"Training time ({n}): {TIMES}")
 
 
@@ -131,7 +132,7 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
             figures.append(figure)
         if left := shares(sweep, families, family):
             styles = styles_of(sweep)
-            look = {sweep.label(c.a): styles[c.a] for c in family.comparisons[0] if c.values}
+            look = {family.pair_name(c): styles[c.a] for c in family.comparisons[0]}
             series = [Series(name, look[name], {}, estimates=of) for name, of in left.items()]
             title = f"share of the difference in {family.asked.share_of} that is left"
             chart = charts.curve_chart(series, title, zero=True)
@@ -142,8 +143,8 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
 def along(sweep: Sweep, family: Family) -> list[Series]:
     """A − B in validation loss at the evaluations that both runs of a pair have, drawn as A is elsewhere if that tells
     the pairs apart."""
-    short, pairs = family.short_names(), [c for c in family.comparisons[0] if c.values]
-    names = [short[c.a] if family.against else f"{short[c.a]} − {short[c.b]}" for c in pairs]
+    pairs = [c for c in family.comparisons[0] if c.values]
+    names = [family.pair_name(c) for c in pairs]
     of_settings, of_names = styles_of(sweep), charts.styles({"": {name: name for name in names}})
     look = [of_settings[c.a] for c in pairs]
     if len({(style.colour, style.symbol) for style in look}) < len(look):

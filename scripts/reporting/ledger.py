@@ -62,6 +62,7 @@ class Row:
 
     direction, size, least, limit: what is claimed, as in judge(); limit: that a number is below it. Without any of them
     nobody claimed it, and the row has no verdict. verdict: one that is judged by hand. says: what words add.
+    Benchmarks store intervals alone: they are not corrected.
     until: a study that replaces the row when it is complete. A row whose parts all wait is left out, too.
     """
 
@@ -83,7 +84,8 @@ class Row:
 class Found:
     """A part's number: its interval, the p of the test that decides, and what it was computed from.
 
-    p_in_study: by Holm over the study's own comparison, where it compares these two settings.
+    p: of a difference from zero, or from the row's limit. p_in_study: by Holm over the study's own comparison, where it
+    compares these two settings.
     """
 
     estimate: Estimate
@@ -127,7 +129,7 @@ def is_complete(study: str) -> bool:
 
 def cells(row: Row, parts: Sequence[Part]) -> list[str]:
     """All but the claim's. A cell of several numbers has one a line."""
-    found = [measured(part) for part in parts]
+    found = [measured(part, row.limit or 0.0) for part in parts]
     ours = [f"{part.label} {written(part, one.estimate)}".strip() for part, one in zip(parts, found, strict=True)]
     scales = dict.fromkeys(one.scale for one in found)
     link = f"[{Path(row.figure).stem}]({row.figure})" if row.figure else "–"
@@ -142,7 +144,7 @@ def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
     words: list[str] = []
     for one, p in zip(found, holm([one.p for one in found]), strict=True):
         if row.limit is not None:
-            words.append(against_limit(one.estimate, row.limit))
+            words.append(against_limit(one.estimate, row.limit, p))
             continue
         assert row.direction is not None
         words.append(judge(one.estimate, row.direction, row.size, row.least, max(p or 0.0, one.p_in_study or 0.0)))
@@ -151,9 +153,11 @@ def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
     return "; ".join(f"{part.label} {word}" for part, word in zip(parts, words, strict=True))
 
 
-def against_limit(estimate: Estimate, limit: float) -> str:
+def against_limit(estimate: Estimate, limit: float, p: float | None) -> str:
     if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
         return "not tested"
+    if p is not None and p > 0.05:
+        return "no power"
     return "reproduced" if estimate.high < limit else "excluded" if estimate.low > limit else "no power"
 
 
@@ -171,7 +175,8 @@ def written(part: Part, estimate: Estimate) -> str:
 # Numbers
 
 
-def measured(part: Part) -> Found:
+def measured(part: Part, against: float) -> Found:
+    """against: the number that the test compares it with."""
     if part.file:
         return from_json(part)
     sweep = stored(part.study)
@@ -192,10 +197,10 @@ def measured(part: Part) -> Found:
     estimate = interval(sums, shared)
     seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
     kind = "seeds" if folds == 1 else "folds" if seeds == 1 else f"folds of {seeds} seeds"
-    first = runs[0]
-    millions = float(f"{first.summary['parameters'] / 1e6:.2g}")
-    size = f"{millions:g}M, {first.config['max_iters']:,} iterations"
-    return Found(estimate, paired_p(sums, shared), f"{estimate.n} {kind}, {size}", p_in_study(sweep, part))
+    millions = sorted({float(f"{run.summary['parameters'] / 1e6:.2g}") for run in runs})
+    size = f"{' and '.join(f'{n:g}M' for n in millions)}, {runs[0].config['max_iters']:,} iterations"
+    p = paired_p([x - against for x in sums], shared)
+    return Found(estimate, p, f"{estimate.n} {kind}, {size}", p_in_study(sweep, part))
 
 
 @functools.cache

@@ -105,19 +105,26 @@ def watched_run(path: Path) -> PlannedRun:
 def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
     """Serve the page until Ctrl-C. Raises: ConfigError."""
     folder = (run or sweep_dir).resolve()
-    plan = [watched_run(folder)] if run else read_plan(folder)
-    runs = [WatchedRun(folder.parent if run else folder, one) for one in plan]
+    runs: dict[str, WatchedRun] = {}
     lock, kept = threading.Lock(), b""
+
+    def text() -> bytes:
+        plan = [watched_run(folder)] if run else read_plan(folder)  # a plan may have grown since the page was loaded
+        with lock:
+            for one in plan:
+                runs.setdefault(one.id, WatchedRun(folder.parent if run else folder, one))
+        return page(folder.name, plan).encode()
 
     def data() -> bytes:
         nonlocal kept
         with lock:  # of two pages that poll
-            if sum(one.update() for one in runs):  # of all: any() would stop at the first
-                about = json.dumps(tally(one.state for one in runs))
-                kept = f'{{"state": {about}, "runs": [{", ".join(one.json for one in runs)}]}}'.encode()
+            if sum(one.update() for one in runs.values()):  # of all: any() would stop at the first
+                about = json.dumps(tally(one.state for one in runs.values()))
+                kept = f'{{"state": {about}, "runs": [{", ".join(one.json for one in runs.values())}]}}'.encode()
             return kept
 
-    return serve(page(folder.name, plan).encode(), data, port)
+    text()  # what cannot be read is refused now
+    return serve(text, data, port)
 
 
 def page(title: str, plan: Sequence[PlannedRun]) -> str:
@@ -139,7 +146,7 @@ def page(title: str, plan: Sequence[PlannedRun]) -> str:
     )  # fmt: skip
 
 
-def serve(page: bytes, data: Callable[[], bytes], port: int) -> int:
+def serve(page: Callable[[], bytes], data: Callable[[], bytes], port: int) -> int:
     """Answer GET / and GET /data.json, and nothing else.
 
     A Host header of another name is refused: that is how a foreign site whose name leads to 127.0.0.1 would read along.
@@ -155,7 +162,8 @@ def serve(page: bytes, data: Callable[[], bytes], port: int) -> int:
             if self.path not in ("/", "/data.json"):
                 self.send_error(404)
                 return
-            content, kind = (page, "text/html; charset=utf-8") if self.path == "/" else (data(), "application/json")
+            content = page() if self.path == "/" else data()
+            kind = "text/html; charset=utf-8" if self.path == "/" else "application/json"
             self.send_response(200)
             headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
             for name, value in {**headers, "X-Content-Type-Options": "nosniff"}.items():

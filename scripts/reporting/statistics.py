@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from scipy import stats
 
+from core.schema import require
 from scripts.reporting.runs import Curve, Metric, Replicate, Run, Sweep
 from sweeps.definition import Compare
 
@@ -261,8 +262,7 @@ class Family:
 
     def short_names(self) -> dict[str, str]:
         """Setting -> its name without the part and the words that all compared settings share."""
-        settings = dict.fromkeys(s for c in self.comparisons[0] for s in (c.a, c.b))
-        places = {s: s.rpartition("/") for s in settings}
+        places = {s: s.rpartition("/") for c in self.comparisons[0] for s in (c.a, c.b)}
         one_part = len({part for part, _, _ in places.values()}) == 1
         words = {s: name.split(",") for s, (_, _, name) in places.items()}
         shared = set.intersection(*map(set, words.values())) if words else set[str]()
@@ -270,6 +270,14 @@ class Family:
         if not all(found.values()):
             found = {s: name for s, (_, _, name) in places.items()}
         return {s: name if one_part else f"{places[s][0]}/{name}" for s, name in found.items()}
+
+    def names_in_parts(self) -> dict[str, str]:
+        return {s: s.rpartition("/")[2] for c in self.comparisons[0] for s in (c.a, c.b)}
+
+    def pair_name(self, c: Comparison) -> str:
+        """A's name where all are compared with one setting, else that of A and B."""
+        names = self.short_names()
+        return names[c.a] if self.against else f"{names[c.a]} − {names[c.b]}"
 
     @property
     def against(self) -> str | None:
@@ -295,7 +303,23 @@ def compared_families(sweep: Sweep) -> list[Family]:
             pairs = [(setting, asked.baseline) for setting in chosen if setting != asked.baseline]
         metrics = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
         found.append(Family(name, asked, metrics, [compare(sweep, pairs, metric) for metric in metrics]))
+    for family in found:
+        whole = next((other for other in found if other.name == family.asked.share_of), None)
+        if whole and whole.comparisons[0] and family.comparisons[0]:
+            rule = f"compare.{family.name}.share_of={whole.name}: no pair of {whole.name} has the names of one of these"
+            require(any(c is not None for _, c in paired(family, whole)), rule)
     return found
+
+
+def paired(family: Family, whole: Family) -> list[tuple[Comparison, Comparison | None]]:
+    """Each comparison of a family with that of `whole` whose settings have the same short names, or the same names
+    within their parts."""
+    found = []
+    for name_of in (Family.short_names, Family.names_in_parts):
+        names, of_whole = name_of(family), name_of(whole)
+        known = {(of_whole[c.a], of_whole[c.b]): c for c in whole.comparisons[0]}
+        found.append([known.get((names[c.a], names[c.b])) for c in family.comparisons[0]])
+    return [(c, one or other) for c, one, other in zip(family.comparisons[0], *found, strict=True)]
 
 
 def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> list[Comparison]:
@@ -313,23 +337,19 @@ def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> l
 
 
 def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str, dict[int, Estimate]]:
-    """A -> iteration -> how much of A − B in validation loss in the family `share_of` is left in `family`.
-
-    A pair of one family is that of the other with the same names within their parts. {} without `share_of`.
-    """
-    whole = [c for other in families if other.name == family.asked.share_of for c in other.comparisons[0]]
-    of_whole = {(sweep.label(c.a), sweep.label(c.b)): c for c in whole}
+    """Name of a pair -> iteration -> how much of the A − B in validation loss of the pair in the family `share_of` is
+    left in `family`. {} without `share_of`."""
+    whole = next((other for other in families if other.name == family.asked.share_of), None)
     found = {}
-    for c in family.comparisons[0]:
-        name = sweep.label(c.a), sweep.label(c.b)
-        left, all_of_it = losses_along(sweep, c), losses_along(sweep, of_whole[name]) if name in of_whole else {}
+    for c, of_whole in paired(family, whole) if whole else []:
+        left, all_of_it = losses_along(sweep, c), losses_along(sweep, of_whole) if of_whole else {}
         if both := [r for r in left if r in all_of_it]:
             iterations = sorted(set.intersection(*(set(of[r]) for r in both for of in (left, all_of_it))))
             estimates, shared = {}, c.test_over_train or 0.0
             for i in filter(None, iterations):  # before the first update nothing is gained
                 a, b = (independent({r: of[r][i] for r in both}, shared > 0) for of in (left, all_of_it))
                 estimates[i] = ratio([*zip(a, b, strict=True)], shared)
-            found[name[0]] = {i: estimate for i, estimate in estimates.items() if estimate is not None}
+            found[family.pair_name(c)] = {i: estimate for i, estimate in estimates.items() if estimate is not None}
     return {name: of for name, of in found.items() if of}
 
 

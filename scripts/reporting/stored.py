@@ -112,7 +112,7 @@ def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
 
 def joined(stored: Sweep, sweep: Sweep) -> Sweep:
     """`sweep`, and the stored runs that it lacks. A stored run that has ended replaces one that has not, at the points
-    of both. Raises: ConfigError where a point has a stored run with other settings."""
+    of both. Raises: ConfigError where a point has a stored run with other settings, or of another eval_interval."""
     runs = {run.id: run for run in sweep.runs}
     here = {(point, run.replicate): run.id for run in sweep.runs for point in run.settings}
     for run in stored.runs:
@@ -121,6 +121,9 @@ def joined(stored: Sweep, sweep: Sweep) -> Sweep:
             others = [here[point, run.replicate] for point in run.settings if (point, run.replicate) in here]
             require(not others, f"from= has {run.id} where the sweep has {', '.join(others)}, of other settings")
             runs[run.id] = run
-        elif planned.state.state not in FINAL and run.state.is_all_of(planned.config.get("max_iters", 0)):
+            continue
+        stored_every, every = (one.config.get("eval_interval") for one in (run, planned))
+        require(stored_every == every, f"from= has {run.id} with eval_interval={stored_every}, the sweep with {every}")
+        if planned.state.state not in FINAL and run.state.is_all_of(planned.config.get("max_iters", 0)):
             runs[run.id] = replace(run, settings=[*dict.fromkeys(planned.settings + run.settings)])
     return replace(sweep, runs=sorted(runs.values(), key=lambda run: (run.fold or 0, run.seed)))

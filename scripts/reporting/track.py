@@ -111,7 +111,7 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
     """The contestants, the lowest loss first, those with lost runs last. words: of each one. times: the folder of
     train.json and decode.json.
 
-    Raises: ConfigError where a contestant of the final sweep has no runs in the grid.
+    Raises: ConfigError where the final sweep has a contestant that the grid lacks, or not at its best rate.
     """
     rates, means, names = runs_by_rate(grid), mean_losses(grid), final.settings
     require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
@@ -122,6 +122,8 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
     for name in names:
         runs, key = final.done(name), " ".join(words[name])
         require(bool(runs), f"{final.name} has no run of {name} that is done")
+        best, rate = min(means[name], key=lambda rate: means[name][rate]), runs[0].config["optim.learning_rate"]
+        require(rate == best, f"{final.name} has {name} at the learning rate {rate:g}; the grid's best is {best:g}")
         first = runs[0].summary
         logits = [run.summary[LOGIT_KEY] for run in runs if LOGIT_KEY in run.summary]
         found.append(Entry(
@@ -135,10 +137,14 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
 
 def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
     """Each difference's interval at the level of Holm's step: of m comparisons the one with the k-th smallest p has
-    1 - 0.05 / (m - k + 1). It excludes zero where that step's own p is small enough; Holm rejects no step after the
-    first whose p is not."""
+    1 - 0.05 / (m - k + 1), and those after the first that is not told apart keep its level. So an interval excludes
+    zero where Holm's p is at most 0.05, and nowhere else."""
     tested = sorted((c for c in family if "t" in c.p and c.estimate is not None), key=lambda c: c.p["t"])
-    return {c.a: interval([*c.differences.values()], alpha=0.05 / (len(family) - k)) for k, c in enumerate(tested)}
+    found, step = {}, 0
+    for c in tested:
+        found[c.a] = interval([*c.differences.values()], alpha=0.05 / (len(family) - step))
+        step += c.p["t"] <= 0.05 / (len(family) - step)
+    return found
 
 
 def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:

@@ -1,0 +1,123 @@
+"""A process and how it ends: signals, exit statuses, one-line errors, output that nobody reads; its CPUs."""
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import stat
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Self
+
+from core.schema import ConfigError
+
+
+def available_cpus() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+class StopSignal:
+    """Within a `with` block SIGINT and SIGTERM ask a loop to save and stop. A second one ends the process at once.
+
+    hangup: SIGHUP asks, too: the terminal is gone. signal: the number received in this process, 0 before.
+    """
+
+    def __init__(self, hangup: bool = False) -> None:
+        self.hangup = hangup
+
+    def __enter__(self) -> Self:
+        self.signal, self.previous = 0, {}
+        if threading.current_thread() is threading.main_thread():
+            asking = [signal.SIGINT, signal.SIGTERM]
+            if self.hangup and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as by nohup
+                asking.append(signal.SIGHUP)
+            self.previous = {n: signal.signal(n, self.receive) for n in asking}
+        return self
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)  # for good: a shell sends it, and the kernel again
+            self.previous.pop(signal.SIGHUP, None)
+            leave_terminal()
+        self.__exit__()
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """The exit status of run(): 2 a bad setting, 1 a failure, 130 Ctrl-C. A bad setting, an OSError and a lack of
+    memory get one line; other failures their traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
+    status = 0
+    try:
+        status = run()
+        if sys.stdout is not None:  # None where the shell closed it
+            sys.stdout.flush()
+        return status
+    except ConfigError as error:
+        return refuse(str(error))
+    except BrokenPipeError:
+        leave_output()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:  # a full disk, say
+        if error.errno == errno.ENAMETOOLONG:
+            return refuse(f"{error.filename} is too long for a path")
+        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
+    except Exception as error:
+        if is_out_of_memory(error):
+            said = " ".join(str(error).split())[:300]
+            print(f"failed: out of memory ({said}); dry_run=true says what a run takes", file=sys.stderr)
+        else:
+            traceback.print_exc()
+    return 1
+
+
+def refuse(message: str) -> int:
+    """Say in one line what is wrong with the settings. Returns the exit status for that."""
+    if os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun: rank 0 speaks for all
+        line = " ".join(message.split())
+        print(f"error: {line if len(line) < 590 else f'{line[:250]} ... {line[-250:]}'}", file=sys.stderr)
+    return 2
+
+
+def leave_terminal() -> None:
+    """A terminal that is gone takes no output: every write to it is an error. Files and pipes stay."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            if stat.S_ISCHR(os.fstat(number).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
+OUTPUT_CLOSED = (errno.EPIPE, errno.EIO)  # a pipe without a reader; a terminal that is gone, before SIGHUP arrives
+
+
+def leave_output() -> None:
+    """Whoever read our output has left, as head does: what else is printed goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def say(text: str) -> None:
+    """Print a line; where nobody reads any more, the program goes on."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if error.errno not in OUTPUT_CLOSED:
+            raise
+        leave_output()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """PyTorch has a class of its own for a GPU's memory alone."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
