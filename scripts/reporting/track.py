@@ -137,14 +137,10 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
 
 def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
     """Each difference's interval at the level of Holm's step: of m comparisons the one with the k-th smallest p has
-    1 - 0.05 / (m - k + 1), and those after the first that is not told apart keep its level. So an interval excludes
-    zero where Holm's p is at most 0.05, and nowhere else."""
+    1 - 0.05 / (m - k + 1), as the board's rules say. It excludes zero where that step's own p is small enough; Holm
+    rejects no step after the first whose p is not."""
     tested = sorted((c for c in family if "t" in c.p and c.estimate is not None), key=lambda c: c.p["t"])
-    found, step = {}, 0
-    for c in tested:
-        found[c.a] = interval([*c.differences.values()], alpha=0.05 / (len(family) - step))
-        step += c.p["t"] <= 0.05 / (len(family) - step)
-    return found
+    return {c.a: interval([*c.differences.values()], alpha=0.05 / (len(family) - k)) for k, c in enumerate(tested)}
 
 
 def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:
