@@ -91,7 +91,7 @@ def load_run(path: Path, device: torch.device) -> LoadedRun:
     with checkpoint.errors_as_corrupt(path):
         config = load_config(saved.state["config"])
         tokenizer = from_dict(saved.state["tokenizer"])
-        with torch.device("meta"):
+        with torch.device("cpu" if config.plugins else "meta"):  # a plugin may compute buffers
             model = GPT(config.gpt, tokenizer.vocab_size)
         model.load_state_dict(saved.tensors["model"], assign=True)
     model.init_rope()

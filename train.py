@@ -244,12 +244,12 @@ def finish(
     session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any], failure: str = ""
 ) -> int:
     """Record the last `line` and the summary of a run that is done, or that diverged: `failure`."""
-    status, step = "diverged" if failure else "done", line["iter"]
+    status, step, seconds = "diverged" if failure else "done", line["iter"], meter.seconds
     tok_per_sec = step * session.config.tokens_per_iter / max(meter.train_seconds, 1e-9)
     run_dir.record(line | meter.clip_metrics)  # QK-Clip's since the last line
     run_dir.finish({
         "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": lowest.loss,
-        "iter_of_min": lowest.step, "train/loss": meter.train_loss, "seconds": meter.seconds,
+        "iter_of_min": lowest.step, "train/loss": meter.train_loss, "seconds": seconds,
         "tok_per_sec": tok_per_sec, "reason": failure or None, **session.facts,
     })  # fmt: skip
     if session.config.plot:
@@ -263,7 +263,7 @@ def finish(
     rows = {
         "done": f"val/loss {line['val/loss']:.4f} at iteration {step}",
         "best": f"val/loss {lowest.loss:.4f} at iteration {lowest.step}",
-        "time": f"{tqdm.format_interval(meter.seconds)}, {tok_per_sec:,.0f} tokens/s",
+        "time": f"{tqdm.format_interval(seconds)}, {tok_per_sec:,.0f} tokens/s",
         "kept": f"{run_dir.path}: metrics.jsonl, ckpt/best, ckpt/latest" + ", curve.png" * session.config.plot,
         "next": f"python sample.py {shlex.quote(f'run={run_dir.path}')}",
     }

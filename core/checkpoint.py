@@ -7,6 +7,7 @@ name is complete whenever a crash comes. One process at a time may save into a f
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -28,6 +29,8 @@ from core.schema import ConfigError, one_line, require
 FORMAT = 1
 KEEP = 2  # the newest checkpoints that pruning keeps, besides the best
 MANIFEST, STATE = "MANIFEST.json", "state.json"
+REPLACED = ".tmp-old-"  # begins the name of a checkpoint while the one that replaces it gets its own
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)  # errors of a file that will stay
 TENSOR_FILE = re.compile(r"(\w+)\.safetensors")
 STEP_DIR = re.compile(r"step_\d{6,}")
 
@@ -79,7 +82,7 @@ def save(
         for entry in (*temporary.iterdir(), temporary):
             sync(entry)
         if final.exists():  # a corrupt one, or that of a run that died before it wrote its summary
-            move_aside(final)  # remove_leftovers() removes it
+            os.rename(final, final.with_name(REPLACED + final.name))  # until the new one has its name
         os.rename(temporary, final)
         sync(folder)
         link(folder, "latest", step)
@@ -119,8 +122,18 @@ def prune(folder: Path, step: int, keep_step: int | None) -> None:
             remove_atomically(path)
 
 
+def restore_replaced(folder: Path) -> None:
+    """Give a checkpoint its name back that an interrupted save was about to replace."""
+    for entry in folder.glob(f"{REPLACED}*"):
+        final = folder / entry.name.removeprefix(REPLACED)
+        if not final.exists():
+            with contextlib.suppress(FileNotFoundError):  # another rank was first
+                os.rename(entry, final)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what an interrupted save left behind."""
+    restore_replaced(folder)
     for entry in folder.glob(".tmp-*"):
         remove(entry)
 
@@ -129,14 +142,9 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".tmp-{path.name}")
 
 
-def move_aside(directory: Path) -> Path:
-    """Give a directory a temporary name, which is returned."""
-    return directory.rename(temporary_name(directory.with_name(f"old-{directory.name}")))
-
-
 def remove_atomically(directory: Path) -> None:
     """Remove a directory. A crash leaves the whole of it, or a part under a temporary name."""
-    remove(move_aside(directory))
+    remove(directory.rename(temporary_name(directory.with_name(f"gone-{directory.name}"))))
 
 
 def remove(entry: Path) -> None:
@@ -208,6 +216,7 @@ def verify(path: Path) -> tuple[int, list[str]]:
         version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
         intact = render(version, step, files).encode() == raw
     except OSError as error:
+        raise_passing(error)
         raise CorruptCheckpoint(f"{path / MANIFEST}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError):
         intact = False
@@ -225,10 +234,18 @@ def verify(path: Path) -> tuple[int, list[str]]:
         try:
             actual = measure(path / name)
         except OSError as error:
+            raise_passing(error)
             raise CorruptCheckpoint(f"{path / name}: {error.strerror}") from error
         if actual != expected:
             raise CorruptCheckpoint(f"{path / name}: checksum is wrong")
     return step, list(files)
+
+
+def raise_passing(error: OSError) -> None:
+    """Raise an error that says nothing of the file: of a network disk, a missing right, too many open files. Taken for
+    damage, it would lose this checkpoint."""
+    if error.errno not in DAMAGE:
+        raise error
 
 
 def number(path: Path) -> int:
@@ -247,6 +264,7 @@ def load_latest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     The symlink `latest` is not used: a crash just before its update must not lose the newer checkpoint.
     Raises: CorruptCheckpoint where all are corrupt: a run must not silently start again from step 0.
     """
+    restore_replaced(folder)
     reasons: list[str] = []
     for path in step_dirs(folder):
         try:
@@ -264,10 +282,11 @@ def load_latest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 def peek(folder: Path) -> dict[str, Any]:
     """The state of the newest checkpoint whose state is as it was written; {} without one. No tensor is read."""
-    for path in step_dirs(folder):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if parse_object((path / MANIFEST).read_bytes())["files"][STATE] == measure(path / STATE):
-                return read_json(path / STATE)
+    with contextlib.suppress(PermissionError):  # open_run() says so
+        for path in step_dirs(folder):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if parse_object((path / MANIFEST).read_bytes())["files"][STATE] == measure(path / STATE):
+                    return read_json(path / STATE)
     return {}
 
 

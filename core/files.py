@@ -107,7 +107,8 @@ def write_atomic(path: Path, content: bytes) -> None:
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # it may be a stranger's link to another file
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())  # without it a power cut can leave an empty file under the final name

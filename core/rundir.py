@@ -282,7 +282,13 @@ def start_afresh(path: Path, lock: FileLock) -> FileLock:
     while (aside := path.with_name(f"{path.name}.old-{n}")).exists():
         n += 1
     path.rename(aside)
-    new = take_lock(path)
+    try:
+        new = take_lock(path)
+    except OSError:  # a full disk: the run gets its name back
+        with suppress(OSError):
+            path.rmdir()
+        aside.rename(path)
+        raise
     lock.release()
     return new
 
@@ -304,7 +310,8 @@ def open_locked(request: RunRequest, lock: FileLock) -> RunDir:
         f"out_dir={path} holds a run with other settings: {', '.join(changes)}; use another out_dir or fresh=true",
     )
     last = read_json(path / "summary.json").get("iter", -1)
-    run.finished = run.state == "diverged" or (run.state == "done" and last >= request.max_iters)
+    reached = isinstance(last, int) and last >= request.max_iters
+    run.finished = run.state == "diverged" or (run.state == "done" and reached)
     return run
 
 

@@ -17,7 +17,6 @@ import difflib
 import functools
 import hashlib
 import json
-import math
 import os
 import sys
 import types
@@ -109,8 +108,9 @@ def Between(low: float, high: float, ends: str = "[]") -> Rule:
     return Rule(holds, f"must be in {ends[0]}{low}, {high}{ends[1]}")
 
 
-POSITIVE = Rule(lambda value: 0 < value < math.inf, "must be a finite number > 0")
-NOT_NEGATIVE = Rule(lambda value: 0 <= value < math.inf, "must be a finite number >= 0")
+LARGEST = 1e18  # of a number: products of two are finite in fp32
+POSITIVE = Rule(lambda value: 0 < value <= LARGEST, f"must be a number > 0, at most {LARGEST:g}")
+NOT_NEGATIVE = Rule(lambda value: 0 <= value <= LARGEST, f"must be a number >= 0, at most {LARGEST:g}")
 NOT_EMPTY = Rule(lambda value: value != "", "must not be empty")
 
 

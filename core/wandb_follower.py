@@ -179,7 +179,9 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
 
 
 def recordings(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / "wandb").glob("*run-*/*.wandb"))
+    """W&B's files of a run. A link to a file elsewhere is left out."""
+    found = sorted((run_dir / "wandb").glob("*run-*/*.wandb"))
+    return [file for file in found if file.is_file() and file.resolve().is_relative_to(run_dir.resolve())]
 
 
 def mark_synced(files: Sequence[Path]) -> None:

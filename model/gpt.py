@@ -235,11 +235,12 @@ class CausalAttention(nn.Module):
     A layout defines forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context) and, for
     QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
     head. Its forward calls attend(), and where it forms all keys observe(), which calls `probe(q, k, scale)`.
-    Ours also fill the seams logits, softmax and output.
+    Ours also fill the seams logits, softmax and output. wraps_attend: an attend() of its own calls this one.
     """
 
     n_head: int
     p_dropout: float
+    wraps_attend = False
     caches_keys = False  # new_cache() holds keys and values
     bend: ops.Bend | None = None  # what logits= does to each logit
     plain_softmax = True  # False where logits= bends the logits or softmax= changes the sum: SDPA has neither
@@ -255,6 +256,9 @@ class CausalAttention(nn.Module):
         self.output = seams.OUTPUTS[config.output.name](config.output, config, v_dim)
         self.bend = self.logits.bend
         self.plain_softmax = self.bend is None and config.softmax.name == "plain"
+        ours = type(self).attend is CausalAttention.attend or self.wraps_attend
+        name = f"attention={config.attention.name}"
+        require(ours or self.plain_softmax, f"{name} replaces attend(), which logits= and softmax= change")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         p = self.p_dropout if self.training else 0.0
@@ -619,6 +623,7 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1 = new_norm(config.model)
         self.attn = ATTENTIONS[config.attention.name](config)
+        seams.require_places(self.attn, config)
         self.ln_2 = new_norm(config.model)
         self.mlp = MLP(config.model)
         self.p_dropout = config.model.dropout

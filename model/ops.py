@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from model.kernels import operators as kernels
 
 SMALL = 2**14  # elements; for fewer, PyTorch's own operation takes less time than the call of a kernel
+QUERIES = 64  # of a block of attention on a CPU
 TINY = 1e-30  # a vector with max|x| <= TINY is a zero vector to the Lp norms
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -176,7 +177,7 @@ def random_bytes(seed: int | Tensor, words: int, first: Tensor | None = None) ->
 def bytes_of_logits(seed: Tensor, heads: Sequence[int], T: int, first: int, seen: int) -> Tensor:
     """The random bytes of the logits of a block of queries from `first` on, (*heads, queries, seen). As in
     attention.cpp each of the T queries has those of whole blocks of 64 keys."""
-    rows = min(BlockedAttention.QUERIES, T - first)
+    rows = min(QUERIES, T - first)
     query = torch.arange(math.prod(heads))[:, None] * T + torch.arange(first, first + rows)  # (heads, queries)
     return random_bytes(seed, (seen + 7) // 8, (T + 63) // 64 * 8 * query)[..., :seen].view(*heads, rows, seen)
 
@@ -274,7 +275,7 @@ def attention_and_lse_reference(
     q = q.unflatten(1, (nkv, -1))  # (B, nkv, group, T, dk)
     group, parts, sums = q.size(2), [], []
     seed = draw_seed() if p_dropout and q.is_cpu else None
-    rows = BlockedAttention.QUERIES if q.is_cpu else queries_at_once(B, nkv * group, S, q.device.type)
+    rows = QUERIES if q.is_cpu else queries_at_once(B, nkv * group, S, q.device.type)
     for i in range(0, T, rows):
         end = min(i + rows, T)
         seen = S - T + end
@@ -305,7 +306,7 @@ class BlockedAttention(torch.autograd.Function):
     sequences without dropout SDPA keeps none.
     """
 
-    QUERIES, POSITIONS = 64, 1024
+    POSITIONS = 1024
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: Tensor | None) -> Tensor:
@@ -315,8 +316,8 @@ class BlockedAttention(torch.autograd.Function):
         parts: list[Tensor | None] = []
         keep, ctx.kept = None, 1.0
         with torch.autocast("cpu", enabled=False), matmuls_in(v.dtype):
-            for i in range(0, q.size(1), BlockedAttention.QUERIES):
-                end = min(i + BlockedAttention.QUERIES, q.size(1))
+            for i in range(0, q.size(1), QUERIES):
+                end = min(i + QUERIES, q.size(1))
                 exact_q, exact_k = at_least_fp32(q[:, i:end]), at_least_fp32(k[:, :end])
                 logits = exact_q.new_empty(len(q), end - i, end)  # a bias in baddbmm would be copied for every head
                 logits.baddbmm_(exact_q, exact_k.transpose(1, 2), beta=0, alpha=scale)
@@ -336,7 +337,7 @@ class BlockedAttention(torch.autograd.Function):
         q, k, v, *parts = ctx.saved_tensors
         grad = grad.flatten(0, 1).contiguous()  # (B nh, T, dv)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for i, att, keep in zip(range(0, q.size(1), BlockedAttention.QUERIES), parts[::2], parts[1::2], strict=True):
+        for i, att, keep in zip(range(0, q.size(1), QUERIES), parts[::2], parts[1::2], strict=True):
             end = i + att.size(1)
             dv[:, :end].baddbmm_(apply_mask(att, keep, ctx.kept).transpose(1, 2), grad[:, i:end])
             datt = apply_mask(grad[:, i:end] @ v[:, :end].transpose(1, 2), keep, ctx.kept)

@@ -151,6 +151,16 @@ class Weights(LateInit):
         """The block begins a run with weights that were loaded (init_from=)."""
 
 
+def require_places(attention: Any, config: GPTConfig) -> None:
+    """Raise ConfigError where a layout has no place for a chosen variant."""
+    layout = f"attention={config.attention.name}"
+    normed = config.qk_norm.name == "none" or hasattr(attention, "q_norm")
+    require(normed, f"qk_norm={config.qk_norm.name}: {layout} has no q_norm")
+    for group, one in config.variants.items():
+        has = group == "weights" or hasattr(attention, group)
+        require(has, f"{group}={one.name}: {layout} does not call fill_seams()")
+
+
 class Table(dict[str, T]):
     """The class of each name. One of model/variants is imported when it is asked for."""
 

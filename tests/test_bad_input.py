@@ -335,7 +335,7 @@ SCRIPTS: dict[str, list[str]] = {
     "scripts/check_gpu.py parts=[speed]": ["parts=[speed] must be of device, update"],
     "scripts/check_gpu.py model.n_layers=3": ["model.n_layers=3 is unknown"],
     "scripts/check_gpu.py device=gpu": ["device=gpu must be auto, cpu"],
-    "scripts/check_gpu.py minutes=0": ["minutes=0.0 must be a finite number > 0"],
+    "scripts/check_gpu.py minutes=0": ["minutes=0.0 must be a number > 0, at most 1e+18"],
     "scripts/benchmarks/bench_sample.py old=folder": ["old=folder", "no bench_sample.py"],
     "scripts/benchmarks/bench_decode.py device=gpu": ["device=gpu", "cuda:N"],
     "scripts/benchmarks/bench_decode.py foo=1": ["foo=1", "unknown"],

@@ -1,10 +1,12 @@
 """Checkpoints: bitwise round trips, damage that is always noticed, and saves cut short at any moment."""
 
 import errno
+import itertools
 import json
 import math
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -368,13 +370,38 @@ def prepare(folder: Path, case: str) -> tuple[int, set[int]]:
     if case == "next":
         save_steps(folder, 1, 2, 3, best=1)
         return 6, {3, 6}  # 6: the best too
+    if case == "over_only":
+        save_steps(folder, 3)
+        return 3, {3}
     save_steps(folder, 2, 3, best=2)
     if case == "over_corrupt":
         flip(folder / "step_000003" / "model.safetensors", -1)
-    return 3, {2, 3}
+        return 3, {2, 3}
+    return 3, {3}
 
 
-CUTS = [("next", "crash"), ("next", "fail"), ("over_valid", "crash"), ("over_valid", "fail"), ("over_corrupt", "crash")]
+CASES = ("next", "over_valid", "over_only")
+CUTS = [*itertools.product(CASES, ("crash", "fail")), ("over_corrupt", "crash")]
+
+
+def test_a_passing_error_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network disk that is away for a moment is no damage; the file that is gone is."""
+    save_steps(tmp_path, 1, 2)
+
+    def fail(number: int) -> None:
+        def measure(file: Path) -> Any:
+            raise OSError(number, os.strerror(number), str(file))
+
+        monkeypatch.setattr(checkpoint, "measure", measure)
+
+    for number in (errno.ESTALE, errno.EACCES, errno.EMFILE):
+        fail(number)
+        with pytest.raises(OSError, match=re.escape(os.strerror(number))) as raised:
+            checkpoint.load_latest(tmp_path, print)
+        assert not isinstance(raised.value, ConfigError)
+    fail(errno.EIO)
+    with pytest.raises(CorruptCheckpoint, match="no valid checkpoint"):
+        checkpoint.load_latest(tmp_path, print)
 
 
 @pytest.mark.parametrize(("case", "do"), CUTS)
@@ -398,7 +425,7 @@ def test_a_save_cut_short_at_any_file_operation_leaves_a_valid_checkpoint(
             assert found == step and load(folder / "latest").state["attempt"] == 1
         if outcomes[-1][0] == "raised":  # it cleaned up after itself; what cannot be deleted (old) waits for the next
             assert outcomes[-1] == ["raised", "OSError", str(errno.ENOSPC)]
-            assert not [entry for entry in names(folder) if entry.startswith(".tmp") and "-old-" not in entry]
+            assert not [entry for entry in names(folder) if re.match(r"\.tmp-(?!old-|gone-)", entry)]
         save_steps(folder, step + 1, best=step + 1)  # the next save cleans up
         assert latest_step(folder) == step + 1 and load(folder / "best").step == step + 1
         assert not list(folder.glob(".tmp*"))
@@ -444,7 +471,7 @@ def test_everything_is_on_the_disk_before_the_name_and_the_name_before_anything_
     watch("replace", lambda source, target: Path(target).name)
     path = save(tmp_path, 3, small(3), {"step": 3}, best=True)
     named, linked = log.index(("rename", "step_000003")), log.index(("replace", "latest"))
-    best, gone = log.index(("replace", "best")), log.index(("rename", ".tmp-old-step_000001"))
+    best, gone = log.index(("replace", "best")), log.index(("rename", ".tmp-gone-step_000001"))
     for entry in (path, *path.iterdir()):
         assert ("fsync", entry.stat().st_ino) in log[:named], entry
     assert ("fsync", tmp_path.stat().st_ino) in log[named:linked]

@@ -55,6 +55,13 @@ def test_a_write_that_fails_leaves_the_old_content(
     assert read_json(tmp_path / "x.json") == {"a": 1, "b": None} and len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_write_follows_no_link_that_waits_for_it(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "x.json.tmp").symlink_to(tmp_path / "victim")
+    write_atomic(tmp_path / "x.json", b"{}")
+    assert (tmp_path / "victim").read_text() == "mine" and (tmp_path / "x.json").read_bytes() == b"{}"
+
+
 def test_a_user_without_a_home_has_a_cache_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)

@@ -28,6 +28,7 @@ from core import checkpoint
 from core.cli import run_script
 from core.process import guarded
 from core.schema import ConfigError
+from core.wandb_follower import recordings
 from scripts import compare, export_hf
 from sweeps import status
 from training.config import TrainConfig
@@ -205,6 +206,11 @@ def test_links_and_paths_out_of_a_run_are_not_followed(corpus: Path, tmp_path: P
         with pytest.raises(ConfigError, match="is a link"):
             train.run(replace(config, out_dir=str(copy), max_iters=4, fresh=name == "summary.json.tmp"))
         assert victim.read_bytes() == secret, name
+    recording = tmp_path / "run" / "wandb" / "offline-run-1" / "run-x.wandb"
+    recording.parent.mkdir(parents=True)
+    recording.symlink_to(victim)
+    assert recordings(tmp_path / "run") == []
+    shutil.rmtree(tmp_path / "run" / "wandb")
     shutil.rmtree(copy)
     shutil.copytree(tmp_path / "run", copy, symlinks=True)
     step = checkpoint.step_dirs(copy / "ckpt")[0]

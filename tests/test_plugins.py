@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from core import cli, plugins
 from core.schema import ConfigError, options
 from model import seams
 from model.diagnostics import logit_bound
-from model.gpt import GPT, QK_NORMS, QKNorm, QKRMSNorm
+from model.gpt import ATTENTIONS, GPT, QK_NORMS, CausalAttention, GroupedQueryAttention, QKNorm, QKRMSNorm
 from model.options import QK_NORMS as OPTIONS
 from model.options import QKNormOptions, register
 from sweeps.definition import load_sweep
 from sweeps.launch import check_runs
-from sweeps.plan import plan_runs
+from sweeps.plan import compose, plan_runs
 from training.config import TrainConfig, load_config
+from training.session import setup
 
 PLUGIN = '''
 from typing import Annotated
+import torch
 from core.schema import AtLeast, Help, options, require
 from model.gpt import GroupedQueryAttention, QKNorm, register_attention, register_qk_norm
 from model.options import MHAOptions, QKNormOptions
@@ -195,6 +198,66 @@ def test_the_bound_is_reached_by_a_key_that_equals_the_query(layout: str, monkey
     blocks = 2 if layout.startswith("mla") and layout != "mla_unified" else 1
     for layer in gpt.attentions:
         assert logit_bound(layer) == pytest.approx(blocks * layer.logit_scale.softmax_scale, rel=1e-5)
+
+
+def test_a_layout_without_a_place_for_a_variant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnAttend(GroupedQueryAttention):
+        def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+    class Wrapping(OwnAttend):
+        wraps_attend = True
+
+    class Bare(CausalAttention):
+        def __init__(self, config: Any):
+            super().__init__()
+            self.n_head, self.p_dropout = config.model.n_head, 0.0
+
+    def built(layout: Any, contestant: str) -> GPT:
+        monkeypatch.setitem(ATTENTIONS, "mha", layout)
+        return GPT(config_of("mha", contestant).gpt, 11)
+
+    for layout, contestant in ((OwnAttend, "gate_head"), (Wrapping, "softcap"), (Wrapping, "sink"), (Bare, "none")):
+        built(layout, contestant)
+    for layout, contestant, says in (
+        (OwnAttend, "softcap", "attention=mha replaces attend(), which logits= and softmax= change"),
+        (OwnAttend, "sink", "attention=mha replaces attend(), which logits= and softmax= change"),
+        (Bare, "rms", "qk_norm=rms: attention=mha has no q_norm"),
+        (Bare, "softcap", "logits=softcap: attention=mha does not call fill_seams()"),
+        (Bare, "gate_head", "output=gate: attention=mha does not call fill_seams()"),
+        (Bare, "quack", "weights=quack: Bare has neither c_attn nor c_kv_b"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            built(layout, contestant)
+
+
+def test_qk_clip_needs_a_layout_that_can_scale_logits(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(GroupedQueryAttention, "scale_logits")
+    chosen = [word for word in words if not word.startswith(("plugins", "qk_norm"))]
+    with pytest.raises(ConfigError, match=re.escape("qk_clip=clip: attention=mha has no scale_logits()")):
+        setup(load_config(compose([*chosen, "qk_clip=clip", f"out_dir={tmp_path / 'run'}"])))
+
+
+BUFFERS = PLUGIN.replace(
+    """def scale(self, x):""",
+    """def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.register_buffer("kept", torch.full((), 0.5))
+        self.register_buffer("made", torch.full((), 2.0), persistent=False)
+
+    def scale(self, x):
+        assert self.kept * self.made == 1""",
+)
+
+
+def test_a_plugins_buffers_are_saved_or_made_again(words: list[str], tmp_path: Path, forked: Program) -> None:
+    assert "register_buffer" in BUFFERS
+    (tmp_path / "halves.py").write_text(BUFFERS)
+    forked("train.py", *words, "out_dir=run", "schedule=constant")
+    forked("train.py", *words, "out_dir=run", "schedule=constant", "max_iters=4")
+    assert forked("sample.py", "run=run", "start=to be", "max_new_tokens=5", "num_samples=1").stderr == ""
 
 
 def test_what_mla_cannot_decode_is_refused(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,6 +332,21 @@ def test_quack_scales_the_learning_rates_by_its_papers_algorithms(layout: str, o
         torch.testing.assert_close(gpt.state_dict()[name] - before[name], step, rtol=1e-3, atol=2e-6)
 
 
+def test_quack_gives_the_biases_of_queries_and_keys_the_rates_of_their_rows() -> None:
+    gpt = GPT(config_of("gqa", "quack", bias=True).gpt, 11)
+    gpt.init_weights(1)
+    attn: Any = gpt.attentions[0]
+    with torch.no_grad():
+        attn.c_attn.weight.mul_(3)
+    block: Any = gpt.transformer.h[0]
+    factors = {rows.data_ptr(): (rows, factor) for rows, factor in block.weights.update_factors()}
+    q, k, v = attn.c_attn.bias.split(attn.c_attn.split_sizes)
+    for bias, rows in zip((q, k), attn.c_attn.weight.split(attn.c_attn.split_sizes)[:2], strict=True):
+        torch.testing.assert_close(factors[bias.data_ptr()][1], factors[rows.data_ptr()][1][:, 0])
+        assert (factors[bias.data_ptr()][1] < 1).all()
+    assert v.data_ptr() not in factors
+
+
 def test_quack_changes_no_rate_at_the_start_but_by_tau() -> None:
     config = load_config(
         {"weights": {"name": "quack", "tau": 0.25}, "model": {"n_layer": 1, "n_embd": 48, "n_head": 6}}
@@ -403,7 +418,7 @@ REFUSED = [
     ({"weights": {"name": "sigma_reparam"}, "qk_clip": {"name": "clip"}}, "qk_clip=clip does not go with weights="),
     ({"logits": {"name": "softcap"}, "fault": {"name": "no_mask"}}, "fault=no_mask needs no logits=: it replaces"),
     ({"softmax": {"name": "sink", "logit": math.inf}}, "softmax.logit=inf must be a finite number or learned"),
-    ({"logits": {"name": "softcap", "cap": 0.0}}, "logits.cap=0.0 must be a finite number > 0"),
+    ({"logits": {"name": "softcap", "cap": 0.0}}, "logits.cap=0.0 must be a number > 0, at most 1e+18"),
 ]  # fmt: skip
 
 

@@ -98,6 +98,8 @@ def future_seen(session: Session, x: Tensor) -> list[str]:
         leak = max(leak, future_leak(forward.train(), x[:rows].to(device), long))
     if leak < LEAK_TOLERANCE:
         return []
+    if not math.isfinite(leak):
+        return ["the first logits are not finite: a setting is too large"]
     attention = session.config.attention.name
     return [f"attention={attention} sees the future: a token moves the logits before it ({leak:.1e})"]
 

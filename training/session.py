@@ -112,7 +112,7 @@ class Session:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds, by group and name."""
-        weights: dict[str, Tensor] = dict(self.model.named_parameters())
+        weights: dict[str, Tensor] = dict(self.model.state_dict())  # with the persistent buffers of a plugin
         return {"model": weights, "optimizer": optimizer_tensors(self.optimizer, self.model)}
 
     def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -133,6 +133,9 @@ def setup(config: TrainConfig) -> Session:
         faults.inject_into_model(config, model)
         faults.inject_into_batches(config, data.batches)
     forward = compile_model(model, config) if is_compiled(config, machine.device) else model
+    clips = config.qk_clip.name == "clip"
+    can = all(hasattr(attention, "scale_logits") for attention in model.attentions)
+    require(can or not clips, f"qk_clip=clip: attention={config.attention.name} has no scale_logits()")
     if config.qk_clip.name != "none":
         for attention in model.attentions:
             attention.track_max_logits()  # before the first forward pass: else it recompiles

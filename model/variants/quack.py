@@ -2,7 +2,7 @@
 tau |W_q at the start| / |W_q|, for each head, in Frobenius norms (arXiv 2511.21377, algorithms 1 and 2).
 
 A change of the logits is then bounded whatever the size of the weights. Where heads share a key, its rate follows the
-largest of their query norms, as the rates of MLA's shared matrices do in algorithm 2.
+largest of their query norms, as the rates of MLA's shared matrices do in algorithm 2. A bias has the rate of its row.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.schema import require
 from model.options import QuackOptions
 from model.seams import Weights, register
 
@@ -24,6 +25,8 @@ class Quack(Weights):
 
     def __init__(self, options: QuackOptions, block: Any):
         super().__init__(options, block)
+        known = hasattr(block.attn, "c_attn") or hasattr(block.attn, "c_kv_b")
+        require(known, f"weights=quack: {type(block.attn).__name__} has neither c_attn nor c_kv_b")
         self.attn = (block.attn,)  # a tuple: no submodule
         count = sum(len(factors) for _, factors in self.rate_factors())
         self.start = nn.Parameter(torch.empty(count), requires_grad=False)
@@ -41,6 +44,10 @@ class Quack(Weights):
         for (rows, factors), start in zip(current, starts, strict=True):
             relative = self.options.tau * start * factors  # 1 each at the start, times tau
             found.append((rows, relative.repeat_interleave(len(rows) // len(factors))[:, None]))
+        c_attn = getattr(self.attn[0], "c_attn", None)
+        if c_attn is not None and c_attn.bias is not None:
+            biases = c_attn.bias.detach().split(c_attn.split_sizes)[:2]  # of queries and keys
+            found += [(bias, factor[:, 0]) for bias, (_, factor) in zip(biases, found, strict=True)]
         return found
 
     @torch.no_grad()
