@@ -85,9 +85,11 @@ class Batches:
             threads.shutdown(cancel_futures=True)
 
     def some_tokens(self) -> np.ndarray:
-        """Up to 2^16 tokens from the start of the longest training range, (n,), to count frequencies in."""
+        """Pieces from all over the longest training range, (n,), up to 2^16 tokens, to count frequencies in."""
         start, end = max(self.split.train, key=lambda bounds: bounds[1] - bounds[0])
-        return np.asarray(self.tokens[start : min(end, start + 2**16)])
+        if end - start <= 2**16:
+            return np.asarray(self.tokens[start:end])
+        return np.concatenate([self.tokens[i : i + 2**10] for i in np.linspace(start, end - 2**10, 2**6, dtype=int)])
 
     def sampled_batch(self, split: Literal["train", "val"], index: int) -> tuple[Tensor, Tensor]:
         """x, y (B, T) for nanoGPT's sampled evaluation, a pure function of (seed, split, index).

@@ -238,7 +238,7 @@ def parts(text: str) -> Iterator[str]:
 
 
 SPACE = r"[^\S\x1c-\x1f]"  # without the four characters that only Python counts as white space
-CUT = re.compile(rf"(?<=\S)[ \n]|(?<={SPACE}){SPACE}(?=\S)")
+CUT = re.compile(rf"(?<=\S)[ \n]|(?<={SPACE}){SPACE}(?=[\S\x1c-\x1f])")
 
 # -----------------------------------------------------------------------------
 # GPT-2's tokens

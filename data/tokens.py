@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,16 @@ from data.corpora import creating, load_text, write_cache
 from data.folds import Ranges, Split, leak_split, split
 from data.options import CorpusOptions, FineWebOptions, FoldedTextOptions, RandomOptions
 from data.shards import Tokens, open_shards
-from data.tokenizer import NoText, Tokenizer, build_tokenizer, from_dict, text_size, token_dtype, tokenizer_sha256
+from data.tokenizer import (
+    PRE_TOKENS,
+    NoText,
+    Tokenizer,
+    build_tokenizer,
+    from_dict,
+    text_size,
+    token_dtype,
+    tokenizer_sha256,
+)
 
 CHUNK = 2**20  # tokens whose bytes are counted at a time, to bound the memory
 
@@ -29,8 +39,8 @@ class Corpus(NamedTuple):
 def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
     """The tokens of a corpus, and which of them are held out.
 
-    saved: the state of a checkpoint. A run that resumes on the same text keeps its BPE merges, even if a newer library
-    would learn others. Raises: ConfigError.
+    saved: the state of a checkpoint. A run that resumes on the same text keeps its merges, even if a newer library
+    would learn others, or GPT-2's cannot be fetched. Raises: ConfigError.
     """
     if isinstance(config, FineWebOptions):
         return load_fineweb(config)
@@ -38,22 +48,22 @@ def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | 
         return random_tokens(config)
     text = load_text(config)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    if config.tokenizer == "bpe":
-        tokenizer = kept_merges(saved or {}, sha256, config.bpe_vocab_size)
-        tokenizer = tokenizer or learnt_tokenizer(text, sha256, config.bpe_vocab_size)
-    else:
+    tokenizer = kept_merges(config, saved or {}, sha256)
+    if tokenizer is None and config.tokenizer == "bpe":
+        tokenizer = learnt_tokenizer(text, sha256, config.bpe_vocab_size)
+    elif tokenizer is None:
         tokenizer = build_tokenizer(config.tokenizer, text)
     tokens = encoded(text, sha256, tokenizer) if config.tokenizer in ("bpe", "gpt2") else tokenizer.encode(text)
     return Corpus(sha256, tokenizer, tokens, split_of(config, len(tokens), block_size))
 
 
-def kept_merges(saved: dict[str, Any], sha256: str, vocab_size: int) -> Tokenizer | None:
-    """The BPE tokenizer of a checkpoint's state, if it is of this text and size."""
+def kept_merges(config: FoldedTextOptions, saved: dict[str, Any], sha256: str) -> Tokenizer | None:
+    """The tokenizer of a checkpoint's state, if it has merges, and is of this text and size."""
     known = saved.get("tokenizer", {})
-    if known.get("name") != "bpe" or saved.get("corpus_sha256") != sha256:
+    if not config.tokenizer == known.get("name") in ("bpe", "gpt2") or saved.get("corpus_sha256") != sha256:
         return None
     tokenizer = from_dict(known)
-    return tokenizer if tokenizer.vocab_size == vocab_size else None
+    return tokenizer if config.tokenizer == "gpt2" or tokenizer.vocab_size == config.bpe_vocab_size else None
 
 
 def split_of(config: FoldedTextOptions, n_tokens: int, block_size: int) -> Split:
@@ -102,12 +112,14 @@ def learnt_tokenizer(text: str, sha256: str, vocab_size: int) -> Tokenizer:
     def learn() -> bytes:
         return json.dumps(build_tokenizer("bpe", text, vocab_size).to_dict()).encode()
 
-    return from_dict(json.loads(cached(f"bpe/{sha256[:32]}-{vocab_size}", learn).tobytes()))
+    key = f"bpe/{sha256[:32]}-{vocab_size}-{version('tokenizers')}"  # another version may learn other merges
+    return from_dict(json.loads(cached(key, learn).tobytes()))
 
 
 def encoded(text: str, sha256: str, tokenizer: Tokenizer) -> np.ndarray:
     """The text's tokens, memory-mapped where the cache has them."""
-    key = f"tokens/{sha256[:32]}-{tokenizer_sha256(tokenizer)[:32]}"
+    rule = hashlib.sha256(PRE_TOKENS.encode()).hexdigest()[:8]
+    key = f"tokens/{sha256[:32]}-{tokenizer_sha256(tokenizer)[:32]}-{rule}"
     return cached(key, lambda: tokenizer.encode(text).tobytes()).view(token_dtype(tokenizer.vocab_size))
 
 

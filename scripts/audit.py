@@ -42,7 +42,7 @@ from data.batches import Batches
 from data.options import FLOOR_TOLERANCE, RandomOptions
 from data.tokens import load_corpus
 from model.cross_entropy import max_positions_with_logits
-from model.diagnostics import LEAK_TOLERANCE, future_leaks, logits_or_hidden
+from model.diagnostics import LEAK_TOLERANCE, LONG, future_leaks, logits_or_hidden
 from model.gpt import GPT
 from sample import load_asked_run
 from training import faults
@@ -53,7 +53,6 @@ from training.session import TooLarge
 MODES = ("evaluation", "training")
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
-LEAK_CONTEXT = 512  # positions at most, for future leakage
 SIGMAS = 5  # standard errors: a loss on random tokens so far below ln V is caught, if that is FLOOR_TOLERANCE at least
 ACCUMULATION_TOLERANCE = 1e-3  # relative difference that round-off explains
 SEED = 20251028  # of the random tokens: not the seed that a run with data=random is trained on
@@ -81,6 +80,7 @@ class Run:
         self.vocab_size, self.block_size, self.context = model.vocab_size, model.block_size, model.block_size
         self.facts = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
         require(self.block_size > 1, f"run={run} has model.block_size=1: there are no earlier tokens")
+        require(self.vocab_size > 1, f"run={run} has a vocabulary of one token: there is nothing to predict")
         self.trained: nn.Module = model
         faults.inject_into_model(self.config, model)
 
@@ -174,7 +174,7 @@ class HuggingFace:
         self.config, text_config = model.config, model.config.get_text_config()
         require(hasattr(text_config, "vocab_size"), f"model={folder} names no vocab_size in its config.json")
         self.vocab_size = text_config.vocab_size
-        self.context = (getattr(text_config, "max_position_embeddings", None) or MAX_BLOCK_SIZE + 1) - 1
+        self.context = min((getattr(text_config, "max_position_embeddings", None) or MAX_BLOCK_SIZE + 1) - 1, LONG)
         self.block_size = min(self.context, MAX_BLOCK_SIZE)
         self.facts = {"model": folder, "architecture": type(model).__name__}
 
@@ -224,23 +224,27 @@ def random_batches(vocab_size: int, block_size: int, batch_size: int) -> Batches
 
 @torch.no_grad()
 def future_leakage(subject: Subject) -> Finding:
-    model, n = subject.trained, min(LEAK_CONTEXT, subject.context)
+    model, T, n = subject.trained, subject.context, min(LONG, subject.context)
     generator = torch.Generator().manual_seed(0)
-    idx = torch.randint(subject.vocab_size, (2, n), generator=generator).to(subject.device)
+    idx = torch.randint(subject.vocab_size, (2, T), generator=generator).to(subject.device)
     positions = sorted({max(1, n * i // 4) for i in range(4)} | {n - 1})
-    before = logits_or_hidden(model, idx)
+    before = logits_or_hidden(model, idx[:, :n])
     if before is not None and not before.isfinite().all():
         raise Undecided("the logits of the trained weights are not finite")
-    leaks = {mode: future_leaks(model.train(mode == "training"), idx, positions) for mode in MODES}
+    leaks = {mode: future_leaks(model.train(mode == "training"), idx[:, :n], positions) for mode in MODES}
+    if n < T:  # as before a run: the middle of all
+        positions.append(T // 2)
+        for mode, found in leaks.items():
+            found |= future_leaks(model.train(mode == "training"), idx[:1], {T // 2})
     model.eval()
     mode, t = max(((mode, t) for mode in leaks for t in positions), key=lambda at: leaks[at[0]][at[1]][0])
     largest, first = leaks[mode][t]
     caught = not largest < LEAK_TOLERANCE
     if caught:
-        text = f"changing tokens from {t} of {n} on changes logits from position {first} on in {mode} mode,"
+        text = f"changing tokens from {t} of {T} on changes logits from position {first} on in {mode} mode,"
         text += f" by {largest:.2g} of"
     else:
-        text = f"changing tokens from {positions} of {n} on changes no earlier logit: at most {largest:.0e} of"
+        text = f"changing tokens from {positions} of {T} on changes no earlier logit: at most {largest:.0e} of"
     numbers = {
         mode: {t: {"leak": leak, "from": first} for t, (leak, first) in found.items()} for mode, found in leaks.items()
     }

@@ -27,7 +27,7 @@ from core.rundir import differences
 from core.schema import NOT_EMPTY, REQUIRED, WRITABLE, AtLeast, ConfigError, Help, flatten, options, require
 from data.corpora import read_text
 from data.tokenizer import SEPARATOR, Tokenizer, begins_character
-from data.tokens import Corpus, load_corpus
+from data.tokens import Corpus, load_corpus, size_of_text
 from model.generate import generate
 from model.gpt import GPT
 from model.ops import visible_logits
@@ -218,15 +218,37 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
     """The file's text, or the start of the text that both runs hold out. Raises: ConfigError."""
     if asked.text is not None:
         return read_text(asked.text, f"text={asked.text}")[:LONGEST]
-    found = []
-    for name, (model, tokenizer, config, state) in runs.items():
+    corpora, found = [], []
+    for name, (model, _, config, state) in runs.items():
         corpus = load_corpus(config.data, model.block_size, state)
         kept = corpus.sha256 == state.get("corpus_sha256")
         require(kept, f"{name}: data={config.data.name} is not the run's text any more; give text=FILE")
-        found.append(tokenizer.decode(held_out(corpus))[:LONGEST])
+        corpora.append(corpus)
+        found.append(held_out_text(corpus))
+    if corpora[0].sha256 == corpora[1].sha256 and len({corpus.tokenizer.name for corpus in corpora}) == 2:
+        begins = [first_character(corpus) for corpus in corpora]  # a tenth of the tokens is not a tenth of the text
+        found = [text[max(begins) - begin :] for text, begin in zip(found, begins, strict=True)]
     n = min(map(len, found))
-    require(found[0][:n] == found[1][:n], "a and b hold out different text, so that one has seen it: give text=FILE")
+    same = n > 0 and found[0][:n] == found[1][:n]
+    require(same, "a and b hold out different text, so that one has seen it: give text=FILE")
     return found[0][:n]
+
+
+def held_out_text(corpus: Corpus) -> str:
+    """The start of the held-out text. Raises: ConfigError where it has the characters that stand for the token between
+    documents."""
+    tokens, tokenizer = held_out(corpus), corpus.tokenizer
+    text = tokenizer.decode(tokens)
+    plain = tokenizer.separator is None or text.count(SEPARATOR) == tokens.count(tokenizer.separator)
+    require(plain, f"the held-out text has the characters {SEPARATOR}: give text=FILE")
+    return text[:LONGEST]
+
+
+def first_character(corpus: Corpus) -> int:
+    """The number of characters before those of held_out()."""
+    start, end = corpus.split.val[0]
+    begins = np.flatnonzero(begins_character(corpus.tokenizer)[corpus.tokens[start:end]])
+    return size_of_text(corpus.tokenizer, corpus.tokens, ((0, start + int(begins[0]) if len(begins) else end),))[1]
 
 
 def held_out(corpus: Corpus) -> list[int]:
@@ -234,11 +256,11 @@ def held_out(corpus: Corpus) -> list[int]:
     found: list[int] = []
     begins, tokens = begins_character(corpus.tokenizer), corpus.tokens
     for start, end in corpus.split.val:
-        last = min(end, start + LONGEST - len(found))
-        places = start + np.flatnonzero(begins[tokens[start : last + 1]])  # where a character begins
+        stop = min(end, start + LONGEST - len(found))
+        places = start + np.flatnonzero(begins[tokens[start : stop + 1]])  # where a character begins; at `stop`, too?
         if len(places) > 0:
-            found += tokens[int(places[0]) : last if last == len(tokens) else int(places[-1])].tolist()
-        if len(found) > LONGEST - 4:  # bytes of a character
+            found += tokens[int(places[0]) : stop if stop == len(tokens) else int(places[-1])].tolist()
+        if len(found) > LONGEST - 4:  # no room for a character of 4 bytes
             break
     return found
 

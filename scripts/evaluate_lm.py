@@ -25,7 +25,7 @@ from core.device import resolve_device, resolve_dtype
 from core.files import expand, sealed, write_atomic
 from core.schema import REQUIRED, WRITABLE, AtLeast, ConfigError, Help, did_you_mean, one_line, options, require, show
 from data.corpora import probe_hub
-from data.tokenizer import NoText, begins_character
+from data.tokenizer import BPETokenizer, NoText, begins_character
 from data.tokens import load_corpus
 from sample import LoadedRun, RunPath, Which, load_asked_run
 from training.config import Device, Dtype
@@ -108,12 +108,15 @@ def cloze(run: LoadedRun) -> Any:
     before, after = max(1, T // 2), max(1, T // 4)
     require(not isinstance(tokenizer, NoText), f"tasks={CLOZE} needs text: data={data.name} has none")
     begins = begins_character(tokenizer)
+    blank = {end: np.array([piece[end:][:1].isspace() for piece in tokenizer.pieces]) for end in (0, -1)}
     starts: list[int] = []
     for first, end in corpus.split.val:
         tokens = np.asarray(corpus.tokens[first:end])
         at = np.arange(before, len(tokens) - after)
         ends = np.cumsum([0, *(tokens == tokenizer.separator)])  # documents that end before each token
         whole = begins[tokens[at - before]] & begins[tokens[at]] & begins[tokens[at + after]]
+        if isinstance(tokenizer, BPETokenizer):  # no merge crosses this place, whatever follows the context
+            whole &= blank[0][tokens[at]] & ~blank[-1][tokens[at - 1]]
         starts += (first + at[whole & (ends[at + after] == ends[at - before])]).tolist()
     require(len(starts) >= CHOICES, f"tasks={CLOZE} needs more than {before + after} held-out tokens in a row")
     draw = np.random.Generator(np.random.Philox(key=0))

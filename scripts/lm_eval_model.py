@@ -27,7 +27,7 @@ Score = tuple[float, bool]  # log-likelihood of the continuation in nats; whethe
 
 
 class NanoQK(TemplateLM):
-    """`dtype` is the autocast and cache type. Only tasks that sample draw random numbers, from a fixed seed."""
+    """`dtype` is the autocast and cache type. Only tasks that sample draw random numbers, from fixed seeds."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, batch_size: int = 16, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -35,6 +35,7 @@ class NanoQK(TemplateLM):
         self._device = model.transformer.wte.weight.device
         self.max_length = model.block_size
         self.truncated = 0  # prompts that were longer than block_size and lost their first tokens
+        self.drawn = 0  # prompts that were continued: each has random numbers of its own
 
     @property
     def eot_token_id(self) -> int:
@@ -48,6 +49,12 @@ class NanoQK(TemplateLM):
         return self.ours.encode(string).tolist()
 
     # Log-likelihoods
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Score]:
+        """As TemplateLM's, which does not score a first token that equals eot_token_id where the context is empty."""
+        pairs = [request.args for request in requests]
+        tokens = [self._encode_pair(*pair) if pair[0] else ([], self.tok_encode(pair[1])) for pair in pairs]
+        return self._loglikelihood_tokens([(pair, *of) for pair, of in zip(pairs, tokens, strict=True)], disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[Score]:
         """In the order of the requests. Too long ones lose their first tokens, as in lm_eval's own adapter."""
@@ -92,7 +99,7 @@ class NanoQK(TemplateLM):
                 self.model(heads, caches=caches, last_only=True)
                 rows = [i for i, (_, same) in enumerate(groupby(contexts)) for _ in same]
                 caches = [take_rows(cache, torch.tensor(rows, device=self._device)) for cache in caches]
-            logits = self.model(idx, caches=caches, pos=max(shared, 0))[0]  # (B, T, V)
+            logits = self.model(idx, caches=caches, pos=shared)[0]  # (B, T, V)
         results = []
         for row, tail, continuation in zip(logits, tails, continuations, strict=True):
             n = len(continuation)
@@ -142,7 +149,9 @@ class NanoQK(TemplateLM):
         sampling: dict[str, Any] = {"top_k": options.get("top_k") or None, "top_p": options.get("top_p")}
         tokens: list[int] = []
         text = ""
-        for token in generate(self.model, idx, options["max_gen_toks"], temperature, **sampling, dtype=self.dtype):
+        self.drawn += 1
+        sampling |= {"seed": self.drawn, "dtype": self.dtype}
+        for token in generate(self.model, idx, options["max_gen_toks"], temperature, **sampling):
             if int(token) == self.ours.separator:
                 break
             tokens.append(int(token))

@@ -137,9 +137,11 @@ def test_a_leak_is_measured_where_it_is() -> None:
         assert future_leaks(model, idx, [1, 5]) == {1: leak, 5: leak}
 
 
-@pytest.mark.parametrize(("context", "caught"), [(200, True), (80, False)])
-def test_a_leak_between_distant_positions_is_found_in_the_whole_context(context: int, caught: bool) -> None:
-    trained = Leaky(lambda idx: one_back(idx, first=90))
+@pytest.mark.parametrize(
+    ("context", "first", "caught"), [(200, 90, True), (80, 90, False), (1024, 600, True), (3000, 1100, True)]
+)
+def test_a_leak_between_distant_positions_is_found_in_the_whole_context(context: int, first: int, caught: bool) -> None:
+    trained = Leaky(lambda idx: one_back(idx, first=first))
     subject: Any = SimpleNamespace(trained=trained, vocab_size=7, context=context, device="cpu")
     assert audit.future_leakage(subject).caught == caught
 

@@ -16,11 +16,12 @@ from test_train import configured
 from variants import attention_products, config_of
 
 import train
-from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, learn_bpe
+from core.schema import ConfigError
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer, learn_bpe
 from data.tokens import Corpus, Split
 from model.gpt import GPT
 from model.options import SinkOptions
-from sample import LoadedRun
+from sample import LoadedRun, load_run
 from scripts.compare import (
     MAPPED,
     CompareOptions,
@@ -29,6 +30,7 @@ from scripts.compare import (
     chosen_text,
     compare,
     held_out,
+    held_out_text,
     main,
     tokens_of,
 )  # fmt: skip
@@ -193,9 +195,28 @@ def test_without_a_text_it_is_what_both_hold_out(
     assert [float(row[6]) for row in rows] == pytest.approx(last, abs=2e-4)  # the fold is one block, all of it compared
     assert main(["a=a", "b=c"]) == 2
     assert "a and b hold out different text" in capsys.readouterr().err
+    for name, tokenizer in {"d": {}, "e": {"tokenizer": "bpe", "vocab_size": 270}}.items():  # no fold: the last tenth
+        data = {"name": "text", "path": str(corpus), **tokenizer}
+        assert train.run(load_config({**asdict(configured(corpus, tmp_path / name)), "data": data})) == 0
+    assert main(["a=d", "b=e", "checkpoint=latest"]) == 0  # of characters, and of tokens
+    asked = CompareOptions(a="d", b="e")
+    text = chosen_text(
+        asked, {name: load_run(tmp_path / name / "ckpt" / "latest", torch.device("cpu")) for name in "de"}
+    )
+    assert corpus.read_text().endswith(text) and len(text) > 0.08 * len(corpus.read_text())
     corpus.write_text("other" * 1000)
     assert main(["a=a", "b=b"]) == 2
     assert "data=text is not the run's text any more" in capsys.readouterr().err
+
+
+def test_a_literal_separator_in_the_held_out_text_is_refused() -> None:
+    text = "ab ab<|endoftext|>ab" * 30
+    learnt = build_tokenizer("bpe", text, 280)
+    tokenizer = BPETokenizer(learnt.learnt, has_separator=True)  # type: ignore[attr-defined]
+    tokens = tokenizer.encode(text)
+    corpus = Corpus("", tokenizer, tokens, Split(((0, 10),), ((10, len(tokens)),)))
+    with pytest.raises(ConfigError, match="the held-out text has the characters <|endoftext|>"):
+        held_out_text(corpus)
 
 
 BAD = {

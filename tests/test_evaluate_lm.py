@@ -13,6 +13,7 @@ from typing import Any
 
 import datasets
 import lm_eval
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -124,6 +125,8 @@ def test_a_long_text_is_scored_once_a_token_and_an_empty_context_is_a_new_line()
     lm = NanoQK(model, CHARS, 2, torch.float64)
     (score,) = lm.loglikelihood([SimpleNamespace(args=("", "abj"))])
     assert score[0] == pytest.approx(by_hand(model, [NEWLINE], CHARS.encode("abj").tolist())[0], rel=1e-12)
+    (score,) = lm.loglikelihood([SimpleNamespace(args=("", "\nab"))])  # which begins with what stands for nothing
+    assert score[0] == pytest.approx(by_hand(model, [NEWLINE], CHARS.encode("\nab").tolist())[0], rel=1e-12)
     texts = ["abcjihgfeda" * 5, "a", "abcabcabcabcabcj"]
     expected = []
     for text in texts:
@@ -158,6 +161,13 @@ def test_generation_is_greedy_decoding_without_a_cache_up_to_the_stop() -> None:
     stop = expected[0][3:5]
     got = lm.generate_until([SimpleNamespace(args=(prompt, {**asked, "until": [stop]})) for prompt in prompts])
     assert got == [text.split(stop)[0] for text in expected] and got != expected
+
+
+def test_equal_requests_get_samples_of_their_own() -> None:
+    asked = {"max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "until": []}
+    requests = [SimpleNamespace(args=("abc", asked))] * 3
+    first, again = (NanoQK(build(config_of("mha", "rms")), CHARS, 2).generate_until(requests) for _ in range(2))
+    assert len(set(first)) == 3 and first == again
 
 
 # -----------------------------------------------------------------------------
@@ -437,6 +447,19 @@ def test_cloze_cuts_no_character(tmp_path: Path) -> None:
     task = evaluate.cloze(load_run(tmp_path / "run" / "ckpt" / "best", torch.device("cpu")))
     for doc in task.test_docs():
         assert "\ufffd" not in doc["context"] + "".join(doc["choices"])
+
+
+def test_cloze_asks_at_places_where_no_merge_crosses(tmp_path: Path) -> None:
+    words = np.random.default_rng(0).choice(["the", "then", "he", "hen", "a", "an", "and", "ran"], 6000)
+    (tmp_path / "corpus.txt").write_text(" ".join(words) + "\n")
+    data = {"name": "text", "path": str(tmp_path / "corpus.txt"), "tokenizer": "bpe", "vocab_size": 300}
+    assert train.run(configured(tmp_path, tmp_path / "run", data=data)) == 0
+    run = load_run(tmp_path / "run" / "ckpt" / "best", torch.device("cpu"))
+    lm = NanoQK(run.model, run.tokenizer)
+    for doc in evaluate.cloze(run).test_docs():
+        for choice in doc["choices"]:
+            context, continuation = lm._encode_pair(doc["context"], choice)
+            assert run.tokenizer.decode(continuation) == choice and run.tokenizer.decode(context) == doc["context"]
 
 
 def test_cloze_is_refused_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

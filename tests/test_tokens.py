@@ -1,5 +1,6 @@
 """A corpus as tokens: cached, the same in every process, and counted to the byte."""
 
+import hashlib
 import math
 import sysconfig
 from pathlib import Path
@@ -17,7 +18,7 @@ from core.schema import ConfigError
 from data import tokens
 from data.corpora import load_text
 from data.options import PythonSourceOptions, TextFileOptions
-from data.tokenizer import build_tokenizer
+from data.tokenizer import GPT2Tokenizer, build_tokenizer
 from data.tokens import Corpus, load_corpus, size_of_text
 from sweeps.plan import compose
 from training.config import TrainConfig, load_config
@@ -91,6 +92,31 @@ def test_merges_and_tokens_are_computed_once(greek: Path, monkeypatch: pytest.Mo
     assert isinstance(again.tokens, np.memmap) and again.tokens.dtype == first.tokens[:].dtype == np.uint16
     np.testing.assert_array_equal(again.tokens, first.tokens)
     assert again.tokenizer.to_dict() == first.tokenizer.to_dict() and again.split == first.split
+
+
+def test_tokens_of_another_rule_or_library_are_not_taken_from_the_cache(
+    greek: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_corpus(bpe_of(greek), 16)
+    made: list[str] = []
+    monkeypatch.setattr(tokens, "write_cache", lambda path, content, cost: made.append(path.parent.name))
+    load_corpus(bpe_of(greek), 16)
+    assert made == []
+    monkeypatch.setattr(tokens, "PRE_TOKENS", tokens.PRE_TOKENS + "|x")
+    load_corpus(bpe_of(greek), 16)
+    monkeypatch.setattr(tokens, "version", lambda name: "99")
+    load_corpus(bpe_of(greek), 16)
+    assert made == ["tokens", "bpe", "tokens"]
+
+
+def test_a_run_of_gpt2_tokens_goes_on_without_the_download(greek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = greek.read_text(encoding="utf-8")
+    learnt = build_tokenizer("bpe", text, 300)
+    gpt2 = GPT2Tokenizer(learnt.learnt, has_separator=True)  # type: ignore[attr-defined]
+    state = {"tokenizer": gpt2.to_dict(), "corpus_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    monkeypatch.setattr("data.tokenizer.fetch_gpt2", None)
+    corpus = load_corpus(TextFileOptions(path=str(greek), tokenizer="gpt2"), 16, state)
+    assert corpus.tokenizer.to_dict() == gpt2.to_dict() and text_of(corpus) == text
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning_only(

@@ -107,7 +107,7 @@ def future_seen(session: Session, x: Tensor) -> list[str]:
 def repetition(batches: Batches, tokens: np.ndarray) -> list[str]:
     """A warning if iterations 0 to n, or micro-batches 0 to n of iteration 0, all get the same batch; else none.
 
-    n follows from `tokens`, a piece of the training text: windows drawn from it agree in all their first tokens with a
+    n follows from `tokens`, pieces of the training text: windows drawn from it agree in all their first tokens with a
     probability of at most 1e-9. A text of one repeated token gives no warning.
     """
     starts = tokens[: max(1, len(tokens) - batches.block_size)]
