@@ -51,6 +51,7 @@ from training.config import ConstantOptions, Device, WandbOptions
 from training.session import TooLarge
 
 MODES = ("evaluation", "training")
+# "not x <= limit" in what follows: a NaN is caught
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
 SIGMAS = 5  # standard errors: a loss on random tokens so far below ln V is caught, if that is FLOOR_TOLERANCE at least

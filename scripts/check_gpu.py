@@ -22,7 +22,6 @@ are not run again keep their results. Exit status: 0, 1 where a part failed.
 """
 
 import importlib
-import json
 import math
 import multiprocessing
 import os
@@ -37,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from core.cli import run_script
-from core.files import read_json, write_atomic
+from core.files import read_json, write_atomic, write_json
 from core.rundir import commit
 from core.schema import ConfigError, one_line, require
 from scripts.benchmarks.gpu_part import CheckOptions, Skipped
@@ -163,18 +162,18 @@ def check(asked: CheckOptions, overrides: list[str]) -> int:
     for name in names:
         found[name] = part = run_part(name, asked, overrides)
         print(f"{name}: {outcome(part)} ({part['seconds']} s)", flush=True)
-        if name == "device" and part["state"] != "passed":
-            return 1
-        if name == "device":
+        if name == "device":  # the first one
+            if part["state"] != "passed":
+                return 1
             device = next(iter(part["rows"]))
-            data, text = files_of(device, Path(asked.out))
-            data.parent.mkdir(parents=True, exist_ok=True)
-            results = read_json(data).get("parts", {})
+            json_file, page_file = files_of(device, Path(asked.out))
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            results = read_json(json_file).get("parts", {})
         results |= {name: part}
         results = {one: results[one] for one in PARTS if one in results}
-        write_atomic(data, (json.dumps({"device": device, "parts": results}, indent=1) + "\n").encode())
-        write_atomic(text, page(device, results).encode())
-    print(text)
+        write_json(json_file, {"device": device, "parts": results}, indent=1)
+        write_atomic(page_file, page(device, results).encode())
+    print(page_file)
     return int(any(part["state"] == "failed" for part in found.values()))
 
 

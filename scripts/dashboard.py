@@ -18,7 +18,7 @@ from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, one_line, option
 from scripts.reporting.charts import LOSS
 from scripts.reporting.figures import suffix
 from scripts.reporting.runs import in_words
-from sweeps.definition import Sweep, load_sweep, sweep_name
+from sweeps.definition import Sweep, load_sweep, sweep_name, sweep_tag
 from sweeps.plan import plan_runs
 from training.config import WandbOptions
 
@@ -54,8 +54,8 @@ def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
     figures = []
     for name, family in definition.families.items():
         if family.metric is None:
-            kinds = ["difference", "along", *["share"] * bool(family.share_of), *["final"] * bool(family.x_of)]
-            figures += [f"figures/{kind}{suffix(name)}" for kind in kinds]
+            kinds = {"difference": True, "along": True, "share": family.share_of, "final": family.x_of}
+            figures += [f"figures/{kind}{suffix(name)}" for kind, wanted in kinds.items() if wanted]
     gaps = [wr.MediaBrowser(title="difference to the baseline (the sweep's own run)", media_keys=figures)]
     drawn = {"val/loss", *(key for keys in CURVES.values() for key in keys)}
     also = [key for key, how in definition.also.items() if how != "summary" and "*" not in key and key not in drawn]
@@ -64,11 +64,6 @@ def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
         yield name, [curve(key) for key in keys + also * (name == "Training")]
     media = {"samples": "sample", "by layer and head": "attn/by_layer_and_head"}
     yield "Media", [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in media.items()]
-
-
-def tag_of(asked: DashboardOptions) -> str:
-    """Of the sweep's runs at W&B, which takes 64 characters."""
-    return f"sweep:{sweep_name(asked.sweep)}"[:64]
 
 
 def workspace(asked: DashboardOptions, definition: Sweep) -> Any:
@@ -81,7 +76,7 @@ def workspace(asked: DashboardOptions, definition: Sweep) -> Any:
         sections=[ws.Section(name=name, panels=panels, is_open=True) for name, panels in sections(definition)],
         settings=ws.WorkspaceSettings(x_axis="iter", max_runs=100),
         runset_settings=ws.RunsetSettings(
-            filters=ws.And(ws.Tags().isin([tag_of(asked)])), groupby=[ws.Metric("Group")]
+            filters=ws.And(ws.Tags().isin([sweep_tag(sweep_name(asked.sweep))])), groupby=[ws.Metric("Group")]
         ),
     )
 
@@ -90,10 +85,8 @@ def report(asked: DashboardOptions, definition: Sweep) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
     # a runset with a project asks the server for its number
-    project = {} if asked.dry_run else {"project": asked.project}
-    runs = wr.Runset(
-        entity=asked.entity or "ENTITY", **project, filters=f"Tags() in ['{tag_of(asked)}']", groupby=["Group"]
-    )
+    project, tag = {} if asked.dry_run else {"project": asked.project}, sweep_tag(sweep_name(asked.sweep))
+    runs = wr.Runset(entity=asked.entity or "ENTITY", **project, filters=f"Tags() in ['{tag}']", groupby=["Group"])
     blocks = [
         block
         for name, panels in sections(definition)
@@ -105,7 +98,7 @@ def report(asked: DashboardOptions, definition: Sweep) -> Any:
 
 def agent_sweep(asked: DashboardOptions, definition: Sweep) -> dict[str, Any]:
     """A W&B Sweep with a value for each run: its overrides of train.py, which the command splits into words."""
-    tags = f'wandb.tags=["{tag_of(asked)}"]'
+    tags = f'wandb.tags=["{sweep_tag(sweep_name(asked.sweep))}"]'
     values = [shlex.join([*run.overrides, tags]) for run in plan_runs(definition, [])]
     command = ["${env}", "sh", "-c", 'eval "python train.py ${1#overrides=}"', "sh", "${args_no_hyphens}"]
     return {

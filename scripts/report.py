@@ -32,7 +32,7 @@ from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.statistics import compared_families
 from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, read_value, runs_csv
 from scripts.reporting.tables import facts
-from sweeps.definition import sweep_name
+from sweeps.definition import sweep_name, sweep_tag
 from sweeps.status import FINAL, SweepPlace, tally
 
 
@@ -107,7 +107,7 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
         return "W&B is disabled"
     init = {
         "project": config["wandb.project"], "job_type": "sweep", "name": name, "id": run_id, "resume": "allow",
-        "tags": [f"sweep:{sweep.name}"[:64]], "config": dict(sweep.about), "dir": str(folder.resolve()),
+        "tags": [sweep_tag(sweep.name)], "config": dict(sweep.about), "dir": str(folder.resolve()),
     }  # fmt: skip
     run = open_wandb(init, mode, ["scripts/report.py", *argv], init_timeout=INIT_TIMEOUT)
     import vl_convert
@@ -159,13 +159,13 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
     if asked.watch:
         return watch(asked.directory, expand(asked.run) if asked.run else None, asked.port)
     name = sweep_name(str(expand(asked.sweep or asked.sweep_dir or asked.from_ or "").resolve()))
-    alone = None if asked.sweep or asked.sweep_dir else asked.from_
-    out = expand(asked.out or alone or Path("results") / name)
+    again = not (asked.sweep or asked.sweep_dir)  # from= alone: the report in that folder is made again
+    out = expand(asked.out or (asked.from_ if again else None) or Path("results") / name)
     if asked.from_ is None:
         sweep = read_sweep(asked.directory, name)
     else:
         sweep = read_stored(expand(asked.from_), name)
-        if not alone:
+        if not again:
             sweep = joined(sweep, read_sweep(asked.directory, name))
     if asked.out is None:
         refuse_to_drop_runs(sweep, out)
@@ -173,7 +173,7 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
     print(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
     if asked.wandb:
         try:
-            print(send_report(sweep, out, out if alone else asked.directory, argv))
+            print(send_report(sweep, out, out if again else asked.directory, argv))
         except Exception as error:
             print(f"error: W&B cannot be reached ({error}); {out} has the report", file=sys.stderr)
             return 1

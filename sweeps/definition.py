@@ -7,7 +7,7 @@ sweeps/plan.py turns it into runs.
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
 from statistics import fmean
@@ -124,6 +124,11 @@ def sweep_name(text: str) -> str:
     return Path(text).name.removesuffix(".yaml")
 
 
+def sweep_tag(name: str) -> str:
+    """Of a sweep's runs at W&B, which takes 64 characters."""
+    return f"sweep:{name}"[:64]
+
+
 def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
     """The sweep of configs/sweep/`name`.yaml, or of the file `name`. changes: {"folds": [0], "grid.qk_norm.p": [2, 3]}.
 
@@ -229,6 +234,12 @@ def checked_grid(key: str, swept: Any) -> Grid:
         for label in grid[setting]:
             require(";" not in label, f"{name}.{label}: a label has no ;")
     return grid
+
+
+def part_and_name(point: str, parts: Collection[str]) -> tuple[str, str]:
+    """The part of a point, "" where the sweep has none, and the point's name within it. A part's name has no /."""
+    part, _, name = point.partition("/")
+    return (part, name or part) if part in parts else ("", point)
 
 
 def plain(point: str) -> str:

@@ -19,6 +19,7 @@ from core.files import read_json
 from core.rundir import at_end, is_locked
 from core.schema import ConfigError, one_line
 from sweeps.claims import Launch, claimed, write_claim
+from sweeps.definition import part_and_name, sweep_tag
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.ranks import stop_with_parent, train_on_ranks
 
@@ -63,9 +64,9 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
     write_claim(sweep_dir, run.id, claim)  # before the run, so that a death counts too
     wandb = run.config.wandb
     about = read_json(sweep_dir / "sweep.json")
-    sweep = f"sweep:{about.get('name', sweep_dir.name)}"[:64]  # the most that W&B takes
-    points = run.points if about.get("sweep", {}).get("parts") else []
-    parts = dict.fromkeys(f"part:{point.partition('/')[0]}"[:64] for point in points)
+    sweep = sweep_tag(about.get("name", sweep_dir.name))
+    parts = [part_and_name(point, about.get("sweep", {}).get("parts", {}))[0] for point in run.points]
+    parts = [f"part:{part}"[:64] for part in dict.fromkeys(parts) if part]
     media = "off" if wandb.media == "auto" else wandb.media
     config = replace(
         run.config, out_dir=str(sweep_dir / run.id), dry_run=False,

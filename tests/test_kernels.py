@@ -294,7 +294,7 @@ def test_a_compiler_that_cannot_be_used_costs_one_line(
         (broken, "no space left"),
     ):  # fmt: skip
         monkeypatch.setenv("CXX", cxx)
-        assert not build.load.__wrapped__()
+        assert not build.load()
         said = capsys.readouterr().err
         assert said == "" if not reason else said.startswith("warning:") and said.count("\n") == 1 and reason in said
     assert load(CXX=broken, XDG_CACHE_HOME=str(tmp_path))[0] is False
@@ -305,7 +305,7 @@ def test_a_compiler_that_hangs_is_given_up(
 ) -> None:
     monkeypatch.setenv("CXX", script(tmp_path / "c++", f"sleep 60 & echo $! >>{tmp_path}/pids\nwait"))
     monkeypatch.setattr(build, "SECONDS", 0.2)
-    assert not build.load.__wrapped__()
+    assert not build.load()
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "timed out" in said
     for pid in (tmp_path / "pids").read_text().split():  # what the compiler started has ended, too

@@ -1,6 +1,5 @@
 """Compile the C++ kernels, keep them in the user's cache, and load them as operators of PyTorch."""
 
-import functools
 import hashlib
 import itertools
 import os
@@ -33,7 +32,6 @@ SCRATCH = "compiling-"  # the name of a scratch folder begins so
 DIGEST = hashlib.sha256().digest_size
 
 
-@functools.cache
 def load() -> bool:
     """Load the operators torch.ops.nanoqk, which the first use compiles in about six seconds; False without a compiler.
 
@@ -51,6 +49,7 @@ def load() -> bool:
             return True
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
             signed, library = Path(scratch) / "signed.so", (folder or Path(scratch)) / name
+            # written, then renamed: two processes may compile at once
             write_atomic(signed, with_digest(compile_library(command, Path(scratch)).read_bytes()))
             os.replace(signed, library)
             torch.ops.load_library(library)
@@ -94,7 +93,7 @@ def program_of(command: list[str]) -> list[str]:
 
 
 def key(command: list[str]) -> str:
-    """Of all that decides what is compiled; machines with different instructions may share a home."""
+    """A hash of all that decides what is compiled; machines with different instructions may share a home."""
     sources = [path.read_text() for path in (*SOURCES, *sorted(HERE.glob("*.h")))]
     compiler = shutil.which(program_of(command)[-1])
     inputs = sources, FLAGS, LINKS, compiler, command, sorted(cpu_flags()), torch.__version__
@@ -102,7 +101,7 @@ def key(command: list[str]) -> str:
 
 
 def private_folder() -> Path | None:
-    """Where compiled kernels are kept: nobody but the user may write there, or what it holds is not to be loaded."""
+    """The folder of compiled kernels; None where it cannot be used, or others may write there: what it holds is run."""
     folder = cache_folder() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

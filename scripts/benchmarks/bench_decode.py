@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from core.files import write_atomic
+from core.files import write_atomic, write_json
 from core.schema import NOT_EMPTY, POSITIVE, AtLeast, ConfigError, Help, options, require, show
 from scripts.benchmarks.timing import Turns, alternate, machine, median, ratio, run_benchmark, start
 from sweeps.plan import compose
@@ -170,7 +170,7 @@ def row(info: dict[str, Any], turns: list[dict[str, Any]], copy: float) -> dict[
 
 
 def write_results(result: dict[str, Any], folder: Path) -> None:
-    write_atomic(folder / "bench.json", (json.dumps(result, indent=1) + "\n").encode())
+    write_json(folder / "bench.json", result, indent=1)
     write_atomic(folder / "table.md", table(result).encode())
 
 

@@ -93,7 +93,8 @@ def styles(parts: Mapping[str, Mapping[str, str]]) -> dict[str, Style]:
 
 
 def ranks(names: Sequence[str], everywhere: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Name -> its place, and among how many numbers, or 0. everywhere: the names whose numbers share a scale."""
+    """Name -> (place, n): among the n numbers of its scale. n = 0 where names are no numbers: the place only tells them
+    apart. everywhere: the names whose numbers share a scale."""
     scales: dict[str, list[float]] = {}
     for key, value in filter(None, map(ordered_value, everywhere)):
         scales[key] = sorted({*scales.get(key, []), value})
@@ -194,11 +195,11 @@ def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.L
     names = [s.name for s in series]
     choices = list(dict.fromkeys(["mean", *(row["run"] for row in rows), "every run"]))
     which = alt.param(name="which", value="mean", bind=alt.binding_select(options=choices, name="Curves "))
-    band = alt.binding_checkbox(name="95 % interval of the mean ")
-    band = alt.param(name="band", value=axis["scale"]["type"] != "log", bind=band)
-    shown = [{"setting": name} for name in names]
+    checkbox = alt.binding_checkbox(name="95 % interval of the mean ")
+    band = alt.param(name="band", value=axis["scale"]["type"] != "log", bind=checkbox)
+    every = [{"setting": name} for name in names]
     shown = alt.selection_point(
-        name="shown", fields=["setting"], bind="legend", toggle="true", clear=False, empty=False, value=shown
+        name="shown", fields=["setting"], bind="legend", toggle="true", clear=False, empty=False, value=every
     )
     chosen = "which === 'every run' ? datum.run !== 'mean' : datum.run === which || which === 'mean' && datum.diverged"
     base = (
@@ -288,9 +289,9 @@ def colours(series: Sequence[Series], outline: float = 1.5) -> alt.Color:
 
 def lines(base: alt.Chart, series: Sequence[Series]) -> list[alt.Chart]:
     """A line for each curve; that of a diverged run is thin and ends in a cross."""
-    dashes = alt.Scale(domain=[s.name for s in series], range=[s.style.dashes for s in series])
+    scale = alt.Scale(domain=[s.name for s in series], range=[s.style.dashes for s in series])
     width = alt.condition("datum.diverged", alt.value(0.7), alt.value(1.6))
-    dashes = alt.StrokeDash("setting:N", title=None, scale=dashes)
+    dashes = alt.StrokeDash("setting:N", title=None, scale=scale)
     line = base.mark_line(clip=True).encode(detail="run:N", strokeDash=dashes, strokeWidth=width)
     if not any(s.diverged for s in series):
         return [line]
@@ -315,7 +316,7 @@ def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> dict[s
         ticks = [m * 10.0**k for k in range(-12, 13) for m in steps if low <= m * 10.0**k <= high]
         scale = alt.Scale(type="log", domain=[low, high], nice=False)
         return {"title": f"{key}, log scale", "scale": scale, "axis": alt.Axis(values=ticks, format="~g")}
-    start = 0.1 if is_loss(key) else -1
+    start = 0.1 if is_loss(key) else -1  # the share of the run that does not set the range
     points = [point for s in series for i, point in s.mean.items() if i > start * max(s.mean)]
     floor = 0.0 if not zero and min(drawn, default=0) >= 0 else -math.inf  # what is never negative has no such axis
     ends = [max(end, floor) for point in points if point.n > 2 for end in (point.low, point.high) if end is not None]
@@ -450,8 +451,8 @@ def difference_chart(family: Family) -> alt.LayerChart:
 # The live page, which gives its charts the rows
 
 
-def live_chart(series: Sequence[Series], key: str, legend: bool) -> alt.Chart:
-    """A line for each run, of rows (setting, run, iteration, value); dashes tell several parts apart. The run that the
+def live_chart(series: Sequence[Series], key: str, parts: Sequence[str], legend: bool) -> alt.Chart:
+    """A line for each run, of rows (setting, run, iteration, value). Dashes tell parts apart. The run that the
     page has chosen stands out."""
     chosen = alt.param(name="chosen", value="")
     y = alt.Y("value:Q", title=key, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
@@ -465,7 +466,6 @@ def live_chart(series: Sequence[Series], key: str, legend: bool) -> alt.Chart:
         detail="run:N",
         tooltip=shown,
     )
-    parts = list(dict.fromkeys(s.name.partition("/")[0] for s in series if "/" in s.name))
     if len(parts) > 1:
         scale = alt.Scale(domain=parts, range=DASHES[: len(parts)])
         dashes = alt.StrokeDash("part:N", title=None, scale=scale, legend=alt.Legend(symbolType="stroke"))

@@ -162,13 +162,9 @@ def against_limit(estimate: Estimate, limit: float, p: float | None) -> str:
 
 
 def written(part: Part, estimate: Estimate) -> str:
-    sign = "" if [*part.weights.values()] == [1] else "+"
-    spec = (
-        f"{sign}.2%"
-        if part.file
-        else f"{sign}.{1 if abs(estimate.mean) >= 10 else 2 if abs(estimate.mean) >= 1 else 4}f"
-    )
-    return mean_and_ends(estimate, spec)
+    size, sign = abs(estimate.mean), "" if [*part.weights.values()] == [1] else "+"
+    digits = 1 if size >= 10 else 2 if size >= 1 else 4
+    return mean_and_ends(estimate, f"{sign}.2%" if part.file else f"{sign}.{digits}f")
 
 
 # -----------------------------------------------------------------------------
@@ -187,7 +183,7 @@ def measured(part: Part, against: float) -> Found:
     else:
         values = {setting: values_of(sweep, setting, part.metric) for setting in part.weights}
         runs = [run for setting in part.weights for run in sweep.done(setting)]
-    common = [r for r in values[next(iter(values))] if all(r in of for of in values.values())]
+    common = [r for r in next(iter(values.values())) if all(r in of_setting for of_setting in values.values())]
     common = [r for r in common if part.fold in (None, r[1])]
     shared = test_over_train([run for run in runs if run.replicate in common]) or 0.0
     require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")

@@ -5,7 +5,7 @@ import json
 import re
 import string
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,11 +15,13 @@ from typing import Any
 import vl_convert
 
 from core.cli import parse_yaml
+from core.files import read_json
 from core.metrics import Lines, is_number
 from core.schema import ConfigError, flatten, require, show
 from scripts.reporting.charts import LOSS, VEGA_LITE, Series, head_chart, live_chart, styles, theme
 from scripts.reporting.page import TEMPLATE
 from scripts.reporting.runs import in_words, thinned
+from sweeps.definition import part_and_name
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.status import State, state_of, tally
 from training.config import load_config
@@ -55,10 +57,9 @@ class WatchedRun:
         config, state = self.plan.config, self.state
         curves = {key: curve for key in CURVES if (curve := self.metrics.curve(key))}
         step = max(self.metrics.curve("iter"), default=0)
-        speed = [*curves.get("tok_per_sec", {}).values()][-1:]
-        left = None
-        if state.state == "running" and speed and speed[0] > 0:
-            left = (config.max_iters - step) * config.tokens_per_iter / speed[0]
+        speed = next(reversed(curves.get("tok_per_sec", {}).values()), 0.0)
+        running = state.state == "running" and speed > 0
+        left = (config.max_iters - step) * config.tokens_per_iter / speed if running else None
         samples = [{"iter": line["iter"], "text": str(line.get("text"))} for line in self.samples.lines[-SAMPLES:]]
         return {
             "id": self.plan.id, "setting": self.plan.points[0], "state": state.state, "reason": state.reason,
@@ -113,12 +114,14 @@ def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
         with lock:
             for one in plan:
                 runs.setdefault(one.id, WatchedRun(folder.parent if run else folder, one))
-        return page(folder.name, plan).encode()
+        parts = read_json(folder / "sweep.json").get("sweep", {}).get("parts", {})
+        return page(folder.name, plan, parts).encode()
 
     def data() -> bytes:
         nonlocal kept
         with lock:  # of two pages that poll
-            if sum(one.update() for one in runs.values()):  # of all: any() would stop at the first
+            changed = [one.update() for one in runs.values()]  # of every run
+            if any(changed):
                 about = json.dumps(tally(one.state for one in runs.values()))
                 kept = f'{{"state": {about}, "runs": [{", ".join(one.json for one in runs.values())}]}}'.encode()
             return kept
@@ -127,15 +130,15 @@ def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
     return serve(text, data, port)
 
 
-def page(title: str, plan: Sequence[PlannedRun]) -> str:
+def page(title: str, plan: Sequence[PlannedRun], parts: Collection[str] = ()) -> str:
     """live.html with its charts, and with the style of report.html."""
-    parts: dict[str, dict[str, str]] = {}
+    named: dict[str, dict[str, str]] = {}
     for point in dict.fromkeys(run.points[0] for run in plan):
-        part, _, name = point.rpartition("/")
-        parts.setdefault(part, {})[point] = name
-    series = [Series(point, style, {}) for point, style in styles(parts).items()]
+        part, name = part_and_name(point, parts)
+        named.setdefault(part, {})[point] = name
+    series = [Series(point, style, {}) for point, style in styles(named).items()]
     titles = {key: in_words(key) for key in CURVES} | {"val/loss": LOSS}
-    charts = {key: live_chart(series, titles[key], legend=key == "val/loss").to_dict() for key in CURVES}
+    charts = {key: live_chart(series, titles[key], [*named], legend=key == "val/loss").to_dict() for key in CURVES}
     heads = {key: head_chart(in_words(key)).to_dict() for key in HEADS}
     style = TEMPLATE.read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
     return string.Template(TEMPLATE.with_name("live.html").read_text(encoding="utf-8")).substitute(

@@ -11,7 +11,7 @@ from typing import Any
 
 from core.files import file_sha256, is_intact, parse_object, read_json
 from core.schema import ConfigError, flatten, require, show
-from sweeps.definition import REDUCTIONS, Part, check_sweep
+from sweeps.definition import REDUCTIONS, Part, check_sweep, part_and_name
 from sweeps.definition import Sweep as Definition
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.status import State, state_of
@@ -45,7 +45,7 @@ class Metric:
         return self.key if self.reduction is None else f"{self.reduction} {self.key}"
 
 
-# of a summary, what a report uses in any case
+# the keys of a summary that every report uses
 TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
 NUMBERS = [
     "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
@@ -85,8 +85,8 @@ METRICS = [
 class Run:
     """A row of the table of runs. Only a run that is done or diverged has a summary and curves.
 
-    settings: the points of the grid that come to this run. config: its settings, flat. summary: its final numbers, with
-    those of the definition's `also`. curves: of val/loss, and of what `also` names, thinned.
+    settings: the points of the grid that come to this run. config: what train.py was given, flat. summary: its final
+    numbers, with those of the definition's `also`. curves: of val/loss, and of what `also` names, thinned.
     """
 
     id: str
@@ -141,7 +141,7 @@ class Sweep:
         """Part -> its settings, in the definition's order. A sweep without parts has one, named ""."""
         found: dict[str, list[str]] = {part: [] for part in self.definition.parts}
         for setting in self.settings:
-            found.setdefault(setting.split("/")[0] if self.definition.parts else "", []).append(setting)
+            found.setdefault(part_and_name(setting, self.definition.parts)[0], []).append(setting)
         return {part: settings for part, settings in found.items() if settings}
 
     @property
@@ -154,7 +154,7 @@ class Sweep:
 
     def label(self, setting: str) -> str:
         """A setting's name within its part."""
-        return setting.partition("/")[2] or setting if self.definition.parts else setting
+        return part_and_name(setting, self.definition.parts)[1]
 
     def runs_of(self, setting: str) -> dict[Replicate, Run]:
         return self.by_setting.get(setting, {})
@@ -174,13 +174,12 @@ class Sweep:
     def metrics(self) -> list[Metric]:
         """What is compared: METRICS, and each key of the definition's `also` that is not a pattern."""
         found = list(METRICS)
-        for key, reductions in self.also.items():
-            for how in reductions if "*" not in key else []:
-                if how == "summary":
-                    found.append(Metric(key, in_words(key), "lower", "higher", "+,.6g"))
-                else:
-                    name = f"{'last' if how == 'last' else f'{how} of'} {in_words(key)}"
-                    found.append(Metric(key, name, "lower", "higher", "+.4g", how))
+        for key, how in ((key, how) for key, ways in self.also.items() if "*" not in key for how in ways):
+            if how == "summary":
+                found.append(Metric(key, in_words(key), "lower", "higher", "+,.6g"))
+            else:
+                name = f"{'last' if how == 'last' else f'{how} of'} {in_words(key)}"
+                found.append(Metric(key, name, "lower", "higher", "+.4g", how))
         return found
 
     @property
@@ -192,7 +191,8 @@ class Sweep:
     def logged(self) -> dict[str, str]:
         """The entries of `also` that metrics.jsonl has: key or pattern of keys -> the reduction that thins a curve."""
         found = {key: [one for one in how if one != "summary"] for key, how in self.also.items()}
-        return {key: how[0].replace("roughness", "last") for key, how in found.items() if how}
+        # the roughness of a span is no value of the metric
+        return {key: "last" if how[0] == "roughness" else how[0] for key, how in found.items() if how}
 
     def paper(self, setting: str, metric: str = "val_loss") -> float | None:
         """The paper's number for a setting: under its name, or under the first pattern that matches."""
@@ -308,8 +308,8 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def evaluation(path: Path, iters: Sequence[int]) -> dict[str, float]:
-    """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value. {} where it did so of a
-    checkpoint of none of `iters`: before the run went on."""
+    """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value. {} if the checkpoint that it
+    evaluated is of none of `iters`: the run has gone on since."""
     evaluated = read_json(path / "evaluation.json")
     require(is_intact(evaluated), "evaluation.json has changed since it was written")
     try:

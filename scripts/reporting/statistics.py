@@ -4,7 +4,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import fsum
@@ -15,7 +15,7 @@ from scipy import stats
 
 from core.schema import require
 from scripts.reporting.runs import Curve, Metric, Replicate, Run, Sweep
-from sweeps.definition import Compare
+from sweeps.definition import Compare, part_and_name
 
 TESTS = ("t", "Wilcoxon", "corrected t")
 
@@ -133,15 +133,15 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def n_needed(effect: float, power: float = 0.8, alpha: float = 0.05) -> float:
-    """The least number of pairs with which a two-sided paired t test at `alpha` finds a mean difference of `effect`
-    standard deviations with probability `power`: exact, from the noncentral t distribution; infinite past 2^20."""
+def n_needed(effect: float) -> float:
+    """The least number of pairs with which a two-sided paired t test at 0.05 finds a mean difference of `effect`
+    standard deviations with probability 0.8: exact, from the noncentral t distribution; infinite past 2^20."""
     effect = min(abs(effect), 30.0)  # two pairs are enough by then, and scipy loses the tails of larger effects
 
     def reached(n: int) -> bool:
-        t, shift = stats.t.isf(alpha / 2, n - 1), effect * math.sqrt(n)
+        t, shift = stats.t.isf(0.025, n - 1), effect * math.sqrt(n)
         other_side = float(stats.nct.cdf(-t, n - 1, shift))  # nan where it is 0
-        return float(stats.nct.sf(t, n - 1, shift)) + (other_side if other_side > 0 else 0.0) >= power
+        return float(stats.nct.sf(t, n - 1, shift)) + (other_side if other_side > 0 else 0.0) >= 0.8
 
     high = next((2**k for k in range(1, 21) if reached(2**k)), None)
     return math.inf if high is None else bisect_left(range(high), True, lo=high // 2 + 1, key=reached)
@@ -149,14 +149,13 @@ def n_needed(effect: float, power: float = 0.8, alpha: float = 0.05) -> float:
 
 @dataclass
 class Comparison:
-    """A - B, paired over the replicates that both have. planned: how many replicates both will have. Of several folds
-    the seeds of each are averaged first: see independent().
+    """A - B, paired over the replicates that both have; of several folds the seeds of each are averaged first.
 
-    p: of each of TESTS that can be made. "corrected t" is the t test with (1/n + test_over_train) sd^2 as the variance
-    of the mean difference (Nadeau and Bengio 2003). test_over_train: amount of validation text over that of training
-    text, where the replicates are folds, which share training text. adjusted: the same by Holm over the family.
-    n_needed: pairs for 80 % power, for a difference of this size and spread. estimate, deciding: with the plain
-    interval, and with the one that decides, which is corrected where folds share training text.
+    values: replicate -> (A, B). planned: how many replicates both will have. test_over_train: amount of validation text
+    over that of training text, where the replicates are folds, which share training text.
+    p: of each of TESTS that can be made. "corrected t" takes (1/n + test_over_train) sd^2 as the variance of the mean
+    (Nadeau and Bengio 2003). adjusted: p by Holm over the family. estimate: with the plain interval; deciding: with
+    that of the test that decides. n_needed: pairs for 80 % power, for a difference of this size and spread.
     """
 
     a: str
@@ -238,6 +237,7 @@ def adjust(family: Sequence[Comparison]) -> None:
     for test in TESTS:
         for comparison, p in zip(family, holm([c.p.get(test) for c in family]), strict=True):
             comparison.adjusted[test] = p
+    # last, so that it stays: the comparisons of one family may differ in the test that decides
     for comparison, p in zip(family, holm([c.p.get(c.decides) for c in family]), strict=True):
         comparison.adjusted[comparison.decides] = p
 
@@ -248,12 +248,13 @@ def adjust(family: Sequence[Comparison]) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """The comparisons of an entry of the definition's `compare`, a list for each metric."""
+    """The comparisons of an entry of the definition's `compare`, a list for each metric. parts: of the sweep."""
 
     name: str
     asked: Compare
     metrics: list[Metric]
     comparisons: list[list[Comparison]]
+    parts: Collection[str] = ()
 
     @property
     def heading(self) -> str:
@@ -262,17 +263,17 @@ class Family:
 
     def short_names(self) -> dict[str, str]:
         """Setting -> its name without the part and the words that all compared settings share."""
-        places = {s: s.rpartition("/") for c in self.comparisons[0] for s in (c.a, c.b)}
-        one_part = len({part for part, _, _ in places.values()}) == 1
-        words = {s: name.split(",") for s, (_, _, name) in places.items()}
+        places = {s: part_and_name(s, self.parts) for c in self.comparisons[0] for s in (c.a, c.b)}
+        one_part = len({part for part, _ in places.values()}) == 1
+        words = {s: name.split(",") for s, (_, name) in places.items()}
         shared = set.intersection(*map(set, words.values())) if words else set[str]()
         found = {s: ",".join(word for word in of if word not in shared) for s, of in words.items()}
         if not all(found.values()):
-            found = {s: name for s, (_, _, name) in places.items()}
+            found = {s: name for s, (_, name) in places.items()}
         return {s: name if one_part else f"{places[s][0]}/{name}" for s, name in found.items()}
 
     def names_in_parts(self) -> dict[str, str]:
-        return {s: s.rpartition("/")[2] for c in self.comparisons[0] for s in (c.a, c.b)}
+        return {s: part_and_name(s, self.parts)[1] for c in self.comparisons[0] for s in (c.a, c.b)}
 
     def pair_name(self, c: Comparison) -> str:
         """A's name where all are compared with one setting, else that of A and B."""
@@ -302,7 +303,8 @@ def compared_families(sweep: Sweep) -> list[Family]:
             chosen = [s for s in sweep.settings if any(fnmatchcase(s, pattern) for pattern in asked.settings)]
             pairs = [(setting, asked.baseline) for setting in chosen if setting != asked.baseline]
         metrics = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
-        found.append(Family(name, asked, metrics, [compare(sweep, pairs, metric) for metric in metrics]))
+        comparisons = [compare(sweep, pairs, metric) for metric in metrics]
+        found.append(Family(name, asked, metrics, comparisons, sweep.definition.parts))
     for family in found:
         whole = next((other for other in found if other.name == family.asked.share_of), None)
         if whole and whole.comparisons[0] and family.comparisons[0]:
@@ -314,12 +316,13 @@ def compared_families(sweep: Sweep) -> list[Family]:
 def paired(family: Family, whole: Family) -> list[tuple[Comparison, Comparison | None]]:
     """Each comparison of a family with that of `whole` whose settings have the same short names, or the same names
     within their parts."""
-    found = []
+    found: dict[str, Comparison] = {}
     for name_of in (Family.short_names, Family.names_in_parts):
         names, of_whole = name_of(family), name_of(whole)
         known = {(of_whole[c.a], of_whole[c.b]): c for c in whole.comparisons[0]}
-        found.append([known.get((names[c.a], names[c.b])) for c in family.comparisons[0]])
-    return [(c, one or other) for c, one, other in zip(family.comparisons[0], *found, strict=True)]
+        pairs = [(c, known.get((names[c.a], names[c.b]))) for c in family.comparisons[0]]
+        found = {f"{c.a} {c.b}": other for c, other in pairs if other is not None} | found
+    return [(c, found.get(f"{c.a} {c.b}")) for c in family.comparisons[0]]
 
 
 def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> list[Comparison]:

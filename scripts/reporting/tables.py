@@ -217,11 +217,9 @@ def share_table(left: Mapping[str, Mapping[int, Estimate]], whole: str) -> Table
 
 
 def ends(estimate: Estimate | None, spec: str) -> str:
-    return (
-        "–"
-        if estimate is None or estimate.low is None
-        else f"{number(estimate.low, spec)} to {number(estimate.high, spec)}"
-    )
+    if estimate is None or estimate.low is None:
+        return "–"
+    return f"{number(estimate.low, spec)} to {number(estimate.high, spec)}"
 
 
 def mean_and_ends(estimate: Estimate | None, spec: str) -> str:

@@ -151,7 +151,7 @@ def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:
     if not file.exists():
         return {}
     content: Any = read_json(file)
-    content = content.get("1_sequences", content)  # of decoding: speeds
+    content = content.get("1_sequences", content)  # bench_sample.py, which writes speeds, groups its results
     require(
         bool(content.get("variants")), f"{file} compares no variants: scripts/track.py times=true prints the command"
     )
@@ -167,9 +167,10 @@ def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:
 
 
 def noise(found: Sequence[Entry]) -> str:
-    """How much a loss varies over seeds, and what difference eight of them can tell, in a sentence."""
-    sds = [stdev(losses) for e in found if e.against and len(losses := [a for a, _ in e.against.values.values()]) > 1]
-    spreads = [stdev(e.against.differences.values()) for e in found if e.against and len(e.against.differences) > 1]
+    """σ of a loss over seeds, and the least difference that the final runs can find, in a sentence."""
+    compared = [e.against for e in found if e.against and len(e.against.values) > 1]
+    sds = [stdev(a for a, _ in c.values.values()) for c in compared]
+    spreads = [stdev(c.differences.values()) for c in compared]
     if not spreads:
         return "There are no pairs yet."
     n = max(e.loss.n for e in found)
