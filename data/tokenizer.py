@@ -276,6 +276,7 @@ def tiktoken_cache(urls: list[str]) -> list[str]:
 
 
 # -----------------------------------------------------------------------------
+# Any tokenizer
 
 
 def code_points(text: str) -> np.ndarray:

@@ -129,10 +129,10 @@ def check_runs(runs: list[PlannedRun]) -> None:
         key += [asdict(config.gpt), config.init_sha256] if config.init_from else []
         configs[json.dumps(key)] = config
     if configs:
-        from training import estimate  # which loads torch
+        from training import estimate, session  # which load torch
 
         for model in {json.dumps(asdict(run.config.gpt)): run.config.gpt for run in runs}.values():
-            estimate.check_parts(model)
+            session.model_without_weights(model, vocab_size=2)
         for config in configs.values():
             estimate.check(config)
 

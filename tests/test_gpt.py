@@ -76,10 +76,6 @@ def test_nanogpts_weights_give_nanogpts_logits_loss_gradients_and_flops(nanogpt:
     assert ours.flops_per_token() * 32 == pytest.approx(peer.estimate_mfu(fwdbwd_per_iter=1, dt=1.0) * 312e12)
 
 
-# -----------------------------------------------------------------------------
-# Parameters
-
-
 def test_last_only_gives_the_last_positions_logits() -> None:
     model, idx = build(tiny_config()), random_tokens(2, 16)
     torch.testing.assert_close(model(idx, last_only=True)[0], model(idx)[0][:, -1:])
@@ -280,7 +276,6 @@ def test_every_norm_is_gain_times_x_times_one_scalar(name: str) -> None:
         assert torch.equal(norm(x), y)
 
 
-# alpha at the start: FACTS of the design table for head_dim 64, L = 256
 def test_alpha_init_henry_is_log2_of_L_squared_minus_L() -> None:
     assert initial_alpha(LpNormOptions(alpha_init="henry"), (64,), 256) == pytest.approx(15.994, abs=1e-3)
 

@@ -13,19 +13,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import CACHE, ROOT
+from test_ops import compiled, draw
 from torch import Tensor
 
 from model.kernels import build, operators
 
 fp32, bf16 = torch.float32, torch.bfloat16
 nanoqk: Any = torch.ops.nanoqk
+__all__ = ["compiled"]  # a fixture of every test
 needs_attention = pytest.mark.skipif(
     not (operators.loaded() and operators.attends()), reason="attention is compiled for AVX-512 bf16"
 )
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 x, y, weight, seed = draw(2, 3, 40, 32), draw(2, 3, 40, 32, seed=1), draw(32, seed=2), torch.tensor(7)
@@ -129,11 +127,6 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def each(table: dict[str, Any]) -> Any:
     return [pytest.param(name, marks=needs_attention) if "attention" in name else name for name in table]
-
-
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    assert operators.loaded(), "a C++ compiler is needed"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The operations of model/ops.py: their kernels against their references in float64, and which of the two is taken."""
+"""The operations of model/ops.py: their kernels against their references in float64."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -434,7 +434,3 @@ def test_gelu_of_every_bf16_number() -> None:
     assert y[::3].isnan().all() and y[1::3].isinf().all() and y[2::3].abs().max() < 1e-6
     assert odd.grad is not None
     assert odd.grad[::3].isnan().all() and (odd.grad[1::3] == 1).all() and odd.grad[2::3].abs().max() < 1e-6
-
-
-# -----------------------------------------------------------------------------
-# Which is taken

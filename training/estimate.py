@@ -10,7 +10,6 @@ from core import checkpoint
 from core.device import device_name, peak_flops
 from model.diagnostics import activation_bytes
 from model.gpt import GPT
-from model.options import GPTConfig
 from training.config import TrainConfig, to_yaml
 from training.init_from import load_initial_weights
 from training.optim import optimizer_bytes
@@ -45,22 +44,17 @@ def check(config: TrainConfig) -> None:
         load_initial_weights(config, GPT(config.gpt, data.corpus.tokenizer.vocab_size), data.corpus)
 
 
-def check_parts(config: GPTConfig) -> None:
-    """Raise ConfigError where the parts of a model do not fit each other."""
-    with torch.device("meta"):
-        GPT(config, vocab_size=2)
-
-
 def estimate(config: TrainConfig) -> tuple[float, int]:
     """Seconds and bytes on disk that a run would take."""
     machine, data = set_up_machine(config), read_data(config)
-    found = cost(config, machine, data, model_without_weights(config, data))
+    found = cost(config, machine, data, model_without_weights(config.gpt, data.corpus.tokenizer.vocab_size))
     return found.seconds, (checkpoint.KEEP + 1) * found.checkpoint_bytes
 
 
 def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
     """The lines that a dry run prints, as {label: text}."""
-    corpus, dtype, model = data.corpus, machine.dtype, model_without_weights(config, data)
+    corpus, dtype = data.corpus, machine.dtype
+    model = model_without_weights(config.gpt, corpus.tokenizer.vocab_size)
     n, flops = model.num_params(), model.flops_per_token()
     rows = rows_at_once(config.batch_size, config.model.block_size, machine.device)
     activations = activation_bytes(model, rows, machine.device, dtype)

@@ -31,6 +31,7 @@ from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.gpt import GPT
 from model.kernels import operators
+from model.options import GPTConfig
 from training import faults
 from training.config import TrainConfig
 from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
@@ -125,8 +126,9 @@ def setup(config: TrainConfig) -> Session:
     """Everything a run needs but its directory. Raises: ConfigError."""
     machine = set_up_machine(config)
     data = read_data(config, machine.device)
-    refuse_too_large(config, model_without_weights(config, data), machine)
-    model = GPT(config.gpt, data.corpus.tokenizer.vocab_size)
+    vocab_size = data.corpus.tokenizer.vocab_size
+    refuse_too_large(config, model_without_weights(config.gpt, vocab_size), machine)
+    model = GPT(config.gpt, vocab_size)
     model.init_weights(config.seed)
     model.to(machine.device)
     if config.fault.name != "none":
@@ -214,10 +216,10 @@ def is_resident(config: TrainConfig, corpus: Corpus, device: torch.device) -> bo
     return fits if config.data.on_device == "auto" else bool(config.data.on_device)
 
 
-def model_without_weights(config: TrainConfig, data: Data) -> GPT:
-    """The model on PyTorch's meta device: shapes alone."""
+def model_without_weights(config: GPTConfig, vocab_size: int) -> GPT:
+    """The model on PyTorch's meta device: shapes alone. Raises: ConfigError where its parts do not fit each other."""
     with torch.device("meta"):
-        return GPT(config.gpt, data.corpus.tokenizer.vocab_size)
+        return GPT(config, vocab_size)
 
 
 class TooLarge(ConfigError):
