@@ -30,7 +30,10 @@ FORMAT = 1
 KEEP = 2  # the newest checkpoints that pruning keeps, besides the best
 MANIFEST, STATE = "MANIFEST.json", "state.json"
 REPLACED = ".tmp-old-"  # begins the name of a checkpoint while the one that replaces it gets its own
-DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)  # errors of a file that will stay
+# the errors of a file that will stay
+DAMAGE = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA,
+)  # fmt: skip
 TENSOR_FILE = re.compile(r"(\w+)\.safetensors")
 STEP_DIR = re.compile(r"step_\d{6,}")
 
@@ -204,6 +207,8 @@ def load(path: Path) -> Checkpoint:
     try:
         state = parse_object((path / STATE).read_bytes())
     except (OSError, ValueError) as error:  # changed, and its manifest written anew
+        if isinstance(error, OSError):
+            raise_passing(error)
         raise CorruptCheckpoint(f"{path / STATE}: {error}") from error
     return Checkpoint(path, step, tensors, state)
 
@@ -283,7 +288,7 @@ def load_latest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 def peek(folder: Path) -> dict[str, Any]:
     """The state of the newest checkpoint whose state is as it was written; {} without one. No tensor is read."""
     with contextlib.suppress(PermissionError):  # open_run() says so
-        for path in step_dirs(folder):
+        for path in [*step_dirs(folder), *folder.glob(f"{REPLACED}*")]:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 if parse_object((path / MANIFEST).read_bytes())["files"][STATE] == measure(path / STATE):
                     return read_json(path / STATE)

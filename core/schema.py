@@ -108,9 +108,9 @@ def Between(low: float, high: float, ends: str = "[]") -> Rule:
     return Rule(holds, f"must be in {ends[0]}{low}, {high}{ends[1]}")
 
 
-LARGEST = 1e18  # of a number: products of two are finite in fp32
-POSITIVE = Rule(lambda value: 0 < value <= LARGEST, f"must be a number > 0, at most {LARGEST:g}")
-NOT_NEGATIVE = Rule(lambda value: 0 <= value <= LARGEST, f"must be a number >= 0, at most {LARGEST:g}")
+LARGEST = 1e30  # of a number: fp32 holds it
+POSITIVE = Rule(lambda value: 0 < value <= LARGEST, f"must be > 0 and at most {LARGEST:g}")
+NOT_NEGATIVE = Rule(lambda value: 0 <= value <= LARGEST, f"must be >= 0 and at most {LARGEST:g}")
 NOT_EMPTY = Rule(lambda value: value != "", "must not be empty")
 
 

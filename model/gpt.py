@@ -257,8 +257,8 @@ class CausalAttention(nn.Module):
         self.bend = self.logits.bend
         self.plain_softmax = self.bend is None and config.softmax.name == "plain"
         ours = type(self).attend is CausalAttention.attend or self.wraps_attend
-        name = f"attention={config.attention.name}"
-        require(ours or self.plain_softmax, f"{name} replaces attend(), which logits= and softmax= change")
+        told = "replaces attend(), which logits= and softmax= change; if it calls ours, set wraps_attend = True"
+        require(ours or self.plain_softmax, f"attention={config.attention.name} {told}")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         p = self.p_dropout if self.training else 0.0

@@ -66,6 +66,15 @@ def test_the_first_validation_loss_is_the_origins(place: str, origin: Path, corp
     assert counts and all(count == 6 for count in counts)  # AdamW counts from 0
 
 
+def test_fresh_moves_no_origin_away(corpus: Path, tmp_path: Path) -> None:
+    assert train.run(configured(corpus, tmp_path / "run")) == 0
+    for place in (tmp_path / "run", tmp_path / "run" / "ckpt" / "best"):
+        config = configured(corpus, tmp_path / "run", init_from=str(place), fresh=True)
+        with pytest.raises(ConfigError, match="lies in the run directory, which fresh=true moves aside"):
+            train.run(config)
+    assert not (tmp_path / "run.old-1").exists()
+
+
 def test_quack_compares_with_the_weights_that_the_run_begins_with(corpus: Path, tmp_path: Path) -> None:
     quack = {"weights": {"name": "quack", "tau": 1.0}}
     assert train.run(configured(corpus, tmp_path / "origin", **quack, **OTHER)) == 0

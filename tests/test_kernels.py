@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CACHE, ROOT
+from test_live import heed_ctrl_c
 from test_ops import compiled, draw
 from torch import Tensor
 
@@ -306,6 +308,20 @@ def test_a_compiler_that_hangs_is_given_up(
         assert not status.exists() or "\tZ" in status.read_text()
 
 
+def test_ctrl_c_ends_the_compilers(tmp_path: Path) -> None:
+    slow = script(tmp_path / "c++", f"echo $$ >>{tmp_path}/pids\nsleep 60")
+    code = "from pathlib import Path; from model.kernels import build; build.compile_library([%r], Path(%r))"
+    command = [sys.executable, "-c", code % (slow, str(tmp_path))]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, preexec_fn=heed_ctrl_c)
+    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < len(build.SOURCES):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) != 0
+    for pid in (tmp_path / "pids").read_text().split():
+        status = Path(f"/proc/{pid}/status")
+        assert not status.exists() or "\tZ" in status.read_text()
+
+
 def test_the_program_of_cxx_may_have_several_words() -> None:
     assert build.program_of(["ccache", "g++", "-O2", "-g"]) == ["ccache", "g++"]
     assert build.key(["env", "g++"]) != build.key(["g++"])
@@ -368,3 +384,5 @@ def test_a_folder_of_another_user_is_not_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "nanoqk").chmod(0o777)  # whoever can replace the folder
     assert build.private_folder() is None and "others can write there" in capsys.readouterr().err
+    (tmp_path / "nanoqk").chmod(0o775)  # as with umask 002
+    assert build.private_folder() is not None

@@ -231,6 +231,20 @@ def test_a_layout_without_a_place_for_a_variant_is_refused(monkeypatch: pytest.M
             built(layout, contestant)
 
 
+def test_a_layout_that_shares_a_parameter_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shared(GroupedQueryAttention):
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.k_norm.gain = self.q_norm.gain
+
+    monkeypatch.setitem(ATTENTIONS, "mha", Shared)
+    chosen = [word for word in words if not word.startswith(("plugins", "qk_norm"))]
+    with pytest.raises(ConfigError, match="attention=mha shares .*k_norm.gain: a checkpoint cannot hold it"):
+        setup(load_config(compose([*chosen, "qk_norm=rms", f"out_dir={tmp_path / 'run'}"])))
+
+
 def test_qk_clip_needs_a_layout_that_can_scale_logits(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Run directories: one owner at a time, never a user's folder, and never two trajectories in one."""
 
+import errno
 import fcntl
 import math
 import os
@@ -322,6 +323,23 @@ def test_a_summary_with_a_loss_that_is_not_finite_is_intact(path: Path) -> None:
     run.finish({"status": "diverged", "iter": 3, "val/loss": math.nan, "val/loss_min": math.inf, "reason": None})
     summary = read_json(path / "summary.json")
     assert is_intact(summary) and summary["val/loss"] is None is summary["val/loss_min"] and "reason" not in summary
+
+
+def test_a_disk_that_is_full_at_fresh_leaves_the_run_its_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(path, "stopped")
+    lock, calls = rundir.take_lock, []
+
+    def full(path: Path) -> Any:
+        calls.append(path)
+        if len(calls) == 2:  # of the new directory
+            path.mkdir()
+            raise OSError(errno.ENOSPC, "no space left")
+        return lock(path)
+
+    monkeypatch.setattr(rundir, "take_lock", full)
+    with pytest.raises(ConfigError, match="cannot be used: no space left"):
+        opened(path, fresh=True)
+    assert (path / "config.yaml").exists() and not path.with_name(f"{path.name}.old-1").exists()
 
 
 def test_fresh_moves_the_old_run_aside(path: Path) -> None:

@@ -88,7 +88,7 @@ BAD: dict[str, dict[str, Any]] = {
     "draft=null must be true or false": {"draft": None},
     "shape.name=cube must be one of circle, ring": {"shape": {"name": "cube"}},
     "shape.hole=1 is unknown; known here: shape.name, shape.radius": {"shape": {"name": "circle", "hole": 1}},
-    "shape.radius=-1.0 must be a number > 0, at most 1e+18": {"shape": {"name": "ring", "radius": -1}},
+    "shape.radius=-1.0 must be > 0 and at most 1e+30": {"shape": {"name": "ring", "radius": -1}},
     "shape.hole=big must be a number or half": {"shape": {"name": "ring", "hole": "big"}},
     "shape.hole=2.0 must be < shape.radius": {"shape": {"name": "ring", "hole": 2}},
 }

@@ -418,7 +418,7 @@ REFUSED = [
     ({"weights": {"name": "sigma_reparam"}, "qk_clip": {"name": "clip"}}, "qk_clip=clip does not go with weights="),
     ({"logits": {"name": "softcap"}, "fault": {"name": "no_mask"}}, "fault=no_mask needs no logits=: it replaces"),
     ({"softmax": {"name": "sink", "logit": math.inf}}, "softmax.logit=inf must be a finite number or learned"),
-    ({"logits": {"name": "softcap", "cap": 0.0}}, "logits.cap=0.0 must be a number > 0, at most 1e+18"),
+    ({"logits": {"name": "softcap", "cap": 0.0}}, "logits.cap=0.0 must be > 0 and at most 1e+30"),
 ]  # fmt: skip
 
 

@@ -70,7 +70,8 @@ def first_not_finite(session: Session, step: int) -> str:
 def start_up_checks(session: Session) -> list[str]:
     """A warning for each check that fails.
 
-    Raises: ConfigError where the model sees the future or batches repeat, unless the run has a `fault`.
+    Raises: ConfigError where the model sees the future, its logits are not finite, or batches repeat; not with a
+    `fault`.
     """
     batches = session.data.batches
     text = batches.some_tokens()
@@ -99,7 +100,7 @@ def future_seen(session: Session, x: Tensor) -> list[str]:
     if leak < LEAK_TOLERANCE:
         return []
     if not math.isfinite(leak):
-        return ["the first logits are not finite: a setting is too large"]
+        return ["the first logits are not finite: a setting is too large, or the attention layout is wrong"]
     attention = session.config.attention.name
     return [f"attention={attention} sees the future: a token moves the logits before it ({leak:.1e})"]
 

@@ -389,9 +389,6 @@ class TrainConfig:
         require(
             self.init_sha256 is None or self.init_from is not None, f"init_sha256={self.init_sha256} needs init_from"
         )
-        origin = Path(self.init_from).resolve() if self.fresh and self.init_from else None
-        moved = origin is not None and origin.is_relative_to(self.run_dir.resolve())
-        require(not moved, f"init_from={self.init_from} lies in the run directory, which fresh=true moves aside")
         self.gpt.check()
         require(
             not isinstance(self.qk_clip, QKClipOptions) or self.qk_norm.name == "none",

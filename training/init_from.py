@@ -29,7 +29,11 @@ HF_FREE = (
 def with_init_sha256(config: TrainConfig) -> TrainConfig:
     """The settings with init_sha256, which decides the run's name and trajectory. A run that resumes in out_dir keeps
     the one that it began with, whatever became of init_from. Raises: ConfigError."""
-    if config.init_from is None or config.init_sha256 is not None:
+    if config.init_from is None:
+        return config
+    moved = config.fresh and expand(config.init_from).resolve().is_relative_to(config.run_dir.resolve())
+    require(not moved, f"init_from={config.init_from} lies in the run directory, which fresh=true moves aside")
+    if config.init_sha256 is not None:
         return config
     begun = {} if config.out_dir is None or config.fresh else checkpoint.peek(config.run_dir / "ckpt").get("config", {})
     kept = begun.get("init_sha256") if begun.get("init_from") == config.init_from else None

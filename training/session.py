@@ -101,7 +101,7 @@ class Session:
         dist.init(world, device)
         if world.size > 1:
             devices = [device] if device.type == "cuda" else None
-            ddp = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)  # constant buffers
+            ddp = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)
             ddp.require_backward_grad_sync = False
             self.forward = ddp
 
@@ -113,7 +113,7 @@ class Session:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds, by group and name."""
-        weights: dict[str, Tensor] = dict(self.model.state_dict())  # with the persistent buffers of a plugin
+        weights: dict[str, Tensor] = dict(self.model.state_dict())  # with the buffers that a plugin has saved
         return {"model": weights, "optimizer": optimizer_tensors(self.optimizer, self.model)}
 
     def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
@@ -135,6 +135,9 @@ def setup(config: TrainConfig) -> Session:
         faults.inject_into_model(config, model)
         faults.inject_into_batches(config, data.batches)
     forward = compile_model(model, config) if is_compiled(config, machine.device) else model
+    once = dict(model.named_parameters())
+    shared = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
+    require(not shared, f"attention={config.attention.name} shares {', '.join(shared)}: a checkpoint cannot hold it")
     clips = config.qk_clip.name == "clip"
     can = all(hasattr(attention, "scale_logits") for attention in model.attentions)
     require(can or not clips, f"qk_clip=clip: attention={config.attention.name} has no scale_logits()")

@@ -1,5 +1,6 @@
 """Compile the C++ kernels, keep them in the user's cache, and load them as operators of PyTorch."""
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -67,24 +68,39 @@ def compile_library(command: list[str], scratch: Path) -> Path:
     """Raises subprocess.SubprocessError where the compiler fails or hangs."""
     objects = [scratch / f"{source.stem}.o" for source in SOURCES]
     program = program_of(command)
+    running: list[subprocess.Popen[bytes]] = []
 
     def call(*arguments: str | Path) -> None:
         full = [*program, *map(str, arguments), *command[len(program) :]]  # options of CXX come last: they count
         nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
         with subprocess.Popen(full, stdin=nowhere, stdout=pipe, stderr=pipe, start_new_session=True) as process:
+            running.append(process)
             try:
                 _, said = process.communicate(timeout=SECONDS)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)  # with the processes that the compiler started
+            except subprocess.TimeoutExpired:
+                end(process)
                 raise
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, full, stderr=said)
 
     with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(call, *FLAGS, "-c", a, "-o", b) for a, b in zip(SOURCES, objects, strict=True)]:
-            done.result()
+        jobs = [pool.submit(call, *FLAGS, "-c", a, "-o", b) for a, b in zip(SOURCES, objects, strict=True)]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:  # Ctrl-C does not reach processes of another session
+            for process in running:
+                end(process)
+            raise
     call(*objects, "-o", scratch / "linked.so", *LINKS)
     return scratch / "linked.so"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a compiler and what it started."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def program_of(command: list[str]) -> list[str]:
@@ -105,10 +121,12 @@ def private_folder() -> Path | None:
     folder = cache_folder() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = [path.stat() for path in (folder, folder.parent)]  # whoever may write to the parent can replace it
+        own, parent = folder.stat(), folder.parent.stat()
     except OSError:
         return None
-    if any(status.st_uid != os.geteuid() or status.st_mode & 0o022 for status in found):
+    shared = own.st_uid != os.geteuid() or own.st_mode & 0o022
+    # whoever may write to the parent can replace the folder; its group may, as umask 002 gives each user a group
+    if shared or parent.st_uid not in (0, os.geteuid()) or parent.st_mode & 0o002:
         print(f"warning: {folder} is not used, others can write there: compiling for this process", file=sys.stderr)
         return None
     return folder if os.access(folder, os.W_OK) else None
@@ -117,8 +135,9 @@ def private_folder() -> Path | None:
 def remove_leftovers(folder: Path) -> None:
     """Remove the scratch folders of processes that were killed."""
     for scratch in folder.glob(f"{SCRATCH}*"):
-        if time.time() - scratch.stat().st_mtime > 2 * SECONDS:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process has removed its own
+            if time.time() - scratch.stat().st_mtime > 2 * SECONDS:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def with_digest(library: bytes) -> bytes:
