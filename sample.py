@@ -1,7 +1,4 @@
-"""Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3
-
-`load_run` and `load_asked_run` are what scripts share.
-"""
+"""Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3"""
 
 import codecs
 import sys

@@ -1,9 +1,9 @@
 """Train one model: python train.py qk_norm=lp qk_norm.p=3 qk_norm.alpha_init=matched data.fold=4
 
-run() sets up, train() is the loop, finish() ends a run. A run directory is the resume state: stop a run at any moment,
-and start it again with the same command. It ends with the same numbers where training/resume.py's DECIDES_BITS are the
-same; on CUDA also with deterministic=true.
+Stop a run at any moment, and start it again with the same command: it ends with the same numbers on the same kind of
+machine and PyTorch; on CUDA also with deterministic=true.
 """
+# run() sets up, train() is the loop, finish() ends a run.
 
 import math
 import shlex

@@ -274,9 +274,12 @@ def run_script(
 
     def run() -> int:
         values, others = read_settings(argv, settings)
+        for word in others:
+            key, equals, _ = word.partition("=")
+            good = bool(equals) and (passes_on or key[:1].isalpha())
+            require(good, f"{word} is unknown: settings are written key=value")
         if others and not passes_on:
-            key, equals, _ = others[0].partition("=")
-            require(bool(equals) and key[:1].isalpha(), f"{others[0]} is unknown: settings are written key=value")
+            key = others[0].partition("=")[0]
             raise ConfigError(f"{others[0]} is unknown{did_you_mean(key, declared(settings))}")
         chosen: Any = settings_of(settings, values)
         return program(chosen, others) if passes_on else program(chosen)

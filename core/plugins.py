@@ -30,6 +30,8 @@ def load_plugins(names: Iterable[str]) -> None:
 
 def import_plugin(name: str) -> None:
     """Import `name`, which may lie in the current folder."""
+    plain = name.removesuffix(".py")
+    require(plain == name, f"plugins=[{name}] must be names of modules: plugins=[{plain}]")
     here, words = os.getcwd(), name.split(".")
     sys.path.insert(0, here)
     try:

@@ -46,6 +46,7 @@ class RunRequest:
     max_iters: int
     fresh: bool = False
     must_exist: bool = False
+    advice: Callable[[Any], str] = lambda old: "use another out_dir or fresh=true"  # where `old` has changes
 
 
 class RunDir:
@@ -259,6 +260,7 @@ def check_usable(request: RunRequest) -> None:
     require(existing.is_dir(), f"out_dir={path} cannot be made: {existing} is not a directory")
     require(os.access(existing, os.W_OK | os.X_OK), f"out_dir={path} is not writable")
     held = set(os.listdir(path)) if existing == path else set()
+    require("plan.jsonl" not in held, f"out_dir={path} holds a sweep: write another out_dir")
     usable = "config.yaml" in held or held <= LEFTOVERS
     require(usable, f"out_dir={path} is neither empty nor a run directory (it has no config.yaml)")
     for name in sorted(held):  # a stranger's link would have us write over a file elsewhere
@@ -301,13 +303,15 @@ def open_locked(request: RunRequest, lock: FileLock) -> RunDir:
         run.claim(request.config_yaml)
         return run
     try:
-        changes = request.changes(load_yaml((path / "config.yaml").read_text(encoding="utf-8")))
+        old = load_yaml((path / "config.yaml").read_text(encoding="utf-8"))
+        changes = request.changes(old)
+        advice = request.advice(old) if changes else ""
     except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
     require(
         not changes,
-        f"out_dir={path} holds a run with other settings: {', '.join(changes)}; use another out_dir or fresh=true",
+        f"out_dir={path} holds a run with other settings: {', '.join(changes)}; {advice}",
     )
     last = read_json(path / "summary.json").get("iter", -1)
     reached = isinstance(last, int) and last >= request.max_iters

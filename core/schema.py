@@ -192,6 +192,11 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
             good = isinstance(chosen, str) and chosen in variants
             require(good, f"{prefix}{key}.name={show(chosen)} must be one of {', '.join(variants)}")
             kind = variants[chosen]
+            for leaf in value if isinstance(value, Mapping) else ():
+                owners = [option for option, cls in variants.items() if leaf in declared(cls)]
+                if leaf not in declared(kind) and owners:
+                    where = " and ".join(f"{prefix}{key}={option}" for option in owners)
+                    raise ConfigError(f"{prefix}{key}.{leaf}={show(value[leaf])} is unknown: {leaf} belongs to {where}")
         group = is_dataclass(kind)
         values[key] = build(kind, value, f"{prefix}{key}.") if group else convert(value, kind, prefix + key)
         for note in known[key].all(Loads):

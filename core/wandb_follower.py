@@ -175,7 +175,8 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
         say(f"W&B has not got all of this run; later: python -m core.wandb_follower send {shlex.quote(str(run_dir))}")
     else:
         folders = [str(file.parent) for file in unsent if file.parent.name.startswith("offline-")]
-        say(f"W&B is offline, the run is in {run_dir / 'wandb'}; to upload it: wandb sync {shlex.join(folders)}")
+        several = f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"
+        say(f"W&B is offline; to upload the run: wandb sync {shlex.join(folders) if len(folders) < 2 else several}")
 
 
 def recordings(run_dir: Path) -> list[Path]:

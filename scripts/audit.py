@@ -1,11 +1,12 @@
 """Is a loss too good to be true? python scripts/audit.py run=RUN, or model=FOLDER of a causal Hugging Face model
 
-Four checks, each with a verdict. V is the vocabulary size, random tokens are uniform:
+Checks, each with a verdict. V is the vocabulary size, random tokens are uniform:
   future leakage      changing later tokens changes no earlier logit, in evaluation mode and in training mode
   step-0 loss         on random tokens a fresh model's loss equals the cross-entropy of its logits with the next tokens
                       and that of a guess, about ln V; no single token dominates the targets
   random-token floor  a fresh model trained on random tokens keeps a loss above ln V; the trained weights do too
   accumulation        1, 2 and 4 micro-batches give the same loss and gradient (of a run: gradient norm, one window)
+  cached decoding     of a run: a cache, filled and then read token by token, gives the logits of the full pass
 A run keeps its fault, if it has one, and train.py trains it. A Hugging Face model is checked with its own loss and
 trained with AdamW.
 The last line is JSON. A check is undecided where the model diverges, its own code fails or memory runs out. Exit
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any, Literal
@@ -51,9 +53,9 @@ from training.config import ConstantOptions, Device, WandbOptions
 from training.session import TooLarge
 
 MODES = ("evaluation", "training")
-# "not x <= limit" in what follows: a NaN is caught
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
+CACHED, CACHE_TOLERANCE = 64, 1e-4  # tokens that are decoded with a cache; what round-off explains
 SIGMAS = 5  # standard errors: a loss on random tokens so far below ln V is caught, if that is FLOOR_TOLERANCE at least
 ACCUMULATION_TOLERANCE = 1e-3  # relative difference that round-off explains
 SEED = 20251028  # of the random tokens: not the seed that a run with data=random is trained on
@@ -175,7 +177,7 @@ class HuggingFace:
         self.config, text_config = model.config, model.config.get_text_config()
         require(hasattr(text_config, "vocab_size"), f"model={folder} names no vocab_size in its config.json")
         self.vocab_size = text_config.vocab_size
-        self.context = min((getattr(text_config, "max_position_embeddings", None) or MAX_BLOCK_SIZE + 1) - 1, LONG)
+        self.context = min((getattr(text_config, "max_position_embeddings", None) or MAX_BLOCK_SIZE + 1) - 1, LONG // 2)
         self.block_size = min(self.context, MAX_BLOCK_SIZE)
         self.facts = {"model": folder, "architecture": type(model).__name__}
 
@@ -220,7 +222,7 @@ def random_batches(vocab_size: int, block_size: int, batch_size: int) -> Batches
 
 
 # -----------------------------------------------------------------------------
-# The checks
+# The checks. They ask "not x <= limit", so that a NaN is caught
 
 
 @torch.no_grad()
@@ -234,9 +236,10 @@ def future_leakage(subject: Subject) -> Finding:
         raise Undecided("the logits of the trained weights are not finite")
     leaks = {mode: future_leaks(model.train(mode == "training"), idx[:, :n], positions) for mode in MODES}
     if n < T:  # as before a run: the middle of all
-        positions.append(T // 2)
+        middle = T // 2 + (T // 2 in positions)
+        positions.append(middle)
         for mode, found in leaks.items():
-            found |= future_leaks(model.train(mode == "training"), idx[:1], {T // 2})
+            found |= future_leaks(model.train(mode == "training"), idx[:1], {middle})
     model.eval()
     mode, t = max(((mode, t) for mode in leaks for t in positions), key=lambda at: leaks[at[0]][at[1]][0])
     largest, first = leaks[mode][t]
@@ -337,6 +340,19 @@ def accumulation(subject: Subject) -> Finding:
     return Finding("accumulation", any(not x <= ACCUMULATION_TOLERANCE for x in apart.values()), text, numbers)
 
 
+@torch.no_grad()
+def cached_decoding(subject: Subject) -> Finding:
+    model, n = subject.trained.eval(), min(CACHED, subject.context)
+    assert isinstance(model, GPT)
+    idx = torch.randint(subject.vocab_size, (2, n), generator=torch.Generator().manual_seed(0)).to(subject.device)
+    full, caches = model(idx)[0], model.new_caches(2, n, torch.float32)
+    starts = [0, *range(max(1, n // 2), n), n]  # the first half at once
+    parts = [model(idx[:, a:b], caches=caches, pos=a)[0] for a, b in pairwise(starts)]
+    apart = ((torch.cat(parts, 1) - full).norm() / full.norm()).item()
+    text = f"with a cache the logits of {n} tokens are those of the full pass but for {apart:.0e} of their norm"
+    return Finding("cached decoding", not apart <= CACHE_TOLERANCE, text, {"relative_difference": apart})
+
+
 # -----------------------------------------------------------------------------
 
 
@@ -349,6 +365,8 @@ def audit(subject: Subject, steps: int) -> list[Finding]:
         "random-token floor": partial(random_token_floor, steps=steps),
         "accumulation": accumulation,
     }
+    if isinstance(subject, Run):
+        checks["cached decoding"] = cached_decoding
     for name, check in checks.items():
         try:
             finding = check(subject)

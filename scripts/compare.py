@@ -26,7 +26,8 @@ from core.files import expand, write_atomic
 from core.rundir import differences
 from core.schema import NOT_EMPTY, REQUIRED, WRITABLE, AtLeast, ConfigError, Help, flatten, options, require
 from data.corpora import read_text
-from data.tokenizer import SEPARATOR, Tokenizer, begins_character
+from data.folds import Split
+from data.tokenizer import SEPARATOR, Tokenizer, begins_character, text_size
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.generate import generate
 from model.gpt import GPT
@@ -218,16 +219,19 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
     """The file's text, or the start of the text that both runs hold out. Raises: ConfigError."""
     if asked.text is not None:
         return read_text(asked.text, f"text={asked.text}")[:LONGEST]
-    corpora, found = [], []
+    corpora = []
     for name, (model, _, config, state) in runs.items():
         corpus = load_corpus(config.data, model.block_size, state)
         kept = corpus.sha256 == state.get("corpus_sha256")
         require(kept, f"{name}: data={config.data.name} is not the run's text any more; give text=FILE")
         corpora.append(corpus)
-        found.append(held_out_text(corpus))
-    if corpora[0].sha256 == corpora[1].sha256 and len({corpus.tokenizer.name for corpus in corpora}) == 2:
-        begins = [first_character(corpus) for corpus in corpora]  # a tenth of the tokens is not a tenth of the text
-        found = [text[max(begins) - begin :] for text, begin in zip(found, begins, strict=True)]
+    a, b = corpora
+    begins = [0, 0]
+    if a.sha256 == b.sha256 and a.tokenizer.to_dict() != b.tokenizer.to_dict():  # a tenth of the tokens differs
+        first = max(map(first_character, corpora))
+        corpora = [held_out_from(corpus, first) for corpus in corpora]
+        begins = [first_character(corpus) for corpus in corpora]
+    found = [held_out_text(corpus)[max(begins) - begin :] for corpus, begin in zip(corpora, begins, strict=True)]
     n = min(map(len, found))
     same = n > 0 and found[0][:n] == found[1][:n]
     require(same, "a and b hold out different text, so that one has seen it: give text=FILE")
@@ -251,13 +255,22 @@ def first_character(corpus: Corpus) -> int:
     return size_of_text(corpus.tokenizer, corpus.tokens, ((0, start + int(begins[0]) if len(begins) else end),))[1]
 
 
+def held_out_from(corpus: Corpus, character: int) -> Corpus:
+    """The corpus without the first held-out tokens, up to that with the `character` of the text."""
+    (start, end), *more = corpus.split.val
+    n_before = size_of_text(corpus.tokenizer, corpus.tokens, ((0, start),))[1]
+    n_chars = text_size(corpus.tokenizer)[1][corpus.tokens[start:end]]
+    start += int(np.searchsorted(np.concatenate([[0], np.cumsum(n_chars)]), character - n_before))
+    return corpus._replace(split=Split(corpus.split.train, ((start, end), *more)))
+
+
 def held_out(corpus: Corpus) -> list[int]:
     """The first held-out tokens, at most LONGEST, of whole characters; shuffled windows are joined."""
     found: list[int] = []
     begins, tokens = begins_character(corpus.tokenizer), corpus.tokens
     for start, end in corpus.split.val:
         stop = min(end, start + LONGEST - len(found))
-        places = start + np.flatnonzero(begins[tokens[start : stop + 1]])  # where a character begins; at `stop`, too?
+        places = start + np.flatnonzero(begins[tokens[start : stop + 1]])  # where characters begin, `stop` included
         if len(places) > 0:
             found += tokens[int(places[0]) : stop if stop == len(tokens) else int(places[-1])].tolist()
         if len(found) > LONGEST - 4:  # no room for a character of 4 bytes

@@ -110,14 +110,17 @@ def cloze(run: LoadedRun) -> Any:
     begins = begins_character(tokenizer)
     blank = {end: np.array([piece[end:][:1].isspace() for piece in tokenizer.pieces]) for end in (0, -1)}
     starts: list[int] = []
+    sure: list[int] = []  # where no merge crosses, whatever follows the context
     for first, end in corpus.split.val:
         tokens = np.asarray(corpus.tokens[first:end])
         at = np.arange(before, len(tokens) - after)
         ends = np.cumsum([0, *(tokens == tokenizer.separator)])  # documents that end before each token
         whole = begins[tokens[at - before]] & begins[tokens[at]] & begins[tokens[at + after]]
-        if isinstance(tokenizer, BPETokenizer):  # no merge crosses this place, whatever follows the context
-            whole &= blank[0][tokens[at]] & ~blank[-1][tokens[at - 1]]
-        starts += (first + at[whole & (ends[at + after] == ends[at - before])]).tolist()
+        whole &= ends[at + after] == ends[at - before]
+        starts += (first + at[whole]).tolist()
+        sure += (first + at[whole & blank[0][tokens[at]] & ~blank[-1][tokens[at - 1]]]).tolist()
+    if isinstance(tokenizer, BPETokenizer) and len(sure) >= QUESTIONS:
+        starts = sure
     require(len(starts) >= CHOICES, f"tasks={CLOZE} needs more than {before + after} held-out tokens in a row")
     draw = np.random.Generator(np.random.Philox(key=0))
 

@@ -3,6 +3,7 @@
 Shapes: B requests of a batch, G distinct contexts among them, T positions, V vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -35,7 +36,7 @@ class NanoQK(TemplateLM):
         self._device = model.transformer.wte.weight.device
         self.max_length = model.block_size
         self.truncated = 0  # prompts that were longer than block_size and lost their first tokens
-        self.drawn = 0  # prompts that were continued: each has random numbers of its own
+        self.drawn: Counter[tuple[int, ...]] = Counter()  # how often each prompt was continued
 
     @property
     def eot_token_id(self) -> int:
@@ -149,8 +150,8 @@ class NanoQK(TemplateLM):
         sampling: dict[str, Any] = {"top_k": options.get("top_k") or None, "top_p": options.get("top_p")}
         tokens: list[int] = []
         text = ""
-        self.drawn += 1
-        sampling |= {"seed": self.drawn, "dtype": self.dtype}
+        sampling |= {"seed": 1337 + self.drawn[*prompt], "dtype": self.dtype}  # a repeated prompt gets other numbers
+        self.drawn[*prompt] += 1
         for token in generate(self.model, idx, options["max_gen_toks"], temperature, **sampling):
             if int(token) == self.ours.separator:
                 break

@@ -103,6 +103,8 @@ class Sweep:
         for name, family in self.families.items():
             good = (family.baseline is not None) != bool(family.pairs)
             require(good, f"compare.{name} must have either baseline and settings, or pairs")
+            judged = family.claim is not None or (family.least is None and family.size is None)
+            require(judged, f"compare.{name}: least and size need claim=lower or higher")
             require((family.x is None) == (not family.x_of), f"compare.{name}: x and x_of are given together")
             other = family.share_of
             require(other in (None, *self.compare), f"compare.{name}.share_of={other} is no entry of compare")

@@ -9,12 +9,15 @@ sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
 import csv
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +65,11 @@ def main(argv: list[str]) -> int:
 def run(asked: LaunchOptions, overrides: list[str]) -> int:
     sweep, runs, overrides = read_request(asked, overrides)
     sweep_dir = asked.directory.resolve()
+    held = (sweep_dir / "config.yaml").exists()
+    require(not held, f"sweep_dir={sweep_dir} holds a run of train.py: write another sweep_dir=")
     unstored = without_stored(runs, asked.from_)
+    for warning in unknown_points(sweep, {point for run in runs for point in run.points}):
+        say(f"warning: {warning}")
     if asked.dry_run:
         list_runs(asked, sweep_dir, unstored)
         return 0
@@ -92,6 +99,20 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, lis
 # Before the launch
 
 
+def unknown_points(sweep: Sweep, points: Collection[str]) -> Iterator[str]:
+    """A line for each comparison of which one side is no point of the sweep. One of parts that were not asked for has
+    neither."""
+    known = f"no setting; there are {', '.join(sorted(points)[:12])}"
+    for name, family in sweep.families.items():
+        matched = [any(fnmatchcase(point, pattern) for point in points) for pattern in family.settings]
+        if family.baseline is not None and (family.baseline in points) != any(matched):
+            missing = family.baseline if any(matched) else ", ".join(family.settings)
+            yield f"compare.{name}: {missing} is {known}"
+        for a, b in family.pairs:
+            if (a in points) != (b in points):
+                yield f"compare.{name}: {b if a in points else a} is {known}"
+
+
 def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRun]:
     """The runs without those that ended in the report in `folder`. Raises: ConfigError where it has no runs.csv."""
     if folder is None:
@@ -106,7 +127,10 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
         raise ConfigError(f"from={folder} has no runs.csv that can be read: {error}") from error
     for run in (run for run in runs if run.id in enough):
         every, asked = rows[run.id].get("eval_interval"), run.config.eval_interval
-        require(str(every) == str(asked), f"from={folder} has {run.id} with eval_interval={every}, not {asked}")
+        require(
+            str(every) == str(asked),
+            f"from={folder} has {run.id} with eval_interval={every}, not {asked} (its provenance.json)",
+        )
     say(f"{len(enough)} of {len(runs)} runs are stored in {folder}")
     return [run for run in runs if run.id not in enough]
 
@@ -165,7 +189,7 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
 
 def workers(asked: LaunchOptions, launcher: Launcher) -> str:
     ranks = asked.launcher.ranks
-    return f"{launcher.workers} workers" + (f" of {ranks} ranks" if ranks > 1 else "")
+    return f"{launcher.workers} worker{'s' * (launcher.workers > 1)}" + (f" of {ranks} ranks" if ranks > 1 else "")
 
 
 def cost_key(run: PlannedRun) -> str:
@@ -206,7 +230,11 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
         subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *words])
     if trouble:
         print(f"error: {trouble}", file=sys.stderr)
-    return 0 if all(state.state in FINAL for state in states.values()) else 1
+    complete = all(state.state in FINAL for state in states.values())
+    if complete:
+        place = [f"{key}={value}" for key, value in (("sweep_dir", asked.sweep_dir), ("from", asked.from_)) if value]
+        say(f"next: python scripts/report.py {shlex.join([f'sweep={asked.sweep}', *place])}")
+    return 0 if complete else 1
 
 
 def supervise(

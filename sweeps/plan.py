@@ -198,7 +198,9 @@ def frozen_definition(old: dict[str, Any], sweep: Sweep, grows: bool) -> dict[st
         parts = {name: united(old.get("parts", {}).get(name, {}), part) for name, part in new["parts"].items()}
         return united(old, new) | {"parts": {**old.get("parts", {}), **parts}}
     titles = {name: part["title"] for name, part in new["parts"].items()}
-    parts = {name: {**part, "title": titles.get(name, part["title"])} for name, part in old["parts"].items()}
+    parts = {
+        name: {**part, "title": titles.get(name, part.get("title", ""))} for name, part in old.get("parts", {}).items()
+    }
     return new | {key: value for key, value in old.items() if key not in REPORT_KEYS} | {"parts": parts}
 
 
@@ -218,7 +220,8 @@ def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[Pl
             other = planned.get((plain(point), run.fold, run.seed), frozen.get(run.id, run))
             changed = "" if other is run else changes(other.config, run.config)
             if other.id != run.id or changed:
-                held = f"holds {point} with other settings: {changed}"
+                there = point if plain(point) in map(plain, other.points) else other.points[0]
+                held = f"holds {there} with other settings: {changed}"
                 raise ConfigError(f"sweep_dir={sweep_dir} {held}; use another sweep_dir")
         known = merged.setdefault(run.id, run)
         names = {plain(point) for point in known.points}

@@ -121,7 +121,7 @@ def follow_orders(launch: Launch, node: int) -> int:
 
 
 def stop_once(*numbers: int) -> set[int]:
-    """From here on the first of these signals stops a run at a checkpoint, even where it has no handler yet. Further
+    """From here on the first of these signals stops a run at a checkpoint, even a run that has no handler yet. Further
     ones do nothing. Returns the set to which those received are added."""
     received: set[int] = set()
 

@@ -46,7 +46,7 @@ def audited(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[
     return status, found
 
 
-CHECKS = ["future leakage", "step-0 loss", "random-token floor", "accumulation"]
+CHECKS = ["future leakage", "step-0 loss", "random-token floor", "accumulation", "cached decoding"]
 CAUGHT = {
     "none": [],
     "no_mask": ["future leakage", "random-token floor"],

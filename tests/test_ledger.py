@@ -55,6 +55,27 @@ def test_a_row_waits_for_its_study_which_then_replaces_another_row(results: Path
     assert row[4].startswith("3 folds") and "p = 4: −0.20" in row[1]
 
 
+def test_a_limit_is_corrected_over_the_row(results: Path, tmp_path: Path) -> None:
+    rows = '''
+A paper:
+- claim: below
+  limit: 1.55
+  parts:
+    - {label: "near:", study: leak, weights: {"split=near,p=2": 1}}
+    - {label: "far:", study: leak, weights: {"split=far,p=2": 1}}
+'''
+    (tmp_path / "ledger.yaml").write_text(rows)
+    made = Made(tmp_path / "leak")
+    for fold, noise in enumerate((0.0, 0.02, -0.015)):
+        made.run("split=near,p=2", fold, falling(1.5 + noise))  # p = 0.039 from the limit
+        made.run("split=far,p=2", fold, falling(1.5 + 10 * noise))
+    report.report(sweep_of(made.path), results / "leak", [])
+    (row,) = claims(tmp_path / "ledger.yaml")
+    assert "near: 1.50" in row[1] and "(1.458" in row[1] and row[2] == "no power"
+    (tmp_path / "ledger.yaml").write_text(rows.rpartition("    - {")[0])
+    assert claims(tmp_path / "ledger.yaml")[0][2] == "reproduced"  # alone
+
+
 def test_a_row_that_waits_for_what_is_no_sweep_is_refused(results: Path, tmp_path: Path) -> None:
     (tmp_path / "ledger.yaml").write_text(ROWS.replace("leak", "leek"))
     with pytest.raises(ConfigError, match="study=leek is no sweep"):

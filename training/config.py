@@ -257,8 +257,9 @@ Dtype = Annotated[Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 w
 @options
 class TrainConfig:
     out_dir: Annotated[
-        str | None, FREE, NOT_EMPTY, Help("null: runs/ + a readable name + a hash of what decides the numbers")
-    ] = None
+        str | None, FREE, NOT_EMPTY, AlsoCalled(["run"]),
+        Help("null: runs/ + a readable name + a hash of what decides the numbers"),
+    ] = None  # fmt: skip
     init_from: Annotated[
         str | None,
         FREE,

@@ -1,6 +1,7 @@
 """The run directory of a Session: opened by one rank, resumed from its newest checkpoint, refused for another run."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from core.files import file_sha256, is_intact, read_json
 from core.plugins import changed_plugins
 from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, differences, open_run, read_status
 from core.schema import ConfigError, require
-from training.config import TrainConfig, load_config, to_yaml
+from training.config import DecayOptions, TrainConfig, load_config, to_yaml
 from training.session import Session
 
 DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # device: its threads, too
@@ -28,8 +29,17 @@ def run_request(config: TrainConfig) -> RunRequest:
     def changes(old: Any) -> list[str]:  # between the directory's settings and these: any refuses the run
         return differences(decisive(load_config(old)), decisive(config))
 
+    def advice(old: Any) -> str:
+        before, now, anew = load_config(old), config.schedule, "use another out_dir or fresh=true"
+        if isinstance(before.schedule, DecayOptions) and isinstance(now, DecayOptions):
+            end = before.schedule.decay_end(before.max_iters)
+            longer = replace(config, schedule=replace(now, lr_decay_iters=end))
+            if config.max_iters > before.max_iters and decisive(longer) == decisive(before):
+                return f"add schedule.lr_decay_iters={end:g} to train on at the schedule's last rate, else {anew}"
+        return anew
+
     return RunRequest(
-        config.run_dir, to_yaml(config), changes, config.max_iters, fresh=config.fresh, must_exist=config.eval_only
+        config.run_dir, to_yaml(config), changes, config.max_iters, config.fresh, config.eval_only, advice
     )
 
 

@@ -1,6 +1,7 @@
 """The charts of a report in Vega-Lite, by Altair: report.html draws them, and vl-convert saves the same ones as SVG."""
 
 import html
+import json
 import math
 import re
 import textwrap
@@ -469,7 +470,8 @@ def live_chart(series: Sequence[Series], key: str, parts: Sequence[str], legend:
     if len(parts) > 1:
         scale = alt.Scale(domain=parts, range=DASHES[: len(parts)])
         dashes = alt.StrokeDash("part:N", title=None, scale=scale, legend=alt.Legend(symbolType="stroke"))
-        base = base.transform_calculate(part="split(datum.setting, '/')[0]")
+        first = "split(datum.setting, '/')[0]"
+        base = base.transform_calculate(part=f"indexof({json.dumps(parts)}, {first}) < 0 ? '' : {first}")
         base = base.encode(strokeDash=dashes if legend else dashes.legend(None))
     lines = base.mark_line(point=alt.OverlayMarkDef(size=12), strokeWidth=1.4, clip=True)
     lines = lines.add_params(chosen, zoom())

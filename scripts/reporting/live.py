@@ -110,12 +110,13 @@ def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
     lock, kept = threading.Lock(), b""
 
     def text() -> bytes:
-        plan = [watched_run(folder)] if run else read_plan(folder)  # a plan may have grown since the page was loaded
+        plan = [watched_run(folder)] if run else read_plan(folder)  # it may have grown
         with lock:
             for one in plan:
                 runs.setdefault(one.id, WatchedRun(folder.parent if run else folder, one))
-        parts = read_json(folder / "sweep.json").get("sweep", {}).get("parts", {})
-        return page(folder.name, plan, parts).encode()
+        sweep = read_json(folder / "sweep.json").get("sweep") or {}
+        title = ": ".join(filter(None, [folder.name, sweep.get("title")]))
+        return page(title, plan, sweep.get("parts", {})).encode()
 
     def data() -> bytes:
         nonlocal kept
@@ -126,8 +127,15 @@ def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
                 kept = f'{{"state": {about}, "runs": [{", ".join(one.json for one in runs.values())}]}}'.encode()
             return kept
 
-    text()  # what cannot be read is refused now
-    return serve(text, data, port)
+    last = text()  # what cannot be read is refused now
+
+    def kept_text() -> bytes:
+        nonlocal last
+        with suppress(ConfigError):  # the files may be away for a moment
+            last = text()
+        return last
+
+    return serve(kept_text, data, port)
 
 
 def page(title: str, plan: Sequence[PlannedRun], parts: Collection[str] = ()) -> str:

@@ -15,7 +15,7 @@ import vl_convert
 from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.figures import family_figures, part_figures, rate_figures
-from scripts.reporting.runs import Sweep
+from scripts.reporting.runs import Run, Sweep
 from scripts.reporting.statistics import Family, shares
 from scripts.reporting.tables import Table
 
@@ -28,8 +28,15 @@ HINT = (
 CONCLUSIONS = (
     "A − B is the difference in the lowest validation loss, in nats a token, unless a table names another metric. "
     "{corrected}Holm's p is corrected for the number of comparisons. Two "
-    "settings are *not told apart* where it is above 0.05, even if the interval excludes 0. A claim is *excluded* "
-    "where the interval leaves no room for a difference worth having; *no power*: it cannot decide."
+    "settings are *not told apart* where it is above 0.05, even if the interval excludes 0."
+)
+CLAIMS = (
+    " A claim is *excluded*, which rules it out, where the interval leaves no room for a difference worth having; "
+    "*no power*: it cannot decide."
+)
+STILL_FALLING = (
+    "**All {n} runs that are done have their lowest validation loss at their last evaluation**: longer ones may differ "
+    "otherwise."
 )
 LONG = 20  # rows: the page folds a longer table without a title
 
@@ -55,10 +62,12 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     conclusions = [tables.conclusion_table(family) for family in families]
     several_folds = any(c.test_over_train is not None for family in families for c in family.comparisons[0])
     corrected = "Interval and p are corrected for the text that folds share. " * several_folds
-    said = CONCLUSIONS.format(corrected=corrected)
-    sections = [Section("Conclusions", [said, *conclusions])] if conclusions else []
+    said = CONCLUSIONS.format(corrected=corrected) + CLAIMS * any(family.asked.claim for family in families)
+    done = [run for run in sweep.runs if run.done and run.losses]
+    falling = [STILL_FALLING.format(n=len(done))] * (len(done) > 1 and all(at_its_end(run) for run in done))
+    sections = [Section("Conclusions", [said, *falling, *conclusions])] if conclusions else []
     sections += [
-        Section(sweep.title_of(part), [tables.part_table(sweep, settings), *figures[part]])
+        Section(sweep.title_of(part) if part else "The settings", [tables.part_table(sweep, settings), *figures[part]])
         for part, settings in sweep.parts.items()
     ]
     for family in families:
@@ -78,6 +87,10 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     missing = [table for table in tables.missing_tables(sweep) if table.rows]
     sections.append(Section("Runs that are not done", missing or ["None."]))
     return [*sections, with_notes("How to read this")]
+
+
+def at_its_end(run: Run) -> bool:
+    return run.losses[max(run.losses)] == min(run.losses.values())
 
 
 def with_notes(title: str, *items: Table | Figure) -> Section:
@@ -101,12 +114,12 @@ def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) 
             return f"![{item.name}.svg]({item.name}.svg)\n\n{item.caption}\n"
         return f"{item}\n"
 
-    blocks = [
-        f"# {title}\n",
-        Table(["", ""], [[key, value] for key, value in about.items()], text_columns=2).markdown(),
-    ]
-    for section in sections:
+    blocks = [f"# {title}\n"]
+    for i, section in enumerate(sections):
         blocks += [f"## {section.title}\n", *map(text, section.items)]
+        if i == 0:  # the conclusions come first
+            rows = [[key, value] for key, value in about.items()]
+            blocks += ["## What was run\n", Table(["", ""], rows, text_columns=2).markdown()]
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", "\n".join(blocks))  # names may hold tags
 
 

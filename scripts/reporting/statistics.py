@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from scipy import stats
 
-from core.schema import require
 from scripts.reporting.runs import Curve, Metric, Replicate, Run, Sweep
 from sweeps.definition import Compare, part_and_name
 
@@ -133,18 +132,20 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def n_needed(effect: float) -> float:
+def n_needed(effect: float, shared: float = 0.0) -> float:
     """The least number of pairs with which a two-sided paired t test at 0.05 finds a mean difference of `effect`
-    standard deviations with probability 0.8: exact, from the noncentral t distribution; infinite past 2^20."""
+    standard deviations with probability 0.8: exact, from the noncentral t distribution; infinite past 2^20, and for
+    folds past 1 / shared + 1, of which there are no more. shared: as in interval()."""
     effect = min(abs(effect), 30.0)  # two pairs are enough by then, and scipy loses the tails of larger effects
 
     def reached(n: int) -> bool:
-        t, shift = stats.t.isf(0.025, n - 1), effect * math.sqrt(n)
+        t, shift = stats.t.isf(0.025, n - 1), effect / math.sqrt(1 / n + shared)
         other_side = float(stats.nct.cdf(-t, n - 1, shift))  # nan where it is 0
         return float(stats.nct.sf(t, n - 1, shift)) + (other_side if other_side > 0 else 0.0) >= 0.8
 
     high = next((2**k for k in range(1, 21) if reached(2**k)), None)
-    return math.inf if high is None else bisect_left(range(high), True, lo=high // 2 + 1, key=reached)
+    n = math.inf if high is None else bisect_left(range(high), True, lo=high // 2 + 1, key=reached)
+    return n if shared == 0 or n <= round(1 / shared) + 1 else math.inf
 
 
 @dataclass
@@ -180,7 +181,7 @@ class Comparison:
                 corrected = paired_p(differences, self.test_over_train)
                 assert corrected is not None
                 self.p["corrected t"] = corrected
-            self.n_needed = n_needed(fmean(differences) / stdev(differences))
+            self.n_needed = n_needed(fmean(differences) / stdev(differences), self.test_over_train or 0.0)
 
     @property
     def differences(self) -> dict[Replicate, float]:
@@ -270,7 +271,7 @@ class Family:
         found = {s: ",".join(word for word in of if word not in shared) for s, of in words.items()}
         if not all(found.values()):
             found = {s: name for s, (_, name) in places.items()}
-        return {s: name if one_part else f"{places[s][0]}/{name}" for s, name in found.items()}
+        return {s: name if one_part else "/".join(filter(None, [places[s][0], name])) for s, name in found.items()}
 
     def names_in_parts(self) -> dict[str, str]:
         return {s: part_and_name(s, self.parts)[1] for c in self.comparisons[0] for s in (c.a, c.b)}
@@ -305,11 +306,6 @@ def compared_families(sweep: Sweep) -> list[Family]:
         metrics = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
         comparisons = [compare(sweep, pairs, metric) for metric in metrics]
         found.append(Family(name, asked, metrics, comparisons, sweep.definition.parts))
-    for family in found:
-        whole = next((other for other in found if other.name == family.asked.share_of), None)
-        if whole and whole.comparisons[0] and family.comparisons[0]:
-            rule = f"compare.{family.name}.share_of={whole.name}: no pair of {whole.name} has the names of one of these"
-            require(any(c is not None for _, c in paired(family, whole)), rule)
     return found
 
 

@@ -155,7 +155,7 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
         columns["paper's A − B"] = lambda c: number(paper_difference(sweep, c), "+.4f")
     for test in ("t", "Wilcoxon"):
         columns |= {f"{test}: Holm p": holm_p_of(test), f"{test}: p": p_of(test)}
-    columns["pairs for 80 % power"] = lambda c: number(c.n_needed, ",.0f")
+    columns["pairs for 80 % power"] = needed
     return filled(columns, family, text_columns=3)
 
 
@@ -167,7 +167,8 @@ def conclusion_table(family: Family) -> Table:
         columns["B"] = lambda c: names[c.b]
     columns["verdict on A"] = lambda c: c.verdict(metric.less, metric.more)
     if claim := asked.claim:
-        columns[f"claim: A is {metric.less if claim == 'lower' else metric.more}"] = lambda c: judge(
+        worth = f" (least worth having: {asked.least:g})" if asked.least is not None else ""
+        columns[f"claim: A is {metric.less if claim == 'lower' else metric.more}{worth}"] = lambda c: judge(
             c.deciding, claim, asked.size, asked.least, c.adjusted[c.decides]
         )
     text_columns = len(columns)
@@ -176,6 +177,12 @@ def conclusion_table(family: Family) -> Table:
     columns |= {"Holm p": lambda c: p_value(c.adjusted.get(c.decides)), "pairs": pairs_of}
     title = family.heading + (f" (B: {names[family.against]})" if family.against else "")
     return replace(filled(columns, family.ranked(), text_columns), title=title)
+
+
+def needed(c: Comparison) -> str:
+    if c.n_needed is None or math.isfinite(c.n_needed) or c.test_over_train is None:
+        return number(c.n_needed, ",.0f")
+    return f"more than {round(1 / c.test_over_train) + 1} folds"
 
 
 def settings_table(sweep: Sweep) -> Table | None:
