@@ -71,7 +71,7 @@ A paper:
         made.run("split=far,p=2", fold, falling(1.5 + 10 * noise))
     report.report(sweep_of(made.path), results / "leak", [])
     (row,) = claims(tmp_path / "ledger.yaml")
-    assert "near: 1.50" in row[1] and "(1.458" in row[1] and row[2] == "no power"
+    assert "near: 1.50 (1.46 to 1.55)" in row[1] and row[2] == "no power"  # 1.545, below the limit
     (tmp_path / "ledger.yaml").write_text(rows.rpartition("    - {")[0])
     assert claims(tmp_path / "ledger.yaml")[0][2] == "reproduced"  # alone
 
