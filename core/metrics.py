@@ -73,11 +73,11 @@ class Lines:
     """The lines of a JSONL file that may be growing. update() reads only what is new.
 
     Lines that are torn, damaged or without an iteration are dropped. strict: a file that cannot be read raises OSError;
-    else it has no lines.
+    else it has no lines. keep: only so many of the last lines stay.
     """
 
-    def __init__(self, path: Path, strict: bool = False) -> None:
-        self.path, self.strict = path, strict
+    def __init__(self, path: Path, strict: bool = False, keep: int | None = None) -> None:
+        self.path, self.strict, self.keep = path, strict, keep
         self.lines: list[dict[str, Any]] = []
         self._inode = self._offset = 0
 
@@ -104,6 +104,8 @@ class Lines:
                 line = parse_object(raw)
                 if isinstance(line.get("iter"), int) and 0 <= line["iter"] < 2**53:
                     self.lines.append(line)
+        if self.keep is not None:
+            del self.lines[: -self.keep]
         return replaced or bool(whole)
 
     def curve(self, key: str) -> dict[int, float]:

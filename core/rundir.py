@@ -7,6 +7,7 @@ ckpt/          checkpoints                     summary.json       the final numb
 wandb/         W&B's files                     lock               lock file of the process that trains here
 """
 
+import errno
 import hashlib
 import math
 import os
@@ -34,6 +35,10 @@ from core.wandb_run import WandbRun
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
 LEFTOVERS = {"lock", "config.yaml.tmp"}
 LOCK_TIMEOUT = 0.5  # seconds; is_locked() of another process holds a lock for microseconds
+
+
+# errors that say nothing of the directory: a later try may succeed
+PASSING = (errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ETIMEDOUT)
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,7 @@ class RunDir:
             content = finite(summary) | {"records": self.record_hashes()}  # a NaN is null in it
             write_json(self.path / "summary.json", sealed(content))
         if self._wandb is not None:
-            self._wandb.finish(summary or {})
+            self._wandb.finish(summary)
 
     @contextmanager
     def progress_bar(self, total: int, initial: int) -> Iterator[tqdm]:
@@ -250,6 +255,8 @@ def open_run(request: RunRequest) -> RunDir:
             lock.release()
             raise
     except OSError as error:
+        if error.errno in PASSING:
+            raise
         raise ConfigError(f"out_dir={path} cannot be used: {error.strerror or error}") from error
 
 

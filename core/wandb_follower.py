@@ -58,7 +58,8 @@ def follow(run_dir: Path, mode: str) -> None:
     The summary is then left on standard input. Each line on standard output is for the run's log.
     mode: online, which goes on offline where that fails; offline; or send, which is online and does not.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # SLURM sends them to every process of a step
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # the training goes first
     out = os.dup(1)
@@ -116,12 +117,13 @@ def open_wandb(init: Mapping[str, Any], mode: str, argv: Sequence[str], **settin
 
 
 def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Event, say: Say) -> None:
-    before = recordings(run_dir)
+    before = [file for file in recordings(run_dir) if file.stem == f"run-{job['init']['id']}"]
     for recording in before:
         cut_incomplete_record(recording)
     sent = max(map(last_recorded, before), default=-1) if mode == "offline" else -1
     run = open_wandb(
-        job["init"], mode, job["argv"], init_timeout=job["init_timeout"], x_stats_pid=job["pid"],
+        {**job["init"], "dir": str(run_dir.resolve())}, mode, job["argv"],
+        init_timeout=job["init_timeout"], x_stats_pid=job["pid"],
         finish_timeout=max(0, job["linger"] - LAST_RESORT), finish_timeout_raises=True,
         x_transaction_log_flush_interval=2, x_file_stream_retry_max=2**31 - 1, x_file_stream_retry_wait_max_seconds=10,
     )  # fmt: skip
@@ -133,7 +135,7 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
     run.define_metric("*", step_metric="iter")
     run.define_metric("val/loss", step_metric="iter", summary="min,last")
     if job["diff"]:
-        Path(run.dir, "diff.patch").write_text(job["diff"])
+        Path(run.dir, "diff.patch").write_text(job["diff"], encoding="utf-8")
         run.save(f"{run.dir}/diff.patch", base_path=run.dir, policy="now")
     with open(run_dir / "metrics.jsonl", "rb") as file:
         for line in file_lines(file, ended):
@@ -176,7 +178,7 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
     else:
         folders = [str(file.parent) for file in unsent if file.parent.name.startswith("offline-")]
         several = f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"
-        say(f"W&B is offline; to upload the run: wandb sync {shlex.join(folders) if len(folders) < 2 else several}")
+        say(f"W&B is offline; to upload it: wandb sync {shlex.join(folders) if len(folders) < 2 else several}")
 
 
 def recordings(run_dir: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from core.files import finite, write_atomic
 from core.wandb_follower import start
 
 INIT_TIMEOUT = 20  # seconds that an online start may take before the run goes on offline
-PATIENCE = 15  # seconds that finish() waits for all of W&B
+PATIENCE, PATIENCE_AT_STOP = 15, 3  # seconds that finish() waits for all of W&B
 
 
 class WandbRun:
@@ -37,13 +37,14 @@ class WandbRun:
         self._relay = threading.Thread(target=self._relay_lines, daemon=True)
         self._relay.start()
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Hand W&B the summary and end it. Waits at most PATIENCE seconds."""
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Hand W&B the summary and end it. Waits at most PATIENCE seconds, PATIENCE_AT_STOP without a summary: whoever
+        stops a run may kill it soon."""
         assert self.process.stdin is not None
         with suppress(OSError):  # the process has ended, and the log says why
-            self.process.stdin.write(json.dumps(finite(dict(summary))).encode())
+            self.process.stdin.write(json.dumps(finite(dict(summary or {}))).encode())
         self.close()
-        self._relay.join(PATIENCE)
+        self._relay.join(PATIENCE if summary else PATIENCE_AT_STOP)
         if self._relay.is_alive():
             self.log("W&B takes long to finish: it is left behind and ends by itself")
 
@@ -63,7 +64,8 @@ class WandbRun:
 def wandb_mode(mode: str) -> str:
     """auto: $WANDB_MODE; without it online with an API key, offline without. Never a prompt."""
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE", mode)
+        mode = os.environ.get("WANDB_MODE", mode).lower()
+        mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)  # W&B's other words for them
     if mode in ("online", "offline", "disabled"):
         return mode
     return "online" if has_api_key() else "offline"

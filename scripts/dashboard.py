@@ -86,7 +86,7 @@ def report(asked: DashboardOptions, definition: Sweep) -> Any:
 
     # a runset with a project asks the server for its number
     project, tag = {} if asked.dry_run else {"project": asked.project}, sweep_tag(sweep_name(asked.sweep))
-    runs = wr.Runset(entity=asked.entity or "ENTITY", **project, filters=f"Tags() in ['{tag}']", groupby=["Group"])
+    runs = wr.Runset(entity=asked.entity or "ENTITY", **project, filters=f"Tags() in [{tag!r}]", groupby=["Group"])
     blocks = [
         block
         for name, panels in sections(definition)

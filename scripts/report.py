@@ -35,6 +35,8 @@ from scripts.reporting.tables import facts
 from sweeps.definition import sweep_name, sweep_tag
 from sweeps.status import FINAL, SweepPlace, tally
 
+FINISH_TIMEOUT = 300  # seconds for W&B to get the report's files
+
 
 def report(sweep: Sweep, out: Path, argv: Sequence[str]) -> None:
     """Write a sweep's report. Raises: ConfigError before anything is written."""
@@ -109,7 +111,8 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
         "project": config["wandb.project"], "job_type": "sweep", "name": name, "id": run_id, "resume": "allow",
         "tags": [sweep_tag(sweep.name)], "config": dict(sweep.about), "dir": str(folder.resolve()),
     }  # fmt: skip
-    run = open_wandb(init, mode, ["scripts/report.py", *argv], init_timeout=INIT_TIMEOUT)
+    limits = {"init_timeout": INIT_TIMEOUT, "finish_timeout": FINISH_TIMEOUT, "finish_timeout_raises": True}
+    run = open_wandb(init, mode, ["scripts/report.py", *argv], **limits)
     import vl_convert
     import wandb
     from PIL import Image

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Annotated
 from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
-from core.files import ROOT, expand, read_json
+from core.files import ROOT, FileLock, expand, read_json
 from core.process import StopSignal, say
 from core.rundir import at_end
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, options, require
@@ -37,6 +38,7 @@ from sweeps.status import FINAL, State, SweepPlace, failures, state_of, tally
 from training.config import TrainConfig
 
 POLL = 0.5  # seconds between two looks at the runs
+REPORT_SECONDS = 600  # after which the report to W&B is given up
 
 
 @options
@@ -227,7 +229,9 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     if wandb_mode(runs[0].config.wandb.mode) == "online":  # in a process: sweeps/ imports no scripts
         words = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
         words += [f"from={asked.from_}"] * (asked.from_ is not None)
-        subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *words])
+        # two launchers of a sweep end together
+        with FileLock(sweep_dir / "report.lock"), suppress(subprocess.TimeoutExpired):
+            subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *words], timeout=REPORT_SECONDS)
     if trouble:
         print(f"error: {trouble}", file=sys.stderr)
     complete = all(state.state in FINAL for state in states.values())

@@ -149,8 +149,9 @@ class Local:
 def visible_gpus() -> list[str]:
     """The GPUs that CUDA would use, as values of CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        named = [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
-        return [*itertools.takewhile(lambda gpu: not gpu.startswith("-"), named)]  # CUDA reads no further
+        named = [gpu.strip() for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        good = re.compile(r"\d+|(GPU|MIG)-.+")
+        return [*itertools.takewhile(good.fullmatch, named)]  # CUDA reads no further; SLURM may write NoDevFiles
     if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)

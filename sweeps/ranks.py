@@ -158,6 +158,13 @@ def stop_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def stop_without(torchrun: int) -> None:
+    """Send this process SIGTERM, so that it saves and stops, when torchrun was killed."""
+    while os.getppid() == torchrun:
+        time.sleep(LOOK)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
 def launch_ranks(arguments: str, config: str) -> None:
     """torchrun, which stops with the worker that started it.
 
@@ -178,6 +185,8 @@ def train_rank(config: str) -> int:
     """What torchrun starts. Returns train.py's exit status."""
     if ON_SLURM in os.environ:
         stop_once(signal.SIGTERM, signal.SIGUSR2)
+    else:
+        threading.Thread(target=stop_without, args=(os.getppid(),), daemon=True).start()
     import train
 
     try:

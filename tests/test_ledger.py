@@ -56,14 +56,14 @@ def test_a_row_waits_for_its_study_which_then_replaces_another_row(results: Path
 
 
 def test_a_limit_is_corrected_over_the_row(results: Path, tmp_path: Path) -> None:
-    rows = '''
+    rows = """
 A paper:
 - claim: below
   limit: 1.55
   parts:
     - {label: "near:", study: leak, weights: {"split=near,p=2": 1}}
     - {label: "far:", study: leak, weights: {"split=far,p=2": 1}}
-'''
+"""
     (tmp_path / "ledger.yaml").write_text(rows)
     made = Made(tmp_path / "leak")
     for fold, noise in enumerate((0.0, 0.02, -0.015)):

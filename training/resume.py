@@ -64,10 +64,13 @@ def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
     """Load the newest checkpoint into model and optimizer. Returns its state; {} where the run begins.
 
     Adds the commits of the code that trained it to session.facts. Raises: ConfigError where dtype, text, tokenizer or
-    max_iters does not fit the checkpoint.
+    max_iters does not fit the checkpoint, and where the ranks found different ones.
     """
     try:
         saved = load_checkpoint(run_dir)
+        steps = dist.gather(-1 if saved is None else saved.step)
+        told = f"out_dir={run_dir.path}: the ranks found checkpoints of iterations {steps} (-1: none)"
+        require(len({*steps}) == 1, f"{told}; is the folder shared, and can all of them read it?")
         if saved is None:
             return {}
         with checkpoint.errors_as_corrupt(saved.path):

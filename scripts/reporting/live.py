@@ -40,8 +40,10 @@ class WatchedRun:
 
     def __init__(self, sweep_dir: Path, plan: PlannedRun) -> None:
         self.sweep_dir, self.plan, self.state = sweep_dir, plan, State("pending")
-        files = ("metrics.jsonl", "diagnostics.jsonl", "samples.jsonl")
-        self.metrics, self.diagnostics, self.samples = (Lines(sweep_dir / plan.id / name) for name in files)
+        folder = sweep_dir / plan.id
+        self.metrics = Lines(folder / "metrics.jsonl")
+        self.diagnostics = Lines(folder / "diagnostics.jsonl", keep=1)
+        self.samples = Lines(folder / "samples.jsonl", keep=SAMPLES)
         self.json = ""
 
     def update(self) -> bool:
