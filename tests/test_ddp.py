@@ -19,13 +19,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, exit_status, fork
-from test_train import assert_same_run, lines, weights
+from test_train import assert_same_run, configured, lines, weights
 from variants import FULL
 
 import model.cross_entropy
 import train
+from core import dist
 from core.device import peak_flops
 from core.process import guarded
+from core.schema import ConfigError
 from sweeps.plan import compose
 from training.config import load_config
 from training.updates import seed_of_update
@@ -194,3 +196,13 @@ def test_a_bad_setting_is_one_line_from_one_rank(tiny_run: list[str], tmp_path: 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode != 0 and not (tmp_path / "runs").exists()
     assert done.stderr.count("error: gradient_accumulation_steps=3 must be divisible by 2 ranks") == 1
+
+
+def test_ranks_that_find_different_checkpoints_are_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train.run(configured(corpus, tmp_path / "run", max_iters=4)) == 0
+    (tmp_path / "run" / "summary.json").unlink()  # it goes on
+    monkeypatch.setattr(dist, "gather", lambda value: [value, -1] if type(value) is int else [value])
+    with pytest.raises(ConfigError, match=r"the ranks found checkpoints of iterations \[4, -1\] \(-1: none\)"):
+        train.run(configured(corpus, tmp_path / "run", max_iters=4))

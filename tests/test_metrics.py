@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from core.metrics import Metrics, plot, spike_score
+from core.metrics import Lines, Metrics, plot, spike_score
 
 
 @pytest.fixture
@@ -39,6 +39,12 @@ def test_cut_and_write_again_gives_the_uninterrupted_file(metrics: Metrics) -> N
                 if line["iter"] >= step:
                     metrics.write(line)
             assert metrics.path.read_bytes() == whole
+
+
+def test_a_reader_may_keep_only_the_last_lines(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"iter": {i}}}\n' for i in range(9)))
+    lines = Lines(tmp_path / "x.jsonl", keep=2)
+    assert lines.update() and [line["iter"] for line in lines.lines] == [7, 8] and not lines.update()
 
 
 def test_cut_keeps_the_bytes_of_lines_that_others_wrote_and_a_reader_sees_no_half_line(metrics: Metrics) -> None:

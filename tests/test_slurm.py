@@ -251,7 +251,7 @@ def test_two_nodes_that_receive_usr2_save_once_and_are_requeued(sweep: OnSlurm, 
     assert status["state"] == "stopped" and 10 <= status["iter"] < 80
     shell("scontrol", "update", f"JobId={task}", "StartTime=now")
     output, errors = ended(launcher)
-    assert "1 workers of 2 ranks" in output and "2 done" in output and errors == ""
+    assert "1 worker of 2 ranks" in output and "2 done" in output and errors == ""
     assert sweep.submissions() == 1 and f"resumed at iteration {status['iter']}" in sweep.log()
     assert sweep.tasks() == {}
     sweep.assert_same_as(two_ranks)

@@ -372,7 +372,7 @@ def test_a_run_may_be_of_several_ranks(tmp_path: Path, corpus: Path) -> None:
     eventually(lambda: log.read_text().count("resumed at iteration") == 2)
     assert log.read_text().count("SIGTERM") == 2
     output = output_of(process)
-    assert "1 workers of 2 ranks" in output and "1 done" in output
+    assert "1 worker of 2 ranks" in output and "1 done" in output
     assert read_json(folder / "summary.json")["ranks"] == 2
     assert [line["iter"] for line in lines(folder)] == [*range(201)]
 
@@ -393,7 +393,7 @@ def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launchers, "WORKER", str(tmp_path / "worker.py"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5ee")
     assert launchers.Local(launchers.LocalOptions(), tmp_path, "launch").workers == 2
-    for value, seen in (("-1", []), ("1,-1,2", ["1"])):
+    for value, seen in (("-1", []), ("1,-1,2", ["1"]), ("NoDevFiles", []), ("0, MIG-7", ["0", "MIG-7"])):
         with monkeypatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", value)
             assert launchers.visible_gpus() == seen
