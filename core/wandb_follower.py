@@ -129,7 +129,7 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
     )  # fmt: skip
     if mode != "offline":
         say(f"W&B: {run.url}")
-        sent = max(run.starting_step - 1, run.summary.get("iter", -1))  # what the server has
+        sent = run.starting_step - 1  # the server's last line; its summary may be one ahead of the lines
         mark_synced(before)
     run.define_metric("iter")
     run.define_metric("*", step_metric="iter")

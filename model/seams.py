@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch.nn as nn
 from torch import Tensor
 
-from core.schema import ConfigError, require
+from core.schema import require
 from model import options as settings
 from model.ops import at_least_fp32
 from model.options import GPTConfig, QKNormOptions, VariantOptions
@@ -68,11 +68,8 @@ class QKNorm(LateInit):
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         """(..., hs) -> (..., hs), times alpha (nh or 1, 1, 1): the learned logit scale, for queries."""
-        y, scale = at_least_fp32(x), self.scale(x)
-        if scale.dim() != x.dim() or scale.size(-1) != 1:
-            shapes = f"gives {[*scale.shape]} for x {[*x.shape]}"
-            raise ConfigError(f"qk_norm={self.options.name}: scale() {shapes}: as many sizes, the last 1")
-        y = (y - y.mean(-1, keepdim=True) if self.centred else y) * scale
+        y = at_least_fp32(x)
+        y = (y - y.mean(-1, keepdim=True) if self.centred else y) * self.scale(x)
         gain = self.head_gain
         y = y if gain is None else y * gain
         return (y if alpha is None else y * alpha).to(x.dtype)

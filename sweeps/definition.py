@@ -239,9 +239,9 @@ def checked_grid(key: str, swept: Any) -> Grid:
 
 
 def part_and_name(point: str, parts: Collection[str]) -> tuple[str, str]:
-    """The part of a point, "" where the sweep has none, and the point's name within it. A part's name has no /."""
+    """The part of a point, "" where the sweep has no `parts`, and its name within the part. A part's name has no /."""
     part, _, name = point.partition("/")
-    return (part, name or part) if part in parts else ("", point)
+    return (part, name or part) if parts else ("", point)
 
 
 def plain(point: str) -> str:

@@ -211,7 +211,7 @@ def test_without_a_text_it_is_what_both_hold_out(
 
 def test_a_literal_separator_in_the_held_out_text_is_refused() -> None:
     text = "ab ab<|endoftext|>ab" * 30
-    learnt = build_tokenizer("bpe", text, 280)
+    learnt = build_tokenizer("bpe", text, 265)
     tokenizer = BPETokenizer(learnt.learnt, has_separator=True)  # type: ignore[attr-defined]
     tokens = tokenizer.encode(text)
     corpus = Corpus("", tokenizer, tokens, Split(((0, 10),), ((10, len(tokens)),)))

@@ -452,7 +452,7 @@ def test_cloze_cuts_no_character(tmp_path: Path) -> None:
 def test_cloze_asks_at_places_where_no_merge_crosses(tmp_path: Path) -> None:
     words = np.random.default_rng(0).choice(["the", "then", "he", "hen", "a", "an", "and", "ran"], 6000)
     (tmp_path / "corpus.txt").write_text(" ".join(words) + "\n")
-    data = {"name": "text", "path": str(tmp_path / "corpus.txt"), "tokenizer": "bpe", "vocab_size": 300}
+    data = {"name": "text", "path": str(tmp_path / "corpus.txt"), "tokenizer": "bpe", "vocab_size": 265}
     assert train.run(configured(tmp_path, tmp_path / "run", data=data)) == 0
     run = load_run(tmp_path / "run" / "ckpt" / "best", torch.device("cpu"))
     lm = NanoQK(run.model, run.tokenizer)
