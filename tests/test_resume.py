@@ -337,6 +337,7 @@ def test_a_run_whose_terminal_is_gone_is_saved(tiny_run: list[str], tmp_path: Pa
     ours, its = pty.openpty()
 
     def in_its_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as it is without nohup
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     command = [sys.executable, str(ROOT / "train.py"), *tiny_run, "max_iters=100000", "out_dir=run"]
