@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from model.kernels import operators as kernels
 
-SMALL = 2**14  # elements; for fewer, PyTorch's own operation takes less time than the call of a kernel
-QUERIES = 64  # of a block of attention on a CPU
+SMALL, QUERIES = 2**14, 64  # elements from which the call of a kernel pays; queries of a block of attention on a CPU
 TINY = 1e-30  # a vector with max|x| <= TINY is a zero vector to the Lp norms
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 

@@ -19,6 +19,7 @@ from core.files import ROOT, expand, write_atomic
 from core.schema import NOT_EMPTY, WRITABLE, Help, options, require
 from scripts.reporting.charts import svg
 from scripts.reporting.runs import Sweep
+from scripts.reporting.statistics import best_rate
 from scripts.reporting.stored import read_stored
 from scripts.reporting.track import (
     BASELINE,
@@ -138,7 +139,7 @@ def definition(title: str, head: Sequence[str], words: Words, rates: Mapping[str
 
 def final_definition(grid: str, words: Words, means: Mapping[str, Mapping[float, float]]) -> str:
     """The sweep in which every contestant has its best rate and the fresh seeds."""
-    rates = {name: min(of, key=lambda rate: of[rate]) for name, of in means.items()}
+    rates = {name: best_rate(of) for name, of in means.items()}
     head = [f"extends: {grid}", "seeds: [11, 12, 13, 14, 15, 16, 17, 18]"]
     return definition("each contestant at its best rate, eight fresh seeds, which alone decide", head, words, rates)
 

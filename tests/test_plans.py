@@ -93,6 +93,24 @@ def test_a_plan_may_have_an_infinite_p(tmp_path: Path, corpus: Path) -> None:
     assert [run.config.qk_norm.p for run in frozen(file)] == [2.0, math.inf] and len(frozen(file)) == 2  # type: ignore[attr-defined]
 
 
+def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_path: Path, corpus: Path) -> None:
+    compare = {"a": {"baseline": "dropout=0,qk_norm=none"}, "b": {"pairs": [["dropout=0.0,qk_norm=rms", "p=2"]]}}
+    compare |= {"c": {"baseline": "dropout=0.0,qk_norm=none"}, "d": {"baseline": "part/x", "settings": ["part/*"]}}
+    said = launched(tiny_sweep(tmp_path, corpus, compare=compare), "dry_run=true")
+    known = "is no setting; there are dropout=0.0,qk_norm=none, dropout=0.0,qk_norm=rms, "
+    warnings = [line.partition("is no")[0] for line in said.splitlines() if line.startswith("warning: ")]
+    assert warnings == ["warning: compare.a: dropout=0,qk_norm=none ", "warning: compare.b: p=2 "]
+    assert said.count(known) == 2
+
+
+def test_a_sweep_is_never_in_a_runs_directory(tmp_path: Path, corpus: Path) -> None:
+    file = tiny_sweep(tmp_path, corpus)
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "config.yaml").touch()
+    assert "holds a run of train.py: write another sweep_dir=" in launched(file, status=2)
+    assert [path.name for path in (tmp_path / "sweep").iterdir()] == ["config.yaml"]
+
+
 def test_runs_that_two_points_share_are_planned_once(tmp_path: Path, corpus: Path) -> None:
     parts: dict[str, Any] = {"a": {"grid": {"qk_norm": ["none", "rms"]}}, "b": {"overrides": ["qk_norm=rms"]}}
     runs = frozen(tiny_sweep(tmp_path, corpus, grid={}, parts=parts))

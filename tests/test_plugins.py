@@ -126,6 +126,7 @@ def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytes
     [
         ("nowhere", "", "plugins=[nowhere]: no module nowhere in "),
         ("../up", "", "plugins=[../up] must be names of modules"),
+        ("half.py", "", "plugins=[half.py] must be names of modules: plugins=[half]"),
         ("broken", "1 / 0", "plugins=[broken] cannot be imported: ZeroDivisionError: division by zero"),
         ("again", PLUGIN.replace('"half"', '"rms"'), "HalfOptions.name=rms is taken by model.options"),
         ("spaced", PLUGIN.replace('"half"', '"a b"'), "HalfOptions.name=a b must be a lower-case word"),

@@ -28,14 +28,7 @@ from scripts.reporting.page import markdown, outline
 from scripts.reporting.runs import METRICS, Sweep, read_sweep, thinned
 from scripts.reporting.statistics import compared_families
 from scripts.reporting.stored import joined, read_stored, runs_csv
-from scripts.reporting.tables import (
-    Table,
-    comparison_table,
-    facts,
-    fault_table,
-    missing_tables,
-    part_table,
-)
+from scripts.reporting.tables import Table, comparison_table, facts, fault_table, missing_tables, part_table
 from sweeps.plan import read_plan
 from training.config import FaultOptions
 

@@ -187,10 +187,23 @@ def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:
     assert "difference_where" not in text and "### Iteration of the lowest" in text and "### Lowest" not in text
 
 
+def test_a_report_says_that_no_run_has_turned_up_yet(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep", compare={"p": {"baseline": "p=2"}})
+    for p in (2, 3):
+        made.run(f"p={p}", 0, falling(1.5))
+    said = "**All {} runs that are done have their lowest validation loss at their last evaluation**"
+    assert said.format(2) in text_of(sweep_of(made.path))
+    made.plan("p=3", 1, 1)  # of one that is not done nothing is known
+    assert said.format(2) in text_of(sweep_of(made.path))
+    made.run("p=2", 1, falling(1.5, 30))
+    assert "at their last evaluation" not in text_of(sweep_of(made.path))
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
         ({"share_of": "z"}, "compare.a.share_of=z is no entry of compare"),
+        ({"least": 5}, "compare.a: least and size need claim=lower or higher"),
         ({"x": "a start"}, "x and x_of are given together"),
         ({"x": "a start", "x_of": {"half": -1}}, "must be {word: number > 0}"),
     ],

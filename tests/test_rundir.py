@@ -136,6 +136,15 @@ def test_users_folder_is_refused_untouched(path: Path) -> None:
         assert snapshot(path.parent) == {"run/thesis.tex": b"years of work"}
 
 
+def test_a_sweeps_folder_is_refused_untouched(path: Path) -> None:
+    path.mkdir()
+    (path / "plan.jsonl").touch()
+    for fresh in (False, True):
+        with pytest.raises(ConfigError, match=f"out_dir={path} holds a sweep: write another out_dir"):
+            opened(path, fresh=fresh)
+        assert snapshot(path.parent) == {"run/plan.jsonl": b""}
+
+
 @pytest.mark.parametrize("names", [[], ["lock", "config.yaml.tmp"]])
 def test_a_directory_that_is_empty_or_whose_creation_was_cut_short_is_used(names: list[str], path: Path) -> None:
     path.mkdir()
@@ -269,6 +278,16 @@ def test_every_differing_setting_is_named(path: Path) -> None:
     }
     assert snapshot(path) == before and not is_locked(path)
     assert differences({"a": True, "b": None}, {"b": None, "c": 1.5}) == ["a true -> unset", "c unset -> 1.5"]
+
+
+def test_a_run_that_decays_to_its_end_is_told_how_to_train_on(path: Path) -> None:
+    schedule = CosineOptions(warmup_iters=10)
+    leave(path, "done", 100, max_iters=100, schedule=schedule)
+    with pytest.raises(ConfigError, match="; add schedule.lr_decay_iters=100 to train on at the schedule's last rate"):
+        opened(path, max_iters=200, schedule=schedule)
+    with pytest.raises(ConfigError, match="; use another out_dir or fresh=true"):  # it would not be enough
+        opened(path, max_iters=200, schedule=schedule, seed=2)
+    assert not opened(path, max_iters=200, schedule=CosineOptions(warmup_iters=10, lr_decay_iters=100)).finished
 
 
 def test_partial_run_goes_on_with_the_new_free_settings(path: Path) -> None:

@@ -146,6 +146,17 @@ def test_pairs_needed_are_those_of_power_tables(effect: float, n: int) -> None:
     assert n_needed(effect) == n_needed(-effect) == n  # G*Power 3, "difference between two dependent means"
 
 
+@pytest.mark.parametrize("effect", [1.5, 2.0])
+def test_folds_that_share_text_need_more_pairs(effect: float) -> None:
+    """Their test has the power of one whose differences vary by the root of 1 + n * shared more."""
+    shared = 1 / 9  # of ten folds
+    n = int(n_needed(effect, shared))
+    assert n_needed(effect) < n <= 10
+    assert n_needed(effect / math.sqrt(1 + n * shared)) <= n
+    assert n_needed(effect / math.sqrt(1 + (n - 1) * shared)) > n - 1
+    assert n_needed(1.0, shared) == math.inf  # of ten folds there is no eleventh
+
+
 def test_a_mean_curve_has_the_iterations_that_all_runs_have() -> None:
     curve = mean_curve({(1, None): {0: 4.0, 100: 2.0, 200: 1.0}, (2, None): {0: 4.0, 50: 3.0, 200: 2.0}})
     assert {i: estimate.mean for i, estimate in curve.items()} == {0: 4.0, 200: 1.5}

@@ -308,6 +308,7 @@ def test_a_server_that_dies_gets_each_line_once_when_it_is_back(tmp_path: Path, 
     assert 0 < len(arrived(server)) < 1000 == len(history(inspect(run, "run-*")[0]))
     assert "W&B is off" in sent_later(run) and 0 < len(arrived(server)) < 1000  # not back yet
     server.down, server.dies_after = False, 10**9
+    server.runs["run-1"]["summary"] = json.dumps({"iter": len(arrived(server))})  # it came a line before its line
     RunDir(run).status("done", iter=1000)
     assert f"W&B: {server.url}" in sent_later(run) and arrived(server) == [*range(1000)]
     assert f"W&B: {server.url}" in sent_later(run) and arrived(server) == [*range(1000)]

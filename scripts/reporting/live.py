@@ -111,14 +111,14 @@ def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
     runs: dict[str, WatchedRun] = {}
     lock, kept = threading.Lock(), b""
 
-    def text() -> bytes:
+    def text() -> str:
         plan = [watched_run(folder)] if run else read_plan(folder)  # it may have grown
         with lock:
             for one in plan:
                 runs.setdefault(one.id, WatchedRun(folder.parent if run else folder, one))
         sweep = read_json(folder / "sweep.json").get("sweep") or {}
         title = ": ".join(filter(None, [folder.name, sweep.get("title")]))
-        return page(title, plan, sweep.get("parts", {})).encode()
+        return page(title, plan, sweep.get("parts", {}))
 
     def data() -> bytes:
         nonlocal kept
@@ -131,13 +131,13 @@ def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
 
     last = text()  # what cannot be read is refused now
 
-    def kept_text() -> bytes:
+    def html_page() -> bytes:
         nonlocal last
         with suppress(ConfigError):  # the files may be away for a moment
             last = text()
-        return last
+        return last.encode()
 
-    return serve(kept_text, data, port)
+    return serve(html_page, data, port)
 
 
 def page(title: str, plan: Sequence[PlannedRun], parts: Collection[str] = ()) -> str:

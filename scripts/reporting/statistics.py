@@ -262,19 +262,19 @@ class Family:
         title = self.asked.title or f"Comparison {self.name}"
         return title[0].upper() + title[1:] if title[:2].isalpha() else title  # p = 2 keeps its small letter
 
-    def short_names(self) -> dict[str, str]:
-        """Setting -> its name without the part and the words that all compared settings share."""
-        places = {s: part_and_name(s, self.parts) for c in self.comparisons[0] for s in (c.a, c.b)}
-        one_part = len({part for part, _ in places.values()}) == 1
-        words = {s: name.split(",") for s, (_, name) in places.items()}
-        shared = set.intersection(*map(set, words.values())) if words else set[str]()
-        found = {s: ",".join(word for word in of if word not in shared) for s, of in words.items()}
-        if not all(found.values()):
-            found = {s: name for s, (_, name) in places.items()}
-        return {s: name if one_part else "/".join(filter(None, [places[s][0], name])) for s, name in found.items()}
-
     def names_in_parts(self) -> dict[str, str]:
-        return {s: part_and_name(s, self.parts)[1] for c in self.comparisons[0] for s in (c.a, c.b)}
+        """Setting -> its name without the part and the words that all compared settings share."""
+        names = {s: part_and_name(s, self.parts)[1] for c in self.comparisons[0] for s in (c.a, c.b)}
+        shared = set.intersection(*(set(name.split(",")) for name in names.values())) if names else set[str]()
+        found = {s: ",".join(word for word in name.split(",") if word not in shared) for s, name in names.items()}
+        return found if all(found.values()) else names
+
+    def short_names(self) -> dict[str, str]:
+        """The same, with their parts where these are several."""
+        names = self.names_in_parts()
+        parts = {s: part_and_name(s, self.parts)[0] for s in names}
+        several = len({*parts.values()}) > 1
+        return {s: "/".join(filter(None, [parts[s] * several, name])) for s, name in names.items()}
 
     def pair_name(self, c: Comparison) -> str:
         """A's name where all are compared with one setting, else that of A and B."""
@@ -310,15 +310,10 @@ def compared_families(sweep: Sweep) -> list[Family]:
 
 
 def paired(family: Family, whole: Family) -> list[tuple[Comparison, Comparison | None]]:
-    """Each comparison of a family with that of `whole` whose settings have the same short names, or the same names
-    within their parts."""
-    found: dict[str, Comparison] = {}
-    for name_of in (Family.short_names, Family.names_in_parts):
-        names, of_whole = name_of(family), name_of(whole)
-        known = {(of_whole[c.a], of_whole[c.b]): c for c in whole.comparisons[0]}
-        pairs = [(c, known.get((names[c.a], names[c.b]))) for c in family.comparisons[0]]
-        found = {f"{c.a} {c.b}": other for c, other in pairs if other is not None} | found
-    return [(c, found.get(f"{c.a} {c.b}")) for c in family.comparisons[0]]
+    """Each comparison of a family with that of `whole` whose settings have the same names in their parts."""
+    names, of_whole = family.names_in_parts(), whole.names_in_parts()
+    known = {(of_whole[c.a], of_whole[c.b]): c for c in whole.comparisons[0]}
+    return [(c, known.get((names[c.a], names[c.b]))) for c in family.comparisons[0]]
 
 
 def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> list[Comparison]:
@@ -402,6 +397,11 @@ def final_losses(sweep: Sweep) -> dict[str, dict[float, list[float]]]:
         variant: {rate: [run.summary["val/loss"] for run in runs if run.done] for rate, runs in of.items()}
         for variant, of in runs_by_rate(sweep).items()
     }
+
+
+def best_rate(means: Mapping[float, float]) -> float:
+    """The learning rate with the lowest mean loss."""
+    return min(means, key=lambda rate: means[rate])
 
 
 def final_means(of: Mapping[float, Sequence[Run]], key: str = "val/loss") -> dict[float, float]:

@@ -17,6 +17,7 @@ from scripts.reporting.statistics import (
     Comparison,
     Estimate,
     Family,
+    best_rate,
     final_means,
     highest_stable,
     independent,
@@ -273,7 +274,7 @@ def stability_table(sweep: Sweep) -> Table | None:
     for variant, of in runs_by_rate(sweep).items():
         highest, failure = highest_stable(of)
         known = final_means(of)
-        best = min(known, key=lambda rate: known[rate], default=None)
+        best = best_rate(known) if known else None
         alone = stable_by_replicate(of)
         rows.append([
             variant, number(best, "g"), number(known.get(best or 0.0)), number(highest, "g"),

@@ -20,6 +20,7 @@ from scripts.reporting.runs import METRICS, Sweep
 from scripts.reporting.statistics import (
     Comparison,
     Estimate,
+    best_rate,
     by_rate,
     compare,
     final_means,
@@ -60,7 +61,7 @@ class Entry:
 
     @property
     def best(self) -> float:
-        return min(self.means, key=lambda rate: self.means[rate])
+        return best_rate(self.means)
 
     @property
     def verdict(self) -> str:
@@ -89,7 +90,7 @@ def at_the_edge(grid: Sweep) -> dict[str, float]:
     """Contestants whose best rate is the lowest or the highest one that was tried, with the rate to try next."""
     found = {}
     for name, means in mean_losses(grid).items():
-        tried, best = sorted(by_rate(grid)[name]), min(means, key=lambda rate: means[rate])
+        tried, best = sorted(by_rate(grid)[name]), best_rate(means)
         if best in (tried[0], tried[-1]):
             found[name] = best / 2 if best == tried[0] else best * 2
     return found
@@ -97,7 +98,7 @@ def at_the_edge(grid: Sweep) -> dict[str, float]:
 
 def plateau(means: Mapping[float, float], tried: Iterable[float]) -> float:
     """Octaves of neighbouring rates of those that were tried within PLATEAU of the best one."""
-    rates, best = sorted(tried), min(means, key=lambda rate: means[rate])
+    rates, best = sorted(tried), best_rate(means)
     good = {rate for rate, mean in means.items() if mean <= means[best] + PLATEAU}
     low = high = rates.index(best)
     while low > 0 and rates[low - 1] in good:
@@ -122,7 +123,7 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
     for name in names:
         runs, key = final.done(name), " ".join(words[name])
         require(bool(runs), f"{final.name} has no run of {name} that is done")
-        best, rate = min(means[name], key=lambda rate: means[name][rate]), runs[0].config["optim.learning_rate"]
+        best, rate = best_rate(means[name]), runs[0].config["optim.learning_rate"]
         require(rate == best, f"{final.name} has {name} at the learning rate {rate:g}; the grid's best is {best:g}")
         first = runs[0].summary
         logits = [run.summary[LOGIT_KEY] for run in runs if LOGIT_KEY in run.summary]
