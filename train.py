@@ -151,7 +151,7 @@ def train(
             if evaluating:
                 evaluate(session, run_dir, line)
                 lowest.update(step, line["val/loss"], extra=not eval_due)  # extra: only because the run ends here
-            if lowest.step == step or is_last or (is_save_step(step, config) and step > start):
+            if lowest.step == step or is_last or (step % config.checkpoint_interval == 0 and step > start):
                 save(session, run_dir, meter, lowest, line, eval_due)
             if is_last:
                 break
@@ -172,34 +172,23 @@ def train(
             meter.add(line, loss, norm, maxima)  # meter.read() writes them into `line`
             bar.update()
 
-            # Wait for the losses and gradient norms since the last read.
+            # Read the losses and norms since the last read (a wait): at log lines, before an evaluation or a save.
             stopping = agreement.any_rank(stop.signal > 0)  # all ranks stop after the same update
-            if is_read_step(step, config) or evaluating or stopping:
+            log_due = step % config.log_interval == 0 or evaluating
+            if log_due or stopping or evaluates_or_saves(step + 1, config):
                 meter.read()
             if evaluating:
                 line |= update_ratios(model, old_weights)
-            if is_log_step(step, config) or evaluating:
+            if log_due:
                 line |= meter.take_interval()
                 run_dir.record(line)
                 show_progress(run_dir, bar, line, meter.seconds_left(line) if step > start else None)
     return line
 
 
-def is_eval_step(step: int, config: TrainConfig) -> bool:
-    return step % config.eval_interval == 0 or step == config.max_iters
-
-
-def is_save_step(step: int, config: TrainConfig) -> bool:
-    return step % config.checkpoint_interval == 0
-
-
-def is_log_step(step: int, config: TrainConfig) -> bool:
-    return step % config.log_interval == 0 or is_eval_step(step, config)
-
-
-def is_read_step(step: int, config: TrainConfig) -> bool:
-    """Whether the host waits for the numbers of update `step`: at log lines, and before an evaluation or a save."""
-    return is_log_step(step, config) or is_eval_step(step + 1, config) or is_save_step(step + 1, config)
+def evaluates_or_saves(step: int, config: TrainConfig) -> bool:
+    """Whether the model is evaluated or saved after `step` updates: the losses before it must have been read."""
+    return 0 in (step % config.eval_interval, step % config.checkpoint_interval) or step == config.max_iters
 
 
 def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:

@@ -47,11 +47,10 @@ class RunRequest:
 
     path: Path
     config_yaml: str
-    changes: Callable[[Any], list[str]]  # content of an older config.yaml -> "key old -> new" where the numbers change
+    refusal: Callable[[Any], str]  # content of an older config.yaml -> what differs, and what to do; "" if nothing does
     max_iters: int
     fresh: bool = False
     must_exist: bool = False
-    advice: Callable[[Any], str] = lambda old: "use another out_dir or fresh=true"  # where `old` has changes
 
 
 class RunDir:
@@ -311,15 +310,11 @@ def open_locked(request: RunRequest, lock: FileLock) -> RunDir:
         return run
     try:
         old = load_yaml((path / "config.yaml").read_text(encoding="utf-8"))
-        changes = request.changes(old)
-        advice = request.advice(old) if changes else ""
+        refusal = request.refusal(old)
     except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
-    require(
-        not changes,
-        f"out_dir={path} holds a run with other settings: {', '.join(changes)}; {advice}",
-    )
+    require(not refusal, f"out_dir={path} holds a run with other settings: {refusal}")
     last = read_json(path / "summary.json").get("iter", -1)
     reached = isinstance(last, int) and last >= request.max_iters
     run.finished = run.state == "diverged" or (run.state == "done" and reached)

@@ -234,8 +234,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     if T == S > 1:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **asked)
     # one query is the last, and sees every key
-    mask = None if T == 1 else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    mask = None if T == 1 else ~is_future(T, S, q.device)
     return F.scaled_dot_product_attention(q, k, v, mask, **asked)
+
+
+def is_future(T: int, S: int, device: torch.device) -> Tensor:
+    """Whether key j lies after query i, bool (T, S). The queries are the last T of S positions."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).triu(S - T + 1)
 
 
 Bend = Callable[[Tensor], Tensor]  # an increasing elementwise function of logits in fp32 at least
@@ -281,8 +286,7 @@ def attention_and_lse_reference(
         block = at_least_fp32(q[..., i:end, :]).flatten(2, 3)  # (B, nkv, group rows, dk)
         logits = (block @ at_least_fp32(k[:, :, :seen]).mT * scale).unflatten(2, (group, -1))
         logits = logits if bend is None else bend(logits)
-        future = torch.ones(end - i, seen, dtype=torch.bool, device=q.device).triu(seen - (end - i) + 1)
-        logits = logits.masked_fill(future, -math.inf)
+        logits = logits.masked_fill(is_future(end - i, seen, q.device), -math.inf)
         lse = logits.logsumexp(-1)  # (B, nkv, group, rows)
         att = (logits - lse[..., None]).exp().to(v.dtype)
         if seed is None:
@@ -377,8 +381,7 @@ def visible_logits(q: Tensor, k: Tensor, scale: float, bend: Bend | None = None)
         end = min(i + rows, T)
         with torch.autocast(q.device.type, enabled=False):
             logits = matmul_fp32(q[:, :, i:end], k[:, :, :end].transpose(-2, -1)) * scale
-        future = torch.ones(end - i, end, dtype=torch.bool, device=q.device).triu(i + 1)
-        yield (logits if bend is None else bend(logits)).masked_fill(future, -math.inf)
+        yield (logits if bend is None else bend(logits)).masked_fill(is_future(end - i, end, q.device), -math.inf)
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -494,7 +497,6 @@ def latent_attention_reference(
         logits = logits - scale * shift
     logits = logits if bend is None else bend(logits)
     if T > 1:
-        future = torch.ones(T, S, dtype=torch.bool, device=logits.device).triu(S - T + 1)
-        logits = logits.masked_fill(future, -math.inf)
+        logits = logits.masked_fill(is_future(T, S, logits.device), -math.inf)
     att = F.softmax(logits, -1).to(latent.dtype)
     return (att.flatten(1, 2) @ latent).view(B, nh, T, -1), logits.logsumexp(-1) if with_lse else None

@@ -209,14 +209,6 @@ class WholeRMSNormOptions(RMSNormOptions):
 
     name: str = "rms_whole"
 
-    def check_fit(self, config: "GPTConfig") -> None:
-        unified = isinstance(config.attention, MLAOptions) and config.attention.qk_norm_layout == "unified"
-        require(
-            not unified,
-            "qk_norm=rms_whole needs attention.qk_norm_layout=blockwise: its gains differ between heads, and MLA's RoPE"
-            " key is shared by them",
-        )
-
 
 @options
 class NGPTNormOptions(RMSNormOptions):
@@ -296,12 +288,6 @@ class ValueNormOptions(OutputOptions):
     name: str = "value_norm"
     eps: Annotated[float, POSITIVE, Help("added to the mean square")] = 1e-6
 
-    def check_fit(self, config: "GPTConfig") -> None:
-        require(
-            not isinstance(config.attention, MLAOptions),
-            f"output={self.name} needs attention=mha or gqa: MLA decodes without values, and caches no scale of them",
-        )
-
     @property
     def label(self) -> str:
         return self.name
@@ -354,12 +340,6 @@ class GPTConfig:
             not unified or self.qk_norm.name != "none",
             "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
         )
-        for group, one in self.variants.items():
-            known = isinstance(self.attention, MHAOptions | MLAOptions)
-            require(
-                known,
-                f"{group}={one.name} needs attention=mha, gqa or mla, or a layout whose options derive from theirs",
-            )
         for one in (self.qk_norm, *self.variants.values()):
             one.check_fit(self)
 

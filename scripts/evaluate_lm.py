@@ -10,6 +10,7 @@ Prints a table; the last line is JSON. Needs the extra `eval`.
 
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -149,11 +150,13 @@ def cloze(run: LoadedRun) -> Any:
 
 
 def metrics_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Task -> metric -> value: acc, acc_norm, perplexity, …, and their _stderr. NaN values are dropped."""
+    """Task -> metric -> value: acc, acc_norm, perplexity, …, and their _stderr. NaN and infinity are dropped."""
     found: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
         numbers = {key: value for key, value in values.items() if "," in key and isinstance(value, int | float)}
-        found[task] = {key.removesuffix(",none"): float(value) for key, value in numbers.items() if value == value}
+        found[task] = {
+            key.removesuffix(",none"): float(value) for key, value in numbers.items() if math.isfinite(value)
+        }
     return found
 
 

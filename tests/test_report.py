@@ -447,34 +447,12 @@ def test_a_done_run_with_damaged_files_or_another_length_is_not_done(made: Made,
     assert rows_of(part_table(sweep, ["a/p=2"]))[0]["mean of the runs' minima"] == "1.5100"
 
 
-def test_pairs_are_matched_by_seed_and_fold(tmp_path: Path) -> None:
-    made = Made(tmp_path / "sweep", compare={"x": {"pairs": [["p=3", "p=2"]]}})
-    for fold in (4, 1, 0, 2):  # in another order
-        made.run("p=3", fold, falling(1.0 + fold))
-    for fold in (0, 1, 3, 4):
-        made.run("p=2", fold, falling(1.1 + fold + 0.01 * fold))
-    made.run("p=2", 2, falling(9.0), seed=2)  # fold 2 of another seed is no partner
-    for p, seed in ((2, 3), (3, 3)):
-        made.run(f"p={p}", None, falling(1.5 - p / 10), seed=seed)  # seeds pair where there are no folds
-    ((comparison,), *_) = compared_families(sweep_of(made.path))[0].comparisons
-    differences = {(1, 4): -0.14, (1, 1): -0.11, (1, 0): -0.1, (3, None): -0.1}
-    assert comparison.differences == pytest.approx(differences) and comparison.planned == 4
-
-
-def test_a_sweep_with_fewer_than_two_pairs_says_so(tmp_path: Path) -> None:
-    pairs = [["p=3", "p=2"], ["p=3", "p=9"], ["p=4", "p=2"]]
-    made = Made(tmp_path / "sweep", compare={"x": {"pairs": pairs}})
-    made.run("p=2", None, falling(1.5))
-    made.run("p=3", None, falling(1.4))
-    made.plan("p=4", 1, None)
-    sweep = sweep_of(made.path)
-    rows = rows_of(comparison_table(sweep, compared_families(sweep)[0].comparisons[0], METRICS[0]))
-    assert [row["verdict on A"] for row in rows] == [
-        "fewer than 2 complete pairs: no test", "no such pair in the plan", "fewer than 2 complete pairs: no test",
-    ]  # fmt: skip
-    assert rows[0]["mean of A − B"] == "−0.1000" and rows[0]["t: p"] == "–"
-    (row,) = rows_of(part_table(sweep, ["p=2"]))
-    assert (row["minimum of the mean curve"], row["SD"]) == ("1.5000", "–")
+def test_means_count_the_seeds_of_a_fold_as_one_value(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    for seed, fold, loss in ((1, 0, 1.0), (2, 0, 1.0), (3, 0, 1.0), (1, 1, 2.0)):
+        made.run("p=2", fold, falling(loss), seed=seed)
+    (row,) = rows_of(part_table(sweep_of(made.path), ["p=2"]))
+    assert {row[name] for name in ("minimum of the mean curve", "mean of the runs' minima", "final loss")} == {"1.5000"}
 
 
 def test_a_run_may_belong_to_several_settings(made: Made) -> None:

@@ -60,7 +60,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from core.rundir import RunRequest, open_run
-run = open_run(RunRequest(Path(sys.argv[1]), "", lambda old: [], 1))
+run = open_run(RunRequest(Path(sys.argv[1]), "", lambda old: "", 1))
 print("open", flush=True)
 time.sleep(60)
 """

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
-from test_report import Made, falling, sweep_of
+from test_report import Made, falling, finish, rows_of, sweep_of
 
 from data.folds import leak_split, split
-from scripts.reporting.runs import Replicate
+from data.options import TinyShakespeareOptions
+from scripts.reporting.runs import METRICS, Replicate
 from scripts.reporting.statistics import (
     Comparison,
     Estimate,
@@ -25,17 +26,18 @@ from scripts.reporting.statistics import (
     judge,
     mean_curve,
     n_needed,
+    shared_text,
 )
-from scripts.reporting.statistics import test_over_train as amounts
+from scripts.reporting.tables import comparison_table, part_table
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
 DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
 DRUG_2 = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
 
 
-def paired(a: Sequence[float], b: Sequence[float], test_over_train: float | None = None) -> Comparison:
+def paired(a: Sequence[float], b: Sequence[float], shared: float = 0.0) -> Comparison:
     values: dict[Replicate, tuple[float, float]] = {(1, fold): pair for fold, pair in enumerate(zip(a, b, strict=True))}
-    return Comparison("a", "b", len(values), values, test_over_train)
+    return Comparison("a", "b", len(values), values, shared)
 
 
 def test_p_values_and_intervals_are_students_and_scipys() -> None:
@@ -60,8 +62,8 @@ def test_the_correction_takes_the_amounts_of_text_that_the_split_has(which: str)
     ]
     one = split(10**6, 10, 1) if which == "contiguous" else leak_split(10**6, 10, 1, 64, which == "far")
     held_out, trained = (sum(end - start for start, end in ranges) for ranges in (one.val, one.train))
-    assert amounts(runs) == pytest.approx(held_out / trained, rel=0.05)
-    assert amounts(runs[:1]) is None
+    assert shared_text(runs) == pytest.approx(held_out / trained, rel=0.05)
+    assert shared_text(runs[:1]) == 0
 
 
 def test_the_correction_for_folds_is_the_t_test_with_a_larger_variance() -> None:
@@ -197,3 +199,57 @@ def test_a_claim_is_judged_by_its_interval(
         assert judge(Estimate(0.0, low, high, 5), "lower", size, least, p=0.04) == verdict
     mirrored = Estimate(0.0, None if high is None else -high, None if low is None else -low, 5)
     assert judge(mirrored, "higher", size, least) == verdict
+
+
+def test_pairs_are_matched_by_seed_and_fold(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep", compare={"x": {"pairs": [["p=3", "p=2"]]}})
+    for fold in (4, 1, 0, 2):  # in another order
+        made.run("p=3", fold, falling(1.0 + fold))
+    for fold in (0, 1, 3, 4):
+        made.run("p=2", fold, falling(1.1 + fold + 0.01 * fold))
+    made.run("p=2", 2, falling(9.0), seed=2)  # fold 2 of another seed is no partner
+    for p, seed in ((2, 3), (3, 3)):
+        made.run(f"p={p}", None, falling(1.5 - p / 10), seed=seed)  # seeds pair where there are no folds
+    ((comparison,), *_) = compared_families(sweep_of(made.path))[0].comparisons
+    differences = {(1, 4): -0.14, (1, 1): -0.11, (1, 0): -0.1, (3, None): -0.1}
+    assert comparison.differences == pytest.approx(differences) and comparison.planned == 4
+
+
+def test_a_sweep_with_fewer_than_two_pairs_says_so(tmp_path: Path) -> None:
+    pairs = [["p=3", "p=2"], ["p=3", "p=9"], ["p=4", "p=2"]]
+    made = Made(tmp_path / "sweep", compare={"x": {"pairs": pairs}})
+    made.run("p=2", None, falling(1.5))
+    made.run("p=3", None, falling(1.4))
+    made.plan("p=4", 1, None)
+    sweep = sweep_of(made.path)
+    rows = rows_of(comparison_table(sweep, compared_families(sweep)[0].comparisons[0], METRICS[0]))
+    assert [row["verdict on A"] for row in rows] == [
+        "fewer than 2 complete pairs: no test",
+        "no pairs of one seed and one held-out text",
+        "fewer than 2 complete pairs: no test",
+    ]
+    assert rows[0]["mean of A − B"] == "−0.1000" and rows[0]["t: p"] == "–"
+    (row,) = rows_of(part_table(sweep, ["p=2"]))
+    assert (row["minimum of the mean curve"], row["SD"]) == ("1.5000", "–")
+
+
+def test_folds_of_other_text_are_no_pairs(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep", compare={"x": {"baseline": "p=2", "settings": ["*"]}})
+    for fold in range(3):
+        made.run("p=2", fold, falling(1.5))
+        for p, changes in ((3, {"folds": 5}), (4, {"split": "shuffled"})):
+            path = made.plan(f"p={p}", 1, fold, data=TinyShakespeareOptions(fold=fold, **changes))
+            finish(path, falling(1.4 - fold / 100))
+    for c in compared_families(sweep_of(made.path))[0].comparisons[0]:
+        assert (c.planned, c.verdict("lower", "higher")) == (0, "no pairs of one seed and one held-out text")
+
+
+def test_what_is_left_where_runs_diverged_is_no_test(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep", compare={"x": {"baseline": "p=2", "settings": ["*"], "claim": "lower"}})
+    for fold in range(10):
+        made.run("p=2", fold, falling(1.5 + fold / 100))
+        finish(made.plan("p=3", 1, fold), falling(1.4), status="diverged" if fold % 2 else "done", reason="nan")
+    (family,) = compared_families(sweep_of(made.path))
+    c = family.comparisons[0][0]
+    assert c.p["t"] < 0.001 and c.verdict("lower", "higher") == "5 of 10 pairs diverged: no test"
+    assert c.judged(family.asked) == "not tested"

@@ -15,8 +15,8 @@ from scipy import stats
 from core.cli import run_script
 from core.schema import ConfigError, flatten
 from scripts import track
-from scripts.reporting.runs import Run, Sweep
-from scripts.reporting.statistics import n_needed
+from scripts.reporting.runs import Replicate, Run, Sweep
+from scripts.reporting.statistics import Comparison, adjust, n_needed
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
 from scripts.reporting.track import at_the_edge, entries, label_sides, mean_losses, noise, plateau, widened
 from scripts.track import TrackOptions, final_definition, make, small_definition
@@ -149,6 +149,13 @@ def test_a_rejected_step_is_one_whose_interval_excludes_zero() -> None:
             wide = widened(family)[c.a]
             assert wide.low is not None and wide.high is not None and c.adjusted["t"] is not None
             assert (c.adjusted["t"] <= 0.05) == (wide.low > 0 or wide.high < 0)
+
+
+def test_of_folds_the_boards_interval_is_that_of_the_test_that_decides() -> None:
+    values: dict[Replicate, tuple[float, float]] = {(1, fold): (1.0 + x, 1.0) for fold, x in enumerate(SPREAD)}
+    family = [Comparison("sink", "rms", 8, values, shared=1 / 9)]
+    adjust(family)
+    assert widened(family)["sink"] == family[0].deciding != family[0].estimate
 
 
 def test_a_board_of_final_runs_at_another_rate_than_the_grids_best_is_refused(tmp_path: Path) -> None:

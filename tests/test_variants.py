@@ -425,7 +425,7 @@ REFUSED = [
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_a_combination_that_is_refused_says_why(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(given)
+        GPT(load_config(given).gpt, 11)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 

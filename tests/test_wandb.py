@@ -219,7 +219,7 @@ out_dir, mode, init_timeout, patience, end, pause = sys.argv[1:]
 wandb_run.INIT_TIMEOUT, wandb_run.PATIENCE = float(init_timeout), float(patience)
 asked = []
 signal.signal(signal.SIGINT, lambda *_: asked.append(1))
-run = open_run(RunRequest(Path(out_dir), "", lambda old: [], 1000))
+run = open_run(RunRequest(Path(out_dir), "", lambda old: "", 1000))
 init = {"project": "nanoqk", "id": "run-1", "dir": out_dir, "resume": "allow"}
 run.begin("", 0, {"mode": wandb_run.wandb_mode(mode), "init": init})
 print("W&B process", run._wandb and run._wandb.process.pid, flush=True)
@@ -468,7 +468,7 @@ def test_interrupted_trainer_without_terminal_or_key_is_recorded_offline_in_full
 
 
 def test_wandb_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = open_run(RunRequest(tmp_path / "run", "", lambda old: [], 1))
+    run = open_run(RunRequest(tmp_path / "run", "", lambda old: "", 1))
     printed: list[str] = []
     run.print_line = printed.append
     monkeypatch.setattr(wandb_follower.sys, "executable", "/bin/false")

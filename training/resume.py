@@ -26,21 +26,17 @@ def run_request(config: TrainConfig) -> RunRequest:
     def decisive(settings: TrainConfig) -> dict[str, Any]:
         return {shown_as.get(key, key): value for key, value in settings.trajectory.items()}
 
-    def changes(old: Any) -> list[str]:  # between the directory's settings and these: any refuses the run
-        return differences(decisive(load_config(old)), decisive(config))
-
-    def advice(old: Any) -> str:
-        before, now, anew = load_config(old), config.schedule, "use another out_dir or fresh=true"
+    def refusal(old: Any) -> str:
+        before, now, advice = load_config(old), config.schedule, "use another out_dir or fresh=true"
+        changes = differences(decisive(before), decisive(config))
         if isinstance(before.schedule, DecayOptions) and isinstance(now, DecayOptions):
             end = before.schedule.decay_end(before.max_iters)
             longer = replace(config, schedule=replace(now, lr_decay_iters=end))
             if config.max_iters > before.max_iters and decisive(longer) == decisive(before):
-                return f"add schedule.lr_decay_iters={end:g} to train on at the schedule's last rate, else {anew}"
-        return anew
+                advice = f"add schedule.lr_decay_iters={end:g} to train on at the schedule's last rate, else {advice}"
+        return f"{', '.join(changes)}; {advice}" if changes else ""
 
-    return RunRequest(
-        config.run_dir, to_yaml(config), changes, config.max_iters, config.fresh, config.eval_only, advice
-    )
+    return RunRequest(config.run_dir, to_yaml(config), refusal, config.max_iters, config.fresh, config.eval_only)
 
 
 def open_run_dir(session: Session) -> RunDir:

@@ -12,8 +12,8 @@ from scripts.reporting.statistics import (
     by_rate,
     final_losses,
     losses_along,
+    shared_text,
     shares,
-    test_over_train,
     within,
 )
 
@@ -164,8 +164,7 @@ def range_figure(sweep: Sweep, family: Family) -> Figure | None:
         if at and done:
             places[setting] = ",".join(word for word in words if word not in family.asked.x_of), at[0]
             losses[setting] = done
-    runs = [run for setting in losses for run in sweep.done(setting)]
-    points = within(losses, (test_over_train(runs) or 0.0) if runs else 0.0)
+    points = within(losses, shared_text([run for setting in losses for run in sweep.done(setting)]))
     if not points:
         return None
     look = charts.styles({"": {line: line for line, _ in places.values()}})

@@ -24,8 +24,8 @@ from scripts.reporting.statistics import (
     judge,
     paired_p,
     runs_by_rate,
+    shared_text,
     stable_by_replicate,
-    test_over_train,
 )
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Table, mean_and_ends
@@ -41,7 +41,7 @@ class Part:
     """A number of a row: sum of weight * (mean of a metric over the runs of a setting), paired by fold and seed.
 
     weights: setting -> weight; with metric=STABLE, variant -> weight. metric: one of runs.csv, STABLE, or GROWTH's.
-    fold: the number is of its seeds alone. Of several folds the seeds of each are averaged.
+    Of several folds the seeds of each are averaged.
     waits: the part is left out until the study is complete.
     file, key: a ratio in a JSON file of results/ instead, {"median": …, "low": …, "high": …}, shown as a share over 1.
     """
@@ -50,7 +50,6 @@ class Part:
     study: str = ""
     weights: dict[str, Any] = field(default_factory=dict)
     metric: str = "val/loss_min"
-    fold: int | None = None
     waits: bool = False
     file: str = ""
     key: tuple[str, ...] = ()
@@ -184,8 +183,7 @@ def measured(part: Part, against: float) -> Found:
         values = {setting: values_of(sweep, setting, part.metric) for setting in part.weights}
         runs = [run for setting in part.weights for run in sweep.done(setting)]
     common = [r for r in next(iter(values.values())) if all(r in of_setting for of_setting in values.values())]
-    common = [r for r in common if part.fold in (None, r[1])]
-    shared = test_over_train([run for run in runs if run.replicate in common]) or 0.0
+    shared = shared_text([run for run in runs if run.replicate in common])
     require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
     of_each = {r: sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common}
     sums = independent(of_each, shared > 0)
@@ -240,7 +238,7 @@ def p_in_study(sweep: Sweep, part: Part) -> float | None:
     """The largest p, by Holm, of the comparisons of these two settings and this metric in the study's report."""
     found: list[float | None] = []
     asked = (part.weights, {setting: -weight for setting, weight in part.weights.items()})  # A − B or B − A
-    for family in families_of(part.study) if part.fold is None else []:
+    for family in families_of(part.study):
         for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):
             if metric.column == part.metric:
                 found += [c.adjusted[c.decides] for c in comparisons if {c.a: 1, c.b: -1} in asked]

@@ -60,7 +60,7 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     """What the report says, in order."""
     figures, differences = part_figures(sweep), family_figures(sweep, families)
     conclusions = [tables.conclusion_table(family) for family in families]
-    several_folds = any(c.test_over_train is not None for family in families for c in family.comparisons[0])
+    several_folds = any(c.shared > 0 for family in families for c in family.comparisons[0])
     corrected = "Interval and p are corrected for the text that folds share. " * several_folds
     said = CONCLUSIONS.format(corrected=corrected) + CLAIMS * any(family.asked.claim for family in families)
     done = [run for run in sweep.runs if run.done and run.losses]

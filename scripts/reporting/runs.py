@@ -315,8 +315,9 @@ def evaluation(path: Path, iters: Sequence[int]) -> dict[str, float]:
     try:
         about = evaluated.get("about", {})
         found = about.get("metrics", {}) if about.get("iter", iters[0]) in iters else {}
-        return {f"eval/{task}/{name}": value for task, values in found.items() for name, value in values.items()}
-    except AttributeError as error:
+        named = {f"eval/{task}/{name}": value for task, values in found.items() for name, value in values.items()}
+        return {name: value for name, value in named.items() if math.isfinite(value)}
+    except (AttributeError, TypeError) as error:
         raise ConfigError("evaluation.json has no metrics that can be read") from error
 
 

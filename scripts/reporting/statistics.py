@@ -30,7 +30,7 @@ class Estimate:
 
 
 def interval(values: Sequence[float], shared: float = 0.0, alpha: float = 0.05) -> Estimate:
-    """The t interval at the level 1 - alpha. shared: test_over_train where the values are of folds that share training
+    """The t interval at the level 1 - alpha. shared: shared_text() where the values are of folds that share training
     text, as in Comparison."""
     mean, n = fmean(values), len(values)
     if n < 2:
@@ -152,9 +152,10 @@ def n_needed(effect: float, shared: float = 0.0) -> float:
 class Comparison:
     """A - B, paired over the replicates that both have; of several folds the seeds of each are averaged first.
 
-    values: replicate -> (A, B). planned: how many replicates both will have. test_over_train: amount of validation text
-    over that of training text, where the replicates are folds, which share training text.
-    p: of each of TESTS that can be made. "corrected t" takes (1/n + test_over_train) sd^2 as the variance of the mean
+    values: replicate -> (A, B). planned: how many replicates both will have. diverged: in how many of these a run has.
+    shared: amount of validation text over that of training text, where the replicates are folds, which share training
+    text; else 0.
+    p: of each of TESTS that can be made. "corrected t" takes (1/n + shared) sd^2 as the variance of the mean
     (Nadeau and Bengio 2003). adjusted: p by Holm over the family. estimate: with the plain interval; deciding: with
     that of the test that decides. n_needed: pairs for 80 % power, for a difference of this size and spread.
     """
@@ -163,7 +164,8 @@ class Comparison:
     b: str
     planned: int
     values: dict[Replicate, tuple[float, float]]
-    test_over_train: float | None = None
+    shared: float = 0.0
+    diverged: int = 0
     estimate: Estimate | None = None
     deciding: Estimate | None = None
     p: dict[str, float] = field(default_factory=dict)
@@ -171,31 +173,41 @@ class Comparison:
     n_needed: float | None = None
 
     def __post_init__(self) -> None:
-        differences = independent(self.differences, self.test_over_train is not None)
+        differences = self.independent_differences
         if differences:
-            self.estimate, self.deciding = interval(differences), interval(differences, self.test_over_train or 0.0)
+            self.estimate, self.deciding = interval(differences), self.deciding_interval()
         if differences and (p := paired_p(differences)) is not None:
             self.p["t"] = p
             self.p["Wilcoxon"] = float(stats.wilcoxon(differences).pvalue)
-            if self.test_over_train is not None:
-                corrected = paired_p(differences, self.test_over_train)
+            if self.shared:
+                corrected = paired_p(differences, self.shared)
                 assert corrected is not None
                 self.p["corrected t"] = corrected
-            self.n_needed = n_needed(fmean(differences) / stdev(differences), self.test_over_train or 0.0)
+            self.n_needed = n_needed(fmean(differences) / stdev(differences), self.shared)
 
     @property
     def differences(self) -> dict[Replicate, float]:
         return {replicate: a - b for replicate, (a, b) in self.values.items()}
 
     @property
+    def independent_differences(self) -> list[float]:
+        return independent(self.differences, self.shared > 0)
+
+    def deciding_interval(self, alpha: float = 0.05) -> Estimate:
+        """The interval of the test that decides, at the level 1 - alpha."""
+        return interval(self.independent_differences, self.shared, alpha)
+
+    @property
     def decides(self) -> str:
         """The test that decides."""
-        return "t" if self.test_over_train is None else "corrected t"
+        return "corrected t" if self.shared else "t"
 
     def verdict(self, less: str, more: str) -> str:
         """`less` or `more` where the Holm p of the test that decides is at most 0.05."""
         if self.planned == 0:
-            return "no such pair in the plan"
+            return "no pairs of one seed and one held-out text"
+        if self.diverged:  # what is left would be the runs that went well
+            return f"{self.diverged} of {self.planned} pairs diverged: no test"
         if self.estimate is None or self.estimate.n < 2:
             return "fewer than 2 complete pairs: no test"
         if not any(self.differences.values()):
@@ -204,6 +216,12 @@ class Comparison:
         if p is None:
             return "the differences do not vary: no test"
         return "not told apart" if p > 0.05 else less if self.estimate.mean < 0 else more
+
+    def judged(self, asked: Compare) -> "Verdict":
+        """The verdict on the claim of its family."""
+        assert asked.claim is not None
+        estimate = None if self.diverged else self.deciding
+        return judge(estimate, asked.claim, asked.size, asked.least, self.adjusted[self.decides])
 
 
 Verdict = Literal["reproduced", "smaller", "excluded", "no power", "not tested"]
@@ -317,15 +335,17 @@ def paired(family: Family, whole: Family) -> list[tuple[Comparison, Comparison |
 
 
 def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> list[Comparison]:
-    """A family of comparisons of a metric, paired by seed and fold."""
+    """A family of comparisons of a metric, paired by seed and fold, over the folds that hold out the same text."""
     family = []
     for a, b in pairs:
         runs_a, runs_b = sweep.runs_of(a), sweep.runs_of(b)
-        common = [r for r in runs_a if r in runs_b]
+        common = [r for r in runs_a if r in runs_b and held_out(runs_a[r]) == held_out(runs_b[r])]
         done = [r for r in common if runs_a[r].done and runs_b[r].done]
         both = {r: (runs_a[r].value(metric), runs_b[r].value(metric)) for r in done}
         known = {r: (x, y) for r, (x, y) in both.items() if x is not None and y is not None}
-        family.append(Comparison(a, b, len(common), known, test_over_train([runs_a[r] for r in common])))
+        diverged = sum("diverged" in (runs_a[r].state.state, runs_b[r].state.state) for r in common)
+        shared = shared_text([runs_a[r] for r in common])
+        family.append(Comparison(a, b, len(common), known, shared, diverged))
     adjust(family)
     return family
 
@@ -339,10 +359,10 @@ def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str
         left, all_of_it = losses_along(sweep, c), losses_along(sweep, of_whole) if of_whole else {}
         if both := [r for r in left if r in all_of_it]:
             iterations = sorted(set.intersection(*(set(of[r]) for r in both for of in (left, all_of_it))))
-            estimates, shared = {}, c.test_over_train or 0.0
+            estimates = {}
             for i in filter(None, iterations):  # before the first update nothing is gained
-                a, b = (independent({r: of[r][i] for r in both}, shared > 0) for of in (left, all_of_it))
-                estimates[i] = ratio([*zip(a, b, strict=True)], shared)
+                a, b = (independent({r: of[r][i] for r in both}, c.shared > 0) for of in (left, all_of_it))
+                estimates[i] = ratio([*zip(a, b, strict=True)], c.shared)
             found[family.pair_name(c)] = {i: estimate for i, estimate in estimates.items() if estimate is not None}
     return {name: of for name, of in found.items() if of}
 
@@ -356,10 +376,19 @@ def minus(a: Curve, b: Curve) -> dict[int, float]:
     return {i: a[i] - b[i] for i in a if i in b}
 
 
-def test_over_train(runs: Sequence[Run]) -> float | None:
-    """The amount of validation text over that of training text, where the runs are of several folds."""
-    if not of_several_folds(run.replicate for run in runs):
+def held_out(run: Run) -> object:
+    """What decides the text that the run's fold holds out; None without a fold."""
+    if run.fold is None:
         return None
+    split = {"far": "near"}.get(run.config["data.split"], run.config["data.split"])
+    window = None if split == "contiguous" else run.config["model.block_size"]
+    return run.config["data.name"], run.config["data.folds"], split, window
+
+
+def shared_text(runs: Sequence[Run]) -> float:
+    """The amount of validation text over that of training text; 0 unless the runs are of several folds."""
+    if not of_several_folds(run.replicate for run in runs):
+        return 0.0
     config = runs[0].config
     halved = config.get("data.split") in ("near", "far")  # they hold out a quarter of a fold, and use half of the text
     return 1 / ((2 if halved else 1) * config["data.folds"] - 1)

@@ -21,7 +21,6 @@ from scripts.reporting.statistics import (
     final_means,
     highest_stable,
     independent,
-    judge,
     mean_curve,
     of_several_folds,
     runs_by_rate,
@@ -74,14 +73,15 @@ def p_value(p: float | None) -> str:
     return "–" if p is None else "< 0.0001" if p < 0.0001 else f"{p:.4f}"
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are known."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+def values_of(runs: Sequence[Run], key: str) -> list[float]:
+    """The known values of a summary's number; of several folds the seeds of each are averaged first."""
+    known = {run.replicate: run.summary[key] for run in runs if run.summary.get(key) is not None}
+    return independent(known, of_several_folds(known))
 
 
 def mean_of(runs: Sequence[Run], key: str) -> float | None:
-    return mean(run.summary.get(key) for run in runs)
+    values = values_of(runs, key)
+    return fmean(values) if values else None
 
 
 def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
@@ -93,11 +93,10 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
         return min(((estimate.mean, i) for i, estimate in curve.items()), default=(None, None))
 
     def minima(setting: str) -> list[float]:
-        of = {run.replicate: run.summary["val/loss_min"] for run in sweep.done(setting)}
-        return independent(of, of_several_folds(of))
+        return values_of(sweep.done(setting), "val/loss_min")
 
     def mean_of_runs(metric: Metric) -> Callable[[str], str]:
-        return lambda s: number(mean(run.value(metric) for run in sweep.done(s)), metric.spec.lstrip("+"))
+        return lambda s: number(mean_of(sweep.done(s), metric.column), metric.spec.lstrip("+"))
 
     def of_paper(key: str, spec: str) -> Callable[[str], str]:
         return lambda s: number(sweep.paper(s, key), spec)
@@ -107,7 +106,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
         "runs done": lambda s: made_and_lost([*sweep.runs_of(s).values()]),
         "minimum of the mean curve": lambda s: number(lowest(s)[0]),
         "at iteration": lambda s: number(lowest(s)[1], ",d"),
-        "mean of the runs' minima": lambda s: number(mean(minima(s))),
+        "mean of the runs' minima": lambda s: number(mean_of(sweep.done(s), "val/loss_min")),
         "SD": lambda s: number(stdev(minima(s)) if len(minima(s)) > 1 else None),
         "mean iteration of the minimum": lambda s: number(mean_of(sweep.done(s), "iter_of_min"), ",.0f"),
         "final loss": lambda s: number(mean_of(sweep.done(s), "val/loss")),
@@ -137,7 +136,7 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
     def holm_p_of(test: str) -> Callable[[Comparison], str]:
         return lambda c: p_value(c.adjusted.get(test))
 
-    corrected = any(c.test_over_train is not None for c in family)
+    corrected = any(c.shared for c in family)
     columns: Columns[Comparison] = {
         "A": lambda c: c.a,
         "B": lambda c: c.b,
@@ -169,9 +168,7 @@ def conclusion_table(family: Family) -> Table:
     columns["verdict on A"] = lambda c: c.verdict(metric.less, metric.more)
     if claim := asked.claim:
         worth = f" (least worth having: {asked.least:g})" if asked.least is not None else ""
-        columns[f"claim: A is {metric.less if claim == 'lower' else metric.more}{worth}"] = lambda c: judge(
-            c.deciding, claim, asked.size, asked.least, c.adjusted[c.decides]
-        )
+        columns[f"claim: A is {metric.less if claim == 'lower' else metric.more}{worth}"] = lambda c: c.judged(asked)
     text_columns = len(columns)
     number_of = "A − B" if asked.metric is None else f"A − B in {metric.name}"
     columns[f"{number_of} (95 % interval)"] = lambda c: mean_and_ends(c.deciding, metric.spec)
@@ -181,9 +178,9 @@ def conclusion_table(family: Family) -> Table:
 
 
 def needed(c: Comparison) -> str:
-    if c.n_needed is None or math.isfinite(c.n_needed) or c.test_over_train is None:
+    if c.n_needed is None or math.isfinite(c.n_needed) or not c.shared:
         return number(c.n_needed, ",.0f")
-    return f"more than {round(1 / c.test_over_train) + 1} folds"
+    return f"more than {round(1 / c.shared) + 1} folds"
 
 
 def settings_table(sweep: Sweep) -> Table | None:
@@ -210,7 +207,7 @@ def pairs_of(c: Comparison) -> str:
 
 
 def percent_of_b(c: Comparison) -> float | None:
-    of_b = independent({r: b for r, (_, b) in c.values.items()}, c.test_over_train is not None)
+    of_b = independent({r: b for r, (_, b) in c.values.items()}, c.shared > 0)
     return 100 * c.estimate.mean / fmean(of_b) if c.estimate else None
 
 

@@ -140,8 +140,8 @@ def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
     """Each difference's interval at the level of Holm's step: of m comparisons the one with the k-th smallest p has
     1 - 0.05 / (m - k + 1), as the board's rules say. It excludes zero where that step's own p is small enough; Holm
     rejects no step after the first whose p is not."""
-    tested = sorted((c for c in family if "t" in c.p and c.estimate is not None), key=lambda c: c.p["t"])
-    return {c.a: interval([*c.differences.values()], alpha=0.05 / (len(family) - k)) for k, c in enumerate(tested)}
+    tested = sorted((c for c in family if c.decides in c.p), key=lambda c: c.p[c.decides])
+    return {c.a: c.deciding_interval(0.05 / (len(family) - k)) for k, c in enumerate(tested)}
 
 
 def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:
@@ -187,9 +187,9 @@ DIFFERENCES: Columns[Entry] = {
     "contestant": lambda e: e.name,
     "verdict": lambda e: e.verdict,
     "loss": lambda e: number(e.loss.mean),
-    f"minus {BASELINE}, 95 %": lambda e: mean_and_ends(e.against.estimate if e.against else None, "+.4f"),
+    f"minus {BASELINE}, 95 %": lambda e: mean_and_ends(e.against.deciding if e.against else None, "+.4f"),
     "corrected": lambda e: ends(e.wide, "+.4f"),
-    "Holm p": lambda e: p_value(e.against.adjusted["t"] if e.against and e.wide else None),
+    "Holm p": lambda e: p_value(e.against.adjusted[e.against.decides] if e.against and e.wide else None),
 }
 
 
