@@ -93,14 +93,16 @@ def run(config: TrainConfig) -> int:
                 line = train(session, run_dir, meter, lowest, saved, stop)
             except Diverged as end:
                 found = dict.fromkeys(dist.gather(first_not_finite(session, end.step)))
-                run_dir.log(f"first that is not finite: {'; '.join(found)}")
+                run_dir.log(f"first value that is not finite: {'; '.join(found)}")
                 status = finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
             else:
                 if line["iter"] < config.max_iters:
-                    status = stopped(run_dir, config, line["iter"], stop.signal or signal.SIGTERM)  # 0: of another rank
+                    status = stopped(
+                        run_dir, config, line["iter"], stop.signal or signal.SIGTERM
+                    )  # 0: another rank got it
                 else:
                     status = finish(session, run_dir, meter, lowest, line)
-            dist.gather(None)  # for rank 0, which saves: torchrun ends what is left 30 s after the first has gone
+            dist.gather(None)  # wait for rank 0, which saves: torchrun ends the others soon after the first has gone
         return 128 + stop.signal if stop.signal else status
 
 
@@ -116,7 +118,10 @@ def already_finished(session: Session, run_dir: RunDir) -> int:
 
 def headline(session: Session) -> str:
     """Size and machine, in one line for a person."""
-    facts = [f"{session.model.num_params() / 1e6:.2f}M parameters", f"{session.config.tokens_per_iter:,} tokens a step"]
+    facts = [
+        f"{session.model.num_params() / 1e6:.2f}M parameters",
+        f"{session.config.tokens_per_iter:,} tokens an iteration",
+    ]
     facts += [session.facts["device"], str(session.machine.dtype)]
     if "sdpa" in session.facts:
         facts.append(f"{session.facts['sdpa']} attention")

@@ -94,8 +94,8 @@ def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def seed_generator(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`. torch.manual_seed() seeds those of all GPUs, and takes half a
-    millisecond to prepare CUDA even on a machine without one."""
+    """Seed the generators of the CPU and of `device`. torch.manual_seed() seeds those of all GPUs, and
+    prepares CUDA for that."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         current = torch.cuda.current_device()  # prepares CUDA, which makes the generators

@@ -31,7 +31,7 @@ from core.metrics import Metrics, heat_maps, line_at, plot, table_of
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
 LINGER, LINGER_UPLOAD = 60, 1800  # seconds that the W&B process of an ended run has; the second with artifacts
-LAST_RESORT = 50  # seconds of them for the work before and after run.finish()
+LAST_RESORT = 50  # seconds of LINGER for the work before and after run.finish()
 EXIT = {"done": 0, "stopped": 255, "running": 255}  # W&B shows 255 as killed; any other status of a run as failed
 Say = Callable[[str], None]
 

@@ -6,7 +6,8 @@ unified MLA needs a norm, and one without gains for each head.
 Names of parameters follow nanoGPT; a tied model has no lm_head.weight of its own.
 
 Shapes: B batch, T positions, S cached positions, C = n_embd, nh heads, nkv key and value heads, hs channels a head,
-V vocabulary; in MLA kr = kv_rank, and a head's query and key are dn = nope_dim channels and dr = rope_dim rotated ones.
+V vocabulary; in MLA kr = kv_rank, dv = v_dim, and a head's query and key are dn = nope_dim channels and dr = rope_dim
+rotated ones.
 """
 
 import functools
@@ -39,7 +40,7 @@ Rope = tuple[Tensor, Tensor]  # cos and sin of every position's angles, each (bl
 
 def rope_table(n_positions: int, dim: int, theta: float) -> Rope:
     """cos and sin of position / theta^(2i / dim), (n_positions, dim / 2) each. On the CPU: on the meta device this
-    would load the compiler (2 s)."""
+    would load the compiler."""
     frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)  # (d / 2,)
     angle = torch.arange(n_positions, dtype=torch.float32, device="cpu")[:, None] * frequency  # (n_positions, d / 2)
     return angle.cos(), angle.sin()
@@ -95,7 +96,7 @@ class QKLayerNorm(QKRMSNorm):
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         y = at_least_fp32(x)
-        # rms_norm(), not scale(), which would subtract the mean again: of a constant x round-off / sqrt(eps) would stay
+        # rms_norm(), which has a kernel with a derivative; scale() has none
         return super().forward(y - y.mean(-1, keepdim=True), alpha).to(x.dtype)  # (..., hs)
 
 
@@ -189,10 +190,12 @@ class LogitScale(nn.Module):
 def initial_alpha(options: LpNormOptions, block_dims: tuple[int, ...], block_size: int) -> float:
     """The alpha that a run starts from.
 
-    henry: log2(L^2 - L) for the context length L (Henry et al. 2020). For Gaussian vectors the initial logits have
-    Var = alpha^2 * (sum over blocks of E[g]^4 / d), for blocks of d channels and E[g] = mean_norm_ratio(p, d). sqrt_d:
-    Var = 1 at p = 2, where g = 1; for one block alpha is sqrt(hs), and p = 2 equals RMS QK-norm. matched: Var = 1 for
-    every p, to a few per cent, as g varies little.
+    For Gaussian vectors the initial logits have Var = alpha^2 * (sum over blocks of E[g]^4 / d), for blocks of d
+    channels and E[g] = mean_norm_ratio(p, d), which is 1 at p = 2.
+
+    henry    log2(L^2 - L) for the context length L (Henry et al. 2020)
+    sqrt_d   Var = 1 at p = 2; for one block alpha is sqrt(hs), and p = 2 equals RMS QK-norm
+    matched  Var = 1 for every p, to a few per cent
     """
     if options.alpha_init == "henry":
         return math.log2(block_size**2 - block_size)
@@ -234,8 +237,9 @@ class CausalAttention(nn.Module):
 
     A layout defines forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context) and, for
     QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
-    head. Its forward calls attend(), and where it forms all keys observe(), which calls `probe(q, k, scale)`.
-    Ours also fill the seams logits, softmax and output. wraps_attend: an attend() of its own calls this one.
+    head. Its forward calls attend(). Where it has all keys it also calls observe(), which tracks QK-Clip's maxima and
+    calls probe(q, k, scale), a hook of the diagnostics. fill_seams() adds what logits=, softmax= and output= ask for.
+    A subclass whose attend() calls this one sets wraps_attend = True.
     """
 
     n_head: int
@@ -353,9 +357,10 @@ class GroupedQueryAttention(CausalAttention):
 
 @dataclass
 class LatentCache:
-    """MLA's cache: the normalised latent and the rotated key shared by the heads, never keys or values.
+    """MLA's cache: the normalised latent, and the rotated RoPE key that all heads share; no key or value of one head.
 
-    With a QK norm also one number a head, key_scale. Unified LayerNorm adds mean_term = key_scale * the key's mean.
+    With a QK norm also key_scale, one number a token and head. Unified LayerNorm adds mean_term = key_scale * the key's
+    mean.
     """
 
     latent: Tensor  # (B, max_len, kr)
@@ -368,7 +373,7 @@ Cache = KVCache | LatentCache
 
 
 class LatentNorm(nn.RMSNorm):
-    """RMSNorm of a latent, in fp32 at least."""
+    """RMSNorm of a latent, computed in fp32 at least."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
@@ -380,8 +385,8 @@ class MultiHeadLatentAttention(CausalAttention):
 
     A key is [content from the latent | one RoPE key shared by the heads]. qk_norm_layout=blockwise normalises the two
     blocks separately, unified the whole vector; both before RoPE. Training and prefill compute keys and values
-    (explicit path). Decoding folds c_kv_b into the query and the output (absorbed path). This works for any norm
-    gain * (x - mean) * s: the query is multiplied by the gain, and s is cached.
+    (explicit path). Decoding multiplies the key projection into the query, and the value projection into the output
+    (absorbed path). This works for any norm gain * (x - mean) * s: the query takes the gain, and s is cached.
     """
 
     def __init__(self, config: GPTConfig):
@@ -475,12 +480,12 @@ class MultiHeadLatentAttention(CausalAttention):
         self.observe(q, k, self.logit_scale.softmax_scale)
         return self.attend(q, k, v, self.logit_scale.softmax_scale)
 
-    # Absorbed decoding. (q_n, q_r) is the query that project() returns. g_n and g_r are the gains of a key's content
-    # and RoPE channels. R rotates. s (key_scale) and mean are those of a key before its norm; only LayerNorm subtracts
-    # the mean. docs/qk_norms.md derives the content product. In the unified layout a logit is
-    #   s [(W_uk^T (g_n q_n)) . latent + q_r . R g_r k_rope] - s mean [(g_n . q_n) + q_r . R g_r]
-    # In the blockwise layout k_rope is normalised already: g_r = 1, and s and mean are of the content alone. So s
-    # multiplies only the first product, and g_n q_n is centred instead of the key.
+    # Absorbed decoding (docs/qk_norms.md derives it). (q_n, q_r) is the query that project() returns, R rotates, g_n
+    # and g_r are the gains of a key's content and RoPE channels, s is key_scale, m the key's mean before its norm,
+    # which LayerNorm alone subtracts.
+    #   unified:   s [W_uk^T (g_n q_n) . latent + q_r . R g_r k_rope] - s m [g_n . q_n + q_r . R g_r]
+    #   blockwise: k_rope is normalised already, so g_r = 1, and s and m are of the content alone. s multiplies the
+    #              first product only, and g_n q_n is centred in place of the key.
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """c_kv_b's weights for keys, (nh, dn, kr), and for values, (nh, dv, kr): W^UK and W^UV of DeepSeek-V2."""
@@ -526,7 +531,7 @@ class MultiHeadLatentAttention(CausalAttention):
         w_uk, w_uv = self.up_projections()
         q_latent, k_nope = ops.absorb(w_uk.to(q_nope.dtype), q_content.to(q_nope.dtype), latent, self.normed)
         self.write_cache(latent, k_nope, k_rope, rope, cache, pos)
-        shift = None  # what the key's mean subtracts from a logit: s mean [(g_n . q_n) + q_r . R g_r]
+        shift = None  # s m [g_n . q_n + q_r . R g_r]
         if cache.mean_term is not None:
             gains = rotate(q_rope.new_ones(pos + T, self.rope_dim) * rope_gain, rope)  # (S, dr): R g_r
             q_sum = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, gains.to(q_rope.dtype))
@@ -581,14 +586,14 @@ def new_norm(config: ModelOptions) -> nn.Module:
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm of the residual stream (B, T, C), in fp32."""
+    """LayerNorm of the residual stream (B, T, C), computed in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.residual_norm(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm of the residual stream (B, T, C), in fp32."""
+    """RMSNorm of the residual stream (B, T, C), computed in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None

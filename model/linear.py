@@ -6,8 +6,7 @@ from torch.nn import functional as F
 
 
 class Linear(nn.Linear):
-    """x W^T, with what weights= makes of W. Has no values until init_weights() or a checkpoint sets them: PyTorch's own
-    initialisation would load the compiler (2 s) on the meta device, which sampling and dry runs use."""
+    """x W^T, with what weights= makes of W. It has no values until init_weights() or a checkpoint sets them."""
 
     def __init__(self, n_in: int, n_out: int, bias: bool, device: str | None = None):
         super().__init__(n_in, n_out, bias=bias, device=device)
@@ -24,7 +23,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """As Linear."""
+    """Without values, as Linear: PyTorch's own initialisation would load the compiler on the meta device."""
 
     def reset_parameters(self) -> None:
         pass

@@ -4,7 +4,7 @@ A kernel computes what the reference does, in fp32 inside, with the same random 
 off. An operation is differentiable unless it says otherwise; a kernel's derivative has no derivative of its own.
 
 Shapes: B batch, T positions, S keys, C = n_embd, nh heads, nkv key and value heads, hs channels a head, V vocabulary;
-in MLA kr channels of a latent, dn of a head's content and dr of the rotated key.
+dk of a query or key, dv of a value; in MLA kr channels of a latent, dn of a head's content, dr of the rotated key.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from model.kernels import operators as kernels
 
-SMALL, QUERIES = 2**14, 64  # elements from which the call of a kernel pays; queries of a block of attention on a CPU
+SMALL = 2**14  # fewer elements do not repay the call of a kernel for GELU, dropout or a residual norm
+QUERIES = 64  # of a block of attention on a CPU; as ROWS of attention.cpp
 TINY = 1e-30  # a vector with max|x| <= TINY is a zero vector to the Lp norms
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -158,7 +159,7 @@ def out_of_256(p: float) -> int:
 
 
 def draw_seed() -> Tensor:
-    """64 bits of the CPU's generator, () in int64: a mask's seed. (^ takes back the low end that randint adds.)"""
+    """64 bits of the CPU's generator, () in int64: a mask's seed. (^ undoes that randint adds the low end.)"""
     info = torch.iinfo(torch.int64)
     return torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu") ^ info.min
 
@@ -233,8 +234,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
     asked: dict[str, Any] = {"dropout_p": p_dropout, "scale": scale, "enable_gqa": group > 1}
     if T == S > 1:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **asked)
-    # one query is the last, and sees every key
-    mask = None if T == 1 else ~is_future(T, S, q.device)
+    mask = None if T == 1 else ~is_future(T, S, q.device)  # one query is the last, and sees every key
     return F.scaled_dot_product_attention(q, k, v, mask, **asked)
 
 
@@ -264,8 +264,7 @@ def attention_and_lse(
     known = bend is None or (isinstance(bend, Softcap) and bend.cap <= 1e4)  # the kernel's tanh is good to 6e-8 cap
     if T == S and scale > 0 and known and kernels.can_attend(q, k, v):
         cap = bend.cap if isinstance(bend, Softcap) else 0.0
-        seed = draw_seed() if p_dropout else None
-        return kernels.attention_and_lse(q, k, v, scale, cap, out_of_256(p_dropout), seed)
+        return kernels.attention_and_lse(q, k, v, scale, cap, out_of_256(p_dropout), draw_seed() if p_dropout else None)
     with torch.autocast(q.device.type, enabled=False):
         y, lse = attention_and_lse_reference(q.to(k.dtype), k, v.to(k.dtype), scale, p_dropout, bend)
     return y.to(q.dtype), lse
@@ -285,8 +284,7 @@ def attention_and_lse_reference(
         seen = S - T + end
         block = at_least_fp32(q[..., i:end, :]).flatten(2, 3)  # (B, nkv, group rows, dk)
         logits = (block @ at_least_fp32(k[:, :, :seen]).mT * scale).unflatten(2, (group, -1))
-        logits = logits if bend is None else bend(logits)
-        logits = logits.masked_fill(is_future(end - i, seen, q.device), -math.inf)
+        logits = (logits if bend is None else bend(logits)).masked_fill(is_future(end - i, seen, q.device), -math.inf)
         lse = logits.logsumexp(-1)  # (B, nkv, group, rows)
         att = (logits - lse[..., None]).exp().to(v.dtype)
         if seed is None:

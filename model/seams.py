@@ -1,15 +1,16 @@
-"""The five seams of attention: the places where a variant changes it, each with its base class.
+"""The five seams of a block, each with its base class: four places where a variant changes attention, and the weights.
 
     queries and keys          QKNorm    qk_norm=   (none, rms, layernorm and lp are in gpt.py)
     logits                    Logits    logits=
     the softmax's denominator Softmax   softmax=
     values and output         Output    output=
-    weights                   Weights   weights=
+    weights of the block      Weights   weights=
 
-A variant is a subclass that overrides a method; model/variants/NAME.py has the one called NAME. A variant of your own
+A variant is a subclass that overrides a method or sets `bend`; model/variants/NAME.py has the one called NAME. Your own
 is registered in the same way, from any file: register(ItsOptions, ItsClass).
 
-Shapes: B batch, T positions, S keys, C = n_embd, nh heads, nkv key and value heads, hs channels a head.
+Shapes: B batch, T positions, S keys, C = n_embd, nh heads, nkv key and value heads, hs channels a head, dv those of its
+output.
 """
 
 import importlib
@@ -24,7 +25,7 @@ from model import options as settings
 from model.ops import at_least_fp32
 from model.options import GPTConfig, QKNormOptions, VariantOptions
 
-T = TypeVar("T")
+Entry = TypeVar("Entry")
 
 
 class LateInit(nn.Module):
@@ -161,10 +162,10 @@ def require_places(attention: Any, config: GPTConfig) -> None:
         require(has, f"{group}={one.name}: {layout} does not call fill_seams()")
 
 
-class Table(dict[str, T]):
+class Table(dict[str, Entry]):
     """The class of each name. One of model/variants is imported when it is asked for."""
 
-    def __missing__(self, name: str) -> T:
+    def __missing__(self, name: str) -> Entry:
         importlib.import_module(f"model.variants.{name}")
         return self[name]
 

@@ -58,7 +58,7 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
     Raises: ConfigError for the first run that is not valid.
     """
     check_overrides(sweep, overrides)
-    composed = functools.cache(compose)  # Hydra takes 100 times as long as set_values
+    composed = functools.cache(compose)  # slow: once for each choice of options
     runs: dict[str, PlannedRun] = {}
     parts = {
         name: (part, [*itertools.product(part.folds or sweep.folds or (None,), part.seeds or sweep.seeds)])

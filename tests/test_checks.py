@@ -314,7 +314,7 @@ def test_after_an_update_that_is_not_finite_weights_stay_and_its_origin_is_named
         assert all(map(torch.equal, later, damaged))
     assert not all(map(torch.equal, weights[3], weights[4]))
     log = (tmp_path / "run" / "train.log").read_text()
-    assert "first that is not finite: the attention of transformer.h.1.attn, head 2\n" in log
+    assert "first value that is not finite: the attention of transformer.h.1.attn, head 2\n" in log
 
 
 def test_a_divergence_stays_one_where_its_update_cannot_be_repeated(

@@ -144,7 +144,7 @@ def test_a_run_leaves_busy_cpus_to_other_programs_and_keeps_its_threads_when_it_
         monkeypatch.setattr(session, "idle_cpus", lambda: idle)
         assert train.run(configured(corpus, tmp_path / "run", threads=None, **changes)) == 0
         log = (tmp_path / "run" / "train.log").read_text().splitlines()
-        line = [line for line in log if "tokens a step" in line][-1]
+        line = [line for line in log if "tokens an iteration" in line][-1]
         return read_json(tmp_path / "run" / "summary.json")["threads"], line
 
     assert threads(1.0, fresh=True)[0] == 4  # OMP_NUM_THREADS is set here: asked for

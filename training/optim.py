@@ -37,7 +37,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]
 
 
 class LoadsNoCompiler(torch.optim.Optimizer):
-    """PyTorch wraps these methods to hide them from its compiler, and the wrapper loads the compiler (2 s)."""
+    """PyTorch wraps these methods to hide them from its compiler, and the wrapper loads the compiler."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)

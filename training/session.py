@@ -197,7 +197,7 @@ def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> Non
     # not use_deterministic_algorithms(), which loads inductor
     torch.set_deterministic_debug_mode("error" if wanted else "default")
     if compiled:
-        from torch._inductor import config as inductor  # 2 seconds
+        from torch._inductor import config as inductor  # slow to import
 
         inductor.deterministic = wanted  # it then chooses no kernel by timing
 
@@ -247,7 +247,7 @@ def is_compiled(config: TrainConfig, device: torch.device) -> bool:
 
 
 def compile_model(model: GPT, config: TrainConfig) -> nn.Module:
-    torch._dynamo.config.recompile_limit = 100  # a sweep's worker trains many models; by default it compiles four
+    torch._dynamo.config.recompile_limit = 100  # a sweep's worker trains many models; PyTorch's limit is 8
     if config.model.activation_checkpointing:
         # The backward pass repeats the forward pass. The repetition does not track QK-Clip's maxima again.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

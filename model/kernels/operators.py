@@ -67,7 +67,7 @@ def can_attend_latents(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_sca
     return all(n % 2 == 0 for n in read) and available(latent) and attends()
 
 
-# To a compiler both are constants: torch.compiler.assume_constant_result(), without loading the compiler, 2 seconds
+# To a compiler both are constants: torch.compiler.assume_constant_result(), without loading the compiler
 loaded._dynamo_marked_constant = attends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
