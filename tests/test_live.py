@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,22 @@ def test_runs_that_the_plan_gains_later_are_shown(sweep: Made, tmp_path: Path) -
                 assert said in answer.read().decode()
 
 
-def test_the_parts_of_a_sweep_differ_in_dashes(sweep: Made) -> None:
-    for setting in ("a/p=2", "a/p=3"):
-        sweep.plan(setting, 1, 0)
-    assert '"strokeDash": {' not in page("made", read_plan(sweep.path), ["a", "b"])
-    sweep.plan("b/p=2", 1, 0)
-    text = page("made", read_plan(sweep.path), ["a", "b"])
-    assert '"strokeDash": {' in text and '"domain": ["a", "b"]' in text
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a/p=2", "a/p=3", "b/p=2", "b/p=3", "c/p=2"],
+        ["none,n_kv_head=1", "none,n_kv_head=4", "rms,n_kv_head=1", "rms,n_kv_head=4"],
+    ],
+)
+def test_no_two_settings_look_alike(sweep: Made, names: list[str]) -> None:
+    sweep.plan("p=2", 1, 0)
+    (plan,) = read_plan(sweep.path)
+    plans = [replace(plan, id=name, points=[name]) for name in names]
+    text = page("made", plans, ["a", "b", "c"] if "/" in names[0] else [])
+    charts, _ = json.JSONDecoder().raw_decode(text.partition("const charts = ")[2])
+    spec = charts["val/loss"]
+    look = [spec["usermeta"]["light"], *(spec["encoding"][key]["scale"]["range"] for key in ("strokeDash", "shape"))]
+    assert len({str(one) for one in zip(*look, strict=True)}) == len(names)
 
 
 def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(sweep: Made, tmp_path: Path, browser: Page) -> None:
@@ -172,11 +182,21 @@ def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(sweep: Made, tmp_pa
         assert browser.evaluate("views['heads attn/max_logit'].data('rows').length") == 4
         assert browser.evaluate("views['train/loss'].data('rows').length") == 68 * 90  # 100 spans less a tenth
         first = browser.evaluate("document.querySelector('#runs tbody tr').innerText").split()
-        assert "running" in first and first[-1] == "min"
+        assert "running" in first and first[-1] == "min" and f"{HOSTILE}/p=12".split()[-1] in first
 
+        append(path / "metrics.jsonl", **{"iter": 4900, "val/loss": 400.0})
         append(path / "metrics.jsonl", **{"iter": 5000, "val/loss": 0.5, "train/loss": 0.4})
         browser.wait("views['val/loss'].data('rows').some(row => row.value === 0.5)", seconds=5)
         assert "0.5000" in browser.evaluate(text)
+        risen = "views['val/loss'].data('rows').find(row => row.value === 400).drawn"
+        assert browser.evaluate(risen) == 4.1  # the first value
+        first, heads = (
+            "document.querySelector('#runs tbody tr').innerText",
+            "[...document.querySelectorAll('th button')]",
+        )
+        for column, comes_first in (("run", "p=1"), ("lowest validation loss", "0.5000"), ("state", "running")):
+            browser.evaluate(f"{heads}.find(head => head.innerText === '{column}').click()")
+            browser.wait(f"{first}.includes('{comes_first}')")
 
         browser.evaluate(f"document.querySelector('[data-run=\"{failed}\"]').click()")
         browser.wait(f"{text}.includes('Traceback {HOSTILE}')")

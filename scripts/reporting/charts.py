@@ -1,7 +1,6 @@
 """The charts of a report in Vega-Lite, by Altair: report.html draws them, and vl-convert saves the same ones as SVG."""
 
 import html
-import json
 import math
 import re
 import textwrap
@@ -198,10 +197,7 @@ def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.L
     which = alt.param(name="which", value="mean", bind=alt.binding_select(options=choices, name="Curves "))
     checkbox = alt.binding_checkbox(name="95 % interval of the mean ")
     band = alt.param(name="band", value=axis["scale"]["type"] != "log", bind=checkbox)
-    every = [{"setting": name} for name in names]
-    shown = alt.selection_point(
-        name="shown", fields=["setting"], bind="legend", toggle="true", clear=False, empty=False, value=every
-    )
+    shown = legend_selection(names)
     chosen = "which === 'every run' ? datum.run !== 'mean' : datum.run === which || which === 'mean' && datum.diverged"
     base = (
         encoded(rows, series, axis)
@@ -223,6 +219,14 @@ def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.L
         line = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(y="zero:Q")
         layers.layer = [line, *layers.layer]
     return layers.properties(width="container", height=360, usermeta=palette(series))
+
+
+def legend_selection(names: Sequence[str]) -> alt.Parameter:
+    """The settings that the legend has not switched off."""
+    every = [{"setting": name} for name in names]
+    return alt.selection_point(
+        name="shown", fields=["setting"], bind="legend", toggle="true", clear=False, empty=False, value=every
+    )
 
 
 def zoom() -> alt.Parameter:
@@ -284,8 +288,9 @@ def encoded(
 
 def colours(series: Sequence[Series], outline: float = 1.5) -> alt.Color:
     """outline: of the legend's symbols; it is dashed as the lines are, which filled symbols must not be."""
-    names, legend = alt.Scale(domain=[s.name for s in series]), alt.Legend(symbolOpacity=1, symbolStrokeWidth=outline)
-    return alt.Color("setting:N", title=None, scale=names, legend=legend)
+    middle = "length(datum.label) > 60 ? slice(datum.label, 0, 28) + '…' + slice(datum.label, -30) : datum.label"
+    legend = alt.Legend(symbolOpacity=1, symbolStrokeWidth=outline, labelExpr=middle)
+    return alt.Color("setting:N", title=None, scale=alt.Scale(domain=[s.name for s in series]), legend=legend)
 
 
 def lines(base: alt.Chart, series: Sequence[Series]) -> list[alt.Chart]:
@@ -452,30 +457,30 @@ def difference_chart(family: Family) -> alt.LayerChart:
 # The live page, which gives its charts the rows
 
 
-def live_chart(series: Sequence[Series], key: str, parts: Sequence[str], legend: bool) -> alt.Chart:
-    """A line for each run, of rows (setting, run, iteration, value). Dashes tell parts apart. The run that the
-    page has chosen stands out."""
+def live_chart(series: Sequence[Series], key: str, large: bool) -> alt.Chart:
+    """A line for each run, of rows (setting, run, iteration, value, drawn). The page's chosen run stands out.
+
+    drawn: the value, or where the axis ends. large: with a legend, which switches settings off and on.
+    """
     chosen = alt.param(name="chosen", value="")
-    y = alt.Y("value:Q", title=key, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
-    shown = tooltips("setting:N", "run:N", "iteration:Q", "value:.5g", value=key)
-    colour = colours(series)
+    names, legend = [s.name for s in series], large and 1 < len(series) <= 30
+    dashes = alt.Scale(domain=names, range=[s.style.dashes for s in series])
+    symbols = alt.Scale(domain=names, range=[s.style.symbol for s in series])
+    by_setting = [colours(series, outline=0), alt.StrokeDash("setting:N", title=None, scale=dashes),
+                  alt.Shape("setting:N", title=None, scale=symbols)]  # fmt: skip
     base = alt.Chart(alt.NamedData("rows")).encode(
+        *(channel if legend else channel.legend(None) for channel in by_setting),
         x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(tickCount=5)),
-        y=y,
-        color=colour if legend and 1 < len(series) <= 30 else colour.legend(None),
+        y=alt.Y("drawn:Q", title=key, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),
         opacity=alt.condition("chosen === '' || datum.run === chosen", alt.value(1), alt.value(0.3)),
         detail="run:N",
-        tooltip=shown,
+        tooltip=tooltips("setting:N", "run:N", "iteration:Q", "value:.5g", value=key),
     )
-    if len(parts) > 1:
-        scale = alt.Scale(domain=parts, range=DASHES[: len(parts)])
-        dashes = alt.StrokeDash("part:N", title=None, scale=scale, legend=alt.Legend(symbolType="stroke"))
-        first = "split(datum.setting, '/')[0]"
-        base = base.transform_calculate(part=f"indexof({json.dumps(parts)}, {first}) < 0 ? '' : {first}")
-        base = base.encode(strokeDash=dashes if legend else dashes.legend(None))
-    lines = base.mark_line(point=alt.OverlayMarkDef(size=12), strokeWidth=1.4, clip=True)
-    lines = lines.add_params(chosen, zoom())
-    return lines.properties(width="container", height=360 if legend else 200, usermeta=palette(series))
+    lines = base.mark_line(point=alt.OverlayMarkDef(size=20), strokeWidth=1.4, clip=True).add_params(chosen, zoom())
+    if legend:
+        shown = legend_selection(names)
+        lines = lines.add_params(shown).transform_filter(shown)
+    return lines.properties(width="container", height=360 if large else 200, usermeta=palette(series))
 
 
 def head_chart(key: str) -> alt.Chart:

@@ -7,7 +7,7 @@ import string
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from core.cli import parse_yaml
 from core.files import read_json
 from core.metrics import Lines, is_number
 from core.schema import ConfigError, flatten, require, show
-from scripts.reporting.charts import LOSS, VEGA_LITE, Series, head_chart, live_chart, styles, theme
+from scripts.reporting.charts import DASHES, LOSS, VEGA_LITE, Series, head_chart, live_chart, styles, theme
 from scripts.reporting.page import TEMPLATE
 from scripts.reporting.runs import in_words, thinned
 from sweeps.definition import part_and_name
@@ -146,9 +146,14 @@ def page(title: str, plan: Sequence[PlannedRun], parts: Collection[str] = ()) ->
     for point in dict.fromkeys(run.points[0] for run in plan):
         part, name = part_and_name(point, parts)
         named.setdefault(part, {})[point] = name
-    series = [Series(point, style, {}) for point, style in styles(named).items()]
+    looks = styles(named)
+    if len(named) > 1:  # a number has one colour in all parts
+        looks = {
+            p: replace(looks[p], dashes=DASHES[i % len(DASHES)]) for i, of in enumerate(named.values()) for p in of
+        }
+    series = [Series(point, style, {}) for point, style in looks.items()]
     titles = {key: in_words(key) for key in CURVES} | {"val/loss": LOSS}
-    charts = {key: live_chart(series, titles[key], [*named], legend=key == "val/loss").to_dict() for key in CURVES}
+    charts = {key: live_chart(series, titles[key], large=key == "val/loss").to_dict() for key in CURVES}
     heads = {key: head_chart(in_words(key)).to_dict() for key in HEADS}
     style = TEMPLATE.read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
     return string.Template(TEMPLATE.with_name("live.html").read_text(encoding="utf-8")).substitute(
