@@ -24,7 +24,7 @@ from core.process import StopSignal
 from core.rundir import RunDir
 from core.schema import require
 from model.diagnostics import diagnose
-from training.checks import first_not_finite, start_up_checks
+from training.checks import first_not_finite, future_seen_when_trained, start_up_checks
 from training.config import TrainConfig, to_yaml
 from training.estimate import dry_run
 from training.evaluate import (
@@ -38,7 +38,7 @@ from training.evaluate import (
 from training.init_from import load_initial_weights, with_init_sha256
 from training.meter import Diverged, Meter
 from training.qk_clip import qk_clip
-from training.resume import find_damage, open_run_dir, refuse_other_dtype_or_text, resume
+from training.resume import check_finished, find_damage, open_run_dir, resume
 from training.schedule import learning_rate
 from training.session import Session, describe, setup
 from training.tracking import shows_media, wandb_settings
@@ -110,7 +110,7 @@ def already_finished(session: Session, run_dir: RunDir) -> int:
     """Say how the run ended. Returns the exit status; 1 where its files are damaged."""
     damage = find_damage(run_dir.path)
     if not damage:  # of a damaged summary.json neither dtype nor text can be trusted
-        refuse_other_dtype_or_text(session, run_dir)
+        check_finished(session, run_dir)
     but = f", but {damage}" if damage else ""
     run_dir.log(f"{run_dir.path} is {run_dir.state}{but}; fresh=true starts it anew")
     return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0
@@ -239,6 +239,9 @@ def finish(
 ) -> int:
     """Record the last `line` and the summary of a run that is done, or that diverged: `failure`."""
     status, step, seconds = "diverged" if failure else "done", line["iter"], meter.seconds
+    if leak := [] if failure or session.config.fault.name != "none" else future_seen_when_trained(session):
+        run_dir.log(f"warning: when trained, {leak[0]}: the losses of this run are wrong")
+        session.facts |= {"sees_future": leak[0]}
     tok_per_sec = step * session.config.tokens_per_iter / max(meter.train_seconds, 1e-9)
     run_dir.record(line | meter.clip_metrics)  # QK-Clip's since the last line
     run_dir.finish({

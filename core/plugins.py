@@ -19,6 +19,9 @@ def load_plugins(names: Iterable[str]) -> None:
     for name in names:
         require(all(part.isidentifier() for part in name.split(".")), f"plugins=[{name}] must be names of modules")
         if name in sys.modules:
+            here, loaded = Path(f"{name.replace('.', '/')}.py").resolve(), getattr(sys.modules[name], "__file__", "")
+            taken = here.is_file() and here != Path(loaded or "").resolve()
+            require(not taken, f"plugins=[{name}]: {here} has the name of a module that is loaded already: rename it")
             continue
         try:
             import_plugin(name)

@@ -79,6 +79,9 @@ def follow(run_dir: Path, mode: str) -> None:
             send(run_dir, mode, job, ended, say)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
+        if mode == "send":
+            say(f"not sent: {run_dir} ({reason})")
+            sys.exit(1)
         if mode != "online":
             return say(f"W&B is off ({reason}); the run and metrics.jsonl go on")
         say(f"W&B cannot be reached, the run is recorded offline for wandb sync ({reason})")
@@ -284,5 +287,10 @@ if __name__ == "__main__":
     command, *words = sys.argv[1:]
     if command == "follow":
         follow(Path(words[0]), words[1])
+    unsent = False
     for folder in map(Path, words if command == "send" else []):
-        start(folder, "send", stdin=subprocess.DEVNULL, stdout=sys.stdout.fileno()).wait()
+        if (folder / "wandb" / "job.json").is_file():
+            unsent |= start(folder, "send", stdin=subprocess.DEVNULL, stdout=sys.stdout.fileno()).wait() != 0
+        else:
+            print(f"not sent: {folder} is no run that W&B was told of", flush=True)
+    sys.exit(1 if unsent else 0)

@@ -32,7 +32,7 @@ class WandbRun:
         job |= {"media": None, "artifacts": False, "diff": "", **settings}
         (run_dir / "wandb").mkdir(exist_ok=True)
         write_atomic(run_dir / "wandb" / "job.json", json.dumps(job).encode())
-        self.log = log
+        self.log, self.recording = log, f"{run_dir}/wandb/offline-run-*" if settings["mode"] == "offline" else ""
         self.process = start(run_dir, settings["mode"])
         self._relay = threading.Thread(target=self._relay_lines, daemon=True)
         self._relay.start()
@@ -46,7 +46,8 @@ class WandbRun:
         self.close()
         self._relay.join(PATIENCE if summary else PATIENCE_AT_STOP)
         if self._relay.is_alive():
-            self.log("W&B takes long to finish: it is left behind and ends by itself")
+            later = f"; to upload it then: wandb sync {self.recording}" if self.recording else ""
+            self.log(f"W&B takes long to finish: it is left behind and ends by itself{later}")
 
     def close(self) -> None:
         """Let the process end by itself."""

@@ -741,7 +741,7 @@ class GPT(nn.Module):
             elif isinstance(module, LateInit):
                 module.init_weights()
         missed = [name for name, parameter in self.named_parameters() if parameter.isnan().any()]
-        assert not missed, f"init_weights leaves out {missed}"
+        require(not missed, f"init_weights() sets no values of {', '.join(missed)}")
 
     @property
     def expected_initial_loss(self) -> float:

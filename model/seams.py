@@ -70,7 +70,10 @@ class QKNorm(LateInit):
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         """(..., hs) -> (..., hs), times alpha (nh or 1, 1, 1): the learned logit scale, for queries."""
         y = at_least_fp32(x)
-        y = (y - y.mean(-1, keepdim=True) if self.centred else y) * self.scale(x)
+        scale = self.scale(x)
+        told = f"{type(self).__name__}.scale() of {(*x.shape,)} is {(*scale.shape,)}: its last dimension must be 1"
+        require(scale.dim() == x.dim() and scale.size(-1) == 1, told)
+        y = (y - y.mean(-1, keepdim=True) if self.centred else y) * scale
         gain = self.head_gain
         y = y if gain is None else y * gain
         return (y if alpha is None else y * alpha).to(x.dtype)
@@ -153,8 +156,11 @@ class Weights(LateInit):
 
 
 def require_places(attention: Any, config: GPTConfig) -> None:
-    """Raise ConfigError where a layout has no place for a chosen variant."""
+    """Raise ConfigError where a layout has no place for a chosen variant, or a norm has a gain that is no vector."""
     layout = f"attention={config.attention.name}"
+    gains = [norm.gain for norm in attention.modules() if isinstance(norm, QKNorm) and norm.gain is not None]
+    told = f"qk_norm={config.qk_norm.name}: the gain must be a vector, of head_dim or n_head * head_dim numbers"
+    require(all(gain.dim() == 1 for gain in gains), told)  # a matrix would decay, and Muon would orthogonalise it
     normed = config.qk_norm.name == "none" or hasattr(attention, "q_norm")
     require(normed, f"qk_norm={config.qk_norm.name}: {layout} has no q_norm")
     for group, one in config.variants.items():

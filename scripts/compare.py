@@ -126,7 +126,7 @@ def sampled(side: Side, prompt: str, separated: bool, seed: int) -> str:
 
 
 def visible(text: str) -> str:
-    return text.replace("\n", "⏎").replace("\t", "⇥")
+    return text.replace("\n", "⏎").replace("\t", "⇥") if text.strip(" ") else "␣" * len(text)
 
 
 def summary(a: Side, b: Side, spans: Spans) -> Table:

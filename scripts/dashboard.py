@@ -22,8 +22,9 @@ from sweeps.definition import Sweep, load_sweep, sweep_name, sweep_tag
 from sweeps.plan import plan_runs
 from training.config import WandbOptions
 
+CLIP_KEY = "qk_clip/max_logit"
 CURVES = {  # section -> what it draws by iteration
-    "Attention": ["attn/alpha", "attn/max_logit", "qk_clip/max_logit", "attn/entropy"],
+    "Attention": ["attn/alpha", "attn/max_logit", CLIP_KEY, "attn/entropy"],
     "Training": ["train/loss", "grad_norm", "tok_per_sec"],
 }
 
@@ -57,13 +58,17 @@ def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
             kinds = {"difference": True, "along": True, "share": family.share_of, "final": family.x_of}
             figures += [f"figures/{kind}{suffix(name)}" for kind, wanted in kinds.items() if wanted]
     gaps = [wr.MediaBrowser(title="difference to the baseline (the sweep's own run)", media_keys=figures)]
-    drawn = {"val/loss", *(key for keys in CURVES.values() for key in keys)}
+    configs = [run.config for run in plan_runs(definition, [])]
+    logs_maxima = any(config.qk_clip.name != "none" for config in configs)
+    curves = {name: [key for key in keys if logs_maxima or key != CLIP_KEY] for name, keys in CURVES.items()}
+    drawn = {"val/loss", *(key for keys in curves.values() for key in keys)}
     also = [key for key, how in definition.also.items() if how != "summary" and "*" not in key and key not in drawn]
     yield "Loss", loss + gaps * bool(figures)
-    for name, keys in CURVES.items():
+    for name, keys in curves.items():
         yield name, [curve(key) for key in keys + also * (name == "Training")]
     media = {"samples": "sample", "by layer and head": "attn/by_layer_and_head"}
-    yield "Media", [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in media.items()]
+    if any(config.wandb.media == "on" for config in configs):  # a sweep's workers have it off otherwise
+        yield "Media", [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in media.items()]
 
 
 def workspace(asked: DashboardOptions, definition: Sweep) -> Any:

@@ -69,7 +69,10 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any
         manager = lm_eval.tasks.TaskManager(include_path=own)
     names = [name for name in names if name != CLOZE]
     for name in names:
-        require(name in manager.task_index, f"tasks={name} is unknown{did_you_mean(name, manager.all_tasks)[:200]}")
+        require(
+            name in manager.task_index,
+            f"tasks={name} is unknown{did_you_mean(name, [CLOZE, *manager.all_tasks])[:200]}",
+        )
     remote = [name for name in names if (manager.task_index[name].cfg or {}).get("dataset_path") not in LOCAL]
     problem = probe_hub() if remote else None
     if problem is not None:
@@ -168,7 +171,7 @@ def average(metrics: dict[str, dict[str, float]]) -> float | None:
 
 def table(metrics: dict[str, dict[str, float]], paper: bool) -> str:
     """Markdown. Accuracies are in percent, ± standard error; `paper` adds the columns of Table 1."""
-    heads = ["task", "metric", "value", *(["paper: QK-Clip", "paper: QK-Norm"] if paper else [])]
+    heads = ["task", "metric", "value (accuracies in %)", *(["paper: QK-Clip", "paper: QK-Norm"] if paper else [])]
     lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
 
     def add(task: str, metric: str, value: str, published: Sequence[float]) -> None:

@@ -64,13 +64,16 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
     write_claim(sweep_dir, run.id, claim)  # before the run, so that a death counts too
     wandb = run.config.wandb
     about = read_json(sweep_dir / "sweep.json")
-    sweep = sweep_tag(about.get("name", sweep_dir.name))
+    name = about.get("name", sweep_dir.name)
     parts = [part_and_name(point, about.get("sweep", {}).get("parts", {}))[0] for point in run.points]
     parts = [f"part:{part}"[:64] for part in dict.fromkeys(parts) if part]
     media = "off" if wandb.media == "auto" else wandb.media
     config = replace(
         run.config, out_dir=str(sweep_dir / run.id), dry_run=False,
-        wandb=replace(wandb, tags=(*wandb.tags, sweep, *parts), media=media),
+        wandb=replace(
+            wandb, tags=(*wandb.tags, sweep_tag(name), *parts), media=media,
+            group=wandb.group or f"{name}: {run.points[0]}"[:128],
+        ),
     )  # fmt: skip
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):
         try:

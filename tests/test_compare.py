@@ -72,7 +72,7 @@ def test_nats_and_attention_maps_are_those_of_a_computation_by_hand(pair: tuple[
         texts, rows = attention_map(a, layer=1, head=2)
     q, k, _, scale = seen[1]
     key_head = 2 * k.size(1) // q.size(1)
-    assert texts[:4] == list("a ba") and len(rows) == 16 <= MAPPED
+    assert texts[:4] == list("a␣ba") and len(rows) == 16 <= MAPPED
     for i, row in enumerate(rows):
         weights = [math.exp(scale * (q[0, 2, i] @ k[0, key_head, j]).item()) for j in range(i + 1)]
         assert row[: i + 1] == pytest.approx([w / sum(weights) for w in weights], rel=1e-3, abs=1e-6)

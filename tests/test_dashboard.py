@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,9 +44,18 @@ def test_a_study_has_a_workspace_and_a_report(
     assert {"val/loss", "val/loss.min", "attn/alpha", "attn/max_logit", "grad_norm", "tok_per_sec"} <= drawn
     recorded = set((ROOT / "docs" / "tracking.md").read_text().replace("`", " ").replace(",", " ").split())
     assert drawn - {"val/loss.min"} <= recorded
+    assert (dashboard.CLIP_KEY in drawn) == (sweep not in ("p_sweep_cpu", "p_nano"))
     shown = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
-    assert shown >= MEDIA and any(key.startswith("figures/difference") for key in shown)
+    assert shown.isdisjoint(MEDIA) and any(key.startswith("figures/difference") for key in shown)
     assert {"figures/share_matched", "figures/final_temperature"} <= shown or sweep != "p_nano"
+
+
+def test_samples_have_a_panel_where_the_sweep_records_them() -> None:
+    pytest.importorskip("wandb_workspaces")
+    definition = load_sweep("gqa_nano", {})
+    with_media = replace(definition, overrides=(*definition.overrides, "wandb.media=on"))
+    for asked, has in ((definition, False), (with_media, True)):
+        assert ("Media" in dict(dashboard.sections(asked))) == has
 
 
 @pytest.mark.parametrize("sweep", ["p_sweep_cpu", "gqa_nano"])  # with parts and without

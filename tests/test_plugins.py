@@ -317,3 +317,149 @@ def test_a_label_has_every_value_in_letters_that_a_path_can_have() -> None:
     assert (
         replace(load_config({}), qk_norm=OddOptions()).label == "baby_gpt-mha-odd_q0.5_wayabc_flagtrue-tiny_shakespeare"
     )
+
+
+PARTS = """
+import torch
+from torch import nn
+from core.schema import options
+from model import options as given, seams
+from model.linear import Linear
+from model.seams import register
+
+@options
+class PeekOptions(given.OutputOptions):
+    name: str = "peek"
+
+class Peek(seams.Output):
+    "Sees the next token, with a weight that begins at 0."
+    def __init__(self, o, config, v_dim):
+        super().__init__(o, config, v_dim)
+        self.n_head, self.weight = config.model.n_head, nn.Parameter(torch.empty(1))
+        self.linear = Linear(config.model.n_embd, config.model.n_head * v_dim, bias=False)
+    def init_weights(self):
+        nn.init.zeros_(self.weight)
+    def forward(self, y, x):
+        later = self.linear(nn.functional.pad(x, (0, 0, 0, 1))[:, 1:]).unflatten(-1, (self.n_head, -1))
+        return y + self.weight * later.transpose(1, 2)
+
+@options
+class MixOptions(given.OutputOptions):
+    name: str = "mix"
+
+class Mix(seams.Output):
+    def forward(self, y, x):
+        return y + y.mean(0, keepdim=True)
+
+@options
+class WideOptions(given.QKNormOptions):
+    name: str = "wide"
+
+class Wide(seams.QKNorm):
+    def scale(self, x):
+        return torch.ones_like(x)
+
+@options
+class MatrixOptions(given.QKNormOptions):
+    name: str = "matrix"
+
+class Matrix(seams.QKNorm):
+    def __init__(self, o, head_dim, n_head):
+        super().__init__(o, head_dim, n_head)
+        self.gain = nn.Parameter(torch.empty(n_head, head_dim))
+    def scale(self, x):
+        return torch.ones_like(x[..., :1])
+
+@options
+class UnsetOptions(MatrixOptions):
+    name: str = "unset"
+
+class Unset(Wide):
+    def __init__(self, o, head_dim, n_head):
+        super().__init__(o, head_dim, n_head)
+        self.factor = nn.Parameter(torch.empty(1))
+
+@options
+class CopyOptions(given.WeightsOptions):
+    name: str = "copy"
+
+class Copy(seams.Weights):
+    def __init__(self, o, block):
+        super().__init__(o, block)
+        self.of = [block.mlp.c_proj]
+    def update_factors(self):
+        return [(linear.weight.clone(), torch.ones(())) for linear in self.of]
+
+@options
+class UnitRowsOptions(given.WeightsOptions):
+    name: str = "unit_rows"
+
+class UnitRows(seams.Weights):
+    def __init__(self, o, block):
+        super().__init__(o, block)
+        block.attn.c_attn.reparam = UnitRow()
+
+class UnitRow(nn.Module):
+    def forward(self, weight):
+        return weight / weight.norm(dim=1, keepdim=True)
+
+for one, its in ((PeekOptions, Peek), (MixOptions, Mix), (WideOptions, Wide), (MatrixOptions, Matrix),
+                 (UnsetOptions, Unset), (CopyOptions, Copy), (UnitRowsOptions, UnitRows)):
+    register(one, its)
+"""
+
+
+@pytest.fixture
+def parts(words: list[str], tmp_path: Path) -> list[str]:
+    (tmp_path / "parts.py").write_text(PARTS)
+    return ["plugins=[parts]", *(word for word in words if not word.startswith(("plugins", "qk_norm")))]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("output=mix", "attention=mha output=mix: a window moves the logits of another"),
+        ("qk_norm=wide", "Wide.scale() of (1, 2, 16, 8) is (1, 2, 16, 8): its last"),
+        ("qk_norm=matrix", "qk_norm=matrix: the gain must be a vector"),
+        ("qk_norm=unset", "init_weights() sets no values of transformer.h.0.attn.q_norm.factor"),
+        ("weights=copy", "update_factors() must return views of weights"),
+        ("weights=unit_rows qk_clip=clip", "qk_clip=clip: weights=unit_rows undoes the scaling"),
+    ],
+)
+def test_a_variant_that_breaks_the_interface_is_refused(
+    chosen: str, message: str, parts: list[str], forked: Program
+) -> None:
+    refused = forked("train.py", *parts, *chosen.split(), "out_dir=o", status=2)
+    assert refused.stderr.splitlines()[-1].startswith(f"error: {message}")
+
+
+def test_a_leak_that_training_learns_is_found_at_the_end_and_no_result(
+    parts: list[str], tmp_path: Path, program: Program
+) -> None:
+    sweep = {"overrides": [*parts, "max_iters=20"], "grid": {"output": ["none", "peek"]}}
+    (tmp_path / "peeks.yaml").write_text(json.dumps(sweep))
+    assert "2 done" in program("sweeps/launch.py", "sweep=peeks.yaml", "launcher.workers=1").stdout
+    logs = "".join(file.read_text() for file in (tmp_path / "runs" / "peeks" / "logs").iterdir())
+    assert logs.count("warning: when trained, attention=mha output=peek sees the future") == 1
+    report = program("scripts/report.py", "sweep=peeks.yaml", "out=results").stdout
+    assert "1 failed" in report + (tmp_path / "results" / "table.md").read_text()
+    assert (
+        "done, but when trained, attention=mha output=peek sees the future"
+        in (tmp_path / "results/table.md").read_text()
+    )
+
+
+def test_a_plugin_named_as_a_loaded_module_is_refused(parts: list[str], tmp_path: Path, forked: Program) -> None:
+    (tmp_path / "random.py").write_text(PARTS)
+    refused = forked("train.py", "plugins=[random]", *parts[1:], "out_dir=o", status=2)
+    assert "has the name of a module that is loaded already" in refused.stderr
+
+
+def test_a_report_says_that_a_plugin_changed_between_runs(parts: list[str], tmp_path: Path, program: Program) -> None:
+    sweep = {"overrides": [*parts, "output=mix", "batch_size=1"], "seeds": [1]}
+    for seeds in ([1], [1, 2]):
+        (tmp_path / "changes.yaml").write_text(json.dumps({**sweep, "seeds": seeds}))
+        program("sweeps/launch.py", "sweep=changes.yaml", "launcher.workers=1")
+        (tmp_path / "parts.py").write_text(PARTS + "# changed\n")
+    program("scripts/report.py", "sweep=changes.yaml", "out=results")
+    assert "parts (2 versions: its file changed between runs)" in (tmp_path / "results" / "table.md").read_text()

@@ -294,9 +294,11 @@ def arrived(server: Server) -> list[int]:
     return [json.loads(line)["iter"] for line in server.history["run-1"]]
 
 
-def sent_later(run_dir: Path) -> str:
-    command = [sys.executable, "-m", "core.wandb_follower", "send", str(run_dir)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180).stdout
+def sent_later(*folders: Path, status: int = 0) -> str:
+    command = [sys.executable, "-m", "core.wandb_follower", "send", *map(str, folders)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == status, done.stdout
+    return done.stdout
 
 
 def test_a_server_that_dies_gets_each_line_once_when_it_is_back(tmp_path: Path, server: Server) -> None:
@@ -306,7 +308,8 @@ def test_a_server_that_dies_gets_each_line_once_when_it_is_back(tmp_path: Path, 
     assert done.returncode == 0 and float(done.stdout.split("logged in ")[1].split()[0]) < 13, done.stdout
     assert f"has not got all of this run; later: python -m core.wandb_follower send {run}" in done.stdout
     assert 0 < len(arrived(server)) < 1000 == len(history(inspect(run, "run-*")[0]))
-    assert "W&B is off" in sent_later(run) and 0 < len(arrived(server)) < 1000  # not back yet
+    assert f"not sent: {run} (" in sent_later(run, status=1) and 0 < len(arrived(server)) < 1000  # not back yet
+    assert sent_later(tmp_path) == f"not sent: {tmp_path} is no run that W&B was told of\n"
     server.down, server.dies_after = False, 10**9
     server.runs["run-1"]["summary"] = json.dumps({"iter": len(arrived(server))})  # it came a line before its line
     RunDir(run).status("done", iter=1000)

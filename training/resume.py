@@ -120,8 +120,9 @@ def check_resumable(session: Session, run_dir: RunDir, saved: Mapping[str, Any])
         run_dir.log(f"warning: commit {saved.get('commit')} -> {here['commit']}: other code trains the rest of the run")
 
 
-def refuse_other_dtype_or_text(session: Session, run_dir: RunDir) -> None:
-    """Raise ConfigError where a finished run has another dtype or text than the one that was asked for."""
+def check_finished(session: Session, run_dir: RunDir) -> None:
+    """Warn of plugins that have changed. Raises: ConfigError where a finished run has another dtype or text than the
+    one that was asked for."""
     config, dtype = session.config, str(session.machine.dtype)
     summary = read_json(run_dir.path / "summary.json")
     require(
@@ -130,6 +131,8 @@ def refuse_other_dtype_or_text(session: Session, run_dir: RunDir) -> None:
         "fresh=true",
     )
     require_same_text(session, run_dir.path, summary.get("corpus_sha256", session.data.corpus.sha256))
+    for change in changed_plugins(summary.get("plugins", {})):
+        run_dir.log(f"warning: {change}")
 
 
 def find_damage(path: Path) -> str:

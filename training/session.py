@@ -141,6 +141,8 @@ def setup(config: TrainConfig) -> Session:
     clips = config.qk_clip.name == "clip"
     can = all(hasattr(attention, "scale_logits") for attention in model.attentions)
     require(can or not clips, f"qk_clip=clip: attention={config.attention.name} has no scale_logits()")
+    rescaled = any(getattr(part, "reparam", None) for attention in model.attentions for part in attention.modules())
+    require(not (clips and rescaled), f"qk_clip=clip: weights={config.weights.name} undoes the scaling of the weights")
     if config.qk_clip.name != "none":
         for attention in model.attentions:
             attention.track_max_logits()  # before the first forward pass: else it recompiles

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from core.device import move
+from core.schema import require
 from training.optim import Optimizer
 from training.session import Batch, Machine, Session
 
@@ -82,6 +83,9 @@ def weights_variant(model: Any) -> Iterator[None]:
     seams = [block.weights for block in model.transformer.h]
     with torch.no_grad():
         found = [factors for seam in seams for factors in seam.update_factors()]
+        held = {p.untyped_storage().data_ptr() for p in model.parameters()} if found else set()
+        shared = all(rows.untyped_storage().data_ptr() in held for rows, _ in found)
+        require(shared, "update_factors() must return views of weights, not copies")
         before = [rows.clone() for rows, _ in found]
         yield
         for (rows, factor), old in zip(found, before, strict=True):

@@ -288,9 +288,12 @@ def encoded(
 
 def colours(series: Sequence[Series], outline: float = 1.5) -> alt.Color:
     """outline: of the legend's symbols; it is dashed as the lines are, which filled symbols must not be."""
-    middle = "length(datum.label) > 60 ? slice(datum.label, 0, 28) + '…' + slice(datum.label, -30) : datum.label"
-    legend = alt.Legend(symbolOpacity=1, symbolStrokeWidth=outline, labelExpr=middle)
-    return alt.Color("setting:N", title=None, scale=alt.Scale(domain=[s.name for s in series]), legend=legend)
+    names, legend = [s.name for s in series], alt.Legend(symbolOpacity=1, symbolStrokeWidth=outline)
+    if max(map(len, names), default=0) > 60:  # the end tells them apart, which labelLimit would cut
+        legend.labelExpr = (
+            "length(datum.label) > 60 ? slice(datum.label, 0, 28) + '…' + slice(datum.label, -30) : datum.label"
+        )
+    return alt.Color("setting:N", title=None, scale=alt.Scale(domain=names), legend=legend)
 
 
 def lines(base: alt.Chart, series: Sequence[Series]) -> list[alt.Chart]:
@@ -425,7 +428,8 @@ def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[fl
         cells = alt.Chart(alt.Data(values=rows)).mark_rect().encode(
             x=alt.X("key:O", axis=bare), y=alt.Y("query:O", axis=bare), color=colour, tooltip=tooltip
         )  # fmt: skip
-        charts.append(cells.properties(title=title, width=400, height=400))
+        limited = alt.TitleParams(title, limit=400)
+        charts.append(cells.properties(title=limited, width=400, height=400))
     return alt.concat(*charts, columns=2, spacing=40)
 
 

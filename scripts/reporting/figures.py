@@ -36,7 +36,7 @@ ALONG = (
 )
 STABILITY = "Final validation loss by learning rate: mean of the runs that are done ({n}), bars from lowest to highest."
 DIFFERENCE = (
-    "A − B in validation loss: a point for each fold or seed; diamond: the mean; "
+    "A − B in the lowest validation loss: a point for each fold or seed; diamond: the mean; "
     "bar: its 95 % interval, corrected where folds share training text."
 )
 

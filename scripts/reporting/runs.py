@@ -243,6 +243,8 @@ def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:
         summary, curves = read_done(path, keys)
     except ConfigError as damage:
         return row(State("failed", state.iter, f"done, but {damage}"))
+    if leak := summary.get("sees_future"):
+        return row(State("failed", summary["iter"], f"done, but when trained, {leak}"))
     if summary["iter"] != max_iters:
         return row(State("stopped", summary["iter"], f"done at iteration {summary['iter']} of {max_iters}"))
     return row(state, *kept(summary, curves, sweep))
