@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from model.kernels import operators as kernels
 
 SMALL = 2**14  # fewer elements do not repay the call of a kernel for GELU, dropout or a residual norm
-QUERIES = 64  # of a block of attention on a CPU; as ROWS of attention.cpp
+QUERIES = 64  # that attention takes at a time on a CPU; attention.cpp's ROWS
 TINY = 1e-30  # a vector with max|x| <= TINY is a zero vector to the Lp norms
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -286,7 +286,7 @@ def attention_and_lse_reference(
         logits = (block @ at_least_fp32(k[:, :, :seen]).mT * scale).unflatten(2, (group, -1))
         logits = (logits if bend is None else bend(logits)).masked_fill(is_future(end - i, seen, q.device), -math.inf)
         lse = logits.logsumexp(-1)  # (B, nkv, group, rows)
-        att = (logits - lse[..., None]).exp().to(v.dtype)
+        att = logits.softmax(-1).to(v.dtype)  # exp(logits - lse) would have another sum than 1: lse is rounded
         if seed is None:
             att = F.dropout(att, p_dropout)
         else:
@@ -480,9 +480,15 @@ def latent_attention_reference(
     """The matmuls are plain GEMMs of all heads over the cache as it lies, with its positions as rows: few rows times
     many columns is up to 20 times slower on a CPU. What comes between works in place."""
     (B, nh, T, _), S = q_latent.shape, latent.size(1)
-    content = (latent @ q_latent.flatten(1, 2).transpose(1, 2)).view(B, S, nh, T)
-    logits = torch.empty_like(content)  # the RoPE part first; to add it in its matmul would be slower
-    logits.flatten(2).baddbmm_(k_rope, q_rope.flatten(1, 2).transpose(1, 2), beta=0, alpha=scale)
+    exact, at_once = at_least_fp32, 2**19 // latent.size(-1)  # as in the kernel, bf16 products are summed in fp32
+    if not latent.is_cpu:
+        exact, at_once = lambda x: x.to(latent.dtype), S
+    with torch.autocast(latent.device.type, enabled=False), matmuls_in(latent.dtype):
+        content, logits = (
+            torch.cat([exact(part) @ exact(q).flatten(1, 2).mT for part in keys.split(at_once, 1)], 1).view(B, S, nh, T)
+            for keys, q in ((latent, q_latent), (k_rope, q_rope))
+        )
+    logits *= scale  # the RoPE part first; to add it in its matmul would be slower
     if key_scale is not None and not unified:
         logits.addcmul_(content, key_scale[..., None], value=scale)
     else:

@@ -152,7 +152,7 @@ def test_a_batch_that_comes_again_and_again_is_refused(
         return get_batch(self, 0, micro_step) if ignored == "step" else get_batch(self, step, 0)
 
     monkeypatch.setattr(Batches, "get_batch", same)
-    with pytest.raises(ConfigError, match=f"training repeats one batch: {what} 0 to 3 are equal"):
+    with pytest.raises(ConfigError, match=f"training repeats one batch: {what} 0 to 4 are equal"):
         train.run(configured(corpus, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

@@ -434,3 +434,29 @@ def test_gelu_of_every_bf16_number() -> None:
     assert y[::3].isnan().all() and y[1::3].isinf().all() and y[2::3].abs().max() < 1e-6
     assert odd.grad is not None
     assert odd.grad[::3].isnan().all() and (odd.grad[1::3] == 1).all() and odd.grad[2::3].abs().max() < 1e-6
+
+
+def test_gradients_with_a_log_sum_exp_keep_large_logits() -> None:
+    """Every key occurs twice, so that a query's derivative by its own size is a small difference of large terms."""
+    q, k, v, grad = 1e4 * draw(1, 1, 64, 16), draw(1, 1, 32, 16, seed=1), draw(1, 1, 64, 16, seed=2), draw(1, 1, 64, 16)
+    k = k.repeat_interleave(2, 2)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        size = torch.ones((), dtype=dtype, requires_grad=True)
+        y, _ = ops.attention_and_lse_reference(q.to(dtype) * size, k.to(dtype), v.to(dtype), 0.25, 0.0, None)
+        y.backward(grad.to(dtype))
+        assert size.grad is not None
+        found.append(size.grad.item())
+    assert abs(found[0] - found[1]) < 0.1
+
+
+def test_logits_of_latents_in_bf16_are_summed_in_fp32() -> None:
+    q, q_rope, latent, k_rope = draw(1, 4, 1, 64), draw(1, 4, 1, 16, seed=1), draw(1, 300, 64, seed=2), draw(1, 300, 16)
+    given = [x.bfloat16() for x in (2 * q, q_rope, latent, k_rope)]
+    y, lse = ops.latent_attention_reference(*given, None, None, 1.0, False, with_lse=True)
+    exact, exact_lse = ops.latent_attention_reference(
+        *(x.double() for x in given), None, None, 1.0, False, with_lse=True
+    )
+    assert lse is not None and exact_lse is not None and lse.max() > 40
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-4)
+    assert (y.double() - exact).norm() / exact.norm() < 0.005

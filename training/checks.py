@@ -153,7 +153,7 @@ def repetition(batches: Batches, tokens: np.ndarray) -> list[str]:
     probability of at most 1e-9. A text of one repeated token gives no warning.
     """
     starts = tokens[: max(1, len(tokens) - batches.block_size)]
-    same = float(np.square(np.unique(starts, return_counts=True)[1] / len(starts)).sum())  # P(two first tokens agree)
+    same = np.unique(starts, return_counts=True)[1].max() / len(starts)  # P(a first token is equal to the one before)
     if same == 1:
         return []
     n = math.ceil(math.log(1e-9) / (batches.batch_size * math.log(same)))
