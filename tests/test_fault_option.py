@@ -163,7 +163,7 @@ def test_a_run_with_a_fault_says_so_everywhere(
         "unshifted_labels": ["the loss is not the cross-entropy"] + ["the initial loss is"] * tied,
         "padding_in_mean": ["one token crowds the targets"] + ["the initial loss is"] * tied,
         "loss_over_accumulation": ["the initial training loss is"],
-        "repeated_batches": ["training repeats one batch: iterations 0 to 3 are equal"],
+        "repeated_batches": ["training repeats one batch: iterations 0 to 4 are equal"],
     }
     assert summary["fault"] == fault
     warnings = summary["start_up_warnings"]
