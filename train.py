@@ -86,7 +86,7 @@ def run(config: TrainConfig) -> int:
         wandb = wandb_settings(config, run_dir.path, session.facts)
         run_dir.begin(to_yaml(config), start, wandb, saved.get("records"))
         run_dir.log(f"{run_dir.path}: {headline(session)}" + (f", resumed at iteration {start}" if saved else ""))
-        meter, lowest = Meter(session, saved), find_lowest(run_dir)
+        meter, lowest = Meter(session, saved), find_lowest(run_dir, saved)
         run_dir.restore_best(lowest.step)
         with StopSignal(hangup=True) as stop:  # after the last update a signal only sets the exit status
             try:
@@ -222,7 +222,8 @@ def save(
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}
     state = {"step": line["iter"], "evaluated": eval_due, **meter.state(), **settings, **session.facts}
-    best = lowest.step == line["iter"]
+    best, loss_and_step = lowest.step == line["iter"], lowest.before_step(line["iter"])
+    state |= {} if loss_and_step[1] is None else {"lowest": loss_and_step}
     run_dir.save(line["iter"], session.tensors(), state, best, lowest.keep_step)
 
 

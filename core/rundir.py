@@ -38,7 +38,9 @@ LOCK_TIMEOUT = 0.5  # seconds; is_locked() of another process holds a lock for m
 
 
 # errors that say nothing of the directory: a later try may succeed
-PASSING = (errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ETIMEDOUT)
+PASSING = (
+    errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,8 @@ def output_to(file: Path) -> Iterator[None]:
 
 
 def start_worker(sweep_dir: str, launch_name: str) -> int:
+    if Launch.read(Path(sweep_dir), launch_name).ranks == 1:
+        import train  # noqa: F401  # before the handler: an import may swallow the SystemExit that it raises
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     stop_with_parent()
     return work(Path(sweep_dir), launch_name)

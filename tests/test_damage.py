@@ -112,6 +112,38 @@ def test_a_damaged_file_of_a_run_that_goes_on_is_noticed_or_without_effect(corpu
             assert all(found[name].equal(t) for name, t in expected.items()), what
 
 
+def test_a_lost_record_loses_neither_the_best_checkpoint_nor_its_loss(corpus: Path, tmp_path: Path) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    config = configured(corpus, straight, max_iters=8, schedule={"name": "constant", "warmup_iters": 1})
+    config = replace(config, eval_interval=2, optim=replace(config.optim, learning_rate=2.0))
+    assert train.run(config) == 0
+    assert train.run(replace(config, max_iters=4, out_dir=str(broken))) == 0
+    (broken / "metrics.jsonl").write_text("")
+    assert train.run(replace(config, out_dir=str(broken))) == 0
+    assert "metrics.jsonl was damaged" in log(broken)
+    a, b = (json.loads((run / "summary.json").read_text()) for run in (straight, broken))
+    assert a["iter_of_min"] <= 4 and (a["val/loss_min"], a["iter_of_min"]) == (b["val/loss_min"], b["iter_of_min"])
+    assert (broken / "ckpt" / "best").resolve().name == f"step_{a['iter_of_min']:06d}"
+
+
+def test_a_finished_run_without_checkpoints_and_status_is_not_trained_over(corpus: Path, tmp_path: Path) -> None:
+    config = configured(corpus, tmp_path / "run", max_iters=2)
+    assert train.run(config) == 0
+    shutil.rmtree(tmp_path / "run" / "ckpt")
+    (tmp_path / "run" / "status.json").write_text("")
+    with pytest.raises(ConfigError, match="has reached iteration 2 but holds no checkpoint"):
+        train.run(config)
+
+
+def test_a_config_that_was_edited_by_hand_is_not_believed(corpus: Path, tmp_path: Path) -> None:
+    config = configured(corpus, tmp_path / "run", max_iters=2, schedule={"name": "constant", "warmup_iters": 1})
+    assert train.run(config) == 0
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text(file.read_text().replace(f"\nseed: {config.seed}\n", "\nseed: 2\n"))
+    with pytest.raises(ConfigError, match=f"has a checkpoint of other settings: seed {config.seed} -> 2"):
+        train.run(replace(config, seed=2, max_iters=4))
+
+
 def test_a_damaged_file_of_a_sweep_is_noticed_or_without_effect(corpus: Path, tmp_path: Path) -> None:
     pristine, copy = tmp_path / "pristine", tmp_path / "copy"
     definition = tmp_path / "two.yaml"

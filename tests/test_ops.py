@@ -451,12 +451,15 @@ def test_gradients_with_a_log_sum_exp_keep_large_logits() -> None:
 
 
 def test_logits_of_latents_in_bf16_are_summed_in_fp32() -> None:
-    q, q_rope, latent, k_rope = draw(1, 4, 1, 64), draw(1, 4, 1, 16, seed=1), draw(1, 300, 64, seed=2), draw(1, 300, 16)
-    given = [x.bfloat16() for x in (2 * q, q_rope, latent, k_rope)]
-    y, lse = ops.latent_attention_reference(*given, None, None, 1.0, False, with_lse=True)
-    exact, exact_lse = ops.latent_attention_reference(
-        *(x.double() for x in given), None, None, 1.0, False, with_lse=True
-    )
-    assert lse is not None and exact_lse is not None and lse.max() > 40
+    def attended(q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        y, lse = ops.latent_attention_reference(q, q_rope, latent, k_rope, None, None, 1.0, False, with_lse=True)
+        assert lse is not None
+        return y, lse
+
+    shapes = [(1, 4, 1, 64), (1, 4, 1, 16), (1, 300, 64), (1, 300, 16)]
+    q, q_rope, latent, k_rope = (draw(*shape, seed=i).bfloat16() for i, shape in enumerate(shapes))
+    y, lse = attended(2 * q, q_rope, latent, k_rope)
+    exact, exact_lse = attended(2 * q.double(), q_rope.double(), latent.double(), k_rope.double())
+    assert lse.max() > 40
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-4)
     assert (y.double() - exact).norm() / exact.norm() < 0.005

@@ -356,7 +356,7 @@ def test_a_disk_that_is_full_at_fresh_leaves_the_run_its_name(path: Path, monkey
         return lock(path)
 
     monkeypatch.setattr(rundir, "take_lock", full)
-    with pytest.raises(ConfigError, match="cannot be used: no space left"):
+    with pytest.raises(OSError, match="no space left"):  # no bad setting: a later try may succeed
         opened(path, fresh=True)
     assert (path / "config.yaml").exists() and not path.with_name(f"{path.name}.old-1").exists()
 

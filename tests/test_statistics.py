@@ -244,6 +244,17 @@ def test_folds_of_other_text_are_no_pairs(tmp_path: Path) -> None:
         assert (c.planned, c.verdict("lower", "higher")) == (0, "no pairs of one seed and one held-out text")
 
 
+def test_runs_of_a_text_that_changed_between_them_are_no_pair(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep", compare={"x": {"baseline": "p=2", "settings": ["*"]}})
+    for seed in (1, 2, 3):
+        made.run("p=2", None, falling(1.5), seed=seed)
+        path = made.run("p=3", None, falling(1.4 - seed / 100), seed=seed)
+        file, other = path / "summary.json", "f00d" if seed == 2 else "5eed"
+        file.write_text(file.read_text().replace("5eed", other))
+    c = compared_families(sweep_of(made.path))[0].comparisons[0][0]
+    assert [*c.differences] == [(1, None), (3, None)] and c.planned == 3
+
+
 def test_what_is_left_where_runs_diverged_is_no_test(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep", compare={"x": {"baseline": "p=2", "settings": ["*"], "claim": "lower"}})
     for fold in range(10):

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -122,17 +123,25 @@ class LowestLoss:
     loss: float = math.inf
     step: int | None = None
     keep_step: int | None = None
+    before: tuple[float, int | None] = (math.inf, None)  # loss and step before the last evaluation
 
     def update(self, step: int, loss: float, extra: bool) -> None:
         """Take the loss of an evaluation."""
-        self.keep_step = self.step if extra else None
+        self.keep_step, self.before = self.step if extra else None, (self.loss, self.step)
         if loss < self.loss:
             self.loss, self.step = loss, step
 
+    def before_step(self, step: int) -> tuple[float, int | None]:
+        """Loss and iteration of the lowest val/loss before iteration `step`, the current one."""
+        return self.before if self.step == step else (self.loss, self.step)
 
-def find_lowest(run_dir: RunDir) -> LowestLoss:
-    """The lowest val/loss before the iteration that a run resumes from."""
+
+def find_lowest(run_dir: RunDir, saved: Mapping[str, Any]) -> LowestLoss:
+    """The lowest val/loss before the iteration that a run resumes from. The checkpoint has it, too: metrics.jsonl may
+    have been damaged since."""
     losses = run_dir.recorded("val/loss")
+    loss, step = saved.get("lowest", (math.inf, None))
+    losses |= {} if step is None else {step: loss}
     step = min(losses, key=lambda i: (losses[i], i), default=None)
     # rank 0 alone has the record
     return dist.gather(LowestLoss() if step is None else LowestLoss(losses[step], step))[0]

@@ -83,7 +83,7 @@ def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
     """The newest valid checkpoint. Raises: ConfigError where there should be one, as no run starts over unasked;
     CorruptCheckpoint."""
     resumed = checkpoint.load_latest(run_dir.path / "ckpt", run_dir.log)
-    reached = read_status(run_dir.path).get("iter")
+    reached = read_status(run_dir.path).get("iter") or read_json(run_dir.path / "summary.json").get("iter")
     require(
         resumed is not None or not reached,
         f"out_dir={run_dir.path} has reached iteration {reached} but holds no checkpoint; fresh=true starts it anew",
@@ -96,6 +96,8 @@ def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
 def check_resumable(session: Session, run_dir: RunDir, saved: Mapping[str, Any]) -> None:
     """Refuse what would change the run; warn of what makes the rest of it unequal bit for bit."""
     config, path, here = session.config, run_dir.path, session.facts
+    refusal = run_request(config).refusal(saved["config"])
+    require(not refusal, f"out_dir={path} has a checkpoint of other settings: {refusal}")
     require(
         saved["dtype"] == here["dtype"],
         f"dtype={config.dtype} is {here['dtype']} here, but {path} was begun in {saved['dtype']}: "

@@ -340,7 +340,7 @@ def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> l
     for a, b in pairs:
         runs_a, runs_b = sweep.runs_of(a), sweep.runs_of(b)
         common = [r for r in runs_a if r in runs_b and held_out(runs_a[r]) == held_out(runs_b[r])]
-        done = [r for r in common if runs_a[r].done and runs_b[r].done]
+        done = [r for r in common if runs_a[r].done and runs_b[r].done and not text_changed(runs_a[r], runs_b[r])]
         both = {r: (runs_a[r].value(metric), runs_b[r].value(metric)) for r in done}
         known = {r: (x, y) for r, (x, y) in both.items() if x is not None and y is not None}
         diverged = sum("diverged" in (runs_a[r].state.state, runs_b[r].state.state) for r in common)
@@ -383,6 +383,13 @@ def held_out(run: Run) -> object:
     split = {"far": "near"}.get(run.config["data.split"], run.config["data.split"])
     window = None if split == "contiguous" else run.config["model.block_size"]
     return run.config["data.name"], run.config["data.folds"], split, window
+
+
+def text_changed(a: Run, b: Run) -> bool:
+    """Whether two runs of one data set had different texts."""
+    same = all(a.config.get(key) == b.config.get(key) for key in ("data.name", "data.path"))
+    known = a.summary.get("corpus_sha256"), b.summary.get("corpus_sha256")
+    return same and None not in known and known[0] != known[1]
 
 
 def shared_text(runs: Sequence[Run]) -> float:
