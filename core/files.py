@@ -133,7 +133,7 @@ class FileLock:
     The file and its folder are created where absent. The file stays, since removing it would let two processes lock
     two files of one name. If a process moves the folder away while another one waits, the latter locks a new file.
     Give a timeout above 0 where another process may call is_locked(), which holds the lock for a moment.
-    Raises: OSError where the file cannot be opened or the file system has no locks.
+    Raises: OSError where the file cannot be opened, is a link, or the file system has no locks.
     """
 
     def __init__(self, file: Path, timeout: float = math.inf) -> None:
@@ -144,7 +144,7 @@ class FileLock:
 
     def _acquire(self, file: Path) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         if flock(descriptor, fcntl.LOCK_EX) and is_at(descriptor, file):
             self._descriptor = descriptor
         else:

@@ -49,8 +49,10 @@ def is_claimed(sweep_dir: Path, run_id: str) -> bool:
 
 
 def read_claim(sweep_dir: Path, run_id: str) -> dict[str, Any]:
-    """tries: launch -> number; limit: of tries; error: of the last try, or None."""
-    return {"tries": {}, "limit": 1, "error": None, **read_json(sweep_dir / "claims" / run_id)}
+    """tries: launch -> number; limit: of tries; error: of the last try, or None. One that is damaged has no tries."""
+    claim = {"tries": {}, "limit": 1, "error": None, **read_json(sweep_dir / "claims" / run_id)}
+    good = isinstance(claim["tries"], dict) and all(type(n) is int for n in (*claim["tries"].values(), claim["limit"]))
+    return claim if good else {"tries": {}, "limit": 1, "error": None}
 
 
 def write_claim(sweep_dir: Path, run_id: str, claim: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
     sweep_dir = asked.directory.resolve()
     held = (sweep_dir / "config.yaml").exists()
     require(not held, f"sweep_dir={sweep_dir} holds a run of train.py: write another sweep_dir=")
+    check_usable(sweep_dir)
     unstored = without_stored(runs, asked.from_)
     for warning in unknown_points(sweep, {point for run in runs for point in run.points}):
         say(f"warning: {warning}")
@@ -79,6 +80,16 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
     check_runs([replace(run, config=here(run.config, asked)) for run in left])
     freeze(sweep_dir, sweep_name(str(asked.sweep)), sweep, overrides, runs, trains=bool(left))
     return launch(asked, sweep_dir, unstored) if unstored else 0
+
+
+def check_usable(sweep_dir: Path) -> None:
+    held = os.listdir(sweep_dir) if sweep_dir.is_dir() else []
+    other = [name for name in held if name not in ("plan.lock", "sweep.json") and not name.startswith("code_")]
+    told = f"sweep_dir={sweep_dir} is neither empty nor a sweep's directory (it has no plan.jsonl)"
+    require("plan.jsonl" in held or not other, told)
+    require(not held or os.access(sweep_dir, os.W_OK | os.X_OK), f"sweep_dir={sweep_dir} is not writable")
+    links = [name for name in ("claims", "launches", "logs") if (sweep_dir / name).is_symlink()]
+    require(not links, f"sweep_dir={sweep_dir} is not used: {', '.join(links)} in it is a link")  # it leads elsewhere
 
 
 def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, list[PlannedRun], list[str]]:

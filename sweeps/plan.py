@@ -173,6 +173,8 @@ def freeze(
         frozen = {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
         merged = merge_plans(sweep_dir, frozen, runs)
         old = read_json(sweep_dir / "sweep.json")
+        intact = is_intact(old) and (bool(old) or not (sweep_dir / "sweep.json").exists())
+        require(intact, f"sweep_dir={sweep_dir} has a sweep.json that was changed")
         history, grows = old.get("frozen", []), merged != frozen or "sweep" not in old
         entry = {"commit": commit(), "overrides": overrides, "runs": len(merged)}
         planned = history[-1]["commit"] if history else None

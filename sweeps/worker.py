@@ -106,7 +106,7 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
 @contextlib.contextmanager
 def output_to(file: Path) -> Iterator[None]:
     """Append this process's standard output and error, and its children's, to `file`."""
-    with open(file, "ab") as log:
+    with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab") as log:
         kept = {number: os.dup(number) for number in (1, 2)}
         try:
             sys.stdout.flush()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ import sweeps.plan
 import sweeps.status
 import train
 from core.cli import CONFIG_DIR
-from core.files import read_json, write_atomic
+from core.files import FileLock, read_json, write_atomic
 from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
 from scripts.reporting.runs import read_sweep
@@ -101,6 +102,43 @@ def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_
     warnings = [line.partition("is no")[0] for line in said.splitlines() if line.startswith("warning: ")]
     assert warnings == ["warning: compare.a: dropout=0,qk_norm=none ", "warning: compare.b: p=2 "]
     assert said.count(known) == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder.mkdir(), (folder / "thesis.txt").touch()), "is neither empty nor a sweep's directory"),
+        (lambda folder: (folder.mkdir(), (folder / "logs").symlink_to("/tmp")), "is neither empty"),
+        (lambda folder: (folder / "logs").symlink_to(folder.parent), "logs in it is a link"),
+        (lambda folder: (folder / "sweep.json").write_text(""), "has a sweep.json that was changed"),
+    ],
+)
+def test_a_folder_that_is_no_sweeps_is_left_alone(
+    spoil: Callable[[Path], Any], says: str, tmp_path: Path, corpus: Path
+) -> None:
+    file, folder = tiny_sweep(tmp_path, corpus), tmp_path / "sweep"
+    if "empty" not in says:
+        frozen(file)
+    spoil(folder)
+    before = sorted(folder.iterdir())
+    assert says in launched(file, status=2) and sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("claim", ['{"tries": 5}', '{"limit": "2"}', '{"tries": {"a": null}}', "[]"])
+def test_a_damaged_claim_has_no_tries(claim: str, tmp_path: Path) -> None:
+    (tmp_path / "claims").mkdir()
+    (tmp_path / "claims" / "a").write_text(claim)
+    assert read_claim(tmp_path, "a") == {"tries": {}, "limit": 1, "error": None}
+
+
+def test_a_link_in_the_place_of_a_claim_or_log_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "claim").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        FileLock(tmp_path / "claim")
+    with pytest.raises(OSError, match="symbolic links"), worker.output_to(tmp_path / "claim"):
+        print("written")
+    assert (tmp_path / "victim").read_text() == "kept"
 
 
 def test_a_sweep_is_never_in_a_runs_directory(tmp_path: Path, corpus: Path) -> None:

@@ -379,7 +379,7 @@ def test_a_run_may_be_of_several_ranks(tmp_path: Path, corpus: Path) -> None:
 
 def test_a_run_of_several_ranks_that_fails_says_so(tmp_path: Path, corpus: Path) -> None:
     sweep = tiny_sweep(tmp_path, corpus, "gradient_accumulation_steps=2", grid={}, folds=None)
-    (run,) = plan_runs(load_sweep(str(sweep), {}), [])
+    (run,) = frozen(sweep)
     break_run(tmp_path / "sweep", run, refused=True)
     output = launched(sweep, "launcher.workers=1", "launcher.ranks=2", "retries=0", status=1)
     assert f"failed: {run.id}: one of its ranks failed" in output
