@@ -17,6 +17,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -70,10 +71,7 @@ class QKNorm(LateInit):
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         """(..., hs) -> (..., hs), times alpha (nh or 1, 1, 1): the learned logit scale, for queries."""
         y = at_least_fp32(x)
-        scale = self.scale(x)
-        told = f"{type(self).__name__}.scale() of {(*x.shape,)} is {(*scale.shape,)}: its last dimension must be 1"
-        require(scale.dim() == x.dim() and scale.size(-1) == 1, told)
-        y = (y - y.mean(-1, keepdim=True) if self.centred else y) * scale
+        y = (y - y.mean(-1, keepdim=True) if self.centred else y) * self.scale(x)
         gain = self.head_gain
         y = y if gain is None else y * gain
         return (y if alpha is None else y * alpha).to(x.dtype)
@@ -156,11 +154,18 @@ class Weights(LateInit):
 
 
 def require_places(attention: Any, config: GPTConfig) -> None:
-    """Raise ConfigError where a layout has no place for a chosen variant, or a norm has a gain that is no vector."""
+    """Raise ConfigError where a layout has no place for a chosen variant, or a norm's gain or scale() is misshapen."""
     layout = f"attention={config.attention.name}"
-    gains = [norm.gain for norm in attention.modules() if isinstance(norm, QKNorm) and norm.gain is not None]
-    told = f"qk_norm={config.qk_norm.name}: the gain must be a vector, of head_dim or n_head * head_dim numbers"
-    require(all(gain.dim() == 1 for gain in gains), told)  # a matrix would decay, and Muon would orthogonalise it
+    for norm in (part for part in attention.modules() if isinstance(part, QKNorm)):
+        vector = norm.gain is None or norm.gain.dim() == 1  # a matrix would decay, and Muon would orthogonalise it
+        told = f"qk_norm={config.qk_norm.name}: the gain must be a vector, of head_dim or n_head * head_dim numbers"
+        require(vector, told)
+        x = torch.ones(1, norm.n_head, 1, norm.head_dim, device=next(attention.parameters()).device)
+        if not x.is_meta:
+            with torch.no_grad():
+                shape = (*norm.scale(x).shape,)
+            told = f"qk_norm={config.qk_norm.name}: scale() of {(*x.shape,)} is {shape}: its last dimension must be 1"
+            require(len(shape) == 4 and shape[-1] == 1, told)
     normed = config.qk_norm.name == "none" or hasattr(attention, "q_norm")
     require(normed, f"qk_norm={config.qk_norm.name}: {layout} has no q_norm")
     for group, one in config.variants.items():

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from variants import PAIRS, V, build, config_of, random_tokens
 
+from core.schema import ConfigError
 from model import ops
 from model.gpt import GPT, QK_NORMS, Alpha, LpNorm, QKRMSNorm, initial_alpha, mean_norm_ratio
 from model.kernels import operators
@@ -126,7 +127,7 @@ def test_init_weights_notices_a_parameter_that_it_left_out() -> None:
     model.plain = torch.nn.RMSNorm(4, elementwise_affine=False)  # as a variant may have it: nothing to set
     model.init_weights(0)
     model.extra = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(AssertionError, match="extra"):
+    with pytest.raises(ConfigError, match="sets no values of extra"):
         model.init_weights(0)
 
 

@@ -378,6 +378,8 @@ class Unset(Wide):
     def __init__(self, o, head_dim, n_head):
         super().__init__(o, head_dim, n_head)
         self.factor = nn.Parameter(torch.empty(1))
+    def scale(self, x):
+        return self.factor * torch.ones_like(x[..., :1])
 
 @options
 class CopyOptions(given.WeightsOptions):
@@ -419,7 +421,7 @@ def parts(words: list[str], tmp_path: Path) -> list[str]:
     ("chosen", "message"),
     [
         ("output=mix", "attention=mha output=mix: a window moves the logits of another"),
-        ("qk_norm=wide", "Wide.scale() of (1, 2, 16, 8) is (1, 2, 16, 8): its last"),
+        ("qk_norm=wide", "qk_norm=wide: scale() of (1, 2, 1, 8) is (1, 2, 1, 8): its last"),
         ("qk_norm=matrix", "qk_norm=matrix: the gain must be a vector"),
         ("qk_norm=unset", "init_weights() sets no values of transformer.h.0.attn.q_norm.factor"),
         ("weights=copy", "update_factors() must return views of weights"),
