@@ -160,7 +160,7 @@ def require_places(attention: Any, config: GPTConfig) -> None:
         vector = norm.gain is None or norm.gain.dim() == 1  # a matrix would decay, and Muon would orthogonalise it
         told = f"qk_norm={config.qk_norm.name}: the gain must be a vector, of head_dim or n_head * head_dim numbers"
         require(vector, told)
-        x = torch.ones(1, norm.n_head, 1, norm.head_dim, device=next(attention.parameters()).device)
+        x = torch.ones(1, norm.n_head, 1, norm.head_dim, dtype=torch.float64)
         if not x.is_meta:
             with torch.no_grad():
                 shape = (*norm.scale(x).shape,)
