@@ -97,9 +97,8 @@ def run(config: TrainConfig) -> int:
                 status = finish(session, run_dir, meter, lowest, end.line, f"{end.reason} at iteration {end.step}")
             else:
                 if line["iter"] < config.max_iters:
-                    status = stopped(
-                        run_dir, config, line["iter"], stop.signal or signal.SIGTERM
-                    )  # 0: another rank got it
+                    number = stop.signal or signal.SIGTERM  # 0: another rank got it
+                    status = stopped(run_dir, config, line["iter"], number)
                 else:
                     status = finish(session, run_dir, meter, lowest, line)
             dist.gather(None)  # wait for rank 0, which saves: torchrun ends the others soon after the first has gone
@@ -118,11 +117,12 @@ def already_finished(session: Session, run_dir: RunDir) -> int:
 
 def headline(session: Session) -> str:
     """Size and machine, in one line for a person."""
-    facts = [
-        f"{session.model.num_params() / 1e6:.2f}M parameters",
+    facts = [f"{session.model.num_params() / 1e6:.2f}M parameters"]
+    facts += [
         f"{session.config.tokens_per_iter:,} tokens an iteration",
+        session.facts["device"],
+        str(session.machine.dtype),
     ]
-    facts += [session.facts["device"], str(session.machine.dtype)]
     if "sdpa" in session.facts:
         facts.append(f"{session.facts['sdpa']} attention")
     return ", ".join(filter(None, [*facts, session.machine.about_threads]))
@@ -132,8 +132,7 @@ def train(
     session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, saved: dict[str, Any], stop: StopSignal
 ) -> dict[str, Any]:
     """Make the updates from the `saved` state to max_iters, or until `stop` has a signal. Returns the last iteration's
-    metrics. Raises: Diverged.
-    """
+    metrics. Raises: Diverged."""
     start, eval_was_due = saved.get("step", 0), saved.get("evaluated", False)
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
     parameters = [*model.parameters()]

@@ -628,7 +628,7 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1 = new_norm(config.model)
         self.attn = ATTENTIONS[config.attention.name](config)
-        seams.require_places(self.attn, config)
+        seams.require_fit(self.attn, config)
         self.ln_2 = new_norm(config.model)
         self.mlp = MLP(config.model)
         self.p_dropout = config.model.dropout

@@ -214,8 +214,7 @@ class ApplyMask(torch.autograd.Function):
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0) -> Tensor:
     """softmax(scale q k^T) v, where query i of the T last positions sees keys 0 .. S - T + i.
 
-    q (B, nh, T, dk), k (B, nkv, S, dk), v (B, nkv, S, dv) -> (B, nh, T, dv). Query head h uses key head
-    h // (nh / nkv).
+    q (B, nh, T, dk), k (B, nkv, S, dk), v (B, nkv, S, dv) -> (B, nh, T, dv); head h has key head h // (nh / nkv).
     """
     if q.dtype != k.dtype:  # the cache has another dtype. Cast the few queries: autocast would cast the whole cache
         with torch.autocast(q.device.type, enabled=False):
@@ -395,8 +394,7 @@ def matmul_3xtf32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def queries_at_once(B: int, nh: int, T: int, device: str) -> int:
-    """Queries whose logits are computed together. On a CPU few, which fit its cache; elsewhere many, as torch.compile
-    unrolls the loop."""
+    """Queries at a time: on a CPU few, which fit its cache; elsewhere many, as torch.compile unrolls the loop."""
     return max(1, (2**22 if device == "cpu" else 2**28) // (B * nh * T))
 
 
@@ -417,10 +415,6 @@ def absorb(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tenso
     """
     if q.size(0) * q.size(2) == 1 and not torch.is_grad_enabled() and kernels.can_normalize(latent):
         return kernels.absorb(w, q, latent, with_keys)
-    return absorb_reference(w, q, latent, with_keys)
-
-
-def absorb_reference(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
     return each_head(q, w), content_keys(w, latent) if with_keys else None
 
 
@@ -429,7 +423,7 @@ def content_keys(w: Tensor, latent: Tensor) -> Tensor:
     return F.linear(latent, w.flatten(0, 1).to(latent.dtype)).unflatten(-1, (w.size(0), -1)).transpose(1, 2)
 
 
-MAX_COPIED = 2**20  # elements of a sequence's latents that a CPU may copy for each matmul
+MAX_COPIED = 2**20  # elements of latents that a CPU may copy for each matmul
 
 
 def latent_attention(
@@ -479,8 +473,8 @@ def latent_attention_reference(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The matmuls are plain GEMMs of all heads over the cache as it lies, with its positions as rows: few rows times
     many columns is up to 20 times slower on a CPU. What comes between works in place."""
-    (B, nh, T, _), S = q_latent.shape, latent.size(1)
-    exact, at_once = at_least_fp32, 2**19 // latent.size(-1)  # as in the kernel, bf16 products are summed in fp32
+    (B, S, kr), (nh, T) = latent.shape, q_latent.shape[1:3]
+    exact, at_once = at_least_fp32, MAX_COPIED // kr  # as in the kernel, bf16 products are summed in fp32
     if not latent.is_cpu:
         exact, at_once = lambda x: x.to(latent.dtype), S
     with torch.autocast(latent.device.type, enabled=False), matmuls_in(latent.dtype):

@@ -153,14 +153,14 @@ class Weights(LateInit):
         """The block begins a run with weights that were loaded (init_from=)."""
 
 
-def require_places(attention: Any, config: GPTConfig) -> None:
+def require_fit(attention: Any, config: GPTConfig) -> None:
     """Raise ConfigError where a layout has no place for a chosen variant, or a norm's gain or scale() is misshapen."""
     layout = f"attention={config.attention.name}"
     for norm in (part for part in attention.modules() if isinstance(part, QKNorm)):
         vector = norm.gain is None or norm.gain.dim() == 1  # a matrix would decay, and Muon would orthogonalise it
         told = f"qk_norm={config.qk_norm.name}: the gain must be a vector, of head_dim or n_head * head_dim numbers"
         require(vector, told)
-        x = torch.ones(1, norm.n_head, 1, norm.head_dim, dtype=torch.float64)
+        x = torch.ones(1, norm.n_head, 1, norm.head_dim, dtype=torch.float64)  # of which no kernel is made
         if not x.is_meta:
             with torch.no_grad():
                 shape = (*norm.scale(x).shape,)

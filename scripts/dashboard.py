@@ -8,7 +8,7 @@ Needs wandb-workspaces: pip install -e '.[dashboard]'.
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import yaml
@@ -71,14 +71,17 @@ def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
         yield "Media", [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in media.items()]
 
 
-def workspace(asked: DashboardOptions, definition: Sweep) -> Any:
+Panels = Sequence[tuple[str, list[Any]]]  # of sections()
+
+
+def workspace(asked: DashboardOptions, drawn: Panels) -> Any:
     import wandb_workspaces.workspaces as ws
 
     return ws.Workspace(
         entity=asked.entity or "ENTITY",
         project=asked.project,
         name=f"nanoQK {asked.sweep}",
-        sections=[ws.Section(name=name, panels=panels, is_open=True) for name, panels in sections(definition)],
+        sections=[ws.Section(name=name, panels=panels, is_open=True) for name, panels in drawn],
         settings=ws.WorkspaceSettings(x_axis="iter", max_runs=100),
         runset_settings=ws.RunsetSettings(
             filters=ws.And(ws.Tags().isin([sweep_tag(sweep_name(asked.sweep))])), groupby=[ws.Metric("Group")]
@@ -86,17 +89,13 @@ def workspace(asked: DashboardOptions, definition: Sweep) -> Any:
     )
 
 
-def report(asked: DashboardOptions, definition: Sweep) -> Any:
+def report(asked: DashboardOptions, definition: Sweep, drawn: Panels) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
     # a runset with a project asks the server for its number
     project, tag = {} if asked.dry_run else {"project": asked.project}, sweep_tag(sweep_name(asked.sweep))
     runs = wr.Runset(entity=asked.entity or "ENTITY", **project, filters=f"Tags() in [{tag!r}]", groupby=["Group"])
-    blocks = [
-        block
-        for name, panels in sections(definition)
-        for block in (wr.H1(name), wr.PanelGrid(runsets=[runs], panels=panels))
-    ]
+    blocks = [block for name, panels in drawn for block in (wr.H1(name), wr.PanelGrid(runsets=[runs], panels=panels))]
     title = f"{definition.title or asked.sweep}"[:128]
     return wr.Report(asked.project, asked.entity or "ENTITY", title, "Made by scripts/dashboard.py", blocks)
 
@@ -120,7 +119,8 @@ def show(asked: DashboardOptions) -> int:
     if asked.dry_run:
         os.environ.setdefault("WANDB_API_KEY", "0" * 40)  # the library asks for one when it is imported
     try:
-        view, text = workspace(asked, definition), report(asked, definition)
+        drawn = [*sections(definition)]
+        view, text = workspace(asked, drawn), report(asked, definition, drawn)
         if asked.dry_run:
             for model in (view._to_model(), text._to_model()):
                 print(model.spec.model_dump_json(by_alias=True, exclude_none=True))

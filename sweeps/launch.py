@@ -67,8 +67,6 @@ def main(argv: list[str]) -> int:
 def run(asked: LaunchOptions, overrides: list[str]) -> int:
     sweep, runs, overrides = read_request(asked, overrides)
     sweep_dir = asked.directory.resolve()
-    held = (sweep_dir / "config.yaml").exists()
-    require(not held, f"sweep_dir={sweep_dir} holds a run of train.py: write another sweep_dir=")
     check_usable(sweep_dir)
     unstored = without_stored(runs, asked.from_)
     for warning in unknown_points(sweep, {point for run in runs for point in run.points}):
@@ -83,13 +81,15 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
 
 
 def check_usable(sweep_dir: Path) -> None:
+    """Refuse a folder that is not empty, nor that of a sweep, and links that lead out of it."""
     held = os.listdir(sweep_dir) if sweep_dir.is_dir() else []
+    require("config.yaml" not in held, f"sweep_dir={sweep_dir} holds a run of train.py: write another sweep_dir=")
     other = [name for name in held if name not in ("plan.lock", "sweep.json") and not name.startswith("code_")]
     told = f"sweep_dir={sweep_dir} is neither empty nor a sweep's directory (it has no plan.jsonl)"
     require("plan.jsonl" in held or not other, told)
     require(not held or os.access(sweep_dir, os.W_OK | os.X_OK), f"sweep_dir={sweep_dir} is not writable")
     links = [name for name in ("claims", "launches", "logs") if (sweep_dir / name).is_symlink()]
-    require(not links, f"sweep_dir={sweep_dir} is not used: {', '.join(links)} in it is a link")  # it leads elsewhere
+    require(not links, f"sweep_dir={sweep_dir} is not used: {', '.join(links)} in it is a link")
 
 
 def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, list[PlannedRun], list[str]]:

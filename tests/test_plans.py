@@ -105,7 +105,7 @@ def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("change", "says"),
     [
         (lambda folder: (folder.mkdir(), (folder / "thesis.txt").touch()), "is neither empty nor a sweep's directory"),
         (lambda folder: (folder.mkdir(), (folder / "logs").symlink_to("/tmp")), "is neither empty"),
@@ -114,12 +114,12 @@ def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_
     ],
 )
 def test_a_folder_that_is_no_sweeps_is_left_alone(
-    spoil: Callable[[Path], Any], says: str, tmp_path: Path, corpus: Path
+    change: Callable[[Path], Any], says: str, tmp_path: Path, corpus: Path
 ) -> None:
     file, folder = tiny_sweep(tmp_path, corpus), tmp_path / "sweep"
     if "empty" not in says:
         frozen(file)
-    spoil(folder)
+    change(folder)
     before = sorted(folder.iterdir())
     assert says in launched(file, status=2) and sorted(folder.iterdir()) == before
 

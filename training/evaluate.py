@@ -140,8 +140,9 @@ def find_lowest(run_dir: RunDir, saved: Mapping[str, Any]) -> LowestLoss:
     """The lowest val/loss before the iteration that a run resumes from. The checkpoint has it, too: metrics.jsonl may
     have been damaged since."""
     losses = run_dir.recorded("val/loss")
-    loss, step = saved.get("lowest", (math.inf, None))
-    losses |= {} if step is None else {step: loss}
+    if "lowest" in saved:
+        loss, step = saved["lowest"]
+        losses[step] = loss
     step = min(losses, key=lambda i: (losses[i], i), default=None)
     # rank 0 alone has the record
     return dist.gather(LowestLoss() if step is None else LowestLoss(losses[step], step))[0]
