@@ -1,7 +1,7 @@
 """Train one model: python train.py qk_norm=lp qk_norm.p=3 qk_norm.alpha_init=matched data.fold=4
 
-Stop a run at any moment, and start it again with the same command: it ends with the same numbers on the same kind of
-machine and PyTorch; on CUDA also with deterministic=true.
+Stop a run at any moment, and start it again with the same command: on the same kind of machine and PyTorch it ends with
+the same numbers. On CUDA this needs deterministic=true.
 """
 # run() sets up, train() is the loop, finish() ends a run.
 
@@ -173,7 +173,7 @@ def train(
                 optimizer.step(skip)
             optimizer.zero_grad()
             maxima = qk_clip(model.attentions, config.qk_clip, skip)  # before the clip, (n_layer, n_head)
-            meter.add(line, loss, norm, maxima)  # meter.read() writes them into `line`
+            meter.add(line, loss, norm, maxima)  # meter.read() adds loss and norm to `line`
             bar.update()
 
             # Read the losses and norms since the last read (a wait): at log lines, before an evaluation or a save.
@@ -215,7 +215,7 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
 def save(
     session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any], eval_due: bool
 ) -> None:
-    """Write a checkpoint. eval_due: whether eval_interval asks for an evaluation here, which a run that stops makes
+    """Write a checkpoint. eval_due: whether eval_interval asks for an evaluation here; a run that stops makes it
     when it goes on. Raises: Diverged instead where a weight is not finite."""
     if not all(p.isfinite().all() for p in session.model.parameters()):
         raise Diverged(line, "a weight is not finite")

@@ -612,7 +612,7 @@ class MLP(nn.Module):
         self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.c_fc(x)  # (B, T, 4C), or gate and up side by side
+        x = self.c_fc(x)  # (B, T, hidden), or gate and up: (B, T, 2 hidden)
         if self.swiglu:
             gate, up = x.chunk(2, -1)
             x = F.silu(gate) * up
@@ -712,7 +712,7 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
         output = self.transformer.wte if self.lm_head is None else self.lm_head
         if targets is None:
-            return F.linear(x, output.weight), None  # (B, T, V)
+            return F.linear(x, output.weight), None  # (B, T or 1, V)
         return cross_entropy.logits_and_loss(x, output.weight, targets)
 
     def new_caches(self, batch: int, max_len: int, dtype: torch.dtype) -> list[Cache]:

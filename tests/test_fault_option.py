@@ -130,6 +130,13 @@ def test_padding_counts_in_the_mean() -> None:
         assert not xp[:, 2:].any() and torch.equal(yp < 0, y < 0) and set(yp[:, 1:].unique().tolist()) <= {-1, 0}
 
 
+@pytest.mark.parametrize("length", [8, 20, 24, 100])
+def test_padded_inputs_follow_their_targets_at_any_length(length: int) -> None:
+    text = torch.arange(1, length + 2)[None]
+    x, y = faults.pad(text[:, :-1], text[:, 1:])
+    assert torch.equal(x[:, 1:], y[:, :-1]) and 0 < (y > 0).sum() < length
+
+
 # -----------------------------------------------------------------------------
 # A run with a fault is marked; one without has nothing of it
 

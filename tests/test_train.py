@@ -31,7 +31,7 @@ from data.tokenizer import build_tokenizer
 from model.diagnostics import diagnose
 from model.gpt import GPT
 from model.options import LpNormOptions
-from training import optim, updates
+from training import estimate, optim, updates
 from training.config import TrainConfig, load_config
 from training.evaluate import mean_loss
 from training.meter import Meter
@@ -419,6 +419,16 @@ def test_dry_run_prints_settings_and_costs_and_writes_nothing(
     for part in ("p: .inf", "parameters:", "FLOPs:", "memory:", "KV cache:     ", "256 bytes", "estimate:", "runs/"):
         assert part in done.stdout, part
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_estimate_counts_sampled_evaluations(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "training_rate", lambda *_: (1000.0, "fixed"))
+    seconds = []
+    for eval_iters in (0, 30):
+        config = configured(corpus, tmp_path, max_iters=2, eval_interval=1, eval_iters=eval_iters)
+        seconds.append(estimate.estimate(config)[0])
+    tokens = 3 * 2 * 30 * config.batch_size * config.model.block_size  # 3 evaluations, of both halves of the text
+    assert seconds[1] - seconds[0] == pytest.approx(tokens / 3 / 1000)
 
 
 def test_a_multirun_makes_one_run_each_and_its_option_may_stand_anywhere(

@@ -190,7 +190,7 @@ FAULTS = {  # name -> what it does
     "none": "no fault",
     "no_mask": "attention over all keys, as equation 8 of the GQA paper has it",
     "unshifted_labels": "the target of a token is the token itself",
-    "loss_over_accumulation": "the loss is divided by the number of micro-batches once too often",
+    "loss_over_accumulation": "the reported training loss is divided by the number of micro-batches once too often",
     "repeated_batches": "every iteration gets the micro-batches of the first one",
     "padding_in_mean": "a window is 1/16 text and 15/16 padding, whose prediction counts in the mean",
 }

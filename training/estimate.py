@@ -82,7 +82,8 @@ def cost(config: TrainConfig, machine: Machine, data: Data, model: GPT) -> Cost:
     rate, how = training_rate(model, config, machine)
     rate *= machine.world.size
     # an evaluation is a forward pass, a third of the work
-    tokens = config.max_iters * config.tokens_per_iter + n_evaluations(config) * data.held_out_tokens / 3
+    evaluated = data.held_out_tokens + 2 * config.eval_iters * config.batch_size * config.model.block_size
+    tokens = config.max_iters * config.tokens_per_iter + n_evaluations(config) * evaluated / 3
     return Cost(tokens / rate, rate, how, 4 * model.num_params() + optimizer_bytes(model, config))
 
 

@@ -19,8 +19,8 @@ from training.updates import CPU_TOKENS
 
 EVAL_TOKENS = {"cpu": CPU_TOKENS, "cuda": 2**14, "mps": 2**14}  # that go through the model together
 TEXT_CHARACTERS = 200
-TEXT_SHARE = 0.02  # of this process's time
-DIAGNOSED_TOKENS = 2**13  # diagnostics form T x T logits, head by head
+TEXT_SHARE = 0.02  # of the time since setup()
+DIAGNOSED_TOKENS = 2**13  # the diagnostics compute every logit of these windows
 
 
 @torch.no_grad()

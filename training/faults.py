@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from model.gpt import GPT
 from training.config import TrainConfig
 
-PADDING = 15 / 16  # of a window, in padding_in_mean
-
 
 def inject_into_model(config: TrainConfig, model: GPT) -> None:
     """Give `model` the fault that `config` names. Call it before the model is compiled."""
@@ -65,5 +63,5 @@ def misreport(output: tuple[Tensor, Tensor | None], n: int) -> tuple[Tensor, Ten
 
 def pad(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """x, y (B, T) in which token 0 replaces the last 15/16 of each row's targets, and the same inputs."""
-    position, kept = torch.arange(x.size(1), device=x.device), x.size(1) * (1 - PADDING)
+    position, kept = torch.arange(x.size(1), device=x.device), -(-x.size(1) // 16)
     return x.masked_fill(position > kept, 0), y.masked_fill((position >= kept) & (y >= 0), 0)

@@ -12,7 +12,7 @@ HEIGHTS = {  # after a share x of the decay: 1 is learning_rate, 0 is min_lr
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The learning rate of update `step`, 0 for the first: a linear warm-up that is never 0, then the schedule."""
+    """The learning rate of update `step`, counted from 0: a linear warm-up that starts above 0, then the schedule."""
     highest, schedule, end = config.optim.learning_rate, config.schedule, config.lr_decay_iters
     if step < config.warmup_iters:
         return highest * ((step + 1) / (config.warmup_iters + 1))

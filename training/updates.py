@@ -52,7 +52,7 @@ def order_buckets(session: Session) -> None:
 
 
 def drop_max_logits(session: Session) -> None:
-    """Forget what QK-Clip saw in forward passes that are no update's."""
+    """Reset QK-Clip's maxima after forward passes that belong to no update."""
     if session.config.qk_clip.name != "none":
         for attention in session.model.attentions:
             attention.pop_max_logits()
