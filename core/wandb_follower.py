@@ -284,7 +284,10 @@ def log_artifacts(run: Any, run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    command, *words = sys.argv[1:]
+    command, *words = sys.argv[1:] or [""]
+    if command not in ("follow", "send") or not words:
+        print("error: usage: python -m core.wandb_follower send RUN ...", file=sys.stderr)
+        sys.exit(2)
     if command == "follow":
         follow(Path(words[0]), words[1])
     unsent = False

@@ -301,6 +301,13 @@ def sent_later(*folders: Path, status: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("words", [[], ["send"], ["snd", "runs/x"]], ids=str)
+def test_a_misspelt_upload_is_refused(words: list[str]) -> None:
+    command = [sys.executable, "-m", "core.wandb_follower", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 2 and "usage" in done.stderr and not done.stdout
+
+
 def test_a_server_that_dies_gets_each_line_once_when_it_is_back(tmp_path: Path, server: Server) -> None:
     server.dies_after = 1
     run = tmp_path / "run"
