@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from core.schema import require
+from core.schema import ConfigError, require
 from model import options as settings
 from model.ops import at_least_fp32
 from model.options import GPTConfig, QKNormOptions, VariantOptions
@@ -59,7 +59,7 @@ class QKNorm(LateInit):
             nn.init.ones_(self.gain)
 
     def scale(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise ConfigError(f"qk_norm={self.options.name}: the class {type(self).__name__} defines no scale(x)")
 
     @property
     def head_gain(self) -> Tensor | None:

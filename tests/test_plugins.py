@@ -255,6 +255,15 @@ def test_qk_clip_needs_a_layout_that_can_scale_logits(
         setup(load_config(compose([*chosen, "qk_clip=clip", f"out_dir={tmp_path / 'run'}"])))
 
 
+def test_a_norm_without_scale_is_named(words: list[str], tmp_path: Path, forked: Program) -> None:
+    (tmp_path / "halves.py").write_text(PLUGIN.replace("def scale(", "def scal("))
+    error = forked("train.py", *words, "out_dir=run", status=2).stderr
+    assert (
+        re.fullmatch(r"error: qk_norm=\w+: the class \w+ defines no scale\(x\)\n", error)
+        and not (tmp_path / "run").exists()
+    )
+
+
 BUFFERS = PLUGIN.replace(
     """def scale(self, x):""",
     """def __init__(self, *arguments):
