@@ -117,8 +117,8 @@ def already_finished(session: Session, run_dir: RunDir) -> int:
 
 def headline(session: Session) -> str:
     """Size and machine, in one line for a person."""
-    facts = [f"{session.model.num_params() / 1e6:.2f}M parameters"]
-    facts += [
+    facts = [
+        f"{session.model.num_params() / 1e6:.2f}M parameters",
         f"{session.config.tokens_per_iter:,} tokens an iteration",
         session.facts["device"],
         str(session.machine.dtype),

@@ -183,6 +183,15 @@ def test_a_machine_that_is_too_small_is_no_evidence(
     assert "need more than" in found["checks"]["accumulation"]["undecided"]
 
 
+def test_logits_that_are_all_zero_decode_alike() -> None:
+    model = GPT(config_of("mha", "rms").gpt, V)
+    model.init_weights(0)
+    with torch.no_grad():
+        model.transformer.wte.weight.zero_()  # tied to the output layer
+    subject: Any = SimpleNamespace(trained=model, context=16, vocab_size=V, device=torch.device("cpu"))
+    assert not audit.cached_decoding(subject).caught
+
+
 def test_weights_that_are_not_finite_are_no_leak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = AutoModelForCausalLM.from_config(THEIRS["GPT2LMHeadModel"])
     torch.nn.init.constant_(theirs.transformer.ln_f.weight, math.nan)

@@ -188,7 +188,7 @@ class WSDOptions(DecayOptions):
 
 FAULTS = {  # name -> what it does
     "none": "no fault",
-    "no_mask": "attention over all keys, as equation 8 of the GQA paper has it",
+    "no_mask": "attention over all keys, as in equation 8 of Robust GQA",
     "unshifted_labels": "the target of a token is the token itself",
     "loss_over_accumulation": "the reported training loss is divided by the number of micro-batches once too often",
     "repeated_batches": "every iteration gets the micro-batches of the first one",
