@@ -49,7 +49,7 @@ def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
 
     def curve(key: str) -> Any:
         title = LOSS if key == "val/loss" else in_words(key)
-        return wr.LinePlot(title=f"{title}; band: ± 1 SD", x="iter", y=[key], **over)
+        return wr.LinePlot(title=f"{title}; band: ± 1 SD over folds and seeds", x="iter", y=[key], **over)
 
     loss = [curve("val/loss"), wr.BarPlot(title="lowest validation loss", metrics=["val/loss.min"], **over)]
     figures = []
@@ -57,13 +57,19 @@ def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
         if family.metric is None:
             kinds = {"difference": True, "along": True, "share": family.share_of, "final": family.x_of}
             figures += [f"figures/{kind}{suffix(name)}" for kind, wanted in kinds.items() if wanted]
-    gaps = [wr.MediaBrowser(title="difference to the baseline (the sweep's own run)", media_keys=figures)]
+    top, below = (wr.Layout(y=y, w=24, h=12) for y in (0, 12))
+    conclusions = [
+        wr.WeavePanelSummaryTable(table_name="conclusions", layout=top),
+        wr.MediaBrowser(title="of the sweep's own run", num_columns=2, media_keys=figures, layout=below),
+    ]
     configs = [run.config for run in plan_runs(definition, [])]
     logs_maxima = any(config.qk_clip.name != "none" for config in configs)
     curves = {name: [key for key in keys if logs_maxima or key != CLIP_KEY] for name, keys in CURVES.items()}
     drawn = {"val/loss", *(key for keys in curves.values() for key in keys)}
     also = [key for key, how in definition.also.items() if how != "summary" and "*" not in key and key not in drawn]
-    yield "Loss", loss + gaps * bool(figures)
+    yield "Loss", loss
+    if figures:  # scripts/report.py wandb=true sends them
+        yield "Conclusions of the last report", conclusions
     for name, keys in curves.items():
         yield name, [curve(key) for key in keys + also * (name == "Training")]
     media = {"samples": "sample", "by layer and head": "attn/by_layer_and_head"}

@@ -31,7 +31,7 @@ from scripts.reporting.page import figures_of, markdown, outline, page
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.statistics import compared_families
 from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, read_value, runs_csv
-from scripts.reporting.tables import facts
+from scripts.reporting.tables import every_conclusion, facts
 from sweeps.definition import sweep_name, sweep_tag
 from sweeps.status import FINAL, SweepPlace, tally
 
@@ -97,7 +97,7 @@ def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
 
 
 def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> str:
-    """Send the report in `out` to W&B: runs.csv as a table, the figures, and all files as an artifact.
+    """Send the report in `out` to W&B: runs.csv and the conclusions as tables, the figures, all files as an artifact.
 
     folder: of the sweep, whose name the run's has, and for W&B's files. Returns where it went.
     Raises: wandb's errors where the server does not answer.
@@ -121,7 +121,12 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
     data = [[read_value(text) if text else None for text in row] for row in rows]
     figures = {file.stem: vl_convert.svg_to_png(file.read_text(), scale=2) for file in sorted(out.glob("*.svg"))}
     images = {f"figures/{name}": wandb.Image(Image.open(io.BytesIO(png))) for name, png in figures.items()}
-    run.log({"runs": wandb.Table(columns=columns, data=data, allow_mixed_types=True), **images})
+    concluded = every_conclusion(compared_families(sweep))
+    tables = {
+        "runs": wandb.Table(columns=columns, data=data, allow_mixed_types=True),
+        "conclusions": wandb.Table(columns=[*concluded.columns], data=[*map(list, concluded.rows)]),
+    }
+    run.log({**tables, **images})
     artifact = wandb.Artifact(f"{run_id}-report", "report")
     for name in read_json(out / "provenance.json")["sha256"]:
         artifact.add_file(str(out / name))

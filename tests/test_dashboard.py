@@ -47,6 +47,7 @@ def test_a_study_has_a_workspace_and_a_report(
     assert (dashboard.CLIP_KEY in drawn) == (sweep not in ("p_sweep_cpu", "p_nano"))
     shown = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
     assert shown.isdisjoint(MEDIA) and any(key.startswith("figures/difference") for key in shown)
+    assert "conclusions" in json.dumps([panel for panel in panels if panel["viewType"] == "Weave"])
     assert {"figures/share_matched", "figures/final_temperature"} <= shown or sweep != "p_nano"
 
 

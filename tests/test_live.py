@@ -210,6 +210,24 @@ def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(sweep: Made, tmp_pa
         assert browser.problems == [] and {url.split("/")[2] for url in browser.requests} == {f"127.0.0.1:{port}"}
 
 
+def test_a_setting_of_several_runs_has_a_row_and_a_run_that_ends_early_does_not_set_the_axis(
+    sweep: Made, tmp_path: Path, browser: Page
+) -> None:
+    for setting, seed, loss in (("p=2", 1, 1.5), ("p=2", 2, 1.7), ("p=3", 1, 1.4)):
+        sweep.run(setting, 0, falling(loss), seed=seed)
+    append(running(sweep, "p=3", 2, 40) / "metrics.jsonl", **{"iter": 0, "val/loss": 99.0})
+    with served(tmp_path, "sweep=made") as port:
+        browser.send("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        browser.wait("document.documentElement?.dataset.ready === 'true'")
+        rows = browser.evaluate("[...document.querySelectorAll('#settings tbody tr')].map(row => row.innerText)")
+        assert [row.split() for row in rows] == [
+            ["p=3", "1", "of", "2", "1.4000"],
+            ["p=2", "2", "of", "2", "1.6000", "0.1414"],
+        ]
+        assert not browser.evaluate("views['val/loss'].data('rows').some(row => row.value === 99)")
+        assert browser.problems == []
+
+
 def test_a_single_run_is_watched_and_what_cannot_be_is_refused(
     sweep: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -399,7 +399,7 @@ def test_a_sweep_is_one_run_that_a_later_launch_updates(
     figures = {file.stem for file in (tmp_path / "report").glob("*.svg")}
     assert figures == {key.split("/")[1].split(".")[0] for key in item if key.startswith("figures/")} != set()
     table = next(r["summary"]["update"] for r in records if "runs" in str(r.get("summary", {}).get("update", {})))
-    assert (table["runs.nrows"], table["runs._type"]) == (4, "table-file")
+    assert (table["runs.nrows"], table["runs._type"]) == (4, "table-file") and table["conclusions.nrows"] > 0
     artifacts = {
         r["artifact"]["type"]: r["artifact"]["manifest"]["contents"] for r in records if r["type"] == "artifact"
     }

@@ -196,7 +196,7 @@ def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.L
     choices = list(dict.fromkeys(["mean", *(row["run"] for row in rows), "every run"]))
     which = alt.param(name="which", value="mean", bind=alt.binding_select(options=choices, name="Curves "))
     checkbox = alt.binding_checkbox(name="95 % interval of the mean ")
-    band = alt.param(name="band", value=axis["scale"]["type"] != "log", bind=checkbox)
+    band = alt.param(name="band", value=not is_log(axis), bind=checkbox)  # a t interval looks lopsided there
     shown = legend_selection(names)
     chosen = "which === 'every run' ? datum.run !== 'mean' : datum.run === which || which === 'mean' && datum.diverged"
     base = (
@@ -335,7 +335,11 @@ def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> dict[s
         values = [value for curve in of_diverged for i, value in curve.items() if i > start * max(curve)] or [0.0, 1.0]
     margin = 0.04 * (max(values) - min(values)) or 0.01
     scale = alt.Scale(domain=[min(values) - margin, max(values) + margin], nice=False, zero=False)
-    return {"title": key, "scale": scale, "axis": alt.Axis(tickCount=5)}
+    return {"title": key, "scale": scale, "axis": alt.Axis(tickCount=5, format="%" if key.startswith("share") else "")}
+
+
+def is_log(axis: Mapping[str, Any]) -> bool:
+    return axis["scale"]["type"] == "log"
 
 
 def is_loss(key: str) -> bool:
@@ -434,27 +438,39 @@ def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[fl
 
 
 def difference_chart(family: Family) -> alt.LayerChart:
-    """A point for each fold or seed of each comparison; a bar for the mean's 95 % interval, a diamond for the mean."""
-    points, means, names = [], [], family.short_names()
+    """A point for each fold or seed of each comparison; a bar for the mean's 95 % interval; a diamond for the mean,
+    filled where the verdict tells A and B apart. Differences below `least` lie on a grey ground."""
+    points, means, names, metric = [], [], family.short_names(), family.metrics[0]
     for c in family.ranked():
         if c.deciding is not None:
-            pair = f"{names[c.a]} − {names[c.b]}"
-            means.append({"pair": pair, **asdict(c.deciding)})
+            pair = family.pair_name(c)
+            verdict = c.verdict(metric.less, metric.more)
+            told = verdict in (metric.less, metric.more)
+            means.append({"pair": pair, "verdict on A": verdict, "told": told, **asdict(c.deciding)})
             for replicate, (x, y) in c.values.items():
                 points.append({"pair": pair, "run": replicate_name(replicate), "difference": x - y, "A": x, "B": y})
     y = alt.Y("pair:N", sort=[mean["pair"] for mean in means], title=None)
-    title = ["difference in lowest validation loss", "(A − B, nats per token; left of 0: A is lower)"]
+    pair = f"A − {names[family.against]}" if family.against else "A − B"
+    title = ["difference in lowest validation loss", f"({pair}, nats per token; left of 0: A is lower)"]
+    x = alt.X("difference:Q", title=title, axis=alt.Axis(tickCount=8, titleAnchor="end"))  # a narrow page cuts it else
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(x="zero:Q")
     dots = alt.Chart(alt.Data(values=points)).mark_point(filled=True, size=45, opacity=0.55).encode(
-        y=y, x=alt.X("difference:Q", title=title, axis=alt.Axis(tickCount=8)),
-        tooltip=tooltips("pair:N", "run:N", "difference:.4f", "A:.4f", "B:.4f"),
+        y=y, x=x, tooltip=tooltips("pair:N", "run:N", "difference:.4f", "A:.4f", "B:.4f"),
     )  # fmt: skip
-    tooltip = tooltips("pair:N", "mean:.4f", "low:.4f", "high:.4f", "n:Q")
+    tooltip = tooltips("pair:N", "verdict on A:N", "mean:.4f", "low:.4f", "high:.4f", "n:Q")
     base = alt.Chart(alt.Data(values=means)).encode(y=y, tooltip=tooltip)
     bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=3).encode(x="low:Q", x2="high:Q")
-    centres = base.mark_point(shape="diamond", filled=True, size=110, opacity=1).encode(x="mean:Q")
     intervals = [bars] if any(mean["low"] is not None for mean in means) else []  # a single pair has none
-    return alt.layer(zero, dots, *intervals, centres).properties(width="container", height=34 * len(means))
+    diamonds = []
+    for told in (True, False):
+        which = base.transform_filter("datum.told" if told else "!datum.told").encode(x="mean:Q")
+        diamonds.append(which.mark_point(shape="diamond", filled=told, size=110, opacity=1))
+    ground = []
+    if (least := family.asked.least) is not None:
+        of_no_worth = alt.Chart(alt.Data(values=[{"low": -least, "high": least}]))
+        ground = [of_no_worth.mark_rect(color="#888888", opacity=0.12).encode(x="low:Q", x2="high:Q")]
+    layers = alt.layer(*ground, zero, dots, *intervals, *diamonds)
+    return layers.properties(width="container", height=34 * len(means))
 
 
 # -----------------------------------------------------------------------------

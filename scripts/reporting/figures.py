@@ -36,20 +36,22 @@ ALONG = (
 )
 STABILITY = "Final validation loss by learning rate: mean of the runs that are done ({n}), bars from lowest to highest."
 DIFFERENCE = (
-    "A − B in the lowest validation loss: a point for each fold or seed; diamond: the mean; "
-    "bar: its 95 % interval, corrected where folds share training text."
+    "A − B in the lowest validation loss: a point for each fold or seed; diamond: the mean, filled where A and B are "
+    "told apart; bar: its 95 % interval, corrected where folds share training text. Grey: less than the least "
+    "difference worth having."
 )
 
 
 def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     """Part -> its figures: loss, training time, and the metrics of the definition's `also`."""
-    parts, look, found = labels(sweep), styles_of(sweep), {}
+    parts, look, found, rates = labels(sweep), styles_of(sweep), {}, by_rate(sweep)
     for part, names in parts.items():
         title, end = sweep.title_of(part), suffix(part)
         losses = series_of(sweep, names, look, "val/loss")
         found[part] = list(loss_figures(losses, title, end)) if losses else []
         for key, panels in metric_panels(sweep, names, look).items():
-            if worth_drawing(s for series in panels.values() for s in series):
+            by_panels = bool(rates) and [*panels] == [key]  # rate_figures() has a panel for each rate
+            if not by_panels and worth_drawing(s for series in panels.values() for s in series):
                 found[part].append(metric_figure(sweep, key, panels, file_name(key) + end, title))
     return found
 
@@ -105,23 +107,27 @@ def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]]
     thinned = max(len(curve) for s in every for curve in (*s.curves.values(), *s.diverged.values())) > POINTS // 2
     span = f"; a point is the {how} over a {POINTS}th of the run" * thinned
     first = words[0].upper() if words[0].isascii() else words[0]  # α stays small
-    band = "; band: 95 % t interval of the mean of three values or more" * (len(panels) == 1)
+    banded = len(panels) == 1 and not charts.is_log(charts.value_axis(every, words))
+    band = "; band: 95 % t interval of the mean of three values or more" * banded
     n = counted(len(s.curves) for s in every)
     caption = f"{first}{words[1:]} by iteration, averaged over folds and seeds ({n}){span}{band}."
     return Figure(name, title, chart, caption + charts.remarks(every, words))
 
 
+def difference_figure(family: Family) -> Figure | None:
+    """The differences in the lowest validation loss; None for a family of another metric, or without a pair."""
+    if family.asked.metric is not None or not any(c.differences for c in family.comparisons[0]):
+        return None
+    return Figure(f"difference{suffix(family.name)}", family.heading, charts.difference_chart(family), DIFFERENCE)
+
+
 def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[Figure]]:
-    """Family -> the differences in its first metric, the lowest validation loss, at the end and along the runs, and
-    what its `x` and `share_of` ask for."""
+    """Family -> the differences in validation loss along the runs, and what its `x` and `share_of` ask for."""
     found: dict[str, list[Figure]] = {family.name: [] for family in families}
     for family in families:
         if family.asked.metric is not None:
             continue
         figures = found[family.name]
-        if any(c.differences for c in family.comparisons[0]):
-            chart = charts.difference_chart(family)
-            figures.append(Figure(f"difference{suffix(family.name)}", family.heading, chart, DIFFERENCE))
         if worth_drawing(series := along(sweep, family)):
             names, what = family.short_names(), "A − B in validation loss"
             if family.against:
@@ -141,13 +147,14 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
 
 
 def along(sweep: Sweep, family: Family) -> list[Series]:
-    """A − B in validation loss at the evaluations that both runs of a pair have, drawn as A is elsewhere if that tells
-    the pairs apart."""
+    """A − B in validation loss at the evaluations that both runs of a pair have, drawn as A is elsewhere unless all
+    pairs would have one colour, or two pairs colour and symbol."""
     pairs = [c for c in family.comparisons[0] if c.values]
     names = [family.pair_name(c) for c in pairs]
     of_settings, of_names = styles_of(sweep), charts.styles({"": {name: name for name in names}})
     look = [of_settings[c.a] for c in pairs]
-    if len({(style.colour, style.symbol) for style in look}) < len(look):
+    colours, symbols = ({style.colour for style in look}, {(style.colour, style.symbol) for style in look})
+    if len(colours) == 1 or len(symbols) < len(look):
         look = [of_names[name] for name in names]
     return [Series(names[i], look[i], losses_along(sweep, c)) for i, c in enumerate(pairs)]
 

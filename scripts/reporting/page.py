@@ -14,7 +14,7 @@ import vl_convert
 
 from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
-from scripts.reporting.figures import family_figures, part_figures, rate_figures
+from scripts.reporting.figures import difference_figure, family_figures, part_figures, rate_figures
 from scripts.reporting.runs import Run, Sweep
 from scripts.reporting.statistics import Family, shares
 from scripts.reporting.tables import Table
@@ -58,8 +58,15 @@ class Section:
 
 def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     """What the report says, in order."""
-    figures, differences = part_figures(sweep), family_figures(sweep, families)
-    conclusions = [tables.conclusion_table(family) for family in families]
+    not_run = [family.heading for family in families if not has_runs(sweep, family)]
+    families = [family for family in families if has_runs(sweep, family)]
+    figures, more_figures = part_figures(sweep), family_figures(sweep, families)
+    conclusions: list[str | Table | Figure] = []
+    for family in families:
+        conclusions.append(tables.conclusion_table(family))
+        if figure := difference_figure(family):
+            explained = any(isinstance(item, Figure) for item in conclusions)
+            conclusions.append(replace(figure, caption="") if explained else figure)
     several_folds = any(c.shared > 0 for family in families for c in family.comparisons[0])
     corrected = "Interval and p are corrected for the text that folds share. " * several_folds
     said = CONCLUSIONS.format(corrected=corrected) + CLAIMS * any(family.asked.claim for family in families)
@@ -77,16 +84,23 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
             compared.append(replace(table, title=metric.name.capitalize(), folded=bool(compared)))
         if left := shares(sweep, families, family):
             compared.insert(1, tables.share_table(left, family.asked.share_of or ""))
-        sections.append(Section(family.heading, [*compared[:1], *differences[family.name], *compared[1:]]))
+        sections.append(Section(family.heading, [*compared[:1], *more_figures[family.name], *compared[1:]]))
     if any(run.config["fault.name"] != "none" for run in sweep.runs):
         sections.append(with_notes("Deliberate faults", tables.fault_table(sweep)))
     if stability := tables.stability_table(sweep):
         sections.append(with_notes("Highest stable learning rate", stability, *rate_figures(sweep)))
     if settings := tables.settings_table(sweep):
         sections.append(Section("What each setting is", [settings]))
-    missing = [table for table in tables.missing_tables(sweep) if table.rows]
+    missing: list[str | Table | Figure] = [table for table in tables.missing_tables(sweep) if table.rows]
+    if not_run:
+        missing.append(f"Planned by the sweep's file, but not part of this sweep: {'; '.join(not_run)}.")
     sections.append(Section("Runs that are not done", missing or ["None."]))
     return [*sections, with_notes("How to read this")]
+
+
+def has_runs(sweep: Sweep, family: Family) -> bool:
+    """Whether both settings of some comparison were planned; `sweep.parts` may leave some out."""
+    return any(sweep.runs_of(c.a) and sweep.runs_of(c.b) for c in family.comparisons[0])
 
 
 def at_its_end(run: Run) -> bool:
@@ -111,7 +125,7 @@ def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) 
             heading = f"### {item.title}\n\n" if item.title else ""
             return heading + (item.markdown() if item.rows else "Nothing to compare.\n")
         if isinstance(item, Figure):
-            return f"![{item.name}.svg]({item.name}.svg)\n\n{item.caption}\n"
+            return f"![{item.name}.svg]({item.name}.svg)\n" + f"\n{item.caption}\n" * bool(item.caption)
         return f"{item}\n"
 
     blocks = [f"# {title}\n"]
@@ -136,7 +150,7 @@ def page(title: str, state: str, about: Mapping[str, str], sections: Sequence[Se
                 return f"<details><summary>{html.escape(name)}</summary>{table}</details>"
             return f"<h3>{html.escape(item.title)}</h3>\n{table}" if item.title else table
         if isinstance(item, Figure):
-            caption = f"<figcaption>{html.escape(item.caption)}</figcaption>"
+            caption = f"<figcaption>{html.escape(item.caption)}</figcaption>" * bool(item.caption)
             return f'<figure><div class="chart" id="{item.name}"></div>{caption}</figure>'
         marked = html.escape(item, quote=False)
         for mark, tag in ((r"\*\*", "strong"), (r"\*", "em"), ("`", "code")):

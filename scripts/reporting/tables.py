@@ -177,6 +177,22 @@ def conclusion_table(family: Family) -> Table:
     return replace(filled(columns, family.ranked(), text_columns), title=title)
 
 
+def every_conclusion(families: Sequence[Family]) -> Table:
+    """The conclusion tables as one, for W&B."""
+    items = [(family, c) for family in families for c in family.ranked()]
+    columns: Columns[tuple[Family, Comparison]] = {
+        "comparison": lambda item: item[0].heading,
+        "A": lambda item: item[0].short_names()[item[1].a],
+        "B": lambda item: item[0].short_names()[item[1].b],
+        "verdict on A": lambda item: item[1].verdict(item[0].metrics[0].less, item[0].metrics[0].more),
+        "claim": lambda item: item[1].judged(item[0].asked) if item[0].asked.claim else "",
+        "A − B (95 % interval)": lambda item: mean_and_ends(item[1].deciding, item[0].metrics[0].spec),
+        "Holm p": lambda item: p_value(item[1].adjusted.get(item[1].decides)),
+        "pairs": lambda item: pairs_of(item[1]),
+    }
+    return filled(columns, items, text_columns=5)
+
+
 def needed(c: Comparison) -> str:
     if c.n_needed is None or math.isfinite(c.n_needed) or not c.shared:
         return number(c.n_needed, ",.0f")
