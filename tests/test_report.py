@@ -22,6 +22,7 @@ from core.schema import ConfigError
 from data.options import RandomOptions, TinyShakespeareOptions
 from model.options import LpNormOptions
 from scripts import report
+from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, Figure, Series, curve_chart, panel_chart, remarks, styles, svg, value_axis
 from scripts.reporting.figures import metric_panels, series_of
 from scripts.reporting.page import markdown, outline
@@ -204,11 +205,30 @@ def test_a_bad_metric_is_named(made: Made) -> None:
             sweep_of(made.path)
 
 
-def test_a_claim_that_no_run_was_made_for_is_said_to_have_nothing_to_compare(tmp_path: Path) -> None:
+def test_comparisons_without_a_run_are_named_once(tmp_path: Path) -> None:
     claim = {"title": "lower p", "baseline": "b/p=2", "settings": ["b/*"], "claim": "lower"}
-    sweep = Made(tmp_path / "sweep", compare={"b": claim})
+    pairs = {"title": "of parts", "pairs": [["b/p=2", "a/p=2"]]}
+    sweep = Made(tmp_path / "sweep", compare={"b": claim, "parts": pairs})
     sweep.run("a/p=2", 0, falling(1.4))
-    assert "### Lower p\n\nNothing to compare." in text_of(sweep_of(sweep.path))
+    text = text_of(sweep_of(sweep.path))
+    assert text.count("Lower p") == text.count("Of parts") == 1
+    assert "not part of this sweep: Lower p; Of parts." in text and "## Conclusions" not in text
+
+
+def test_a_difference_is_drawn_with_its_verdict_and_the_least_worth_having(tmp_path: Path) -> None:
+    asked = {"baseline": "a/p=2", "settings": ["a/*"], "claim": "lower", "least": 0.01}
+    sweep = Made(tmp_path / "sweep", compare={"a": asked})
+    for fold in range(4):
+        sweep.run("a/p=2", fold, falling(1.4 + 0.1 * fold))
+        sweep.run("a/p=3", fold, falling(1.2 + 0.1 * fold + 0.01 * (fold % 2)))  # lower
+        sweep.run("a/p=4", fold, falling(1.4 + 0.1 * fold + 0.02 * (-1) ** fold))  # as low
+    (family,) = compared_families(sweep_of(sweep.path))
+    ground, *_, filled, hollow = charts.difference_chart(family).to_dict()["layer"]
+    assert ground["data"]["values"] == [{"low": -0.01, "high": 0.01}]
+    assert {row["pair"]: row["told"] for row in filled["data"]["values"]} == {"a/p=3": True, "a/p=4": False}
+    assert [(of["transform"][-1]["filter"], of["mark"]["filled"]) for of in (filled, hollow)] == [
+        ("datum.told", True), ("!datum.told", False)
+    ]  # fmt: skip
 
 
 def test_long_curves_of_other_metrics_are_drawn_with_few_points_and_their_peak() -> None:

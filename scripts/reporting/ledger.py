@@ -161,7 +161,8 @@ def against_limit(estimate: Estimate, limit: float, p: float | None) -> str:
 
 
 def written(part: Part, estimate: Estimate) -> str:
-    size, sign = abs(estimate.mean), "" if [*part.weights.values()] == [1] else "+"
+    ends = [abs(end) for end in (estimate.low, estimate.high) if end is not None]
+    size, sign = max(abs(estimate.mean), *ends, 0.0), "" if [*part.weights.values()] == [1] else "+"
     digits = 1 if size >= 10 else 2 if size >= 1 else 4
     return mean_and_ends(estimate, f"{sign}.2%" if part.file else f"{sign}.{digits}f")
 
