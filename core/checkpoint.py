@@ -303,6 +303,8 @@ def resolve(run: Path, which: str, key: str = "run") -> Path:
     require(os.path.exists(run), f"{key}={run} does not exist")
     if (run / MANIFEST).is_file():
         return run.resolve()
+    require(not (run / "plan.jsonl").is_file(), f"{key}={run} is a sweep's directory; name one of the runs in it")
+    require(not step_dirs(run), f"{key}={run} holds checkpoints; name the run, {run.resolve().parent}, or one of them")
     found = step_dirs(run / "ckpt")
     chosen = found[0] if which == "latest" and found else run / "ckpt" / which
     if not chosen.is_dir():

@@ -40,7 +40,7 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
     """Run `program(settings)`, settings an instance of `schema` that Hydra composes from the command line.
 
     Exits with the program's status. Whatever is wrong with the settings ends as one line on standard error and status
-    2. With -m it runs each combination of values in turn, and exits with the highest status.
+    2. With -m it reads each combination of values, then runs them in turn, and exits with the highest status.
     """
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
@@ -48,18 +48,18 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
     multirun = {"-m", "--multirun"}
     overrides = [word for word in argv if word not in multirun]
 
-    def run(overrides: list[str]) -> int:
-        return program(settings_of(schema, compose(schema, overrides)))
+    def read(overrides: list[str]) -> Any:
+        return settings_of(schema, compose(schema, overrides))
 
     def run_each() -> int:
         status = 0
-        for combination in combinations(overrides):
-            status = max(status, guarded(partial(run, combination)))
+        for settings in [read(combination) for combination in combinations(overrides)]:
+            status = max(status, guarded(partial(program, settings)))
             if status > 128:  # a signal
                 break
         return status
 
-    sys.exit(guarded(run_each if multirun & set(argv) else partial(run, overrides)))
+    sys.exit(guarded(run_each if multirun & set(argv) else lambda: program(read(overrides))))
 
 
 def print_help(doc: str | None, settings: type, argv: list[str], presets: Presets) -> int:
@@ -244,8 +244,8 @@ def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
     if owners:
         return f"is unknown: {leaf} belongs to {' and '.join(f'{group}={option}' for option in owners)}"
     chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group, "")
-    for name, setting in settings.items():  # nanoGPT's flat names
-        if key == name.rpartition(".")[2] or leaf in (setting.one(AlsoCalled) or ()):
+    for name, setting in settings.items():  # nanoGPT's flat names, and those of another group
+        if leaf == name.rpartition(".")[2] or leaf in (setting.one(AlsoCalled) or ()):
             return f"is unknown; did you mean {name}?"
     if chosen in options:
         return f"is unknown{did_you_mean(leaf, declared(options[chosen]), group + '.')}"

@@ -179,8 +179,9 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
     """An instance of the settings class `cls` from a mapping, with exact types and no unknown key; rules are not
     checked."""
     name = prefix.rstrip(".") or "the config"
-    require(isinstance(source, Mapping), f"{name}={show(source)} must be a group of settings")
     known = declared(cls)
+    if not isinstance(source, Mapping):
+        raise ConfigError(f"{name}={show(source)} must be a group of settings: write {prefix}{next(iter(known))}=...")
     for key, value in source.items():
         if key not in known:
             raise ConfigError(f"{prefix}{key}={show(value)} is unknown{did_you_mean(str(key), known, prefix)}")
@@ -294,9 +295,10 @@ def show(value: Any) -> str:
 
 
 def closest(key: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The one of `known` that is most like `key`, upper and lower case alike."""
+    """The one of `known` that is most like `key`, upper and lower case alike; one that it begins with comes first."""
     lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(key.lower(), lower, 1, cutoff)
+    begun = [name for name in lower if len(name) > 1 and key.lower().startswith(name)]
+    close = sorted(begun, key=len)[-1:] or difflib.get_close_matches(key.lower(), lower, 1, cutoff)
     return lower[close[0]] if close else None
 
 

@@ -28,10 +28,10 @@ from core.cli import parse_yaml, run_script
 from core.files import ROOT, FileLock, expand, read_json
 from core.process import StopSignal, say
 from core.rundir import at_end
-from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, options, require
+from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, options, require
 from core.wandb_run import wandb_mode
 from sweeps.claims import Launch
-from sweeps.definition import Sweep, load_sweep, sweep_name
+from sweeps.definition import Sweep, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
 from sweeps.plan import PlannedRun, freeze, plan_runs
 from sweeps.status import FINAL, State, SweepPlace, failures, state_of, tally
@@ -69,7 +69,8 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
     sweep_dir = asked.directory.resolve()
     check_usable(sweep_dir)
     unstored = without_stored(runs, asked.from_)
-    for warning in unknown_points(sweep, {point for run in runs for point in run.points}):
+    left_out = read_definition(str(asked.sweep))["parts"].keys() - sweep.parts.keys()
+    for warning in unknown_points(sweep, {point for run in runs for point in run.points}, left_out):
         say(f"warning: {warning}")
     if asked.dry_run:
         list_runs(asked, sweep_dir, unstored)
@@ -97,6 +98,7 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, lis
     changes, rest = {}, []
     for override in overrides:
         key, equals, text = override.partition("=")
+        require(key not in declared(Sweep), f"{override} is unknown; did you mean sweep.{key}?")
         if key.startswith("sweep.") and equals:
             changes[key.removeprefix("sweep.")] = parse_yaml(text, f"{override} is not key=value")
         else:
@@ -112,17 +114,21 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, lis
 # Before the launch
 
 
-def unknown_points(sweep: Sweep, points: Collection[str]) -> Iterator[str]:
-    """A line for each comparison of which one side is no point of the sweep. One of parts that were not asked for has
-    neither."""
+def unknown_points(sweep: Sweep, points: Collection[str], left_out: Collection[str]) -> Iterator[str]:
+    """A line for each comparison of which one side is no point of the sweep, nor of a part that was left out."""
+
+    def is_left_out(point: str) -> bool:
+        return point.partition("/")[0] in left_out
+
     known = f"no setting; there are {', '.join(sorted(points)[:12])}"
     for name, family in sweep.families.items():
         matched = [any(fnmatchcase(point, pattern) for point in points) for pattern in family.settings]
         if family.baseline is not None and (family.baseline in points) != any(matched):
-            missing = family.baseline if any(matched) else ", ".join(family.settings)
-            yield f"compare.{name}: {missing} is {known}"
+            missing = [family.baseline] if any(matched) else family.settings
+            if not all(map(is_left_out, missing)):
+                yield f"compare.{name}: {', '.join(missing)} is {known}"
         for a, b in family.pairs:
-            if (a in points) != (b in points):
+            if (a in points) != (b in points) and not is_left_out(b if a in points else a):
                 yield f"compare.{name}: {b if a in points else a} is {known}"
 
 
@@ -248,6 +254,8 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     complete = all(state.state in FINAL for state in states.values())
     if complete:
         place = [f"{key}={value}" for key, value in (("sweep_dir", asked.sweep_dir), ("from", asked.from_)) if value]
+        if not asked.from_ and (Path("results") / sweep_name(str(asked.sweep)) / "runs.csv").is_file():
+            place.append(f"out={sweep_dir / 'report'}")  # results/NAME holds another report
         say(f"next: python scripts/report.py {shlex.join([f'sweep={asked.sweep}', *place])}")
     return 0 if complete else 1
 

@@ -255,6 +255,11 @@ def test_resolve_finds_a_checkpoint_or_names_those_there_are(tmp_path: Path) -> 
     newest = run / "ckpt" / "step_000030"
     assert resolve(run, "best").name == "step_000010" and resolve(run, "latest") == newest
     assert resolve(newest, "best") == newest and resolve(run / "ckpt" / "latest", "best") == newest
+    with pytest.raises(ConfigError, match=rf"holds checkpoints; name the run, {run}, or"):
+        resolve(run / "ckpt", "best")
+    (tmp_path / "plan.jsonl").touch()
+    with pytest.raises(ConfigError, match="is a sweep's directory"):
+        resolve(tmp_path, "best")
     (run / "ckpt" / "latest").unlink()
     assert resolve(run, "latest") == newest
     shutil.rmtree(run / "ckpt" / "step_000010")

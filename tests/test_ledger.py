@@ -1,4 +1,4 @@
-"""scripts/reporting/ledger.py: rows of studies that are yet to come."""
+"""scripts/reporting/ledger.py: a claim's row from a stored study."""
 
 from pathlib import Path
 
@@ -11,14 +11,11 @@ from scripts.reporting import ledger
 
 ROWS = """
 A paper:
-- claim: old
-  verdict: not tested
-  until: leak
-- claim: new
+- claim: near text is lower
   direction: lower
   parts:
-    - {label: "p = 2:", study: leak, weights: {"split=near,p=2": 1, "split=far,p=2": -1}, waits: true}
-    - {label: "p = 4:", study: leak, weights: {"split=near,p=4": 1, "split=far,p=4": -1}, waits: true}
+    - {label: "p = 2:", study: leak, weights: {"split=near,p=2": 1, "split=far,p=2": -1}}
+    - {label: "p = 4:", study: leak, weights: {"split=near,p=4": 1, "split=far,p=4": -1}}
 """
 
 
@@ -35,24 +32,18 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results"
 
 
-@pytest.mark.slow
-def test_a_row_waits_for_its_study_which_then_replaces_another_row(results: Path, tmp_path: Path) -> None:
+def test_each_part_is_a_paired_difference_with_its_interval_and_verdict(results: Path, tmp_path: Path) -> None:
     (tmp_path / "ledger.yaml").write_text(ROWS)
-    assert [row[0] for row in claims(tmp_path / "ledger.yaml")] == ["old"]
     made = Made(tmp_path / "leak")
     for fold in (0, 1, 2):
         made.run("split=near,p=2", fold, falling(1.5 - 0.001 * fold))
         made.run("split=far,p=2", fold, falling(1.6))
-        made.plan("split=near,p=4", 1, fold)  # p = 4 is not begun
-    report.report(sweep_of(made.path), results / "leak", [])
-    assert [row[0] for row in claims(tmp_path / "ledger.yaml")] == ["old"]
-    for fold in (0, 1, 2):
         made.run("split=near,p=4", fold, falling(1.4))
         made.run("split=far,p=4", fold, falling(1.6 + 0.001 * fold))
     report.report(sweep_of(made.path), results / "leak", [])
     (row,) = claims(tmp_path / "ledger.yaml")
-    assert row[0] == "new" and row[1].startswith("p = 2: −0.1010 (−0.10") and "reproduced" in row[2]
-    assert row[4].startswith("3 folds") and "p = 4: −0.20" in row[1]
+    assert row[1].startswith("p = 2: −0.1010 (−0.10") and "p = 4: −0.20" in row[1]
+    assert row[2] == "reproduced" and row[4].startswith("3 folds")
 
 
 def test_a_limit_is_corrected_over_the_row(results: Path, tmp_path: Path) -> None:
@@ -76,7 +67,7 @@ A paper:
     assert claims(tmp_path / "ledger.yaml")[0][2] == "reproduced"  # alone
 
 
-def test_a_row_that_waits_for_what_is_no_sweep_is_refused(results: Path, tmp_path: Path) -> None:
-    (tmp_path / "ledger.yaml").write_text(ROWS.replace("leak", "leek"))
-    with pytest.raises(ConfigError, match="study=leek is no sweep"):
+def test_a_study_that_is_not_stored_is_refused(results: Path, tmp_path: Path) -> None:
+    (tmp_path / "ledger.yaml").write_text(ROWS)
+    with pytest.raises(ConfigError, match="leak"):
         claims(tmp_path / "ledger.yaml")

@@ -104,6 +104,11 @@ def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_
     assert said.count(known) == 2
 
 
+def test_a_comparison_with_a_part_that_was_left_out_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep=p_sweep_cpu", "dry_run=true"]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -218,6 +223,7 @@ BAD = {
     "sweep=p_sweep_cpu max_iter=3": ["max_iter=3", "max_iters"],
     "sweep=p_sweep_cpu sweep.folds=3": ["sweep.folds=3", "a list, as [1,2]"],
     "sweep=p_sweep_cpu sweep.folds=[10]": ["data.fold=10", "0..9"],
+    "sweep=p_sweep_cpu folds=[1]": ["folds=[1]", "did you mean sweep.folds?"],
     "sweep=p_sweep_cpu sweep.fold=[1]": ["sweep.fold=[1]", "did you mean sweep.folds?"],
     "sweep=p_sweep_cpu sweep.seeds=[1,1]": ["sweep.seeds=[1, 1]", "none twice"],
     "sweep=p_sweep_cpu sweep.parts=[nosuch]": ["nosuch", "alpha_1"],

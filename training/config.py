@@ -207,7 +207,7 @@ class FaultOptions:
 class WandbOptions:
     mode: Annotated[
         Literal["auto", "online", "offline", "disabled"],
-        AlsoCalled(["wandb_log"]),
+        AlsoCalled(["wandb_log", "enabled"]),
         Help("auto: online with an API key, else offline"),
     ] = "auto"
     project: Annotated[
@@ -287,7 +287,10 @@ class TrainConfig:
     ] = None
     batch_size: Annotated[int, AtLeast(1), Help("sequences a micro-batch")] = 64
     gradient_accumulation_steps: Annotated[
-        int, AtLeast(1), Help("micro-batches an iteration, divided among the ranks of torchrun")
+        int,
+        AtLeast(1),
+        AlsoCalled(["grad_accum"]),
+        Help("micro-batches an iteration, divided among the ranks of torchrun"),
     ] = 1
     max_iters: Annotated[int, FREE, AtLeast(1), Help("updates of the weights")] = 5000
     grad_clip: Annotated[float, NOT_NEGATIVE, Help("largest norm of the gradient; 0: off")] = 1.0

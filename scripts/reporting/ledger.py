@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
-from core.cli import CONFIG_DIR, parse_yaml
-from core.files import ROOT, read_json
+from core.cli import parse_yaml
+from core.files import ROOT
 from core.schema import NOT_EMPTY, POSITIVE, options, require, settings_of, show
 from scripts.reporting.runs import Curve, Replicate, Sweep
 from scripts.reporting.statistics import (
@@ -29,7 +29,6 @@ from scripts.reporting.statistics import (
 )
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Table, mean_and_ends
-from sweeps.status import FINAL
 
 RESULTS = ROOT / "results"
 STABLE = "highest stable rate"  # a number of a variant, over all its learning rates
@@ -42,7 +41,6 @@ class Part:
 
     weights: setting -> weight; with metric=STABLE, variant -> weight. metric: one of runs.csv, STABLE, or GROWTH's.
     Of several folds the seeds of each are averaged.
-    waits: the part is left out until the study is complete.
     file, key: a ratio in a JSON file of results/ instead, {"median": …, "low": …, "high": …}, shown as a share over 1.
     """
 
@@ -50,7 +48,6 @@ class Part:
     study: str = ""
     weights: dict[str, Any] = field(default_factory=dict)
     metric: str = "val/loss_min"
-    waits: bool = False
     file: str = ""
     key: tuple[str, ...] = ()
 
@@ -62,7 +59,6 @@ class Row:
     direction, size, least, limit: what is claimed, as in judge(); limit: that a number is below it. Without any of them
     nobody claimed it, and the row has no verdict. verdict: one that is judged by hand. says: what words add.
     Benchmarks store intervals alone: they are not corrected.
-    until: a study that replaces the row when it is complete. A row whose parts all wait is left out, too.
     """
 
     claim: Annotated[str, NOT_EMPTY]
@@ -76,7 +72,6 @@ class Row:
     says: str = ""
     scale: str = ""
     figure: str = ""
-    until: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,26 +99,8 @@ def table(given: Sequence[dict[str, Any]]) -> Table:
     for one in given:
         row = settings_of(Row, one, f"{one.get('claim')}: ")
         parts = [settings_of(Part, part, f"{row.claim}: ") for part in row.parts]
-        ready = [part for part in parts if not (part.waits and missing(part))]
-        if (ready or not parts) and not (row.until and is_complete(row.until)):
-            lines.append([row.claim, *(cell.replace("; ", "<br>") for cell in cells(row, ready))])
+        lines.append([row.claim, *(cell.replace("; ", "<br>") for cell in cells(row, parts))])
     return Table(["claim", "ours, with 95 % interval", "verdict", "claimed number", "n and scale", "figure"], lines, 6)
-
-
-def missing(part: Part) -> bool:
-    """Whether the study has not all that the part needs."""
-    if not is_complete(part.study):
-        return True
-    if part.metric == STABLE:
-        return any(variant not in runs_by_rate(stored(part.study)) for variant in part.weights)
-    return not all(stored(part.study).done(setting) for setting in part.weights)
-
-
-def is_complete(study: str) -> bool:
-    """Whether the study is stored and each of its runs has ended."""
-    require((CONFIG_DIR / "sweep" / f"{study}.yaml").is_file(), f"study={study} is no sweep of configs/sweep")
-    runs = read_json(RESULTS / study / "provenance.json").get("runs", {})
-    return bool(runs) and runs.keys() <= {*FINAL}
 
 
 def cells(row: Row, parts: Sequence[Part]) -> list[str]:

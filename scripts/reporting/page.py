@@ -31,8 +31,8 @@ CONCLUSIONS = (
     "settings are *not told apart* where it is above 0.05, even if the interval excludes 0."
 )
 CLAIMS = (
-    " A claim is *excluded*, which rules it out, where the interval leaves no room for a difference worth having; "
-    "*no power*: it cannot decide."
+    " A claim is *excluded*, which rules it out, where the interval leaves no room for the claimed size or for a "
+    "difference worth having; *no power*: it cannot decide."
 )
 STILL_FALLING = (
     "**All {n} runs that are done have their lowest validation loss at their last evaluation**: longer ones may differ "

@@ -386,10 +386,10 @@ def held_out(run: Run) -> object:
 
 
 def text_changed(a: Run, b: Run) -> bool:
-    """Whether two runs of one data set had different texts."""
+    """Whether two runs of one data set had different texts. An old runs.csv has those of all runs, "A, B", for each."""
     same = all(a.config.get(key) == b.config.get(key) for key in ("data.name", "data.path"))
-    known = a.summary.get("corpus_sha256"), b.summary.get("corpus_sha256")
-    return same and None not in known and known[0] != known[1]
+    known = [{*sha256.split(", ")} for run in (a, b) if (sha256 := run.summary.get("corpus_sha256"))]
+    return same and len(known) == 2 and known[0].isdisjoint(known[1])
 
 
 def shared_text(runs: Sequence[Run]) -> float:
