@@ -246,13 +246,17 @@ def test_a_layout_that_shares_a_parameter_is_refused(
         setup(load_config(compose([*chosen, "qk_norm=rms", f"out_dir={tmp_path / 'run'}"])))
 
 
-def test_qk_clip_needs_a_layout_that_can_scale_logits(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_sweep_with_qk_clip_needs_a_layout_that_can_scale_logits(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sweep = tiny_sweep(tmp_path, corpus, "qk_norm=none", grid={"qk_clip": ["clip", "none"]}, folds=[0])
+    clip, none = plan_runs(load_sweep(str(sweep), {}), [])
     monkeypatch.delattr(GroupedQueryAttention, "scale_logits")
-    chosen = [word for word in words if not word.startswith(("plugins", "qk_norm"))]
+    check_runs([none])
     with pytest.raises(ConfigError, match=re.escape("qk_clip=clip: attention=mha has no scale_logits()")):
-        setup(load_config(compose([*chosen, "qk_clip=clip", f"out_dir={tmp_path / 'run'}"])))
+        check_runs([clip, none])
+    with pytest.raises(ConfigError, match=re.escape("qk_clip=clip: attention=mha has no scale_logits()")):
+        setup(clip.config)
 
 
 def test_a_norm_without_scale_is_named(words: list[str], tmp_path: Path, forked: Program) -> None:

@@ -31,7 +31,6 @@ from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.gpt import GPT
 from model.kernels import operators
-from model.options import GPTConfig
 from training import faults
 from training.config import TrainConfig
 from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
@@ -127,7 +126,7 @@ def setup(config: TrainConfig) -> Session:
     machine = set_up_machine(config)
     data = read_data(config, machine.device)
     vocab_size = data.corpus.tokenizer.vocab_size
-    refuse_too_large(config, model_without_weights(config.gpt, vocab_size), machine)
+    refuse_too_large(config, model_without_weights(config, vocab_size), machine)
     model = GPT(config.gpt, vocab_size)
     model.init_weights(config.seed)
     model.to(machine.device)
@@ -135,14 +134,6 @@ def setup(config: TrainConfig) -> Session:
         faults.inject_into_model(config, model)
         faults.inject_into_batches(config, data.batches)
     forward = compile_model(model, config) if is_compiled(config, machine.device) else model
-    once = dict(model.named_parameters())
-    shared = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
-    require(not shared, f"attention={config.attention.name} shares {', '.join(shared)}: a checkpoint cannot hold it")
-    clips = config.qk_clip.name == "clip"
-    can = all(hasattr(attention, "scale_logits") for attention in model.attentions)
-    require(can or not clips, f"qk_clip=clip: attention={config.attention.name} has no scale_logits()")
-    rescaled = any(getattr(part, "reparam", None) for attention in model.attentions for part in attention.modules())
-    require(not (clips and rescaled), f"qk_clip=clip: weights={config.weights.name} undoes the scaling of the weights")
     if config.qk_clip.name != "none":
         for attention in model.attentions:
             attention.track_max_logits()  # before the first forward pass: else it recompiles
@@ -221,10 +212,19 @@ def is_resident(config: TrainConfig, corpus: Corpus, device: torch.device) -> bo
     return fits if config.data.on_device == "auto" else bool(config.data.on_device)
 
 
-def model_without_weights(config: GPTConfig, vocab_size: int) -> GPT:
+def model_without_weights(config: TrainConfig, vocab_size: int) -> GPT:
     """The model on PyTorch's meta device: shapes alone. Raises: ConfigError where its parts do not fit each other."""
     with torch.device("meta"):
-        return GPT(config, vocab_size)
+        model = GPT(config.gpt, vocab_size)
+    once = dict(model.named_parameters())
+    shared = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
+    require(not shared, f"attention={config.attention.name} shares {', '.join(shared)}: a checkpoint cannot hold it")
+    clips = config.qk_clip.name == "clip"
+    can = all(hasattr(attention, "scale_logits") for attention in model.attentions)
+    require(can or not clips, f"qk_clip=clip: attention={config.attention.name} has no scale_logits()")
+    rescaled = any(getattr(part, "reparam", None) for attention in model.attentions for part in attention.modules())
+    require(not (clips and rescaled), f"qk_clip=clip: weights={config.weights.name} undoes the scaling of the weights")
+    return model
 
 
 class TooLarge(ConfigError):
