@@ -3,7 +3,6 @@
 import os
 import platform
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core import checkpoint, dist
 from core.device import (
+    autocast,
     device_name,
     idle_cpus,
     keep_freed_memory,
@@ -53,9 +53,8 @@ class Machine:
     dtype: torch.dtype
     about_threads: str = ""
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """Matmuls in `dtype`; the weights stay in float32."""
-        return torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
+    def autocast(self) -> torch.autocast:
+        return autocast(self.device.type, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -160,6 +159,11 @@ def set_up_machine(config: TrainConfig) -> Machine:
     return Machine(world, device, dtype, about_threads)
 
 
+def saved_state(config: TrainConfig) -> dict[str, Any]:
+    """The state of the checkpoint that the run goes on from; {} where it begins."""
+    return {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
+
+
 def choose_threads(config: TrainConfig, world: World, device: torch.device) -> tuple[int, str]:
     """The number of CPU threads, and for the log why it is below torch's default.
 
@@ -170,7 +174,7 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
         cpus = os.cpu_count() or 1
         require(config.threads <= cpus, f"threads={config.threads} must be <= {cpus}, the CPUs here")
         return config.threads, ""
-    saved, why = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt"), ""
+    saved, why = saved_state(config), ""
     if saved.get("threads") and saved.get("ranks") == world.size:  # before $OMP_NUM_THREADS, which launches set
         threads, why = min(saved["threads"], max(1, available_cpus() // world.local_size)), "as it began"
     # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
@@ -197,8 +201,7 @@ def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> Non
 
 def read_data(config: TrainConfig, device: torch.device | None = None) -> Data:
     """The corpus and its batches. device: of training; None where nothing is trained."""
-    saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")  # a resumed run keeps its BPE merges
-    corpus = load_corpus(config.data, config.model.block_size, saved)
+    corpus = load_corpus(config.data, config.model.block_size, saved_state(config))  # a resumed run keeps its merges
     where = device if device is not None and is_resident(config, corpus, device) else None
     batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed, where)
     if config.eval_iters:
