@@ -178,11 +178,11 @@ SOFTMAXES: Table[type[Softmax]] = Table({"plain": Softmax})
 OUTPUTS: Table[type[Output]] = Table({"none": Output})
 WEIGHTS: Table[type[Weights]] = Table({"none": Weights})
 TABLES: dict[type[Variant], tuple[dict[str, Any], dict[str, Any]]] = {
-    QKNorm: (settings.QK_NORMS, QK_NORMS),
-    Logits: (settings.LOGITS, LOGITS),
-    Softmax: (settings.SOFTMAXES, SOFTMAXES),
-    Output: (settings.OUTPUTS, OUTPUTS),
-    Weights: (settings.WEIGHTS, WEIGHTS),
+    QKNorm: (settings.QK_NORM_OPTIONS, QK_NORMS),
+    Logits: (settings.LOGITS_OPTIONS, LOGITS),
+    Softmax: (settings.SOFTMAX_OPTIONS, SOFTMAXES),
+    Output: (settings.OUTPUT_OPTIONS, OUTPUTS),
+    Weights: (settings.WEIGHTS_OPTIONS, WEIGHTS),
 }
 
 
@@ -195,4 +195,4 @@ def register(options: type[VariantOptions], variant: type[Variant]) -> None:
     names = ", ".join(seam.__name__ for seam in TABLES)
     require(bool(found), f"{variant.__name__} must derive from one of {names}; register_attention() takes layouts")
     option_table, class_table = found[0]
-    class_table[settings.register(option_table, options)] = variant
+    class_table[settings.add_options(option_table, options)] = variant

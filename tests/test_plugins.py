@@ -18,8 +18,8 @@ from core.schema import ConfigError, options
 from model import seams
 from model.diagnostics import logit_bound
 from model.gpt import ATTENTIONS, GPT, QK_NORMS, CausalAttention, GroupedQueryAttention, QKNorm, QKRMSNorm
-from model.options import QK_NORMS as OPTIONS
-from model.options import QKNormOptions, register
+from model.options import QK_NORM_OPTIONS as OPTIONS
+from model.options import QKNormOptions, add_options
 from sweeps.definition import load_sweep
 from sweeps.launch import check_runs
 from sweeps.plan import compose, plan_runs
@@ -325,7 +325,7 @@ def test_a_label_has_every_value_in_letters_that_a_path_can_have() -> None:
         flag: bool = True
 
     table: dict[str, Any] = dict(OPTIONS)
-    assert register(table, OddOptions) == "odd" and table["odd"] is OddOptions
+    assert add_options(table, OddOptions) == "odd" and table["odd"] is OddOptions
     assert OddOptions().label == "odd_q0.5_wayabc_flagtrue"
     assert (
         replace(load_config({}), qk_norm=OddOptions()).label == "baby_gpt-mha-odd_q0.5_wayabc_flagtrue-tiny_shakespeare"
