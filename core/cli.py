@@ -109,7 +109,7 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     parsed = [parse(word) for word in overrides]
     for word in overrides:
         require(not word.lstrip("+").startswith("hydra"), f"{word} is unknown: Hydra composes here, and runs nothing")
-    register(schema, overrides)
+    register_with_hydra(schema, overrides)
     options = options_of(schema)
     for override in parsed:
         group, _, key = override.key_or_group.rpartition(".")
@@ -150,7 +150,7 @@ def load_early(schema: type, overrides: list[str]) -> None:
                 loads.load(convert(source[key], setting.kind, key))
 
 
-def register(schema: type, overrides: list[str]) -> None:
+def register_with_hydra(schema: type, overrides: list[str]) -> None:
     """Load plugins, then tell Hydra the defaults and the options of every group, so that YAML files hold presets alone.
 
     configs/GROUP/NAME.yaml is a preset; configs/GROUP/OPTION/MODEL.yaml holds the values of an option for model=MODEL.

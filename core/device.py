@@ -25,6 +25,11 @@ ALONE = World()
 PEAK_SECONDS = 0.2  # for which the peak is measured
 
 
+def autocast(device: str, dtype: torch.dtype) -> torch.autocast:
+    """Matmuls in `dtype`; the weights stay in float32."""
+    return torch.autocast(device, dtype, enabled=dtype == torch.bfloat16)
+
+
 def resolve_device(name: str, world: World = ALONE) -> torch.device:
     """`auto` is CUDA, else MPS, else the CPU. Each rank of torchrun has its own CUDA device.
 

@@ -29,10 +29,10 @@ def describe(cls: type, presets: Presets) -> Iterator[str]:
         yield f"\n{name}: {setting.help}"
         if name in presets:
             yield from choices(presets[name], setting.default.name)
-        yield from options_of(name, setting)
+        yield from describe_options(name, setting)
 
 
-def options_of(group: str, setting: Setting) -> Iterator[str]:
+def describe_options(group: str, setting: Setting) -> Iterator[str]:
     """The options of a group with the settings of each; one that is as in an option before is not repeated."""
     seen: set[str] = set()
     variants = setting.one(Variants)

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from core.schema import ConfigError
 
@@ -107,10 +107,12 @@ def leave_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def say(text: str) -> None:
+def say(text: str, write: Callable[[str], Any] = print) -> None:
     """Print a line; where nobody reads any more, the program goes on."""
     try:
-        print(text, flush=True)
+        write(text)
+        if sys.stdout is not None:  # None where the shell closed it
+            sys.stdout.flush()
     except OSError as error:
         if error.errno not in OUTPUT_CLOSED:
             raise

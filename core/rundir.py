@@ -28,7 +28,7 @@ from tqdm import tqdm
 from core import files
 from core.files import ROOT, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
 from core.metrics import Lines, Metrics, plot
-from core.process import OUTPUT_CLOSED, leave_output
+from core.process import say
 from core.schema import ConfigError, one_line, require, show
 from core.wandb_run import WandbRun
 
@@ -117,12 +117,7 @@ class RunDir:
     def log(self, text: str, show: bool = True) -> None:
         """Append a line with the time to train.log, and print it unless not `show`."""
         if show:
-            try:
-                self.print_line(text)
-            except OSError as error:  # train.log has it
-                if error.errno not in OUTPUT_CLOSED:
-                    raise
-                leave_output()
+            say(text, self.print_line)  # if nobody reads it, train.log has it
         with open(self.path / "train.log", "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from core.device import seed_generator
+from core.device import autocast, seed_generator
 from model import cross_entropy
 from model.gpt import GPT, LpNorm, NoNorm, QKNorm
 from model.ops import Bend, visible_logits
@@ -241,8 +241,7 @@ def activation_bytes(model: GPT, batch_size: int, device: torch.device, dtype: t
         tensors = [*model.named_parameters(), *model.named_buffers()]
         state = {name: torch.empty(t.shape, requires_grad=t.requires_grad) for name, t in tensors}
         own = {tensor.untyped_storage()._cdata for tensor in state.values()}
-        low = torch.autocast(where, dtype, enabled=dtype != torch.float32)
-        with low, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        with autocast(where, dtype), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             torch.func.functional_call(model.train(), state, (idx, idx))
     total, m = sum(kept.values()), model.config.model
     if m.activation_checkpointing:

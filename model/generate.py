@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.device import autocast
 from model.gpt import GPT, Cache
 from model.linear import Linear
 
@@ -108,7 +109,7 @@ def decoding_weights(model: GPT, dtype: torch.dtype) -> Swaps:
         if isinstance(module, nn.Linear) and (to_bf16 or reparam is not None):
             weights: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None}
             if reparam is not None:
-                with torch.autocast(module.weight.device.type, dtype, enabled=to_bf16):
+                with autocast(module.weight.device.type, dtype):
                     weights["weight"] = reparam(module.weight)
                 swaps.append((module._modules, {"reparam": None}))
             if to_bf16:
@@ -125,7 +126,7 @@ def decoding_weights(model: GPT, dtype: torch.dtype) -> Swaps:
 @contextmanager
 def decoding(swaps: Swaps, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Inference mode and autocast, with decoding_weights() in place of the model's own."""
-    with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+    with torch.inference_mode(), autocast(device.type, dtype):
         own = [(attributes, {name: attributes[name] for name in values}) for attributes, values in swaps]
         try:
             for attributes, values in swaps:

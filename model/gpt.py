@@ -140,7 +140,7 @@ class LpNorm(QKNorm):
         return ops.lp_norm(x, self.p, alpha)
 
 
-# The names are those of model/options.py's QK_NORMS.
+# The names are those of model/options.py's QK_NORM_OPTIONS.
 QK_NORMS |= {"none": NoNorm, "lp": LpNorm, "rms": QKRMSNorm, "layernorm": QKLayerNorm}
 
 
@@ -780,4 +780,4 @@ register_qk_norm = seams.register
 
 
 def register_attention(options: type[settings.AttentionOptions], layout: Layout) -> None:
-    ATTENTIONS[settings.register(settings.ATTENTIONS, options)] = layout
+    ATTENTIONS[settings.add_options(settings.ATTENTION_OPTIONS, options)] = layout

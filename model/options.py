@@ -344,21 +344,25 @@ class GPTConfig:
             one.check_fit(self)
 
 
-# The options of each name. Their classes are in the tables of the same names in model/seams.py and model/gpt.py.
-ATTENTIONS: dict[str, type[AttentionOptions]] = {"mha": MHAOptions, "gqa": GQAOptions, "mla": MLAOptions}
-QK_NORMS: dict[str, type[QKNormOptions]] = {
+# The options of each name. Their classes are in QK_NORMS, LOGITS, … of model/seams.py and ATTENTIONS of model/gpt.py.
+ATTENTION_OPTIONS: dict[str, type[AttentionOptions]] = {"mha": MHAOptions, "gqa": GQAOptions, "mla": MLAOptions}
+QK_NORM_OPTIONS: dict[str, type[QKNormOptions]] = {
     "none": NoNormOptions, "lp": LpNormOptions, "rms": RMSNormOptions, "layernorm": LayerNormOptions,
     "rms_scaled": ScaledRMSNormOptions, "rms_whole": WholeRMSNormOptions, "ngpt": NGPTNormOptions,
 }  # fmt: skip
-LOGITS: dict[str, type[LogitsOptions]] = {"none": LogitsOptions, "softcap": SoftcapOptions, "ssmax": SSMaxOptions}
-SOFTMAXES: dict[str, type[SoftmaxOptions]] = {"plain": SoftmaxOptions, "sink": SinkOptions}
-OUTPUTS: dict[str, type[OutputOptions]] = {"none": OutputOptions, "gate": GateOptions, "value_norm": ValueNormOptions}
-WEIGHTS: dict[str, type[WeightsOptions]] = {
+LOGITS_OPTIONS: dict[str, type[LogitsOptions]] = {
+    "none": LogitsOptions, "softcap": SoftcapOptions, "ssmax": SSMaxOptions,
+}  # fmt: skip
+SOFTMAX_OPTIONS: dict[str, type[SoftmaxOptions]] = {"plain": SoftmaxOptions, "sink": SinkOptions}
+OUTPUT_OPTIONS: dict[str, type[OutputOptions]] = {
+    "none": OutputOptions, "gate": GateOptions, "value_norm": ValueNormOptions,
+}  # fmt: skip
+WEIGHTS_OPTIONS: dict[str, type[WeightsOptions]] = {
     "none": WeightsOptions, "sigma_reparam": SigmaReparamOptions, "quack": QuackOptions,
 }  # fmt: skip
 
 
-def register(table: dict[str, Any], chosen: type) -> str:
+def add_options(table: dict[str, Any], chosen: type) -> str:
     """Add the options of a variant of one's own to one of these tables. Returns their default name."""
     name = declared(chosen)["name"].default
     plain = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None

@@ -14,7 +14,6 @@ output.
 """
 
 import importlib
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from core.schema import ConfigError, require
 from model import options as settings
-from model.ops import at_least_fp32
+from model.ops import Bend, at_least_fp32
 from model.options import GPTConfig, QKNormOptions, VariantOptions
 
 Entry = TypeVar("Entry")
@@ -37,7 +36,16 @@ class LateInit(nn.Module):
         pass
 
 
-class QKNorm(LateInit):
+class Variant(LateInit):
+    """What fills a seam, built from its options and, by seam: head_dim, n_head (QKNorm); the GPTConfig (Logits,
+    Softmax); the GPTConfig, v_dim (Output); the block (Weights)."""
+
+    def __init__(self, options: Any, *_: Any):
+        super().__init__()
+        self.options = options
+
+
+class QKNorm(Variant):
     """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys.
 
     Your own norm defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least. It may have a `gain`, a parameter of
@@ -49,8 +57,7 @@ class QKNorm(LateInit):
     centred = False
 
     def __init__(self, options: QKNormOptions, head_dim: int, n_head: int):
-        super().__init__()
-        self.options: Any = options
+        super().__init__(options)
         self.head_dim, self.n_head = head_dim, n_head
         self.gain: nn.Parameter | None = None
 
@@ -85,17 +92,13 @@ class QKNorm(LateInit):
         return self
 
 
-class Logits(LateInit):
+class Logits(Variant):
     """What is done to the logits: to all of a query's by scale_queries(), to each one by `bend`.
 
     bend: a soft cap, or another increasing elementwise function of the logits, in fp32 at least; None: none.
     """
 
-    bend: Callable[[Tensor], Tensor] | None = None
-
-    def __init__(self, options: Any, config: GPTConfig):
-        super().__init__()
-        self.options = options
+    bend: Bend | None = None
 
     def scale_queries(self, q: Tensor, pos: int) -> Tensor:
         """Queries (B, nh, T, any channels) of positions pos .. pos+T-1, normalised and rotated, times a number for each
@@ -103,30 +106,22 @@ class Logits(LateInit):
         return q
 
 
-class Softmax(LateInit):
+class Softmax(Variant):
     """What is done to the softmax's denominator: forward(y, lse) multiplies the output of each query.
 
     y (B, nh, T, dv) is the output with the plain softmax, lse (B, nh, T) the log-sum-exp of a query's logits.
     """
 
-    def __init__(self, options: Any, config: GPTConfig):
-        super().__init__()
-        self.options = options
-
     def forward(self, y: Tensor, lse: Tensor) -> Tensor:
         return y
 
 
-class Output(LateInit):
+class Output(Variant):
     """What is done to values (B, nkv, T, hs; not in MLA, which decodes without them), and by forward(y, x) to
     attention's output y (B, nh, T, dv).
 
     x (B, T, C) is the layer's input.
     """
-
-    def __init__(self, options: Any, config: GPTConfig, v_dim: int):
-        super().__init__()
-        self.options = options
 
     def transform_values(self, v: Tensor) -> Tensor:
         return v
@@ -135,12 +130,8 @@ class Output(LateInit):
         return y
 
 
-class Weights(LateInit):
+class Weights(Variant):
     """What is done to the weights of a block: to how its Linears use them, by a `reparam`, or to their updates."""
-
-    def __init__(self, options: Any, block: Any):
-        super().__init__()
-        self.options = options
 
     def update_factors(self) -> list[tuple[Tensor, Tensor]]:
         """Rows of weights (a view), each with the factor of their learning rate in the next update."""
@@ -186,16 +177,16 @@ LOGITS: Table[type[Logits]] = Table({"none": Logits})
 SOFTMAXES: Table[type[Softmax]] = Table({"plain": Softmax})
 OUTPUTS: Table[type[Output]] = Table({"none": Output})
 WEIGHTS: Table[type[Weights]] = Table({"none": Weights})
-TABLES: dict[type[LateInit], tuple[dict[str, Any], dict[str, Any]]] = {
-    QKNorm: (settings.QK_NORMS, QK_NORMS),
-    Logits: (settings.LOGITS, LOGITS),
-    Softmax: (settings.SOFTMAXES, SOFTMAXES),
-    Output: (settings.OUTPUTS, OUTPUTS),
-    Weights: (settings.WEIGHTS, WEIGHTS),
+TABLES: dict[type[Variant], tuple[dict[str, Any], dict[str, Any]]] = {
+    QKNorm: (settings.QK_NORM_OPTIONS, QK_NORMS),
+    Logits: (settings.LOGITS_OPTIONS, LOGITS),
+    Softmax: (settings.SOFTMAX_OPTIONS, SOFTMAXES),
+    Output: (settings.OUTPUT_OPTIONS, OUTPUTS),
+    Weights: (settings.WEIGHTS_OPTIONS, WEIGHTS),
 }
 
 
-def register(options: type[VariantOptions], variant: type[LateInit]) -> None:
+def register(options: type[VariantOptions], variant: type[Variant]) -> None:
     """Add a variant to its seam. The default of `name` in `options` is what qk_norm=, logits=, ... take.
 
     Raises: ConfigError for a class of no seam, and for a name that is taken or no lower-case word.
@@ -204,4 +195,4 @@ def register(options: type[VariantOptions], variant: type[LateInit]) -> None:
     names = ", ".join(seam.__name__ for seam in TABLES)
     require(bool(found), f"{variant.__name__} must derive from one of {names}; register_attention() takes layouts")
     option_table, class_table = found[0]
-    class_table[settings.register(option_table, options)] = variant
+    class_table[settings.add_options(option_table, options)] = variant

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from core.device import autocast
 from core.schema import require
 from data.tokenizer import Tokenizer
 from model.generate import generate
@@ -92,7 +93,7 @@ class NanoQK(TemplateLM):
         shared = min(map(len, distinct)) - 1
         tails = [(x + y)[shared:-1] for x, y in zip(contexts, continuations, strict=True)]
         idx = pad_sequence([torch.tensor(tail) for tail in tails], batch_first=True).to(self._device)  # (B, T)
-        with torch.autocast(self._device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
+        with autocast(self._device.type, self.dtype):
             caches = None
             if shared > 0:
                 heads = torch.tensor([context[:shared] for context in distinct], device=self._device)  # (G, shared)

@@ -174,8 +174,9 @@ def check_runs(runs: list[PlannedRun]) -> None:
     if configs:
         from training import estimate, session  # which load torch
 
-        for model in {json.dumps(asdict(run.config.gpt)): run.config.gpt for run in runs}.values():
-            session.model_without_weights(model, vocab_size=2)
+        models = {json.dumps([asdict(c.gpt), asdict(c.qk_clip)]): c for c in (run.config for run in runs)}
+        for config in models.values():
+            session.model_without_weights(config, vocab_size=2)
         for config in configs.values():
             estimate.check(config)
 

@@ -184,8 +184,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "my_sweep.yaml").write_text(blocks(docs / "sweeps.md", "yaml")[0])
     (tmp_path / "RUN").mkdir()
     monkeypatch.chdir(tmp_path)
-    tables: list[dict[str, Any]] = [model.gpt.QK_NORMS, model.options.QK_NORMS]
-    tables += [model.seams.LOGITS, model.options.LOGITS]
+    tables: list[dict[str, Any]] = [model.gpt.QK_NORMS, model.options.QK_NORM_OPTIONS]
+    tables += [model.seams.LOGITS, model.options.LOGITS_OPTIONS]
     before = [dict(table) for table in tables]
     yield tmp_path
     for plugin in ("my_norm", "my_asinh"):

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).write_text(PAGE.split(f"```{language}\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for table in (options.LOGITS, seams.LOGITS):
+    for table in (options.LOGITS_OPTIONS, seams.LOGITS):
         table.pop("asinh", None)
     sys.modules.pop("my_asinh", None)
 

@@ -18,8 +18,8 @@ from core.schema import ConfigError, options
 from model import seams
 from model.diagnostics import logit_bound
 from model.gpt import ATTENTIONS, GPT, QK_NORMS, CausalAttention, GroupedQueryAttention, QKNorm, QKRMSNorm
-from model.options import QK_NORMS as OPTIONS
-from model.options import QKNormOptions, register
+from model.options import QK_NORM_OPTIONS as OPTIONS
+from model.options import QKNormOptions, add_options
 from sweeps.definition import load_sweep
 from sweeps.launch import check_runs
 from sweeps.plan import compose, plan_runs
@@ -246,13 +246,17 @@ def test_a_layout_that_shares_a_parameter_is_refused(
         setup(load_config(compose([*chosen, "qk_norm=rms", f"out_dir={tmp_path / 'run'}"])))
 
 
-def test_qk_clip_needs_a_layout_that_can_scale_logits(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_sweep_with_qk_clip_needs_a_layout_that_can_scale_logits(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sweep = tiny_sweep(tmp_path, corpus, "qk_norm=none", grid={"qk_clip": ["clip", "none"]}, folds=[0])
+    clip, none = plan_runs(load_sweep(str(sweep), {}), [])
     monkeypatch.delattr(GroupedQueryAttention, "scale_logits")
-    chosen = [word for word in words if not word.startswith(("plugins", "qk_norm"))]
+    check_runs([none])
     with pytest.raises(ConfigError, match=re.escape("qk_clip=clip: attention=mha has no scale_logits()")):
-        setup(load_config(compose([*chosen, "qk_clip=clip", f"out_dir={tmp_path / 'run'}"])))
+        check_runs([clip, none])
+    with pytest.raises(ConfigError, match=re.escape("qk_clip=clip: attention=mha has no scale_logits()")):
+        setup(clip.config)
 
 
 def test_a_norm_without_scale_is_named(words: list[str], tmp_path: Path, forked: Program) -> None:
@@ -321,7 +325,7 @@ def test_a_label_has_every_value_in_letters_that_a_path_can_have() -> None:
         flag: bool = True
 
     table: dict[str, Any] = dict(OPTIONS)
-    assert register(table, OddOptions) == "odd" and table["odd"] is OddOptions
+    assert add_options(table, OddOptions) == "odd" and table["odd"] is OddOptions
     assert OddOptions().label == "odd_q0.5_wayabc_flagtrue"
     assert (
         replace(load_config({}), qk_norm=OddOptions()).label == "baby_gpt-mha-odd_q0.5_wayabc_flagtrue-tiny_shakespeare"

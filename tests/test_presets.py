@@ -15,7 +15,7 @@ import torch
 from core.cli import CONFIG_DIR, OF_SWEEPS, compose, options_of, parse_yaml
 from core.schema import declared, flatten
 from model.gpt import GPT
-from model.options import ATTENTIONS, GQAOptions, MHAOptions, MLAOptions, ModelOptions
+from model.options import ATTENTION_OPTIONS, GQAOptions, MHAOptions, MLAOptions, ModelOptions
 from training.config import TrainConfig, load_config
 
 CHAR = 65  # Tiny Shakespeare's characters
@@ -107,7 +107,7 @@ def test_a_preset_names_only_what_differs_from_the_defaults(file: Path) -> None:
     if group in OF_SWEEPS:
         return
     content = parse_yaml(file.read_text(), str(file))
-    default = asdict(ATTENTIONS[of_option[0]](name=of_option[0])) if of_option else asdict(TrainConfig())
+    default = asdict(ATTENTION_OPTIONS[of_option[0]](name=of_option[0])) if of_option else asdict(TrainConfig())
     named = flatten(content if of_option or "@package _global_" in file.read_text() else {group: content})
     same = [key for key, value in flatten(default).items() if key in named and named[key] == value]
     assert [key for key in same if key != "model.name"] == []

@@ -94,12 +94,12 @@ def test_new_run_has_its_config_and_is_running(path: Path) -> None:
 
 
 GROUPS: dict[str, dict[str, Any]] = {
-    "attention": settings.ATTENTIONS,
-    "qk_norm": settings.QK_NORMS,
-    "logits": settings.LOGITS,
-    "softmax": settings.SOFTMAXES,
-    "output": settings.OUTPUTS,
-    "weights": settings.WEIGHTS,
+    "attention": settings.ATTENTION_OPTIONS,
+    "qk_norm": settings.QK_NORM_OPTIONS,
+    "logits": settings.LOGITS_OPTIONS,
+    "softmax": settings.SOFTMAX_OPTIONS,
+    "output": settings.OUTPUT_OPTIONS,
+    "weights": settings.WEIGHTS_OPTIONS,
     "optim": settings.OPTIMS,
     "schedule": settings.SCHEDULES,
     "data": settings.CORPORA,

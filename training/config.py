@@ -30,12 +30,12 @@ from core.schema import (
 )
 from data.options import CORPORA, CorpusOptions, FoldedTextOptions, TinyShakespeareOptions
 from model.options import (
-    ATTENTIONS,
-    LOGITS,
-    OUTPUTS,
-    QK_NORMS,
-    SOFTMAXES,
-    WEIGHTS,
+    ATTENTION_OPTIONS,
+    LOGITS_OPTIONS,
+    OUTPUT_OPTIONS,
+    QK_NORM_OPTIONS,
+    SOFTMAX_OPTIONS,
+    WEIGHTS_OPTIONS,
     AttentionOptions,
     GPTConfig,
     LogitsOptions,
@@ -308,20 +308,24 @@ class TrainConfig:
     ] = ()
     fresh: Annotated[bool, FREE, Help("move an older run in the same directory aside and start anew")] = False
     model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
-    attention: Annotated[AttentionOptions, Variants(ATTENTIONS), Help("the attention layout")] = MHAOptions()
-    qk_norm: Annotated[QKNormOptions, Variants(QK_NORMS), Help("of queries and keys, before RoPE")] = NoNormOptions()
-    logits: Annotated[LogitsOptions, Variants(LOGITS), BeforeItExisted(LogitsOptions()), Help("before the softmax")] = (
-        LogitsOptions()
+    attention: Annotated[AttentionOptions, Variants(ATTENTION_OPTIONS), Help("the attention layout")] = MHAOptions()
+    qk_norm: Annotated[QKNormOptions, Variants(QK_NORM_OPTIONS), Help("of queries and keys, before RoPE")] = (
+        NoNormOptions()
     )
+    logits: Annotated[
+        LogitsOptions, Variants(LOGITS_OPTIONS), BeforeItExisted(LogitsOptions()), Help("before the softmax")
+    ] = LogitsOptions()
     softmax: Annotated[
-        SoftmaxOptions, Variants(SOFTMAXES), BeforeItExisted(SoftmaxOptions()), Help("its denominator")
+        SoftmaxOptions, Variants(SOFTMAX_OPTIONS), BeforeItExisted(SoftmaxOptions()), Help("its denominator")
     ] = SoftmaxOptions()
     output: Annotated[
-        OutputOptions, Variants(OUTPUTS), BeforeItExisted(OutputOptions()), Help("attention's, before its projection")
-    ] = OutputOptions()
+        OutputOptions, Variants(OUTPUT_OPTIONS), BeforeItExisted(OutputOptions()),
+        Help("attention's, before its projection"),
+    ] = OutputOptions()  # fmt: skip
     weights: Annotated[
-        WeightsOptions, Variants(WEIGHTS), BeforeItExisted(WeightsOptions()), Help("how a block's are used or updated")
-    ] = WeightsOptions()
+        WeightsOptions, Variants(WEIGHTS_OPTIONS), BeforeItExisted(WeightsOptions()),
+        Help("how a block's are used or updated"),
+    ] = WeightsOptions()  # fmt: skip
     qk_clip: Annotated[NoClipOptions, Variants(QK_CLIPS), Help("a bound on the largest logits")] = NoClipOptions()
     optim: Annotated[AdamWOptions, Variants(OPTIMS), Help("the optimizer")] = AdamWOptions()
     schedule: Annotated[ScheduleOptions, Variants(SCHEDULES), Help("of the learning rate")] = CosineOptions()

@@ -47,14 +47,14 @@ def check(config: TrainConfig) -> None:
 def estimate(config: TrainConfig) -> tuple[float, int]:
     """Seconds and bytes on disk that a run would take."""
     machine, data = set_up_machine(config), read_data(config)
-    found = cost(config, machine, data, model_without_weights(config.gpt, data.corpus.tokenizer.vocab_size))
+    found = cost(config, machine, data, model_without_weights(config, data.corpus.tokenizer.vocab_size))
     return found.seconds, (checkpoint.KEEP + 1) * found.checkpoint_bytes
 
 
 def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
     """The lines that a dry run prints, as {label: text}."""
     corpus, dtype = data.corpus, machine.dtype
-    model = model_without_weights(config.gpt, corpus.tokenizer.vocab_size)
+    model = model_without_weights(config, corpus.tokenizer.vocab_size)
     n, flops = model.num_params(), model.flops_per_token()
     rows = rows_at_once(config.batch_size, config.model.block_size, machine.device)
     activations = activation_bytes(model, rows, machine.device, dtype)

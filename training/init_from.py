@@ -19,6 +19,7 @@ from data.tokens import Corpus, split_of
 from model.gpt import GPT
 from model.hf import hugging_face, load_hugging_face
 from training.config import TrainConfig, load_config
+from training.session import saved_state
 
 # config.json's keys that change neither the logits of given weights nor their tokens
 HF_FREE = (
@@ -35,7 +36,7 @@ def with_init_sha256(config: TrainConfig) -> TrainConfig:
     require(not moved, f"init_from={config.init_from} lies in the run directory, which fresh=true moves aside")
     if config.init_sha256 is not None:
         return config
-    begun = {} if config.out_dir is None or config.fresh else checkpoint.peek(config.run_dir / "ckpt").get("config", {})
+    begun = {} if config.out_dir is None else saved_state(config).get("config", {})
     kept = begun.get("init_sha256") if begun.get("init_from") == config.init_from else None
     return replace(config, init_sha256=kept or sha256_of(config.init_from))
 
@@ -51,11 +52,11 @@ def weights_file(init_from: str) -> Path:
 
 def sha256_of(init_from: str) -> str:
     file = weights_file(init_from)
-    return measured(file, file.stat().st_mtime_ns)
+    return sha256_at(file, file.stat().st_mtime_ns)
 
 
 @functools.cache
-def measured(file: Path, mtime: int) -> str:
+def sha256_at(file: Path, mtime: int) -> str:
     """Once for all runs of a sweep."""
     return file_sha256(file)
 

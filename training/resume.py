@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,29 @@ DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels
 
 def run_request(config: TrainConfig) -> RunRequest:
     """What open_run() needs to open, or to refuse, the run directory."""
+    refused = partial(refusal, config)
+    return RunRequest(config.run_dir, to_yaml(config), refused, config.max_iters, config.fresh, config.eval_only)
+
+
+def refusal(config: TrainConfig, old: Any) -> str:
+    """What differs from `old`, an older config.yaml's content, and what to do; "" if nothing that decides does."""
+    before, now, advice = load_config(old), config.schedule, "use another out_dir or fresh=true"
+    changes = differences(decisive(before), decisive(config))
+    if isinstance(before.schedule, DecayOptions) and isinstance(now, DecayOptions):
+        end = before.schedule.decay_end(before.max_iters)
+        longer = replace(config, schedule=replace(now, lr_decay_iters=end))
+        if config.max_iters > before.max_iters and decisive(longer) == decisive(before):
+            advice = f"add schedule.lr_decay_iters={end:g} to train on at the schedule's last rate, else {advice}"
+    return f"{', '.join(changes)}; {advice}" if changes else ""
+
+
+def decisive(config: TrainConfig) -> dict[str, Any]:
+    """The settings that decide the numbers, as a person is told of them."""
     shown_as = {
         "schedule.lr_decay_iters": "schedule.lr_decay_iters (by default max_iters)",
         "init_sha256": "init_from (SHA-256 of its weights)",
     }
-
-    def decisive(settings: TrainConfig) -> dict[str, Any]:
-        return {shown_as.get(key, key): value for key, value in settings.trajectory.items()}
-
-    def refusal(old: Any) -> str:
-        before, now, advice = load_config(old), config.schedule, "use another out_dir or fresh=true"
-        changes = differences(decisive(before), decisive(config))
-        if isinstance(before.schedule, DecayOptions) and isinstance(now, DecayOptions):
-            end = before.schedule.decay_end(before.max_iters)
-            longer = replace(config, schedule=replace(now, lr_decay_iters=end))
-            if config.max_iters > before.max_iters and decisive(longer) == decisive(before):
-                advice = f"add schedule.lr_decay_iters={end:g} to train on at the schedule's last rate, else {advice}"
-        return f"{', '.join(changes)}; {advice}" if changes else ""
-
-    return RunRequest(config.run_dir, to_yaml(config), refusal, config.max_iters, config.fresh, config.eval_only)
+    return {shown_as.get(key, key): value for key, value in config.trajectory.items()}
 
 
 def open_run_dir(session: Session) -> RunDir:
@@ -48,8 +53,8 @@ def open_run_dir(session: Session) -> RunDir:
     if session.machine.world.rank == 0:
         try:
             run_dir = open_run(run_request(session.config))
-        except ConfigError as refusal:
-            error = str(refusal)
+        except ConfigError as refused:
+            error = str(refused)
     finished, error = dist.gather((run_dir is not None and run_dir.finished, error))[0]
     if error is not None:
         raise ConfigError(error)
@@ -96,8 +101,8 @@ def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
 def check_resumable(session: Session, run_dir: RunDir, saved: Mapping[str, Any]) -> None:
     """Refuse what would change the run; warn of what makes the rest of it unequal bit for bit."""
     config, path, here = session.config, run_dir.path, session.facts
-    refusal = run_request(config).refusal(saved["config"])
-    require(not refusal, f"out_dir={path} has a checkpoint of other settings: {refusal}")
+    changes = refusal(config, saved["config"])
+    require(not changes, f"out_dir={path} has a checkpoint of other settings: {changes}")
     require(
         saved["dtype"] == here["dtype"],
         f"dtype={config.dtype} is {here['dtype']} here, but {path} was begun in {saved['dtype']}: "

@@ -3,7 +3,6 @@
 import os
 import platform
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core import checkpoint, dist
 from core.device import (
+    autocast,
     device_name,
     idle_cpus,
     keep_freed_memory,
@@ -31,7 +31,6 @@ from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.gpt import GPT
 from model.kernels import operators
-from model.options import GPTConfig
 from training import faults
 from training.config import TrainConfig
 from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
@@ -54,9 +53,8 @@ class Machine:
     dtype: torch.dtype
     about_threads: str = ""
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """Matmuls in `dtype`; the weights stay in float32."""
-        return torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
+    def autocast(self) -> torch.autocast:
+        return autocast(self.device.type, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def setup(config: TrainConfig) -> Session:
     machine = set_up_machine(config)
     data = read_data(config, machine.device)
     vocab_size = data.corpus.tokenizer.vocab_size
-    refuse_too_large(config, model_without_weights(config.gpt, vocab_size), machine)
+    refuse_too_large(config, model_without_weights(config, vocab_size), machine)
     model = GPT(config.gpt, vocab_size)
     model.init_weights(config.seed)
     model.to(machine.device)
@@ -135,14 +133,6 @@ def setup(config: TrainConfig) -> Session:
         faults.inject_into_model(config, model)
         faults.inject_into_batches(config, data.batches)
     forward = compile_model(model, config) if is_compiled(config, machine.device) else model
-    once = dict(model.named_parameters())
-    shared = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
-    require(not shared, f"attention={config.attention.name} shares {', '.join(shared)}: a checkpoint cannot hold it")
-    clips = config.qk_clip.name == "clip"
-    can = all(hasattr(attention, "scale_logits") for attention in model.attentions)
-    require(can or not clips, f"qk_clip=clip: attention={config.attention.name} has no scale_logits()")
-    rescaled = any(getattr(part, "reparam", None) for attention in model.attentions for part in attention.modules())
-    require(not (clips and rescaled), f"qk_clip=clip: weights={config.weights.name} undoes the scaling of the weights")
     if config.qk_clip.name != "none":
         for attention in model.attentions:
             attention.track_max_logits()  # before the first forward pass: else it recompiles
@@ -169,6 +159,11 @@ def set_up_machine(config: TrainConfig) -> Machine:
     return Machine(world, device, dtype, about_threads)
 
 
+def saved_state(config: TrainConfig) -> dict[str, Any]:
+    """The state of the checkpoint that the run goes on from; {} where it begins."""
+    return {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
+
+
 def choose_threads(config: TrainConfig, world: World, device: torch.device) -> tuple[int, str]:
     """The number of CPU threads, and for the log why it is below torch's default.
 
@@ -179,7 +174,7 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
         cpus = os.cpu_count() or 1
         require(config.threads <= cpus, f"threads={config.threads} must be <= {cpus}, the CPUs here")
         return config.threads, ""
-    saved, why = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt"), ""
+    saved, why = saved_state(config), ""
     if saved.get("threads") and saved.get("ranks") == world.size:  # before $OMP_NUM_THREADS, which launches set
         threads, why = min(saved["threads"], max(1, available_cpus() // world.local_size)), "as it began"
     # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
@@ -206,8 +201,7 @@ def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> Non
 
 def read_data(config: TrainConfig, device: torch.device | None = None) -> Data:
     """The corpus and its batches. device: of training; None where nothing is trained."""
-    saved = {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")  # a resumed run keeps its BPE merges
-    corpus = load_corpus(config.data, config.model.block_size, saved)
+    corpus = load_corpus(config.data, config.model.block_size, saved_state(config))  # a resumed run keeps its merges
     where = device if device is not None and is_resident(config, corpus, device) else None
     batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed, where)
     if config.eval_iters:
@@ -221,10 +215,19 @@ def is_resident(config: TrainConfig, corpus: Corpus, device: torch.device) -> bo
     return fits if config.data.on_device == "auto" else bool(config.data.on_device)
 
 
-def model_without_weights(config: GPTConfig, vocab_size: int) -> GPT:
+def model_without_weights(config: TrainConfig, vocab_size: int) -> GPT:
     """The model on PyTorch's meta device: shapes alone. Raises: ConfigError where its parts do not fit each other."""
     with torch.device("meta"):
-        return GPT(config, vocab_size)
+        model = GPT(config.gpt, vocab_size)
+    once = dict(model.named_parameters())
+    shared = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in once]
+    require(not shared, f"attention={config.attention.name} shares {', '.join(shared)}: a checkpoint cannot hold it")
+    clips = config.qk_clip.name == "clip"
+    can = all(hasattr(attention, "scale_logits") for attention in model.attentions)
+    require(can or not clips, f"qk_clip=clip: attention={config.attention.name} has no scale_logits()")
+    rescaled = any(getattr(part, "reparam", None) for attention in model.attentions for part in attention.modules())
+    require(not (clips and rescaled), f"qk_clip=clip: weights={config.weights.name} undoes the scaling of the weights")
+    return model
 
 
 class TooLarge(ConfigError):
