@@ -294,6 +294,7 @@ def start_afresh(path: Path, lock: FileLock) -> FileLock:
             path.rmdir()
         aside.rename(path)
         raise
+    say(f"fresh=true: the run that was in {path} is now in {aside}")
     lock.release()
     return new
 

@@ -361,10 +361,11 @@ def test_a_disk_that_is_full_at_fresh_leaves_the_run_its_name(path: Path, monkey
     assert (path / "config.yaml").exists() and not path.with_name(f"{path.name}.old-1").exists()
 
 
-def test_fresh_moves_the_old_run_aside(path: Path) -> None:
+def test_fresh_moves_the_old_run_aside(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for n in (1, 2):
         leave(path, "done", 5000, seed=n, fresh=True)
     run = opened(path, seed=3, fresh=True)
+    assert f"is now in {path}.old-2\n" in capsys.readouterr().out
     assert not run.finished and saved_config(path).seed == 3
     assert [saved_config(path.with_name(f"run.old-{n}")).seed for n in (1, 2)] == [1, 2]
     assert read_json(path.with_name("run.old-2") / "summary.json") == {"iter": 5000}
