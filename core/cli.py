@@ -229,7 +229,8 @@ def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
         group, _, option = override.lstrip("+").partition("=")
         known = options_of(schema).get(group, [option])
         if option not in known:
-            return f"{override} {must_be_one_of(option, known, f'{group}=')}"
+            plugins = "; the plugins register no such option" if any("plugins=" in word for word in overrides) else ""
+            return f"{override} {must_be_one_of(option, known, f'{group}=')}{plugins}"
     return text
 
 

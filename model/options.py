@@ -364,6 +364,7 @@ WEIGHTS_OPTIONS: dict[str, type[WeightsOptions]] = {
 
 def add_options(table: dict[str, Any], chosen: type) -> str:
     """Add the options of a variant of one's own to one of these tables. Returns their default name."""
+    require("__dataclass_params__" in vars(chosen), f"{chosen.__name__} needs @options (core.schema) above its class")
     name = declared(chosen)["name"].default
     plain = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None
     require(plain, f"{chosen.__name__}.name={name} must be a lower-case word")

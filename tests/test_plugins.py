@@ -129,6 +129,7 @@ def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytes
         ("half.py", "", "plugins=[half.py] must be names of modules: plugins=[half]"),
         ("broken", "1 / 0", "plugins=[broken] cannot be imported: ZeroDivisionError: division by zero"),
         ("again", PLUGIN.replace('"half"', '"rms"'), "HalfOptions.name=rms is taken by model.options"),
+        ("bare", PLUGIN.replace("@options\n", ""), "HalfOptions needs @options (core.schema) above its class"),
         ("spaced", PLUGIN.replace('"half"', '"a b"'), "HalfOptions.name=a b must be a lower-case word"),
     ],
 )
@@ -257,6 +258,12 @@ def test_a_sweep_with_qk_clip_needs_a_layout_that_can_scale_logits(
         check_runs([clip, none])
     with pytest.raises(ConfigError, match=re.escape("qk_clip=clip: attention=mha has no scale_logits()")):
         setup(clip.config)
+
+
+def test_a_plugin_that_registers_nothing_is_named(words: list[str], tmp_path: Path, forked: Program) -> None:
+    (tmp_path / "halves.py").write_text("x = 1\n")
+    error = forked("train.py", *words, "out_dir=run", status=2).stderr
+    assert error.endswith("; the plugins register no such option\n") and not (tmp_path / "run").exists()
 
 
 def test_a_norm_without_scale_is_named(words: list[str], tmp_path: Path, forked: Program) -> None:
