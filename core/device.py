@@ -57,7 +57,7 @@ def resolve_device(name: str, world: World = ALONE) -> torch.device:
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float, float]:
     """Seconds of the clock, of CPU time of this process, and of that of all programs on its CPUs.
 
-    Programs of low priority (nice) are left out; such a process has 0.
+    The CPU time of programs of low priority (nice) is not counted; such a process has 0.
     """
     used = 0.0
     with contextlib.suppress(OSError):  # Linux alone has it

@@ -124,7 +124,7 @@ WRITABLE = Rule(is_writable_file, "must be a file in a folder that can be writte
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a settings class: its type, its default, and what stands beside the type."""
+    """A field of a settings class: its type, its default, and the notes of its Annotated type."""
 
     kind: Any
     default: Any

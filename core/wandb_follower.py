@@ -185,7 +185,7 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
 
 
 def recordings(run_dir: Path) -> list[Path]:
-    """W&B's files of a run. A link to a file elsewhere is left out."""
+    """W&B's files of a run. A link to a file elsewhere is skipped."""
     found = sorted((run_dir / "wandb").glob("*run-*/*.wandb"))
     return [file for file in found if file.is_file() and file.resolve().is_relative_to(run_dir.resolve())]
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class Linear(nn.Linear):
-    """x W^T, with what weights= makes of W. It has no values until init_weights() or a checkpoint sets them."""
+    """x W^T; `reparam` (weights=) may replace W. W has no values until init_weights() or a checkpoint sets them."""
 
     def __init__(self, n_in: int, n_out: int, bias: bool, device: str | None = None):
         super().__init__(n_in, n_out, bias=bias, device=device)

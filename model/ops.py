@@ -159,7 +159,7 @@ def out_of_256(p: float) -> int:
 
 
 def draw_seed() -> Tensor:
-    """64 bits of the CPU's generator, () in int64: a mask's seed. (^ undoes that randint adds the low end.)"""
+    """64 bits of the CPU's generator, () in int64: a mask's seed. randint adds info.min to the bits; ^ removes it."""
     info = torch.iinfo(torch.int64)
     return torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu") ^ info.min
 

@@ -138,7 +138,7 @@ class Weights(Variant):
         return []
 
     def after_update(self) -> None:
-        pass
+        """Called after every update, also after one that was skipped because it was not finite."""
 
     def restart(self) -> None:
         """The block begins a run with weights that were loaded (init_from=)."""
@@ -151,7 +151,7 @@ def require_fit(attention: Any, config: GPTConfig) -> None:
         vector = norm.gain is None or norm.gain.dim() == 1  # a matrix would decay, and Muon would orthogonalise it
         told = f"qk_norm={config.qk_norm.name}: the gain must be a vector, of head_dim or n_head * head_dim numbers"
         require(vector, told)
-        x = torch.ones(1, norm.n_head, 1, norm.head_dim, dtype=torch.float64)  # of which no kernel is made
+        x = torch.ones(1, norm.n_head, 1, norm.head_dim, dtype=torch.float64)  # which no kernel takes: none is built
         if not x.is_meta:
             with torch.no_grad():
                 shape = (*norm.scale(x).shape,)

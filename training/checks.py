@@ -76,7 +76,7 @@ def first_not_finite(session: Session, step: int) -> str:
 
 
 def start_up_checks(session: Session) -> list[str]:
-    """A warning for each check that fails.
+    """A warning for each check that fails. Sets session.facts["sdpa"] on a GPU: the backend of attention.
 
     Raises: ConfigError where the model sees the future or another window, its logits are not finite, or batches repeat;
     not with a `fault`.

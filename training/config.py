@@ -251,9 +251,9 @@ Device = Annotated[
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 where there is hardware for it")]
 
 
-# Notes on free settings: a run that changes `device`, `compile`, `threads` or `deterministic` rounds otherwise
-# from there on, and a resume warns. What dtype=auto stands for may not change: check_resumable() refuses. `init_sha256`
-# stands for `init_from`.
+# Free settings are not all without effect. A run that resumes with another `device`, `compile`, `threads` or
+# `deterministic` rounds differently from there on, and warns; another `device` or `compile` draws other dropout masks.
+# If dtype=auto means another dtype, check_resumable() refuses. `init_from` is free as `init_sha256` decides.
 @options
 class TrainConfig:
     out_dir: Annotated[

@@ -74,8 +74,7 @@ def sampled_losses(session: Session) -> dict[str, float]:
 def diagnosed_batch(session: Session) -> Tensor:
     """The inputs that diagnostics are computed on, (B, T): the first held-out windows, the same at each evaluation.
 
-    B is at most 4, and less where DIAGNOSED_TOKENS allows fewer windows. Windows shorter than the first
-    are left out.
+    B is at most 4, and less where DIAGNOSED_TOKENS allows fewer windows. Windows shorter than the first are dropped.
     """
     windows = max(1, DIAGNOSED_TOKENS // session.config.model.block_size)
     x, y = (part[:windows] for part in next(session.data.batches.eval_batches(4)))

@@ -59,7 +59,7 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
                 if not self.state[p]:
                     self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             states = [self.state[p] for p in weights]
-            before = next((state["step"] for state in states if "step" in state), None)  # the first may be new
+            before = next((state["step"] for state in states if "step" in state), None)  # a new weight has none
             count = torch.ones((), device=weights[0].device) if before is None else before + 1
             for state in states:
                 state["step"] = count

@@ -78,7 +78,7 @@ class Data:
 @dataclass
 class Session:
     """What trains. forward: the model, compiled where asked, and wrapped in DDP where there are several ranks. peak:
-    FLOP/s of all ranks at best. facts: what is recorded with a run beside its settings."""
+    FLOP/s of all ranks at best. facts: what is recorded with a run besides its settings."""
 
     config: TrainConfig
     machine: Machine

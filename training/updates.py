@@ -78,8 +78,8 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 @contextlib.contextmanager
 def weights_variant(model: Any) -> Iterator[None]:
-    """Around optimizer.step(): what a `weights` variant does to an update. Scales the update of the rows that it names
-    (update_factors), then calls its after_update()."""
+    """Wraps optimizer.step() for a `weights` variant: scales the update of the rows of its update_factors(), then calls
+    its after_update(), also where `skip` kept the weights."""
     seams = [block.weights for block in model.transformer.h]
     with torch.no_grad():
         found = [factors for seam in seams for factors in seam.update_factors()]

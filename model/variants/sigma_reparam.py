@@ -1,5 +1,6 @@
 """Every matrix of a block as gamma / sigma(W) * W: sigma its largest singular value by power iteration, gamma learned
-(arXiv 2303.06296; apple/ml-sigma-reparam). gamma starts at sigma(W), as there: the first model is that without it.
+(arXiv 2303.06296; apple/ml-sigma-reparam). gamma starts at sigma(W), as in the vision models there: the first model is
+that without it. The speech models there start at gamma = 1.
 
 Projections that share a matrix are separate ones here: queries, keys and values have a sigma each. A forward pass
 takes one step from u and does not keep it, so that two passes over the same weights give the same; an update keeps it.
