@@ -66,7 +66,10 @@ def kept_merges(config: FoldedTextOptions, saved: dict[str, Any], sha256: str) -
     return tokenizer if config.tokenizer == "gpt2" or tokenizer.vocab_size == config.bpe_vocab_size else None
 
 
-def split_of(config: FoldedTextOptions, n_tokens: int, block_size: int) -> Split:
+def split_of(config: FoldedTextOptions | RandomOptions, n_tokens: int, block_size: int) -> Split:
+    if isinstance(config, RandomOptions):
+        n_train = n_tokens - config.val_tokens
+        return Split(train=((0, n_train),), val=((n_train, n_tokens),))
     if config.split in ("near", "far"):
         assert config.fold is not None
         return leak_split(n_tokens, config.folds, config.fold, block_size, far=config.split == "far")
@@ -89,9 +92,7 @@ def random_tokens(config: RandomOptions) -> Corpus:
     dtype = token_dtype(config.vocab_size)
     tokens = np.random.Generator(bits).integers(config.vocab_size, size=config.n_tokens, dtype=dtype)
     sha256 = hashlib.sha256(tokens.data).hexdigest()
-    n_train = config.n_tokens - config.val_tokens
-    held_out = Split(train=((0, n_train),), val=((n_train, config.n_tokens),))
-    return Corpus(sha256, NoText(config.vocab_size), tokens, held_out)
+    return Corpus(sha256, NoText(config.vocab_size), tokens, split_of(config, len(tokens), 0))
 
 
 def size_of_text(tokenizer: Tokenizer, tokens: Tokens, ranges: Ranges) -> tuple[int, int]:

@@ -161,6 +161,43 @@ def test_dropout_may_differ_with_rope_the_context_too_and_a_text_seen_before_is_
     )
 
 
+def test_an_origin_that_saw_more_random_tokens_or_another_text_is_warned_of(
+    origin: Path, corpus: Path, tmp_path: Path
+) -> None:
+    def new(name: str, init_from: Path | None, data: dict[str, Any]) -> str:
+        settings = asdict(configured(corpus, tmp_path / name, init_from=init_from and str(init_from)))
+        assert train.run(load_config({**settings, "data": data})) == 0
+        return (tmp_path / name / "train.log").read_text()
+
+    random = {"name": "random", "n_tokens": 2000, "vocab_size": 11}
+    new("random", None, {**random, "val_tokens": 100})
+    assert "was trained on" not in new("fewer", tmp_path / "random", {**random, "val_tokens": 90})
+    assert "was trained on text that this run holds out" in new(
+        "more", tmp_path / "random", {**random, "val_tokens": 200}
+    )
+    other = tmp_path / "other.txt"
+    other.write_text(corpus.read_text()[:-1])
+    log = new("text", origin, {"name": "text", "path": str(other)})
+    assert "was trained on another text of data=text, which may have what this run holds out" in log
+
+
+def test_sizes_may_be_written_out_or_left_to_their_default(origin: Path, corpus: Path, tmp_path: Path) -> None:
+    m = SETTINGS["model"]
+    written = {
+        "model": {**m, "mlp_hidden": 4 * m["n_embd"]},
+        "attention": {"name": "mha", "head_dim": m["n_embd"] // m["n_head"]},
+    }
+    assert train.run(configured(corpus, tmp_path / "new", init_from=str(origin), **written)) == 0
+    with pytest.raises(ConfigError, match="attention.head_dim null -> 2$"):
+        wrong = {"attention": {"name": "mha", "head_dim": 2}}
+        train.run(configured(corpus, tmp_path / "wrong", init_from=str(origin), **wrong))
+    plain = VARIANTS["gpt2"][1]
+    export(random_model(plain), CHARS, tmp_path / "hf")
+    sizes = replace(plain.model, mlp_hidden=4 * plain.model.n_embd)
+    config = with_init_sha256(replace(plain, model=sizes, init_from=str(tmp_path / "hf")))
+    assert load_initial_weights(config, GPT(config.gpt, CHARS.vocab_size), corpus_of(CHARS)) == []
+
+
 @pytest.mark.parametrize(("block_size", "warned"), [(16, False), (32, True)])
 def test_shuffled_windows_of_another_length_hold_out_other_text(
     block_size: int, warned: bool, corpus: Path, tmp_path: Path

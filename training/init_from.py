@@ -1,6 +1,7 @@
 """init_from=: a new run begins with the weights of another run, or of a folder that scripts/export_hf.py writes."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,25 @@ from core.files import expand, file_sha256, read_json
 from core.rundir import differences
 from core.schema import ConfigError, deciding, require
 from data.hf_tokenizer import tokenizer_json
-from data.options import FoldedTextOptions
+from data.options import FineWebOptions
 from data.tokenizer import Tokenizer
 from data.tokens import Corpus, split_of
 from model.gpt import GPT
 from model.hf import hugging_face, load_hugging_face
+from model.options import ModelOptions
 from training.config import TrainConfig, load_config
 from training.session import saved_state
 
 # config.json's keys that change neither the logits of given weights nor their tokens
 HF_FREE = (
     "architectures", "bos_token_id", "eos_token_id", "dtype", "resid_pdrop", "embd_pdrop", "attn_pdrop", "rope_theta",
+    "n_inner",
 )  # fmt: skip
+# what null stands for
+DERIVED: dict[str, Callable[[ModelOptions], int]] = {
+    "model.mlp_hidden": lambda model: 4 * model.n_embd,
+    "attention.head_dim": lambda model: model.n_embd // model.n_head,
+}
 
 
 def with_init_sha256(config: TrainConfig) -> TrainConfig:
@@ -103,15 +111,23 @@ def load_initial_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus:
     free = ["model.name", "model.dropout"]
     if config.model.position == "rope":  # nothing is learned for each position
         free.append("model.block_size")
-    decide = ({key: value for key, value in deciding(run.gpt).items() if key not in free} for run in (origin, config))
-    misfits = differences(*decide)
+    theirs, ours = deciding(origin.gpt), deciding(config.gpt)
+    for key, derive in DERIVED.items():
+        if (theirs.get(key) or derive(origin.model)) == (ours.get(key) or derive(config.model)):
+            free.append(key)
+    misfits = differences(*({key: one[key] for key in one if key not in free} for one in (theirs, ours)))
     if saved.state["tokenizer"] != corpus.tokenizer.to_dict():
         misfits.append(other_tokens(saved.state["tokenizer"]["name"], corpus.tokenizer))
     if not misfits:
         model.load_state_dict(saved.tensors["model"])
     warnings = [] if origin.fault.name == "none" else [f"was trained with fault={origin.fault.name}"]
-    if saved.state.get("corpus_sha256") == corpus.sha256 and trained_on_held_out(origin, corpus):
-        warnings.append("was trained on text that this run holds out: the validation loss is too low")
+    if saved.state.get("corpus_sha256") == corpus.sha256:
+        if trained_on_held_out(origin, corpus):
+            warnings.append("was trained on text that this run holds out: the validation loss is too low")
+    elif origin.data.name == config.data.name:
+        warnings.append(
+            f"was trained on another text of data={config.data.name}, which may have what this run holds out"
+        )
     if origin.init_from is not None:
         warnings.append(
             f"was itself begun from {origin.init_from}, which may have seen the text that this run holds out"
@@ -121,7 +137,7 @@ def load_initial_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus:
 
 def trained_on_held_out(origin: TrainConfig, corpus: Corpus) -> bool:
     """Whether the run `origin`, on the text of `corpus`, was trained on a part that `corpus` holds out."""
-    if not isinstance(origin.data, FoldedTextOptions):  # FineWeb always holds the same tokens out
+    if isinstance(origin.data, FineWebOptions):  # always holds the same tokens out
         return False
     trained = split_of(origin.data, len(corpus.tokens), origin.model.block_size).train
     return any(start < end and first < last for first, end in trained for start, last in corpus.split.val)
