@@ -161,7 +161,7 @@ def test_dropout_may_differ_with_rope_the_context_too_and_a_text_seen_before_is_
     )
 
 
-def test_an_origin_that_saw_more_random_tokens_or_another_text_is_warned_of(
+def test_an_origin_that_saw_more_random_tokens_or_an_older_text_is_warned_of(
     origin: Path, corpus: Path, tmp_path: Path
 ) -> None:
     def new(name: str, init_from: Path | None, data: dict[str, Any]) -> str:
@@ -175,10 +175,12 @@ def test_an_origin_that_saw_more_random_tokens_or_another_text_is_warned_of(
     assert "was trained on text that this run holds out" in new(
         "more", tmp_path / "random", {**random, "val_tokens": 200}
     )
-    other = tmp_path / "other.txt"
-    other.write_text(corpus.read_text()[:-1])
-    log = new("text", origin, {"name": "text", "path": str(other)})
-    assert "was trained on another text of data=text, which may have what this run holds out" in log
+    own = tmp_path / "own.txt"
+    own.write_text(corpus.read_text()[:-1])
+    assert "was trained on" not in new("text", origin, {"name": "text", "path": str(own)})
+    own.write_text(corpus.read_text())
+    changed = "was trained on a text that has changed since: it may have had what this run holds out"
+    assert changed in new("changed", tmp_path / "text", {"name": "text", "path": str(own)})
 
 
 def test_sizes_may_be_written_out_or_left_to_their_default(origin: Path, corpus: Path, tmp_path: Path) -> None:

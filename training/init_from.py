@@ -124,15 +124,17 @@ def load_initial_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus:
     if saved.state.get("corpus_sha256") == corpus.sha256:
         if trained_on_held_out(origin, corpus):
             warnings.append("was trained on text that this run holds out: the validation loss is too low")
-    elif origin.data.name == config.data.name:
-        warnings.append(
-            f"was trained on another text of data={config.data.name}, which may have what this run holds out"
-        )
+    elif place_of(origin) == place_of(config):
+        warnings.append("was trained on a text that has changed since: it may have had what this run holds out")
     if origin.init_from is not None:
         warnings.append(
             f"was itself begun from {origin.init_from}, which may have seen the text that this run holds out"
         )
     return misfits, warnings
+
+
+def place_of(config: TrainConfig) -> tuple[str, str | None]:
+    return config.data.name, getattr(config.data, "path", None)
 
 
 def trained_on_held_out(origin: TrainConfig, corpus: Corpus) -> bool:
