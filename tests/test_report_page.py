@@ -165,7 +165,7 @@ def test_the_page_draws_its_charts_without_an_error_or_a_request(whole: Path, br
     assert {*browser.requests} == {file.resolve().as_uri()}
     charts = browser.evaluate("[...document.querySelectorAll('.chart')].map(e => e.id)")
     assert charts == [
-        "loss_a", "time_a", "loss_b", "time_b", "difference_p", "along_p", "difference_parts", "along_parts"
+        "difference_p", "difference_parts", "loss_a", "time_a", "loss_b", "time_b", "along_p", "along_parts"
     ]  # fmt: skip
     for chart in charts:
         assert browser.evaluate(f"document.querySelectorAll('#{chart} svg .role-mark path').length") >= 3, chart

@@ -462,7 +462,7 @@ def difference_chart(family: Family) -> alt.LayerChart:
     bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=3).encode(x="low:Q", x2="high:Q")
     intervals = [bars] if any(mean["low"] is not None for mean in means) else []  # a single pair has none
     diamonds = []
-    for told in (True, False):
+    for told in sorted({mean["told"] for mean in means}, reverse=True):  # Vega warns of a layer without rows
         which = base.transform_filter("datum.told" if told else "!datum.told").encode(x="mean:Q")
         diamonds.append(which.mark_point(shape="diamond", filled=told, size=110, opacity=1))
     ground = []
