@@ -40,7 +40,7 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
     """Run `program(settings)`, settings an instance of `schema` that Hydra composes from the command line.
 
     Exits with the program's status. Whatever is wrong with the settings ends as one line on standard error and status
-    2. With -m it reads each combination of values, then runs them in turn, and exits with the highest status.
+    2. With -m it reads every combination of values, then runs each in turn, and exits with the highest status.
     """
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
@@ -52,8 +52,11 @@ def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> Non
         return settings_of(schema, compose(schema, overrides))
 
     def run_each() -> int:
-        status = 0
-        for settings in [read(combination) for combination in combinations(overrides)]:
+        chosen, status = [read(combination) for combination in combinations(overrides)], 0
+        folders = [one.out_dir for one in chosen if one.out_dir is not None]
+        twice = next((name for name in folders if folders.count(name) > 1), None)
+        require(twice is None, f"out_dir={twice} holds one run, not several: give none")
+        for settings in chosen:
             status = max(status, guarded(partial(program, settings)))
             if status > 128:  # a signal
                 break

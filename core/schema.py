@@ -295,7 +295,7 @@ def show(value: Any) -> str:
 
 
 def closest(key: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The one of `known` that is most like `key`, upper and lower case alike; one that it begins with comes first."""
+    """The one of `known` that is most like `key`, in any case; one that it begins with comes first."""
     lower = {name.lower(): name for name in known}
     begun = [name for name in lower if len(name) > 1 and key.lower().startswith(name)]
     close = sorted(begun, key=len)[-1:] or difflib.get_close_matches(key.lower(), lower, 1, cutoff)

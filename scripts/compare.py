@@ -11,10 +11,11 @@ import html
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
+import altair as alt
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from model.generate import generate
 from model.gpt import GPT
 from model.ops import visible_logits
 from sample import LoadedRun, RunPath, SampleConfig, Which, load_asked_run
-from scripts.reporting.charts import Figure, attention_chart
+from scripts.reporting.charts import VIRIDIS, Figure, tooltips
 from scripts.reporting.page import Markup, Section, page
 from scripts.reporting.tables import Table, number
 from training.config import Device, Seed
@@ -176,6 +177,28 @@ def side_by_side(a: Side, b: Side, contents: Sequence[str]) -> Markup:
     heads = [f"<h3>{side.name}: {html.escape(side.run)}</h3>" for side in (a, b)]
     parts = [f"<div>{head}<pre>{inner}</pre></div>" for head, inner in zip(heads, contents, strict=True)]
     return Markup(f'<div class="pair">{"".join(parts)}</div>')
+
+
+def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[float]]]]) -> alt.ConcatChart:
+    """Attention weights beside one another. maps: title -> the tokens' texts, and a row of weights for each query."""
+    colour = alt.Color("weight:Q", title="weight", scale=alt.Scale(type="sqrt", domain=[0, 1], range=VIRIDIS))
+    bare = alt.Axis(labels=False, ticks=False)
+    charts = []
+    for title, (texts, weights) in maps.items():
+        rows = [
+            {"query": i, "key": j, "weight": row[j], "of": texts[i], "to": texts[j]}
+            for i, row in enumerate(weights)
+            for j in range(i + 1)
+        ]
+        tooltip = tooltips(
+            "query:Q", "of:N", "key:Q", "to:N", "weight:.4f", of="the query's token", to="the key's token"
+        )
+        cells = alt.Chart(alt.Data(values=rows)).mark_rect().encode(
+            x=alt.X("key:O", axis=bare), y=alt.Y("query:O", axis=bare), color=colour, tooltip=tooltip
+        )  # fmt: skip
+        limited = alt.TitleParams(title, limit=400)
+        charts.append(cells.properties(title=limited, width=400, height=400))
+    return alt.concat(*charts, columns=2, spacing=40)
 
 
 def sections_of(asked: "CompareOptions", text: str, a: Side, b: Side, spans: Spans) -> list[Section]:

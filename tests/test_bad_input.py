@@ -114,6 +114,8 @@ BAD: dict[str, list[str]] = {
     "qk_norm=lp qk_norm.p=0.5": ["qk_norm.p=0.5", ">= 1"],
     "qk_norm=lp qk_norm.p=nan": ["qk_norm.p=nan", ">= 1"],
     "-m seed=range(1,3,0)": ["seed=range(1,3,0)", "no list of values"],
+    "-m qk_norm=none,rns": ["qk_norm=rns", "did you mean qk_norm=rms?"],
+    "-m seed=1,2 out_dir=run": ["out_dir=run", "one run, not several"],
     "-m qk_norm=glob(*)": ["qk_norm=glob(*)", "no list of values"],
     "optim.lr=1": ["optim.lr=1", "did you mean optim.learning_rate?"],
     "qk_norm=lp qk_norm.p=1e39": ["qk_norm.p=1e+39", "<= 1e30"],

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from core.cli import CONFIG_DIR
 from core.files import FileLock, read_json, write_atomic
 from core.schema import ConfigError
 from model.gpt import mean_norm_ratio
+from scripts.report import main as report
 from scripts.reporting.runs import read_sweep
 from sweeps import worker
 from sweeps.claims import Launch, read_claim
@@ -107,6 +109,20 @@ def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_
 def test_a_comparison_with_a_part_that_was_left_out_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep=p_sweep_cpu", "dry_run=true"]) == 0
     assert "warning" not in capsys.readouterr().out
+
+
+def test_the_next_command_runs_where_results_has_a_report_of_other_runs(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = tiny_sweep(tmp_path, corpus, "max_iters=2", folds=[0], grid={})
+    stored = tmp_path / "results" / "tiny" / "runs.csv"
+    stored.parent.mkdir(parents=True)
+    stored.write_text("id,status\nanother,done\n")
+    command = launched(sweep).rpartition("next: python scripts/report.py ")[2]
+    assert report(shlex.split(command)) == 0 and (tmp_path / "sweep" / "report" / "report.html").is_file()
+    stored.unlink()
+    assert "out=" not in launched(sweep)
 
 
 @pytest.mark.parametrize(

@@ -415,28 +415,6 @@ def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]]) -> al
     return final_chart(rows, [Series(variant, look[variant], {}) for variant in finals], "learning rate")
 
 
-def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[float]]]]) -> alt.ConcatChart:
-    """Attention weights beside one another. maps: title -> the tokens' texts, and a row of weights for each query."""
-    colour = alt.Color("weight:Q", title="weight", scale=alt.Scale(type="sqrt", domain=[0, 1], range=VIRIDIS))
-    bare = alt.Axis(labels=False, ticks=False)
-    charts = []
-    for title, (texts, weights) in maps.items():
-        rows = [
-            {"query": i, "key": j, "weight": row[j], "of": texts[i], "to": texts[j]}
-            for i, row in enumerate(weights)
-            for j in range(i + 1)
-        ]
-        tooltip = tooltips(
-            "query:Q", "of:N", "key:Q", "to:N", "weight:.4f", of="the query's token", to="the key's token"
-        )
-        cells = alt.Chart(alt.Data(values=rows)).mark_rect().encode(
-            x=alt.X("key:O", axis=bare), y=alt.Y("query:O", axis=bare), color=colour, tooltip=tooltip
-        )  # fmt: skip
-        limited = alt.TitleParams(title, limit=400)
-        charts.append(cells.properties(title=limited, width=400, height=400))
-    return alt.concat(*charts, columns=2, spacing=40)
-
-
 def difference_chart(family: Family) -> alt.LayerChart:
     """A point for each fold or seed of each comparison; a bar for the mean's 95 % interval; a diamond for the mean,
     filled where the verdict tells A and B apart. Differences below `least` lie on a grey ground."""
