@@ -121,11 +121,10 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
     data = [[read_value(text) if text else None for text in row] for row in rows]
     figures = {file.stem: vl_convert.svg_to_png(file.read_text(), scale=2) for file in sorted(out.glob("*.svg"))}
     images = {f"figures/{name}": wandb.Image(Image.open(io.BytesIO(png))) for name, png in figures.items()}
-    concluded = every_conclusion(compared_families(sweep))
-    tables = {
-        "runs": wandb.Table(columns=columns, data=data, allow_mixed_types=True),
-        "conclusions": wandb.Table(columns=[*concluded.columns], data=[*map(list, concluded.rows)]),
-    }
+    tables = {"runs": wandb.Table(columns=columns, data=data, allow_mixed_types=True)}
+    if families := compared_families(sweep):
+        concluded = every_conclusion(families)
+        tables["conclusions"] = wandb.Table(columns=[*concluded.columns], data=[*map(list, concluded.rows)])
     run.log({**tables, **images})
     artifact = wandb.Artifact(f"{run_id}-report", "report")
     for name in read_json(out / "provenance.json")["sha256"]:

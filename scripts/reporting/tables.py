@@ -159,38 +159,43 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
     return filled(columns, family, text_columns=3)
 
 
+def conclusions_of(family: Family) -> Columns[Comparison]:
+    """What is concluded from a comparison of the family's first metric: which settings are told apart, and what becomes
+    of the claim."""
+    metric, names = family.metrics[0], family.short_names()
+    return {
+        "A": lambda c: names[c.a],
+        "B": lambda c: names[c.b],
+        "verdict on A": lambda c: c.verdict(metric.less, metric.more),
+        "claim": lambda c: c.judged(family.asked) if family.asked.claim else "",
+        "A − B": lambda c: mean_and_ends(c.deciding, metric.spec),
+        "Holm p": lambda c: p_value(c.adjusted.get(c.decides)),
+        "pairs": pairs_of,
+    }
+
+
 def conclusion_table(family: Family) -> Table:
-    """A row a comparison of the family's first metric: which settings are told apart, and what becomes of the claim."""
-    metric, asked, names = family.metrics[0], family.asked, family.short_names()
-    columns: Columns[Comparison] = {"A": lambda c: names[c.a]}
-    if not family.against:
-        columns["B"] = lambda c: names[c.b]
-    columns["verdict on A"] = lambda c: c.verdict(metric.less, metric.more)
-    if claim := asked.claim:
-        worth = f" (least worth having: {asked.least:g})" if asked.least is not None else ""
-        columns[f"claim: A is {metric.less if claim == 'lower' else metric.more}{worth}"] = lambda c: c.judged(asked)
-    text_columns = len(columns)
-    number_of = "A − B" if asked.metric is None else f"A − B in {metric.name}"
-    columns[f"{number_of} (95 % interval)"] = lambda c: mean_and_ends(c.deciding, metric.spec)
-    columns |= {"Holm p": lambda c: p_value(c.adjusted.get(c.decides)), "pairs": pairs_of}
-    title = family.heading + (f" (B: {names[family.against]})" if family.against else "")
-    return replace(filled(columns, family.ranked(), text_columns), title=title)
+    """A row a comparison."""
+    metric, asked = family.metrics[0], family.asked
+    worth = f" (least worth having: {asked.least:g})" if asked.least is not None else ""
+    named = {
+        "claim": f"claim: A is {metric.less if asked.claim == 'lower' else metric.more}{worth}",
+        "A − B": f"A − B{f' in {metric.name}' if asked.metric else ''} (95 % interval)",
+    }
+    absent = {"B": family.against, "claim": not asked.claim}
+    columns = {named.get(key, key): of for key, of in conclusions_of(family).items() if not absent.get(key)}
+    title = family.heading + (f" (B: {family.short_names()[family.against]})" if family.against else "")
+    return replace(filled(columns, family.ranked(), text_columns=len(columns) - 3), title=title)
 
 
 def every_conclusion(families: Sequence[Family]) -> Table:
-    """The conclusion tables as one, for W&B."""
-    items = [(family, c) for family in families for c in family.ranked()]
-    columns: Columns[tuple[Family, Comparison]] = {
-        "comparison": lambda item: item[0].heading,
-        "A": lambda item: item[0].short_names()[item[1].a],
-        "B": lambda item: item[0].short_names()[item[1].b],
-        "verdict on A": lambda item: item[1].verdict(item[0].metrics[0].less, item[0].metrics[0].more),
-        "claim": lambda item: item[1].judged(item[0].asked) if item[0].asked.claim else "",
-        "A − B (95 % interval)": lambda item: mean_and_ends(item[1].deciding, item[0].metrics[0].spec),
-        "Holm p": lambda item: p_value(item[1].adjusted.get(item[1].decides)),
-        "pairs": lambda item: pairs_of(item[1]),
-    }
-    return filled(columns, items, text_columns=5)
+    """The conclusions of one family or more in a table, for W&B."""
+    rows = [
+        [family.heading, *(of(c) for of in conclusions_of(family).values())]
+        for family in families
+        for c in family.ranked()
+    ]
+    return Table(["comparison", *conclusions_of(families[0])], rows, text_columns=5)
 
 
 def needed(c: Comparison) -> str:
