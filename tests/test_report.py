@@ -212,7 +212,7 @@ def test_comparisons_without_a_run_are_named_once(tmp_path: Path) -> None:
     sweep.run("a/p=2", 0, falling(1.4))
     text = text_of(sweep_of(sweep.path))
     assert text.count("Lower p") == text.count("Of parts") == 1
-    assert "not part of this sweep: Lower p; Of parts." in text and "## Conclusions" not in text
+    assert "not in this sweep: Lower p; Of parts." in text and "## Conclusions" not in text
 
 
 def test_a_difference_is_drawn_with_its_verdict_and_the_least_worth_having(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ class Section:
 
 def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     """What the report says, in order."""
-    not_run = [family.heading for family in families if not has_runs(sweep, family)]
-    families = [family for family in families if has_runs(sweep, family)]
+    not_run = [family.heading for family in families if not was_planned(sweep, family)]
+    families = [family for family in families if was_planned(sweep, family)]
     figures, more_figures = part_figures(sweep), family_figures(sweep, families)
     conclusions: list[str | Table | Figure] = []
     for family in families:
@@ -93,12 +93,12 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
         sections.append(Section("What each setting is", [settings]))
     missing: list[str | Table | Figure] = [table for table in tables.missing_tables(sweep) if table.rows]
     if not_run:
-        missing.append(f"Planned by the sweep's file, but not part of this sweep: {'; '.join(not_run)}.")
+        missing.append(f"In the sweep's file, but not in this sweep: {'; '.join(not_run)}.")
     sections.append(Section("Runs that are not done", missing or ["None."]))
     return [*sections, with_notes("How to read this")]
 
 
-def has_runs(sweep: Sweep, family: Family) -> bool:
+def was_planned(sweep: Sweep, family: Family) -> bool:
     """Whether both settings of some comparison were planned; `sweep.parts` may leave some out."""
     return any(sweep.runs_of(c.a) and sweep.runs_of(c.b) for c in family.comparisons[0])
 
