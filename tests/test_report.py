@@ -23,7 +23,7 @@ from data.options import RandomOptions, TinyShakespeareOptions
 from model.options import LpNormOptions
 from scripts import report
 from scripts.reporting import charts
-from scripts.reporting.charts import LOSS, Figure, Series, curve_chart, panel_chart, remarks, styles, svg, value_axis
+from scripts.reporting.charts import LOSS, styles, value_axis
 from scripts.reporting.figures import metric_panels, series_of
 from scripts.reporting.page import markdown, outline
 from scripts.reporting.runs import METRICS, Sweep, read_sweep, thinned
@@ -241,37 +241,6 @@ def test_long_curves_of_other_metrics_are_drawn_with_few_points_and_their_peak()
     assert thinned({0: 1.0, 99: 2.0}, "mean") == {0: 1.0, 99: 2.0}
 
 
-def series_with(curve: Curve) -> list[Series]:
-    return [Series("a", styles({"": {"a": "a"}})["a"], {(1, None): curve})]
-
-
-def words_of(picture: str) -> list[str]:
-    return re.findall(r">([^<>]+)</text>", picture)
-
-
-@pytest.mark.parametrize("panels", [False, True])
-def test_log_axes_have_plain_numbers(panels: bool) -> None:
-    series = series_with({i: 10.0 ** (i / 10) for i in range(0, 50, 10)})
-    chart = panel_chart({"one": series, "two": series}, "grad_norm") if panels else curve_chart(series, "grad_norm")
-    words = words_of(svg(Figure("x", "steep", chart, "")).decode())
-    assert {"steep", "grad_norm, log scale", "iteration", "a"} <= {*words} and {"1", "100", "10000"} <= {*words}
-
-
-@pytest.mark.parametrize("key", [LOSS, "train/loss"])
-def test_the_axis_of_a_loss_is_that_of_its_later_part(key: str) -> None:
-    for curve, above in (({0: 9.0, 5: 5.0, 20: 2.0, 60: 1.9, 100: 1.8}, True), ({0: 2.0, 20: 60.0, 100: 1.8}, False)):
-        low, high = value_axis(series_with(curve), key)["scale"]["domain"]
-        late = [value for i, value in curve.items() if i > 10]
-        assert low < min(late) < low + 3 and max(late) < high < max(late) + 3
-        assert ("above the axis" in remarks(series_with(curve), key)) == above
-
-
-def test_the_same_chart_has_the_same_bytes_whatever_was_drawn_before() -> None:
-    figures = [Figure("x", "t", curve_chart(series_with({0: 2.0, 9: level}), LOSS), "") for level in (1.0, 1.5)]
-    first, other, again = (svg(figures[i]) for i in (0, 1, 0))
-    assert first == again != other and b"clip0" in first
-
-
 def test_no_two_parts_share_a_figure(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep", parts={"α": {}, "β": {}})
     for part in ("α", "β"):
@@ -483,11 +452,3 @@ def test_a_run_may_belong_to_several_settings(made: Made) -> None:
     sweep = sweep_of(made.path)
     assert list(sweep.parts) == ["a", "b"] and len(sweep.done("b/p=2")) == 5
     assert csv_of(sweep)[0]["settings"] == "a/p=2;b/p=2"
-
-
-def test_a_number_has_one_colour_in_every_part_and_a_second_sign() -> None:
-    parts = {"a": {f"a/p={p}": f"p={p}" for p in (1, 1.5, 2, 4)}, "b": {"b/p=2": "p=2", "b/p=4": "p=4"}}
-    look = styles(parts)
-    assert look["a/p=2"] == look["b/p=2"] and look["a/p=4"] == look["b/p=4"]
-    names = {"": {name: name for name in ("rms", "none", "lp", *"abcdefgh")}}
-    assert len({(s.colour, tuple(s.dashes)) for s in styles(names).values()}) == 11

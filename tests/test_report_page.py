@@ -50,7 +50,7 @@ def call(folder: Path, *words: str, **options: Any) -> subprocess.CompletedProce
 
 def test_the_report_has_all_its_files(whole: Path) -> None:
     out = whole / "results" / "made"
-    figures = {f"{kind}_{part}.svg" for kind in ("loss", "time") for part in "ab"}
+    figures = {f"loss_{part}.svg" for part in "ab"}
     figures |= {f"{kind}_{family}.svg" for kind in ("difference", "along") for family in ("p", "parts")}
     files = figures | {"runs.csv", "curves.csv.gz", "table.md", "report.html", "provenance.json"}
     assert {path.name for path in out.iterdir()} == files
@@ -164,9 +164,7 @@ def test_the_page_draws_its_charts_without_an_error_or_a_request(whole: Path, br
     assert browser.problems == []
     assert {*browser.requests} == {file.resolve().as_uri()}
     charts = browser.evaluate("[...document.querySelectorAll('.chart')].map(e => e.id)")
-    assert charts == [
-        "difference_p", "difference_parts", "loss_a", "time_a", "loss_b", "time_b", "along_p", "along_parts"
-    ]  # fmt: skip
+    assert charts == ["difference_p", "difference_parts", "loss_a", "loss_b", "along_p", "along_parts"]
     for chart in charts:
         assert browser.evaluate(f"document.querySelectorAll('#{chart} svg .role-mark path').length") >= 3, chart
     assert browser.evaluate(MARKS) == 3

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from test_report import Curve, Made, falling, finish, rows_of, sweep_of, words_of
+from test_charts import words_of
+from test_report import Curve, Made, charts_of, falling, finish, rows_of, sweep_of
 
 from scripts import report
 from scripts.reporting.runs import read_sweep
@@ -35,6 +36,9 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
     panels = (tmp_path / "out" / "stability_train_loss.svg").read_text()
     text = (tmp_path / "out" / "table.md").read_text()
     assert {"learning rate 0.1", "learning rate 1.6", "p=2", "p=3"} <= {*words_of(panels)}
+    drawn = charts_of(tmp_path / "out")["stability"]["data"]["values"]
+    ringed = {(row["setting"], row["x"]) for row in drawn if row["ringed"]}
+    assert ringed == {("p=2", 0.8), ("p=2", 1.6), ("p=3", 0.4), ("p=4", 0.2)}
     assert "](stability.svg)" in text and "](stability_train_loss.svg)" in text
     assert table is not None
     two, three, four = rows_of(table)

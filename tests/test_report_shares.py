@@ -113,7 +113,7 @@ def test_the_share_that_is_left_is_of_the_same_folds_by_iteration(tmp_path: Path
     report.report(sweep, tmp_path / "out", [])
     drawn = charts_of(tmp_path / "out")["share_b"]
     assert (tmp_path / "out" / "share_b.svg").is_file() and "share_a" not in charts_of(tmp_path / "out")
-    ends = [row for row in drawn["data"]["values"] if "low" in row]
+    ends = [row for rows in drawn["datasets"].values() for row in rows if "low" in row]
     assert ends and all(row["value"] == pytest.approx(wanted.mean) for row in ends)
 
 

@@ -22,6 +22,8 @@ OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "
 VIRIDIS = ["#440154", "#472D7B", "#3B528B", "#2C728E", "#21918C", "#28AE80", "#5EC962", "#ADDC30", "#FDE725"]
 SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-left"]
 DASHES = [[1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 1], [1, 2], [8, 2, 2, 2, 2, 2]]
+CROWD = 9  # more curves cannot be told apart in one chart
+COLUMNS, SPACING = 4, alt.RowColnumber(row=56, column=52)  # of panels
 CROSS = "M-1,-1L1,1M-1,1L1,-1"
 
 Row = dict[str, Any]  # of the data that Vega-Lite draws
@@ -48,7 +50,6 @@ class Series:
     style: Style
     curves: Mapping[Replicate, Curve]
     diverged: Mapping[Replicate, Curve] = field(default_factory=dict)
-    seconds: Sequence[float] = ()
     estimates: Mapping[int, Estimate] = field(default_factory=dict)
 
     @cached_property
@@ -186,6 +187,11 @@ def with_margins(text: str) -> str:
 # Curves
 
 
+def curves_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.LayerChart | alt.ConcatChart:
+    """Curves of a metric in one chart, or of more than CROWD settings in a panel each."""
+    return (crowd_chart if len(series) > CROWD else curve_chart)(series, key, zero)
+
+
 def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.LayerChart:
     """Means with their intervals, or single runs by choice, with a legend that switches settings off and on.
 
@@ -234,19 +240,39 @@ def zoom() -> alt.Parameter:
     return alt.selection_interval(name="zoom", bind="scales", zoom="wheel![event.ctrlKey]")
 
 
+def crowd_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.ConcatChart:
+    """A panel for each setting: its mean with the interval, and in grey the means of all settings."""
+    rows = [row for row in curve_rows(series) if row["run"] == "mean" or "diverged" in row]
+    iterations = sorted({row["iteration"] for row in rows})
+    coarse = {*iterations[:: 1 + len(iterations) // 25], *iterations[-1:]}
+    axis = value_axis(series, key, zero)
+    axis["title"] = textwrap.wrap(axis["title"], 22)  # as high as a panel
+    panels = []
+    for i, s in enumerate(series):
+        titles = {"title_x": i + COLUMNS >= len(series), "title_y": i % COLUMNS == 0}
+        others = encoded([row for row in rows if row["iteration"] in coarse], series, axis, **titles)
+        colour = alt.Color("setting:N", scale=alt.Scale(domain=[s.name]), legend=None)
+        own = encoded(rows, series, axis, **titles).encode(color=colour).transform_filter(alt.datum.setting == s.name)
+        band = own.transform_filter("datum.n > 2").mark_area(opacity=0.25, clip=True).encode(y="low:Q", y2="high:Q")
+        grey = others.encode(color=alt.value("#b4bac4"), detail=["setting:N", "run:N"])
+        line = own.encode(detail="run:N").mark_line(clip=True)
+        layers = [grey.mark_line(strokeWidth=0.7, clip=True), band, line, *crosses(own, [s])]
+        panels.append(alt.layer(*layers).properties(title=s.name, width=170, height=110))
+    grid = alt.concat(*panels, columns=COLUMNS, usermeta=palette(series[:1]), bounds="flush", spacing=SPACING)
+    return grid.resolve_scale(color="independent")
+
+
 def panel_chart(panels: Mapping[str, Sequence[Series]], key: str) -> alt.ConcatChart:
     """A small chart of means for each panel, without intervals, with one legend and one axis."""
-    columns = min(4, len(panels))
     every = list({s.name: s for series in panels.values() for s in series}.values())
     axis = value_axis([s for series in panels.values() for s in series], key)
     axis["title"] = textwrap.wrap(axis["title"], 22)  # as high as a panel
     charts = []
     for i, (name, series) in enumerate(panels.items()):
         rows = [row for row in curve_rows(series) if row["run"] == "mean" or "diverged" in row]
-        base = encoded(rows, every, axis, title_x=i + columns >= len(panels), title_y=i % columns == 0)
+        base = encoded(rows, every, axis, title_x=i + COLUMNS >= len(panels), title_y=i % COLUMNS == 0)
         charts.append(alt.layer(*lines(base, every)).properties(title=name, width=170, height=140))
-    spacing = alt.RowColnumber(row=56, column=52)
-    return alt.concat(*charts, columns=columns, usermeta=palette(every), bounds="flush", spacing=spacing)
+    return alt.concat(*charts, columns=COLUMNS, usermeta=palette(every), bounds="flush", spacing=SPACING)
 
 
 def curve_rows(series: Sequence[Series]) -> list[Row]:
@@ -281,7 +307,7 @@ def encoded(
     iterations = [row["iteration"] for row in rows] or [0]
     scale = alt.Scale(domain=[min(iterations), max(iterations)], nice=False, padding=6)
     x = alt.X("iteration:Q", title="iteration" if title_x else None, scale=scale, axis=alt.Axis(tickCount=5))
-    return alt.Chart(alt.Data(values=rows)).encode(
+    return alt.Chart(alt.InlineData(values=rows)).encode(  # a chart holds equal InlineData once
         x=x, y=alt.Y("value:Q", **axis if title_y else {**axis, "title": None}), color=colours(series)
     )
 
@@ -302,11 +328,16 @@ def lines(base: alt.Chart, series: Sequence[Series]) -> list[alt.Chart]:
     width = alt.condition("datum.diverged", alt.value(0.7), alt.value(1.6))
     dashes = alt.StrokeDash("setting:N", title=None, scale=scale)
     line = base.mark_line(clip=True).encode(detail="run:N", strokeDash=dashes, strokeWidth=width)
+    return [line, *crosses(base, series)]
+
+
+def crosses(base: alt.Chart, series: Iterable[Series]) -> list[alt.Chart]:
+    """The ends of diverged runs."""
     if not any(s.diverged for s in series):
-        return [line]
+        return []
     ends = base.transform_filter("datum.diverged")
     ends = ends.transform_joinaggregate(end="max(iteration)", groupby=["setting", "run"])
-    return [line, ends.transform_filter("datum.iteration === datum.end").mark_point(shape=CROSS, size=30, clip=True)]
+    return [ends.transform_filter("datum.iteration === datum.end").mark_point(shape=CROSS, size=30, clip=True)]
 
 
 def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> dict[str, Any]:
@@ -347,11 +378,12 @@ def is_loss(key: str) -> bool:
 
 
 def remarks(series: Sequence[Series], key: str) -> str:
-    """What a caption adds: that a part lies above the axis, and what a cross is."""
+    """What a caption adds: that a part lies above the axis, what a cross is, and what is grey."""
     top = value_axis(series, key)["scale"]["domain"][1]
     above = is_loss(key) and any(point.mean > top for s in series for point in s.mean.values())
     crosses = " A thin line that ends in a cross is a run that diverged." * any(s.diverged for s in series)
-    return " The start of the run lies above the axis." * above + crosses
+    grey = " Grey: the means of all panels." * (len(series) > CROWD)
+    return " The start of the run lies above the axis." * above + crosses + grey
 
 
 def tooltips(*shown: str, **titles: str) -> list[alt.Tooltip]:
@@ -364,27 +396,13 @@ def tooltips(*shown: str, **titles: str) -> list[alt.Tooltip]:
 
 
 # -----------------------------------------------------------------------------
-# Times, learning rates, differences
-
-
-def time_chart(series: Sequence[Series]) -> alt.LayerChart:
-    """A box for each setting: median, quartiles, whiskers to 1.5 IQR, outliers; the diamond is the mean."""
-    names, times = [s.name for s in series], [value for s in series for value in s.seconds]
-    rows = [{"setting": s.name, "seconds": value} for s in series for value in s.seconds]
-    base = alt.Chart(alt.Data(values=rows)).encode(y=alt.Y("setting:N", sort=names, title=None))
-    scale = alt.Scale(domain=[min(times), max(times)], nice=True, zero=False)
-    x = alt.X("seconds:Q", title="training time (s)", scale=scale, axis=alt.Axis(tickCount=8))
-    colour = alt.Color("setting:N", scale=alt.Scale(domain=names), legend=None)
-    boxes = base.mark_boxplot(extent=1.5, size=14, opacity=0.75).encode(x=x, color=colour)
-    means = base.mark_point(shape="diamond", filled=True, size=70, color="white", stroke="black", opacity=1)
-    means = means.encode(x="mean(seconds):Q", tooltip=["setting:N", alt.Tooltip("mean(seconds):Q", format=",.2f")])
-    return alt.layer(boxes, means).properties(width="container", height=26 * len(names), usermeta=palette(series))
+# Learning rates, differences
 
 
 def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> alt.LayerChart:
     """Final losses over doublings of x, a line for each series, with a bar at each value.
 
-    rows: setting, x, value, low, high, n. title: of the x axis.
+    rows: setting, x, value, low, high, n, and ringed where the value has a ring. title: of the x axis.
     """
     y = alt.Y("value:Q", title="final " + LOSS, scale=alt.Scale(zero=False))
     ticks = sorted({row["x"] for row in rows})
@@ -399,15 +417,30 @@ def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> alt.La
     tooltip = tooltips("setting:N", "x:~g", "value:.4f", "low:.4f", "high:.4f", "n:Q", x=title)
     points = base.mark_point(size=45, filled=True, opacity=1)
     points = points.encode(shape=alt.Shape("setting:N", title=None, scale=symbols), tooltip=tooltip)
-    chart = alt.layer(bars, *lines(base, series), points)
+    ringed = base.transform_filter("datum.ringed").mark_point(size=160, filled=False, opacity=1)
+    rings = [ringed] if any(row.get("ringed") for row in rows) else []  # Vega warns of a layer without rows
+    chart = alt.layer(bars, *lines(base, series), points, *rings)
     return chart.properties(width="container", height=360, usermeta=palette(series))
 
 
-def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]]) -> alt.LayerChart:
-    """Mean of the final losses by learning rate, a line a variant. finals: variant -> learning rate -> final losses."""
+def stability_chart(
+    finals: Mapping[str, Mapping[float, Sequence[float]]], stable: Mapping[str, float]
+) -> alt.LayerChart:
+    """Mean of the final losses by learning rate, a line a variant; a ring: above its highest stable rate.
+
+    finals: variant -> learning rate -> final losses.
+    """
     look = styles({"": {variant: variant for variant in finals}})
     rows = [
-        {"setting": variant, "x": rate, "value": fmean(of), "low": min(of), "high": max(of), "n": len(of)}
+        {
+            "setting": variant,
+            "x": rate,
+            "value": fmean(of),
+            "low": min(of),
+            "high": max(of),
+            "n": len(of),
+            "ringed": rate > stable[variant],
+        }
         for variant, losses in finals.items()
         for rate, of in losses.items()
         if of
@@ -449,43 +482,3 @@ def difference_chart(family: Family) -> alt.LayerChart:
         ground = [of_no_worth.mark_rect(color="#888888", opacity=0.12).encode(x="low:Q", x2="high:Q")]
     layers = alt.layer(*ground, zero, dots, *intervals, *diamonds)
     return layers.properties(width="container", height=34 * len(means))
-
-
-# -----------------------------------------------------------------------------
-# The live page, which gives its charts the rows
-
-
-def live_chart(series: Sequence[Series], key: str, large: bool) -> alt.Chart:
-    """A line for each run, of rows (setting, run, iteration, value, drawn). The page's chosen run stands out.
-
-    drawn: the value, or where the axis ends. large: with a legend, which switches settings off and on.
-    """
-    chosen = alt.param(name="chosen", value="")
-    names, legend = [s.name for s in series], large and 1 < len(series) <= 30
-    dashes = alt.Scale(domain=names, range=[s.style.dashes for s in series])
-    symbols = alt.Scale(domain=names, range=[s.style.symbol for s in series])
-    by_setting = [colours(series, outline=0), alt.StrokeDash("setting:N", title=None, scale=dashes),
-                  alt.Shape("setting:N", title=None, scale=symbols)]  # fmt: skip
-    base = alt.Chart(alt.NamedData("rows")).encode(
-        *(channel if legend else channel.legend(None) for channel in by_setting),
-        x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(tickCount=5)),
-        y=alt.Y("drawn:Q", title=key, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),
-        opacity=alt.condition("chosen === '' || datum.run === chosen", alt.value(1), alt.value(0.3)),
-        detail="run:N",
-        tooltip=tooltips("setting:N", "run:N", "iteration:Q", "value:.5g", value=key),
-    )
-    lines = base.mark_line(point=alt.OverlayMarkDef(size=20), strokeWidth=1.4, clip=True).add_params(chosen, zoom())
-    if legend:
-        shown = legend_selection(names)
-        lines = lines.add_params(shown).transform_filter(shown)
-    return lines.properties(width="container", height=360 if large else 200, usermeta=palette(series))
-
-
-def head_chart(key: str) -> alt.Chart:
-    """A heat map by layer and head, of rows (layer, head, value)."""
-    colour = alt.Color("value:Q", title=None, scale=alt.Scale(scheme="viridis"), legend=alt.Legend(format="~g"))
-    cells = alt.Chart(alt.NamedData("rows")).mark_rect().encode(
-        x=alt.X("head:O", axis=alt.Axis(labelAngle=0)), y="layer:O", color=colour,
-        tooltip=tooltips("layer:Q", "head:Q", "value:.5g", value=key),
-    )  # fmt: skip
-    return cells.properties(width="container", height=200, title=key)

@@ -11,17 +11,15 @@ from scripts.reporting.statistics import (
     Family,
     by_rate,
     final_losses,
+    highest_stable,
     losses_along,
+    runs_by_rate,
     shared_text,
     shares,
     within,
 )
 
 FEW, MANY = 3, 30
-TIMES = (
-    "median, box to the quartiles, whiskers to 1.5 IQR, outliers; diamond: mean. If other work ran on the machine, "
-    "such as a second worker, these times mean nothing."
-)
 FINAL = (
     "Final validation loss: mean over the {n} folds or seeds that all of these settings have; bar: its 95 % interval "
     "without what the settings of a fold or seed have in common, corrected where folds share training text."
@@ -34,7 +32,10 @@ ALONG = (
     "Difference in validation loss by iteration, paired; band: 95 % t interval of three values or more, over folds "
     "where there are several, but not corrected for the text that they share."
 )
-STABILITY = "Final validation loss by learning rate: mean of the runs that are done ({n}), bars from lowest to highest."
+STABILITY = (
+    "Final validation loss by learning rate: mean of the runs that are done ({n}), bars from lowest to highest. Ring: "
+    "above the highest rate that is stable in all runs."
+)
 DIFFERENCE = (
     "A − B in the lowest validation loss: a point for each fold or seed; diamond: the mean, filled where A and B are "
     "told apart; bar: its 95 % interval, corrected where folds share training text. Grey: less than the least "
@@ -43,12 +44,12 @@ DIFFERENCE = (
 
 
 def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
-    """Part -> its figures: loss, training time, and the metrics of the definition's `also`."""
+    """Part -> its figures: loss, and the metrics of the definition's `also`."""
     parts, look, found, rates = labels(sweep), styles_of(sweep), {}, by_rate(sweep)
     for part, names in parts.items():
         title, end = sweep.title_of(part), suffix(part)
         losses = series_of(sweep, names, look, "val/loss")
-        found[part] = list(loss_figures(losses, title, end)) if losses else []
+        found[part] = [loss_figure(losses, title, end)] if worth_drawing(losses) else []
         for key, panels in metric_panels(sweep, names, look).items():
             by_panels = bool(rates) and [*panels] == [key]  # rate_figures() has a panel for each rate
             if not by_panels and worth_drawing(s for series in panels.values() for s in series):
@@ -66,20 +67,15 @@ def styles_of(sweep: Sweep) -> dict[str, Style]:
     return charts.styles(labels(sweep))
 
 
-def loss_figures(series: Sequence[Series], title: str, end: str) -> Iterable[Figure]:
-    """end: of the files' names."""
+def loss_figure(series: Sequence[Series], title: str, end: str) -> Figure:
+    """end: of the file's name."""
     n = counted(len(s.curves) for s in series)
     caption = (
         f"Validation loss by iteration, averaged over folds and seeds ({n}); band: 95 % t interval of the mean of "
         "three values or more, over the means of folds where there are several. It holds their spread: whether two "
         "settings differ, the paired figures show."
     )
-    if worth_drawing(series):
-        yield Figure(f"loss{end}", title, charts.curve_chart(series, LOSS), caption + charts.remarks(series, LOSS))
-    timed = [s for s in series if s.seconds]
-    if 0 < len(timed) <= MANY:
-        n = counted(len(s.seconds) for s in timed)
-        yield Figure(f"time{end}", title, charts.time_chart(timed), f"Training time ({n}): {TIMES}")
+    return Figure(f"loss{end}", title, charts.curves_chart(series, LOSS), caption + charts.remarks(series, LOSS))
 
 
 def counted(numbers: Iterable[int]) -> str:
@@ -102,7 +98,7 @@ def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]]
     every = [s for series in panels.values() for s in series]
     words = in_words(key) + " per update" * (sweep.logged[key] == "sum")
     panels = {in_words(panel): series for panel, series in panels.items()}
-    chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curve_chart(every, words)
+    chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curves_chart(every, words)
     how = sweep.logged[key].replace("sum", "mean")
     thinned = max(len(curve) for s in every for curve in (*s.curves.values(), *s.diverged.values())) > POINTS // 2
     span = f"; a point is the {how} over a {POINTS}th of the run" * thinned
@@ -132,8 +128,10 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
             names, what = family.short_names(), "A − B in validation loss"
             if family.against:
                 what = f"validation loss minus that of {names[family.against]}"
-            chart = charts.curve_chart(series, f"{what} (nats per token)", zero=True)
-            figures.append(Figure(f"along{suffix(family.name)}", family.heading, chart, ALONG))
+            title = f"{what} (nats per token)"
+            caption = ALONG + charts.remarks(series, title)
+            chart = charts.curves_chart(series, title, zero=True)
+            figures.append(Figure(f"along{suffix(family.name)}", family.heading, chart, caption))
         if family.asked.x_of and (figure := range_figure(sweep, family)):
             figures.append(figure)
         if left := shares(sweep, families, family):
@@ -141,7 +139,7 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
             look = {family.pair_name(c): styles[c.a] for c in family.comparisons[0]}
             series = [Series(name, look[name], {}, estimates=of) for name, of in left.items()]
             title = f"share of the difference in {family.asked.share_of} that is left"
-            chart = charts.curve_chart(series, title, zero=True)
+            chart = charts.curves_chart(series, title, zero=True)
             figures.append(Figure(f"share{suffix(family.name)}", family.heading, chart, SHARE))
     return found
 
@@ -189,7 +187,8 @@ def rate_figures(sweep: Sweep) -> list[Figure]:
     found = []
     if max((sum(map(bool, losses.values())) for losses in finals.values()), default=0) > FEW:
         n = counted(len(of) for losses in finals.values() for of in losses.values() if of)
-        found.append(Figure("stability", sweep.title, charts.stability_chart(finals), STABILITY.format(n=n)))
+        stable = {variant: highest_stable(of)[0] or 0.0 for variant, of in runs_by_rate(sweep).items()}
+        found.append(Figure("stability", sweep.title, charts.stability_chart(finals, stable), STABILITY.format(n=n)))
     by_key: dict[str, dict[str, list[Series]]] = {}
     for rate in sorted({rate for of in variants.values() for rate in of}):
         names = {of[rate]: variant for variant, of in variants.items() if rate in of}
@@ -220,7 +219,7 @@ def series_of(
             if key in run.curves:
                 curve = per_update(run.curves[key], run.config["max_iters"]) if sums else run.curves[key]
                 (done if run.done else diverged)[run.replicate] = curve
-        found.append(Series(name, look[setting], done, diverged, sweep.seconds(setting)))
+        found.append(Series(name, look[setting], done, diverged))
     return [s for s in found if s.curves or s.diverged]
 
 

@@ -12,13 +12,26 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import vl_convert
 
 from core.cli import parse_yaml
 from core.files import read_json
 from core.metrics import Lines, is_number
 from core.schema import ConfigError, flatten, require, show
-from scripts.reporting.charts import DASHES, LOSS, VEGA_LITE, Series, head_chart, live_chart, styles, theme
+from scripts.reporting.charts import (
+    DASHES,
+    LOSS,
+    VEGA_LITE,
+    Series,
+    colours,
+    legend_selection,
+    palette,
+    styles,
+    theme,
+    tooltips,
+    zoom,
+)
 from scripts.reporting.page import TEMPLATE
 from scripts.reporting.runs import in_words, thinned
 from sweeps.definition import part_and_name
@@ -201,3 +214,43 @@ def serve(page: Callable[[], bytes], data: Callable[[], bytes], port: int) -> in
         print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return 0
+
+
+# -----------------------------------------------------------------------------
+# Charts, which the page gives their rows
+
+
+def live_chart(series: Sequence[Series], key: str, large: bool) -> alt.Chart:
+    """A line for each run, of rows (setting, run, iteration, value, drawn). The page's chosen run stands out.
+
+    drawn: the value, or where the axis ends. large: with a legend, which switches settings off and on.
+    """
+    chosen = alt.param(name="chosen", value="")
+    names, legend = [s.name for s in series], large and 1 < len(series) <= 30
+    dashes = alt.Scale(domain=names, range=[s.style.dashes for s in series])
+    symbols = alt.Scale(domain=names, range=[s.style.symbol for s in series])
+    by_setting = [colours(series, outline=0), alt.StrokeDash("setting:N", title=None, scale=dashes),
+                  alt.Shape("setting:N", title=None, scale=symbols)]  # fmt: skip
+    base = alt.Chart(alt.NamedData("rows")).encode(
+        *(channel if legend else channel.legend(None) for channel in by_setting),
+        x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(tickCount=5)),
+        y=alt.Y("drawn:Q", title=key, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),
+        opacity=alt.condition("chosen === '' || datum.run === chosen", alt.value(1), alt.value(0.3)),
+        detail="run:N",
+        tooltip=tooltips("setting:N", "run:N", "iteration:Q", "value:.5g", value=key),
+    )
+    lines = base.mark_line(point=alt.OverlayMarkDef(size=20), strokeWidth=1.4, clip=True).add_params(chosen, zoom())
+    if legend:
+        shown = legend_selection(names)
+        lines = lines.add_params(shown).transform_filter(shown)
+    return lines.properties(width="container", height=360 if large else 200, usermeta=palette(series))
+
+
+def head_chart(key: str) -> alt.Chart:
+    """A heat map by layer and head, of rows (layer, head, value)."""
+    colour = alt.Color("value:Q", title=None, scale=alt.Scale(scheme="viridis"), legend=alt.Legend(format="~g"))
+    cells = alt.Chart(alt.NamedData("rows")).mark_rect().encode(
+        x=alt.X("head:O", axis=alt.Axis(labelAngle=0)), y="layer:O", color=colour,
+        tooltip=tooltips("layer:Q", "head:Q", "value:.5g", value=key),
+    )  # fmt: skip
+    return cells.properties(width="container", height=200, title=key)
