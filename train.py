@@ -149,7 +149,7 @@ def train(
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
             is_last = stopping or step == config.max_iters
-            # a run that goes on may have had another eval_interval
+            # eval_interval may have changed since the run was stopped
             eval_due = step % config.eval_interval == 0 or (step == start and eval_was_due)
             evaluating = (eval_due and not stopping) or step == config.max_iters
             if evaluating:
@@ -215,8 +215,8 @@ def evaluate(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
 def save(
     session: Session, run_dir: RunDir, meter: Meter, lowest: LowestLoss, line: dict[str, Any], eval_due: bool
 ) -> None:
-    """Write a checkpoint. eval_due: whether eval_interval asks for an evaluation here; a run that stops makes it
-    when it goes on. Raises: Diverged instead where a weight is not finite."""
+    """Write a checkpoint. eval_due: whether an evaluation is due here; a run that stops skips it, and makes it
+    when it is resumed. Raises: Diverged instead where a weight is not finite."""
     if not all(p.isfinite().all() for p in session.model.parameters()):
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}

@@ -54,8 +54,8 @@ def rotate(x: Tensor, rope: Rope, pos: int = 0) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# QK norms act on the queries and keys of each head, before RoPE (as in Qwen3). seams.py has their base class with its
-# formula, variants/ the norms of other papers.
+# QK norms: these act on the queries and keys of each head, before RoPE (as in Qwen3). seams.py has their base class
+# with its formula, variants/ the norms of other papers.
 
 
 class NoNorm(QKNorm):
@@ -101,7 +101,7 @@ class QKLayerNorm(QKRMSNorm):
 
 
 class LpNorm(QKNorm):
-    """x / ||x||_p over each head's channels (papers: Lp QK-norm, eq. 12-14). p >= 1, inf included.
+    """x / ||x||_p over each head's channels (Enhanced QKNorm, eq. 12-14). p >= 1, inf included.
 
     p=learned makes p = 1 + softplus(raw_p) a parameter, one a head, that starts at 2; queries and keys have their own.
     Computed in fp32 at least, on x / max|x|: no power overflows. A zero vector maps to zero, with zero gradient. For
@@ -145,7 +145,7 @@ QK_NORMS |= {"none": NoNorm, "lp": LpNorm, "rms": QKRMSNorm, "layernorm": QKLaye
 
 
 class Alpha(LateInit):
-    """The learnable positive logit scale of Lp QK-norm (eq. 15): one a layer, or one a head.
+    """The learnable positive logit scale of the Lp norm (Enhanced QKNorm, eq. 15): one a layer, or one a head.
 
     `alpha_map` maps the free parameter `raw` to alpha: exp, softplus, or linear, which is |raw|. `block_dims` are the
     channel counts of the blocks that are normalised separately: (hs,), or MLA's (dn, dr).

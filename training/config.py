@@ -270,7 +270,7 @@ class TrainConfig:
         str | None,
         BeforeItExisted(None),
         Rule(lambda sha256: re.fullmatch(r"[0-9a-f]{64}", sha256) is not None, "must be 64 hexadecimal digits"),
-        Help("of init_from's weights; null: of those that it has now"),
+        Help("that init_from's weights must have; null: taken from them at the start"),
     ] = None
     seed: Seed = 1337
     device: Annotated[Device, FREE] = "auto"
@@ -309,7 +309,7 @@ class TrainConfig:
     fresh: Annotated[bool, FREE, Help("move an older run in the same directory aside and start anew")] = False
     model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
     attention: Annotated[AttentionOptions, Variants(ATTENTION_OPTIONS), Help("the attention layout")] = MHAOptions()
-    qk_norm: Annotated[QKNormOptions, Variants(QK_NORM_OPTIONS), Help("of queries and keys, before RoPE")] = (
+    qk_norm: Annotated[QKNormOptions, Variants(QK_NORM_OPTIONS), Help("of queries and keys")] = (
         NoNormOptions()
     )
     logits: Annotated[
