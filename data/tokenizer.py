@@ -183,6 +183,7 @@ PRE_TOKENS = (  # the pattern of GPT-2's pre-tokens, as tiktoken writes it
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 )
 PART_CHARS = 2**19  # a thread encodes about this many characters at a time
+LEARNT_CHARS = 2**13  # longer pre-tokens are cut where merges are learnt, as learning is quadratic in their length
 
 # GPT-2's files write each byte as a printable character: itself, or one from U+0100 on.
 PLAIN = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
@@ -210,7 +211,9 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     from tokenizers import models, pre_tokenizers, trainers
 
     learner = Learner(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.FixedLength(LEARNT_CHARS)]
+    )
     alphabet = [PRINTABLE[byte[0]] for byte in BYTES]
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
     learner.train_from_iterator((part for text in texts for part in parts(text)), trainer)

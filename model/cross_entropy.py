@@ -17,6 +17,14 @@ def max_positions_with_logits(batch: int, vocab_size: int) -> int:
     return max(1, LOGITS_AT_ONCE // (batch * vocab_size))
 
 
+def loss_bytes(n_logits: int) -> int:
+    """Bytes that the loss of so many logits takes for a while, besides what autograd saves: two fp32 numbers a logit.
+
+    They are the gradients of log_softmax's output and input; in LinearCrossEntropy that input and output themselves.
+    """
+    return 8 * min(n_logits, LOGITS_AT_ONCE)
+
+
 def logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
     """Logits (B, T, V) = x W^T, None if they are more than LOGITS_AT_ONCE, and their mean cross-entropy in nats, ().
 

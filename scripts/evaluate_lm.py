@@ -100,13 +100,14 @@ def cloze(run: LoadedRun) -> Any:
     of T/4 tokens; one follows in the text, the others are from elsewhere in it (T: block_size).
 
     All runs on a text get the same questions. Raises: ConfigError where too little text is held out, or it is not the
-    text that the checkpoint's `state` names.
+    text that the checkpoint's `state` names, or T < 2.
     """
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
     model, tokenizer, config, state = run
     data, T = config.data, model.block_size
+    require(T >= 2, f"tasks={CLOZE} needs model.block_size={T} >= 2: a passage, and what goes before it")
     corpus = load_corpus(data, T, state)
     require(corpus.sha256 == state["corpus_sha256"], f"tasks={CLOZE}: data={data.name} is not the run's text any more")
     before, after = max(1, T // 2), max(1, T // 4)

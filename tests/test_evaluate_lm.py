@@ -445,8 +445,7 @@ def test_cloze_cuts_no_character(tmp_path: Path) -> None:
     data = {"name": "text", "path": str(tmp_path / "corpus.txt"), "tokenizer": "byte"}
     assert train.run(configured(tmp_path, tmp_path / "run", data=data)) == 0
     task = evaluate.cloze(load_run(tmp_path / "run" / "ckpt" / "best", torch.device("cpu")))
-    for doc in task.test_docs():
-        assert "\ufffd" not in doc["context"] + "".join(doc["choices"])
+    assert not any("\ufffd" in doc["context"] + "".join(doc["choices"]) for doc in task.test_docs())
 
 
 def test_cloze_asks_at_places_where_no_merge_crosses(tmp_path: Path) -> None:
@@ -462,11 +461,13 @@ def test_cloze_asks_at_places_where_no_merge_crosses(tmp_path: Path) -> None:
             assert run.tokenizer.decode(continuation) == choice and run.tokenizer.decode(context) == doc["context"]
 
 
-def test_cloze_is_refused_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("T", "said"), [(16, "text: data=random has none"), (1, "model.block_size=1 >= 2")])
+def test_cloze_is_refused_without_text_or_room(T: int, said: str, tmp_path: Path, capsys: Any) -> None:
     data = {"name": "random", "vocab_size": 8, "n_tokens": 2000, "val_tokens": 100}
-    assert train.run(configured(tmp_path, tmp_path / "run", data=data)) == 0
-    assert evaluate.main([f"run={tmp_path / 'run'}", "tasks=cloze", "device=cpu"]) == 2
-    assert "tasks=cloze needs text: data=random has none" in capsys.readouterr().err
+    model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": T}
+    assert train.run(configured(tmp_path, run := tmp_path / "run", data=data, model=model)) == 0
+    assert evaluate.main([f"run={run}", "tasks=cloze", f"out={tmp_path / 'found.json'}", "device=cpu"]) == 2
+    assert f"error: tasks=cloze needs {said}" in capsys.readouterr().err and not (tmp_path / "found.json").exists()
 
 
 def test_without_network_the_tasks_are_named_at_once(run: Path, program: Program, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from variants import LAYOUTS, V, build, config_of, random_tokens, seeing
 
 import train
+from core.dist import World
 from model import cross_entropy, ops
 from model.cross_entropy import LinearCrossEntropy
 from model.diagnostics import LEAK_TOLERANCE, activation_bytes, future_leak
@@ -23,6 +24,8 @@ from model.ops import at_least_fp32
 from sweeps.plan import compose
 from training.config import load_config
 from training.evaluate import EVAL_TOKENS
+from training.session import Machine
+from training.updates import accumulate_gradients
 
 CHECKPOINTED = {"activation_checkpointing": True}
 
@@ -253,6 +256,23 @@ def test_the_estimate_of_the_activations_is_what_autograd_keeps(
     kept = kept_bytes(build(changed, dtype=torch.float32).train(), random_tokens(2, 64), dtype)
     assert estimates[0] == plain
     assert estimates[1] == kept + (plain - kept) // 3 < plain  # a block more, that is made again
+
+
+@pytest.mark.parametrize("limit", [2**26, 2**19])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_and_gradients_of_logits_are_the_most_that_an_update_holds(
+    dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", limit)
+    gpt = GPT(config_of("mha", "rms", n_layer=2, block_size=128).gpt, 4096).train()
+    gpt.init_weights(0)
+    machine, idx = Machine(World(), torch.device("cpu"), dtype), torch.randint(4096, (2, 128))
+    accumulate_gradients(gpt, iter([(idx, idx)]), 1, machine)  # the weights' gradients stay, as between micro-batches
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        accumulate_gradients(gpt, iter([(idx, idx)]), 1, machine)
+    changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    expected = activation_bytes(gpt, 2, machine.device, dtype) + cross_entropy.loss_bytes(idx.numel() * 4096)
+    assert max(accumulate(changes)) == pytest.approx(expected, rel=0.06)
 
 
 def test_a_sequence_of_32768_tokens_fits_in_memory_at_the_papers_size() -> None:

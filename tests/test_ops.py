@@ -89,6 +89,12 @@ def test_norm_derivative_and_scale_are_the_reference(p: float, layout: str, dtyp
         torch.testing.assert_close(s.double(), exact, rtol=1e-6, atol=0)
 
 
+def test_the_inverse_rms_is_0_where_squares_overflow() -> None:
+    x = torch.tensor([1.8e19, 1.9e19])[:, None] * torch.eye(1, 32)
+    for s in (kernels.inverse_rms(x, 1e-6), ops.inverse_rms_reference(x, 1e-6)):
+        assert s[0] == pytest.approx(32**0.5 / 1.8e19) and s[1] == 0
+
+
 def check_norm(x: Tensor, p: float, factor: Tensor | None) -> None:
     n, grad = x.size(-1), draw(*x.shape, seed=2).to(x.dtype)
     a, b = x.detach().requires_grad_(), x.detach().double().requires_grad_()

@@ -1,5 +1,7 @@
 import dataclasses
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,10 +10,11 @@ from conftest import tiny_config
 from torch import Tensor, nn
 from variants import CONTESTANTS, V, config_of, random_tokens
 
+from core.dist import World
 from core.schema import ConfigError
 from model.gpt import GPT
 from model.options import LpNormOptions, MLAOptions, QKNormOptions, RMSNormOptions
-from training import optim
+from training import estimate, optim
 from training.config import AdamWOptions, MuonOptions, TrainConfig
 from training.optim import (
     MuonAndAdamW,
@@ -22,6 +25,7 @@ from training.optim import (
     optimizer_tensors,
     parameter_groups,
 )
+from training.session import Machine, model_without_weights
 from training.updates import update_ratios, weights_variant
 
 
@@ -368,3 +372,22 @@ def test_an_optimizer_that_nobody_makes_is_refused_and_is_not_adamw() -> None:
     model = GPT(tiny_config().gpt, V)
     with pytest.raises(ConfigError, match="optim=lion"):
         build_optimizer(model, dataclasses.replace(tiny_config(), optim=LionConfig()))
+
+
+def test_the_estimated_rate_counts_clipping_and_the_optimizers_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0]
+
+    def takes(n: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            seconds[0] += n
+            return call(*args, **options)
+
+        return timed
+
+    for n, owner, name in ((1, GPT, "forward"), (3, estimate, "clip_grad_norm_"), (5, optim.AdamW, "step")):
+        monkeypatch.setattr(owner, name, takes(n, getattr(owner, name)))
+    monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    config = dataclasses.replace(tiny_config(), batch_size=4, gradient_accumulation_steps=2)
+    machine = Machine(World(), torch.device("cpu"), torch.float32)
+    rate, _ = estimate.training_rate(model_without_weights(config, V), config, machine)
+    assert rate == config.tokens_per_iter / (2 * 1 + 3 + 5)

@@ -176,6 +176,26 @@ def test_bpe_merges_the_most_frequent_pair_first() -> None:
     assert learnt == [*BYTES, b"xy", b"xyz", b"zw"]  # of ";" and letters no token is made: they are two pre-tokens
 
 
+def test_a_text_without_white_space_is_learnt_about_as_fast_as_its_words() -> None:
+    words = np.random.default_rng(0).choice([*"etaoinshrd"], (200, 1000))
+    seconds = []
+    for space in (" ", ""):
+        text = space.join("".join(word) for word in words)
+        began = time.process_time()  # of all threads
+        tokenizer = BPETokenizer(learn_bpe([text], 500))
+        seconds.append(time.process_time() - began)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert seconds[1] < 6 * seconds[0], seconds
+
+
+def test_where_no_word_is_long_the_merges_are_those_without_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = load_text(PythonDocsOptions())[:50_000]
+    found = learn_bpe([text], 500)
+    for chars, same in ((2**30, True), (2, False)):
+        monkeypatch.setattr(tokenizers, "LEARNT_CHARS", chars)
+        assert (learn_bpe([text], 500) == found) == same
+
+
 LEARN = """
 import sys
 from pydoc_data.topics import topics

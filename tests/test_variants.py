@@ -156,6 +156,14 @@ def expected(name: str, attn: Any, x: Tensor, rope: Any) -> Tensor:
     return (y.transpose(1, 2) * gate).flatten(2) @ attn.c_proj.weight.T
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 6, 64])
+def test_ssmax_starts_as_the_plain_softmax_on_average_over_the_context(block_size: int) -> None:
+    ssmax = build(config_of("mha", "ssmax", block_size=block_size)).attentions[0].logits
+    ssmax.init_weights()
+    factors = ssmax.scale_queries(torch.ones(1, nh, block_size, 1, dtype=torch.float64), 0)  # s log n
+    assert factors.mean().item() == pytest.approx(0 if block_size == 1 else 1)
+
+
 FORMULAS = ["rms_scaled", "ngpt", "ssmax", "sink", "off_by_one", "value_norm", "softcap", "gate_head", "gate_channel"]
 
 

@@ -1,21 +1,24 @@
 """What a run would be and what it would cost, without training it: dry_run=true, and a sweep's estimate."""
 
+import math
 import time
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from core import checkpoint
 from core.device import device_name, peak_flops
+from model.cross_entropy import loss_bytes
 from model.diagnostics import activation_bytes
 from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.init_from import load_initial_weights
-from training.optim import optimizer_bytes
+from training.optim import build_optimizer, optimizer_bytes
 from training.schedule import n_evaluations
 from training.session import Data, Machine, model_without_weights, read_data, set_up_machine
-from training.updates import rows_at_once
+from training.updates import rows_at_once, weights_variant
 
 
 class Cost(NamedTuple):
@@ -58,6 +61,7 @@ def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
     n, flops = model.num_params(), model.flops_per_token()
     rows = rows_at_once(config.batch_size, config.model.block_size, machine.device)
     activations = activation_bytes(model, rows, machine.device, dtype)
+    activations += loss_bytes(rows * model.block_size * model.vocab_size)
     found = cost(config, machine, data, model)
     return {
         "run directory": f"{config.run_dir}",
@@ -67,7 +71,7 @@ def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
         "FLOPs": f"{flops:,} a token, {flops * config.tokens_per_iter:.3g} an iteration",
         "iteration": f"{config.tokens_per_iter:,} tokens",
         "memory": f"{(found.checkpoint_bytes + 4 * n) / 2**20:,.0f} MiB for weights, gradients and optimizer, "
-        f"{activations / 2**20:,.0f} MiB for activations of {rows} sequences",
+        f"{activations / 2**20:,.0f} MiB for activations and gradients of logits of {rows} sequences",
         "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token if cached in {dtype}",
         "checkpoint": f"{found.checkpoint_bytes / 2**20:,.0f} MiB",
         "device": f"{device_name(machine.device)}, {dtype}, "
@@ -97,12 +101,20 @@ def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine) -> tup
         return 0.4 * peak / flops * T, "40 % of the peak"
     model = GPT(config.gpt, meta_model.vocab_size)
     model.init_weights(config.seed)
+    optimizer = build_optimizer(model, config)
     idx = torch.randint(model.vocab_size, (rows, T))
-    seconds = []
+    times = []
     for _ in range(3):
         start = time.perf_counter()
         with machine.autocast():
             loss = model(idx, idx)[1]
         loss.backward()
-        seconds.append(time.perf_counter() - start)
-    return rows * T / min(seconds), f"timed on {rows} sequences"
+        between = time.perf_counter()
+        clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        with weights_variant(model):
+            optimizer.step()
+        optimizer.zero_grad()
+        times.append((between - start, time.perf_counter() - between))
+    of_part, of_step = (min(seconds) for seconds in zip(*times, strict=True))
+    tokens = config.tokens_per_iter / machine.world.size  # of an update, on this rank
+    return tokens / (tokens / (rows * T) * of_part + of_step), f"timed on {rows} sequences"

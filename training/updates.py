@@ -32,7 +32,7 @@ def accumulate_gradients(forward: nn.Module, batches: Iterator[Batch], n_micro_s
                 if isinstance(forward, DistributedDataParallel):  # one exchange of gradients, after the last backward
                     forward.require_backward_grad_sync = i == n_micro_steps - 1 and first + rows >= len(x)
                 part = slice(first, first + rows)
-                _, loss = forward(move(x[part], device), move(y[part], device))
+                loss = forward(move(x[part], device), move(y[part], device))[1]  # the logits go before backward
                 loss = loss / (n_micro_steps * len(x) / len(x[part]))  # the part's share of the mean over all
                 with torch.autocast(device.type, enabled=False):  # backward uses the dtypes of the forward
                     loss.backward()

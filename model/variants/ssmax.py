@@ -16,7 +16,7 @@ class SSMax(Logits):
         super().__init__(options, config)
         self.s = nn.Parameter(torch.empty(config.model.n_head))
         mean_log = math.lgamma(config.model.block_size + 1) / config.model.block_size  # log(T!) / T
-        self.initial = options.s_init or 1 / max(mean_log, 1.0)
+        self.initial = options.s_init or 1 / (mean_log or 1.0)  # T = 1: log n is 0 for any s
 
     def init_weights(self) -> None:
         nn.init.constant_(self.s, self.initial)
