@@ -306,7 +306,8 @@ def encoded(
     """A chart of curves without a mark: axes and colours. axis: of the values."""
     iterations = [row["iteration"] for row in rows] or [0]
     scale = alt.Scale(domain=[min(iterations), max(iterations)], nice=False, padding=6)
-    x = alt.X("iteration:Q", title="iteration" if title_x else None, scale=scale, axis=alt.Axis(tickCount=5))
+    labels = alt.Axis(tickCount=5, labelOverlap=True, labelSeparation=6)
+    x = alt.X("iteration:Q", title="iteration" if title_x else None, scale=scale, axis=labels)
     return alt.Chart(alt.InlineData(values=rows)).encode(  # a chart holds equal InlineData once
         x=x, y=alt.Y("value:Q", **axis if title_y else {**axis, "title": None}), color=colours(series)
     )
