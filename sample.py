@@ -31,7 +31,7 @@ class SampleConfig:
     checkpoint: Which = "best"
     start: Annotated[str, Help("the prompt: text, FILE:path, or - for standard input")] = "\n"
     num_samples: Annotated[int, AtLeast(1), Help("sequences")] = 10
-    max_new_tokens: Annotated[int, AtLeast(1), Help("of each")] = 500
+    max_new_tokens: Annotated[int, AtLeast(1), Help("tokens of each sample")] = 500
     temperature: Annotated[float, NOT_NEGATIVE, Help("0: greedy")] = 0.8
     top_k: Annotated[int | None, AtLeast(1), Help("sample from the k most likely tokens; null: from all")] = 200
     top_p: Annotated[

@@ -13,14 +13,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from core import checkpoint, dist
 from core.cli import run_app
 from core.device import seed_generator
 from core.metrics import spike_score
-from core.process import StopSignal
+from core.process import EXIT_DIVERGED, StopSignal
 from core.rundir import RunDir
 from core.schema import require
 from model.diagnostics import diagnose
@@ -47,11 +46,9 @@ from training.updates import (
     order_buckets,
     seed_of_update,
     set_learning_rate,
+    step_optimizer,
     update_ratios,
-    weights_variant,
 )
-
-EXIT_DIVERGED = 3  # other exit codes: 0 done, 1 failed, 2 bad setting, 128 + n stopped by signal n
 
 
 def run(config: TrainConfig) -> int:
@@ -98,7 +95,7 @@ def run(config: TrainConfig) -> int:
             else:
                 if line["iter"] < config.max_iters:
                     number = stop.signal or signal.SIGTERM  # 0: another rank got it
-                    status = stopped(run_dir, config, line["iter"], number)
+                    status = record_stop(run_dir, config, line["iter"], number)
                 else:
                     status = finish(session, run_dir, meter, lowest, line)
             dist.gather(None)  # wait for rank 0, which saves: torchrun ends the others soon after the first has gone
@@ -135,7 +132,6 @@ def train(
     metrics. Raises: Diverged."""
     start, eval_was_due = saved.get("step", 0), saved.get("evaluated", False)
     config, machine, model, optimizer = session.config, session.machine, session.model, session.optimizer
-    parameters = [*model.parameters()]
     skip = torch.zeros((), device=machine.device)  # 1 once an update was not finite: the weights then stay
     agreement, stopping = dist.Agreement(), False
     batch_ids = ((step, micro_step) for step in range(start, config.max_iters) for micro_step in session.micro_steps)
@@ -167,11 +163,7 @@ def train(
             line["lr"] = learning_rate(step, config)
             set_learning_rate(optimizer, line["lr"])
             loss = accumulate_gradients(session.forward, train_batches, len(session.micro_steps), machine)
-            norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)  # inf: measure only
-            skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
-            with weights_variant(model):  # for weights=quack and sigma_reparam; else nothing
-                optimizer.step(skip)
-            optimizer.zero_grad()
+            norm, skip = step_optimizer(session, loss, skip)
             maxima = qk_clip(model.attentions, config.qk_clip, skip)  # before the clip, (n_layer, n_head)
             meter.add(line, loss, norm, maxima)  # meter.read() adds loss and norm to `line`
             bar.update()
@@ -221,12 +213,14 @@ def save(
         raise Diverged(line, "a weight is not finite")
     settings = {"config": asdict(session.config), "tokenizer": session.data.corpus.tokenizer.to_dict()}
     state = {"step": line["iter"], "evaluated": eval_due, **meter.state(), **settings, **session.facts}
+    # before this step: a resumed run evaluates it again
     best, loss_and_step = lowest.step == line["iter"], lowest.before_step(line["iter"])
     state |= {} if loss_and_step[1] is None else {"lowest": loss_and_step}
     run_dir.save(line["iter"], session.tensors(), state, best, lowest.keep_step)
 
 
-def stopped(run_dir: RunDir, config: TrainConfig, step: int, number: int) -> int:
+def record_stop(run_dir: RunDir, config: TrainConfig, step: int, number: int) -> int:
+    """Record that signal `number` stopped the run. Returns the exit status."""
     name, same = signal.Signals(number).name, "the same command" + " without fresh=true" * config.fresh
     run_dir.status("stopped", iter=step, reason=name)
     run_dir.log(f"stopped by {name} at iteration {step}, everything is saved: {same} goes on from there")

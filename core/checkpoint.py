@@ -29,7 +29,7 @@ from core.schema import ConfigError, one_line, require
 FORMAT = 1
 KEEP = 2  # the newest checkpoints that pruning keeps, besides the best
 MANIFEST, STATE = "MANIFEST.json", "state.json"
-REPLACED = ".tmp-old-"  # begins the name of a checkpoint while the one that replaces it gets its own
+REPLACED = ".tmp-old-"  # prefix of the old checkpoint while the new one takes its name
 # the errors of a file that will stay
 DAMAGE = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA,
@@ -208,7 +208,7 @@ def load(path: Path) -> Checkpoint:
         state = parse_object((path / STATE).read_bytes())
     except (OSError, ValueError) as error:  # changed, and its manifest written anew
         if isinstance(error, OSError):
-            raise_passing(error)
+            raise_unless_damage(error)
         raise CorruptCheckpoint(f"{path / STATE}: {error}") from error
     return Checkpoint(path, step, tensors, state)
 
@@ -221,7 +221,7 @@ def verify(path: Path) -> tuple[int, list[str]]:
         version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
         intact = render(version, step, files).encode() == raw
     except OSError as error:
-        raise_passing(error)
+        raise_unless_damage(error)
         raise CorruptCheckpoint(f"{path / MANIFEST}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError):
         intact = False
@@ -239,14 +239,14 @@ def verify(path: Path) -> tuple[int, list[str]]:
         try:
             actual = measure(path / name)
         except OSError as error:
-            raise_passing(error)
+            raise_unless_damage(error)
             raise CorruptCheckpoint(f"{path / name}: {error.strerror}") from error
         if actual != expected:
             raise CorruptCheckpoint(f"{path / name}: checksum is wrong")
     return step, list(files)
 
 
-def raise_passing(error: OSError) -> None:
+def raise_unless_damage(error: OSError) -> None:
     """Raise an error that says nothing of the file: of a network disk, a missing right, too many open files. Taken for
     damage, it would lose this checkpoint."""
     if error.errno not in DAMAGE:

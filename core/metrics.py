@@ -39,7 +39,7 @@ class Metrics:
         self._digest.update(line)
 
     def sha256(self, before: float = math.inf) -> str:
-        """Of the lines before iteration `before`. Only the last line may have that iteration, or a later one."""
+        """SHA-256 of the lines before iteration `before`. Only the last line may have that iteration or a later one."""
         return (self._digest if self._last < before else self._digest_before_last).hexdigest()
 
     def write(self, line: dict[str, Any]) -> None:

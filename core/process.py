@@ -15,6 +15,8 @@ from typing import Any, Self
 
 from core.schema import ConfigError
 
+EXIT_DIVERGED = 3  # of train.py; its other exit statuses: 0 done, 1 failed, 2 bad setting, 128 + n stopped by signal n
+
 
 def available_cpus() -> int:
     """The CPUs that this process may use."""
@@ -44,7 +46,7 @@ class StopSignal:
         if number == signal.SIGHUP:
             signal.signal(number, signal.SIG_IGN)  # for good: a shell sends it, and the kernel again
             self.previous.pop(signal.SIGHUP, None)
-            leave_terminal()
+            silence_terminal()
         self.__exit__()
 
     def __exit__(self, *_: object) -> None:
@@ -66,7 +68,7 @@ def guarded(run: Callable[[], int]) -> int:
     except ConfigError as error:
         return refuse(str(error))
     except BrokenPipeError:
-        leave_output()
+        silence_output()
         return status
     except KeyboardInterrupt:
         return 130
@@ -91,7 +93,7 @@ def refuse(message: str) -> int:
     return 2
 
 
-def leave_terminal() -> None:
+def silence_terminal() -> None:
     """A terminal that is gone takes no output: every write to it is an error. Files and pipes stay."""
     for number in (1, 2):
         with contextlib.suppress(OSError):  # it is closed
@@ -102,7 +104,7 @@ def leave_terminal() -> None:
 OUTPUT_CLOSED = (errno.EPIPE, errno.EIO)  # a pipe without a reader; a terminal that is gone, before SIGHUP arrives
 
 
-def leave_output() -> None:
+def silence_output() -> None:
     """Whoever read our output has left, as head does: what else is printed goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -116,7 +118,7 @@ def say(text: str, write: Callable[[str], Any] = print) -> None:
     except OSError as error:
         if error.errno not in OUTPUT_CLOSED:
             raise
-        leave_output()
+        silence_output()
 
 
 def is_out_of_memory(error: Exception) -> bool:

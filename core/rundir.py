@@ -29,7 +29,7 @@ from core import files
 from core.files import ROOT, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
 from core.metrics import Lines, Metrics, plot
 from core.process import say
-from core.schema import ConfigError, one_line, require, show
+from core.schema import ConfigError, one_line, require
 from core.wandb_run import WandbRun
 
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
@@ -319,13 +319,6 @@ def open_locked(request: RunRequest, lock: FileLock) -> RunDir:
     return run
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """ "key old -> new" for each key of two flat mappings that differs, "unset" where one of them lacks it."""
-    before, after = ({key: show(value) for key, value in settings.items()} for settings in (old, new))
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return [f"{key} {before.get(key, 'unset')} -> {after.get(key, 'unset')}" for key in keys]
-
-
 # -----------------------------------------------------------------------------
 # Looking at a run
 
@@ -359,7 +352,7 @@ def commit() -> str | None:
 
 
 def short(commit: str) -> str:
-    """Of a commit its first 12 digits, with the mark of changes."""
+    """The first 12 digits of a commit, with the mark of changes."""
     head, plus, changes = commit.partition("+")
     return head[:12] + plus + changes
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar
 from core.files import expand
 
 T = TypeVar("T")
-REQUIRED = "???"  # the default of a setting that must be given
+REQUIRED = "???"  # OmegaConf's mark of a value that must be given
 
 
 class ConfigError(ValueError):
@@ -142,13 +142,13 @@ class Setting:
 
     @property
     def options(self) -> Mapping[str, type]:
-        """Of a group that is one of several classes."""
+        """The classes of a group, by name; {} for another setting."""
         variants = self.one(Variants)
         return {} if variants is None else variants.table
 
 
 @functools.cache
-def declarations(cls: Any) -> dict[str, Setting]:
+def _declared(cls: Any) -> dict[str, Setting]:
     hints = typing.get_type_hints(cls, include_extras=True)
     found = {}
     for field in dataclasses.fields(cls):
@@ -161,7 +161,8 @@ def declarations(cls: Any) -> dict[str, Setting]:
     return found
 
 
-declared: Callable[[Any], dict[str, Setting]] = declarations  # the settings of a class, by name
+# The settings of a class, by name. A cached function wants Hashable arguments, which a class is not to mypy.
+declared: Callable[[Any], dict[str, Setting]] = _declared
 
 
 # -----------------------------------------------------------------------------
@@ -292,6 +293,13 @@ def show(value: Any) -> str:
     if isinstance(value, bool | None):
         return {True: "true", False: "false", None: "null"}[value]
     return str(list(value) if isinstance(value, tuple) else value)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """ "key old -> new" for each key of two flat mappings that differs, "unset" where one of them lacks it."""
+    before, after = ({key: show(value) for key, value in settings.items()} for settings in (old, new))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [f"{key} {before.get(key, 'unset')} -> {after.get(key, 'unset')}" for key in keys]
 
 
 def closest(key: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:

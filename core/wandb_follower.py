@@ -31,8 +31,8 @@ from core.metrics import Metrics, heat_maps, line_at, plot, table_of
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
 LINGER, LINGER_UPLOAD = 60, 1800  # seconds that the W&B process of an ended run has; the second with artifacts
-LAST_RESORT = 50  # seconds of LINGER for the work before and after run.finish()
-EXIT = {"done": 0, "stopped": 255, "running": 255}  # W&B shows 255 as killed; any other status of a run as failed
+AROUND_FINISH = 50  # seconds of LINGER for the work before and after run.finish()
+EXIT_CODES = {"done": 0, "stopped": 255, "running": 255}  # W&B shows 255 as killed; any other status of a run as failed
 Say = Callable[[str], None]
 
 
@@ -127,7 +127,7 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
     run = open_wandb(
         {**job["init"], "dir": str(run_dir.resolve())}, mode, job["argv"],
         init_timeout=job["init_timeout"], x_stats_pid=job["pid"],
-        finish_timeout=max(0, job["linger"] - LAST_RESORT), finish_timeout_raises=True,
+        finish_timeout=max(0, job["linger"] - AROUND_FINISH), finish_timeout_raises=True,
         x_transaction_log_flush_interval=2, x_file_stream_retry_max=2**31 - 1, x_file_stream_retry_wait_max_seconds=10,
     )  # fmt: skip
     if mode != "offline":
@@ -169,7 +169,7 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
         say(f"W&B has not got the artifacts ({type(error).__name__}: {error})")
     file = Path(run.settings.sync_file)
     try:
-        run.finish(exit_code=EXIT.get(summary["status"], 1))
+        run.finish(exit_code=EXIT_CODES.get(summary["status"], 1))
         if mode != "offline":
             mark_synced([file])
             return
@@ -235,7 +235,7 @@ def last_recorded(file: Path) -> int:
 
 
 def media(run_dir: Path, line: Mapping[str, Any], wanted: Mapping[str, Sequence[str]] | None) -> dict[str, Any]:
-    """Of an evaluation: its sample of text, heat maps by layer and head, and numbers by layer (means over heads).
+    """What W&B gets of an evaluation: a sample of text, heat maps by layer and head, means over heads by layer.
 
     wanted: "maps" and "layers", the names of such values in diagnostics.jsonl; None for no media.
     """

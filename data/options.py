@@ -106,7 +106,7 @@ class RandomOptions:
     n_tokens: Annotated[int, Between(4, 10**9), Help("in all")] = 10_000_000
     vocab_size: Annotated[int, Between(2, MOST_TOKENS), Help("different tokens")] = 256
     val_tokens: Annotated[int, AtLeast(2), Help("the last ones, which are held out")] = 100_000
-    seed: Annotated[int, AtLeast(0, bits=63), Help("of the tokens")] = 0
+    seed: Annotated[int, AtLeast(0, bits=63), Help("seed of the tokens")] = 0
     on_device: OnDevice = "auto"
 
     def check(self) -> None:
@@ -132,20 +132,20 @@ class PrepareFineWebConfig:
     dataset: Annotated[
         str, NOT_EMPTY, Help("a data set of the Hugging Face Hub, or a folder of parquet (json, ...) files")
     ] = "HuggingFaceFW/fineweb"
-    name: Annotated[str | None, Help("its configuration; null: sample-10BT of FineWeb, else the only one")] = None
-    split: Annotated[str, NOT_EMPTY, Help("of the data set")] = "train"
-    column: Annotated[str, NOT_EMPTY, Help("that has the text")] = "text"
+    name: Annotated[str | None, Help("the configuration; null: sample-10BT of FineWeb, else the only one")] = None
+    split: Annotated[str, NOT_EMPTY, Help("split of the data set")] = "train"
+    column: Annotated[str, NOT_EMPTY, Help("the column that has the text")] = "text"
     out: Annotated[
         str | None, FREE, NOT_EMPTY, Help("the folder to write; null: fineweb in the cache, where data=fineweb looks")
     ] = None
     tokenizer: Annotated[Literal["gpt2", "bpe"], Help("gpt2, or bpe: learnt from the first documents")] = "gpt2"
-    vocab_size: Annotated[int | None, Between(257, MOST_TOKENS), Help("of bpe, with the separator; null: 32768")] = None
+    vocab_size: Annotated[int | None, Between(257, MOST_TOKENS), Help("bpe's, with the separator; null: 32768")] = None
     max_tokens: Annotated[
         int | None, AtLeast(1, bits=53), Help("stop after the document that reaches it, train and val together")
     ] = None
     shard_tokens: Annotated[int, AtLeast(1, bits=53), Help("a shard's size; documents are not cut")] = 100_000_000
     val_fraction: Annotated[
-        float, Between(0, 1, "()"), Help("of the documents is held out, chosen by a hash of the text")
+        float, Between(0, 1, "()"), Help("share of the documents that is held out, by a hash of the text")
     ] = 0.001
     workers: Annotated[int | None, FREE, AtLeast(1), Help("threads that tokenise; null: one a core")] = None
 

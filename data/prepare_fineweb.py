@@ -20,13 +20,20 @@ import numpy as np
 from tqdm import tqdm
 
 from core.cli import run_script
-from core.files import FileLock, cache_folder, file_sha256, parse_object, read_json, write_json
-from core.rundir import differences
-from core.schema import ConfigError, one_line, require, show
-from data.corpora import expand, probe_hub
+from core.files import FileLock, cache_folder, expand, file_sha256, parse_object, read_json, write_json
+from core.schema import ConfigError, differences, one_line, require, show
+from data.corpora import probe_hub
 from data.options import PrepareFineWebConfig
 from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER, read_tokenizer
-from data.tokenizer import BPETokenizer, Tokenizer, build_tokenizer, learn_bpe, token_dtype, tokenizer_sha256
+from data.tokenizer import (
+    BPETokenizer,
+    GPT2Tokenizer,
+    Tokenizer,
+    fetch_gpt2,
+    learn_bpe,
+    token_dtype,
+    tokenizer_sha256,
+)
 
 SAVE_SECONDS = 5.0
 PRINT_SECONDS = 30.0  # between two states of the progress bar in a log
@@ -248,10 +255,7 @@ def load_tokenizer(out: Path, config: PrepareFineWebConfig, documents: Documents
         return read_tokenizer(out / TOKENIZER)
     if config.tokenizer == "bpe":
         return learn(config, documents)
-    try:
-        return build_tokenizer("gpt2", "")
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("data.tokenizer", "tokenizer")) from error
+    return GPT2Tokenizer(fetch_gpt2("tokenizer"), has_separator=True)
 
 
 def learn(config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:

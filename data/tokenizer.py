@@ -252,8 +252,8 @@ GPT2_FILES = [
 ]  # the same as in tiktoken_ext.openai_public
 
 
-def fetch_gpt2() -> list[bytes]:
-    """Raises: ConfigError where neither tiktoken's cache nor the network has the vocabulary."""
+def fetch_gpt2(key: str = "data.tokenizer") -> list[bytes]:
+    """key: of the setting. Raises: ConfigError where neither tiktoken's cache nor the network has the vocabulary."""
     import tiktoken
 
     if not all(os.path.exists(file) for file in tiktoken_cache(GPT2_FILES)):
@@ -262,13 +262,13 @@ def fetch_gpt2() -> list[bytes]:
         problem = probe(lambda: requests.head(GPT2_FILES[0], timeout=PROBE_SECONDS).raise_for_status())
         require(
             problem is None,
-            f"data.tokenizer=gpt2 is not in tiktoken's cache, and its server is out of reach ({problem}): set "
-            "TIKTOKEN_CACHE_DIR to a folder that has it, or use data.tokenizer=bpe, which is learnt from the text",
+            f"{key}=gpt2 is not in tiktoken's cache, and its server is out of reach ({problem}): set "
+            f"TIKTOKEN_CACHE_DIR to a folder that has it, or use {key}=bpe, which is learnt from the text",
         )
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # requests, the file system, a wrong checksum
-        raise ConfigError(f"data.tokenizer=gpt2 cannot be loaded: {one_line(error)}") from error
+        raise ConfigError(f"{key}=gpt2 cannot be loaded: {one_line(error)}") from error
     return [encoding.decode_single_token_bytes(token) for token in range(encoding.eot_token)]
 
 

@@ -20,7 +20,7 @@ from model.gpt import GPT, LpNorm, NoNorm, QKNorm
 from model.ops import Bend, visible_logits
 
 LEAK_TOLERANCE = 1e-4  # a smaller future_leak is round-off, also in bfloat16
-LONG = 1024  # positions: of a longer sequence these are compared three times, and the whole once
+LEAK_PREFIX = 1024  # positions: a longer sequence is tested at three places of this prefix, and once as a whole
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ def measure_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
         table |= {f"{side}_g_mean": g.mean((0, 2)), f"{side}_g_std": g.std((0, 2), correction=0)}
 
 
-def future_leak(model: nn.Module, idx: Tensor, long: int = LONG) -> float:
+def future_leak(model: nn.Module, idx: Tensor, long: int = LEAK_PREFIX) -> float:
     """The largest of future_leaks() of idx (B, T), T > 1: 0 for a causal model, inf where not finite. Where T exceeds
     `long`, three positions of the first `long` tokens are tried, and the middle of all."""
     T = idx.size(1)

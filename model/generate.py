@@ -65,11 +65,11 @@ def generate(
     """Continue the prompts idx (B, T), T >= 1: yields the next token of each row, (B,), max_new_tokens times.
 
     A full cache is filled again with the last half of its tokens, so that past block_size a token is predicted from
-    block_size / 2 to block_size tokens. Matmuls and the cache have `dtype`, unless keys_dtype() widens the cache.
+    block_size / 2 to block_size tokens. Matmuls and the cache have `dtype`, unless kv_cache_dtype() widens the cache.
     """
     generator = torch.Generator(idx.device).manual_seed(seed)
     max_len = min(model.block_size, idx.size(1) + max_new_tokens)
-    cache_dtype = keys_dtype(dtype, idx.device) if model.attentions[0].caches_keys else dtype
+    cache_dtype = kv_cache_dtype(dtype, idx.device) if model.attentions[0].caches_keys else dtype
     caches = model.new_caches(idx.size(0), max_len, cache_dtype)
     window = idx[:, -model.block_size :]  # the tokens in the cache
     swaps = decoding_weights(model, dtype)
@@ -90,7 +90,7 @@ def generate(
                 logits = prefill(model, window, caches)
 
 
-def keys_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def kv_cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The type of cached keys and values: on a CPU at least fp32, where SDPA of one query is several times faster."""
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 

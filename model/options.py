@@ -115,7 +115,7 @@ class MLAOptions(AttentionOptions):
     rope_dim: Annotated[int, AtLeast(1), Help("channels that are rotated: one key, shared by all heads")] = 64
     v_dim: Annotated[int, AtLeast(1), Help("channels of a head's value")] = 128
     qk_norm_layout: Annotated[
-        Literal["blockwise", "unified"], Help("of a query or key: its two parts separately, or the whole")
+        Literal["blockwise", "unified"], Help("normalises the two parts of a query or key separately, or the whole")
     ] = "blockwise"
 
     def check_fit(self, config: "GPTConfig") -> None:
@@ -158,7 +158,7 @@ class LpNormOptions(QKNormOptions):
     ] = "sqrt_d"
     alpha_per: Annotated[Literal["layer", "head"], Help("one alpha a layer, or a head")] = "layer"
     alpha_map: Annotated[
-        Literal["exp", "softplus", "linear"], Help("of the trained number a to alpha: exp(a), softplus(a), linear: |a|")
+        Literal["exp", "softplus", "linear"], Help("alpha from the trained number a: exp(a), softplus(a), linear: |a|")
     ] = "exp"
 
     def check_fit(self, config: "GPTConfig") -> None:
@@ -196,7 +196,7 @@ class ScaledRMSNormOptions(RMSNormOptions):
     """gain * RMSNorm over each head, the same gain everywhere and not learned (nanochat)"""
 
     name: str = "rms_scaled"
-    gain: Annotated[float, POSITIVE, Help("of queries and of keys")] = 1.2
+    gain: Annotated[float, POSITIVE, Help("multiplies queries, and keys, too")] = 1.2
 
     @property
     def label(self) -> str:

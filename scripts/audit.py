@@ -44,7 +44,7 @@ from data.batches import Batches
 from data.options import FLOOR_TOLERANCE, RandomOptions
 from data.tokens import load_corpus
 from model.cross_entropy import max_positions_with_logits
-from model.diagnostics import LEAK_TOLERANCE, LONG, future_leaks, logits_or_hidden
+from model.diagnostics import LEAK_PREFIX, LEAK_TOLERANCE, future_leaks, logits_or_hidden
 from model.gpt import GPT
 from sample import load_asked_run
 from training import faults
@@ -56,7 +56,7 @@ MODES = ("evaluation", "training")
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
 CACHED, CACHE_TOLERANCE = 64, 1e-4  # tokens that are decoded with a cache; what round-off explains
-SIGMAS = 5  # standard errors: a loss on random tokens so far below ln V is caught, if that is FLOOR_TOLERANCE at least
+SIGMAS = 5  # a loss on random tokens is caught so many standard errors below ln V, and at least FLOOR_TOLERANCE
 ACCUMULATION_TOLERANCE = 1e-3  # relative difference that round-off explains
 SEED = 20251028  # of the random tokens: not the seed that a run with data=random is trained on
 
@@ -177,7 +177,8 @@ class HuggingFace:
         self.config, text_config = model.config, model.config.get_text_config()
         require(hasattr(text_config, "vocab_size"), f"model={folder} names no vocab_size in its config.json")
         self.vocab_size = text_config.vocab_size
-        self.context = min((getattr(text_config, "max_position_embeddings", None) or MAX_BLOCK_SIZE + 1) - 1, LONG // 2)
+        positions = getattr(text_config, "max_position_embeddings", None) or MAX_BLOCK_SIZE + 1
+        self.context = min(positions - 1, LEAK_PREFIX // 2)
         self.block_size = min(self.context, MAX_BLOCK_SIZE)
         self.facts = {"model": folder, "architecture": type(model).__name__}
 
@@ -227,7 +228,7 @@ def random_batches(vocab_size: int, block_size: int, batch_size: int) -> Batches
 
 @torch.no_grad()
 def future_leakage(subject: Subject) -> Finding:
-    model, T, n = subject.trained, subject.context, min(LONG, subject.context)
+    model, T, n = subject.trained, subject.context, min(LEAK_PREFIX, subject.context)
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(subject.vocab_size, (2, T), generator=generator).to(subject.device)
     positions = sorted({max(1, n * i // 4) for i in range(4)} | {n - 1})
@@ -354,6 +355,7 @@ def cached_decoding(subject: Subject) -> Finding:
 
 
 # -----------------------------------------------------------------------------
+# All checks of one model
 
 
 def audit(subject: Subject, steps: int) -> list[Finding]:
@@ -389,7 +391,7 @@ class AuditOptions:
     checkpoint: Annotated[Literal["best", "latest"] | None, Help("of a run directory; null: best")] = None
     model: Annotated[str | None, NOT_EMPTY, Help("instead of run: a folder that transformers loads")] = None
     trust_remote_code: Annotated[bool, Help("run the code of that folder")] = False
-    steps: Annotated[int, AtLeast(20), Help("of the training on random tokens")] = 200
+    steps: Annotated[int, AtLeast(20), Help("updates of the training on random tokens")] = 200
     device: Device = "auto"
 
     def check(self) -> None:

@@ -24,8 +24,18 @@ from torch.nn import functional as F
 from core.cli import run_script
 from core.device import resolve_device
 from core.files import expand, write_atomic
-from core.rundir import differences
-from core.schema import NOT_EMPTY, REQUIRED, WRITABLE, AtLeast, ConfigError, Help, flatten, options, require
+from core.schema import (
+    NOT_EMPTY,
+    REQUIRED,
+    WRITABLE,
+    AtLeast,
+    ConfigError,
+    Help,
+    differences,
+    flatten,
+    options,
+    require,
+)
 from data.corpora import read_text
 from data.folds import Split
 from data.tokenizer import SEPARATOR, Tokenizer, begins_character, text_size

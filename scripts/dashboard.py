@@ -18,7 +18,7 @@ from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, one_line, option
 from scripts.reporting.charts import LOSS
 from scripts.reporting.figures import suffix
 from scripts.reporting.runs import in_words
-from sweeps.definition import Sweep, load_sweep, sweep_name, sweep_tag
+from sweeps.definition import Definition, load_sweep, sweep_name, sweep_tag
 from sweeps.plan import plan_runs
 from training.config import WandbOptions
 
@@ -41,7 +41,7 @@ class DashboardOptions:
         require(self.dry_run or self.agents or self.entity is not None, "entity= must be given")
 
 
-def sections(definition: Sweep) -> Iterator[tuple[str, list[Any]]]:
+def sections(definition: Definition) -> Iterator[tuple[str, list[Any]]]:
     """The panels of each section. Runs are grouped by point; bands are the SD over folds and seeds."""
     import wandb_workspaces.reports.v2 as wr
 
@@ -95,7 +95,7 @@ def workspace(asked: DashboardOptions, drawn: Panels) -> Any:
     )
 
 
-def report(asked: DashboardOptions, definition: Sweep, drawn: Panels) -> Any:
+def report(asked: DashboardOptions, definition: Definition, drawn: Panels) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
     # a runset with a project asks the server for its number
@@ -106,7 +106,7 @@ def report(asked: DashboardOptions, definition: Sweep, drawn: Panels) -> Any:
     return wr.Report(asked.project, asked.entity or "ENTITY", title, "Made by scripts/dashboard.py", blocks)
 
 
-def agent_sweep(asked: DashboardOptions, definition: Sweep) -> dict[str, Any]:
+def agent_sweep(asked: DashboardOptions, definition: Definition) -> dict[str, Any]:
     """A W&B Sweep with a value for each run: its overrides of train.py, which the command splits into words."""
     tags = f'wandb.tags=["{sweep_tag(sweep_name(asked.sweep))}"]'
     values = [shlex.join([*run.overrides, tags]) for run in plan_runs(definition, [])]

@@ -1,9 +1,9 @@
 """What a launcher and its workers tell each other, in files of the sweep's directory.
 
-launches/NAME.json  what one start of sweeps/launch.py asks of its workers
-launches/NAME.stop  tells the tasks of a launch on SLURM to end
+launches/NAME.json    what one start of sweeps/launch.py asks of its workers
+launches/NAME.stop    tells the tasks of a launch on SLURM to end
 launches/NAME.*.json  what node 0 of a SLURM task orders the other nodes to start
-claims/RUN_ID       locked by the process that has the run; counts the tries of each launch
+claims/RUN_ID         locked by the process that has the run; counts the tries of each launch
 """
 
 import json

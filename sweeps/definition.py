@@ -19,7 +19,7 @@ from data.corpora import read_text
 from training.config import TrainConfig
 
 Grid = dict[str, dict[str, Any]]  # key -> {label: value}
-REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of Sweep.also
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of `also`
     "last": lambda v: v[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
     # the mean distance of a value from the middle of its two neighbours: 0 on a line of equal steps, however steep
     "roughness": lambda v: fmean(abs(v[i] - (v[i - 1] + v[i + 1]) / 2) for i in range(1, len(v) - 1)) if v[2:] else 0.0,
@@ -50,7 +50,7 @@ class Part:
 
 @options
 class Compare:
-    """An entry of Sweep.compare, tested together: the settings that match a pattern against a baseline, or pairs.
+    """An entry of `compare`, tested together: the settings that match a pattern against a baseline, or pairs.
 
     metric: what is compared alone; null: the lowest validation loss first, then every other metric.
     claim: the claimed direction of A − B. size: the claimed difference, only where the runs have the claim's own scale.
@@ -73,7 +73,7 @@ class Compare:
 
 
 @options
-class Sweep:
+class Definition:
     """The keys of configs/sweep/NAME.yaml. `extends` names a sweep whose keys are the defaults of this one.
 
     overrides: for every run, as train.py takes them; they are added to those of the extended sweep.
@@ -127,11 +127,11 @@ def sweep_name(text: str) -> str:
 
 
 def sweep_tag(name: str) -> str:
-    """Of a sweep's runs at W&B, which takes 64 characters."""
+    """The tag of a sweep's runs at W&B, cut to its 64 characters."""
     return f"sweep:{name}"[:64]
 
 
-def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
+def load_sweep(name: str, changes: Mapping[str, Any]) -> Definition:
     """The sweep of configs/sweep/`name`.yaml, or of the file `name`. changes: {"folds": [0], "grid.qk_norm.p": [2, 3]}.
 
     Raises: ConfigError naming key, value and rule.
@@ -140,19 +140,19 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Sweep:
     parts: dict[str, Any] = source["parts"]
     if "parts" in changes:
         parts = select_parts(name, parts, changes.pop("parts"))
-    source["parts"] = {part: of for part, of in parts.items() if of["on_request"] is not True}
+    source["parts"] = {name: part for name, part in parts.items() if part["on_request"] is not True}
     require(bool(source["parts"]) or not parts, f"sweep={name}: name some of {', '.join(parts)} with sweep.parts=")
     for key, value in changes.items():
         if key.startswith("grid."):
             varied = key.removeprefix("grid.")
-            places = {"sweep": source, **{f"sweep.parts.{part}": of for part, of in source["parts"].items()}}
-            grids = [convert(of["grid"], dict, f"{place}.grid") for place, of in places.items()]
+            places = {"sweep": source, **{f"sweep.parts.{name}": part for name, part in source["parts"].items()}}
+            grids = [convert(part["grid"], dict, f"{place}.grid") for place, part in places.items()]
             for grid in [grid for grid in grids if varied in grid] or grids[:1]:  # a new key: of the sweep's own grid
                 grid[varied] = value
         else:
             source[key] = value
             if key in ("folds", "seeds"):  # also for the parts that have their own
-                source["parts"] = {part: {**of, key: None} for part, of in source["parts"].items()}
+                source["parts"] = {name: {**part, key: None} for name, part in source["parts"].items()}
     return check_sweep(source)
 
 
@@ -180,7 +180,7 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
         raise ConfigError(f"sweep={name} must be one of {', '.join(known)}, or a file that ends in .yaml")
     require(file.is_file(), f"sweep={name} is no file")
     source = convert(parse_yaml(read_text(str(file), f"sweep={name}"), f"sweep={name}"), dict, "sweep")
-    base = asdict(Sweep())
+    base = asdict(Definition())
     if extended := str(source.pop("extends", "")):
         if extended.endswith(".yaml"):  # relative to this file
             extended = os.path.normpath(file.parent / extended)
@@ -199,11 +199,11 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
 
 
 # -----------------------------------------------------------------------------
-# Mapping -> Sweep
+# Mapping -> definition
 
 
-def check_sweep(source: Mapping[str, Any]) -> Sweep:
-    """`source` as a Sweep, with every type and rule checked."""
+def check_sweep(source: Mapping[str, Any]) -> Definition:
+    """`source` as a definition, with every type and rule checked."""
     try:
         json.dumps(source, ensure_ascii=False, default=str).encode()
     except ValueError as error:
@@ -214,7 +214,7 @@ def check_sweep(source: Mapping[str, Any]) -> Sweep:
         key = f"sweep.parts.{name}."
         parts[name] = settings_of(Part, {**part, "grid": checked_grid(f"{key}grid", part.get("grid", {}))}, key)
     grid = checked_grid("sweep.grid", source.get("grid", {}))
-    return settings_of(Sweep, {**source, "grid": grid, "parts": parts}, "sweep.")
+    return settings_of(Definition, {**source, "grid": grid, "parts": parts}, "sweep.")
 
 
 def checked_grid(key: str, swept: Any) -> Grid:

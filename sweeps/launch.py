@@ -31,7 +31,7 @@ from core.rundir import at_end
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, options, require
 from core.wandb_run import wandb_mode
 from sweeps.claims import Launch
-from sweeps.definition import Sweep, load_sweep, read_definition, sweep_name
+from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
 from sweeps.plan import PlannedRun, freeze, plan_runs
 from sweeps.status import FINAL, State, SweepPlace, failures, state_of, tally
@@ -76,7 +76,7 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
         list_runs(asked, sweep_dir, unstored)
         return 0
     left = [run for run in unstored if not at_end(sweep_dir / run.id)]
-    check_runs([replace(run, config=here(run.config, asked)) for run in left])
+    check_runs([replace(run, config=config_here(run.config, asked)) for run in left])
     freeze(sweep_dir, sweep_name(str(asked.sweep)), sweep, overrides, runs, trains=bool(left))
     return launch(asked, sweep_dir, unstored) if unstored else 0
 
@@ -93,12 +93,12 @@ def check_usable(sweep_dir: Path) -> None:
     require(not links, f"sweep_dir={sweep_dir} is not used: {', '.join(links)} in it is a link")
 
 
-def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, list[PlannedRun], list[str]]:
+def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Definition, list[PlannedRun], list[str]]:
     """The sweep with the changes of the command line, its runs, composed and checked, and the overrides of them all."""
     changes, rest = {}, []
     for override in overrides:
         key, equals, text = override.partition("=")
-        require(key not in declared(Sweep), f"{override} is unknown; did you mean sweep.{key}?")
+        require(key not in declared(Definition), f"{override} is unknown; did you mean sweep.{key}?")
         if key.startswith("sweep.") and equals:
             changes[key.removeprefix("sweep.")] = parse_yaml(text, f"{override} is not key=value")
         else:
@@ -114,7 +114,7 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Sweep, lis
 # Before the launch
 
 
-def unknown_points(sweep: Sweep, points: Collection[str], left_out: Collection[str]) -> Iterator[str]:
+def unknown_points(sweep: Definition, points: Collection[str], left_out: Collection[str]) -> Iterator[str]:
     """A line for each comparison of which one side is no point of the sweep, nor of a part that was left out."""
 
     def is_left_out(point: str) -> bool:
@@ -141,7 +141,7 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
         with (expand(folder) / "runs.csv").open(encoding="utf-8", newline="") as file:
             rows = {row["id"]: {**common, **row} for row in csv.DictReader(file)}
         stored = {run_id: State(row["status"], int(row["iter"] or 0)) for run_id, row in rows.items()}
-        enough = {run.id for run in runs if run.id in stored and stored[run.id].is_all_of(run.config.max_iters)}
+        enough = {run.id for run in runs if run.id in stored and stored[run.id].ended_as_one_of(run.config.max_iters)}
     except (OSError, KeyError, ValueError, csv.Error) as error:
         raise ConfigError(f"from={folder} has no runs.csv that can be read: {error}") from error
     for run in (run for run in runs if run.id in enough):
@@ -154,7 +154,7 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
     return [run for run in runs if run.id not in enough]
 
 
-def here(config: TrainConfig, asked: LaunchOptions) -> TrainConfig:
+def config_here(config: TrainConfig, asked: LaunchOptions) -> TrainConfig:
     """A run's config for this machine, which may lack the devices of SLURM's nodes."""
     if not isinstance(asked.launcher, SlurmOptions):
         return config
@@ -176,9 +176,9 @@ def check_runs(runs: list[PlannedRun]) -> None:
 
         models = {json.dumps([asdict(c.gpt), asdict(c.qk_clip)]): c for c in (run.config for run in runs)}
         for config in models.values():
-            session.model_without_weights(config, vocab_size=2)
+            session.checked_meta_model(config, vocab_size=2)
         for config in configs.values():
-            estimate.check(config)
+            estimate.require_startable(config)
 
 
 def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> None:
@@ -192,7 +192,7 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
     for run in runs:
         key = cost_key(run)
         if key not in cost:
-            config = here(run.config, asked)
+            config = config_here(run.config, asked)
             cost[key] = estimate.estimate(replace(config, threads=config.threads or launcher.threads))
         state, (run_seconds, run_bytes) = states[run.id], cost[key]
         left = 0 if state.state in FINAL else run_seconds * (1 - (state.iter or 0) / run.config.max_iters)
@@ -222,6 +222,15 @@ def cost_key(run: PlannedRun) -> str:
 # The launch
 
 
+def send_report(asked: LaunchOptions, sweep_dir: Path) -> None:
+    """Send the sweep's report to W&B, in a process: sweeps/ imports no scripts."""
+    words = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
+    words += [f"from={asked.from_}"] * (asked.from_ is not None)
+    # two launchers of a sweep end together
+    with FileLock(sweep_dir / "report.lock"), suppress(subprocess.TimeoutExpired):
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *words], timeout=REPORT_SECONDS)
+
+
 def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int:
     """Have workers train what is left. Returns 0, 1 where a run failed, or 128 + the signal that stopped it."""
     for folder in ("claims", "launches", "logs"):
@@ -244,12 +253,8 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     say(f"{sweep_dir}: {counts} in {tqdm.format_interval(time.monotonic() - began)}")
     for line in failures(sweep_dir, states):
         say(line)
-    if wandb_mode(runs[0].config.wandb.mode) == "online":  # in a process: sweeps/ imports no scripts
-        words = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
-        words += [f"from={asked.from_}"] * (asked.from_ is not None)
-        # two launchers of a sweep end together
-        with FileLock(sweep_dir / "report.lock"), suppress(subprocess.TimeoutExpired):
-            subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *words], timeout=REPORT_SECONDS)
+    if wandb_mode(runs[0].config.wandb.mode) == "online":
+        send_report(asked, sweep_dir)
     if trouble:
         print(f"error: {trouble}", file=sys.stderr)
     complete = all(state.state in FINAL for state in states.values())

@@ -55,8 +55,8 @@ class SlurmOptions:
 
     name: str = "slurm"
     workers: Annotated[int, AtLeast(1), Help("tasks, each of which trains one run after the other")] = 1
-    nodes: Annotated[int, AtLeast(1), Help("of a task, which train one run together")] = 1
-    gpus: Annotated[int, AtLeast(0), Help("of a node; a run uses them all, with a process for each")] = 0
+    nodes: Annotated[int, AtLeast(1), Help("nodes of a task, which train one run together")] = 1
+    gpus: Annotated[int, AtLeast(0), Help("GPUs of a node; a run uses them all, with a process for each")] = 0
     threads: Annotated[int, AtLeast(1), Help("CPUs of a process")] = 1
     partition: Annotated[str | None, Help("--partition; null: SLURM's default")] = None
     timeout_min: Annotated[int, Help("--time; a task that is out of time saves, and is requeued")] = 60

@@ -18,9 +18,9 @@ from typing import Any
 from core import cli
 from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic, write_json
 from core.process import say
-from core.rundir import commit, differences, short, uncommitted
-from core.schema import ConfigError, build, flatten, require, show
-from sweeps.definition import Part, Sweep, plain
+from core.rundir import commit, short, uncommitted
+from core.schema import ConfigError, build, differences, flatten, require, show
+from sweeps.definition import Definition, Part, plain
 from training.config import TrainConfig, load_config
 
 GROUPS = {*cli.options_of(TrainConfig)}
@@ -51,7 +51,7 @@ class PlannedRun:
 # Definition -> runs
 
 
-def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
+def plan_runs(sweep: Definition, overrides: list[str]) -> list[PlannedRun]:
     """Every run of a sweep, composed and checked; `overrides` apply to all of them.
 
     The runs of one fold stand together, so that an unfinished sweep compares over whole folds.
@@ -89,7 +89,7 @@ def plan_runs(sweep: Sweep, overrides: list[str]) -> list[PlannedRun]:
     return list(runs.values())
 
 
-def check_overrides(sweep: Sweep, overrides: list[str]) -> None:
+def check_overrides(sweep: Definition, overrides: list[str]) -> None:
     """Raise ConfigError for an override of a setting that the sweep varies, or has a key of its own for."""
     parts = [*sweep.parts.values()] or [Part()]
     grids = [sweep.grid, *(part.grid for part in parts)]
@@ -121,7 +121,7 @@ def key_of(override: str) -> str:
 
 
 def points_of(
-    sweep: Sweep, parts: Mapping[str, Part], overrides: list[str]
+    sweep: Definition, parts: Mapping[str, Part], overrides: list[str]
 ) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     """Each point of these parts: its name, its overrides with `overrides` among them, plain values to set on top."""
     for part_name, part in parts.items():
@@ -157,7 +157,7 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def freeze(
-    sweep_dir: Path, name: str, sweep: Sweep, overrides: list[str], runs: list[PlannedRun], trains: bool
+    sweep_dir: Path, name: str, sweep: Definition, overrides: list[str], runs: list[PlannedRun], trains: bool
 ) -> None:
     """Write the plan; a plan that exists may grow, but the configs of its runs never change. trains: whether one of
     these runs is left to train.
@@ -192,7 +192,7 @@ def freeze(
             write_atomic(sweep_dir / "plan.jsonl", "".join(map(to_line, merged.values())).encode())
 
 
-def frozen_definition(old: dict[str, Any], sweep: Sweep, grows: bool) -> dict[str, Any]:
+def frozen_definition(old: dict[str, Any], sweep: Definition, grows: bool) -> dict[str, Any]:
     """The definition for sweep.json. A plan that grows unites the old and the new one; else the old one stays, with the
     new report keys."""
     new: dict[str, Any] = json.loads(json.dumps(asdict(sweep)))  # as the file has it: lists for tuples

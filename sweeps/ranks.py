@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from core.files import read_json, write_atomic
-from core.process import refuse
+from core.process import EXIT_DIVERGED, refuse
 from core.rundir import read_status
 from core.schema import ConfigError, build
 from sweeps.claims import Launch
@@ -57,7 +57,7 @@ def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
     status = read_status(config.run_dir)
     if launch.nodes and status != before and status.get("state") == "stopped":  # SLURM signals the ranks itself
         return 128 + signal.SIGTERM
-    return {"done": 0, "diverged": 3}.get(str(status.get("state")), 1)
+    return {"done": 0, "diverged": EXIT_DIVERGED}.get(str(status.get("state")), 1)
 
 
 def torchrun(arguments: list[str], config: dict[str, Any], on_slurm: bool) -> subprocess.Popen[bytes]:
@@ -78,7 +78,7 @@ def free_port() -> int:
 
 
 def order_file(launch: Launch) -> Path:
-    """Of this task, and of its time since it was last requeued: an older order must not be followed."""
+    """The order file of this task since it was last requeued: an older order must not be followed."""
     task, requeued = os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
     return launch.sweep_dir / "launches" / f"{launch.name}.{task}.{requeued}.json"
 
@@ -158,9 +158,9 @@ def stop_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def stop_without(torchrun: int) -> None:
-    """Send this process SIGTERM, so that it saves and stops, when torchrun was killed."""
-    while os.getppid() == torchrun:
+def stop_when_gone(parent: int) -> None:
+    """Send this process SIGTERM, so that it saves and stops, when its parent process has ended."""
+    while os.getppid() == parent:
         time.sleep(LOOK)
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
@@ -186,7 +186,7 @@ def train_rank(config: str) -> int:
     if ON_SLURM in os.environ:
         stop_once(signal.SIGTERM, signal.SIGUSR2)
     else:
-        threading.Thread(target=stop_without, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=stop_when_gone, args=(os.getppid(),), daemon=True).start()
     import train
 
     try:

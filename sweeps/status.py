@@ -33,9 +33,9 @@ class State:
     reason: str = ""
     launch_tries: int = 0
 
-    def is_all_of(self, max_iters: int) -> bool:
-        """Whether the end of a run is that of one of max_iters, which decides no id where the learning rate is
-        constant."""
+    def ended_as_one_of(self, max_iters: int) -> bool:
+        """Whether this run ended as a run of max_iters would. With a constant learning rate, runs of any length share
+        an id."""
         reached = self.iter or 0
         return reached == max_iters if self.state == "done" else self.state == "diverged" and reached <= max_iters
 
@@ -71,7 +71,7 @@ def progress(sweep_dir: Path, run: PlannedRun, state: State) -> tuple[float, tup
 
 
 def bar(shares: Sequence[float], width: int = 20) -> str:
-    """Of the mean of shares: full only where all of them are 1."""
+    """A bar of the mean share, full only where all are 1."""
     share = fmean(shares)
     return f"[{'#' * int(width * share):.<{width}}] {int(100 * share + 1e-9):3d} %"
 
@@ -104,7 +104,7 @@ class SweepPlace:
         require(bool(self.sweep or self.sweep_dir), "sweep= must be given")
 
 
-def show(asked: SweepPlace) -> int:
+def print_status(asked: SweepPlace) -> int:
     """Print a bar, a line a point with its lowest val/loss, then what runs and what failed."""
     sweep_dir, runs = asked.directory, read_plan(asked.directory)
     states = {run.id: state_of(sweep_dir, run) for run in runs}
@@ -130,4 +130,4 @@ def show(asked: SweepPlace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(SweepPlace, show, __doc__))
+    sys.exit(run_script(SweepPlace, print_status, __doc__))

@@ -22,6 +22,7 @@ from sweeps.claims import Launch, claimed, write_claim
 from sweeps.definition import part_and_name, sweep_tag
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.ranks import stop_with_parent, train_on_ranks
+from training.config import TrainConfig
 
 WORKER = str(Path(__file__).resolve())
 RESTART = 4  # exit status of a worker that asks for a new process in its place
@@ -62,19 +63,7 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
     before = claim["tries"].get(launch.name, 0)
     claim |= {"tries": {**claim["tries"], launch.name: before + 1}, "error": None, "limit": launch.tries}
     write_claim(sweep_dir, run.id, claim)  # before the run, so that a death counts too
-    wandb = run.config.wandb
-    about = read_json(sweep_dir / "sweep.json")
-    name = about.get("name", sweep_dir.name)
-    parts = [part_and_name(point, about.get("sweep", {}).get("parts", {}))[0] for point in run.points]
-    parts = [f"part:{part}"[:64] for part in dict.fromkeys(parts) if part]
-    media = "off" if wandb.media == "auto" else wandb.media
-    config = replace(
-        run.config, out_dir=str(sweep_dir / run.id), dry_run=False,
-        wandb=replace(
-            wandb, tags=(*wandb.tags, sweep_tag(name), *parts), media=media,
-            group=wandb.group or f"{name}: {run.points[0]}"[:128],
-        ),
-    )  # fmt: skip
+    config = config_in_sweep(run, sweep_dir)
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):
         try:
             if launch.ranks > 1:
@@ -101,6 +90,19 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
     write_claim(sweep_dir, run.id, claim)
     gc.collect()
     return status
+
+
+def config_in_sweep(run: PlannedRun, sweep_dir: Path) -> TrainConfig:
+    """The run's config with its directory in the sweep, and W&B's tags and group."""
+    wandb = run.config.wandb
+    about = read_json(sweep_dir / "sweep.json")
+    name = about.get("name", sweep_dir.name)
+    parts = [part_and_name(point, about.get("sweep", {}).get("parts", {}))[0] for point in run.points]
+    parts = [f"part:{part}"[:64] for part in dict.fromkeys(parts) if part]
+    media = "off" if wandb.media == "auto" else wandb.media
+    group = wandb.group or f"{name}: {run.points[0]}"[:128]
+    wandb = replace(wandb, tags=(*wandb.tags, sweep_tag(name), *parts), media=media, group=group)
+    return replace(run.config, out_dir=str(sweep_dir / run.id), dry_run=False, wandb=wandb)
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ def stop_rank_1() -> None:
         return real(*args)
 
     train.accumulate_gradients = stopping  # type: ignore[assignment]
-    train.stopped = partial(slowly, train.stopped)
+    train.record_stop = partial(slowly, train.record_stop)
 
 
 def slowly(end: Callable[..., int], *args: Any) -> int:

@@ -69,7 +69,7 @@ def test_any_words_of_sample_end_in_success_or_one_line(words: list[str], folder
 
 
 def show_status(words: list[str]) -> int:
-    return run_script(status.SweepPlace, status.show, "", words)
+    return run_script(status.SweepPlace, status.print_status, "", words)
 
 
 OTHERS: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {

@@ -68,7 +68,7 @@ def test_json_of_the_wrong_shape_is_reported_or_refused_in_one_line(
         place.write_text(content + "\n")
         with suppress(ConfigError):
             text_of(sweep_of(made.path)).encode()
-        exit_status = run_script(status.SweepPlace, status.show, "", [f"sweep_dir={made.path}"])
+        exit_status = run_script(status.SweepPlace, status.print_status, "", [f"sweep_dir={made.path}"])
         said = capsys.readouterr().err
         assert exit_status in (0, 2) and said.count("\n") == (exit_status == 2), (content[:200], said)
 

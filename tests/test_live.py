@@ -255,7 +255,7 @@ def test_status_draws_a_bar_and_the_best_loss_for_the_sweep_and_each_point(
     done = sweep.run("a/p=2", 0, falling(1.5, 30))
     append(running(sweep, "a/p=3", max_iters=100) / "metrics.jsonl", **{"iter": 40, "val/loss": 1.75})
     sweep.plan("a/p=3", 1, 1, max_iters=100)
-    assert status.show(status.SweepPlace(sweep_dir=str(sweep.path))) == 0
+    assert status.print_status(status.SweepPlace(sweep_dir=str(sweep.path))) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{sweep.path}: 3 runs, 1 done, 1 stopped, 1 pending",
         f"         [#########...........]  46 %  lowest val/loss 1.5000 at iteration 30 of {done.name}",

@@ -25,8 +25,8 @@ from training.optim import (
     optimizer_tensors,
     parameter_groups,
 )
-from training.session import Machine, model_without_weights
-from training.updates import update_ratios, weights_variant
+from training.session import Machine, checked_meta_model
+from training.updates import applying_weights_variant, update_ratios
 
 
 def new_model(config: TrainConfig) -> GPT:
@@ -38,7 +38,7 @@ def new_model(config: TrainConfig) -> GPT:
 def train(model: GPT, optimizer: Optimizer, steps: range) -> None:
     for step in steps:
         model(random_tokens(4, 16, seed=step), random_tokens(4, 16, seed=step + 100))[1].backward()
-        with weights_variant(model):
+        with applying_weights_variant(model):
             optimizer.step()
         optimizer.zero_grad()
 
@@ -389,5 +389,5 @@ def test_the_estimated_rate_counts_clipping_and_the_optimizers_step(monkeypatch:
     monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     config = dataclasses.replace(tiny_config(), batch_size=4, gradient_accumulation_steps=2)
     machine = Machine(World(), torch.device("cpu"), torch.float32)
-    rate, _ = estimate.training_rate(model_without_weights(config, V), config, machine)
+    rate, _ = estimate.training_rate(checked_meta_model(config, V), config, machine)
     assert rate == config.tokens_per_iter / (2 * 1 + 3 + 5)

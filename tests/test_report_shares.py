@@ -17,8 +17,7 @@ from scripts.reporting.page import outline
 from scripts.reporting.runs import Replicate
 from scripts.reporting.statistics import compared_families, interval, ratio, shares, within
 from scripts.reporting.tables import Table
-from sweeps.definition import Sweep as Definition
-from sweeps.definition import load_sweep
+from sweeps.definition import Definition, load_sweep
 
 SHARED = 1 / 9
 

@@ -19,8 +19,8 @@ from conftest import ROOT
 
 from core import rundir
 from core.files import is_intact, read_json, write_json
-from core.rundir import ReadOnlyRunDir, RunDir, differences, is_locked, open_run, read_status
-from core.schema import ConfigError
+from core.rundir import ReadOnlyRunDir, RunDir, is_locked, open_run, read_status
+from core.schema import ConfigError, differences
 from data.options import TextFileOptions
 from model.options import LpNormOptions, MLAOptions, ModelOptions
 from training import config as settings

@@ -25,8 +25,8 @@ from model.options import RMSNormOptions, SinkOptions
 from training.checks import start_up_checks
 from training.config import ConstantOptions, TrainConfig, WandbOptions, load_config
 from training.optim import build_optimizer
-from training.session import setup
-from training.updates import weights_variant
+from training.session import checked_meta_model, setup
+from training.updates import applying_weights_variant
 
 B, T, C, nh, nkv, hs = 2, 16, 32, 4, 2, 8
 CAUSAL = torch.full((1, 1, T, T), -math.inf).triu(1)
@@ -329,7 +329,7 @@ def test_quack_scales_the_learning_rates_by_its_papers_algorithms(layout: str, o
             group["lr"] = 0.01
         idx = random_tokens(4, 16)
         model.train()(idx, idx)[1].backward()
-        with weights_variant(model):
+        with applying_weights_variant(model):
             optimizer.step()
     for name, w in plain.state_dict().items():
         factor = torch.ones(1)
@@ -423,7 +423,7 @@ REFUSED = [
         {"model": ROPE, "attention": {"name": "mla", "qk_norm_layout": "unified"}, "qk_norm": {"name": "rms_whole"}},
         "qk_norm=rms_whole needs attention.qk_norm_layout=blockwise: its gains differ between heads",
     ),
-    ({"weights": {"name": "sigma_reparam"}, "qk_clip": {"name": "clip"}}, "qk_clip=clip does not go with weights="),
+    ({"weights": {"name": "sigma_reparam"}, "qk_clip": {"name": "clip"}}, "qk_clip=clip: weights=sigma_reparam undoes"),
     ({"logits": {"name": "softcap"}, "fault": {"name": "no_mask"}}, "fault=no_mask needs no logits=: it replaces"),
     ({"softmax": {"name": "sink", "logit": math.inf}}, "softmax.logit=inf must be a finite number or learned"),
     ({"logits": {"name": "softcap", "cap": 0.0}}, "logits.cap=0.0 must be > 0 and at most 1e+30"),
@@ -433,7 +433,7 @@ REFUSED = [
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_a_combination_that_is_refused_says_why(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        GPT(load_config(given).gpt, 11)
+        checked_meta_model(load_config(given), 11)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 

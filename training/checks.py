@@ -17,8 +17,8 @@ from core.schema import one_line, require
 from data.batches import Batches
 from model.cross_entropy import max_positions_with_logits
 from model.diagnostics import (
+    LEAK_PREFIX,
     LEAK_TOLERANCE,
-    LONG,
     future_leak,
     logit_bound,
     logits_or_hidden,
@@ -102,7 +102,7 @@ def future_seen(session: Session, x: Tensor) -> list[str]:
     if x.size(1) == 1 or model.vocab_size == 1:
         return []
     forward: nn.Module = model
-    rows, long = 1, LONG
+    rows, long = 1, LEAK_PREFIX
     if is_compiled(session.config, device):  # only in the shape of training: so it is compiled before update 0
         forward, rows, long = session.forward, rows_at_once(len(x), x.size(1), device), x.size(1)
     with session.machine.autocast():
@@ -127,7 +127,7 @@ def windows_mixed(session: Session, x: Tensor) -> list[str]:
     """A warning if one window of x (B, T) moves the logits of another in evaluation mode; else none."""
     if len(x) < 2 or session.model.vocab_size == 1:
         return []
-    pair = x[:2, :LONG].to(session.machine.device)
+    pair = x[:2, :LEAK_PREFIX].to(session.machine.device)
     other = torch.stack([pair[0], torch.where(pair[1] > 0, 0, 1)])
     with session.machine.autocast(), torch.no_grad():
         before, after = (logits_or_hidden(session.model.eval(), windows) for windows in (pair, other))

@@ -68,7 +68,7 @@ class QKClipOptions(NoClipOptions):
     """QK-Clip (Kimi K2): scale the weights of a head back whose largest logit exceeds threshold; needs qk_norm=none"""
 
     name: str = "clip"
-    threshold: Annotated[float, POSITIVE, Help("of a head's largest logit")] = 100.0
+    threshold: Annotated[float, POSITIVE, Help("heads with a larger logit are clipped")] = 100.0
     balance: Annotated[float, Between(0, 1), Help("gamma^balance scales queries, gamma^(1 - balance) keys")] = 0.5
 
 
@@ -84,7 +84,7 @@ class AdamWOptions:
         AlsoCalled(["beta1", "beta2"]),
         Help("AdamW's"),
     ] = (0.9, 0.99)
-    weight_decay: Annotated[float, NOT_NEGATIVE, Help("of weights with two or more dimensions")] = 0.1
+    weight_decay: Annotated[float, NOT_NEGATIVE, Help("weight decay of matrices")] = 0.1
 
 
 @options
@@ -239,7 +239,7 @@ SCHEDULES: dict[str, type[ScheduleOptions]] = {
     "cosine": CosineOptions, "wsd": WSDOptions, "linear": LinearOptions, "constant": ConstantOptions,
 }  # fmt: skip
 
-Seed = Annotated[int, AtLeast(0, bits=63), Help("of everything random")]
+Seed = Annotated[int, AtLeast(0, bits=63), Help("seed of every random number")]
 Device = Annotated[
     str,
     Rule(
@@ -251,8 +251,9 @@ Device = Annotated[
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 where there is hardware for it")]
 
 
-# Free settings are not all without effect. A run that resumes with another `device`, `compile`, `threads` or
-# `deterministic` rounds differently from there on, and warns; another `device` or `compile` draws other dropout masks.
+# A FREE setting may change when a run is resumed. Some still change the numbers from there on: another `device`,
+# `compile`, `threads` or `deterministic` rounds differently, and another `device` or `compile` draws other dropout
+# masks; the run warns.
 # If dtype=auto means another dtype, check_resumable() refuses. `init_from` is free as `init_sha256` decides.
 @options
 class TrainConfig:
@@ -309,9 +310,7 @@ class TrainConfig:
     fresh: Annotated[bool, FREE, Help("move an older run in the same directory aside and start anew")] = False
     model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
     attention: Annotated[AttentionOptions, Variants(ATTENTION_OPTIONS), Help("the attention layout")] = MHAOptions()
-    qk_norm: Annotated[QKNormOptions, Variants(QK_NORM_OPTIONS), Help("of queries and keys")] = (
-        NoNormOptions()
-    )
+    qk_norm: Annotated[QKNormOptions, Variants(QK_NORM_OPTIONS), Help("the norm of queries and keys")] = NoNormOptions()
     logits: Annotated[
         LogitsOptions, Variants(LOGITS_OPTIONS), BeforeItExisted(LogitsOptions()), Help("before the softmax")
     ] = LogitsOptions()
@@ -328,7 +327,7 @@ class TrainConfig:
     ] = WeightsOptions()  # fmt: skip
     qk_clip: Annotated[NoClipOptions, Variants(QK_CLIPS), Help("a bound on the largest logits")] = NoClipOptions()
     optim: Annotated[AdamWOptions, Variants(OPTIMS), Help("the optimizer")] = AdamWOptions()
-    schedule: Annotated[ScheduleOptions, Variants(SCHEDULES), Help("of the learning rate")] = CosineOptions()
+    schedule: Annotated[ScheduleOptions, Variants(SCHEDULES), Help("the learning rate over the run")] = CosineOptions()
     data: Annotated[CorpusOptions, Variants(CORPORA), AlsoCalled(["dataset"]), Help("the corpus")] = (
         TinyShakespeareOptions()
     )
@@ -403,12 +402,8 @@ class TrainConfig:
             f"qk_clip=clip needs qk_norm=none: with qk_norm={self.qk_norm.name} the weights' scale does not reach the"
             " logits",
         )
-        require(
-            not isinstance(self.qk_clip, QKClipOptions) or self.weights.name != "sigma_reparam",
-            "qk_clip=clip does not go with weights=sigma_reparam, which sets the scale of the weights",
-        )
-        for group in {"logits", "softmax"} & self.gpt.variants.keys():
-            allowed = self.fault.name != "no_mask"
+        for group in ("logits", "softmax"):
+            allowed = self.fault.name != "no_mask" or group not in self.gpt.variants
             require(allowed, f"fault=no_mask needs no {group}=: it replaces the softmax as a whole")
         require(
             self.fault.name != "loss_over_accumulation" or self.gradient_accumulation_steps > 1,

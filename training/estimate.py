@@ -17,8 +17,10 @@ from training.config import TrainConfig, to_yaml
 from training.init_from import load_initial_weights
 from training.optim import build_optimizer, optimizer_bytes
 from training.schedule import n_evaluations
-from training.session import Data, Machine, model_without_weights, read_data, set_up_machine
-from training.updates import rows_at_once, weights_variant
+from training.session import Data, Machine, checked_meta_model, read_data, set_up_machine
+from training.updates import applying_weights_variant, rows_at_once
+
+GUESSED_MFU = 0.4  # where a few updates would take long
 
 
 class Cost(NamedTuple):
@@ -39,7 +41,7 @@ def dry_run(config: TrainConfig) -> int:
     return 0
 
 
-def check(config: TrainConfig) -> None:
+def require_startable(config: TrainConfig) -> None:
     """Raise ConfigError where the run cannot start: no such device, no corpus, too little text, unfit weights."""
     set_up_machine(config)
     data = read_data(config)
@@ -50,14 +52,14 @@ def check(config: TrainConfig) -> None:
 def estimate(config: TrainConfig) -> tuple[float, int]:
     """Seconds and bytes on disk that a run would take."""
     machine, data = set_up_machine(config), read_data(config)
-    found = cost(config, machine, data, model_without_weights(config, data.corpus.tokenizer.vocab_size))
+    found = cost(config, machine, data, checked_meta_model(config, data.corpus.tokenizer.vocab_size))
     return found.seconds, (checkpoint.KEEP + 1) * found.checkpoint_bytes
 
 
 def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
     """The lines that a dry run prints, as {label: text}."""
     corpus, dtype = data.corpus, machine.dtype
-    model = model_without_weights(config, corpus.tokenizer.vocab_size)
+    model = checked_meta_model(config, corpus.tokenizer.vocab_size)
     n, flops = model.num_params(), model.flops_per_token()
     rows = rows_at_once(config.batch_size, config.model.block_size, machine.device)
     activations = activation_bytes(model, rows, machine.device, dtype)
@@ -98,7 +100,7 @@ def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine) -> tup
     peak = peak_flops(device, machine.dtype)
     rows = min(rows_at_once(config.batch_size, T, device), int(peak / flops))  # at most a second's work at the peak
     if rows < 1 or device.type != "cpu":
-        return 0.4 * peak / flops * T, "40 % of the peak"
+        return GUESSED_MFU * peak / flops * T, f"{100 * GUESSED_MFU:g} % of the peak"
     model = GPT(config.gpt, meta_model.vocab_size)
     model.init_weights(config.seed)
     optimizer = build_optimizer(model, config)
@@ -111,10 +113,10 @@ def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine) -> tup
         loss.backward()
         between = time.perf_counter()
         clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        with weights_variant(model):
+        with applying_weights_variant(model):
             optimizer.step()
         optimizer.zero_grad()
         times.append((between - start, time.perf_counter() - between))
-    of_part, of_step = (min(seconds) for seconds in zip(*times, strict=True))
+    backward_seconds, step_seconds = (min(seconds) for seconds in zip(*times, strict=True))
     tokens = config.tokens_per_iter / machine.world.size  # of an update, on this rank
-    return tokens / (tokens / (rows * T) * of_part + of_step), f"timed on {rows} sequences"
+    return tokens / (tokens / (rows * T) * backward_seconds + step_seconds), f"timed on {rows} sequences"

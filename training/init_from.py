@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from core import checkpoint
 from core.files import expand, file_sha256, read_json
-from core.rundir import differences
-from core.schema import ConfigError, deciding, require
+from core.schema import ConfigError, deciding, differences, require
 from data.hf_tokenizer import tokenizer_json
 from data.options import FineWebOptions
 from data.tokenizer import Tokenizer

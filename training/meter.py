@@ -46,7 +46,7 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Of the whole run, over all resumes."""
+        """Seconds of the whole run, over all resumes."""
         return time.perf_counter() - self._began
 
     def state(self) -> dict[str, Any]:

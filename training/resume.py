@@ -9,8 +9,8 @@ from typing import Any
 from core import checkpoint, dist
 from core.files import file_sha256, is_intact, read_json
 from core.plugins import changed_plugins
-from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, differences, open_run, read_status
-from core.schema import ConfigError, require
+from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, open_run, read_status
+from core.schema import ConfigError, differences, require
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
 from training.session import Session
 
@@ -25,17 +25,17 @@ def run_request(config: TrainConfig) -> RunRequest:
 
 def refusal(config: TrainConfig, old: Any) -> str:
     """What differs from `old`, an older config.yaml's content, and what to do; "" if nothing that decides does."""
-    before, now, advice = load_config(old), config.schedule, "use another out_dir or fresh=true"
-    changes = differences(decisive(before), decisive(config))
-    if isinstance(before.schedule, DecayOptions) and isinstance(now, DecayOptions):
+    before, advice = load_config(old), "use another out_dir or fresh=true"
+    changes = differences(labelled_trajectory(before), labelled_trajectory(config))
+    if isinstance(before.schedule, DecayOptions) and isinstance(config.schedule, DecayOptions):
         end = before.schedule.decay_end(before.max_iters)
-        longer = replace(config, schedule=replace(now, lr_decay_iters=end))
-        if config.max_iters > before.max_iters and decisive(longer) == decisive(before):
+        longer = replace(config, schedule=replace(config.schedule, lr_decay_iters=end))
+        if config.max_iters > before.max_iters and labelled_trajectory(longer) == labelled_trajectory(before):
             advice = f"add schedule.lr_decay_iters={end:g} to train on at the schedule's last rate, else {advice}"
     return f"{', '.join(changes)}; {advice}" if changes else ""
 
 
-def decisive(config: TrainConfig) -> dict[str, Any]:
+def labelled_trajectory(config: TrainConfig) -> dict[str, Any]:
     """The settings that decide the numbers, as a person is told of them."""
     shown_as = {
         "schedule.lr_decay_iters": "schedule.lr_decay_iters (by default max_iters)",

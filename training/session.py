@@ -103,6 +103,10 @@ class Session:
             ddp.require_backward_grad_sync = False
             self.forward = ddp
 
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self.model.parameters()]
+
     @property
     def micro_steps(self) -> range:
         """The micro-batches of an update that this rank computes."""
@@ -125,7 +129,8 @@ def setup(config: TrainConfig) -> Session:
     machine = set_up_machine(config)
     data = read_data(config, machine.device)
     vocab_size = data.corpus.tokenizer.vocab_size
-    refuse_too_large(config, model_without_weights(config, vocab_size), machine)
+    meta_model = checked_meta_model(config, vocab_size)
+    refuse_too_large(config, meta_model, machine)
     model = GPT(config.gpt, vocab_size)
     model.init_weights(config.seed)
     model.to(machine.device)
@@ -147,7 +152,7 @@ def set_up_machine(config: TrainConfig) -> Machine:
     threads, about_threads = choose_threads(config, world, device)
     torch.set_num_threads(threads)
     set_deterministic(config.deterministic, is_compiled(config, device), device)
-    dtype = resolve_dtype(config.dtype, device)  # its test is a matmul
+    dtype = resolve_dtype(config.dtype, device)  # by a matmul: cuBLAS reads the settings above at its first one
     require(
         config.gradient_accumulation_steps % world.size == 0,
         f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be divisible by {world.size} ranks",
@@ -215,8 +220,8 @@ def is_resident(config: TrainConfig, corpus: Corpus, device: torch.device) -> bo
     return fits if config.data.on_device == "auto" else bool(config.data.on_device)
 
 
-def model_without_weights(config: TrainConfig, vocab_size: int) -> GPT:
-    """The model on PyTorch's meta device: shapes alone. Raises: ConfigError where its parts do not fit each other."""
+def checked_meta_model(config: TrainConfig, vocab_size: int) -> GPT:
+    """The model on PyTorch's meta device, shapes alone. Raises: ConfigError where its parts do not fit each other."""
     with torch.device("meta"):
         model = GPT(config.gpt, vocab_size)
     once = dict(model.named_parameters())

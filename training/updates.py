@@ -1,6 +1,7 @@
 """One update: its random numbers, the gradients of its micro-batches, its learning rate, its size."""
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from core.device import move
 from core.schema import require
@@ -76,10 +78,23 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
+def step_optimizer(session: Session, loss: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the update and drop the gradients; no weight changes where `skip`, (), is 1 or the update is not finite.
+
+    Returns the norm of the gradients before clipping, and the new `skip`.
+    """
+    norm = clip_grad_norm_(session.parameters, session.config.grad_clip or math.inf)  # inf: measure only
+    skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
+    with applying_weights_variant(session.model):
+        session.optimizer.step(skip)
+    session.optimizer.zero_grad()
+    return norm, skip
+
+
 @contextlib.contextmanager
-def weights_variant(model: Any) -> Iterator[None]:
-    """Wraps optimizer.step() for a `weights` variant: scales the update of the rows of its update_factors(), then calls
-    its after_update(), also where `skip` kept the weights."""
+def applying_weights_variant(model: Any) -> Iterator[None]:
+    """Wraps optimizer.step() for weights=quack and sigma_reparam. Rows of a block's update_factors() move by that
+    factor of the step. Then after_update() is called, also where the step was skipped."""
     seams = [block.weights for block in model.transformer.h]
     with torch.no_grad():
         found = [factors for seam in seams for factors in seam.update_factors()]

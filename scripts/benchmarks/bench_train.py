@@ -12,7 +12,6 @@ JSON.
 """
 
 import itertools
-import math
 import random
 import sys
 import time
@@ -33,18 +32,17 @@ SECONDS = 5.0  # of a turn, where iters= is not given
 def ours(overrides: list[str]) -> Built:
     """The update of train.py, with its numbers kept and read as there."""
     import torch
-    from torch.nn.utils import clip_grad_norm_
 
     from core.device import seed_generator
     from training.meter import Meter
     from training.qk_clip import qk_clip
     from training.session import setup
-    from training.updates import accumulate_gradients, seed_of_update, set_learning_rate, weights_variant
+    from training.updates import accumulate_gradients, seed_of_update, set_learning_rate, step_optimizer
 
     config = load_config(compose(overrides))
     session = setup(config)
     machine, model, optimizer = session.machine, session.model.train(), session.optimizer
-    parameters, n_micro_batches = [*model.parameters()], config.gradient_accumulation_steps
+    n_micro_batches = config.gradient_accumulation_steps
     batches = session.data.batches.prefetch((step, i) for step in itertools.count() for i in range(n_micro_batches))
     meter, steps, skip = Meter(session, {}), itertools.count(), torch.zeros((), device=machine.device)
 
@@ -55,11 +53,7 @@ def ours(overrides: list[str]) -> Built:
             seed_generator(seed_of_update(config.seed, step, 0), machine.device)
             set_learning_rate(optimizer, learning_rate(step % config.max_iters, config))
             loss = accumulate_gradients(session.forward, batches, n_micro_batches, machine)
-            norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
-            skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
-            with weights_variant(session.model):
-                optimizer.step(skip)
-            optimizer.zero_grad()
+            norm, skip = step_optimizer(session, loss, skip)
             meter.add({"iter": step}, loss, norm, qk_clip(model.attentions, config.qk_clip, skip))
         meter.read()  # the host waits for the device
         return gpu_memory(machine.device)

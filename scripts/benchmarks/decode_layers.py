@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core.device import resolve_device, resolve_dtype, synchronize
-from model.generate import keys_dtype
+from model.generate import kv_cache_dtype
 from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope
 from model.ops import causal_attention
 from scripts.benchmarks.timing import Turn, Work
@@ -48,7 +48,7 @@ class FullKeys(Layer):
 
     def allocate(self, batch: int, context: int, weight: Tensor, shared: Shared) -> list[Tensor]:
         attn = self.attn
-        dtype = keys_dtype(weight.dtype, weight.device)
+        dtype = kv_cache_dtype(weight.dtype, weight.device)
 
         def empty(n: int) -> Tensor:
             return torch.empty(batch, attn.n_head, context, n, dtype=dtype, device=weight.device)

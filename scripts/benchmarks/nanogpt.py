@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from core.device import move, resolve_device, synchronize
-from core.rundir import differences
-from core.schema import flatten, require
+from core.schema import differences, flatten, require
 from data.tokens import load_corpus
 from model.options import GPTConfig, ModelOptions
 from scripts.benchmarks.timing import Built, Turn, gpu_memory

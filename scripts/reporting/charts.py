@@ -93,6 +93,10 @@ def styles(parts: Mapping[str, Mapping[str, str]]) -> dict[str, Style]:
     return found
 
 
+def styles_of_names(names: Iterable[str]) -> dict[str, Style]:
+    return styles({"": {name: name for name in names}})
+
+
 def ranks(names: Sequence[str], everywhere: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Name -> (place, n): among the n numbers of its scale. n = 0 where names are no numbers: the place only tells them
     apart. everywhere: the names whose numbers share a scale."""
@@ -431,20 +435,20 @@ def stability_chart(
 
     finals: variant -> learning rate -> final losses.
     """
-    look = styles({"": {variant: variant for variant in finals}})
+    look = styles_of_names(finals)
     rows = [
         {
             "setting": variant,
             "x": rate,
-            "value": fmean(of),
-            "low": min(of),
-            "high": max(of),
-            "n": len(of),
+            "value": fmean(losses),
+            "low": min(losses),
+            "high": max(losses),
+            "n": len(losses),
             "ringed": rate > stable[variant],
         }
-        for variant, losses in finals.items()
-        for rate, of in losses.items()
-        if of
+        for variant, losses_at in finals.items()
+        for rate, losses in losses_at.items()
+        if losses
     ]
     return final_chart(rows, [Series(variant, look[variant], {}) for variant in finals], "learning rate")
 

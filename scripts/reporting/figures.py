@@ -10,7 +10,6 @@ from scripts.reporting.runs import POINTS, Curve, Replicate, Sweep, in_words
 from scripts.reporting.statistics import (
     Family,
     by_rate,
-    final_losses,
     highest_stable,
     losses_along,
     runs_by_rate,
@@ -149,7 +148,7 @@ def along(sweep: Sweep, family: Family) -> list[Series]:
     pairs would have one colour, or two pairs colour and symbol."""
     pairs = [c for c in family.comparisons[0] if c.values]
     names = [family.pair_name(c) for c in pairs]
-    of_settings, of_names = styles_of(sweep), charts.styles({"": {name: name for name in names}})
+    of_settings, of_names = styles_of(sweep), charts.styles_of_names(names)
     look = [of_settings[c.a] for c in pairs]
     colours, symbols = ({style.colour for style in look}, {(style.colour, style.symbol) for style in look})
     if len(colours) == 1 or len(symbols) < len(look):
@@ -172,7 +171,7 @@ def range_figure(sweep: Sweep, family: Family) -> Figure | None:
     points = within(losses, shared_text([run for setting in losses for run in sweep.done(setting)]))
     if not points:
         return None
-    look = charts.styles({"": {line: line for line, _ in places.values()}})
+    look = charts.styles_of_names(line for line, _ in places.values())
     series = [Series(line, look[line], {}) for line in look]
     rows = [{"setting": line, "x": x, **charts.row_of(points[setting])} for setting, (line, x) in places.items()]
     chart = charts.final_chart(rows, series, family.asked.x or "")
@@ -181,13 +180,16 @@ def range_figure(sweep: Sweep, family: Family) -> Figure | None:
 
 def rate_figures(sweep: Sweep) -> list[Figure]:
     """Where learning rates are swept: the final losses by rate, and each metric with a panel a rate."""
-    finals = final_losses(sweep)
     variants = by_rate(sweep)
-    styles = charts.styles({"": {variant: variant for variant in variants}})
-    found = []
+    styles, found = charts.styles_of_names(variants), []
+    runs = runs_by_rate(sweep)
+    finals = {
+        variant: {rate: [run.summary["val/loss"] for run in at_rate if run.done] for rate, at_rate in runs_at.items()}
+        for variant, runs_at in runs.items()
+    }
     if max((sum(map(bool, losses.values())) for losses in finals.values()), default=0) > FEW:
         n = counted(len(of) for losses in finals.values() for of in losses.values() if of)
-        stable = {variant: highest_stable(of)[0] or 0.0 for variant, of in runs_by_rate(sweep).items()}
+        stable = {variant: highest_stable(runs_at)[0] or 0.0 for variant, runs_at in runs.items()}
         found.append(Figure("stability", sweep.title, charts.stability_chart(finals, stable), STABILITY.format(n=n)))
     by_key: dict[str, dict[str, list[Series]]] = {}
     for rate in sorted({rate for of in variants.values() for rate in of}):

@@ -186,7 +186,7 @@ def stored(study: str) -> Sweep:
 
 
 def values_of(sweep: Sweep, setting: str, metric: str) -> dict[Replicate, float]:
-    """Of the runs that are done. Raises: ConfigError where the study has no such number."""
+    """A metric of the runs of a setting that are done. Raises: ConfigError where the study has no such number."""
     runs = sweep.done(setting)
     require(len(runs) > 0, f"{sweep.name} has no run of {setting} that is done")
     if metric.startswith(GROWTH):
@@ -219,7 +219,7 @@ def p_in_study(sweep: Sweep, part: Part) -> float | None:
     for family in families_of(part.study):
         for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):
             if metric.column == part.metric:
-                found += [c.adjusted[c.decides] for c in comparisons if {c.a: 1, c.b: -1} in asked]
+                found += [c.adjusted[c.deciding_test] for c in comparisons if {c.a: 1, c.b: -1} in asked]
     return max((p for p in found if p is not None), default=None)
 
 

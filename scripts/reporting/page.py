@@ -38,7 +38,7 @@ STILL_FALLING = (
     "**All {n} runs that are done have their lowest validation loss at their last evaluation**: longer ones may differ "
     "otherwise."
 )
-LONG = 20  # rows: the page folds a longer table without a title
+FOLD_ABOVE = 20  # rows: the page folds a longer table without a title
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def page(title: str, state: str, about: Mapping[str, str], sections: Sequence[Se
             return item.html
         if isinstance(item, Table):
             table = item.html() if item.rows else "<p>Nothing to compare.</p>"
-            if item.folded or len(item.rows) > LONG and not item.title:
+            if item.folded or len(item.rows) > FOLD_ABOVE and not item.title:
                 name = item.title or f"{len(item.rows)} rows"
                 return f"<details><summary>{html.escape(name)}</summary>{table}</details>"
             return f"<h3>{html.escape(item.title)}</h3>\n{table}" if item.title else table

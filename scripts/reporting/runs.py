@@ -11,8 +11,7 @@ from typing import Any
 
 from core.files import file_sha256, is_intact, parse_object, read_json
 from core.schema import ConfigError, flatten, require, show
-from sweeps.definition import REDUCTIONS, Part, check_sweep, part_and_name
-from sweeps.definition import Sweep as Definition
+from sweeps.definition import REDUCTIONS, Definition, Part, check_sweep, part_and_name
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.status import State, state_of
 
@@ -163,7 +162,7 @@ class Sweep:
         return [run for run in self.runs_of(setting).values() if run.done]
 
     def seconds(self, setting: str) -> list[float]:
-        """Of the runs that are done."""
+        """Training seconds of the runs that are done."""
         return [run.summary["seconds"] for run in self.done(setting) if run.summary.get("seconds") is not None]
 
     def distinct(self, key: str) -> list[Any]:

@@ -173,17 +173,15 @@ class Comparison:
     n_needed: float | None = None
 
     def __post_init__(self) -> None:
-        differences = self.independent_differences
-        if differences:
-            self.estimate, self.deciding = interval(differences), self.deciding_interval()
-        if differences and (p := paired_p(differences)) is not None:
-            self.p["t"] = p
-            self.p["Wilcoxon"] = float(stats.wilcoxon(differences).pvalue)
-            if self.shared:
-                corrected = paired_p(differences, self.shared)
-                assert corrected is not None
-                self.p["corrected t"] = corrected
-            self.n_needed = n_needed(fmean(differences) / stdev(differences), self.shared)
+        if not (differences := self.independent_differences):
+            return
+        self.estimate, self.deciding = interval(differences), self.deciding_interval()
+        if (p := paired_p(differences)) is None:
+            return
+        self.p = {"t": p, "Wilcoxon": float(stats.wilcoxon(differences).pvalue)}
+        if self.shared and (corrected := paired_p(differences, self.shared)) is not None:
+            self.p["corrected t"] = corrected
+        self.n_needed = n_needed(fmean(differences) / stdev(differences), self.shared)
 
     @property
     def differences(self) -> dict[Replicate, float]:
@@ -198,7 +196,7 @@ class Comparison:
         return interval(self.independent_differences, self.shared, alpha)
 
     @property
-    def decides(self) -> str:
+    def deciding_test(self) -> str:
         """The test that decides."""
         return "corrected t" if self.shared else "t"
 
@@ -212,7 +210,7 @@ class Comparison:
             return "fewer than 2 complete pairs: no test"
         if not any(self.differences.values()):
             return "identical"
-        p = self.adjusted[self.decides]
+        p = self.adjusted[self.deciding_test]
         if p is None:
             return "the differences do not vary: no test"
         return "not told apart" if p > 0.05 else less if self.estimate.mean < 0 else more
@@ -221,7 +219,7 @@ class Comparison:
         """The verdict on the claim of its family."""
         assert asked.claim is not None
         estimate = None if self.diverged else self.deciding
-        return judge(estimate, asked.claim, asked.size, asked.least, self.adjusted[self.decides])
+        return judge(estimate, asked.claim, asked.size, asked.least, self.adjusted[self.deciding_test])
 
 
 Verdict = Literal["reproduced", "smaller", "excluded", "no power", "not tested"]
@@ -257,8 +255,8 @@ def adjust(family: Sequence[Comparison]) -> None:
         for comparison, p in zip(family, holm([c.p.get(test) for c in family]), strict=True):
             comparison.adjusted[test] = p
     # last, so that it stays: the comparisons of one family may differ in the test that decides
-    for comparison, p in zip(family, holm([c.p.get(c.decides) for c in family]), strict=True):
-        comparison.adjusted[comparison.decides] = p
+    for comparison, p in zip(family, holm([c.p.get(c.deciding_test) for c in family]), strict=True):
+        comparison.adjusted[comparison.deciding_test] = p
 
 
 # -----------------------------------------------------------------------------
@@ -414,24 +412,16 @@ def by_rate(sweep: Sweep) -> dict[str, dict[float, str]]:
         first = next(iter(sweep.runs_of(setting).values()))
         variant = re.sub(r"(^|[,/])learning_rate=[^,]*", "", setting).strip(",/") or "all"
         variants.setdefault(variant, {})[first.config["optim.learning_rate"]] = setting
-    if all(len(of) < 2 for of in variants.values()):
+    if all(len(settings) < 2 for settings in variants.values()):
         return {}
-    return {variant: dict(sorted(of.items())) for variant, of in variants.items()}
+    return {variant: dict(sorted(settings.items())) for variant, settings in variants.items()}
 
 
 def runs_by_rate(sweep: Sweep) -> dict[str, dict[float, list[Run]]]:
     """Variant -> learning rate, from the lowest on -> its runs, as by_rate()."""
     return {
-        variant: {rate: [*sweep.runs_of(setting).values()] for rate, setting in of.items()}
-        for variant, of in by_rate(sweep).items()
-    }
-
-
-def final_losses(sweep: Sweep) -> dict[str, dict[float, list[float]]]:
-    """Variant -> learning rate -> the final validation losses of the runs that are done."""
-    return {
-        variant: {rate: [run.summary["val/loss"] for run in runs if run.done] for rate, runs in of.items()}
-        for variant, of in runs_by_rate(sweep).items()
+        variant: {rate: [*sweep.runs_of(setting).values()] for rate, setting in settings.items()}
+        for variant, settings in by_rate(sweep).items()
     }
 
 
@@ -440,28 +430,28 @@ def best_rate(means: Mapping[float, float]) -> float:
     return min(means, key=lambda rate: means[rate])
 
 
-def final_means(of: Mapping[float, Sequence[Run]], key: str = "val/loss") -> dict[float, float]:
+def final_means(runs_at: Mapping[float, Sequence[Run]], key: str = "val/loss") -> dict[float, float]:
     """The mean of a summary's number, the final validation loss, at the rates whose runs are all done."""
-    made = {rate: runs for rate, runs in of.items() if runs and all(run.done for run in runs)}
+    made = {rate: runs for rate, runs in runs_at.items() if runs and all(run.done for run in runs)}
     return {rate: fmean(run.summary[key] for run in runs) for rate, runs in made.items()}
 
 
-def stable_by_replicate(of: Mapping[float, Sequence[Run]]) -> dict[Replicate, float | None]:
+def stable_by_replicate(runs_at: Mapping[float, Sequence[Run]]) -> dict[Replicate, float | None]:
     """The highest stable rate of each seed and fold alone, over the rates at which it has a run."""
     found = {}
-    for replicate in sorted({run.replicate for runs in of.values() for run in runs}, key=by_number):
-        alone = {rate: [run for run in runs if run.replicate == replicate] for rate, runs in of.items()}
+    for replicate in sorted({run.replicate for runs in runs_at.values() for run in runs}, key=by_number):
+        alone = {rate: [run for run in runs if run.replicate == replicate] for rate, runs in runs_at.items()}
         found[replicate] = highest_stable({rate: runs for rate, runs in alone.items() if runs})[0]
     return found
 
 
-def highest_stable(of: Mapping[float, Sequence[Run]]) -> tuple[float | None, str]:
+def highest_stable(runs_at: Mapping[float, Sequence[Run]]) -> tuple[float | None, str]:
     """The highest rate up to which all are stable (notes.md says when one is), and how the next one fails."""
-    known = final_means(of)
+    known = final_means(runs_at)
     best = min(known.values(), default=math.inf)
-    firsts = [run.losses[min(run.losses)] for runs in of.values() for run in runs if run.losses]
+    firsts = [run.losses[min(run.losses)] for runs in runs_at.values() for run in runs if run.losses]
     highest = None
-    for rate, runs in of.items():
+    for rate, runs in runs_at.items():
         if not all(run.state.state in ("done", "diverged") for run in runs):
             return highest, f"{rate:g}: not all runs are made"
         broken = [run.state.reason for run in runs if not run.done]

@@ -124,6 +124,6 @@ def joined(stored: Sweep, sweep: Sweep) -> Sweep:
             continue
         stored_every, every = (one.config.get("eval_interval") for one in (run, planned))
         require(stored_every == every, f"from= has {run.id} with eval_interval={stored_every}, the sweep with {every}")
-        if planned.state.state not in FINAL and run.state.is_all_of(planned.config.get("max_iters", 0)):
+        if planned.state.state not in FINAL and run.state.ended_as_one_of(planned.config.get("max_iters", 0)):
             runs[run.id] = replace(run, settings=[*dict.fromkeys(planned.settings + run.settings)])
     return replace(sweep, runs=sorted(runs.values(), key=lambda run: (run.fold or 0, run.seed)))

@@ -169,7 +169,7 @@ def conclusions_of(family: Family) -> Columns[Comparison]:
         "verdict on A": lambda c: c.verdict(metric.less, metric.more),
         "claim": lambda c: c.judged(family.asked) if family.asked.claim else "",
         "A − B": lambda c: mean_and_ends(c.deciding, metric.spec),
-        "Holm p": lambda c: p_value(c.adjusted.get(c.decides)),
+        "Holm p": lambda c: p_value(c.adjusted.get(c.deciding_test)),
         "pairs": pairs_of,
     }
 
@@ -289,16 +289,16 @@ def fault_table(sweep: Sweep) -> Table:
 def stability_table(sweep: Sweep) -> Table | None:
     """For each variant the highest stable learning rate, where several are swept; None where they are not."""
     rows = []
-    for variant, of in runs_by_rate(sweep).items():
-        highest, failure = highest_stable(of)
-        known = final_means(of)
+    for variant, runs_at in runs_by_rate(sweep).items():
+        highest, failure = highest_stable(runs_at)
+        known = final_means(runs_at)
         best = best_rate(known) if known else None
-        alone = stable_by_replicate(of)
+        alone = stable_by_replicate(runs_at)
         rows.append([
             variant, number(best, "g"), number(known.get(best or 0.0)), number(highest, "g"),
             f"all {number(highest, 'g')}" if {*alone.values()} == {highest}
             else ", ".join(f"{replicate_name(r)}: {number(rate, 'g')}" for r, rate in alone.items()), failure,
-            ", ".join(f"{rate:g}: {number(known.get(rate), '.3f')}" for rate in of),
+            ", ".join(f"{rate:g}: {number(known.get(rate), '.3f')}" for rate in runs_at),
         ])  # fmt: skip
     columns = ["variant", "best rate", "its final loss", "highest stable rate", "of each run alone"]
     return Table([*columns, "how the next one fails", "final loss by rate"], rows) if rows else None

@@ -21,7 +21,6 @@ from scripts.reporting.statistics import (
     Comparison,
     Estimate,
     best_rate,
-    by_rate,
     compare,
     final_means,
     highest_stable,
@@ -79,7 +78,7 @@ def mean_losses(grid: Sweep) -> dict[str, dict[float, float]]:
 
     Raises: ConfigError where a contestant has no such rate.
     """
-    found = {name: final_means(of, LOSS_KEY) for name, of in runs_by_rate(grid).items()}
+    found = {name: final_means(runs_at, LOSS_KEY) for name, runs_at in runs_by_rate(grid).items()}
     require(bool(found), f"{grid.name} has no contestant with several learning rates")
     none = [name for name, means in found.items() if not means]
     require(not none, f"{grid.name} has no learning rate at which all runs of {', '.join(none)} are done")
@@ -90,7 +89,7 @@ def at_the_edge(grid: Sweep) -> dict[str, float]:
     """Contestants whose best rate is the lowest or the highest one that was tried, with the rate to try next."""
     found = {}
     for name, means in mean_losses(grid).items():
-        tried, best = sorted(by_rate(grid)[name]), best_rate(means)
+        tried, best = sorted(runs_by_rate(grid)[name]), best_rate(means)
         if best in (tried[0], tried[-1]):
             found[name] = best / 2 if best == tried[0] else best * 2
     return found
@@ -140,7 +139,7 @@ def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
     """Each difference's interval at the level of Holm's step: of m comparisons the one with the k-th smallest p has
     1 - 0.05 / (m - k + 1), as the board's rules say. It excludes zero where that step's own p is small enough; Holm
     rejects no step after the first whose p is not."""
-    tested = sorted((c for c in family if c.decides in c.p), key=lambda c: c.p[c.decides])
+    tested = sorted((c for c in family if c.deciding_test in c.p), key=lambda c: c.p[c.deciding_test])
     return {c.a: c.deciding_interval(0.05 / (len(family) - k)) for k, c in enumerate(tested)}
 
 
@@ -189,12 +188,12 @@ DIFFERENCES: Columns[Entry] = {
     "loss": lambda e: number(e.loss.mean),
     f"minus {BASELINE}, 95 %": lambda e: mean_and_ends(e.against.deciding if e.against else None, "+.4f"),
     "corrected": lambda e: ends(e.wide, "+.4f"),
-    "Holm p": lambda e: p_value(e.against.adjusted[e.against.decides] if e.against and e.wide else None),
+    "Holm p": lambda e: p_value(e.against.adjusted[e.against.deciding_test] if e.against and e.wide else None),
 }
 
 
 def small_board(found: Sequence[Entry]) -> Table:
-    """Of runs at one rate, which were not timed."""
+    """The table of runs at one rate, which were not timed."""
     more: Columns[Entry] = {
         "largest logit": lambda e: number(e.logit, ".1f"),
         "parameters": lambda e: number(e.parameters, ",.0f"),
