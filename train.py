@@ -22,6 +22,7 @@ from core.metrics import spike_score
 from core.process import EXIT_DIVERGED, StopSignal
 from core.rundir import RunDir
 from core.schema import require
+from core.wandb_run import wandb_mode
 from model.diagnostics import diagnose
 from training.checks import first_not_finite, future_seen_when_trained, start_up_checks
 from training.config import TrainConfig, to_yaml
@@ -57,6 +58,7 @@ def run(config: TrainConfig) -> int:
     Returns the exit status: 0, 1 (a finished run whose files are damaged), 3 (diverged: a loss, gradient or weight is
     not finite) or 128 + the signal that stopped it. Raises: ConfigError before anything of the run changes.
     """
+    wandb_mode(config.wandb.mode)  # refuses an unknown $WANDB_MODE
     config = with_init_sha256(config)
     if config.dry_run:
         return dry_run(config)

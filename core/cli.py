@@ -119,6 +119,9 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
         named = key == "name" and override.value() in options.get(group, [])
         same = f"write {group}={override.value()}"
         require(not named, f"{override.input_line} keeps the values of another option: {same}")
+        file = CONFIG_DIR / override.key_or_group / f"{override.value()}.yaml"
+        local = override.key_or_group not in declared(schema) and file.is_file() and not is_global(file)
+        require(not local, f"{override.input_line}: the first line of {file} must be # @package _global_")
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             composed = hydra.compose(schema.__name__, overrides)
@@ -183,6 +186,11 @@ def preset_groups(schema: type) -> list[str]:
     return [group for group in known if group in groups] + sorted(groups - known.keys())
 
 
+def is_global(file: Path) -> bool:
+    """Whether a preset's file has whole settings, not those of its group: Hydra looks at the first lines alone."""
+    return re.match(rb"\s*#\s*@package\s+_global_\s", file.read_bytes()) is not None
+
+
 def presets(schema: type) -> dict[str, dict[str, str]]:
     """The YAML files of each group with their help."""
     files = {group: sorted((CONFIG_DIR / group).glob("*.yaml")) for group in preset_groups(schema)}
@@ -195,7 +203,7 @@ def preset_help(group: str, file: Path) -> str:
     comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
     said = " ".join(comment for comment in comments if not comment.startswith("@"))
     content = parse_yaml(text, str(file))
-    if "@package _global_" not in text:
+    if not is_global(file):
         return said
     chosen = [one for one in content.pop("defaults", []) if isinstance(one, dict)]
     also = {key.split("/")[-1]: value for one in chosen for key, value in one.items()}

@@ -14,10 +14,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from core.files import finite, write_atomic
+from core.schema import must_be_one_of, require
 from core.wandb_follower import start
 
 INIT_TIMEOUT = 20  # seconds that an online start may take before the run goes on offline
 PATIENCE, PATIENCE_AT_STOP = 15, 3  # seconds that finish() waits for all of W&B
+WANDB_MODES = {  # what $WANDB_MODE can be -> what it means here; dryrun and run are W&B's older words
+    "online": "online", "offline": "offline", "disabled": "disabled", "dryrun": "offline", "run": "online",
+}  # fmt: skip
 
 
 class WandbRun:
@@ -63,12 +67,17 @@ class WandbRun:
 
 
 def wandb_mode(mode: str) -> str:
-    """auto: $WANDB_MODE; without it online with an API key, offline without. Never a prompt."""
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE", mode).lower()
-        mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)  # W&B's other words for them
-    if mode in ("online", "offline", "disabled"):
+    """auto: $WANDB_MODE; without it online with an API key, offline without. Never a prompt.
+
+    Raises: ConfigError where $WANDB_MODE is another word, which W&B refuses whatever the mode.
+    """
+    word = os.environ.get("WANDB_MODE")
+    known = mode == "disabled" or word is None or word in WANDB_MODES
+    require(known, f"WANDB_MODE={word} {must_be_one_of(str(word), WANDB_MODES, 'WANDB_MODE=')}")
+    if mode != "auto":
         return mode
+    if word is not None:
+        return WANDB_MODES[word]
     return "online" if has_api_key() else "offline"
 
 

@@ -154,6 +154,8 @@ class ReportOptions(SweepPlace):
 
     def check(self) -> None:
         given = bool(self.sweep or self.sweep_dir)
+        if self.wandb:
+            wandb_mode("auto")  # refuses an unknown $WANDB_MODE
         if self.watch:
             require(given != bool(self.run) and not self.from_, "watch=true takes either sweep= or run=")
             require(self.out is None and not self.wandb, "watch=true writes no out= and sends no wandb=true")

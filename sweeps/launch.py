@@ -66,6 +66,8 @@ def main(argv: list[str]) -> int:
 
 def run(asked: LaunchOptions, overrides: list[str]) -> int:
     sweep, runs, overrides = read_request(asked, overrides)
+    for mode in {run.config.wandb.mode for run in runs}:
+        wandb_mode(mode)  # refuses an unknown $WANDB_MODE
     sweep_dir = asked.directory.resolve()
     check_usable(sweep_dir)
     unstored = without_stored(runs, asked.from_)

@@ -286,6 +286,33 @@ def test_an_environment_that_torchrun_does_not_set_is_refused(
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"train.py {TEXT} max_iters=1",
+        f"train.py {TEXT} max_iters=1 wandb.mode=offline",  # W&B reads the variable itself
+        f"sweeps/launch.py sweep=p_sweep_cpu {TEXT}",
+        "scripts/report.py sweep=p_sweep_cpu wandb=true",
+    ],
+)
+@pytest.mark.parametrize("word", ["of", ""])
+def test_an_unknown_wandb_mode_variable_is_refused_where_w_and_b_is_used(
+    word: str, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(folder)
+    monkeypatch.setenv("WANDB_MODE", word)
+    script, *words = line.split()
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert isinstance(exit_.value.code, int)
+    check(exit_.value.code, capsys.readouterr().err, [f"WANDB_MODE={word} must be one of online, offline, disabled"])
+    assert contents(folder) == before
+    monkeypatch.setattr(sys, "argv", ["train.py", *TEXT.split(), "wandb.mode=disabled", "dry_run=true", *TINY])
+    with pytest.raises(SystemExit, match="0"):
+        train.main()
+
+
 @pytest.mark.parametrize("prompt", ["/dev/zero", "pipe"])
 def test_a_prompt_is_read_from_a_regular_file_alone(prompt: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match="must be a regular file"):

@@ -5,6 +5,8 @@ The sizes are counted on the meta device, for the vocabulary that the preset's s
 
 import functools
 import json
+import re
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from core import cli
 from core.cli import CONFIG_DIR, OF_SWEEPS, compose, options_of, parse_yaml
-from core.schema import declared, flatten
+from core.schema import ConfigError, declared, flatten
 from model.gpt import GPT
 from model.options import ATTENTION_OPTIONS, GQAOptions, MHAOptions, MLAOptions, ModelOptions
 from training.config import TrainConfig, load_config
@@ -145,6 +148,23 @@ def test_attention_on_the_command_line_wins_over_the_preset() -> None:
         kv_rank=16, nope_dim=24, rope_dim=8, v_dim=32
     )
     assert load("model=gqa_nano", "attention=mla", "attention.kv_rank=16").attention == MLAOptions(kv_rank=16)
+
+
+@pytest.mark.parametrize("head", ["", "# mine\n# @package _global_\n", "# @package experiment\n"])
+@pytest.mark.parametrize("body", ["max_iters: 7\n", "defaults:\n  - override /model: nano_cpu\n"])
+def test_an_experiments_file_without_the_line_that_hydra_needs_is_refused(
+    head: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(CONFIG_DIR, tmp_path / "configs")
+    monkeypatch.setattr(cli, "CONFIG_DIR", tmp_path / "configs")
+    file = tmp_path / "configs" / "experiment" / "mine.yaml"
+    file.write_text(head + body)
+    says = f"experiment=mine: the first line of {file} must be # @package _global_"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        compose(TrainConfig, ["experiment=mine"])
+    file.write_text(f"# @package _global_\n# mine\n{body}")
+    config = load_config(compose(TrainConfig, ["experiment=mine"]))
+    assert config.max_iters == 7 or config.model.name == "nano_cpu"
 
 
 def test_an_experiment_may_name_a_preset_and_the_command_line_another() -> None:

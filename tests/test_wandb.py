@@ -69,7 +69,7 @@ def test_auto_is_online_with_a_key_for_the_server_and_offline_without(
 def test_wandb_mode_variable_decides_for_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert [wandb_mode(mode) for mode in ("auto", "online", "offline")] == ["disabled", "online", "offline"]
-    for word, mode in {"dryrun": "offline", "Offline": "offline", "run": "online"}.items():
+    for word, mode in {"dryrun": "offline", "run": "online"}.items():
         monkeypatch.setenv("WANDB_MODE", word)
         assert wandb_mode("auto") == mode
 
