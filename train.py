@@ -165,7 +165,7 @@ def train(
             line["lr"] = learning_rate(step, config)
             set_learning_rate(optimizer, line["lr"])
             loss = accumulate_gradients(session.forward, train_batches, len(session.micro_steps), machine)
-            norm, skip = step_optimizer(session, loss, skip)
+            norm, skip = step_optimizer(session, loss, skip)  # clips, steps, drops the gradients
             maxima = qk_clip(model.attentions, config.qk_clip, skip)  # before the clip, (n_layer, n_head)
             meter.add(line, loss, norm, maxima)  # meter.read() adds loss and norm to `line`
             bar.update()
