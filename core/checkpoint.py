@@ -308,6 +308,8 @@ def resolve(run: Path, which: str, key: str = "run") -> Path:
     found = step_dirs(run / "ckpt")
     chosen = found[0] if which == "latest" and found else run / "ckpt" / which
     if not chosen.is_dir():
-        names = ", ".join(path.name for path in reversed(found)) or "none"
-        raise ConfigError(f"{key}={run} is not a checkpoint and has no ckpt/{which}; checkpoints there: {names}")
+        names = ", ".join(path.name for path in reversed(found))
+        there = f"has no ckpt/{which}: name one of {run}/ckpt/: {names}"
+        none = "has none: name a run's directory"
+        raise ConfigError(f"{key}={run} is not a checkpoint and {there if found else none}")
     return chosen.resolve()

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import MISSING
 from typing import Annotated, Any, Literal
 
 from core.schema import FREE, POSITIVE, AtLeast, Between, Help, Rule, declared, options, require, show
@@ -365,7 +366,10 @@ WEIGHTS_OPTIONS: dict[str, type[WeightsOptions]] = {
 def add_options(table: dict[str, Any], chosen: type) -> str:
     """Add the options of a variant of one's own to one of these tables. Returns their default name."""
     require("__dataclass_params__" in vars(chosen), f"{chosen.__name__} needs @options (core.schema) above its class")
+    group = "the options of its group, as QKNormOptions is for qk_norm="
+    require(issubclass(chosen, VariantOptions), f"{chosen.__name__} must derive from {group}")
     name = declared(chosen)["name"].default
+    require(name is not MISSING, f'{chosen.__name__} needs a name: write name: str = "my_word" in its class')
     plain = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None
     require(plain, f"{chosen.__name__}.name={name} must be a lower-case word")
     taken = table.get(name, chosen).__module__

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from core import checkpoint
 from core.cli import run_script
 from core.device import resolve_device
 from core.files import expand, write_atomic
@@ -38,7 +39,7 @@ from core.schema import (
 )
 from data.corpora import read_text
 from data.folds import Split
-from data.tokenizer import SEPARATOR, Tokenizer, begins_character, text_size
+from data.tokenizer import SEPARATOR, NoText, Tokenizer, begins_character, text_size
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.generate import generate
 from model.gpt import GPT
@@ -92,12 +93,15 @@ def token_nats(model: GPT, tokens: np.ndarray, window: int) -> np.ndarray:
     return torch.cat(parts).cpu().double().numpy()
 
 
-def compare(text: str, a: Side, b: Side) -> Spans:
-    """The nats of both over the same pieces of the text; the piece with a side's first token is not predicted."""
+def compare(text: str, a: Side, b: Side, *, name: str = "the text") -> Spans:
+    """The nats of both over the same pieces of the text; the piece with a side's first token is not predicted.
+
+    Raises: ConfigError about `name` where there is one piece.
+    """
     pieces = [[side.loaded.tokenizer.pieces[token] for token in side.tokens] for side in (a, b)]
     ends = [np.cumsum([len(piece) for piece in of]) for of in (*pieces, [c.encode() for c in text])]  # in bytes
     both = functools.reduce(np.intersect1d, ends)  # where tokens of both and a character end
-    require(len(both) > 1, "text= must have at least two pieces at whose ends tokens of both runs end")
+    require(len(both) > 1, f"{name} is too short: give a text=FILE of at least two tokens of either run")
     window = min(side.loaded.model.block_size for side in (a, b))
     nats, counts = [], []
     for side, end in zip((a, b), ends, strict=False):
@@ -254,7 +258,10 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
         return read_text(asked.text, f"text={asked.text}")[:LONGEST]
     corpora = []
     for name, (model, _, config, state) in runs.items():
-        corpus = load_corpus(config.data, model.block_size, state)
+        try:
+            corpus = load_corpus(config.data, model.block_size, state)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: what it holds out cannot be read: {error}; give text=FILE") from error
         kept = corpus.sha256 == state.get("corpus_sha256")
         require(kept, f"{name}: data={config.data.name} is not the run's text any more; give text=FILE")
         corpora.append(corpus)
@@ -323,8 +330,13 @@ def tokens_of(text: str, tokenizer: Tokenizer, separated: bool) -> np.ndarray:
 def compare_runs(asked: CompareOptions) -> int:
     out, device = expand(asked.out), resolve_device(asked.device)
     named = {"a": asked.a, "b": asked.b}
+    places = {checkpoint.resolve(expand(run), asked.checkpoint, name) for name, run in named.items()}
+    same = f"b={asked.b} is the same checkpoint as a={asked.a}"
+    require(len(places) == 2, f"{same}: name another run, or another checkpoint of it, as RUN/ckpt/step_000500")
     runs = {name: load_asked_run(run, asked.checkpoint, device, name) for name, run in named.items()}
     for name, run in runs.items():
+        has_text = not isinstance(run.tokenizer, NoText)
+        require(has_text, f"{name}={named[name]} was trained on data=random, which is no text: name another run")
         layers, heads = len(run.model.attentions), run.config.model.n_head
         require(asked.layer < layers, f"layer={asked.layer} must be < {layers}, the layers of {name}={named[name]}")
         require(asked.head < heads, f"head={asked.head} must be < {heads}, the heads of {name}={named[name]}")
@@ -335,7 +347,7 @@ def compare_runs(asked: CompareOptions) -> int:
         except ConfigError as error:
             raise ConfigError(f"text={asked.text} does not suit {name}={named[name]}: {error}") from error
     a, b = sides
-    spans = compare(text, a, b)
+    spans = compare(text, a, b, name=f"text={asked.text}" if asked.text else "what both runs hold out")
     cut = ", the most that are read" * (len(text) == LONGEST)
     about = {"text": asked.text or "what both runs hold out", "compared": f"its first {len(text):,} characters{cut}"}
     title, state = f"{asked.a} and {asked.b}", "Two checkpoints on the same text"

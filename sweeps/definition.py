@@ -177,6 +177,7 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
     known = {path.stem: path for path in sorted((CONFIG_DIR / "sweep").glob("*.yaml"))}
     file = Path(name) if name.endswith(".yaml") else known.get(name)
     if file is None:
+        require(not Path(f"{name}.yaml").is_file(), f"sweep={name} lacks the file's ending: write sweep={name}.yaml")
         raise ConfigError(f"sweep={name} must be one of {', '.join(known)}, or a file that ends in .yaml")
     require(file.is_file(), f"sweep={name} is no file")
     source = convert(parse_yaml(read_text(str(file), f"sweep={name}"), f"sweep={name}"), dict, "sweep")

@@ -17,7 +17,7 @@ from variants import attention_products, config_of
 
 import train
 from core.schema import ConfigError
-from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer, learn_bpe
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, NoText, Tokenizer, build_tokenizer, learn_bpe
 from data.tokens import Corpus, Split
 from model.gpt import GPT
 from model.options import SinkOptions
@@ -207,6 +207,10 @@ def test_without_a_text_it_is_what_both_hold_out(
     corpus.write_text("other" * 1000)
     assert main(["a=a", "b=b"]) == 2
     assert "data=text is not the run's text any more" in capsys.readouterr().err
+    corpus.unlink()
+    assert main(["a=a", "b=b"]) == 2
+    says = f"a: what it holds out cannot be read: data.path={corpus} does not exist; give text=FILE"
+    assert says in capsys.readouterr().err
 
 
 def test_a_literal_separator_in_the_held_out_text_is_refused() -> None:
@@ -222,16 +226,20 @@ def test_a_literal_separator_in_the_held_out_text_is_refused() -> None:
 BAD = {
     "b=chars": "a= must be given",
     "a=chars b=nowhere": "b=nowhere does not exist",
-    "a=chars b=chars text=nothing": "text=nothing does not exist",
-    "a=chars b=chars text=binary": "text=binary must be UTF-8 text; the byte 0xff at offset 0 is not",
+    "a=chars b=folder": "b=folder is not a checkpoint and has none: name a run's directory",
+    "a=chars b=chars": "b=chars is the same checkpoint as a=chars: name another run",
+    "a=a b=a/../a": "b=a/../a is the same checkpoint as a=a: name another run",
+    "a=chars b=random": "b=random was trained on data=random, which is no text",
+    "a=chars b=shallow text=nothing": "text=nothing does not exist",
+    "a=chars b=shallow text=binary": "text=binary must be UTF-8 text; the byte 0xff at offset 0 is not",
     "a=chars b=a text=other": "text=other does not suit a=chars: the character 'X' (U+0058)",
-    "a=chars b=chars text=short": "text= must have at least two pieces at",
-    "a=chars b=chars text=empty": "text= must have at least two pieces at",
+    "a=chars b=shallow text=short": "text=short is too short: give a text=FILE of at least two tokens",
+    "a=chars b=shallow text=empty": "text=empty is too short: give a text=FILE",
     "a=chars b=shallow layer=1": "layer=1 must be < 1, the layers of b=shallow",
-    "a=chars b=chars head=4": "head=4 must be < 4, the heads of a=chars",
-    "a=chars b=chars out=none/page.html": "out=none/page.html must be a file",
-    "a=chars b=chars out=pipe": "out=pipe must be a file",
-    "a=chars b=chars txt=x": "did you mean text",
+    "a=chars b=shallow head=4": "head=4 must be < 4, the heads of a=chars",
+    "a=chars b=shallow out=none/page.html": "out=none/page.html must be a file",
+    "a=chars b=shallow out=pipe": "out=pipe must be a file",
+    "a=chars b=shallow txt=x": "did you mean text",
 }
 
 
@@ -239,6 +247,8 @@ BAD = {
 def test_bad_input_is_one_line(words: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("binary").write_bytes(b"\xff\xfe")
     os.mkfifo("pipe")
+    Path("folder").mkdir()
+    save_run(random_model(config_of("mha", "none"), NoText(9)), NoText(9), runs / "random")
     for name, text in {"other": "a fade X", "short": "a", "empty": "", "good": TEXT}.items():
         Path(name).write_text(text)
     assert main(words.split() if "text=" in words or "a=" not in words else [*words.split(), "text=good"]) == 2

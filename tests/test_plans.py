@@ -277,6 +277,8 @@ def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     circle[0].write_text("extends: nosuch.yaml\n")
     with pytest.raises(ConfigError, match=rf"sweep={tmp_path}/nosuch.yaml is no file"):
         load_sweep(str(circle[0]), {})
+    with pytest.raises(ConfigError, match=f"sweep={tmp_path}/a lacks the file's ending: write sweep={tmp_path}/a.yaml"):
+        load_sweep(f"{tmp_path}/a", {})
     circle[0].write_text("extends: b.yaml\n")  # beside it
     circle[1].write_text("extends: p_sweep_cpu\nseeds: [5]\n")
     assert load_sweep(str(circle[0]), {}).seeds == (5,)

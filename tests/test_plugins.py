@@ -130,6 +130,9 @@ def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytes
         ("broken", "1 / 0", "plugins=[broken] cannot be imported: ZeroDivisionError: division by zero"),
         ("again", PLUGIN.replace('"half"', '"rms"'), "HalfOptions.name=rms is taken by model.options"),
         ("bare", PLUGIN.replace("@options\n", ""), "HalfOptions needs @options (core.schema) above its class"),
+        ("baseless", PLUGIN.replace("(QKNormOptions)", ""), "HalfOptions must derive from the options of its group"),
+        ("untyped", PLUGIN.replace("name: str =", "name ="), "HalfOptions needs a name: write name: str"),
+        ("nameless", PLUGIN.replace('name: str = "half"', ""), "HalfOptions needs a name: write name: str"),
         ("spaced", PLUGIN.replace('"half"', '"a b"'), "HalfOptions.name=a b must be a lower-case word"),
     ],
 )
