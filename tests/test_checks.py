@@ -211,6 +211,18 @@ def test_a_table_as_the_text_is_no_wrong_initial_loss_and_a_fault_in_it_is_one(
     assert said.startswith("the initial training loss is")
 
 
+@pytest.mark.parametrize(
+    ("length", "folds", "targets"), [(24, 10, 2), (6000, 100, 59), (4000, 10, 399), (4010, 10, 400)]
+)
+def test_too_few_held_out_targets_are_warned_of(length: int, folds: int, targets: int, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(("to be or not to be, that is the question. " * 200)[:length])
+    data = {"name": "text", "path": str(file), "folds": folds, "fold": folds - 1}
+    said = checks.start_up_checks(setup(configured(file, tmp_path / "run", data=data)))
+    start = f"only {targets} held-out tokens are predicted, so that val/loss says little"
+    assert [text.startswith(start) for text in said] == [True] * (targets < 400)
+
+
 class Waits(TorchFunctionMode):
     """How often the host asks for a tensor's values, for which it would wait for a GPU."""
 

@@ -30,6 +30,7 @@ from training.session import Batch, Session, is_compiled
 from training.updates import accumulate_gradients, drop_max_logits, rows_at_once, seed_of_update
 
 LEAST_LOGIT_BOUND = 0.5  # |logits| up to 0.5: no key can get more than e times the weight of another one
+LEAST_TARGETS = 400  # held out: a token's loss has an SD of about 2 nats, so the mean of 400 is known to 2 / 20 = 0.1
 INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats
 
 
@@ -91,7 +92,7 @@ def start_up_checks(session: Session) -> list[str]:
     ]
     require(session.config.fault.name != "none" or not fatal, "; ".join(fatal))
     warnings = [*fatal, *target_warnings(x, y, text), *loss_warnings(session, x, y, text), *norm_warnings(session)]
-    warnings += attention_warnings(session)
+    warnings += [*attention_warnings(session), *held_out_warnings(session)]
     drop_max_logits(session)
     return warnings
 
@@ -189,6 +190,14 @@ def attention_warnings(session: Session) -> list[str]:
         return []
     T = config.model.block_size
     return [f"attention={config.attention.name} in {machine.dtype} holds {T} x {T} numbers a head: no kernel takes it"]
+
+
+def held_out_warnings(session: Session) -> list[str]:
+    """A warning of a held-out text whose loss says little."""
+    n = sum(end - start - 1 for start, end in session.data.corpus.split.val)
+    if n >= LEAST_TARGETS:
+        return []
+    return [f"only {n} held-out tokens are predicted, so that val/loss says little: take a longer text or larger folds"]
 
 
 def target_warnings(x: Tensor, y: Tensor, text: np.ndarray) -> list[str]:
