@@ -114,13 +114,14 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
         require(not word.lstrip("+").startswith("hydra"), f"{word} is unknown: Hydra composes here, and runs nothing")
     register_with_hydra(schema, overrides)
     options = options_of(schema)
+    without_setting = {*preset_groups(schema)} - declared(schema).keys()  # as experiment
     for override in parsed:
         group, _, key = override.key_or_group.rpartition(".")
         named = key == "name" and override.value() in options.get(group, [])
         same = f"write {group}={override.value()}"
         require(not named, f"{override.input_line} keeps the values of another option: {same}")
         file = CONFIG_DIR / override.key_or_group / f"{override.value()}.yaml"
-        local = override.key_or_group not in declared(schema) and file.is_file() and not is_global(file)
+        local = override.key_or_group in without_setting and file.is_file() and not is_global(file)
         require(not local, f"{override.input_line}: the first line of {file} must be # @package _global_")
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):

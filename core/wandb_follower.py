@@ -33,6 +33,7 @@ POLL = 0.5  # seconds between two looks at metrics.jsonl
 LINGER, LINGER_UPLOAD = 60, 1800  # seconds that the W&B process of an ended run has; the second with artifacts
 AROUND_FINISH = 50  # seconds of LINGER for the work before and after run.finish()
 EXIT_CODES = {"done": 0, "stopped": 255, "running": 255}  # W&B shows 255 as killed; any other status of a run as failed
+UPLOAD = "to upload it: wandb sync"  # in the last line of an offline process
 Say = Callable[[str], None]
 
 
@@ -181,7 +182,7 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
     else:
         folders = [str(file.parent) for file in unsent if file.parent.name.startswith("offline-")]
         several = f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"
-        say(f"W&B is offline; to upload it: wandb sync {shlex.join(folders) if len(folders) < 2 else several}")
+        say(f"W&B is offline; {UPLOAD} {shlex.join(folders) if len(folders) < 2 else several}")
 
 
 def recordings(run_dir: Path) -> list[Path]:

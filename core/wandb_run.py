@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from core.files import finite, write_atomic
 from core.schema import must_be_one_of, require
-from core.wandb_follower import start
+from core.wandb_follower import UPLOAD, start
 
 INIT_TIMEOUT = 20  # seconds that an online start may take before the run goes on offline
 PATIENCE, PATIENCE_AT_STOP = 15, 3  # seconds that finish() waits for all of W&B
@@ -37,6 +37,7 @@ class WandbRun:
         (run_dir / "wandb").mkdir(exist_ok=True)
         write_atomic(run_dir / "wandb" / "job.json", json.dumps(job).encode())
         self.log, self.recording = log, f"{run_dir}/wandb/offline-run-*" if settings["mode"] == "offline" else ""
+        self._told_upload = False
         self.process = start(run_dir, settings["mode"])
         self._relay = threading.Thread(target=self._relay_lines, daemon=True)
         self._relay.start()
@@ -49,7 +50,8 @@ class WandbRun:
             self.process.stdin.write(json.dumps(finite(dict(summary or {}))).encode())
         self.close()
         self._relay.join(PATIENCE if summary else PATIENCE_AT_STOP)
-        if self._relay.is_alive():
+        if self._relay.is_alive() and not self._told_upload:
+            self._told_upload = bool(self.recording)
             later = f"; to upload it then: wandb sync {self.recording}" if self.recording else ""
             self.log(f"W&B takes long to finish: it is left behind and ends by itself{later}")
 
@@ -61,7 +63,10 @@ class WandbRun:
     def _relay_lines(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:  # ends when the process has ended, and the offline one that may replace it
-            self.log(line.decode(errors="replace").rstrip())
+            text = line.decode(errors="replace").rstrip()
+            if UPLOAD not in text or not self._told_upload:  # finish() may have said it
+                self._told_upload |= UPLOAD in text
+                self.log(text)
         if self.process.wait() != 0:
             self.log(f"W&B stopped (exit status {self.process.returncode}); the run and metrics.jsonl go on")
 

@@ -29,6 +29,7 @@ from model.gpt import GPT
 from training import checks, evaluate
 from training.checks import repetition
 from training.config import TrainConfig
+from training.session import setup
 
 
 @pytest.mark.parametrize("wrong", ["unmasked", "one_ahead", "training", "evaluation", "nan"])
@@ -184,6 +185,42 @@ def test_an_initial_loss_far_from_a_guess_is_warned_of(
     assert train.run(configured(corpus, tmp_path / "b", max_iters=1)) == 0
     assert "warning: the initial loss is " in capsys.readouterr().out
     assert "warning: the initial loss is " in (tmp_path / "b" / "train.log").read_text()
+
+
+WORDS = np.random.default_rng(0).choice(["ok", "no", "maybe", "3.14", "x", "1024"], (400, 4))
+TABLES = {
+    "narrow": "aaaa bbbb\n" * 600,
+    "padded": "".join("".join(word.ljust(16) for word in row) + "\n" for row in WORDS),
+    "csv": "".join(f"{','.join(row)}\n" for row in WORDS),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("text", TABLES)
+def test_a_table_as_the_text_is_no_wrong_initial_loss_and_a_fault_in_it_is_one(
+    text: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "table.txt").write_text(TABLES[text])
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 64, "tied": tied}
+    for seed in range(4):
+        session = setup(configured(tmp_path / "table.txt", tmp_path / "run", model=sizes, seed=seed))
+        assert checks.start_up_checks(session) == []
+    accumulate = checks.accumulate_gradients
+    monkeypatch.setattr(checks, "accumulate_gradients", lambda *args: accumulate(*args) / 4)
+    (said,) = checks.start_up_checks(session)
+    assert said.startswith("the initial training loss is")
+
+
+@pytest.mark.parametrize(
+    ("length", "folds", "targets"), [(24, 10, 2), (6000, 100, 59), (4000, 10, 399), (4010, 10, 400)]
+)
+def test_too_few_held_out_targets_are_warned_of(length: int, folds: int, targets: int, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(("to be or not to be, that is the question. " * 200)[:length])
+    data = {"name": "text", "path": str(file), "folds": folds, "fold": folds - 1}
+    said = checks.start_up_checks(setup(configured(file, tmp_path / "run", data=data)))
+    start = f"only {targets} held-out tokens are predicted, so that val/loss says little"
+    assert [text.startswith(start) for text in said] == [True] * (targets < 400)
 
 
 class Waits(TorchFunctionMode):

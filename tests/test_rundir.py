@@ -17,7 +17,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from core import rundir
+from core import rundir, wandb_follower, wandb_run
 from core.files import is_intact, read_json, write_json
 from core.rundir import ReadOnlyRunDir, RunDir, is_locked, open_run, read_status
 from core.schema import ConfigError, differences
@@ -395,3 +395,18 @@ def test_log_prints_and_appends(path: Path) -> None:
     assert printed == ["iter 0: loss 4.17", "µ"]
     lines = (path / "train.log").read_text(encoding="utf-8").splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == printed
+
+
+@pytest.mark.parametrize("first", ["the wait ends", "the line comes"])
+def test_how_to_upload_an_offline_run_is_said_once(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, line = tmp_path / "python", "W&B is offline; to upload it: wandb sync x"
+    steps = ["sleep 1", f"echo '{line}'"] if first == "the wait ends" else [f"echo '{line}'", "sleep 1"]
+    script.write_text("\n".join(["#!/bin/sh", *steps]))
+    script.chmod(0o700)
+    monkeypatch.setattr(wandb_follower.sys, "executable", str(script))
+    monkeypatch.setattr(wandb_run, "PATIENCE", 0.5)
+    printed: list[str] = []
+    wandb = wandb_run.WandbRun(tmp_path, {"mode": "offline", "init": {}}, printed.append)
+    wandb.finish({"status": "done"})
+    wandb._relay.join()
+    assert len(printed) == 1 and printed[0].count("wandb sync") == 1
