@@ -197,7 +197,7 @@ def held_out_warnings(session: Session) -> list[str]:
     n = sum(end - start - 1 for start, end in session.data.corpus.split.val)
     if n >= LEAST_TARGETS:
         return []
-    return [f"only {n} held-out tokens are predicted, so that val/loss says little: take a longer text or larger folds"]
+    return [f"only {n} held-out tokens are predicted, so that val/loss says little: take a longer text or fewer folds"]
 
 
 def target_warnings(x: Tensor, y: Tensor, text: np.ndarray) -> list[str]:

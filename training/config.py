@@ -271,7 +271,7 @@ class TrainConfig:
         str | None,
         BeforeItExisted(None),
         Rule(lambda sha256: re.fullmatch(r"[0-9a-f]{64}", sha256) is not None, "must be 64 hexadecimal digits"),
-        Help("that init_from's weights must have; null: taken from them at the start"),
+        Help("the SHA-256 of init_from's weights; null: taken from them at the start"),
     ] = None
     seed: Seed = 1337
     device: Annotated[Device, FREE] = "auto"
