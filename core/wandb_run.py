@@ -76,7 +76,7 @@ def wandb_mode(mode: str) -> str:
 
     Raises: ConfigError where $WANDB_MODE is another word, which W&B refuses whatever the mode.
     """
-    word = os.environ.get("WANDB_MODE") or None
+    word = os.environ.get("WANDB_MODE")
     known = mode == "disabled" or word is None or word in WANDB_MODES
     require(known, f"WANDB_MODE={word} {must_be_one_of(str(word), WANDB_MODES, 'WANDB_MODE=')}")
     if mode != "auto":
