@@ -121,7 +121,9 @@ PROGRAMS: dict[str, Callable[[Path, TrainConfig], int]] = {
         sample.SampleConfig, sample.sample, "", [f"run={run}", "start=to", "max_new_tokens=2"]
     ),
     "export": lambda run, config: export_hf.main([f"run={run}", f"out={run.parent / 'exported'}"]),
-    "compare": lambda run, config: compare.main([f"a={run}", f"b={run}", f"out={run.parent / 'compare.html'}"]),
+    "compare": lambda run, config: compare.main(
+        [f"a={run}", f"b={run.parent / 'intact'}", f"out={run.parent / 'compare.html'}"]
+    ),
 }
 
 
@@ -133,6 +135,7 @@ def test_no_file_of_a_run_runs_code_or_fills_memory(
     """Each file of a run in turn, and each file of its checkpoint under a manifest that fits it."""
     config = configured(corpus, tmp_path / "run", max_iters=4)
     assert train.run(config) == 0
+    shutil.copytree(tmp_path / "run", tmp_path / "intact")  # compare.py's b
     # compare.py's page holds 800 kB of our own JavaScript, which takes most of its time
     monkeypatch.setattr("scripts.reporting.page.vl_convert.javascript_bundle", lambda **_: "")
     assert limited(lambda: PROGRAMS[program](tmp_path / "run", config), tmp_path / "stderr")[0] == 0
