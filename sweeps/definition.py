@@ -140,19 +140,19 @@ def load_sweep(name: str, changes: Mapping[str, Any]) -> Definition:
     parts: dict[str, Any] = source["parts"]
     if "parts" in changes:
         parts = select_parts(name, parts, changes.pop("parts"))
-    source["parts"] = {name: part for name, part in parts.items() if part["on_request"] is not True}
+    source["parts"] = {part: values for part, values in parts.items() if values["on_request"] is not True}
     require(bool(source["parts"]) or not parts, f"sweep={name}: name some of {', '.join(parts)} with sweep.parts=")
     for key, value in changes.items():
         if key.startswith("grid."):
             varied = key.removeprefix("grid.")
-            places = {"sweep": source, **{f"sweep.parts.{name}": part for name, part in source["parts"].items()}}
-            grids = [convert(part["grid"], dict, f"{place}.grid") for place, part in places.items()]
+            places = {"sweep": source, **{f"sweep.parts.{part}": values for part, values in source["parts"].items()}}
+            grids = [convert(values["grid"], dict, f"{place}.grid") for place, values in places.items()]
             for grid in [grid for grid in grids if varied in grid] or grids[:1]:  # a new key: of the sweep's own grid
                 grid[varied] = value
         else:
             source[key] = value
             if key in ("folds", "seeds"):  # also for the parts that have their own
-                source["parts"] = {name: {**part, key: None} for name, part in source["parts"].items()}
+                source["parts"] = {part: {**values, key: None} for part, values in source["parts"].items()}
     return check_sweep(source)
 
 

@@ -63,6 +63,8 @@ def test_many_settings_have_a_panel_each_with_all_others_in_grey() -> None:
     colours = Counter(re.findall(r'<path [^>]*stroke="(#[0-9a-fA-F]{6})" stroke-width="[\d.]+"', picture))
     assert colours["#b4bac4"] == 10 * 11 and colours["#0072B2"] == 10 + 2  # a line and the cross of the diverged run
     assert isinstance(curves_chart(series[:9], LOSS), alt.LayerChart)
+    dashed = [svg(Figure("x", "t", curves_chart(series, "A − B", zero), "")).count(b"4,3") for zero in (False, True)]
+    assert dashed[1] - dashed[0] == 10  # a line at 0 in each panel
 
 
 def test_a_number_has_one_colour_in_every_part_and_a_second_sign() -> None:

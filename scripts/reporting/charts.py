@@ -225,10 +225,13 @@ def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.L
     points = points.encode(tooltip=tooltip, shape=alt.Shape("setting:N", title=None, scale=symbols))
     layers = alt.layer(bands.encode(y="low:Q", y2="high:Q"), *lines(base, series), points)
     layers = layers.add_params(which, band, shown, zoom())
-    if zero:
-        line = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(y="zero:Q")
-        layers.layer = [line, *layers.layer]
+    layers.layer = [*zero_line(zero), *layers.layer]
     return layers.properties(width="container", height=360, usermeta=palette(series))
+
+
+def zero_line(zero: bool) -> list[alt.Chart]:
+    line = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(y="zero:Q")
+    return [line] * zero
 
 
 def legend_selection(names: Sequence[str]) -> alt.Parameter:
@@ -261,7 +264,7 @@ def crowd_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.C
         grey = others.encode(color=alt.value("#b4bac4"), detail=["setting:N", "run:N"])
         line = own.encode(detail="run:N").mark_line(clip=True)
         layers = [grey.mark_line(strokeWidth=0.7, clip=True), band, line, *crosses(own, [s])]
-        panels.append(alt.layer(*layers).properties(title=s.name, width=170, height=110))
+        panels.append(alt.layer(*zero_line(zero), *layers).properties(title=s.name, width=170, height=110))
     grid = alt.concat(*panels, columns=COLUMNS, usermeta=palette(series[:1]), bounds="flush", spacing=SPACING)
     return grid.resolve_scale(color="independent")
 
