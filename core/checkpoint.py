@@ -30,7 +30,7 @@ FORMAT = 1
 KEEP = 2  # the newest checkpoints that pruning keeps, besides the best
 MANIFEST, STATE = "MANIFEST.json", "state.json"
 REPLACED = ".tmp-old-"  # prefix of the old checkpoint while the new one takes its name
-# the errors of a file that will stay
+# errors of a missing or damaged file: to try again does not help
 DAMAGE = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA,
 )  # fmt: skip
@@ -181,8 +181,8 @@ def render(version: int, step: int, files: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def errors_as_corrupt(path: Path) -> Iterator[None]:
-    """Within it a missing value or one of a wrong type raises CorruptCheckpoint. A manifest that fits proves nothing:
-    whoever changed the files may have written it anew."""
+    """Raise CorruptCheckpoint for a missing value or one of a wrong type. It can be there though the manifest fits:
+    someone may have changed both."""
     try:
         yield
     except (ConfigError, CorruptCheckpoint):
@@ -247,8 +247,8 @@ def verify(path: Path) -> tuple[int, list[str]]:
 
 
 def raise_unless_damage(error: OSError) -> None:
-    """Raise an error that says nothing of the file: of a network disk, a missing right, too many open files. Taken for
-    damage, it would lose this checkpoint."""
+    """Raise an error that does not prove damage (network disk, permissions, too many open files). Taken for damage, it
+    would lose a good checkpoint."""
     if error.errno not in DAMAGE:
         raise error
 

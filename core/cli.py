@@ -111,7 +111,7 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
 
     parsed = [parse(word) for word in overrides]
     for word in overrides:
-        require(not word.lstrip("+").startswith("hydra"), f"{word} is unknown: Hydra composes here, and runs nothing")
+        require(not word.lstrip("+").startswith("hydra"), f"{word} has no effect: Hydra composes the settings, no more")
     register_with_hydra(schema, overrides)
     options = options_of(schema)
     without_setting = {*preset_groups(schema)} - declared(schema).keys()  # as experiment
@@ -119,7 +119,7 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
         group, _, key = override.key_or_group.rpartition(".")
         named = key == "name" and override.value() in options.get(group, [])
         same = f"write {group}={override.value()}"
-        require(not named, f"{override.input_line} keeps the values of another option: {same}")
+        require(not named, f"{override.input_line} keeps the old option's settings: {same}")
         file = CONFIG_DIR / override.key_or_group / f"{override.value()}.yaml"
         local = override.key_or_group in without_setting and file.is_file() and not is_global(file)
         require(not local, f"{override.input_line}: the first line of {file} must be # @package _global_")
@@ -203,7 +203,7 @@ def preset_help(group: str, file: Path) -> str:
     text = file.read_text(encoding="utf-8")
     comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
     said = " ".join(comment for comment in comments if not comment.startswith("@"))
-    content = parse_yaml(text, str(file))
+    content = parse_yaml(text, str(file)) or {}
     if not is_global(file):
         return said
     chosen = [one for one in content.pop("defaults", []) if isinstance(one, dict)]
@@ -329,6 +329,9 @@ def read_value(key: str, text: str, setting: Setting | None) -> Any:
     kinds = (kind,) if get_origin(kind) is tuple else (kind, *get_args(kind))  # tuple[str, ...] is a list, no text
     if str in kinds and not (text == "null" and type(None) in kinds):
         return text
+    if int in kinds and re.fullmatch(r"[-+]?[\d:_]+", text):  # to YAML 010 is 8, and 1:30 is 90
+        require(text.lstrip("+-").isdecimal(), f"{key}={text} must be an integer")
+        return int(text)
     return parse_yaml(text, f"{key}={text} is not key=value")
 
 

@@ -55,9 +55,9 @@ def resolve_device(name: str, world: World = ALONE) -> torch.device:
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float, float]:
-    """Seconds of the clock, of CPU time of this process, and of that of all programs on its CPUs.
+    """Seconds of the clock, of CPU time of this process, and of CPU time of all processes on the CPUs that it may use.
 
-    The CPU time of programs of low priority (nice) is not counted; such a process has 0.
+    Niced processes do not count; one that is niced itself has 0.
     """
     used = 0.0
     with contextlib.suppress(OSError):  # Linux alone has it
@@ -87,7 +87,7 @@ def idle_cpus() -> float | None:
 
 
 def has_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> bool:
-    """Whether this process may use a share of its CPUs alone (docker --cpus=4): what others do then says little."""
+    """Whether a cgroup limits this process's CPU time (docker --cpus=4). How busy its CPUs are then says little."""
     with contextlib.suppress(OSError):
         return not file.read_text().startswith("max")
     return False

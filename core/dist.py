@@ -63,7 +63,7 @@ class Agreement:
     def any_rank(self, wants: bool) -> bool:
         if not dist.is_initialized():
             return wants
-        flag = torch.tensor(int(wants))  # on the CPU: gloo's, past what is queued on a GPU
+        flag = torch.tensor(int(wants))  # on the CPU: gloo exchanges it without a wait for a GPU
         self._sent.append((flag, dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)))
         if len(self._sent) <= self.LAG:
             return False

@@ -29,8 +29,8 @@ def file_sha256(path: Path) -> str:
 def cache_folder() -> Path:
     """The folder of downloads, tokens and compiled kernels: $XDG_CACHE_HOME/nanoqk, by default ~/.cache/nanoqk.
 
-    A user without a home folder, as in some containers, gets one in the temporary folder. It may be read-only: each
-    caller needs its answer to an OSError.
+    A user without a home folder, as in some containers, gets one in the temporary folder. It may be read-only:
+    callers must handle OSError.
     """
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "nanoqk"
@@ -80,7 +80,7 @@ def load_yaml(text: str, loader: Any = None) -> Any:
 
 
 def write_json(path: Path, content: Mapping[str, Any], indent: int = 2) -> None:
-    """Write an object atomically, with NaN and Infinity as Python's json has them unless it is finite()."""
+    """Write an object atomically. NaN and infinities are written as Python's json does; finite() makes them null."""
     write_atomic(path, (json.dumps(content, indent=indent) + "\n").encode())
 
 

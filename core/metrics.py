@@ -58,8 +58,10 @@ class Metrics:
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """The lines of a metrics.jsonl, which may be growing: a torn last line is not there yet."""
-        return [parse_object(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        """The whole, undamaged lines of a metrics.jsonl, which may be growing. Raises: OSError."""
+        lines = Lines(path, strict=True)
+        lines.update()
+        return lines.lines
 
 
 def iter_of(line: bytes) -> float:

@@ -44,12 +44,15 @@ class StopSignal:
     def receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         if number == signal.SIGHUP:
-            signal.signal(number, signal.SIG_IGN)  # for good: a shell sends it, and the kernel again
+            signal.signal(number, signal.SIG_IGN)  # from now on: a shell sends it, and the kernel again
             self.previous.pop(signal.SIGHUP, None)
             silence_terminal()
-        self.__exit__()
+        self.restore_handlers()
 
     def __exit__(self, *_: object) -> None:
+        self.restore_handlers()
+
+    def restore_handlers(self) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
@@ -122,6 +125,6 @@ def say(text: str, write: Callable[[str], Any] = print) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """PyTorch has a class of its own for a GPU's memory alone."""
+    """MemoryError; of PyTorch, OutOfMemoryError on a GPU and a RuntimeError with this text on a CPU."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

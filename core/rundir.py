@@ -69,7 +69,7 @@ class RunDir:
         self.state: str | None = read_status(path).get("state")
         self.finished = finished
         self.print_line: Callable[[str], Any] = print
-        self._held = ExitStack()  # what close() gives back
+        self._held = ExitStack()  # what close() closes
         if lock is not None:
             self._held.callback(lock.release)
         self._wandb: WandbRun | None = None
@@ -86,7 +86,7 @@ class RunDir:
         wandb: Mapping[str, Any] | None = None,
         records: Mapping[str, str] | None = None,
     ) -> None:
-        """Claim the run from iteration `step` on: metrics.jsonl and diagnostics.jsonl are cut back to it.
+        """Claim the run from iteration `step` on: metrics.jsonl, diagnostics.jsonl, samples.jsonl are cut back to it.
 
         records: record_hashes(step) when the checkpoint was saved; a file that has changed since is warned of.
         wandb: the settings of WandbRun.
@@ -94,6 +94,8 @@ class RunDir:
         self.claim(config_yaml)
         self._metrics = self._held.enter_context(closing(Metrics(self.path / "metrics.jsonl", step)))
         self._diagnostics = self._held.enter_context(closing(Metrics(self.path / "diagnostics.jsonl", step)))
+        if (samples := self.path / "samples.jsonl").exists():
+            Metrics(samples, step).close()
         self._lines = Lines(self.path / "metrics.jsonl", strict=True)
         for metrics in (self._metrics, self._diagnostics):
             if (records or {}).get(metrics.path.name, metrics.sha256()) != metrics.sha256():
@@ -329,7 +331,7 @@ def at_end(path: Path) -> bool:
     return state == "diverged" or (state == "done" and "iter" in read_json(path / "summary.json"))
 
 
-def is_locked(path: Path) -> bool:
+def is_open(path: Path) -> bool:
     """Whether a live process has the run open. A run "running" without a lock died."""
     return files.is_locked(path / "lock")
 

@@ -190,11 +190,12 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
     for key in (key for key in known if key in source):
         value, kind, variants = source[key], known[key].kind, known[key].options
         if variants:
-            chosen: Any = value.get("name") if isinstance(value, Mapping) else value
+            value = value if isinstance(value, Mapping) else {"name": value}
+            chosen: Any = value.get("name")
             good = isinstance(chosen, str) and chosen in variants
             require(good, f"{prefix}{key}.name={show(chosen)} must be one of {', '.join(variants)}")
             kind = variants[chosen]
-            for leaf in value if isinstance(value, Mapping) else ():
+            for leaf in value:
                 owners = [option for option, cls in variants.items() if leaf in declared(cls)]
                 if leaf not in declared(kind) and owners:
                     where = " and ".join(f"{prefix}{key}={option}" for option in owners)
@@ -263,7 +264,8 @@ def validate(settings: Any, prefix: str = "") -> None:
 
 
 def deciding(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Flat {key: value} of the settings that decide the numbers."""
+    """Flat {key: value} of the settings that decide the numbers: all but FREE ones, and those with the value that was
+    in force before they existed."""
     flat: dict[str, Any] = {}
     for name, setting in declared(type(settings)).items():
         value, before = getattr(settings, name), setting.one(BeforeItExisted)

@@ -57,7 +57,7 @@ def follow(run_dir: Path, mode: str) -> None:
     """Send the lines of metrics.jsonl to W&B until standard input closes, which it also does when the trainer dies.
 
     The summary is then left on standard input. Each line on standard output is for the run's log.
-    mode: online, which goes on offline where that fails; offline; or send, which is online and does not.
+    mode: online (goes on offline where that fails), offline, or send (online; an error ends it).
     """
     # SLURM sends them to every process of a step
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -133,7 +133,7 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
     )  # fmt: skip
     if mode != "offline":
         say(f"W&B: {run.url}")
-        sent = run.starting_step - 1  # the server's last line; its summary may be one ahead of the lines
+        sent = run.starting_step - 1  # the last line that the server has; the iteration in its summary may be one more
         mark_synced(before)
     run.define_metric("iter")
     run.define_metric("*", step_metric="iter")
@@ -150,7 +150,7 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
 
 
 def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say) -> None:
-    """Send the summary, without what the lines or the config have, and end. Says what W&B has yet to get."""
+    """Send the summary, without the keys that lines or config have, and end the run. Then say what is not uploaded."""
     status = read_json(run_dir / "status.json")
     at_end = read_json(run_dir / "summary.json") if status.get("state") in ("done", "diverged") else {}
     summary = json.loads(sys.stdin.buffer.read() or "{}") or at_end

@@ -53,7 +53,7 @@ class WandbRun:
         if self._relay.is_alive() and not self._told_upload:
             self._told_upload = bool(self.recording)
             later = f"; to upload it then: wandb sync {self.recording}" if self.recording else ""
-            self.log(f"W&B takes long to finish: it is left behind and ends by itself{later}")
+            self.log(f"W&B is not done yet; its process goes on in the background{later}")
 
     def close(self) -> None:
         """Let the process end by itself."""

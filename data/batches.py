@@ -55,7 +55,7 @@ class Batches:
     def get_batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
         """Training x, y (B, T), uniform over the windows within a training range. Each rank passes its micro steps."""
         starts = self._draw(self.split.train, purpose=TRAIN_STREAM, step=step, micro_step=micro_step)
-        return self._read(starts) if self.resident is None else gather(self.resident, starts, self.block_size)
+        return self._read(starts) if self.resident is None else cut_windows(self.resident, starts, self.block_size)
 
     def prefetch(self, steps: Iterable[tuple[int, int]]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """get_batch(step, micro_step) for each of `steps`, prepared by threads while the caller uses the ones before.
@@ -157,8 +157,8 @@ def copy_tokens(tokens: Tokens, device: torch.device) -> Tensor:
     return copy
 
 
-def gather(tokens: Tensor, starts: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
-    """x, y (B, T) of the windows that begin at `starts`, (B,). Only these go to the device."""
+def cut_windows(tokens: Tensor, starts: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
+    """x, y (B, T) of the windows that begin at `starts`, (B,). The tokens are on the device; the starts go there."""
     positions = move(torch.from_numpy(starts), tokens.device)[:, None]  # (B, 1)
     positions = positions + torch.arange(block_size + 1, device=tokens.device)  # (B, T + 1)
     windows = tokens[positions].long()

@@ -56,9 +56,9 @@ def leak_split(n_tokens: int, folds: int, fold: int, window: int, far: bool) -> 
     home, middle = np.arange(4 * quarter).reshape(4, quarter), slice(quarter // 4, quarter - quarter // 4)
     held_out, train = np.zeros(4 * quarter, dtype=bool), np.zeros(4 * quarter, dtype=bool)
     in_fold = shuffled_fold(n_tokens, folds, fold, window)
-    for of in home[fold % 2 :: 2]:
-        held_out[of[middle]] = in_fold[of[middle]]
-        train[of] = ~held_out[of]
+    for windows in home[fold % 2 :: 2]:
+        held_out[windows[middle]] = in_fold[windows[middle]]
+        train[windows] = ~held_out[windows]
     if far:
         train = np.roll(train, quarter)
     return Split(train=runs_of(train, window, n_tokens), val=runs_of(held_out, window, n_tokens))

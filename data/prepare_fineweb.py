@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from core.cli import run_script
 from core.files import FileLock, cache_folder, expand, file_sha256, parse_object, read_json, write_json
+from core.process import available_cpus
 from core.schema import ConfigError, differences, one_line, require, show
 from data.corpora import probe_hub
 from data.options import PrepareFineWebConfig
@@ -56,7 +57,7 @@ def prepare(config: PrepareFineWebConfig) -> int:
     if finish_if_complete(out, config):
         return 0
     documents = Documents(config, begun=read_json(out / PROGRESS).get("source", {}))
-    tokenizer = load_tokenizer(out, config, documents)
+    tokenizer = open_or_learn_tokenizer(out, config, documents)
     try:
         lock = FileLock(out / "lock", timeout=0)
     except OSError as error:
@@ -147,7 +148,7 @@ def write_documents(
                 bar.update(len(tokens))
                 if max_tokens is not None and n_tokens >= max_tokens:
                     return
-            if time.monotonic() - saved > SAVE_SECONDS:  # all files and `stream` are at the same document
+            if time.monotonic() - saved > SAVE_SECONDS:  # all files and `stream` end after the same document
                 state |= {"stream": stream, **{split: writer.flushed_state() for split, writer in writers.items()}}
                 write_json(out / PROGRESS, state)
                 saved = time.monotonic()
@@ -250,7 +251,7 @@ def is_held_out(text: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) < fraction * 2**64
 
 
-def load_tokenizer(out: Path, config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
+def open_or_learn_tokenizer(out: Path, config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
     if (out / TOKENIZER).exists():
         return read_tokenizer(out / TOKENIZER)
     if config.tokenizer == "bpe":
@@ -283,7 +284,7 @@ def tokenised(
     documents: Documents, stream: Position | None, tokenizer: Tokenizer, config: PrepareFineWebConfig
 ) -> Generator[tuple[list[Document], Position], None, None]:
     """The documents from the position `stream` on, some at a time, and the position after them."""
-    workers = config.workers or os.cpu_count() or 1
+    workers = config.workers or available_cpus()
     pending: deque[tuple[Future[list[Document]], Position]] = deque()
     with ThreadPoolExecutor(workers) as pool:  # tiktoken releases Python's lock
         for texts, position in documents.batches(stream):

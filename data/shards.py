@@ -78,7 +78,10 @@ def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
         verify_shard(file, arrays[-1], shard["sha256"], index["vocab_size"], again=config.verify)
     for split in SPLITS:
         require(index[split]["tokens"] >= 2, f"{folder} holds {index[split]['tokens']} tokens of {split}, too few")
-    return hashlib.sha256(raw).hexdigest(), load_tokenizer(folder, index), Shards(arrays), index["train"]["tokens"]
+    tokenizer = read_tokenizer(folder / TOKENIZER)
+    named = tokenizer_sha256(tokenizer) == index["tokenizer_sha256"]
+    require(named, f"{folder / TOKENIZER} is not the one that {INDEX} names")
+    return hashlib.sha256(raw).hexdigest(), tokenizer, Shards(arrays), index["train"]["tokens"]
 
 
 def verify_shard(file: Path, tokens: np.ndarray, sha256: str, vocab_size: int, again: bool) -> None:
@@ -130,13 +133,6 @@ def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
     require(found == FORMAT, f"{folder / INDEX} has format {show(found)}, not {FORMAT}")
     require(good, f"{folder / INDEX} contradicts itself: {CHANGED}")
     return index
-
-
-def load_tokenizer(folder: Path, index: dict[str, Any]) -> Tokenizer:
-    tokenizer = read_tokenizer(folder / TOKENIZER)
-    named = tokenizer_sha256(tokenizer) == index["tokenizer_sha256"]
-    require(named, f"{folder / TOKENIZER} is not the one that {INDEX} names")
-    return tokenizer
 
 
 def read_tokenizer(file: Path) -> Tokenizer:

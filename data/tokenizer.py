@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from core.process import available_cpus
 from core.schema import ConfigError, one_line, require
 from data.corpora import PROBE_SECONDS, probe
 
@@ -157,7 +158,7 @@ class BPETokenizer(Tokenizer):
         encode = functools.partial(self.encoder.encode_to_numpy, disallowed_special=())
         if len(text) <= PART_CHARS:
             return np.asarray(encode(text), dtype=self.dtype)
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
+        with ThreadPoolExecutor(available_cpus()) as threads:
             return np.concatenate([np.asarray(part, dtype=self.dtype) for part in threads.map(encode, parts(text))])
 
     def decode(self, tokens: Iterable[int]) -> str:

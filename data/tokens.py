@@ -60,7 +60,8 @@ def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | 
 def kept_merges(config: FoldedTextOptions, saved: dict[str, Any], sha256: str) -> Tokenizer | None:
     """The tokenizer of a checkpoint's state, if it has merges, and is of this text and size."""
     known = saved.get("tokenizer", {})
-    if not config.tokenizer == known.get("name") in ("bpe", "gpt2") or saved.get("corpus_sha256") != sha256:
+    name = known.get("name")
+    if name not in ("bpe", "gpt2") or name != config.tokenizer or saved.get("corpus_sha256") != sha256:
         return None
     tokenizer = from_dict(known)
     return tokenizer if config.tokenizer == "gpt2" or tokenizer.vocab_size == config.bpe_vocab_size else None

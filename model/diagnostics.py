@@ -79,15 +79,17 @@ def qk_norms(attn: nn.Module) -> dict[str, Any]:
 def logit_bound(attn: nn.Module) -> float:
     """The largest |logit| that the QK norms of a layer allow with equal gains, as at the start, for any weights.
 
-    Infinite where alpha is learned, without QK norms, and where logits= scales them.
+    Infinite where alpha is learned, where queries or keys have no norm, and where logits= scales the logits.
     """
     norms, scale, logits = qk_norms(attn), getattr(attn, "logit_scale", None), getattr(attn, "logits", None)
     scaled = logits is not None and logits.options.name != "none"
     bounded = norms and not any(isinstance(norm, NoNorm) for norm in norms.values())
     if not bounded or scale is None or scale.alpha is not None or scaled:
         return math.inf
-    blocks = [(norm, norms[f"k{side[1:]}"]) for side, norm in norms.items() if side.startswith("q")]
-    return scale.softmax_scale * sum(longest_output(q) * longest_output(k) for q, k in blocks)
+    queries = {side: f"k{side[1:]}" for side in norms if side.startswith("q")}  # each with its keys
+    if not all(keys in norms for keys in queries.values()):
+        return math.inf
+    return scale.softmax_scale * sum(longest_output(norms[q]) * longest_output(norms[k]) for q, k in queries.items())
 
 
 def longest_output(norm: QKNorm) -> float:

@@ -174,7 +174,8 @@ def load_hugging_face(model: GPT, theirs: State) -> list[str]:
     """Load a state with the names and shapes of hugging_face(model). Returns the names of what the model cannot hold:
     biases that it lacks and that are not zero.
 
-    The map f of hugging_face() only moves and scales entries, so that f^-1(y) = f^T(y) / f^T(f(1)).
+    hugging_face() moves each weight x to another place, and scales it by some c. Its transpose, by autograd, moves
+    entries back: y = c x becomes c^2 x, and c, the image of 1, becomes c^2. Their quotient is x.
     """
     parameters = [*model.parameters()]
     with torch.no_grad():

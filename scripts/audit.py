@@ -56,7 +56,7 @@ MODES = ("evaluation", "training")
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
 CACHED, CACHE_TOLERANCE = 64, 1e-4  # tokens that are decoded with a cache; what round-off explains
-SIGMAS = 5  # a loss on random tokens is caught so many standard errors below ln V, and at least FLOOR_TOLERANCE
+SIGMAS = 5  # a loss on random tokens is caught if so many standard errors, and FLOOR_TOLERANCE, below ln V
 ACCUMULATION_TOLERANCE = 1e-3  # relative difference that round-off explains
 SEED = 20251028  # of the random tokens: not the seed that a run with data=random is trained on
 
@@ -74,8 +74,8 @@ class Undecided(Exception):
 
 
 class Run:
-    """The model of a run directory, with the run's fault. Models are forward(idx, targets), both (B, T) -> logits
-    (B, T, V), mean loss. block_size: positions that are used; context: that are possible, at least as many."""
+    """The model of a run directory, with the run's fault. A model's forward(idx, targets), both (B, T), returns logits
+    (B, T, V) and the mean loss. block_size: positions that the checks use. context: positions that the model allows."""
 
     def __init__(self, run: str, which: str, device: torch.device):
         model, _, config, state = load_asked_run(run, which, device)

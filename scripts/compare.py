@@ -3,7 +3,7 @@
 Writes one page (out=), which needs no network: the nats of each token of the text under both, where they differ most,
 the attention maps of a layer and head, samples from the same seed, and the settings that differ. Prints the losses.
 Each token but the first is predicted once, as in validation, in windows of the smaller block_size, in float32. Where
-tokenizers differ, the runs are compared over the shortest pieces of text at whose ends tokens of both end.
+tokenizers differ, the text is cut wherever a token of both ends, and the runs are compared piece by piece.
 """
 
 import functools
@@ -99,7 +99,7 @@ def compare(text: str, a: Side, b: Side, *, name: str = "the text") -> Spans:
     Raises: ConfigError about `name` where there is one piece.
     """
     pieces = [[side.loaded.tokenizer.pieces[token] for token in side.tokens] for side in (a, b)]
-    ends = [np.cumsum([len(piece) for piece in of]) for of in (*pieces, [c.encode() for c in text])]  # in bytes
+    ends = [np.cumsum([len(x) for x in parts]) for parts in (*pieces, [c.encode() for c in text])]  # in bytes
     both = functools.reduce(np.intersect1d, ends)  # where tokens of both and a character end
     require(len(both) > 1, f"{name} is too short: give a text=FILE of at least two tokens of either run")
     window = min(side.loaded.model.block_size for side in (a, b))
@@ -109,7 +109,8 @@ def compare(text: str, a: Side, b: Side, *, name: str = "the text") -> Spans:
         each = token_nats(side.loaded.model, side.tokens, window)
         nats.append(np.bincount(of_span[1:], each, minlength=len(both))[1:])
         counts.append(int((of_span > 0).sum()))
-    first, *texts = (text.encode()[i:j].decode() for i, j in itertools.pairwise([0, *both]))
+    encoded = text.encode()
+    first, *texts = (encoded[i:j].decode() for i, j in itertools.pairwise([0, *both]))
     return Spans(first, texts, (nats[0], nats[1]), (counts[0], counts[1]))
 
 
@@ -267,10 +268,10 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
         corpora.append(corpus)
     a, b = corpora
     begins = [0, 0]
-    if a.sha256 == b.sha256 and a.tokenizer.to_dict() != b.tokenizer.to_dict():  # a tenth of the tokens differs
-        first = max(map(first_character, corpora))
+    if a.sha256 == b.sha256 and a.tokenizer.to_dict() != b.tokenizer.to_dict():  # the last tenth of the tokens
+        first = max(map(characters_before, corpora))  # begins elsewhere: both from the later place on
         corpora = [held_out_from(corpus, first) for corpus in corpora]
-        begins = [first_character(corpus) for corpus in corpora]
+        begins = [characters_before(corpus) for corpus in corpora]
     found = [held_out_text(corpus)[max(begins) - begin :] for corpus, begin in zip(corpora, begins, strict=True)]
     n = min(map(len, found))
     same = n > 0 and found[0][:n] == found[1][:n]
@@ -281,15 +282,15 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
 def held_out_text(corpus: Corpus) -> str:
     """The start of the held-out text. Raises: ConfigError where it has the characters that stand for the token between
     documents."""
-    tokens, tokenizer = held_out(corpus), corpus.tokenizer
+    tokens, tokenizer = held_out_tokens(corpus), corpus.tokenizer
     text = tokenizer.decode(tokens)
     plain = tokenizer.separator is None or text.count(SEPARATOR) == tokens.count(tokenizer.separator)
     require(plain, f"the held-out text has the characters {SEPARATOR}: give text=FILE")
     return text[:LONGEST]
 
 
-def first_character(corpus: Corpus) -> int:
-    """The number of characters before those of held_out()."""
+def characters_before(corpus: Corpus) -> int:
+    """The number of characters before those of held_out_tokens()."""
     start, end = corpus.split.val[0]
     begins = np.flatnonzero(begins_character(corpus.tokenizer)[corpus.tokens[start:end]])
     return size_of_text(corpus.tokenizer, corpus.tokens, ((0, start + int(begins[0]) if len(begins) else end),))[1]
@@ -304,7 +305,7 @@ def held_out_from(corpus: Corpus, character: int) -> Corpus:
     return corpus._replace(split=Split(corpus.split.train, ((start, end), *more)))
 
 
-def held_out(corpus: Corpus) -> list[int]:
+def held_out_tokens(corpus: Corpus) -> list[int]:
     """The first held-out tokens, at most LONGEST, of whole characters; shuffled windows are joined."""
     found: list[int] = []
     begins, tokens = begins_character(corpus.tokenizer), corpus.tokens

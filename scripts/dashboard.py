@@ -133,6 +133,8 @@ def show(asked: DashboardOptions) -> int:
             return 0
         view.save()
         text.save()
+    except ConfigError:
+        raise
     except ImportError as error:
         raise ConfigError("scripts/dashboard.py needs wandb-workspaces: pip install -e '.[dashboard]'") from error
     except Exception as error:  # W&B's have no common class

@@ -15,6 +15,7 @@ from data.options import PrepareFineWebConfig
 from sample import SampleConfig
 from scripts.reporting.charts import Figure, Series, Style, curve_chart, svg
 from scripts.reporting.ledger import ledger
+from scripts.reporting.page import with_block
 from scripts.reporting.statistics import minus
 from scripts.reporting.stored import read_stored
 from training.config import TrainConfig
@@ -69,13 +70,6 @@ LEDGER = ROOT / "results" / "README.md"
 BEGIN, END = "<!-- made by scripts/docs.py from ledger.yaml -->\n", "<!-- end -->"
 
 
-def with_ledger(page: str) -> str:
-    """The page, with the table between its marks made anew."""
-    assert BEGIN in page and END in page
-    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-    return f"{before}{BEGIN}\n{ledger()}\n{END}{after}"
-
-
 @options
 class NoSettings:
     pass
@@ -85,7 +79,7 @@ def write(_: NoSettings) -> int:
     made = {
         ROOT / "docs" / "configuration.md": configuration().encode(),
         STUDY / "along.svg": svg(figure()),
-        LEDGER: with_ledger(LEDGER.read_text(encoding="utf-8")).encode(),
+        LEDGER: with_block(LEDGER.read_text(encoding="utf-8"), BEGIN, END, f"\n{ledger()}\n").encode(),
     }
     for file, content in made.items():
         write_atomic(file, content)

@@ -1,8 +1,8 @@
 """Downstream tasks through lm-evaluation-harness: python scripts/evaluate_lm.py run=RUN tasks=arc_easy,piqa
 
-tasks: names of lm_eval's tasks, and two more. `paper` is the eight tasks of the QK-Normed MLA paper with 3 examples
-each, beside its Table 1. `cloze` needs no network: which of four passages continues a text that the run held out
-(chance: 25 %)?
+tasks: names of lm_eval's tasks, and two more. `paper`: the eight tasks of Table 1 of QK-Normed MLA (arXiv 2606.16310),
+with 3 examples each; the printed table then has that paper's results, too. `cloze` needs no network: which of four
+passages continues a text that the run held out (chance: 25 %)?
 include_path: a folder with your own task files (YAML; `dataset_path: json` needs no network).
 The report of a sweep compares its runs where out= is RUN/evaluation.json (docs/sweeps.md).
 Prints a table; the last line is JSON. Needs the extra `eval`.
@@ -99,8 +99,8 @@ def cloze(run: LoadedRun) -> Any:
     """lm_eval's task of QUESTIONS places in the text that the run held out. Each shows T/2 tokens and CHOICES passages
     of T/4 tokens; one follows in the text, the others are from elsewhere in it (T: block_size).
 
-    All runs on a text get the same questions. Raises: ConfigError where too little text is held out, or it is not the
-    text that the checkpoint's `state` names, or T < 2.
+    Runs with the same held-out text, tokenizer and block_size get the same questions. Raises: ConfigError where too
+    little text is held out, or it is not the text that the checkpoint's `state` names, or T < 2.
     """
     import datasets
     from lm_eval.api.task import ConfigurableTask
@@ -113,9 +113,10 @@ def cloze(run: LoadedRun) -> Any:
     before, after = max(1, T // 2), max(1, T // 4)
     require(not isinstance(tokenizer, NoText), f"tasks={CLOZE} needs text: data={data.name} has none")
     begins = begins_character(tokenizer)
-    blank = {end: np.array([piece[end:][:1].isspace() for piece in tokenizer.pieces]) for end in (0, -1)}
+    starts_blank = np.array([piece[:1].isspace() for piece in tokenizer.pieces])
+    ends_blank = np.array([piece[-1:].isspace() for piece in tokenizer.pieces])
     starts: list[int] = []
-    sure: list[int] = []  # where no merge crosses, whatever follows the context
+    sure: list[int] = []  # before white space: no merge of BPE crosses, so context and answer can be encoded apart
     for first, end in corpus.split.val:
         tokens = np.asarray(corpus.tokens[first:end])
         at = np.arange(before, len(tokens) - after)
@@ -123,7 +124,7 @@ def cloze(run: LoadedRun) -> Any:
         whole = begins[tokens[at - before]] & begins[tokens[at]] & begins[tokens[at + after]]
         whole &= ends[at + after] == ends[at - before]
         starts += (first + at[whole]).tolist()
-        sure += (first + at[whole & blank[0][tokens[at]] & ~blank[-1][tokens[at - 1]]]).tolist()
+        sure += (first + at[whole & starts_blank[tokens[at]] & ~ends_blank[tokens[at - 1]]]).tolist()
     if isinstance(tokenizer, BPETokenizer) and len(sure) >= QUESTIONS:
         starts = sure
     require(len(starts) >= CHOICES, f"tasks={CLOZE} needs more than {before + after} held-out tokens in a row")
@@ -214,8 +215,12 @@ class EvaluateOptions:
     out: Annotated[str | None, WRITABLE, Help("a JSON file for all results; reports read RUN/evaluation.json")] = None
 
     @property
+    def words(self) -> list[str]:
+        return [word for word in self.tasks.replace(" ", "").split(",") if word]
+
+    @property
     def task_names(self) -> list[str]:
-        names = [PAPER if name == "paper" else [name] for name in self.tasks.split(",") if name]
+        names = [PAPER if word == "paper" else [word] for word in self.words]
         return list(dict.fromkeys(task for tasks in names for task in tasks))
 
     def check(self) -> None:
@@ -236,7 +241,7 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
     dtype = resolve_dtype(asked.dtype, device)
     run = load_asked_run(asked.run, asked.checkpoint, device)
     tasks, manager = load_tasks(asked.task_names, asked.include_path)
-    if asked.num_fewshot is None and "paper" in asked.tasks.split(","):
+    if asked.num_fewshot is None and "paper" in asked.words:
         for task in tasks:
             if task.config.task in PAPER:
                 task.set_config("num_fewshot", PAPER_SHOTS)
@@ -266,14 +271,14 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
 def evaluate_run(asked: EvaluateOptions) -> int:
     results = evaluate(asked)
     about = results["about"]
-    print(table(about["metrics"], "paper" in asked.tasks.split(",")))
-    if about["truncated"]:
-        print(f"warning: {about['truncated']} prompts lost their first tokens: model.block_size has no room for them "
-              "and their answers")  # fmt: skip
-    if asked.out is not None:
+    if asked.out is not None:  # before anything is printed: the reader of a pipe may be gone
         plain = json.loads(json.dumps(results, default=str))
         text = json.dumps(sealed(plain), indent=1, ensure_ascii=False) + "\n"
         write_atomic(expand(asked.out), text.encode())
+    print(table(about["metrics"], "paper" in asked.words))
+    if about["truncated"]:
+        print(f"warning: {about['truncated']} prompts lost their first tokens: model.block_size has no room for them "
+              "and their answers")  # fmt: skip
     print(json.dumps(about))
     return 0
 

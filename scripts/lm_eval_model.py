@@ -56,7 +56,8 @@ class NanoQK(TemplateLM):
         """As TemplateLM's, which does not score a first token that equals eot_token_id where the context is empty."""
         pairs = [request.args for request in requests]
         tokens = [self._encode_pair(*pair) if pair[0] else ([], self.tok_encode(pair[1])) for pair in pairs]
-        return self._loglikelihood_tokens([(pair, *of) for pair, of in zip(pairs, tokens, strict=True)], disable_tqdm)
+        scored = [(pair, *encoded) for pair, encoded in zip(pairs, tokens, strict=True)]
+        return self._loglikelihood_tokens(scored, disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[Score]:
         """In the order of the requests. Too long ones lose their first tokens, as in lm_eval's own adapter."""

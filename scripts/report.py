@@ -27,10 +27,10 @@ from core.wandb_follower import open_wandb
 from core.wandb_run import INIT_TIMEOUT, wandb_mode
 from scripts.reporting.charts import svg
 from scripts.reporting.live import watch
-from scripts.reporting.page import figures_of, markdown, outline, page
+from scripts.reporting.page import figures_of, markdown, outline, page, was_planned
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.statistics import compared_families
-from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, read_value, runs_csv
+from scripts.reporting.stored import common_config, curves_csv, joined, number_or_text, read_stored, runs_csv
 from scripts.reporting.tables import every_conclusion, facts
 from sweeps.definition import sweep_name, sweep_tag
 from sweeps.status import FINAL, SweepPlace, tally
@@ -93,7 +93,7 @@ def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
     except (ValueError, KeyError, csv.Error) as error:
         raise ConfigError(f"{out / 'runs.csv'} cannot be read ({one_line(error)}): {replaces}") from error
     lost = stored - {run.id for run in sweep.runs if run.state.state in FINAL}
-    require(not lost, f"{out} has finished runs that this report lacks, {len(lost)}: from={out} adds them, {replaces}")
+    require(not lost, f"{out} has finished runs that this report lacks ({len(lost)}): from={out} adds them, {replaces}")
 
 
 def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> str:
@@ -109,7 +109,8 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
         return "W&B is disabled"
     init = {
         "project": config["wandb.project"], "job_type": "sweep", "name": name, "id": run_id, "resume": "allow",
-        "tags": [sweep_tag(sweep.name)], "config": dict(sweep.about), "dir": str(folder.resolve()),
+        "tags": [sweep_tag(sweep.about.get("name", sweep.name))],
+        "config": dict(sweep.about), "dir": str(folder.resolve()),
     }  # fmt: skip
     limits = {"init_timeout": INIT_TIMEOUT, "finish_timeout": FINISH_TIMEOUT, "finish_timeout_raises": True}
     run = open_wandb(init, mode, ["scripts/report.py", *argv], **limits)
@@ -118,16 +119,18 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
     from PIL import Image
 
     columns, *rows = csv.reader(io.StringIO((out / "runs.csv").read_text(encoding="utf-8")))
-    data = [[read_value(text) if text else None for text in row] for row in rows]
-    figures = {file.stem: vl_convert.svg_to_png(file.read_text(), scale=2) for file in sorted(out.glob("*.svg"))}
-    images = {f"figures/{name}": wandb.Image(Image.open(io.BytesIO(png))) for name, png in figures.items()}
+    data = [[number_or_text(text) if text else None for text in row] for row in rows]
+    files = read_json(out / "provenance.json")["sha256"]
+    svgs = {name: (out / name).read_text(encoding="utf-8") for name in sorted(files) if name.endswith(".svg")}
+    pngs = {Path(name).stem: vl_convert.svg_to_png(text, scale=2) for name, text in svgs.items()}
+    images = {f"figures/{name}": wandb.Image(Image.open(io.BytesIO(png))) for name, png in pngs.items()}
     tables = {"runs": wandb.Table(columns=columns, data=data, allow_mixed_types=True)}
-    if families := compared_families(sweep):
+    if families := [family for family in compared_families(sweep) if was_planned(sweep, family)]:
         concluded = every_conclusion(families)
         tables["conclusions"] = wandb.Table(columns=[*concluded.columns], data=[*map(list, concluded.rows)])
     run.log({**tables, **images})
     artifact = wandb.Artifact(f"{run_id}-report", "report")
-    for name in read_json(out / "provenance.json")["sha256"]:
+    for name in files:
         artifact.add_file(str(out / name))
     run.log_artifact(artifact)
     run.finish()
@@ -143,7 +146,7 @@ class ReportOptions(SweepPlace):
     from_: Annotated[
         str | None,
         NOT_EMPTY,
-        Help("folder of a report: its runs stand in for those that the directory lacks; alone: make it again"),
+        Help("folder of a report; with sweep=: its runs are added to those here; alone: write that report again"),
     ] = None
     run: Annotated[str | None, NOT_EMPTY, Help("directory of a single run, with watch=true")] = None
     watch: Annotated[bool, Help("serve a page on 127.0.0.1 that shows the runs while they train")] = False
@@ -184,7 +187,7 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
         try:
             print(send_report(sweep, out, out if again else asked.directory, argv))
         except Exception as error:
-            print(f"error: W&B cannot be reached ({error}); {out} has the report", file=sys.stderr)
+            print(f"error: the report was not sent to W&B ({one_line(error)}); {out} has it", file=sys.stderr)
             return 1
     return 0
 

@@ -18,6 +18,7 @@ from core.cli import CONFIG_DIR, run_script
 from core.files import ROOT, expand, write_atomic
 from core.schema import NOT_EMPTY, WRITABLE, Help, options, require
 from scripts.reporting.charts import svg
+from scripts.reporting.page import with_block
 from scripts.reporting.runs import Sweep
 from scripts.reporting.statistics import best_rate
 from scripts.reporting.stored import read_stored
@@ -38,13 +39,13 @@ from sweeps.status import FINAL
 BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
 SWEEP = "attention_track"
 BEST = 6  # contestants that go on to track_small
-Words = Mapping[str, Sequence[str]]  # contestant -> overrides
+Overrides = Mapping[str, Sequence[str]]  # of each contestant
 
 
 @options
 class TrackOptions:
     folder: Annotated[str, NOT_EMPTY, Help("of the board")] = str(ROOT / "results" / SWEEP)
-    sweep: Annotated[str, NOT_EMPTY, Help("the grid's definition, which has each contestant's words")] = SWEEP
+    sweep: Annotated[str, NOT_EMPTY, Help("the grid's definition, which has each contestant's overrides")] = SWEEP
     rates: Annotated[bool, Help("write the final sweep's definition from the grid's best rates, and no board")] = False
     small: Annotated[bool, Help("write the definition of the sweep at track_small scale, and no board")] = False
     times: Annotated[bool, Help("print the commands whose last lines are train.json and decode.json")] = False
@@ -70,46 +71,46 @@ class TrackOptions:
 def make(asked: TrackOptions) -> int:
     folder, sweep = expand(asked.folder), load_sweep(asked.sweep, {})
     require("words" in sweep.grid, f"sweep={asked.sweep} is no track: its grid has no words")
-    words = sweep.grid["words"]
+    overrides = sweep.grid["words"]
     if asked.times:
-        variants = shlex.quote("variants=" + ";".join(" ".join(of) for of in words.values()))
+        variants = shlex.quote("variants=" + ";".join(" ".join(of) for of in overrides.values()))
         for program, how in (("train", "together=true rounds=41 iters=10"), ("sample", "tokens=120 rounds=21")):
             print(f"python scripts/benchmarks/bench_{program}.py {variants} {' '.join(sweep.overrides)} {how}")
         return 0
     grid = read_stored(folder / "grid", asked.sweep)
-    unknown = [name for name in mean_losses(grid) if name not in words]
+    unknown = [name for name in mean_losses(grid) if name not in overrides]
     require(not unknown, f"sweep={asked.sweep} has no {', '.join(unknown)}, which {folder / 'grid'} has")
     if asked.rates:
         n_open = sum(run.state.state not in FINAL for run in grid.runs)
         require(n_open == 0, f"{n_open} runs of {folder / 'grid'} have not ended: the best rates are not known yet")
-        print_edges(asked.sweep, words, at_the_edge(grid))
-        made = {asked.file("final"): final_definition(asked.extended, words, mean_losses(grid)).encode()}
+        print_edges(asked.sweep, overrides, at_the_edge(grid))
+        made = {asked.file("final"): final_definition(asked.extended, overrides, mean_losses(grid)).encode()}
     else:
         name = sweep_name(asked.sweep)
-        found = entries(grid, read_stored(folder / "final", f"{name}_final"), words, folder)
+        found = entries(grid, read_stored(folder / "final", f"{name}_final"), overrides, folder)
         if asked.small:
-            made = {asked.file("small"): small_definition(words, found).encode()}
+            made = {asked.file("small"): small_definition(overrides, found).encode()}
         else:
-            made = board_files(folder, sweep.title, found, small_entries(folder, name, grid, words))
+            made = board_files(folder, sweep.title, found, small_entries(folder, name, grid, overrides))
     for file, content in made.items():
         write_atomic(file, content)
         print(file)
     return 0
 
 
-def print_edges(sweep: str, words: Words, rates: Mapping[str, float]) -> None:
+def print_edges(sweep: str, overrides: Overrides, rates: Mapping[str, float]) -> None:
     """The command that tries one more rate, for each contestant whose best one is at the grid's edge."""
     for name, rate in rates.items():
-        more = f"'sweep.grid.words={{{name}: {json.dumps(words[name])}}}' sweep.grid.optim.learning_rate=[{rate}]"
+        more = f"'sweep.grid.words={{{name}: {json.dumps(overrides[name])}}}' sweep.grid.optim.learning_rate=[{rate}]"
         print(f"{name} is best at the grid's edge; try one more: python sweeps/launch.py sweep={sweep} {more}")
 
 
-def small_entries(folder: Path, name: str, grid: Sweep, words: Words) -> list[Entry]:
+def small_entries(folder: Path, name: str, grid: Sweep, overrides: Overrides) -> list[Entry]:
     """The contestants at track_small scale, once all their runs are done."""
     if not (folder / "small").exists():
         return []
     small = read_stored(folder / "small", f"{name}_small")
-    return entries(grid, small, words, folder) if all(run.done for run in small.runs) else []
+    return entries(grid, small, overrides, folder) if all(run.done for run in small.runs) else []
 
 
 def board_files(folder: Path, title: str, found: Sequence[Entry], small: Sequence[Entry]) -> dict[Path, bytes]:
@@ -119,37 +120,35 @@ def board_files(folder: Path, title: str, found: Sequence[Entry], small: Sequenc
     """
     page = folder / "README.md"
     text = page.read_text(encoding="utf-8") if page.exists() else f"# {title}\n\n{BEGIN}{END}"
-    require(BEGIN in text and END in text, f"{page} has no marks between which the board goes")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    tables = f"{noise(found)}\n\n{board(found).markdown()}\n"
+    tables = f"\n{noise(found)}\n\n{board(found).markdown()}\n"
     if small:
         tables += f"### At `track_small` scale\n\n{noise(small)}\n\n{small_board(small).markdown()}\n"
-    made = {page: f"{before}{BEGIN}\n{tables}{END}{after}".encode()}
+    made = {page: with_block(text, BEGIN, END, tables).encode()}
     return made | {folder / f"{figure.name}.svg": svg(figure) for figure in figures(found)}
 
 
-def definition(title: str, head: Sequence[str], words: Words, rates: Mapping[str, float]) -> str:
+def definition(title: str, head: Sequence[str], overrides: Overrides, rates: Mapping[str, float]) -> str:
     """A sweep's file: the contestants of `rates`, each at its own."""
     lines = [f'title: "The attention track: {title}"', "# Written by scripts/track.py", *head, "grid:", "  words:"]
     for name, rate in rates.items():
-        lines.append(f"    {name}: [{', '.join(map(json.dumps, [*words[name], f'optim.learning_rate={rate}']))}]")
-    compare = 'title: "each contestant against rms", baseline: rms, settings: ["*"]'
-    return "\n".join([*lines, "compare:", "  none: null", f"  rms: {{{compare}}}", ""])
+        lines.append(f"    {name}: [{', '.join(map(json.dumps, [*overrides[name], f'optim.learning_rate={rate}']))}]")
+    compare = f'title: "each contestant against {BASELINE}", baseline: {BASELINE}, settings: ["*"]'
+    return "\n".join([*lines, "compare:", "  none: null", f"  {BASELINE}: {{{compare}}}", ""])
 
 
-def final_definition(grid: str, words: Words, means: Mapping[str, Mapping[float, float]]) -> str:
+def final_definition(grid: str, overrides: Overrides, means: Mapping[str, Mapping[float, float]]) -> str:
     """The sweep in which every contestant has its best rate and the fresh seeds."""
     rates = {name: best_rate(of) for name, of in means.items()}
     head = [f"extends: {grid}", "seeds: [11, 12, 13, 14, 15, 16, 17, 18]"]
-    return definition("each contestant at its best rate, eight fresh seeds, which alone decide", head, words, rates)
+    return definition("each contestant at its best rate, eight fresh seeds, which alone decide", head, overrides, rates)
 
 
-def small_definition(words: Words, found: Sequence[Entry]) -> str:
-    """The six with the lowest loss, and rms, by the recipe track_small."""
+def small_definition(overrides: Overrides, found: Sequence[Entry]) -> str:
+    """The BEST with the lowest loss, and the baseline, by the recipe track_small."""
     rates = {e.name: e.best for i, e in enumerate(found) if i < BEST or e.name == BASELINE}
     head = ["overrides: [experiment=track_small]", "seeds: [1, 2, 3]"]
     head.append("also: {attn/max_logit: max, grad_norm: max, cache_bytes_per_token: summary}")
-    return definition("the best at track_small scale, at their best rates of track_nano", head, words, rates)
+    return definition("the best at track_small scale, at their best rates of track_nano", head, overrides, rates)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from core.files import FileLock, is_locked, read_json, write_json
 
 @dataclass(frozen=True)
 class Launch:
-    """runs: their ids. tries: of each run. ranks: processes that train one run together. nodes: of a SLURM task, over
-    which they are spread; 0: they are on this machine."""
+    """What one start of sweeps/launch.py asks of its workers. runs: the ids of those to train. tries: the most of each
+    run. ranks: processes that train one run together. nodes: of a SLURM task, over which the ranks are spread; 0: all
+    ranks are on this machine."""
 
     sweep_dir: Path
     name: str
@@ -49,7 +50,8 @@ def is_claimed(sweep_dir: Path, run_id: str) -> bool:
 
 
 def read_claim(sweep_dir: Path, run_id: str) -> dict[str, Any]:
-    """tries: launch -> number; limit: of tries; error: of the last try, or None. One that is damaged has no tries."""
+    """The content of a run's claim. tries: launch -> how many it has made. limit: the most tries of the last launch
+    that tried. error: of the last try, or None. A damaged claim counts as one without tries."""
     claim = {"tries": {}, "limit": 1, "error": None, **read_json(sweep_dir / "claims" / run_id)}
     good = isinstance(claim["tries"], dict) and all(type(n) is int for n in (*claim["tries"].values(), claim["limit"]))
     return claim if good else {"tries": {}, "limit": 1, "error": None}

@@ -52,7 +52,7 @@ class Part:
 class Compare:
     """An entry of `compare`, tested together: the settings that match a pattern against a baseline, or pairs.
 
-    metric: what is compared alone; null: the lowest validation loss first, then every other metric.
+    metric: compares this metric alone; null: the lowest validation loss first, then every other metric.
     claim: the claimed direction of A − B. size: the claimed difference, only where the runs have the claim's own scale.
     least: the least difference worth having, registered before the first run.
     x, x_of: the title of an axis, and {word of a setting's name: its place on that axis}, for a figure of the final
@@ -106,6 +106,8 @@ class Definition:
             judged = family.claim is not None or (family.least is None and family.size is None)
             require(judged, f"compare.{name}: least and size need claim=lower or higher")
             require((family.x is None) == (not family.x_of), f"compare.{name}: x and x_of are given together")
+            drawn = family.x_of or family.share_of
+            require(not (family.metric and drawn), f"compare.{name}: x_of and share_of draw val/loss, not metric")
             other = family.share_of
             require(other in (None, *self.compare), f"compare.{name}.share_of={other} is no entry of compare")
         known = [*REDUCTIONS, "summary"]

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from dataclasses import asdict, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Annotated
 from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
-from core.files import ROOT, FileLock, expand, read_json
+from core.files import ROOT, FileLock, expand, file_sha256, read_json
 from core.process import StopSignal, say
 from core.rundir import at_end
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, options, require
@@ -122,7 +121,7 @@ def unknown_points(sweep: Definition, points: Collection[str], left_out: Collect
     def is_left_out(point: str) -> bool:
         return point.partition("/")[0] in left_out
 
-    known = f"no setting; there are {', '.join(sorted(points)[:12])}"
+    known = f"no setting of this sweep; it has {', '.join(sorted(points)[:12])}{', …' * (len(points) > 12)}"
     for name, family in sweep.families.items():
         matched = [any(fnmatchcase(point, pattern) for point in points) for pattern in family.settings]
         if family.baseline is not None and (family.baseline in points) != any(matched):
@@ -135,11 +134,13 @@ def unknown_points(sweep: Definition, points: Collection[str], left_out: Collect
 
 
 def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRun]:
-    """The runs without those that ended in the report in `folder`. Raises: ConfigError where it has no runs.csv."""
+    """The runs without those that ended in the report in `folder`. Raises: ConfigError for a bad runs.csv."""
     if folder is None:
         return runs
-    common = read_json(expand(folder) / "provenance.json").get("config", {})
+    about = read_json(expand(folder) / "provenance.json")
+    common, sha256 = about.get("config", {}), about.get("sha256", {}).get("runs.csv")
     try:
+        require(file_sha256(expand(folder) / "runs.csv") == sha256, "it was changed")
         with (expand(folder) / "runs.csv").open(encoding="utf-8", newline="") as file:
             rows = {row["id"]: {**common, **row} for row in csv.DictReader(file)}
         stored = {run_id: State(row["status"], int(row["iter"] or 0)) for run_id, row in rows.items()}
@@ -150,7 +151,7 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
         every, asked = rows[run.id].get("eval_interval"), run.config.eval_interval
         require(
             str(every) == str(asked),
-            f"from={folder} has {run.id} with eval_interval={every}, not {asked} (its provenance.json)",
+            f"from={folder}: {run.id} was evaluated every {every} iterations; this sweep has eval_interval={asked}",
         )
     say(f"{len(enough)} of {len(runs)} runs are stored in {folder}")
     return [run for run in runs if run.id not in enough]
@@ -226,15 +227,17 @@ def cost_key(run: PlannedRun) -> str:
 
 def send_report(asked: LaunchOptions, sweep_dir: Path) -> None:
     """Send the sweep's report to W&B, in a process: sweeps/ imports no scripts."""
-    words = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
-    words += [f"from={asked.from_}"] * (asked.from_ is not None)
-    # two launchers of a sweep end together
-    with FileLock(sweep_dir / "report.lock"), suppress(subprocess.TimeoutExpired):
-        subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *words], timeout=REPORT_SECONDS)
+    arguments = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
+    arguments += [f"from={asked.from_}"] * (asked.from_ is not None)
+    with FileLock(sweep_dir / "report.lock"):  # two launchers of a sweep end together
+        try:
+            subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *arguments], timeout=REPORT_SECONDS)
+        except subprocess.TimeoutExpired:
+            say(f"warning: the report was not sent to W&B within {REPORT_SECONDS} s")
 
 
 def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int:
-    """Have workers train what is left. Returns 0, 1 where a run failed, or 128 + the signal that stopped it."""
+    """Have workers train what is left. Returns 0 where all are done or diverged, 128 + n on signal n, else 1."""
     for folder in ("claims", "launches", "logs"):
         (sweep_dir / folder).mkdir(exist_ok=True)
     name = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
@@ -278,24 +281,26 @@ def supervise(
     sweep_dir = launcher.sweep_dir
     began, ended = time.monotonic(), sum(state.state in FINAL for state in states.values())
     while True:
-        claimed, tried = set(os.listdir(sweep_dir / "claims")), sum(s.launch_tries for s in states.values())
+        tried = {run_id: s.launch_tries for run_id, s in states.items()}
+        claimed, idle = set(os.listdir(sweep_dir / "claims")), launcher.alive() == 0
         for run in runs:
             # state_of() is slow for 10,000 runs, and without a claim a run changes only through our workers
-            if states[run.id].state not in FINAL and (run.id in claimed or not launcher.alive()):
+            if states[run.id].state not in FINAL and (run.id in claimed or idle):
                 states[run.id] = state_of(sweep_dir, run, launcher.launch)
                 if states[run.id].state in FINAL:
                     say(line_of(run.id, states, sweep_dir, began, ended))
-        if tried != sum(s.launch_tries for s in states.values()):
+        if any(s.launch_tries > tried[run_id] for run_id, s in states.items()):
             launcher.deaths = 0  # a worker that took a run did not die at its start
         left = [s for s in states.values() if s.state not in FINAL and s.launch_tries < tries]
         failed = any(s.state == "failed" and s.launch_tries >= tries for s in states.values())
-        running = any(s.state == "running" for s in states.values())
+        running = [s for s in states.values() if s.state == "running"]
         trouble = launcher.failure()
         if stop.signal or trouble or (failed and fail_fast) or not (left or running):
             launcher.stop()
             return trouble
         waiting = sum(s.state != "running" for s in left)
-        launcher.start(min(launcher.workers, launcher.alive() + waiting))
+        ours = sum(s.launch_tries > 0 for s in running)  # other launchers' runs need none of our workers
+        launcher.start(min(launcher.workers, ours + waiting))  # not alive() + waiting: some are still starting
         time.sleep(POLL)
 
 

@@ -89,7 +89,8 @@ class Local:
     """Worker processes on this machine, each with a share of the CPUs and of a GPU, or with one GPU a rank.
 
     They stop when their launcher dies, since it holds the other end of their standard input. workers: the most that
-    live at a time. threads: of a rank. deaths: of workers in a row; sweeps/launch.py sets it to 0 when one takes a run.
+    live at a time. threads: of a rank. deaths: how many workers died one after the other; sweeps/launch.py sets it to 0
+    when one takes a run.
     """
 
     def __init__(self, options: LocalOptions, sweep_dir: Path, launch: str) -> None:
@@ -101,48 +102,55 @@ class Local:
         endless = itertools.cycle(gpus)
         self.gpus = [",".join(itertools.islice(endless, ranks)) for _ in range(self.workers)]
         self.slots: list[subprocess.Popen[bytes] | None] = [None] * self.workers
-        self.deaths = 0
+        self.deaths, self.died = 0, 0  # died: slot of the worker that died last
 
     def start(self, n: int) -> None:
         """Start workers until n are alive."""
         for i, process in enumerate(self.slots):
             if process is not None and process.poll() is not None:
-                self.deaths = 0 if process.returncode in (0, RESTART) else self.deaths + 1
                 self.slots[i] = None
+                if process.returncode in (0, RESTART):
+                    self.deaths = 0
+                else:
+                    self.deaths, self.died = self.deaths + 1, i
         for i, gpus in enumerate(self.gpus):
             if self.slots[i] is None and self.alive() < n:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
                 environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
                 command = [sys.executable, WORKER, str(self.sweep_dir), self.launch]
-                with open(self.sweep_dir / "logs" / f"worker_{i}.log", "ab") as log:
+                with open(self.log(i), "ab") as log:
                     self.slots[i] = subprocess.Popen(
                         command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
                         start_new_session=True,  # Ctrl-C reaches the launcher alone, which sends one SIGTERM
                     )  # fmt: skip
 
-    def alive(self) -> int:
-        return len(self.live())
+    def log(self, slot: int) -> Path:
+        return self.sweep_dir / "logs" / f"worker_{slot}.log"
 
-    def live(self) -> list[subprocess.Popen[bytes]]:
+    def alive(self) -> int:
+        return len(self.processes())
+
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """Those that live."""
         return [process for process in self.slots if process is not None and process.poll() is None]
 
     def failure(self) -> str | None:
         """Why a further worker would die too, or None."""
         if self.deaths >= 3 * self.workers:
-            return f"workers die as soon as they start: see {self.sweep_dir / 'logs' / 'worker_0.log'}"
+            return f"workers die as soon as they start: see {self.log(self.died)}"
         return None
 
     def stop(self) -> None:
         """Have each worker save its run and end. KeyboardInterrupt during that kills them."""
-        live = self.live()
+        processes = self.processes()
         try:
-            for process in live:
+            for process in processes:
                 process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + PATIENCE
-            for process in live:
+            for process in processes:
                 process.wait(max(0.1, deadline - time.monotonic()))
         except (KeyboardInterrupt, subprocess.TimeoutExpired):
-            for process in live:
+            for process in processes:
                 process.kill()
 
 

@@ -60,6 +60,7 @@ def plan_runs(sweep: Definition, overrides: list[str]) -> list[PlannedRun]:
     check_overrides(sweep, overrides)
     composed = functools.cache(compose)  # slow: once for each choice of options
     runs: dict[str, PlannedRun] = {}
+    ids: dict[tuple[str, int | None, int], str] = {}  # of each point, fold and seed
     parts = {
         name: (part, [*itertools.product(part.folds or sweep.folds or (None,), part.seeds or sweep.seeds)])
         for name, part in (sweep.parts or {"": Part()}).items()
@@ -79,10 +80,12 @@ def plan_runs(sweep: Definition, overrides: list[str]) -> list[PlannedRun]:
             except ConfigError as error:
                 raise ConfigError(f"{error} (in the run {' '.join(given)})") from error
             run_id = config.run_dir.name
+            other = ids.setdefault((plain(point), fold, seed), run_id)
+            require(other == run_id, f"two points of the grid have the name {point}: give them other labels")
             if run_id in runs:
                 changed = changes(runs[run_id].config, config)
-                same = f"{point} and {runs[run_id].points[0]} are the same run to a sweep"
-                require(not changed, f"{same}, which does not tell runs apart by {changed}")
+                both = f"the points {runs[run_id].points[0]} and {point}"
+                require(not changed, f"{both} have one run id, which does not depend on {changed}: leave one out")
                 runs[run_id].points.append(point)
             else:
                 runs[run_id] = PlannedRun(run_id, [point], seed, fold, given, config)
@@ -96,7 +99,7 @@ def check_overrides(sweep: Definition, overrides: list[str]) -> None:
     swept = {key for grid in grids for key in grid}
     for key in swept:
         group, named = key.removesuffix(".name"), key.endswith(".name")
-        require(not named or group not in GROUPS, f"grid.{key} keeps the values of another option: write grid.{group}")
+        require(not named or group not in GROUPS, f"grid.{key} keeps the old option's settings: write grid.{group}")
     for override in overrides:
         key = key_of(override)
         require(key not in swept, f"{override}: this sweep varies {key}; write sweep.grid.{key}=[...]")

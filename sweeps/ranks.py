@@ -121,8 +121,11 @@ def follow_orders(launch: Launch, node: int) -> int:
 
 
 def stop_once(*numbers: int) -> set[int]:
-    """From here on the first of these signals stops a run at a checkpoint, even a run that has no handler yet. Further
-    ones do nothing. Returns the set to which those received are added."""
+    """Handle these signals: the first stops the run, which saves; later ones are only recorded. Returns the set of
+    those received so far.
+
+    The run may have no handler of SIGTERM yet, as while torch is imported: a timer looks for it every second.
+    """
     received: set[int] = set()
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -130,7 +133,6 @@ def stop_once(*numbers: int) -> set[int]:
         signal.setitimer(signal.ITIMER_REAL, 0.01, 1.0)
 
     def tell_the_run(number: int, frame: FrameType | None) -> None:
-        """Send the SIGTERM that stops a run, once its training loop has a handler; until then, look every second."""
         if signal.getsignal(signal.SIGTERM) is not receive:
             signal.raise_signal(signal.SIGTERM)
 

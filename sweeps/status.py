@@ -11,7 +11,7 @@ from typing import Annotated
 from core.cli import run_script
 from core.files import expand
 from core.metrics import Lines
-from core.rundir import at_end, is_locked, read_status
+from core.rundir import at_end, is_open, read_status
 from core.schema import NOT_EMPTY, Help, options, require
 from sweeps.claims import is_claimed, read_claim
 from sweeps.definition import sweep_name
@@ -34,8 +34,8 @@ class State:
     launch_tries: int = 0
 
     def ended_as_one_of(self, max_iters: int) -> bool:
-        """Whether this run ended as a run of max_iters would. With a constant learning rate, runs of any length share
-        an id."""
+        """Whether this counts as the end of a run of max_iters: it is done at that iteration, or diverged by then. With
+        a constant learning rate, runs of any length share an id."""
         reached = self.iter or 0
         return reached == max_iters if self.state == "done" else self.state == "diverged" and reached <= max_iters
 
@@ -43,7 +43,7 @@ class State:
 def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> State:
     """The state of a run, from its files and locks. launch: the one whose tries are counted."""
     path = sweep_dir / run.id
-    held = not at_end(path) and (is_claimed(sweep_dir, run.id) or is_locked(path))
+    held = not at_end(path) and (is_claimed(sweep_dir, run.id) or is_open(path))
     status = read_status(path)  # after the locks: the run may have ended since the first look
     state, step, reason = status.get("state"), status.get("iter"), str(status.get("reason", ""))
     if not held and at_end(path):

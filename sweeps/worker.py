@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core.files import read_json
-from core.rundir import at_end, is_locked
+from core.rundir import at_end, is_open
 from core.schema import ConfigError, one_line
 from sweeps.claims import Launch, claimed, write_claim
 from sweeps.definition import part_and_name, sweep_tag
@@ -51,7 +51,7 @@ def take(run: PlannedRun, launch: Launch, received: Collection[int]) -> int:
     if at_end(path):
         return 0
     with claimed(launch.sweep_dir, run.id) as claim:
-        if claim is None or is_locked(path) or at_end(path):  # it may have ended since the first look
+        if claim is None or is_open(path) or at_end(path):  # it may have ended since the first look
             return 0
         left = claim["tries"].get(launch.name, 0) < launch.tries
         return attempt(run, launch, claim, received) if left else 0

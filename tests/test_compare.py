@@ -29,8 +29,8 @@ from scripts.compare import (
     attention_map,
     chosen_text,
     compare,
-    held_out,
     held_out_text,
+    held_out_tokens,
     main,
     tokens_of,
 )  # fmt: skip
@@ -93,11 +93,11 @@ def test_the_text_is_the_files_own_and_documents_end_with_their_token(tmp_path: 
     assert tokens_of(text, bpe, separated=True).tolist() == tokens
     assert bpe.separator not in tokens_of(text, bpe, separated=False)
     windows = Split(train=((0, 2), (5, 7)), val=((2, 5), (7, 9)))
-    assert held_out(Corpus("0", CHARS, np.arange(10), windows)) == [2, 3, 4, 7, 8]
+    assert held_out_tokens(Corpus("0", CHARS, np.arange(10), windows)) == [2, 3, 4, 7, 8]
     cut = np.frombuffer("a中bé文".encode(), np.uint8)  # windows begin and end within characters
-    assert held_out(Corpus("0", ByteTokenizer(), cut, windows)) == [*b"b"]
+    assert held_out_tokens(Corpus("0", ByteTokenizer(), cut, windows)) == [*b"b"]
     windows = Split(train=((0, 1),), val=((1, len(cut)),))
-    assert bytes(held_out(Corpus("0", ByteTokenizer(), cut, windows))).decode() == "中bé文"
+    assert bytes(held_out_tokens(Corpus("0", ByteTokenizer(), cut, windows))).decode() == "中bé文"
 
 
 def test_other_tokenizers_are_compared_over_the_pieces_where_tokens_of_both_end() -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,14 @@ def test_a_study_has_a_workspace_and_a_report(
     assert shown.isdisjoint(MEDIA) and any(key.startswith("figures/difference") for key in shown)
     assert "conclusions" in json.dumps([panel for panel in panels if panel["viewType"] == "Weave"])
     assert {"figures/share_matched", "figures/final_temperature"} <= shown or sweep != "p_nano"
+
+
+def test_a_mistake_in_the_sweep_is_not_said_to_be_wandbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb_workspaces")
+    (tmp_path / "mine.yaml").write_text("overrides: [max_iter=3]\n")
+    words = [f"sweep={tmp_path / 'mine.yaml'}", "dry_run=true"]
+    assert cli.run_script(dashboard.DashboardOptions, dashboard.show, "", words) == 2
+    assert capsys.readouterr().err.startswith("error: max_iter=3 is unknown; did you mean max_iters?")
 
 
 def test_samples_have_a_panel_where_the_sweep_records_them() -> None:

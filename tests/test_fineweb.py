@@ -163,7 +163,7 @@ def test_a_large_vocabulary_makes_shards_of_four_bytes_a_token(
     parquet: Parquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = BPETokenizer([*BYTES, *(a + b for a in BYTES for b in BYTES)], has_separator=True)
-    monkeypatch.setattr(prepare_fineweb, "load_tokenizer", lambda *args: large)
+    monkeypatch.setattr(prepare_fineweb, "open_or_learn_tokenizer", lambda *args: large)
     assert prepare(settings_of(parquet, tmp_path / "out")) == 0
     _, tokenizer, tokens, n_train = open_shards(FineWebOptions(path=str(tmp_path / "out")))
     assert tokenizer.vocab_size > 2**16 and tokens[:10].dtype == np.uint32

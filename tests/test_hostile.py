@@ -19,6 +19,7 @@ import pytest
 from conftest import fork
 from test_checkpoint import Bomb
 from test_report import COMPARE, LOSSES, Made, falling, made, sweep_of, text_of
+from test_sweeps import frozen, tiny_sweep
 from test_train import configured
 from variants import FULL
 
@@ -26,11 +27,13 @@ import sample
 import train
 from core import checkpoint
 from core.cli import run_script
+from core.files import file_sha256, write_json
 from core.process import guarded
 from core.schema import ConfigError
 from core.wandb_follower import recordings
 from scripts import compare, export_hf
 from sweeps import status
+from sweeps.launch import without_stored
 from training.config import TrainConfig
 
 __all__ = ["made"]  # a fixture
@@ -229,6 +232,18 @@ def test_links_and_paths_out_of_a_run_are_not_followed(corpus: Path, tmp_path: P
     (step / "model.safetensors").symlink_to("/dev/zero")
     with pytest.raises(checkpoint.CorruptCheckpoint, match="not a regular file"):
         checkpoint.load(step)
+
+
+def test_a_stored_run_of_another_eval_interval_is_refused(tmp_path: Path, corpus: Path) -> None:
+    (run, *_) = frozen(tiny_sweep(tmp_path, corpus, grid={}))
+    rows = f"id,status,iter,eval_interval\n{run.id},done,{run.config.max_iters},7\n"
+    (tmp_path / "runs.csv").write_text(rows)
+    write_json(tmp_path / "provenance.json", {"sha256": {"runs.csv": file_sha256(tmp_path / "runs.csv")}})
+    with pytest.raises(ConfigError, match=f"{run.id} was evaluated every 7 iterations; this sweep has eval_interval=2"):
+        without_stored([run], str(tmp_path))
+    (tmp_path / "runs.csv").write_text(rows.replace("7", "2"))
+    with pytest.raises(ConfigError, match="it was changed"):
+        without_stored([run], str(tmp_path))
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from scripts.reporting.runs import read_sweep
 from sweeps import worker
 from sweeps.claims import Launch, read_claim
 from sweeps.definition import load_sweep, sweep_name
-from sweeps.launch import LaunchOptions, check_runs, main, read_request, without_stored
+from sweeps.launch import LaunchOptions, check_runs, main, read_request
 from sweeps.plan import compose, freeze, plan_runs, read_plan
 from sweeps.status import SweepPlace, state_of
 from training.config import TrainConfig, load_config
@@ -100,7 +100,7 @@ def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_
     compare = {"a": {"baseline": "dropout=0,qk_norm=none"}, "b": {"pairs": [["dropout=0.0,qk_norm=rms", "p=2"]]}}
     compare |= {"c": {"baseline": "dropout=0.0,qk_norm=none"}, "d": {"baseline": "part/x", "settings": ["part/*"]}}
     said = launched(tiny_sweep(tmp_path, corpus, compare=compare), "dry_run=true")
-    known = "is no setting; there are dropout=0.0,qk_norm=none, dropout=0.0,qk_norm=rms, "
+    known = "is no setting of this sweep; it has dropout=0.0,qk_norm=none, dropout=0.0,qk_norm=rms, "
     warnings = [line.partition("is no")[0] for line in said.splitlines() if line.startswith("warning: ")]
     assert warnings == ["warning: compare.a: dropout=0,qk_norm=none ", "warning: compare.b: p=2 "]
     assert said.count(known) == 2
@@ -304,7 +304,11 @@ def test_a_sweep_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_settings_that_do_not_tell_runs_apart_cannot_be_swept(tmp_path: Path, corpus: Path) -> None:
     file = tiny_sweep(tmp_path, corpus, grid={"dtype": ["float32", "bfloat16"]})
-    with pytest.raises(ConfigError, match="the same run to a sweep, .* by dtype float32 -> bfloat16"):
+    with pytest.raises(ConfigError, match="have one run id, which does not depend on dtype float32 -> bfloat16"):
+        frozen(file)
+    words = {"b,c": ["batch_size=2"], "c": ["batch_size=3"]}
+    file = tiny_sweep(tmp_path, corpus, grid={"grad_clip": {"a": 1.0, "a,b": 2.0}, "words": words})
+    with pytest.raises(ConfigError, match="two points of the grid have the name a,b,c: give them other labels"):
         frozen(file)
 
 
@@ -367,14 +371,6 @@ def test_titles_of_parts_are_as_last_asked_for(tmp_path: Path, corpus: Path) -> 
     for title in ("old", "new"):
         frozen(tiny_sweep(tmp_path, corpus, grid={}, parts={"a": {"title": title}}))
         assert read_json(tmp_path / "sweep" / "sweep.json")["sweep"]["parts"]["a"]["title"] == title
-
-
-def test_a_stored_run_of_another_eval_interval_is_refused(tmp_path: Path, corpus: Path) -> None:
-    (run, *_) = frozen(tiny_sweep(tmp_path, corpus, grid={}))
-    rows = f"id,status,iter,eval_interval\n{run.id},done,{run.config.max_iters},7\n"
-    (tmp_path / "runs.csv").write_text(rows)
-    with pytest.raises(ConfigError, match=f"has {run.id} with eval_interval=7, not 2 "):
-        without_stored([run], str(tmp_path))
 
 
 def test_a_plan_that_grows_by_a_value_and_a_fold_keeps_the_others_definition(tmp_path: Path, corpus: Path) -> None:

@@ -189,6 +189,8 @@ def test_no_norm_of_ours_is_said_to_keep_attention_uniform() -> None:
         gpt = GPT(config_of("mha", norm, n_embd=64).gpt, 11)
         gpt.init_weights(0)
         assert logit_bound(gpt.attentions[0]) == pytest.approx(bound, rel=1e-4)
+    del gpt.attentions[0].k_norm
+    assert logit_bound(gpt.attentions[0]) == math.inf  # keys without a norm
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

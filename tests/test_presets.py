@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from core import cli
-from core.cli import CONFIG_DIR, OF_SWEEPS, compose, options_of, parse_yaml
+from core.cli import CONFIG_DIR, OF_SWEEPS, compose, options_of, parse_yaml, presets
 from core.schema import ConfigError, declared, flatten
 from model.gpt import GPT
 from model.options import ATTENTION_OPTIONS, GQAOptions, MHAOptions, MLAOptions, ModelOptions
@@ -165,6 +165,8 @@ def test_an_experiments_file_without_the_line_that_hydra_needs_is_refused(
     file.write_text(f"# @package _global_\n# mine\n{body}")
     config = load_config(compose(TrainConfig, ["experiment=mine"]))
     assert config.max_iters == 7 or config.model.name == "nano_cpu"
+    file.write_text("# @package _global_\n# nothing yet\n")
+    assert presets(TrainConfig)["experiment"]["mine"] == "nothing yet"
 
 
 def test_an_experiment_may_name_a_preset_and_the_command_line_another() -> None:

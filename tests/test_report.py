@@ -375,7 +375,7 @@ def test_a_report_of_fewer_runs_replaces_none_unless_out_says_so(
     shutil.rmtree(made.path / read_plan(made.path)[0].id)
     assert report.main([place]) == 2
     assert (
-        "results/sweep has finished runs that this report lacks, 1: from=results/sweep adds them"
+        "results/sweep has finished runs that this report lacks (1): from=results/sweep adds them"
         in capsys.readouterr().err
     )
     assert report.main([place, "from=results/sweep"]) == 0

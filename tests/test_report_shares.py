@@ -12,7 +12,7 @@ from test_report import Made, charts_of, falling, finish, rows_of, sweep_of, tex
 from core.schema import ConfigError
 from scripts import report
 from scripts.reporting.charts import Series, styles, value_axis
-from scripts.reporting.figures import per_update
+from scripts.reporting.figures import family_figures, per_update
 from scripts.reporting.page import outline
 from scripts.reporting.runs import Replicate
 from scripts.reporting.statistics import compared_families, interval, ratio, shares, within
@@ -124,7 +124,7 @@ def test_pairs_of_a_share_are_those_of_one_name(tmp_path: Path) -> None:
     })  # fmt: skip
     parts = Made(tmp_path / "parts", parts={"a": {}, "m": {}, "n": {}}, compare={
         "a": {"pairs": [["a/p=3", "a/p=2"]]},
-        "both": {"pairs": [["m/p=3", "m/p=2"], ["n/p=3", "n/p=2"]], "share_of": "a"},
+        "both": {"pairs": [["m/p=3", "m/p=2"], ["n/p=3", "n/p=2"], ["n/p=4", "n/p=2"]], "share_of": "a"},
     })  # fmt: skip
     for fold in range(4):
         for split, gain in (("near", 0.2), ("far", 0.1)):
@@ -137,6 +137,7 @@ def test_pairs_of_a_share_are_those_of_one_name(tmp_path: Path) -> None:
     for made in (leak, parts):
         families = compared_families(sweep_of(made.path))
         left |= {name: of[40].mean for name, of in shares(sweep_of(made.path), families, families[1]).items()}
+        assert family_figures(sweep_of(made.path), families)["far" if made is leak else "both"]  # n/p=4 was not planned
     made = Made(tmp_path / "one", parts={"m": {}}, compare={"x": {"pairs": [["m/p=3", "m/p=2"], ["n/p=3", "n/p=2"]]}})
     made.run("m/p=2", 0, falling(1.5))  # part n was not asked for
     (family,) = compared_families(sweep_of(made.path))
@@ -166,6 +167,18 @@ def test_final_losses_stand_over_the_words_of_the_settings(tmp_path: Path) -> No
         assert row["value"] == pytest.approx(np.mean([finals[f"{word},{line}", k] for k in (0, 1)])) and row["n"] == 2
         assert row["high"] - row["low"] < 0.2  # the folds are 1 apart
     assert "high,p=3" in text_of(sweep).partition("Runs that are not done")[2]
+
+
+def test_final_losses_of_two_parts_have_a_line_each(tmp_path: Path) -> None:
+    pairs = [["a/high", "a/low"], ["b/high", "b/low"]]
+    made = Made(tmp_path / "sweep", parts={"a": {}, "b": {}}, compare={
+        "x": {"pairs": pairs, "x": "a start", "x_of": PLACES}
+    })  # fmt: skip
+    for name in (name for pair in pairs for name in pair):
+        finish(made.plan(name, 1, 0), {0: 4.0, 40: 1.5})
+    figures = family_figures(sweep_of(made.path), compared_families(sweep_of(made.path)))["x"]
+    rows = next(figure for figure in figures if figure.name == "final_x").chart.to_dict()["data"]["values"]
+    assert {(row["setting"], row["x"]) for row in rows} == {("a", 2), ("a", 0.5), ("b", 2), ("b", 0.5)}
 
 
 def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:
@@ -205,6 +218,7 @@ def test_a_report_says_that_no_run_has_turned_up_yet(tmp_path: Path) -> None:
         ({"least": 5}, "compare.a: least and size need claim=lower or higher"),
         ({"x": "a start"}, "x and x_of are given together"),
         ({"x": "a start", "x_of": {"half": -1}}, "must be {word: number > 0}"),
+        ({"metric": "seconds", "share_of": "a"}, "x_of and share_of draw val/loss, not metric"),
     ],
 )
 def test_what_a_report_could_not_draw_is_refused_before_a_run(more: dict[str, object], says: str) -> None:

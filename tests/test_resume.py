@@ -264,6 +264,15 @@ def test_a_finished_run_with_damaged_weights_says_so(corpus: Path, tmp_path: Pat
     assert f"is done, but {weights}: checksum is wrong" in (run / "train.log").read_text()
 
 
+def test_a_finished_run_whose_last_checkpoint_was_deleted_is_done(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = configured(corpus, run, max_iters=3, eval_interval=1)
+    assert train.run(config) == 0
+    shutil.rmtree((run / "ckpt" / "latest").resolve())
+    assert [*(run / "ckpt").glob("step_*")] and train.run(config) == 0
+    assert "is done; fresh=true starts it anew" in (run / "train.log").read_text()
+
+
 def test_a_finished_run_with_a_damaged_summary_says_so(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train.run(configured(corpus, run, max_iters=3)) == 0

@@ -19,7 +19,8 @@ from conftest import ROOT
 
 from core import rundir, wandb_follower, wandb_run
 from core.files import is_intact, read_json, write_json
-from core.rundir import ReadOnlyRunDir, RunDir, is_locked, open_run, read_status
+from core.metrics import Metrics
+from core.rundir import ReadOnlyRunDir, RunDir, is_open, open_run, read_status
 from core.schema import ConfigError, differences
 from data.options import TextFileOptions
 from model.options import LpNormOptions, MLAOptions, ModelOptions
@@ -88,9 +89,9 @@ def test_new_run_has_its_config_and_is_running(path: Path) -> None:
     assert saved_config(run.path) == TrainConfig(out_dir=str(run.path), seed=3)
     status = read_status(run.path)
     assert (status["state"], status["pid"]) == ("running", os.getpid())
-    assert is_locked(run.path)
+    assert is_open(run.path)
     run.close()
-    assert not is_locked(run.path)
+    assert not is_open(run.path)
 
 
 GROUPS: dict[str, dict[str, Any]] = {
@@ -203,11 +204,11 @@ def test_run_in_use_is_refused_naming_its_owner_and_the_lock_dies_with_it(
         for changes in changed:
             with pytest.raises(ConfigError, match=f"out_dir={path} is in use by process {owner.pid} on "):
                 opened(path, **changes)
-        assert snapshot(path) == before and is_locked(path)
+        assert snapshot(path) == before and is_open(path)
         (path / "config.yaml").write_text(to_yaml(TrainConfig(out_dir=str(path))))
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-        assert read_status(path)["state"] == "running" and not is_locked(path)
+        assert read_status(path)["state"] == "running" and not is_open(path)
         run = opened(path)
         run.begin("")
         assert read_status(path)["pid"] == os.getpid() and not run.finished
@@ -230,7 +231,7 @@ def test_lock_of_a_run_that_was_just_moved_aside_is_not_taken_for_the_new_ones(
 
     monkeypatch.setattr(fcntl, "flock", move_first)
     run = opened(path)
-    assert is_locked(path) and not is_locked(aside)
+    assert is_open(path) and not is_open(aside)
     run.close()
 
 
@@ -240,7 +241,7 @@ def test_looking_at_a_run_never_keeps_it_from_starting(path: Path) -> None:
 
     def look() -> None:
         while not over.is_set():
-            is_locked(path)
+            is_open(path)
 
     onlookers = [threading.Thread(target=look) for _ in range(2)]
     for thread in onlookers:
@@ -276,7 +277,7 @@ def test_every_differing_setting_is_named(path: Path) -> None:
         "qk_norm.alpha_map exp -> unset",
         "schedule.lr_decay_iters (by default max_iters) 5000 -> 6000",
     }
-    assert snapshot(path) == before and not is_locked(path)
+    assert snapshot(path) == before and not is_open(path)
     assert differences({"a": True, "b": None}, {"b": None, "c": 1.5}) == ["a true -> unset", "c unset -> 1.5"]
 
 
@@ -288,6 +289,21 @@ def test_a_run_that_decays_to_its_end_is_told_how_to_train_on(path: Path) -> Non
     with pytest.raises(ConfigError, match="; use another out_dir or fresh=true"):  # it would not be enough
         opened(path, max_iters=200, schedule=schedule, seed=2)
     assert not opened(path, max_iters=200, schedule=CosineOptions(warmup_iters=10, lr_decay_iters=100)).finished
+    long = path.with_name("long")
+    leave(long, "done", 1_234_567, max_iters=1_234_567, schedule=schedule)
+    with pytest.raises(ConfigError, match="schedule.lr_decay_iters=1234567 to"):
+        opened(long, max_iters=2_000_000, schedule=schedule)
+
+
+def test_samples_are_cut_back_with_the_metrics(path: Path) -> None:
+    """Else a resumed run that skips its sample would show that of the updates it drops."""
+    run = opened(path)
+    run.begin("")
+    for i in (0, 250, 500):
+        run.record_sample({"iter": i, "text": f"old {i}"})
+    run.close()
+    opened(path).begin("", step=250)
+    assert [line["iter"] for line in Metrics.read(path / "samples.jsonl")] == [0]
 
 
 def test_partial_run_goes_on_with_the_new_free_settings(path: Path) -> None:
@@ -369,7 +385,7 @@ def test_fresh_moves_the_old_run_aside(path: Path, capsys: pytest.CaptureFixture
     assert not run.finished and saved_config(path).seed == 3
     assert [saved_config(path.with_name(f"run.old-{n}")).seed for n in (1, 2)] == [1, 2]
     assert read_json(path.with_name("run.old-2") / "summary.json") == {"iter": 5000}
-    assert is_locked(path) and not is_locked(path.with_name("run.old-2"))
+    assert is_open(path) and not is_open(path.with_name("run.old-2"))
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "seed: {", "seed: one", "sneed: 1", "\x00", "a" * 10])
@@ -378,7 +394,7 @@ def test_damaged_config_yaml_is_refused_in_one_line(path: Path, content: str) ->
     (path / "config.yaml").write_text(content)
     with pytest.raises(ConfigError, match="config.yaml that cannot be read.*fresh=true") as refusal:
         opened(path)
-    assert "\n" not in str(refusal.value) and not is_locked(path)
+    assert "\n" not in str(refusal.value) and not is_open(path)
     assert not opened(path, fresh=True).finished
 
 

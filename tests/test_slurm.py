@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar, cast
 
 import pytest
 from conftest import eventually, exit_status, fork
@@ -16,12 +17,15 @@ from test_train import assert_same_run
 
 import train
 from core.files import read_json
+from core.process import StopSignal
 from core.rundir import read_status
 from core.schema import ConfigError, validate
+from sweeps import launch
 from sweeps.claims import Launch, is_claimed, read_claim
-from sweeps.launchers import Slurm, SlurmOptions, Task
+from sweeps.launchers import Launcher, Slurm, SlurmOptions, Task
 from sweeps.plan import read_plan
 from sweeps.ranks import follow_orders, give_order, order_file
+from sweeps.status import State
 
 TWO_RUNS = "sweep.folds=[0]"
 PROGRAM = """
@@ -52,6 +56,34 @@ def test_an_order_reaches_the_other_nodes_as_it_was_given(tmp_path: Path) -> Non
     assert read_json(order_file(launch)) == {"number": 1, "config": {"p": math.inf, "threads": None}}
     give_order(launch, {"config": None})
     assert follow_orders(launch, node=1) == 0  # nothing more to do
+
+
+def test_one_run_that_no_worker_has_taken_yet_gets_one_worker(tmp_path: Path, corpus: Path) -> None:
+    """A worker that waits in SLURM's queue, or imports torch, has claimed nothing: it must not count as missing."""
+
+    class Queue:
+        sweep_dir, launch, workers, deaths = tmp_path / "sweep", "1", 16, 0
+        submitted: ClassVar[list[int]] = []
+
+        def alive(self) -> int:
+            return max(self.submitted, default=0)
+
+        def start(self, n: int) -> None:
+            self.submitted.append(n)
+            stop.signal = signal.SIGTERM * (len(self.submitted) == 5)
+
+        def failure(self) -> None:
+            return None
+
+        def stop(self) -> None:
+            pass
+
+    runs = frozen(tiny_sweep(tmp_path, corpus))[:1]
+    (tmp_path / "sweep" / "claims").mkdir()
+    stop, states = StopSignal(), {runs[0].id: State("pending")}
+    stop.signal = 0
+    launch.supervise(runs, states, cast(Launcher, Queue()), 1, False, stop)
+    assert Queue.submitted == [1, 1, 1, 1, 1]
 
 
 @pytest.fixture(scope="session")

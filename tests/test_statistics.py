@@ -14,7 +14,7 @@ from scipy import stats
 from test_report import Made, falling, finish, rows_of, sweep_of
 
 from data.folds import leak_split, split
-from data.options import TinyShakespeareOptions
+from data.options import PythonDocsOptions, TinyShakespeareOptions
 from scripts.reporting.runs import METRICS, Replicate
 from scripts.reporting.statistics import (
     Comparison,
@@ -240,7 +240,13 @@ def test_folds_of_other_text_are_no_pairs(tmp_path: Path) -> None:
         for p, changes in ((3, {"folds": 5}), (4, {"split": "shuffled"})):
             path = made.plan(f"p={p}", 1, fold, data=TinyShakespeareOptions(fold=fold, **changes))
             finish(path, falling(1.4 - fold / 100))
-    for c in compared_families(sweep_of(made.path))[0].comparisons[0]:
+    for seed in range(3):  # runs without a fold of the sweep: of another corpus, of another fold by an override
+        made.run("p=2", None, falling(1.5), seed=seed)
+        for p, data in ((5, PythonDocsOptions()), (6, TinyShakespeareOptions(fold=5))):
+            finish(made.plan(f"p={p}", seed, None, data=data), falling(1.4 - seed / 100))
+    found = compared_families(sweep_of(made.path))[0].comparisons[0]
+    assert [c.a for c in found] == ["p=3", "p=4", "p=5", "p=6"]
+    for c in found:
         assert (c.planned, c.verdict("lower", "higher")) == (0, "no pairs of one seed and one held-out text")
 
 

@@ -23,7 +23,7 @@ from variants import FULL
 import sweeps.plan
 import sweeps.status
 from core.files import file_sha256, read_json, write_json
-from core.rundir import is_locked, read_status
+from core.rundir import is_open, read_status
 from scripts.report import report
 from scripts.reporting.runs import read_sweep
 from scripts.reporting.stored import joined, read_stored, runs_csv
@@ -439,7 +439,7 @@ def test_a_run_whose_worker_always_dies_is_given_up_and_the_others_are_not(undis
     process = launcher(sweep, "launcher.workers=1")
     run, other = begun(folder)
     for tries in (1, 2):
-        (worker,) = eventually(lambda: is_locked(folder / run.id) and workers_of(folder))
+        (worker,) = eventually(lambda: is_open(folder / run.id) and workers_of(folder))
         os.kill(worker, signal.SIGKILL)
         eventually(lambda: worker not in workers_of(folder))  # noqa: B023
         assert [*read_claim(folder, run.id)["tries"].values()] >= [tries]  # it may be at it again

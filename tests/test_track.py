@@ -85,7 +85,7 @@ def stored(folder: Path, of: tuple[Sweep, Sweep] | None = None) -> Path:
         definition = json.loads(json.dumps(vars(sweep.definition)))
         about = {"definition": definition, "planned": [], "config": common_config(sweep), "sha256": hashes}
         (place / "provenance.json").write_text(json.dumps(about))
-    (folder / "README.md").write_text(f"# Board\n\n{track.BEGIN}STALE{track.END}\nAfter.\n")
+    (folder / "README.md").write_text(f"# Board\n\n{track.END}\n{track.BEGIN}STALE{track.END}\nAfter.\n")
     times = {"time_over_first": {"qk_norm=rms": {"median": 1.1, "low": 1.0, "high": 1.2}}}
     speeds = {"speed_over_first": {"qk_norm=rms": {"median": 0.8, "low": 0.5, "high": 1.0}}}
     (folder / "train.json").write_text(json.dumps({"variants": {"qk_norm=none": {}}, **times}))

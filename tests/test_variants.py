@@ -424,7 +424,7 @@ REFUSED = [
         "qk_norm=rms_whole needs attention.qk_norm_layout=blockwise: its gains differ between heads",
     ),
     ({"weights": {"name": "sigma_reparam"}, "qk_clip": {"name": "clip"}}, "qk_clip=clip: weights=sigma_reparam undoes"),
-    ({"logits": {"name": "softcap"}, "fault": {"name": "no_mask"}}, "fault=no_mask needs no logits=: it replaces"),
+    ({"logits": {"name": "softcap"}, "fault": {"name": "no_mask"}}, "fault=no_mask replaces the whole softmax"),
     ({"softmax": {"name": "sink", "logit": math.inf}}, "softmax.logit=inf must be a finite number or learned"),
     ({"logits": {"name": "softcap", "cap": 0.0}}, "logits.cap=0.0 must be > 0 and at most 1e+30"),
 ]  # fmt: skip

@@ -272,7 +272,7 @@ def test_dead_server_neither_slows_nor_holds_the_trainer_and_loses_nothing(tmp_p
     seconds = time.monotonic() - began
     assert float(done.stdout.split("logged in ")[1].split()[0]) < 5  # of 12 that W&B is given to answer
     if patience == 1:
-        assert seconds < 10 and "left behind" in done.stdout
+        assert seconds < 10 and "goes on in the background" in done.stdout
     else:
         assert done.stdout.count("recorded offline") == 1
     assert (done.returncode, done.stderr) == (0, "")
@@ -417,7 +417,7 @@ def test_a_sweep_is_one_run_that_a_later_launch_updates(
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert "W&B cannot be reached" in done.stderr and "report has the report" in done.stderr
+    assert "the report was not sent to W&B" in done.stderr and "report has it" in done.stderr
 
 
 def test_no_key_and_a_terminal_never_prompts(tmp_path: Path) -> None:

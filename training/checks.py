@@ -25,6 +25,7 @@ from model.diagnostics import (
     relative_change,
     sdpa_backend,
 )
+from model.gpt import GPT
 from training.evaluate import mean_loss
 from training.session import Batch, Session, is_compiled
 from training.updates import accumulate_gradients, drop_max_logits, rows_at_once, seed_of_update
@@ -189,7 +190,8 @@ def attention_warnings(session: Session) -> list[str]:
     if backend != "math" and session.model.attentions[0].plain_softmax:  # no kernel of a GPU takes another softmax
         return []
     T = config.model.block_size
-    return [f"attention={config.attention.name} in {machine.dtype} holds {T} x {T} numbers a head: no kernel takes it"]
+    name = f"attention={config.attention.name} in {machine.dtype}"
+    return [f"{name} holds {T} x {T} numbers a head in memory: no fused kernel supports it"]
 
 
 def held_out_warnings(session: Session) -> list[str]:
@@ -220,6 +222,20 @@ def crowding(y: Tensor, tokens: np.ndarray) -> str:
     return f"{share:.0%} are token {token}, of the text {expected:.0%}"
 
 
+def initial_loss_margins(model: GPT, text: np.ndarray, lead: float) -> tuple[float, float]:
+    """How far the initial loss may be below and above model.expected_initial_loss, in nats.
+
+    lead: how much larger the logit of the current token is than the mean of all. Tied weights prefer that token, so the
+    loss is lower where the text repeats tokens, as the spaces of a table.
+    """
+    # of a logit at the start; at most 1, so that a larger one is warned of
+    variance = min(1.0, 2 * (model.expected_initial_loss - math.log(model.vocab_size)))
+    shares = np.unique(text, return_counts=True)[1] / len(text)
+    # three SDs of the mean target's logit, sqrt(variance * sum of shares^2): large where few tokens fill the text
+    above = max(INITIAL_LOSS_TOLERANCE, 3 * math.sqrt(variance * float((shares**2).sum())))
+    return above + max(0.0, lead) * float((text[1:] == text[:-1]).mean()), above
+
+
 def loss_warnings(session: Session, x: Tensor, y: Tensor, text: np.ndarray) -> list[str]:
     """Warnings of a loss that is not the logits' cross-entropy with the targets, and of an initial loss that is not
     model.expected_initial_loss, in evaluation or in training. text: pieces of the training text."""
@@ -238,14 +254,8 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor, text: np.ndarray) -> l
     micro_batches: list[Batch] = [(x[:, :128], y[:, :128])] * 2
     losses["training loss"] = accumulate_gradients(model.train(), iter(micro_batches), 2, alone).item()
     model.zero_grad(set_to_none=True)
-    # of a logit; more than 1 is an initialisation to warn of
-    variance = min(1.0, 2 * (model.expected_initial_loss - math.log(model.vocab_size)))
-    shares = np.unique(text, return_counts=True)[1] / len(text)
-    # three SDs of the mean target's logit, sqrt(variance * sum of shares^2): large where few tokens fill the text
-    above = max(INITIAL_LOSS_TOLERANCE, 3 * math.sqrt(variance * (shares**2).sum()))
-    # tied weights prefer the current token: the loss is lower where the text repeats tokens, as the spaces of a table
     lead = (logits[0].float().gather(-1, x[0, :few, None]).mean() - logits[0].float().mean()).item()
-    below = above + max(0.0, lead) * (text[1:] == text[:-1]).mean()
+    below, above = initial_loss_margins(model, text, lead)
     for name, value in losses.items():
         if not -below <= value - model.expected_initial_loss <= above:
             warnings.append(

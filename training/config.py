@@ -392,7 +392,8 @@ class TrainConfig:
         return Path("runs") / f"{self.label}{fold}-s{self.seed}-{digest({**self.trajectory, 'data.path': file})}"
 
     def check(self) -> None:
-        require(not (self.eval_only and self.fresh), "fresh=true leaves eval_only=true nothing to evaluate")
+        both = self.eval_only and self.fresh
+        require(not both, "eval_only=true needs a checkpoint, and fresh=true starts without one")
         require(
             self.init_sha256 is None or self.init_from is not None, f"init_sha256={self.init_sha256} needs init_from"
         )
@@ -404,7 +405,7 @@ class TrainConfig:
         )
         for group in ("logits", "softmax"):
             allowed = self.fault.name != "no_mask" or group not in self.gpt.variants
-            require(allowed, f"fault=no_mask needs no {group}=: it replaces the softmax as a whole")
+            require(allowed, f"fault=no_mask replaces the whole softmax: remove {group}=")
         require(
             self.fault.name != "loss_over_accumulation" or self.gradient_accumulation_steps > 1,
             "fault=loss_over_accumulation needs gradient_accumulation_steps > 1",

@@ -38,7 +38,7 @@ def inject_into_batches(config: TrainConfig, batches: Any) -> None:
 
 
 def attend_to_all(self: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(scale q k^T) v over all keys (GQA paper, eq. 8)."""
+    """softmax(scale q k^T) v over all keys (Robust GQA, eq. 8)."""
     p = self.p_dropout if self.training else 0.0
     return F.scaled_dot_product_attention(q, k, v, dropout_p=p, scale=scale, enable_gqa=q.size(1) > k.size(1))
 

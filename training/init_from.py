@@ -27,7 +27,7 @@ HF_FREE = (
     "architectures", "bos_token_id", "eos_token_id", "dtype", "resid_pdrop", "embd_pdrop", "attn_pdrop", "rope_theta",
     "n_inner",
 )  # fmt: skip
-# what null stands for
+# setting -> the value that its null means
 DERIVED: dict[str, Callable[[ModelOptions], int]] = {
     "model.mlp_hidden": lambda model: 4 * model.n_embd,
     "attention.head_dim": lambda model: model.n_embd // model.n_head,

@@ -14,7 +14,7 @@ from core.schema import ConfigError, differences, require
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
 from training.session import Session
 
-DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # device: its threads, too
+DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # a device's name has its threads
 
 
 def run_request(config: TrainConfig) -> RunRequest:
@@ -31,7 +31,7 @@ def refusal(config: TrainConfig, old: Any) -> str:
         end = before.schedule.decay_end(before.max_iters)
         longer = replace(config, schedule=replace(config.schedule, lr_decay_iters=end))
         if config.max_iters > before.max_iters and labelled_trajectory(longer) == labelled_trajectory(before):
-            advice = f"add schedule.lr_decay_iters={end:g} to train on at the schedule's last rate, else {advice}"
+            advice = f"add schedule.lr_decay_iters={end} to train on at the schedule's last rate, else {advice}"
     return f"{', '.join(changes)}; {advice}" if changes else ""
 
 
@@ -144,9 +144,10 @@ def check_finished(session: Session, run_dir: RunDir) -> None:
 
 def find_damage(path: Path) -> str:
     """What is wrong with the files of a finished run; "" where nothing is. Deleted checkpoints are no damage."""
-    for name in ("best", "latest") if checkpoint.step_dirs(path / "ckpt") else ():
+    for folder in {(path / "ckpt" / name).resolve() for name in ("best", "latest")}:
         try:
-            checkpoint.verify((path / "ckpt" / name).resolve())
+            if folder.is_dir():
+                checkpoint.verify(folder)
         except checkpoint.CorruptCheckpoint as error:
             return str(error)
     summary = read_json(path / "summary.json")

@@ -82,9 +82,9 @@ def styles(parts: Mapping[str, Mapping[str, str]]) -> dict[str, Style]:
     everywhere = [word for names in parts.values() for name in names.values() for word in name.split(",")]
     for names in parts.values():
         words = [name.split(",") for name in names.values()]
-        both = all(len(of) == 2 for of in words)
-        hues = ranks([of[0] for of in words] if both else [*names.values()], everywhere)
-        looks = ranks([of[1] for of in words], everywhere) if both else hues
+        both = all(len(pair) == 2 for pair in words)
+        hues = ranks([pair[0] for pair in words] if both else [*names.values()], everywhere)
+        looks = ranks([pair[1] for pair in words], everywhere) if both else hues
         for setting, name in names.items():
             hue, look = name.split(",") if both else (name, name)
             i, _ = looks[look]
@@ -98,8 +98,8 @@ def styles_of_names(names: Iterable[str]) -> dict[str, Style]:
 
 
 def ranks(names: Sequence[str], everywhere: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Name -> (place, n): among the n numbers of its scale. n = 0 where names are no numbers: the place only tells them
-    apart. everywhere: the names whose numbers share a scale."""
+    """Name -> (place, n). A name like p=3 has its place among the n values of p in `everywhere`, where these are more
+    than two. Any other has n = 0, and a running number as its place."""
     scales: dict[str, list[float]] = {}
     for key, value in filter(None, map(ordered_value, everywhere)):
         scales[key] = sorted({*scales.get(key, []), value})
@@ -112,7 +112,8 @@ def ranks(names: Sequence[str], everywhere: Iterable[str]) -> dict[str, tuple[in
 
 
 def colours_of(rank: int, numbers: int) -> tuple[str, str]:
-    """On a light and on a dark ground: ordered ones for one of several numbers, else those of Okabe and Ito."""
+    """The colours on a light and on a dark page: viridis for this rank among so many numbers; Okabe and Ito's where
+    numbers is 0."""
     if numbers:
         place = rank / (numbers - 1)
         return viridis(0.78 * place), viridis(0.4 + 0.6 * place)
@@ -124,9 +125,10 @@ def ordered_value(name: str) -> tuple[str, float] | None:
     """("p", 2.5) for "p=2.5"; None for any other name."""
     key, equals, text = name.partition("=")
     try:
-        return (key, float(text)) if equals else None
+        value = float(text)
     except ValueError:
         return None
+    return (key, value) if equals and not math.isnan(value) else None
 
 
 def viridis(place: float) -> str:

@@ -17,6 +17,7 @@ from scripts.reporting.statistics import (
     shares,
     within,
 )
+from sweeps.definition import part_and_name
 
 FEW, MANY = 3, 30
 FINAL = (
@@ -99,8 +100,7 @@ def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]]
     panels = {in_words(panel): series for panel, series in panels.items()}
     chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curves_chart(every, words)
     how = sweep.logged[key].replace("sum", "mean")
-    thinned = max(len(curve) for s in every for curve in (*s.curves.values(), *s.diverged.values())) > POINTS // 2
-    span = f"; a point is the {how} over a {POINTS}th of the run" * thinned
+    span = f"; at most {POINTS} points, each the {how} of what was logged in its span"
     first = words[0].upper() if words[0].isascii() else words[0]  # α stays small
     banded = len(panels) == 1 and not charts.is_log(charts.value_axis(every, words))
     band = "; band: 95 % t interval of the mean of three values or more" * banded
@@ -135,7 +135,7 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
             figures.append(figure)
         if left := shares(sweep, families, family):
             styles = styles_of(sweep)
-            look = {family.pair_name(c): styles[c.a] for c in family.comparisons[0]}
+            look = {family.pair_name(c): styles[c.a] for c in family.comparisons[0] if c.values}
             series = [Series(name, look[name], {}, estimates=of) for name, of in left.items()]
             title = f"share of the difference in {family.asked.share_of} that is left"
             chart = charts.curves_chart(series, title, zero=True)
@@ -144,8 +144,8 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
 
 
 def along(sweep: Sweep, family: Family) -> list[Series]:
-    """A − B in validation loss at the evaluations that both runs of a pair have, drawn as A is elsewhere unless all
-    pairs would have one colour, or two pairs colour and symbol."""
+    """A − B in validation loss at the evaluations that both runs of a pair have. A pair has the style of A. Where all
+    pairs would then have one colour, or two of them one colour and symbol, each pair has a style of its own."""
     pairs = [c for c in family.comparisons[0] if c.values]
     names = [family.pair_name(c) for c in pairs]
     of_settings, of_names = styles_of(sweep), charts.styles_of_names(names)
@@ -157,16 +157,19 @@ def along(sweep: Sweep, family: Family) -> list[Series]:
 
 
 def range_figure(sweep: Sweep, family: Family) -> Figure | None:
-    """The final losses of a family's settings over its `x`; a line for what is left of a name without its x."""
+    """The final losses of a family's settings over its `x`: a line for each name without its word in `x_of`."""
     settings = dict.fromkeys(s for c in family.comparisons[0] for s in (c.b, c.a))
+    several = len({part_and_name(s, family.parts)[0] for s in settings}) > 1
     losses: dict[str, dict[Replicate, float]] = {}
     places: dict[str, tuple[str, float]] = {}  # setting -> its line, x
     for setting in settings:
-        words = sweep.label(setting).split(",")
+        part, name = part_and_name(setting, family.parts)
+        words = name.split(",")
         at = [x for word, x in family.asked.x_of.items() if word in words]
         done = {r: run.summary["val/loss"] for r, run in sweep.runs_of(setting).items() if run.done}
         if at and done:
-            places[setting] = ",".join(word for word in words if word not in family.asked.x_of), at[0]
+            line = ",".join(word for word in words if word not in family.asked.x_of)
+            places[setting] = "/".join(filter(None, [part * several, line])), at[0]
             losses[setting] = done
     points = within(losses, shared_text([run for setting in losses for run in sweep.done(setting)]))
     if not points:

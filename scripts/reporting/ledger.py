@@ -32,7 +32,8 @@ from scripts.reporting.tables import Table, mean_and_ends
 
 RESULTS = ROOT / "results"
 STABLE = "highest stable rate"  # a number of a variant, over all its learning rates
-GROWTH = "growth of "  # GROWTH + "KEY, FROM to TO": from the first to the last eighth of these iterations, as a share
+# GROWTH + "KEY, FROM to TO": the mean of KEY over the last eighth of these iterations, over that of the first, minus 1
+GROWTH = "growth of "
 
 
 @options
@@ -165,7 +166,7 @@ def measured(part: Part, against: float) -> Found:
     require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
     of_each = {r: sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common}
     sums = independent(of_each, shared > 0)
-    shared = shared if len(part.weights) > 1 else 0.0
+    shared = shared if len(part.weights) > 1 else 0.0  # the correction is for differences
     estimate = interval(sums, shared)
     seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
     kind = "seeds" if folds == 1 else "folds" if seeds == 1 else f"folds of {seeds} seeds"

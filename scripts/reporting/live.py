@@ -5,7 +5,7 @@ import json
 import re
 import string
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -118,39 +118,42 @@ def watched_run(path: Path) -> PlannedRun:
     return PlannedRun(path.name, [path.name], config.seed, None, [], config)
 
 
-def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
-    """Serve the page until Ctrl-C. Raises: ConfigError."""
-    folder = (run or sweep_dir).resolve()
-    runs: dict[str, WatchedRun] = {}
-    lock, kept = threading.Lock(), b""
+class LivePage:
+    """The page of a sweep's directory, or of a single run's, and what it polls. Raises: ConfigError, at first."""
 
-    def text() -> str:
-        plan = [watched_run(folder)] if run else read_plan(folder)  # it may have grown
-        with lock:
-            for one in plan:
-                runs.setdefault(one.id, WatchedRun(folder.parent if run else folder, one))
-        sweep = read_json(folder / "sweep.json").get("sweep") or {}
-        title = ": ".join(filter(None, [folder.name, sweep.get("title")]))
+    def __init__(self, folder: Path, single: bool) -> None:
+        self.folder, self.single = folder, single
+        self.runs: dict[str, WatchedRun] = {}
+        self.lock = threading.Lock()  # two pages may poll
+        self.last_html, self.last_json = self.read(), b""
+
+    def html(self) -> bytes:
+        with suppress(ConfigError):  # the files may be away for a moment
+            self.last_html = self.read()
+        return self.last_html.encode()
+
+    def read(self) -> str:
+        plan = [watched_run(self.folder)] if self.single else read_plan(self.folder)  # it may have grown
+        with self.lock:
+            for run in plan:
+                self.runs.setdefault(run.id, WatchedRun(self.folder.parent if self.single else self.folder, run))
+        sweep = read_json(self.folder / "sweep.json").get("sweep") or {}
+        title = ": ".join(filter(None, [self.folder.name, sweep.get("title")]))
         return page(title, plan, sweep.get("parts", {}))
 
-    def data() -> bytes:
-        nonlocal kept
-        with lock:  # of two pages that poll
-            changed = [one.update() for one in runs.values()]  # of every run
+    def json(self) -> bytes:
+        with self.lock:
+            runs = self.runs.values()
+            changed = [run.update() for run in runs]  # of every run
             if any(changed):
-                about = json.dumps(tally(one.state for one in runs.values()))
-                kept = f'{{"state": {about}, "runs": [{", ".join(one.json for one in runs.values())}]}}'.encode()
-            return kept
+                state = json.dumps(tally(run.state for run in runs))
+                self.last_json = f'{{"state": {state}, "runs": [{", ".join(run.json for run in runs)}]}}'.encode()
+            return self.last_json
 
-    last = text()  # what cannot be read is refused now
 
-    def html_page() -> bytes:
-        nonlocal last
-        with suppress(ConfigError):  # the files may be away for a moment
-            last = text()
-        return last.encode()
-
-    return serve(html_page, data, port)
+def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
+    """Serve the page until Ctrl-C. Raises: ConfigError."""
+    return serve(LivePage((run or sweep_dir).resolve(), single=run is not None), port)
 
 
 def page(title: str, plan: Sequence[PlannedRun], parts: Collection[str] = ()) -> str:
@@ -177,7 +180,7 @@ def page(title: str, plan: Sequence[PlannedRun], parts: Collection[str] = ()) ->
     )  # fmt: skip
 
 
-def serve(page: Callable[[], bytes], data: Callable[[], bytes], port: int) -> int:
+def serve(live: LivePage, port: int) -> int:
     """Answer GET / and GET /data.json, and nothing else.
 
     A Host header of another name is refused: that is how a foreign site whose name leads to 127.0.0.1 would read along.
@@ -193,7 +196,7 @@ def serve(page: Callable[[], bytes], data: Callable[[], bytes], port: int) -> in
             if self.path not in ("/", "/data.json"):
                 self.send_error(404)
                 return
-            content = page() if self.path == "/" else data()
+            content = live.html() if self.path == "/" else live.json()
             kind = "text/html; charset=utf-8" if self.path == "/" else "application/json"
             self.send_response(200)
             headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store"}

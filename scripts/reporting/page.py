@@ -12,6 +12,7 @@ from pathlib import Path
 
 import vl_convert
 
+from core.schema import require
 from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.figures import difference_figure, family_figures, part_figures, rate_figures
@@ -35,8 +36,8 @@ CLAIMS = (
     "difference worth having; *no power*: it cannot decide."
 )
 STILL_FALLING = (
-    "**All {n} runs that are done have their lowest validation loss at their last evaluation**: longer ones may differ "
-    "otherwise."
+    "**All {n} runs that are done have their lowest validation loss at their last evaluation**: longer runs may change "
+    "the order."
 )
 FOLD_ABOVE = 20  # rows: the page folds a longer table without a title
 
@@ -117,10 +118,19 @@ def figures_of(sections: Sequence[Section]) -> list[Figure]:
     return [item for section in sections for item in section.items if isinstance(item, Figure)]
 
 
+def with_block(text: str, begin: str, end: str, block: str) -> str:
+    """The text with `block` between its two marks. Raises: ConfigError where it lacks one."""
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    require(bool(found and closed), f"no place between {begin.strip()} and {end}")
+    return f"{before}{begin}{block}{end}{after}"
+
+
 def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) -> str:
     """table.md, with links to the figures' SVG files."""
 
     def text(item: str | Table | Figure | Markup) -> str:
+        assert not isinstance(item, Markup), "for the page alone"
         if isinstance(item, Table):
             heading = f"### {item.title}\n\n" if item.title else ""
             return heading + (item.markdown() if item.rows else "Nothing to compare.\n")

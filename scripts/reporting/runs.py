@@ -278,7 +278,7 @@ def thinned(curve: Curve, how: str) -> dict[int, float]:
     spans: dict[int, dict[int, float]] = {}
     for i, value in curve.items():
         spans.setdefault(i // width, {})[i] = value
-    return {max(of): float(f"{REDUCTIONS[how](list(of.values())):.6g}") for of in spans.values()}
+    return {max(span): float(f"{REDUCTIONS[how](list(span.values())):.6g}") for span in spans.values()}
 
 
 def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str, Curve]]:
@@ -300,7 +300,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     """A run's summary.json. Raises: ConfigError where a value has the wrong type."""
     summary = read_json(path / "summary.json")
     require(is_intact(summary), "summary.json has changed since the run ended")
-    kinds: dict[str, Any] = {"records": dict, "start_up_warnings": list, **dict.fromkeys(TEXTS, str)}
+    kinds: dict[str, Any] = {"records": dict, "start_up_warnings": list, "plugins": dict, **dict.fromkeys(TEXTS, str)}
     kinds |= dict.fromkeys(["iter", *NUMBERS], int | float)
     for key, value in summary.items():
         good = value is None or isinstance(value, kinds.get(key, object))

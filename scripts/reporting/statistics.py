@@ -73,8 +73,8 @@ def ratio(pairs: Sequence[tuple[float, float]], shared: float = 0.0) -> Estimate
 
 
 def independent(values: Mapping[Replicate, float], of_folds: bool) -> list[float]:
-    """The values that count as independent: of_folds one a fold, the mean over its seeds, as these share its held-out
-    text."""
+    """One value for each independent replicate. of_folds: the seeds of a fold share its held-out text, so a fold counts
+    once, with the mean over its seeds."""
     groups: dict[Any, list[float]] = defaultdict(list)
     for replicate, value in values.items():
         groups[replicate[1] if of_folds else replicate].append(value)
@@ -375,19 +375,19 @@ def minus(a: Curve, b: Curve) -> dict[int, float]:
 
 
 def held_out(run: Run) -> object:
-    """What decides the text that the run's fold holds out; None without a fold."""
-    if run.fold is None:
-        return None
+    """What decides the text that the run holds out."""
+    name, fold = run.config.get("data.name"), run.config.get("data.fold")
+    if fold is None:
+        return name
     split = {"far": "near"}.get(run.config["data.split"], run.config["data.split"])
     window = None if split == "contiguous" else run.config["model.block_size"]
-    return run.config["data.name"], run.config["data.folds"], split, window
+    return name, fold, run.config["data.folds"], split, window
 
 
 def text_changed(a: Run, b: Run) -> bool:
-    """Whether two runs of one data set had different texts. An old runs.csv has those of all runs, "A, B", for each."""
-    same = all(a.config.get(key) == b.config.get(key) for key in ("data.name", "data.path"))
+    """Whether two runs had different texts. An old runs.csv has those of all runs, "A, B", for each."""
     known = [{*sha256.split(", ")} for run in (a, b) if (sha256 := run.summary.get("corpus_sha256"))]
-    return same and len(known) == 2 and known[0].isdisjoint(known[1])
+    return len(known) == 2 and known[0].isdisjoint(known[1])
 
 
 def shared_text(runs: Sequence[Run]) -> float:

@@ -19,6 +19,7 @@ from scripts.reporting.runs import NUMBERS, TEXTS, Curve, Run, Sweep
 from sweeps.definition import check_sweep
 from sweeps.status import FINAL, State
 
+PLUGINS = "plugins_sha256"  # the column of a summary's `plugins`, where some run has any
 ROW = ["id", "settings", "seed", "fold", "status", "iter", "reason"]
 
 
@@ -36,17 +37,20 @@ def columns_of(sweep: Sweep) -> list[str]:
 def runs_csv(sweep: Sweep) -> str:
     """A line a run: its settings where they differ between runs, and its numbers."""
     common, measured = common_config(sweep), columns_of(sweep)
+    plugins = any(run.summary.get("plugins") for run in sweep.runs)
     keys = dict.fromkeys(key for run in sweep.runs for key in run.config)
     of_row = {"seed"} if all(run.fold is None for run in sweep.runs) else {"seed", "data.fold"}
     varied = [key for key in keys if key not in {*common, *of_row}]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*ROW, *(f"config.{key}" if key in measured else key for key in varied), *measured])
+    settings = [f"config.{key}" if key in measured else key for key in varied]
+    writer.writerow([*ROW, *settings, *measured, *[PLUGINS] * plugins])
     for run in sweep.runs:
         row = [run.id, ";".join(run.settings), run.seed, run.fold, run.state.state, run.state.iter, run.state.reason]
-        settings = [show(run.config[key]) if key in run.config else None for key in varied]
+        given = [show(run.config[key]) if key in run.config else None for key in varied]
         found = [run.summary.get(key) for key in measured]
-        writer.writerow([*row, *settings, *(json.dumps(x) if isinstance(x, list) else x for x in found)])
+        found += [run.summary.get("plugins") or {}] * plugins
+        writer.writerow([*row, *given, *(json.dumps(x) if isinstance(x, list | dict) else x for x in found)])
     return text.getvalue()
 
 
@@ -84,16 +88,17 @@ def read_stored(folder: Path, name: str) -> Sweep:
 def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any], curves: dict[str, Curve]) -> Run:
     seed, fold = int(row["seed"]), int(row["fold"]) if row["fold"] else None
     state = State(row["status"], int(row["iter"]) if row["iter"] else None, row["reason"])
-    varied = {key: text for key, text in row.items() if key not in (*ROW, *measured) and text}
-    config = common | {key.removeprefix("config."): read_value(text) for key, text in varied.items()}
+    varied = {key: text for key, text in row.items() if key not in (*ROW, *measured, PLUGINS) and text}
+    config = common | {key.removeprefix("config."): number_or_text(text) for key, text in varied.items()}
     config |= {"seed": seed} if fold is None else {"seed": seed, "data.fold": fold}
     found = {key: row[key] for key in measured if row.get(key)}
-    summary = {key: text if key in TEXTS else read_value(text) for key, text in found.items()}
+    summary = {key: text if key in TEXTS else number_or_text(text) for key, text in found.items()}
+    summary |= {"plugins": json.loads(row[PLUGINS])} if row.get(PLUGINS) else {}
     summary |= {"iter": state.iter} if state.state in FINAL else {}
     return Run(row["id"], row["settings"].split(";"), seed, fold, config, state, summary, curves)
 
 
-def read_value(text: str) -> Any:
+def number_or_text(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:

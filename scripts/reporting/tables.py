@@ -66,7 +66,7 @@ def filled(columns: Columns[T], items: Iterable[T], text_columns: int) -> Table:
 
 def number(value: float | None, spec: str = ".4f") -> str:
     """For a reader: a dash where there is no value, a true minus sign."""
-    return "–" if value is None else "> 1,000,000" if math.isinf(value) else format(value, spec).replace("-", "−")
+    return "–" if value is None else format(value, spec).replace("-", "−")
 
 
 def p_value(p: float | None) -> str:
@@ -200,7 +200,7 @@ def every_conclusion(families: Sequence[Family]) -> Table:
 
 def needed(c: Comparison) -> str:
     if c.n_needed is None or math.isfinite(c.n_needed) or not c.shared:
-        return number(c.n_needed, ",.0f")
+        return "> 1,000,000" if c.n_needed == math.inf else number(c.n_needed, ",.0f")
     return f"more than {round(1 / c.shared) + 1} folds"
 
 
@@ -324,7 +324,7 @@ def missing_tables(sweep: Sweep) -> list[Table]:
 
 
 def facts(sweep: Sweep) -> dict[str, str]:
-    """What was compared, for a reader."""
+    """Label -> value of the report's list "What was run"."""
     folds = sorted({run.config["data.fold"] for run in sweep.runs if run.config.get("data.fold") is not None})
     foldable = all("data.fold" in run.config for run in sweep.runs)
     held_out = "the last 10 % are held out" if foldable else "the corpus has a validation part of its own"

@@ -127,10 +127,11 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
         first = runs[0].summary
         logits = [run.summary[LOGIT_KEY] for run in runs if LOGIT_KEY in run.summary]
         found.append(Entry(
-            name, means[name], highest_stable(rates[name])[0], interval([run.summary[LOSS_KEY] for run in runs]),
-            against.get(name), wide.get(name), max(logits, default=None), first.get("cache_bytes_per_token"),
-            first.get("parameters"), (update.get(key, {}), decode.get(key, {})), [*rates[name]],
-            len(final.runs_of(name)) - len(runs),
+            name=name, means=means[name], tried=[*rates[name]], stable=highest_stable(rates[name])[0],
+            loss=interval([run.summary[LOSS_KEY] for run in runs]), lost=len(final.runs_of(name)) - len(runs),
+            against=against.get(name), wide=wide.get(name), logit=max(logits, default=None),
+            cache=first.get("cache_bytes_per_token"), parameters=first.get("parameters"),
+            ratios=(update.get(key, {}), decode.get(key, {})),
         ))  # fmt: skip
     return sorted(found, key=lambda entry: (entry.lost > 0, entry.loss.mean))
 
