@@ -170,7 +170,7 @@ def test_final_losses_stand_over_the_words_of_the_settings(tmp_path: Path) -> No
 
 
 def test_final_losses_of_two_parts_have_a_line_each(tmp_path: Path) -> None:
-    pairs = [["a/high", "a/low"], ["b/high", "b/low"]]
+    pairs = [["a/high,p=2", "a/low,p=2"], ["b/high,p=2", "b/low,p=2"]]
     made = Made(tmp_path / "sweep", parts={"a": {}, "b": {}}, compare={
         "x": {"pairs": pairs, "x": "a start", "x_of": PLACES}
     })  # fmt: skip
@@ -178,7 +178,7 @@ def test_final_losses_of_two_parts_have_a_line_each(tmp_path: Path) -> None:
         finish(made.plan(name, 1, 0), {0: 4.0, 40: 1.5})
     figures = family_figures(sweep_of(made.path), compared_families(sweep_of(made.path)))["x"]
     rows = next(figure for figure in figures if figure.name == "final_x").chart.to_dict()["data"]["values"]
-    assert {(row["setting"], row["x"]) for row in rows} == {("a", 2), ("a", 0.5), ("b", 2), ("b", 0.5)}
+    assert {(row["setting"], row["x"]) for row in rows} == {(f"{part}/p=2", x) for part in "ab" for x in (0.5, 2)}
 
 
 def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:

@@ -297,12 +297,12 @@ def test_a_run_that_decays_to_its_end_is_told_how_to_train_on(path: Path) -> Non
 
 def test_samples_are_cut_back_with_the_metrics(path: Path) -> None:
     """Else a resumed run that skips its sample would show that of the updates it drops."""
-    run = opened(path)
-    run.begin("")
+    run, config = opened(path), to_yaml(TrainConfig(out_dir=str(path)))
+    run.begin(config)
     for i in (0, 250, 500):
         run.record_sample({"iter": i, "text": f"old {i}"})
     run.close()
-    opened(path).begin("", step=250)
+    opened(path).begin(config, step=250)
     assert [line["iter"] for line in Metrics.read(path / "samples.jsonl")] == [0]
 
 
