@@ -122,6 +122,7 @@ def fork(work: Callable[[], int]) -> int:
         signal.alarm(600)  # seconds: it may wait for a process that died
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            torch.set_num_threads(1)  # OpenMP hangs in a fork of a process that has used more, as a library may
             tqdm.set_lock(threading.RLock())  # not the parent's: a child killed while it holds that blocks the next
             status = work()
         except BaseException:
