@@ -330,7 +330,7 @@ def read_value(key: str, text: str, setting: Setting | None) -> Any:
     if str in kinds and not (text == "null" and type(None) in kinds):
         return text
     if int in kinds and re.fullmatch(r"[-+]?[\d:_]+", text):  # to YAML 010 is 8, and 1:30 is 90
-        require(text.lstrip("+-").isdecimal(), f"{key}={text} must be an integer")
+        require(re.fullmatch(r"[-+]?\d+(_\d+)*", text) is not None, f"{key}={text} must be an integer")
         return int(text)
     return parse_yaml(text, f"{key}={text} is not key=value")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from conftest import ROOT, Program
 
-from core.cli import run_script
+from core.cli import read_value, run_script
 from core.help import help_text
 from core.schema import (
     FREE,
@@ -25,10 +25,12 @@ from core.schema import (
     Variants,
     convert,
     deciding,
+    declared,
     options,
     require,
     settings_of,
 )
+from sample import SampleConfig
 from training.config import load_config
 
 LOADED: list[Any] = []
@@ -190,3 +192,13 @@ def test_text_that_no_file_could_hold_is_refused() -> None:
     """Python's own reading of bytes that are not UTF-8, as in out_dir='"\\xe9"'."""
     with pytest.raises(ConfigError, match=r"out_dir='\\udce9' must be Unicode text"):
         convert("\udce9", str, "out_dir")
+
+
+def test_an_integer_of_a_script_is_read_in_decimal() -> None:
+    """To YAML 010 is 8, and 1:30 is 90."""
+    seed = declared(SampleConfig)["seed"]
+    found = {text: read_value("seed", text, seed) for text in ("7", "-7", "010", "1_000")}
+    assert found == {"7": 7, "-7": -7, "010": 10, "1_000": 1000}
+    for text in ("1:30", "_1", "1__0"):
+        with pytest.raises(ConfigError, match=f"seed={text} must be an integer"):
+            read_value("seed", text, seed)
