@@ -1,6 +1,7 @@
 """scripts/report.py: final losses over an axis of one's own, and what is left of a difference."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from scripts.reporting.figures import family_figures, per_update
 from scripts.reporting.page import outline
 from scripts.reporting.runs import Replicate
 from scripts.reporting.statistics import compared_families, interval, ratio, shares, within
-from scripts.reporting.tables import Table
+from scripts.reporting.stored import read_stored
+from scripts.reporting.tables import Table, facts
 from sweeps.definition import Definition, load_sweep
 
 SHARED = 1 / 9
@@ -179,6 +181,18 @@ def test_final_losses_of_two_parts_have_a_line_each(tmp_path: Path) -> None:
     figures = family_figures(sweep_of(made.path), compared_families(sweep_of(made.path)))["x"]
     rows = next(figure for figure in figures if figure.name == "final_x").chart.to_dict()["data"]["values"]
     assert {(row["setting"], row["x"]) for row in rows} == {(f"{part}/p=2", x) for part in "ab" for x in (0.5, 2)}
+
+
+def test_a_report_made_again_still_says_that_a_plugin_changed(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    for fold, sha256 in enumerate(("5eed", "f00d")):
+        file = made.run("p=2", fold, falling(1.5)) / "summary.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "plugins": {"mine": sha256}}))
+    sweep = sweep_of(made.path)
+    report.report(sweep, tmp_path / "out", [])
+    again = read_stored(tmp_path / "out", sweep.name)
+    assert facts(again) == facts(sweep)
+    assert facts(again)["plugins"] == "mine (2 versions: its file changed between runs)"
 
 
 def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:
