@@ -34,7 +34,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype to which autocast casts the operands of a matmul with x."""
     device = x.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # "meta" has none
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
