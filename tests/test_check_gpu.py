@@ -4,15 +4,18 @@ import importlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_bench_decode import TINY as TINY_LAYER
+from torch import Tensor
 
 import train
 from core.cli import run_script
+from model import ops
 from scripts import check_gpu
 from scripts.benchmarks import gpu_checks, gpu_paper, gpu_part, gpu_speed
 from scripts.benchmarks.gpu_part import CheckOptions, Row, tiny_config
@@ -117,6 +120,20 @@ def test_a_pair_that_computes_something_else_is_found(monkeypatch: pytest.Monkey
     outcome = gpu_checks.outcome
     monkeypatch.setattr(gpu_checks, "outcome", spoiled)
     assert ["failed" in row for row in gpu_checks.pairs(ON_CPU, []).values()] == [False, True, False]
+
+
+def test_a_model_that_the_compiler_breaks_into_graphs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> Tensor:
+        torch._dynamo.graph_break()
+        return residual_norm(*arguments)
+
+    residual_norm = ops.residual_norm
+    monkeypatch.setattr(gpu_checks, "PAIRS", [("mha", "none")])
+    monkeypatch.setattr(gpu_checks, "is_compiled", lambda *_: True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    assert "failed" not in gpu_checks.pairs(ON_CPU, [])["mha none"]
+    monkeypatch.setattr(ops, "residual_norm", broken)
+    assert "graph breaks" in gpu_checks.pairs(ON_CPU, [])["mha none"]["failed"]
 
 
 FEW = ["max_iters=20", "eval_interval=10", "checkpoint_interval=10"]

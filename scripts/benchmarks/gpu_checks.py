@@ -125,7 +125,7 @@ def pair_row(asked: CheckOptions, pair: tuple[str, str], compiled: bool) -> Row:
 def outcome(config: TrainConfig, machine: Machine, batch: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
     """Loss, (1,), and gradient, (n,), of a model whose gains, alphas and learned p differ in every entry.
 
-    float32 is not TF32 here. batch: inputs and targets, (2, B, T)
+    float32 is not TF32 here. batch: inputs and targets, (2, B, T). Raises where the compiler makes several graphs.
     """
     model = GPT(config.gpt, VOCAB)
     model.init_weights(config.seed)
@@ -135,9 +135,13 @@ def outcome(config: TrainConfig, machine: Machine, batch: Tensor, compiled: bool
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter))
     model.to(machine.device)
     torch.set_float32_matmul_precision("highest")
+    torch._dynamo.utils.counters.clear()
     forward = compile_model(model, config) if compiled else model
     loss = accumulate_gradients(forward, iter([(batch[0], batch[1])]), 1, machine)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    if compiled:
+        breaks = torch._dynamo.utils.counters["graph_break"]  # why -> how often
+        assert not breaks, f"{breaks.total()} graph breaks, the first: {next(iter(breaks)).splitlines()[0]}"
     return loss[None].cpu(), gradient.cpu()
 
 
