@@ -1,8 +1,8 @@
 """What the documentation takes from elsewhere: python scripts/docs.py
 
-Writes docs/configuration.md, from the declarations of the settings; the README's figure, how far p = 3 and p = 4 are
-below p = 2 along the runs of results/p_nano; and the tables of results/README.md, from results/ledger.yaml
-and the studies' files.
+Writes docs/configuration.md, from the declarations of the settings; the figures along.svg of results/p_baby, which
+is the README's, and results/p_nano; and the tables of results/README.md, from results/ledger.yaml and the studies'
+files.
 """
 
 import sys
@@ -41,26 +41,32 @@ def configuration() -> str:
 
 
 # -----------------------------------------------------------------------------
-# The README's figure
+# The README's figure, and the same of p_nano
 
-STUDY = ROOT / "results" / "p_nano"
-STARTS = {"alpha_1": "α from 1", "matched": "matched temperature"}  # part of the sweep -> its words in the legend
-TITLE = "Validation loss of p = 3 and p = 4 minus that of p = 2, paired over 10 folds"
-# hue says p, lightness and symbol say the start; (start, p) -> colour, symbol, dashes
-LOOK = {
-    ("alpha_1", 3): ("#0072B2", "circle", [1, 0]), ("alpha_1", 4): ("#D55E00", "square", [1, 0]),
-    ("matched", 3): ("#56B4E9", "triangle-up", [4, 3]), ("matched", 4): ("#E69F00", "diamond", [4, 3]),
+# study -> title, and the lines: name -> setting, what is subtracted from it, colour, symbol, dashes
+FIGURES: dict[str, tuple[str, dict[str, tuple[str, str, str, str, list[int]]]]] = {
+    "p_baby": ("Validation loss minus that of p = 2 with α from 1, paired over 10 folds", {
+        "p = 4, α from 1": ("alpha_1/p=4", "alpha_1/p=2", "#D55E00", "square", [1, 0]),
+        "p = 4, matched temperature": ("matched/p=4", "alpha_1/p=2", "#E69F00", "diamond", [4, 3]),
+        "p = 2, matched temperature": ("matched/p=2", "alpha_1/p=2", "#0072B2", "circle", [1, 0]),
+    }),
+    "p_nano": ("Validation loss of p = 3 and p = 4 minus that of p = 2, paired over 10 folds", {
+        "p = 3, α from 1": ("alpha_1/p=3", "alpha_1/p=2", "#0072B2", "circle", [1, 0]),
+        "p = 4, α from 1": ("alpha_1/p=4", "alpha_1/p=2", "#D55E00", "square", [1, 0]),
+        "p = 3, matched temperature": ("matched/p=3", "matched/p=2", "#56B4E9", "triangle-up", [4, 3]),
+        "p = 4, matched temperature": ("matched/p=4", "matched/p=2", "#E69F00", "diamond", [4, 3]),
+    }),
 }  # fmt: skip
 
 
-def figure() -> Figure:
-    sweep, series = read_stored(STUDY, STUDY.name), []
-    for (part, p), (colour, symbol, dashes) in LOOK.items():
-        runs, base = sweep.runs_of(f"{part}/p={p}"), sweep.runs_of(f"{part}/p=2")
-        curves = {r: minus(run.losses, base[r].losses) for r, run in runs.items()}
-        series.append(Series(f"p = {p}, {STARTS[part]}", Style(colour, colour, symbol, dashes), curves))
-    chart = curve_chart(series, "validation loss minus that of p = 2 (nats per token)", zero=True)
-    return Figure("along", TITLE, chart, "")
+def figure(study: str) -> Figure:
+    sweep, series = read_stored(ROOT / "results" / study, study), []
+    title, lines = FIGURES[study]
+    for name, (setting, baseline, colour, symbol, dashes) in lines.items():
+        base = sweep.runs_of(baseline)
+        curves = {r: minus(run.losses, base[r].losses) for r, run in sweep.runs_of(setting).items()}
+        series.append(Series(name, Style(colour, colour, symbol, dashes), curves))
+    return Figure("along", title, curve_chart(series, "difference in validation loss (nats per token)", zero=True), "")
 
 
 # -----------------------------------------------------------------------------
@@ -78,7 +84,7 @@ class NoSettings:
 def write(_: NoSettings) -> int:
     made = {
         ROOT / "docs" / "configuration.md": configuration().encode(),
-        STUDY / "along.svg": svg(figure()),
+        **{ROOT / "results" / study / "along.svg": svg(figure(study)) for study in FIGURES},
         LEDGER: with_block(LEDGER.read_text(encoding="utf-8"), BEGIN, END, f"\n{ledger()}\n").encode(),
     }
     for file, content in made.items():

@@ -271,15 +271,16 @@ def test_a_run_loads_in_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_headline_is_that_of_the_runs() -> None:
-    with open(ROOT / "results" / "p_nano" / "runs.csv", newline="") as file:
-        rows = [*csv.DictReader(file)]
-    losses = {(name, row["fold"]): float(row["val/loss_min"]) for row in rows for name in row["settings"].split(";")}
-    for part, p in itertools.product(("alpha_1", "matched"), (3, 4)):
-        differences = [losses[f"{part}/p={p}", f"{k}"] - losses[f"{part}/p=2", f"{k}"] for k in range(10)]
-        point = interval(differences, shared=1 / 9)
-        mean, low, high = (number(value, "+.4f").replace("+", r"\+") for value in (point.mean, point.low, point.high))
-        said = rf"{mean} \((?:95 % interval )?{low} to {high}\)"
-        assert re.search(said, text_of(ROOT / "README.md")), f"{part}, p = {p}: {mean} ({low} to {high})"
+    for study, values in (("p_nano", (3, 4)), ("p_baby", (4,))):
+        with open(ROOT / "results" / study / "runs.csv", newline="") as file:
+            rows = [*csv.DictReader(file)]
+        losses = {(name, row["fold"]): float(row["val/loss_min"]) for row in rows for name in row["settings"].split(";")}
+        for part, p in itertools.product(("alpha_1", "matched"), values):
+            differences = [losses[f"{part}/p={p}", f"{k}"] - losses[f"{part}/p=2", f"{k}"] for k in range(10)]
+            point = interval(differences, shared=1 / 9)
+            mean, low, high = (number(x, "+.4f").replace("+", r"\+") for x in (point.mean, point.low, point.high))
+            said = rf"{mean} \((?:95 % interval )?{low} to {high}\)"
+            assert re.search(said, text_of(ROOT / "README.md")), f"{study}, {part}, p = {p}: {mean} ({low} to {high})"
 
 
 @pytest.mark.slow
@@ -288,13 +289,13 @@ def test_generated_parts_are_fresh(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from scripts import docs\n"
         "Path('page.md').write_text(docs.configuration(), encoding='utf-8')\n"
-        "Path('figure.svg').write_bytes(docs.svg(docs.figure()))\n"
+        "for study in docs.FIGURES: Path(f'{study}.svg').write_bytes(docs.svg(docs.figure(study)))\n"
         "page = docs.LEDGER.read_text(encoding='utf-8')\n"
         "block = f'\\n{docs.ledger()}\\n'\n"
         "assert docs.with_block(page, docs.BEGIN, docs.END, block) == page and block.count('\\n| ') <= 4 * 2 + 25"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env={"PYTHONPATH": str(ROOT)})
     assert (tmp_path / "page.md").read_bytes() == LISTED[0].read_bytes()
-    figure = ROOT / "results" / "p_nano" / "along.svg"
-    assert (tmp_path / "figure.svg").read_bytes() == figure.read_bytes()
-    assert b'fill="white"' in figure.read_bytes()[:400]  # legible on a dark page
+    for figure in tmp_path.glob("*.svg"):
+        stored = (ROOT / "results" / figure.stem / "along.svg").read_bytes()
+        assert figure.read_bytes() == stored and b'fill="white"' in stored[:400]  # legible on a dark page
