@@ -274,7 +274,7 @@ def test_the_headline_is_that_of_the_runs() -> None:
     for study, values in (("p_nano", (3, 4)), ("p_baby", (4,))):
         with open(ROOT / "results" / study / "runs.csv", newline="") as file:
             rows = [*csv.DictReader(file)]
-        losses = {(name, row["fold"]): float(row["val/loss_min"]) for row in rows for name in row["settings"].split(";")}
+        losses = {(s, row["fold"]): float(row["val/loss_min"]) for row in rows for s in row["settings"].split(";")}
         for part, p in itertools.product(("alpha_1", "matched"), values):
             differences = [losses[f"{part}/p={p}", f"{k}"] - losses[f"{part}/p=2", f"{k}"] for k in range(10)]
             point = interval(differences, shared=1 / 9)
