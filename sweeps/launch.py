@@ -33,7 +33,7 @@ from sweeps.claims import Launch
 from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
 from sweeps.plan import PlannedRun, freeze, plan_runs
-from sweeps.status import FINAL, State, SweepPlace, failures, state_of, tally
+from sweeps.status import FINAL, State, SweepPlace, failures, progress, state_of, tally
 from training.config import TrainConfig
 
 POLL = 0.5  # seconds between two looks at the runs
@@ -279,7 +279,7 @@ def supervise(
     tries: of each run. Returns why no further worker can live, or None.
     """
     sweep_dir = launcher.sweep_dir
-    began, ended = time.monotonic(), sum(state.state in FINAL for state in states.values())
+    began, before = time.monotonic(), trained(runs, states, sweep_dir)
     while True:
         tried = {run_id: s.launch_tries for run_id, s in states.items()}
         claimed, idle = set(os.listdir(sweep_dir / "claims")), launcher.alive() == 0
@@ -288,7 +288,9 @@ def supervise(
             if states[run.id].state not in FINAL and (run.id in claimed or idle):
                 states[run.id] = state_of(sweep_dir, run, launcher.launch)
                 if states[run.id].state in FINAL:
-                    say(line_of(run.id, states, sweep_dir, began, ended))
+                    now = trained(runs, states, sweep_dir)
+                    seconds_each = (time.monotonic() - began) / max(now - before, 0.01)
+                    say(line_of(run.id, states, sweep_dir, seconds_each * (len(runs) - now)))
         if any(s.launch_tries > tried[run_id] for run_id, s in states.items()):
             launcher.deaths = 0  # a worker that took a run did not die at its start
         left = [s for s in states.values() if s.state not in FINAL and s.launch_tries < tries]
@@ -304,10 +306,16 @@ def supervise(
         time.sleep(POLL)
 
 
-def line_of(run_id: str, states: dict[str, State], sweep_dir: Path, began: float, ended_before: int) -> str:
-    """What is printed for a run that has ended."""
+def trained(runs: list[PlannedRun], states: dict[str, State], sweep_dir: Path) -> float:
+    """How many runs' worth of iterations is done."""
+    begun = [run for run in runs if states[run.id].state not in (*FINAL, "pending")]
     ended = sum(state.state in FINAL for state in states.values())
-    left = (time.monotonic() - began) / (ended - ended_before) * (len(states) - ended)
+    return ended + sum(progress(sweep_dir, run, states[run.id])[0] for run in begun)
+
+
+def line_of(run_id: str, states: dict[str, State], sweep_dir: Path, left: float) -> str:
+    """What is printed for a run that has ended. left: seconds for the others."""
+    ended = sum(state.state in FINAL for state in states.values())
     summary = read_json(sweep_dir / run_id / "summary.json")
     loss = summary.get("val/loss")  # null where it is not finite
     loss = "" if loss is None else f"val/loss {loss:.4f}, "

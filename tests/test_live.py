@@ -19,12 +19,15 @@ from browser import Page
 from conftest import ROOT
 from test_hostile import TEXTS
 from test_report import Made, falling, state
+from test_sweeps import frozen, tiny_sweep
 
 from core.files import FileLock
 from scripts.report import main
 from scripts.reporting.live import WatchedRun, page
 from sweeps import status
+from sweeps.launch import trained
 from sweeps.plan import read_plan
+from sweeps.status import State
 from training.config import to_yaml
 
 HOSTILE = "<img src=x onerror=throw-1>"
@@ -262,3 +265,13 @@ def test_status_draws_a_bar_and_the_best_loss_for_the_sweep_and_each_point(
         "  a/p=2  [####################] 100 %  1.5000  1 done",
         "  a/p=3  [####................]  20 %  1.7500  1 stopped, 1 pending",
     ]
+
+
+def test_the_time_that_is_left_counts_iterations_of_runs_under_way(tmp_path: Path, corpus: Path) -> None:
+    """Of four runs of 60 iterations one is done, one at iteration 30, one planned; the fourth was stopped at 45."""
+    runs, folder = frozen(tiny_sweep(tmp_path, corpus, folds=[0])), tmp_path / "sweep"
+    for run, reached in zip(runs[1:3], (30, 45), strict=True):
+        (folder / run.id).mkdir()
+        (folder / run.id / "metrics.jsonl").write_text(f'{{"iter": {reached}, "train/loss": 1.0}}\n')
+    states = dict(zip([run.id for run in runs], map(State, ("done", "running", "stopped", "pending")), strict=True))
+    assert trained(runs, states, folder) == 1 + 30 / 60 + 45 / 60
