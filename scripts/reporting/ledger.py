@@ -170,7 +170,8 @@ def measured(part: Part, against: float) -> Found:
     estimate = interval(sums, shared)
     seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
     kind = "seeds" if folds == 1 else "folds" if seeds == 1 else f"folds of {seeds} seeds"
-    millions = sorted({float(f"{run.summary['parameters'] / 1e6:.2g}") for run in runs})
+    sizes = {run.summary["parameters"] / 1e6 for run in runs}
+    millions = sorted({round(n, 1) if n >= 10 else float(f"{n:.2g}") for n in sizes})
     size = f"{' and '.join(f'{n:g}M' for n in millions)}, {runs[0].config['max_iters']:,} iterations"
     p = paired_p([x - against for x in sums], shared)
     return Found(estimate, p, f"{estimate.n} {kind}, {size}", p_in_study(sweep, part))
