@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import exit_status, fork
 from test_bench_decode import TINY as TINY_LAYER
 from torch import Tensor
 
@@ -123,17 +124,23 @@ def test_a_pair_that_computes_something_else_is_found(monkeypatch: pytest.Monkey
 
 
 def test_a_model_that_the_compiler_breaks_into_graphs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a fork: the compiler remembers the functions at which it broke."""
+
     def broken(*arguments: Any) -> Tensor:
         torch._dynamo.graph_break()
         return residual_norm(*arguments)
 
+    def check() -> int:
+        monkeypatch.setattr(gpu_checks, "PAIRS", [("mha", "none")])
+        monkeypatch.setattr(gpu_checks, "is_compiled", lambda *_: True)
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        assert "failed" not in gpu_checks.pairs(ON_CPU, [])["mha none"]
+        monkeypatch.setattr(ops, "residual_norm", broken)
+        assert "graph breaks" in gpu_checks.pairs(ON_CPU, [])["mha none"]["failed"]
+        return 0
+
     residual_norm = ops.residual_norm
-    monkeypatch.setattr(gpu_checks, "PAIRS", [("mha", "none")])
-    monkeypatch.setattr(gpu_checks, "is_compiled", lambda *_: True)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    assert "failed" not in gpu_checks.pairs(ON_CPU, [])["mha none"]
-    monkeypatch.setattr(ops, "residual_norm", broken)
-    assert "graph breaks" in gpu_checks.pairs(ON_CPU, [])["mha none"]["failed"]
+    assert exit_status(fork(check)) == 0
 
 
 FEW = ["max_iters=20", "eval_interval=10", "checkpoint_interval=10"]
