@@ -135,7 +135,8 @@ def outcome(config: TrainConfig, machine: Machine, batch: Tensor, compiled: bool
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter))
     model.to(machine.device)
     torch.set_float32_matmul_precision("highest")
-    torch._dynamo.utils.counters.clear()
+    if compiled:
+        torch._dynamo.utils.counters.clear()
     forward = compile_model(model, config) if compiled else model
     loss = accumulate_gradients(forward, iter([(batch[0], batch[1])]), 1, machine)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
