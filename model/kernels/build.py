@@ -20,14 +20,14 @@ from core.device import cpu_flags
 from core.files import cache_folder, write_atomic
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / f"{name}.cpp" for name in ("norms", "attention", "block", "mla_decode")]
+SOURCES = [HERE / f"{name}.cpp" for name in ("autograd", "norms", "attention", "block", "mla_decode")]
 TORCH = Path(torch.__file__).parent
 FLAGS = [
-    "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC",
-    "-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{TORCH / 'include'}",
+    "-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC",
+    f"-I{TORCH / 'include'}",
 ]  # fmt: skip
 # No OpenMP library of their own: the kernels run in the threads of PyTorch's, which is loaded already
-LINKS = ["-shared", f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
+LINKS = ["-shared", f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
 SECONDS = 300  # after which a compiler counts as hanging
 SCRATCH = "compiling-"  # the name of a scratch folder begins so
 DIGEST = hashlib.sha256().digest_size

@@ -14,6 +14,7 @@
 #include <immintrin.h>
 #endif
 
+#define TORCH_TARGET_VERSION 0x020a000000000000 // PyTorch 2.10
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

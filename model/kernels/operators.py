@@ -1,8 +1,8 @@
-"""The operators torch.ops.nanoqk of the C++ files, as differentiable functions.
+"""The operators torch.ops.nanoqk of the C++ files, as functions.
 
 Each has a fake implementation, which says the shape of its results to a compiler and to estimates. Those that training
-uses have a derivative: an autograd.Function around them, twice as fast as torch.library.register_autograd. The C++
-files check dtypes and shapes and raise RuntimeError. A derivative has no derivative.
+uses have a derivative, from autograd.cpp; it has no derivative of its own. The C++ files check dtypes and shapes and
+raise RuntimeError.
 """
 
 import functools
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from model.kernels import build
 
@@ -77,7 +76,7 @@ loaded._dynamo_marked_constant = attends._dynamo_marked_constant = True  # type:
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """gain * x / sqrt(mean(x^2) + eps), in x's dtype."""
-    return RMSNorm.apply(x, gain, eps) if torch.is_grad_enabled() else nanoqk.rms_norm(x, gain, eps)
+    return nanoqk.rms_norm(x, gain, eps)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -87,41 +86,12 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 def lp_norm(x: Tensor, p: float, alpha: Tensor | None = None) -> Tensor:
     """x / ||x||_p for a p of LP, times alpha: one number, or (nh, 1, 1) for x (B, nh, T, n)."""
-    return LpNorm.apply(x, alpha, p) if torch.is_grad_enabled() else nanoqk.lp_norm(x, alpha, p)
+    return nanoqk.lp_norm(x, alpha, p)
 
 
 def inverse_lp_norm(x: Tensor, p: float) -> Tensor:
     """1 / ||x||_p, of a zero vector 0, (..., 1) in fp32, without a derivative."""
     return nanoqk.inverse_lp_norm(x, p)
-
-
-class RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, gain)
-        ctx.eps = eps
-        return nanoqk.rms_norm(x, gain, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gain = ctx.saved_tensors
-        return *nanoqk.rms_norm_backward(grad, x, gain, ctx.eps), None
-
-
-class LpNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, alpha: Tensor | None, p: float) -> Tensor:
-        ctx.save_for_backward(x, alpha)
-        ctx.p = p
-        return nanoqk.lp_norm(x, alpha, p)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, alpha = ctx.saved_tensors
-        grad_x, grad_alpha = nanoqk.lp_norm_backward(grad, x, alpha, ctx.p)
-        return grad_x, None if alpha is None else grad_alpha, None
 
 
 def absorb(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
@@ -140,7 +110,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed:
 
     q (B, nh, T, dk), k (B, nkv, T, dk), v (B, nkv, T, dv) -> (B, nh, T, dv), which lies in memory as (B, T, nh, dv).
     """
-    return Attention.apply(q, k, v, scale, 0.0, dropped, seed)[0]
+    return nanoqk.attention(q, k, v, scale, 0.0, dropped, seed)[0]
 
 
 def attention_and_lse(
@@ -148,32 +118,9 @@ def attention_and_lse(
 ) -> tuple[Tensor, Tensor]:
     """attention(), and each query's log-sum-exp of its logits, (B, nh, T) in fp32; of cap tanh(logit / cap) where cap
     is not 0."""
-    y, softmax = Attention.apply(q, k, v, scale, cap, dropped, seed)
+    y, softmax = nanoqk.attention(q, k, v, scale, cap, dropped, seed)
     largest = scale * softmax[0].detach()  # the derivative of the log-sum-exp comes in by softmax[1]
     return y, (largest if cap == 0 else cap * torch.tanh(largest / cap)) + softmax[1]
-
-
-class Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, dropped: int, seed: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        y, softmax = nanoqk.attention(q, k, v, scale, cap, dropped, seed)
-        ctx.save_for_backward(q, k, v, softmax, seed)
-        ctx.settings = scale, cap, dropped
-        ctx.set_materialize_grads(False)
-        return y, softmax
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_softmax: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, softmax, seed = ctx.saved_tensors
-        grad = v.new_zeros(*q.shape[:3], v.size(-1)) if grad is None else grad  # only the log-sum-exp is used
-        grad_lse = None if grad_softmax is None else grad_softmax[1].contiguous()
-        grads = nanoqk.attention_backward(grad, q, k, v, softmax, grad_lse, *ctx.settings, seed)
-        group = q.size(1) // k.size(1)
-        grad_k, grad_v = (x if group == 1 else x.unflatten(1, (-1, group)).sum(2) for x in grads[1:])
-        return grads[0], grad_k, grad_v, None, None, None, None
 
 
 def latent_attention(
@@ -193,77 +140,22 @@ def latent_attention(
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> Tensor:
     """weight * (x - mean) / sqrt(var + eps) + bias along the last dimension of x (..., n), fp32 -> (..., n) in `dtype`;
     not centred: weight * x / sqrt(mean(x^2) + eps)."""
-    return LayerNorm.apply(x, weight, bias, eps, centred, dtype)
-
-
-class LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.settings = bias is not None, eps, centred
-        return nanoqk.layer_norm(x, weight, bias, eps, centred, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight, grad_bias = nanoqk.layer_norm_backward(grad, *ctx.saved_tensors, *ctx.settings)
-        return grad_x, grad_weight, grad_bias if ctx.settings[0] else None, None, None, None
+    return nanoqk.layer_norm(x, weight, bias, eps, centred, dtype)
 
 
 def dropout_add(x: Tensor, y: Tensor, dropped: int, seed: Tensor | None) -> Tensor:
     """x + dropout(y) of one shape, x in fp32. Elements whose random byte is below `dropped` become 0."""
-    return DropoutAdd.apply(x, y, dropped, seed)
-
-
-class DropoutAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, dropped: int, seed: Tensor | None) -> Tensor:
-        ctx.save_for_backward(seed)
-        ctx.settings = dropped, y.dtype
-        return nanoqk.dropout_add(x, y, dropped, seed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dropped, dtype = ctx.settings
-        return grad, nanoqk.dropout(grad, dropped, *ctx.saved_tensors, dtype), None, None
+    return nanoqk.dropout_add(x, y, dropped, seed)
 
 
 def dropout(x: Tensor, dropped: int, seed: Tensor) -> Tensor:
     """As in dropout_add(), of x in fp32."""
-    return Dropout.apply(x, dropped, seed)
-
-
-class Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dropped: int, seed: Tensor) -> Tensor:
-        ctx.save_for_backward(seed)
-        ctx.dropped = dropped
-        return nanoqk.dropout(x, dropped, seed, x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return nanoqk.dropout(grad, ctx.dropped, *ctx.saved_tensors, grad.dtype), None, None
+    return nanoqk.dropout(x, dropped, seed, x.dtype)
 
 
 def gelu(x: Tensor) -> Tensor:
     """x Phi(x) for x in bf16."""
-    return GELU.apply(x)
-
-
-class GELU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return nanoqk.gelu(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return nanoqk.gelu_backward(grad, *ctx.saved_tensors)
+    return nanoqk.gelu(x)
 
 
 # -----------------------------------------------------------------------------
