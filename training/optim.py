@@ -55,10 +55,10 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
             weights = [p for p in group["params"] if p.grad is not None]
             if not weights:
                 continue
-            for p in weights:
-                if not self.state[p]:
-                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             states = [self.state[p] for p in weights]
+            for p, state in zip(weights, states, strict=True):
+                if not state:
+                    state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             before = next((state["step"] for state in states if "step" in state), None)  # a new weight has none
             count = torch.ones((), device=weights[0].device) if before is None else before + 1
             for state in states:

@@ -11,6 +11,8 @@
 #include <vector>
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define HAS_AVX512_BF16
+#endif
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -219,21 +221,21 @@ inline void put(bf16 *to, Lanes x) {
   put(part, x), store(to, part, WIDTH);
 #endif
 }
-template <class F> inline float reduce(Lanes x, F two) { // in halves
-#ifdef __AVX512F__
-  x = two(x, __builtin_shuffle(x, Words{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-  x = two(x, __builtin_shuffle(x, Words{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-  x = two(x, __builtin_shuffle(x, Words{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-  x = two(x, __builtin_shuffle(x, Words{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
-#else
-  x = two(x, __builtin_shuffle(x, Words{4, 5, 6, 7, 0, 1, 2, 3}));
-  x = two(x, __builtin_shuffle(x, Words{2, 3, 0, 1, 6, 7, 4, 5}));
-  x = two(x, __builtin_shuffle(x, Words{1, 0, 3, 2, 5, 4, 7, 6}));
-#endif
-  return x[0];
-}
+// in halves: of sixteen x[i] and x[i + 8] first
 inline float sum_of(Lanes x) {
-  return reduce(x, [](Lanes a, Lanes b) { return a + b; });
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+#endif
+}
+inline float largest_of(Lanes x) { // none is nan
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  return std::max(std::max(std::max(x[0], x[4]), std::max(x[2], x[6])),
+                  std::max(std::max(x[1], x[5]), std::max(x[3], x[7])));
+#endif
 }
 
 // sum over e < n of term(like, e): of channels e to e + WIDTH - 1 at once if `like` is Lanes, of channel e if it is float

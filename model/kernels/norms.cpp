@@ -1,5 +1,5 @@
-// RMS and Lp norms on a CPU, and MLA's absorb(), in one pass over the vectors, where PyTorch's operations take ten. The formulas are those
-// of ops.py, in fp32. The derivative normalises a vector again, so that x alone is kept.
+// RMS and Lp norms on a CPU, and MLA's absorb(), in one pass over the vectors, where PyTorch's operations take ten. The
+// formulas are those of ops.py, in fp32. The derivative normalises a vector again, so that x alone is kept.
 
 #include <algorithm>
 #include <cmath>
@@ -72,7 +72,7 @@ template <int TWICE_P> inline float root(float total) {
 
 // A group of vectors: their addresses, and room for their values, with zeros after them up to a multiple of WIDTH.
 template <class T> struct Group {
-  const int64_t n, blocks, chunk;
+  const int64_t n, padded, chunk; // padded: n up to a multiple of WIDTH
   int64_t count;
   T *x[GROUP], *y[GROUP], *grad[GROUP], *grad_x[GROUP];
   float *scale[GROUP];
@@ -80,26 +80,31 @@ template <class T> struct Group {
   float total[GROUP], inverse[GROUP], along[GROUP], s[GROUP];
   float room[2][ROOM + WIDTH * GROUP];
 
-  Group(int64_t n, int64_t chunk) : n(n), blocks((n + WIDTH - 1) / WIDTH), chunk(chunk) {}
-  float *u(int64_t g) { return room[0] + g * WIDTH * blocks; }
-  float *v(int64_t g) { return room[1] + g * WIDTH * blocks; }
-  Lanes block(const T *x, int64_t b) { // zeros after the last channel
-    if (WIDTH * (b + 1) <= n) return lanes(x + WIDTH * b);
-    float rest[WIDTH] = {};
-    for (int64_t e = WIDTH * b; e < n; e++) rest[e - WIDTH * b] = to_float(x[e]);
-    return lanes(rest);
+  Group(int64_t n, int64_t chunk) : n(n), padded((n + WIDTH - 1) / WIDTH * WIDTH), chunk(chunk) {}
+  float *u(int64_t g) { return room[0] + g * padded; }
+  float *v(int64_t g) { return room[1] + g * padded; }
+  // work(at, x) with the channels at to at + WIDTH - 1 of x, zeros after the last
+  template <class F> void read(const T *x, F work) const {
+    int64_t at = 0, end = n - n % WIDTH;
+    for (; at < end; at += WIDTH) work(at, lanes(x + at));
+    if (at < n) work(at, last(x + at, n - at));
   }
-  template <class F> void write(T *to, F value) {
-    int64_t b = 0, rest = n;
-    for (; rest >= WIDTH; b++, rest -= WIDTH) put(to + WIDTH * b, value(b));
-    if (rest == 0) return;
+  template <class F> void write(T *to, F value) const {
+    int64_t at = 0, end = n - n % WIDTH;
+    for (; at < end; at += WIDTH) put(to + at, value(at));
+    if (at == n) return;
     float part[WIDTH];
-    put(part, value(b)), store(to + WIDTH * b, part, rest);
+    put(part, value(at)), store(to + at, part, n - at);
+  }
+  static __attribute__((noinline)) Lanes last(const T *x, int64_t count) {
+    float rest[WIDTH] = {};
+    for (int64_t e = 0; e < count; e++) rest[e] = to_float(x[e]);
+    return lanes(rest);
   }
   // one number for each channel, with zeros after the last
   void pad(const float *x, float *to) {
     std::memcpy(to, x, 4 * n);
-    std::memset(to + n, 0, 4 * (WIDTH * blocks - n));
+    std::memset(to + n, 0, 4 * (padded - n));
   }
 };
 
@@ -148,11 +153,11 @@ template <class T, class F> void each_group(const Call &c, F work) {
 template <class T> void rms_of(Group<T> &group, double eps) {
   for (int64_t g = 0; g < group.count; g++) {
     Lanes total = {};
-    for (int64_t b = 0; b < group.blocks; b++) {
-      Lanes x = group.block(group.x[g], b);
-      put(group.u(g) + WIDTH * b, x);
+    float *u = group.u(g);
+    group.read(group.x[g], [&](int64_t at, Lanes x) {
+      put(u + at, x);
       total += x * x;
-    }
+    });
     group.total[g] = sum_of(total);
   }
   for (int64_t g = 0; g < group.count; g++) group.s[g] = 1 / std::sqrt(group.total[g] / group.n + float(eps));
@@ -162,20 +167,21 @@ template <class T> void rms_of(Group<T> &group, double eps) {
 template <int TWICE_P, class T> void norm_of(Group<T> &group) {
   for (int64_t g = 0; g < group.count; g++) {
     Lanes largest = {};
-    for (int64_t b = 0; b < group.blocks; b++) {
-      Lanes x = group.block(group.x[g], b);
-      put(group.u(g) + WIDTH * b, x);
+    float *u = group.u(g);
+    group.read(group.x[g], [&](int64_t at, Lanes x) {
+      put(u + at, x);
       largest = larger(magnitude(x), largest);
-    }
-    group.inverse[g] = reduce(largest, larger);
+    });
+    group.inverse[g] = largest_of(largest);
   }
   for (int64_t g = 0; g < group.count; g++) group.inverse[g] = group.inverse[g] > TINY ? 1 / group.inverse[g] : 0;
   for (int64_t g = 0; g < group.count; g++) {
     Lanes total = {};
-    for (int64_t b = 0; b < group.blocks; b++) {
-      Lanes u = lanes(group.u(g) + WIDTH * b) * group.inverse[g];
-      put(group.u(g) + WIDTH * b, u);
-      total += u * direction<TWICE_P>(u);
+    float *u = group.u(g), inverse = group.inverse[g];
+    for (int64_t at = 0, end = group.padded; at < end; at += WIDTH) {
+      Lanes scaled = lanes(u + at) * inverse;
+      put(u + at, scaled);
+      total += scaled * direction<TWICE_P>(scaled);
     }
     group.total[g] = sum_of(total);
   }
@@ -190,7 +196,7 @@ template <class T> void rms_forward(const Call &c) {
     for (int64_t g = 0; g < group.count; g++) {
       float *u = group.u(g), s = group.s[g];
       if (group.scale[g]) *group.scale[g] = s;
-      if (group.y[g]) group.write(group.y[g], [&](int64_t b) { return lanes(u + WIDTH * b) * s * lanes(gain + WIDTH * b); });
+      if (group.y[g]) group.write(group.y[g], [&](int64_t at) { return lanes(u + at) * s * lanes(gain + at); });
     }
   });
 }
@@ -201,24 +207,22 @@ template <class T> void rms_backward(const Call &c) {
     float gain[MAX_CHANNELS], grad_gain[MAX_CHANNELS];
     rms_of(group, c.eps);
     group.pad(c.factor, gain);
-    for (int64_t b = 0; b < group.blocks; b++) {
-      Lanes sum = {}, factor = lanes(gain + WIDTH * b);
-      for (int64_t g = 0; g < group.count; g++) {
-        Lanes y = lanes(group.u(g) + WIDTH * b) * group.s[g], grad = group.block(group.grad[g], b);
-        sum += grad * y;
-        put(group.u(g) + WIDTH * b, y), put(group.v(g) + WIDTH * b, grad * factor);
-      }
-      put(grad_gain + WIDTH * b, sum);
+    std::memset(grad_gain, 0, 4 * group.padded);
+    for (int64_t g = 0; g < group.count; g++) {
+      Lanes along = {};
+      float *u = group.u(g), *v = group.v(g), s = group.s[g];
+      group.read(group.grad[g], [&](int64_t at, Lanes grad) {
+        Lanes y = lanes(u + at) * s, term = grad * lanes(gain + at);
+        put(grad_gain + at, lanes(grad_gain + at) + grad * y);
+        put(u + at, y), put(v + at, term);
+        along += term * y;
+      });
+      group.along[g] = sum_of(along) / group.n;
     }
     for (int64_t e = 0; e < c.n; e++) c.grad_factor[group.chunk * c.n + e] += grad_gain[e];
     for (int64_t g = 0; g < group.count; g++) {
-      Lanes along = {};
-      for (int64_t b = 0; b < group.blocks; b++) along += lanes(group.v(g) + WIDTH * b) * lanes(group.u(g) + WIDTH * b);
-      group.along[g] = sum_of(along) / c.n;
-    }
-    for (int64_t g = 0; g < group.count; g++) {
       float *y = group.u(g), *v = group.v(g), s = group.s[g], along = group.along[g];
-      group.write(group.grad_x[g], [=](int64_t b) { return (lanes(v + WIDTH * b) - lanes(y + WIDTH * b) * along) * s; });
+      group.write(group.grad_x[g], [=](int64_t at) { return (lanes(v + at) - lanes(y + at) * along) * s; });
     }
   });
 }
@@ -230,7 +234,7 @@ template <int TWICE_P, class T> void lp_forward(const Call &c) {
       float *u = group.u(g), s = group.s[g];
       if (group.scale[g]) *group.scale[g] = s * group.inverse[g];
       if (c.factor) s *= c.factor[group.j[g] % c.of_factor];
-      if (group.y[g]) group.write(group.y[g], [=](int64_t b) { return lanes(u + WIDTH * b) * s; });
+      if (group.y[g]) group.write(group.y[g], [=](int64_t at) { return lanes(u + at) * s; });
     }
   });
 }
@@ -242,11 +246,11 @@ template <int TWICE_P, class T> void lp_backward(const Call &c) {
     norm_of<TWICE_P>(group);
     for (int64_t g = 0; g < group.count; g++) {
       Lanes along = {};
-      for (int64_t b = 0; b < group.blocks; b++) {
-        Lanes grad = group.block(group.grad[g], b);
-        along += grad * lanes(group.u(g) + WIDTH * b);
-        put(group.v(g) + WIDTH * b, grad);
-      }
+      float *u = group.u(g), *v = group.v(g);
+      group.read(group.grad[g], [&](int64_t at, Lanes grad) {
+        along += grad * lanes(u + at);
+        put(v + at, grad);
+      });
       group.along[g] = sum_of(along);
     }
     for (int64_t g = 0; g < group.count; g++) {
@@ -257,8 +261,8 @@ template <int TWICE_P, class T> void lp_backward(const Call &c) {
         s *= c.factor[of];
       }
       along = group.total[g] == 0 ? 0 : along / group.total[g];
-      group.write(group.grad_x[g], [=](int64_t b) {
-        return (lanes(v + WIDTH * b) - direction<TWICE_P>(lanes(u + WIDTH * b)) * along) * s;
+      group.write(group.grad_x[g], [=](int64_t at) {
+        return (lanes(v + at) - direction<TWICE_P>(lanes(u + at)) * along) * s;
       });
     }
   });
