@@ -140,6 +140,12 @@ def test_zero_vectors_map_to_zero_and_no_power_overflows(p: float) -> None:
     assert torch.equal(alone, whole[1:2, 2:3, 7:8])
 
 
+@pytest.mark.parametrize("p", NORMS[1:], ids=NAMES[1:])
+def test_lp_norm_of_vectors_of_any_size(p: float) -> None:
+    """The kernel takes powers of x itself where none over- or underflows, else of x / max|x|: 1e-29 to 1e35."""
+    check_norm(draw(1, 2, 65, 48) * 10 ** torch.arange(-29.0, 36.0)[:, None], p, torch.tensor([1.5]))
+
+
 @BOTH
 @pytest.mark.parametrize("nh,n,rank", [(16, 128, 512), (3, 5, 7), (1, 1, 1)])
 def test_absorb_is_its_reference(nh: int, n: int, rank: int, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 // formulas are those of ops.py, in fp32. The derivative normalises a vector again, so that x alone is kept.
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "kernels.h"
@@ -62,12 +63,19 @@ template <int TWICE_P> inline Lanes direction(Lanes u) {
   return u * u * u;
 }
 
-// total^(-1/p)
+// total^(-1/p), for 1e-20 < total < 1e20
 template <int TWICE_P> inline float root(float total) {
   if constexpr (TWICE_P == 2) return 1 / total;
   if constexpr (TWICE_P == 4) return 1 / std::sqrt(total);
   if constexpr (TWICE_P == 8) return 1 / std::sqrt(std::sqrt(total));
-  return std::pow(total, -2.f / TWICE_P);
+  // else the y with y^2p total^2 = 1 by Newton's method, to 1.2e-7. The bits of a float are about 2^23 (127 + its log2)
+  constexpr float r = 2.f / TWICE_P;
+  float y = std::bit_cast<float>(int32_t((1 + r) * 0x3f7a0000 - r * float(std::bit_cast<int32_t>(total))));
+  for (int i = 0; i < 3; i++) {
+    float half = total * y * (TWICE_P > 3 ? y : 1) * (TWICE_P > 5 ? y : 1); // y^floor(p) total
+    y += y * (1 - half * half * (TWICE_P % 2 ? y : 1)) / TWICE_P;
+  }
+  return y;
 }
 
 // A group of vectors: their addresses, and room for their values, with zeros after them up to a multiple of WIDTH.
@@ -163,28 +171,34 @@ template <class T> void rms_of(Group<T> &group, double eps) {
   for (int64_t g = 0; g < group.count; g++) group.s[g] = 1 / std::sqrt(group.total[g] / group.n + float(eps));
 }
 
-// u = x / max|x|, inverse = 1 / max|x|, total = sum |u|^p, s = 1 / ||u||_p; of a zero vector all are 0
+// u = x / max|x|: no power overflows, and none that counts vanishes
+template <int TWICE_P, class T> __attribute__((noinline)) void scale_down(Group<T> &group, int64_t g) {
+  Lanes largest = {}, total = {};
+  float *u = group.u(g);
+  for (int64_t at = 0; at < group.padded; at += WIDTH) largest = larger(magnitude(lanes(u + at)), largest);
+  float most = largest_of(largest), inverse = most > TINY ? 1 / most : 0;
+  for (int64_t at = 0; at < group.padded; at += WIDTH) {
+    Lanes scaled = lanes(u + at) * inverse;
+    put(u + at, scaled);
+    total += scaled * direction<TWICE_P>(scaled);
+  }
+  group.total[g] = sum_of(total), group.inverse[g] = inverse;
+}
+
+// u = x, inverse = 1, total = sum |u|^p, s = 1 / ||u||_p; where |x|^p may overflow or vanish u = x / max|x|,
+// inverse = 1 / max|x|. Of a zero vector all are 0
 template <int TWICE_P, class T> void norm_of(Group<T> &group) {
   for (int64_t g = 0; g < group.count; g++) {
-    Lanes largest = {};
+    Lanes total = {};
     float *u = group.u(g);
     group.read(group.x[g], [&](int64_t at, Lanes x) {
       put(u + at, x);
-      largest = larger(magnitude(x), largest);
+      total += x * direction<TWICE_P>(x);
     });
-    group.inverse[g] = largest_of(largest);
+    group.total[g] = sum_of(total), group.inverse[g] = 1;
   }
-  for (int64_t g = 0; g < group.count; g++) group.inverse[g] = group.inverse[g] > TINY ? 1 / group.inverse[g] : 0;
-  for (int64_t g = 0; g < group.count; g++) {
-    Lanes total = {};
-    float *u = group.u(g), inverse = group.inverse[g];
-    for (int64_t at = 0, end = group.padded; at < end; at += WIDTH) {
-      Lanes scaled = lanes(u + at) * inverse;
-      put(u + at, scaled);
-      total += scaled * direction<TWICE_P>(scaled);
-    }
-    group.total[g] = sum_of(total);
-  }
+  for (int64_t g = 0; g < group.count; g++)
+    if (!(group.total[g] > 1e-20f && group.total[g] < 1e20f)) scale_down<TWICE_P>(group, g);
   for (int64_t g = 0; g < group.count; g++) group.s[g] = group.total[g] == 0 ? 0 : root<TWICE_P>(group.total[g]);
 }
 
