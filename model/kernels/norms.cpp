@@ -143,6 +143,9 @@ template <class T, class F> void each_group(const Call &c, F work) {
         group.x[g] = next[0], group.y[g] = next[1], group.grad[g] = next[2], group.grad_x[g] = next[3];
         group.scale[g] = c.scale ? c.scale + (at[0] * c.size[1] + at[1]) * c.size[2] + at[2] : nullptr;
         group.j[g] = at[1];
+        __builtin_prefetch(next[0]);
+        if (c.grad.data) __builtin_prefetch(next[2]), __builtin_prefetch(next[3], 1);
+        else __builtin_prefetch(next[1], 1);
         if (++at[in] < inner) {
           for (int i = 0; i < 4; i++) next[i] += step[i];
         } else if (at[in] = 0; ++at[out] < outer) {
