@@ -209,7 +209,7 @@ def test_dropout_and_dropout_add_drop_what_the_reference_drops(p: float, dropped
             torch.manual_seed(3)
             out = dropout_add(*inputs, p)
         assert torch.equal(torch.get_rng_state(), torch.manual_seed(3).get_state()) == (p == 0)
-        assert ("DropoutAdd" in out.grad_fn.name()) == (context is nullcontext)
+        assert ("DropoutAdd" in repr(out)) == (context is nullcontext)
         grads = torch.autograd.grad(out, inputs, grad)
         results.append([alone, *torch.autograd.grad(alone, inputs[0], grad.mT.contiguous().mT), out.detach(), *grads])
     (alone, d_alone, out, dx, dy), (other_alone, d_other_alone, other, other_dx, other_dy) = results
@@ -434,7 +434,7 @@ def test_gelu_of_every_bf16_number() -> None:
     x = x[x.isfinite() & (x.abs() < 1e30)].requires_grad_()
     exact_x = x.detach().double().requires_grad_()
     y, exact = ops.gelu(x), torch.nn.functional.gelu(exact_x)
-    assert "GELU" in y.grad_fn.name()
+    assert "GELU" in repr(y)
     torch.testing.assert_close(y.double(), exact, rtol=0.51 * ULP[torch.bfloat16], atol=3e-6)
     y.sum().backward()
     exact.sum().backward()

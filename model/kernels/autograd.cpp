@@ -118,8 +118,9 @@ struct LayerNorm : Function<LayerNorm> {
         "nanoqk::layer_norm_backward");
     auto inputs = saved(ctx);
     auto has_bias = ctx->saved_data["has_bias"].toBool();
-    auto [grad_x, grad_weight, grad_bias] = call(op, grads[0], inputs[0], inputs[1], has_bias,
-                                                 ctx->saved_data["eps"].toDouble(), ctx->saved_data["centred"].toBool());
+    auto [grad_x, grad_weight, grad_bias] =
+        call(op, grads[0], inputs[0], inputs[1], has_bias, ctx->saved_data["eps"].toDouble(),
+             ctx->saved_data["centred"].toBool());
     return {grad_x, grad_weight, has_bias ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };

@@ -34,7 +34,7 @@ DIGEST = hashlib.sha256().digest_size
 
 
 def load() -> bool:
-    """Load the operators torch.ops.nanoqk, which the first use compiles in about six seconds; False without a compiler.
+    """Load the operators torch.ops.nanoqk, which the first use compiles in some 20 seconds; False without a compiler.
 
     A compiler that fails costs a warning line.
     """
