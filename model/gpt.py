@@ -104,7 +104,7 @@ class LpNorm(QKNorm):
     """x / ||x||_p over each head's channels (Enhanced QKNorm, eq. 12-14). p >= 1, inf included.
 
     p=learned makes p = 1 + softplus(raw_p) a parameter, one a head, that starts at 2; queries and keys have their own.
-    Computed in fp32 at least, on x / max|x|: no power overflows. A zero vector maps to zero, with zero gradient. For
+    Computed in fp32 at least; no power overflows. A zero vector maps to zero, with zero gradient. For
     p != 2 the norm is not invariant under rotations, RoPE's among them.
     """
 

@@ -257,7 +257,7 @@ template <int TWICE_P, class T> void lp_forward(const Call &c) {
 }
 
 // dx = (dy - sgn(y) |y|^(p-1) sum(dy y)) / ||x||, and alpha times that; with y = u s and s^p = 1 / total it is
-// (dy - direction(u) sum(dy u) / total) s / max|x|. dalpha = sum dy y
+// (dy - direction(u) sum(dy u) / total) s inverse. dalpha = sum dy y
 template <int TWICE_P, class T> void lp_backward(const Call &c) {
   each_group<T>(c, [&](Group<T> &group) {
     norm_of<TWICE_P>(group);
