@@ -1,7 +1,7 @@
 """The operations of the GPT: each with its formula, a reference in PyTorch's operations, and the choice of a kernel.
 
 A kernel computes what the reference does, in fp32 inside, with the same random numbers. CXX=none turns those of a CPU
-off. An operation is differentiable unless it says otherwise; a kernel's derivative has no derivative of its own.
+off. An operation is differentiable unless it says otherwise, with a kernel once: create_graph=True raises.
 
 Shapes: B batch, T positions, S keys, C = n_embd, nh heads, nkv key and value heads, hs channels a head, V vocabulary;
 dk of a query or key, dv of a value; in MLA kr channels of a latent, dn of a head's content, dr of the rotated key.

@@ -197,6 +197,31 @@ def test_a_compiler_keeps_the_kernels(name: str) -> None:
     assert seen == {f"nanoqk.{name}.default", f"nanoqk.{backward}.default"}
 
 
+@pytest.mark.slow
+@needs_attention
+def test_attention_compiled_for_any_length_is_one_graph() -> None:
+    """Forwards and backwards, with two queries a key head."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def collect(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    function = torch.compile(
+        lambda q, k: operators.attention(q, k, k, 0.25, 0, None), dynamic=True, fullgraph=True,
+        backend=aot_autograd(fw_compiler=collect, bw_compiler=collect),
+    )  # fmt: skip
+    for length in (48, 64, 80):
+        q, k = leaf(draw(2, 4, length, 32).to(bf16)), leaf(draw(2, 2, length, 32, seed=1).to(bf16))
+        function(q, k).sum().backward()
+        assert k.grad is not None and k.grad.shape == k.shape
+    assert len(graphs) == 2
+
+
 @pytest.mark.parametrize("name", each(DIFFERENTIABLE))
 def test_no_kernel_has_a_second_derivative(name: str) -> None:
     a, b = x.clone().requires_grad_(), half.clone().requires_grad_()

@@ -95,8 +95,8 @@ def test_the_inverse_rms_is_0_where_squares_overflow() -> None:
         assert s[0] == pytest.approx(32**0.5 / 1.8e19) and s[1] == 0
 
 
-def check_norm(x: Tensor, p: float, factor: Tensor | None) -> None:
-    n, grad = x.size(-1), draw(*x.shape, seed=2).to(x.dtype)
+def check_norm(x: Tensor, p: float, factor: Tensor | None, size_of_grad: float = 1.0) -> None:
+    n, grad = x.size(-1), (draw(*x.shape, seed=2) * size_of_grad).to(x.dtype)
     a, b = x.detach().requires_grad_(), x.detach().double().requires_grad_()
     w = None if factor is None else factor.clone().requires_grad_()
     w64 = None if factor is None else factor.double().requires_grad_()
@@ -142,8 +142,27 @@ def test_zero_vectors_map_to_zero_and_no_power_overflows(p: float) -> None:
 
 @pytest.mark.parametrize("p", NORMS[1:], ids=NAMES[1:])
 def test_lp_norm_of_vectors_of_any_size(p: float) -> None:
-    """The kernel takes powers of x itself where none over- or underflows, else of x / max|x|: 1e-29 to 1e35."""
+    """The kernel takes powers of x itself where none over- or underflows, else of x / max|x|: 1e-29 to 1e35. Gradients
+    of any size too."""
     check_norm(draw(1, 2, 65, 48) * 10 ** torch.arange(-29.0, 36.0)[:, None], p, torch.tensor([1.5]))
+    x = draw(1, 2, 17, 48) * 10 ** torch.arange(-8.0, 9.0)[:, None]
+    for size in (1e-25, 1e25):
+        check_norm(x, p, None, size)
+
+
+@BOTH
+@pytest.mark.parametrize("p", NORMS, ids=NAMES)
+def test_norms_do_not_depend_on_the_number_of_threads(p: float, dtype: torch.dtype) -> None:
+    """With so many channels that two threads share them."""
+    before, results = torch.get_num_threads(), []
+    factor = 0.5 + draw(48 if p == 0 else 1, seed=2).abs()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        x, w = leaves(draw(3, 4, 150, 48).to(dtype), factor)
+        y = norm(x, p, w, kernels)
+        results.append([y, *torch.autograd.grad(y, (x, w), draw(3, 4, 150, 48, seed=1).to(dtype))])
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @BOTH

@@ -1,6 +1,6 @@
 // The derivatives of the operators: each is an autograd function around an operator, and its derivative another one.
-// They are in C++, as a function in Python costs tens of microseconds in each direction: its code has left the caches.
-// PyTorch's stable ABI has no autograd, so that this file alone includes other headers and compiles for long.
+// In Python such a function costs tens of microseconds in each direction: by then the interpreter has left the caches.
+// PyTorch's stable ABI has no autograd. So this file alone includes its other headers, and compiles for longest.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -23,12 +23,14 @@ template <typename Operator, typename... Args> auto call(const Operator &op, Arg
   return op.call(std::forward<Args>(args)...);
 }
 
+// save_for_backward() takes no optional tensors
 Tensor or_undefined(const MaybeTensor &x) { return x.value_or(Tensor()); }
 MaybeTensor if_defined(const Tensor &x) { return x.defined() ? MaybeTensor(x) : std::nullopt; }
 
-// The saved tensors, in a backward pass that is not itself differentiated
+// The saved tensors. Gradients are enabled in a backward pass only with create_graph=True.
 variable_list saved(AutogradContext *ctx) {
-  TORCH_CHECK(!at::GradMode::is_enabled(), "the derivative of a kernel has no derivative");
+  TORCH_CHECK(!at::GradMode::is_enabled(), "the derivative of a kernel has no derivative: create_graph=True needs the "
+                                           "environment variable CXX=none");
   return ctx->get_saved_variables();
 }
 
@@ -66,6 +68,8 @@ struct LpNorm : Function<LpNorm> {
   }
 };
 
+// softmax (2, B, nh, T) is each query's largest logit and the log of its sum: the derivative of the second is that of
+// the log-sum-exp. Often only y is used, or only softmax.
 struct Attention : Function<Attention> {
   static variable_list forward(AutogradContext *ctx, const Tensor &q, const Tensor &k, const Tensor &v, double scale,
                                double cap, int64_t dropped, const MaybeTensor &seed) {
@@ -87,15 +91,16 @@ struct Attention : Function<Attention> {
         "nanoqk::attention_backward");
     auto inputs = saved(ctx);
     const auto &q = inputs[0], &k = inputs[1], &v = inputs[2];
-    // only the log-sum-exp is used: no grads[0]
-    auto grad = grads[0].defined() ? grads[0] : v.new_zeros({q.size(0), q.size(1), q.size(2), v.size(3)});
+    auto grad = grads[0].defined()
+                    ? grads[0]
+                    : v.new_zeros_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)});
     auto grad_lse = grads[1].defined() ? MaybeTensor(grads[1].select(0, 1).contiguous()) : std::nullopt;
     auto [grad_q, grad_k, grad_v] = call(
         op, grad, q, k, v, inputs[3], grad_lse, ctx->saved_data["scale"].toDouble(), ctx->saved_data["cap"].toDouble(),
         ctx->saved_data["dropped"].toInt(), if_defined(inputs[4]));
-    if (auto group = q.size(1) / k.size(1); group > 1) { // heads that share a key and a value
-      grad_k = grad_k.unflatten(1, {-1, group}).sum(2);
-      grad_v = grad_v.unflatten(1, {-1, group}).sum(2);
+    if (q.sym_size(1) != k.sym_size(1)) { // heads share a key and a value
+      grad_k = grad_k.unflatten_symint(1, {k.sym_size(1), -1}).sum(2);
+      grad_v = grad_v.unflatten_symint(1, {k.sym_size(1), -1}).sum(2);
     }
     return {grad_q, grad_k, grad_v, Tensor(), Tensor(), Tensor(), Tensor()};
   }
@@ -127,6 +132,7 @@ struct LayerNorm : Function<LayerNorm> {
 
 using Drop = Tensor(const Tensor &, int64_t, const MaybeTensor &, at::ScalarType);
 
+// The derivative of dropout is dropout with the same seed
 Tensor drop_again(AutogradContext *ctx, const Tensor &grad, at::ScalarType dtype) {
   static auto op = find<Drop>("nanoqk::dropout");
   return call(op, grad, ctx->saved_data["dropped"].toInt(), if_defined(saved(ctx)[0]), dtype);
@@ -178,17 +184,19 @@ std::tuple<Tensor, Tensor> attention(const Tensor &q, const Tensor &k, const Ten
   return {results[0], results[1]};
 }
 
-template <typename F, typename... Args> Tensor apply(Args... args) { return F::apply(args...); }
+// F::apply(), with the arguments of F::forward()
+template <typename F, typename... Args> auto applied(Tensor (*)(AutogradContext *, Args...)) {
+  return +[](Args... args) -> Tensor { return F::apply(args...); };
+}
 
 } // namespace
 
 TORCH_LIBRARY_IMPL(nanoqk, Autograd, m) {
-  m.impl("rms_norm", apply<RMSNorm, const Tensor &, const Tensor &, double>);
-  m.impl("lp_norm", apply<LpNorm, const Tensor &, const MaybeTensor &, double>);
+  m.impl("rms_norm", applied<RMSNorm>(RMSNorm::forward));
+  m.impl("lp_norm", applied<LpNorm>(LpNorm::forward));
   m.impl("attention", attention);
-  m.impl("layer_norm",
-         apply<LayerNorm, const Tensor &, const Tensor &, const MaybeTensor &, double, bool, at::ScalarType>);
-  m.impl("dropout", apply<Dropout, const Tensor &, int64_t, const MaybeTensor &, at::ScalarType>);
-  m.impl("dropout_add", apply<DropoutAdd, const Tensor &, const Tensor &, int64_t, const MaybeTensor &>);
-  m.impl("gelu", apply<GELU, const Tensor &>);
+  m.impl("layer_norm", applied<LayerNorm>(LayerNorm::forward));
+  m.impl("dropout", applied<Dropout>(Dropout::forward));
+  m.impl("dropout_add", applied<DropoutAdd>(DropoutAdd::forward));
+  m.impl("gelu", applied<GELU>(GELU::forward));
 }

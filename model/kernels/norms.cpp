@@ -63,12 +63,13 @@ template <int TWICE_P> inline Lanes direction(Lanes u) {
   return u * u * u;
 }
 
-// total^(-1/p), for 1e-20 < total < 1e20
+// total^(-1/p), to 1.2e-7 for 1e-20 < total < 1e20
 template <int TWICE_P> inline float root(float total) {
   if constexpr (TWICE_P == 2) return 1 / total;
   if constexpr (TWICE_P == 4) return 1 / std::sqrt(total);
   if constexpr (TWICE_P == 8) return 1 / std::sqrt(std::sqrt(total));
-  // else the y with y^2p total^2 = 1 by Newton's method, to 1.2e-7. The bits of a float are about 2^23 (127 + its log2)
+  // else the y with y^2p total^2 = 1, by three steps of Newton's method. The bits of a float are about 2^23 (127 + its
+  // log2), so that they give a first y; 0x3f7a0000 in place of the bits of 1 makes it good to 4 %.
   constexpr float r = 2.f / TWICE_P;
   float y = std::bit_cast<float>(int32_t((1 + r) * 0x3f7a0000 - r * float(std::bit_cast<int32_t>(total))));
   for (int i = 0; i < 3; i++) {
@@ -78,7 +79,7 @@ template <int TWICE_P> inline float root(float total) {
   return y;
 }
 
-// A group of vectors: their addresses, and room for their values, with zeros after them up to a multiple of WIDTH.
+// A group of vectors: their addresses, and room for their values, which read() follows with zeros up to `padded`.
 template <class T> struct Group {
   const int64_t n, padded, chunk; // padded: n up to a multiple of WIDTH
   int64_t count;
@@ -143,6 +144,7 @@ template <class T, class F> void each_group(const Call &c, F work) {
         group.x[g] = next[0], group.y[g] = next[1], group.grad[g] = next[2], group.grad_x[g] = next[3];
         group.scale[g] = c.scale ? c.scale + (at[0] * c.size[1] + at[1]) * c.size[2] + at[2] : nullptr;
         group.j[g] = at[1];
+        // in a model they come from the third cache or memory: asked for, a group's vectors come together
         __builtin_prefetch(next[0]);
         if (c.grad.data) __builtin_prefetch(next[2]), __builtin_prefetch(next[3], 1);
         else __builtin_prefetch(next[1], 1);
@@ -174,8 +176,8 @@ template <class T> void rms_of(Group<T> &group, double eps) {
   for (int64_t g = 0; g < group.count; g++) group.s[g] = 1 / std::sqrt(group.total[g] / group.n + float(eps));
 }
 
-// u = x / max|x|: no power overflows, and none that counts vanishes
-template <int TWICE_P, class T> __attribute__((noinline)) void scale_down(Group<T> &group, int64_t g) {
+// u = x / max|x|, inverse = 1 / max|x|, total = sum |u|^p; of a zero vector all are 0. Seldom called: not inlined
+template <int TWICE_P, class T> __attribute__((noinline)) void scale_by_absmax(Group<T> &group, int64_t g) {
   Lanes largest = {}, total = {};
   float *u = group.u(g);
   for (int64_t at = 0; at < group.padded; at += WIDTH) largest = larger(magnitude(lanes(u + at)), largest);
@@ -188,9 +190,11 @@ template <int TWICE_P, class T> __attribute__((noinline)) void scale_down(Group<
   group.total[g] = sum_of(total), group.inverse[g] = inverse;
 }
 
-// u = x, inverse = 1, total = sum |u|^p, s = 1 / ||u||_p; where |x|^p may overflow or vanish u = x / max|x|,
-// inverse = 1 / max|x|. Of a zero vector all are 0
+// u = x, inverse = 1, total = sum |u|^p, s = 1 / ||u||_p. Where ||x||_p is not within 1e-4 and 1e4 powers of x, or their
+// products with gradients, might over- or underflow: there scale_by_absmax() comes in.
 template <int TWICE_P, class T> void norm_of(Group<T> &group) {
+  float most = 1; // 1e4^p
+  for (int i = 0; i < TWICE_P; i++) most *= 100;
   for (int64_t g = 0; g < group.count; g++) {
     Lanes total = {};
     float *u = group.u(g);
@@ -201,7 +205,7 @@ template <int TWICE_P, class T> void norm_of(Group<T> &group) {
     group.total[g] = sum_of(total), group.inverse[g] = 1;
   }
   for (int64_t g = 0; g < group.count; g++)
-    if (!(group.total[g] > 1e-20f && group.total[g] < 1e20f)) scale_down<TWICE_P>(group, g);
+    if (!(group.total[g] > 1 / most && group.total[g] < most)) scale_by_absmax<TWICE_P>(group, g); // nan too
   for (int64_t g = 0; g < group.count; g++) group.s[g] = group.total[g] == 0 ? 0 : root<TWICE_P>(group.total[g]);
 }
 

@@ -1,8 +1,8 @@
 """The operators torch.ops.nanoqk of the C++ files, as functions.
 
 Each has a fake implementation, which says the shape of its results to a compiler and to estimates. Those that training
-uses have a derivative, from autograd.cpp; it has no derivative of its own. The C++ files check dtypes and shapes and
-raise RuntimeError.
+uses have a derivative, from autograd.cpp, which raises RuntimeError under create_graph=True. The C++ files check dtypes
+and shapes and raise RuntimeError.
 """
 
 import functools
