@@ -2,7 +2,8 @@
 
 import torch.nn as nn
 from torch import Tensor
-from torch.nn import functional as F
+
+from model import ops
 
 
 class Linear(nn.Linear):
@@ -19,7 +20,7 @@ class Linear(nn.Linear):
         return self.weight if self.reparam is None else self.reparam(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.matrix(), self.bias)
+        return ops.linear(x, self.matrix(), self.bias)
 
 
 class Embedding(nn.Embedding):

@@ -123,7 +123,14 @@ def inverse_norm_of_scaled(u: Tensor, p: float | Tensor) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# GELU and dropout
+# Linear layers, GELU and dropout
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias, (..., n_in) -> (..., n_out), of W (n_out, n_in)."""
+    if bias is None and is_worth_a_kernel(x) and kernels.can_multiply(x, weight):
+        return kernels.linear(x, weight)
+    return F.linear(x, weight, bias)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -36,10 +36,14 @@ def with_bf16(name: str) -> str:
     return name if "avx512_bf16" in cpu_flags() else ""
 
 
+def without_matrix_units(name: str) -> str:
+    return "" if "amx_bf16" in cpu_flags() else with_bf16(name)
+
+
 def test_a_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """All else goes to the reference: other dtypes, devices and sizes, p as data, fp16 autocast, too few elements."""
     names, x, weight, q = called(monkeypatch), draw(300, 64), torch.ones(64), heads(1, 2, 8, 16, 0)
-    half, double, odd = x.bfloat16(), x.double(), heads(1, 2, 8, 24, 0)
+    half, double, odd, weights = x.bfloat16(), x.double(), heads(1, 2, 8, 24, 0), draw(48, 64)
 
     def decoding(T: int, kr: int, row: int) -> tuple[torch.Tensor, ...]:
         sizes = (1, 2, T, kr), (1, 2, T, 2), (1, 8, row), (1, 8, 2)
@@ -58,6 +62,8 @@ def test_a_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> Non
         ("layer_norm", ops.residual_norm, (x, weight, None, 1e-5)),
         ("", ops.residual_norm, (x[:2], weight, None, 1e-5)),
         ("", ops.residual_norm, (double, weight.double(), None, 1e-5)),
+        (without_matrix_units("linear"), ops.linear, (half, weights)),
+        *(("", ops.linear, given) for given in ((x, weights), (half, weights.bfloat16()), (x, weights, draw(48)))),
         ("gelu", ops.gelu, (half,)),
         *(("", ops.gelu, (y,)) for y in (x, half[:2])),
         ("dropout_add", ops.dropout_add, (x, half, 0.1)),
@@ -103,7 +109,7 @@ def test_a_model_learns_alike_with_and_without(layout: str, monkeypatch: pytest.
             of_run.append(loss.item())
         losses.append(of_run)
         used = {"rms_norm", "layer_norm", "gelu", "dropout", "dropout_add"}
-        used |= {with_bf16("attention")} - {""}
+        used |= {with_bf16("attention"), without_matrix_units("linear")} - {""}
         assert set(names) == (set() if context is operations_alone else used)
         names.clear()
     assert losses[0] == pytest.approx(losses[1], abs=0.01) and losses[0][0] - losses[0][-1] > 0.05

@@ -31,6 +31,7 @@ needs_attention = pytest.mark.skipif(
 x, y, weight, seed = draw(2, 3, 40, 32), draw(2, 3, 40, 32, seed=1), draw(32, seed=2), torch.tensor(7)
 alpha, half, stats = draw(3, 1, 1).abs(), draw(2, 3, 40, 32, seed=3).to(bf16), torch.zeros(2, 2, 3, 40)
 bias, keys, values = draw(32, seed=4), draw(2, 3, 40, 32, seed=5).to(bf16), draw(2, 3, 40, 32, seed=6).to(bf16)
+matrix, to_matrix = draw(80, 32, seed=7), draw(2, 3, 40, 80, seed=8).to(bf16)
 w, q, latent = draw(4, 5, 6), draw(1, 4, 1, 5), draw(1, 1, 6)
 strided = draw(2, 3, 32, 40).mT
 one, one_rope = draw(2, 3, 1, 32, seed=7).to(bf16), draw(2, 3, 1, 16, seed=8).to(bf16)
@@ -45,6 +46,8 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "lp_norm_backward": [(y, x, alpha, 3.0), (y, x, None, 4.0)],
     "inverse_lp_norm": [(half, 1.0)],
     "absorb": [(w, q, latent, True), (w, q, latent, False)],
+    "linear": [(half, matrix), (values.mT.contiguous().mT, matrix[:16])],
+    "linear_backward": [(to_matrix, half, matrix), (to_matrix.mT.contiguous().mT, half, matrix)],
     "layer_norm": [(x, weight, weight, 1e-5, True, bf16), (x, weight, None, 1e-5, False, fp32)],
     "layer_norm_backward": [(half, x, weight, True, 1e-5, True), (y.mT.contiguous().mT, x, weight, False, 1e-5, False)],
     "dropout_add": [(x, half, 51, seed), (x, y, 0, None)],
@@ -72,6 +75,13 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     "absorb": [
         (w, q[:, :3], latent, True), (w, q, latent[..., 1:], True), (w, q.to(bf16), latent, True),
         (w[0], q, latent, True),
+    ],
+    "linear": [
+        (x, matrix), (half, matrix.to(bf16)), (half, matrix.mT), (half, matrix[:, :16]), (half, matrix[0]),
+        (half, matrix[:40]), (half[..., :24], draw(16, 24)), (half[:0], matrix), (half, matrix[:0]),
+    ],
+    "linear_backward": [
+        (to_matrix[..., :64], half, matrix), (to_matrix[:1], half, matrix), (to_matrix.float(), half, matrix),
     ],
     "layer_norm": [
         (half, weight, None, 1e-5, True, fp32), (x, weight.to(bf16), None, 1e-5, True, fp32),
@@ -119,6 +129,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
 DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rms_norm": lambda x, half: operators.rms_norm(x, weight, 1e-6),
     "lp_norm": lambda x, half: operators.lp_norm(x, 3.0, alpha),
+    "linear": lambda x, half: operators.linear(half, matrix[:32]) + 0 * x,
     "layer_norm": lambda x, half: operators.layer_norm(x, weight, bias, 1e-5, True, fp32),
     "dropout_add": lambda x, half: operators.dropout_add(x, half, 51, seed),
     "dropout": lambda x, half: operators.dropout(x, 51, seed),
@@ -128,7 +139,8 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def each(table: dict[str, Any]) -> Any:
-    return [pytest.param(name, marks=needs_attention) if "attention" in name else name for name in table]
+    marked = ("attention", "latent", "linear")
+    return [pytest.param(name, marks=needs_attention) if name.startswith(marked) else name for name in table]
 
 
 @pytest.mark.slow
@@ -153,6 +165,22 @@ def test_wrong_arguments_are_refused(name: str) -> None:
     for args in WRONG[name]:
         with pytest.raises(RuntimeError, match=r"must|shape|fit|needs|takes|as many|other"):
             getattr(nanoqk, name)(*args)
+
+
+@needs_attention
+@pytest.mark.parametrize("sizes", [(1, 16, 16), (33, 48, 80), (100, 64, 1040), (129, 2064, 64), (1100, 128, 384)])
+def test_linear_and_its_derivative_are_the_reference(sizes: tuple[int, int, int]) -> None:
+    """The weight is rounded to bf16, its derivative is not."""
+    rows, n_in, n_out = sizes
+    x, weight, grad = draw(rows, n_in).to(bf16), draw(n_out, n_in, seed=1), draw(rows, n_out, seed=2).to(bf16)
+    mine, exact = (leaf(x), leaf(weight)), (leaf(x.double()), leaf(weight.to(bf16).double()))
+    y, expected = operators.linear(*mine), exact[0] @ exact[1].mT
+    y.backward(grad)
+    expected.backward(grad.double())
+    grads, exact_grads = ([t.grad for t in inputs if t.grad is not None] for inputs in (mine, exact))
+    for a, b, terms in zip((y, *grads), (expected, *exact_grads), (n_in, n_out, rows), strict=True):
+        assert a.dtype == (fp32 if a is grads[1] else bf16)
+        torch.testing.assert_close(a.double(), b, rtol=2e-6 if a is grads[1] else 2.0**-8, atol=1e-6 * terms)
 
 
 def outcome(name: str, function: Callable[..., Tensor] | None = None, grad: Tensor = y) -> list[Tensor]:
@@ -227,7 +255,7 @@ def test_no_kernel_has_a_second_derivative(name: str) -> None:
     a, b = x.clone().requires_grad_(), half.clone().requires_grad_()
     out = DIFFERENTIABLE[name](a, b)
     with pytest.raises(RuntimeError, match="the derivative of a kernel has no derivative"):
-        torch.autograd.grad(out.square().sum(), b if name in ("gelu", "attention") else a, create_graph=True)
+        torch.autograd.grad(out.square().sum(), b if name in ("gelu", "attention", "linear") else a, create_graph=True)
 
 
 # -----------------------------------------------------------------------------

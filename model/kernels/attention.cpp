@@ -5,16 +5,13 @@
 // softmax and all sums are fp32. The probabilities, and the derivatives of the logits, are rounded to bf16 as operands
 // of a matmul. A thread works on one query head of one sequence.
 
-#include "tiles.h"
+#include "matmul.h"
 
 #ifdef HAS_AVX512_BF16
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 
 constexpr int64_t ROWS = 64;  // queries at a time
-constexpr int64_t PANEL = 64; // columns of a right operand that are stored together
-constexpr int64_t DEPTH = 512; // of a matmul at a time, so that a panel stays in a cache
 
 // (batch, head, position, channel) from data, in elements; channels are contiguous
 struct Heads {
@@ -32,94 +29,6 @@ struct Attention {
   const float *grad_lse;    // (batch, heads, length), or null: of the logit of largest + log_sum
   double scale, cap;        // scale > 0. A logit is scale q k^T, or where cap > 0: cap tanh(scale q k^T / cap)
 };
-
-// c (4, 16 N) = or += a b, of bf16 in pairs along the sum: a[m * am + k * ak] and b[k * PANEL + n]
-template <int N>
-void on_vectors(const uint32_t *a, int64_t am, int64_t ak, const uint32_t *b, float *c, int64_t ldc, int64_t depth,
-                bool add) {
-  __m512 sum[4][N];
-  for (int m = 0; m < 4; m++)
-    for (int n = 0; n < N; n++) sum[m][n] = add ? _mm512_loadu_ps(c + m * ldc + 16 * n) : _mm512_setzero_ps();
-  for (int64_t k = 0; k < depth; k++) {
-    __m512bh right[N];
-    for (int n = 0; n < N; n++) right[n] = (__m512bh)_mm512_loadu_si512(b + k * PANEL + 16 * n);
-    for (int m = 0; m < 4; m++) {
-      __m512bh left = (__m512bh)_mm512_set1_epi32(a[m * am + k * ak]);
-      for (int n = 0; n < N; n++) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, right[n]);
-    }
-  }
-  for (int m = 0; m < 4; m++)
-    for (int n = 0; n < N; n++) _mm512_storeu_ps(c + m * ldc + 16 * n, sum[m][n]);
-}
-
-// c = or += a b, a as on_vectors() takes it, in tiles where its pairs lie side by side (ak = 1). b as transposed() or
-// paired() lay it out, in panels of `height` rows of PANEL words, of which `depth` are taken. Rows and columns come in
-// sixteens.
-void product(const void *a, int64_t am, int64_t ak, const uint32_t *b, int64_t height, float *c, int64_t ldc,
-             int64_t rows, int64_t columns, int64_t depth, bool add = false) {
-  constexpr decltype(&on_vectors<1>) by_vectors[] = {on_vectors<1>, on_vectors<2>, on_vectors<3>, on_vectors<4>};
-  constexpr decltype(&on_tiles<1, 1>) by_tiles[2][2] = {{on_tiles<1, 1>, on_tiles<1, 2>},
-                                                        {on_tiles<2, 1>, on_tiles<2, 2>}};
-  for (int64_t k = 0; k < depth; k += DEPTH)
-    for (int64_t n = 0; n < columns; n += PANEL) {
-      int64_t wide = std::min(PANEL, columns - n), deep = std::min(DEPTH, depth - k);
-      int64_t in_tiles = has_tiles() && ak == 1 ? deep / 16 * 16 : 0;
-      const uint32_t *left = static_cast<const uint32_t *>(a) + k * ak, *right = b + n * height + k * PANEL;
-      for (int64_t m = 0; in_tiles && m < rows; m += 32)
-        for (int64_t j = 0; j < wide; j += 32) {
-          auto work = by_tiles[rows - m >= 32][wide - j >= 32];
-          work(left + m * am, am, right + j, PANEL, c + m * ldc + n + j, ldc, in_tiles, add || k);
-        }
-      left += in_tiles * ak, right += in_tiles * PANEL;
-      for (int64_t m = 0; in_tiles < deep && m < rows; m += 4)
-        by_vectors[wide / 16 - 1](left + m * am, am, ak, right, c + m * ldc + n, ldc, deep - in_tiles,
-                                  add || k || in_tiles);
-    }
-}
-
-inline void transpose(__m512i (&x)[16]) { // 16 x 16 words, quarters of squares of 2, 4, 8, 16
-  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-#pragma GCC unroll 4
-  for (int step = 1; step < 16; step *= 2) {
-    __mmask16 odd = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(step));
-    __m512i first = _mm512_mask_add_epi32(lane, odd, lane, _mm512_set1_epi32(16 - step));
-    __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(step));
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-      if (!(i & step)) {
-        __m512i a = x[i], b = x[i + step];
-        x[i] = _mm512_permutex2var_epi32(a, first, b);
-        x[i + step] = _mm512_permutex2var_epi32(a, second, b);
-      }
-  }
-}
-
-// x (rows, n) as the right operand x^T: words of two channels, a column for each row; zeros after the rows
-void transposed(const uint16_t *x, int64_t stride, int64_t rows, int64_t n, uint32_t *to) {
-  for (int64_t r = 0; r < (rows + PANEL - 1) / PANEL * PANEL; r += 16)
-    for (int64_t c = 0; c < n / 2; c += 16) {
-      int64_t words = std::min<int64_t>(16, n / 2 - c);
-      uint32_t *panel = to + r / PANEL * PANEL * (n / 2) + r % PANEL + c * PANEL;
-      __m512i square[16];
-      for (int i = 0; i < 16; i++) {
-        __mmask16 there = r + i < rows ? (1 << words) - 1 : 0;
-        square[i] = _mm512_maskz_loadu_epi32(there, x + (r + i) * stride + 2 * c);
-      }
-      transpose(square);
-      for (int i = 0; i < words; i++) _mm512_storeu_si512(panel + i * PANEL, square[i]);
-    }
-}
-
-// x (rows, n) as the right operand x: words of two rows; zeros after them up to `height` words
-void paired(const uint16_t *x, int64_t stride, int64_t rows, int64_t n, uint32_t *to, int64_t height) {
-  for (int64_t w = 0; w < height; w++)
-    for (int64_t c = 0; c < n; c += 16) {
-      __m256i row[2];
-      for (int64_t i = 0; i < 2; i++)
-        row[i] = _mm256_maskz_loadu_epi16(2 * w + i < rows ? 0xffff : 0, x + (2 * w + i) * stride + c);
-      _mm512_storeu_si512(to + c / PANEL * PANEL * height + w * PANEL + c % PANEL, row_pair(row[0], row[1]));
-    }
-}
 
 void write_rows(const float *x, int64_t rows, int64_t n, const float *factor, float all, uint16_t *to, int64_t stride) {
   for (int64_t r = 0; r < rows; r++)
@@ -209,40 +118,6 @@ struct Row {
     return __mmask16(kept >> j % 64);
   }
 };
-
-inline int64_t up_to(int64_t multiple, int64_t n) { return (n + multiple - 1) / multiple * multiple; }
-
-struct Room { // memory of one thread, kept for its next call
-  char *data = nullptr;
-  int64_t size = 0, used = 0;
-  ~Room() { std::free(data); }
-
-  // A first pass of `work` without memory adds up what its calls of take() ask for.
-  template <class F> void lay_out(F work) {
-    char *kept = data;
-    data = nullptr, used = 0;
-    work(*this);
-    data = kept;
-    if (used > size) {
-      std::free(data);
-      data = static_cast<char *>(std::aligned_alloc(64, size = used));
-      if (!data) std::abort();
-    }
-    used = 0;
-    work(*this);
-  }
-  template <class T> void take(T *&to, int64_t n) {
-    to = reinterpret_cast<T *>(data + used);
-    used += up_to(64, n * sizeof(T));
-  }
-};
-thread_local Room room;
-
-// x (rows, n), and zeros up to the next multiple of 16 rows
-void copy_rows(const uint16_t *x, int64_t stride, int64_t rows, int64_t n, uint16_t *to) {
-  for (int64_t r = 0; r < rows; r++) std::memcpy(to + r * n, x + r * stride, 2 * n);
-  std::memset(to + rows * n, 0, 2 * n * (up_to(16, rows) - rows));
-}
 
 void forward(const Attention &a, int64_t b, int64_t h) {
   int64_t T = a.length, P = up_to(PANEL, T), dk = a.dk, dv = a.dv, first = (b * a.heads + h) * T;

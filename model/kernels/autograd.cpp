@@ -106,6 +106,21 @@ struct Attention : Function<Attention> {
   }
 };
 
+struct Linear : Function<Linear> {
+  static Tensor forward(AutogradContext *ctx, const Tensor &x, const Tensor &weight) {
+    static auto op = find<Tensor(const Tensor &, const Tensor &)>("nanoqk::linear");
+    ctx->save_for_backward({x, weight});
+    return call(op, x, weight);
+  }
+  static variable_list backward(AutogradContext *ctx, variable_list grads) {
+    using Result = std::tuple<Tensor, Tensor>;
+    static auto op = find<Result(const Tensor &, const Tensor &, const Tensor &)>("nanoqk::linear_backward");
+    auto inputs = saved(ctx);
+    auto [grad_x, grad_weight] = call(op, grads[0], inputs[0], inputs[1]);
+    return {grad_x, grad_weight};
+  }
+};
+
 struct LayerNorm : Function<LayerNorm> {
   static Tensor forward(AutogradContext *ctx, const Tensor &x, const Tensor &weight, const MaybeTensor &bias,
                         double eps, bool centred, at::ScalarType dtype) {
@@ -195,6 +210,7 @@ TORCH_LIBRARY_IMPL(nanoqk, Autograd, m) {
   m.impl("rms_norm", applied<RMSNorm>(RMSNorm::forward));
   m.impl("lp_norm", applied<LpNorm>(LpNorm::forward));
   m.impl("attention", attention);
+  m.impl("linear", applied<Linear>(Linear::forward));
   m.impl("layer_norm", applied<LayerNorm>(LayerNorm::forward));
   m.impl("dropout", applied<Dropout>(Dropout::forward));
   m.impl("dropout_add", applied<DropoutAdd>(DropoutAdd::forward));

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.device import cpu_flags
 from model.kernels import build
 
 MAX_CHANNELS = 2048  # as in norms.cpp
@@ -56,6 +57,23 @@ def attends() -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("nanoqk::attention", "CPU")
 
 
+def can_multiply(x: Tensor, weight: Tensor) -> bool:
+    """Whether linear() takes x (..., n_in) in bf16 and weight (n_out, n_in) in fp32: multiples of 16."""
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.float32 or weight.size(0) % 16 or weight.size(1) % 16:
+        return False
+    return weight.is_contiguous() and available(x) and multiplies()
+
+
+def multiplies() -> bool:
+    """Whether the CPU has AVX-512 bf16 and no matrix units: for these PyTorch's matmuls are left to themselves."""
+    return attends() and not has_matrix_units()
+
+
+@functools.cache
+def has_matrix_units() -> bool:
+    return "amx_bf16" in cpu_flags()
+
+
 def can_attend_latents(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
     """Whether latent_attention() takes q_latent (B, nh, T, kr): T = 1, all in bf16, kr a multiple of 32,
     even strides, on a CPU with AVX-512 bf16."""
@@ -66,8 +84,9 @@ def can_attend_latents(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_sca
     return all(n % 2 == 0 for n in read) and available(latent) and attends()
 
 
-# To a compiler both are constants: torch.compiler.assume_constant_result(), without loading the compiler
-loaded._dynamo_marked_constant = attends._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# To a compiler these are constants: torch.compiler.assume_constant_result(), without loading the compiler
+for function in (loaded, attends, multiplies):
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # -----------------------------------------------------------------------------
@@ -135,6 +154,12 @@ def latent_attention(
 
 # -----------------------------------------------------------------------------
 # Between a block's matmuls
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T of x (..., n_in) in bf16 and W (n_out, n_in) in fp32, which is rounded -> (..., n_out) in bf16. The weight's
+    derivative is not rounded."""
+    return nanoqk.linear(x, weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> Tensor:
@@ -209,6 +234,8 @@ FAKES: dict[str, Callable[..., Any]] = {
         dense(q_latent),
         q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32),
     ),
+    "linear": lambda x, weight: x.new_empty(*x.shape[:-1], weight.size(0)),
+    "linear_backward": lambda grad, x, weight: (dense(x), dense(weight)),
     "layer_norm": lambda x, weight, bias, eps, centred, dtype: dense(x, dtype),
     "layer_norm_backward": lambda grad, x, weight, has_bias, eps, centred: (
         dense(x),

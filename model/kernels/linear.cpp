@@ -1,0 +1,125 @@
+// Linear layers on a CPU with AVX-512 bf16: y = x W^T, and the derivatives dx = dy W and dW = dy^T x. Operands are bf16,
+// sums fp32; W and dW are fp32. A sum does not depend on the number of threads. PyTorch's matmuls are as fast for large
+// matrices; here one call rounds and lays out the operands as well.
+
+#include "matmul.h"
+
+#ifdef HAS_AVX512_BF16
+struct Linear {
+  int64_t rows, n_in, n_out, threads; // n_in, n_out: multiples of 16
+  const uint16_t *x, *grad;           // (rows, n_in), (rows, n_out)
+  const float *weight;                // (n_out, n_in)
+};
+
+constexpr int64_t BLOCK = 64; // rows at a time
+
+// -----------------------------------------------------------------------------
+// Matmuls
+
+// A block's y (rows, columns) = a b, a (rows, depth), b as transposed() or paired() lay it out
+void multiply_block(const uint16_t *a, int64_t rows, int64_t depth, const uint32_t *b, int64_t columns, uint16_t *y) {
+  uint16_t *padded;
+  float *c;
+  room.lay_out([&](Room &r) { r.take(c, BLOCK * PANEL), r.take(padded, rows % 16 ? BLOCK * depth : 0); });
+  if (rows % 16) copy_rows(a, depth, rows, depth, padded), a = padded;
+  for (int64_t n = 0; n < columns; n += PANEL) {
+    int64_t wide = std::min(PANEL, columns - n);
+    product(a, depth / 2, 1, b + n * (depth / 2), depth / 2, c, PANEL, up_to(16, rows), wide, depth / 2);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t e = 0; e < wide; e += 16) put(y + r * columns + n + e, rounded(_mm512_load_ps(c + r * PANEL + e)));
+  }
+}
+
+void forward(const Linear &a, uint32_t *weight, uint16_t *y) {
+#pragma omp parallel num_threads(a.threads)
+  {
+    Tiles loaded;
+#pragma omp for
+    for (int64_t n = 0; n < a.n_out; n += PANEL)
+      transposed(a.weight + n * a.n_in, a.n_in, std::min(PANEL, a.n_out - n), a.n_in, weight + n * (a.n_in / 2));
+#pragma omp for schedule(dynamic)
+    for (int64_t r = 0; r < a.rows; r += BLOCK)
+      multiply_block(a.x + r * a.n_in, std::min(BLOCK, a.rows - r), a.n_in, weight, a.n_out, y + r * a.n_out);
+  }
+}
+
+// weight, x and grad: room for the operands, in panels
+void backward(const Linear &a, uint32_t *weight, uint32_t *x, uint32_t *grad, uint16_t *grad_x, float *grad_weight) {
+  int64_t height = up_to(2, a.rows) / 2; // words of two rows
+#pragma omp parallel num_threads(a.threads)
+  {
+    Tiles loaded;
+#pragma omp for nowait
+    for (int64_t k = 0; k < a.n_in; k += PANEL) {
+      int64_t wide = std::min(PANEL, a.n_in - k);
+      paired(a.weight + k, a.n_in, a.n_out, wide, weight + k * (a.n_out / 2), a.n_out / 2);
+      paired(a.x + k, a.n_in, a.rows, wide, x + k * height, height);
+    }
+#pragma omp for
+    for (int64_t n = 0; n < a.n_out; n += PANEL)
+      paired(a.grad + n, a.n_out, a.rows, std::min(PANEL, a.n_out - n), grad + n * height, height);
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t r = 0; r < a.rows; r += BLOCK)
+      multiply_block(a.grad + r * a.n_out, std::min(BLOCK, a.rows - r), a.n_out, weight, a.n_in, grad_x + r * a.n_in);
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < a.n_out; n += PANEL)
+      product(grad + n * height, 1, PANEL, x, height, grad_weight + n * a.n_in, a.n_in, std::min(PANEL, a.n_out - n),
+              a.n_in, height);
+  }
+}
+
+// -----------------------------------------------------------------------------
+// The operators
+
+Linear linear_of(const Tensor &x, const Tensor &weight) {
+  STD_TORCH_CHECK(is_bf16(x) && x.dim() > 0 && x.numel() > 0, "x must be (..., n_in) in bf16 on a CPU, and not empty");
+  check_fp32(weight, "weight");
+  int64_t n_in = x.size(x.dim() - 1), n_out = weight.size(0);
+  bool fits = weight.dim() == 2 && weight.size(1) == n_in && weight.is_contiguous();
+  STD_TORCH_CHECK(fits, "weight must be (n_out, n_in) and contiguous");
+  STD_TORCH_CHECK(n_in > 0 && n_out > 0 && n_in % 16 == 0 && n_out % 16 == 0, "n_in and n_out must be multiples of 16");
+  return {x.numel() / n_in, n_in, n_out, torch::stable::get_num_threads(), pointer<uint16_t>(x), nullptr,
+          pointer<float>(weight)};
+}
+
+// Room for (rows, columns) words
+Tensor empty_words(int64_t rows, int64_t columns) { return empty({rows, columns}, aoti_torch_dtype_float32()); }
+
+Tensor linear(const Tensor &given, const Tensor &weight) {
+  Tensor x = as_contiguous(given);
+  Linear a = linear_of(x, weight);
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end()), strides(x.dim(), 1);
+  sizes.back() = a.n_out;
+  for (int64_t d = x.dim() - 2; d >= 0; d--) strides[d] = strides[d + 1] * sizes[d + 1];
+  Tensor y = empty(x.dim(), sizes.data(), strides.data(), aoti_torch_dtype_bfloat16());
+  Tensor by_weight = empty_words(a.n_in / 2, up_to(PANEL, a.n_out));
+  forward(a, pointer<uint32_t>(by_weight), pointer<uint16_t>(y));
+  return y;
+}
+
+// of x and of weight
+std::tuple<Tensor, Tensor> linear_backward(const Tensor &given_grad, const Tensor &given, const Tensor &weight) {
+  Tensor x = as_contiguous(given), grad = as_contiguous(given_grad);
+  Linear a = linear_of(x, weight);
+  bool fits = is_bf16(grad) && grad.dim() > 0 && grad.size(grad.dim() - 1) == a.n_out;
+  STD_TORCH_CHECK(fits && grad.numel() == a.rows * a.n_out, "grad must be (..., n_out) in bf16 on a CPU");
+  a.grad = pointer<uint16_t>(grad);
+  int64_t wide = up_to(PANEL, a.n_in), height = up_to(2, a.rows) / 2;
+  Tensor grad_x = empty_as(x), grad_weight = empty_as(weight);
+  Tensor by_weight = empty_words(a.n_out / 2, wide), by_x = empty_words(height, wide);
+  Tensor by_grad = empty_words(height, up_to(PANEL, a.n_out));
+  backward(a, pointer<uint32_t>(by_weight), pointer<uint32_t>(by_x), pointer<uint32_t>(by_grad),
+           pointer<uint16_t>(grad_x), pointer<float>(grad_weight));
+  return {grad_x, grad_weight};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linear_backward", TORCH_BOX(&linear_backward));
+}
+#endif
+
+STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
+  m.def("linear(Tensor x, Tensor weight) -> Tensor");
+  m.def("linear_backward(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)");
+}
