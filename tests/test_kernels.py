@@ -52,6 +52,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "layer_norm_backward": [(half, x, weight, True, 1e-5, True), (y.mT.contiguous().mT, x, weight, False, 1e-5, False)],
     "dropout_add": [(x, half, 51, seed), (x, y, 0, None)],
     "dropout": [(x, 51, seed, bf16), (strided, 1, seed, fp32)],
+    "clip_grad_norm_": [([draw(5000), draw(33, 7)], 1.0), ([draw(8)], 100.0)],
     "gelu": [(half,)],
     "gelu_backward": [(half, half)],
     "attention": [(half, half, half, 0.2, 0.0, 0, None), (half, half[:, :1], half[:, :1], 0.2, 1.5, 51, seed)],
@@ -93,6 +94,7 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     "dropout_add": [(x, y[:1], 0, None), (x, y, 51, None), (x, y, 256, seed), (x, y, -1, seed), (x, y, 51, seed.int()),
                     (half, half, 0, None), (x, y.half(), 0, None)],
     "dropout": [(half, 51, seed, bf16), (x, 51, seed, torch.float64)],
+    "clip_grad_norm_": [([x, half], 1.0), ([x, strided], 1.0)],
     "gelu": [(x,)],
     "gelu_backward": [(half[:1], half), (y, half)],
     "attention": [

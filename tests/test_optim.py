@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ from variants import CONTESTANTS, V, config_of, random_tokens
 from core.dist import World
 from core.schema import ConfigError
 from model.gpt import GPT
+from model.kernels import operators as kernels
 from model.options import LpNormOptions, MLAOptions, QKNormOptions, RMSNormOptions
 from training import estimate, optim
 from training.config import AdamWOptions, MuonOptions, TrainConfig
 from training.optim import (
+    AdamW,
     MuonAndAdamW,
     Optimizer,
     build_optimizer,
@@ -73,6 +76,45 @@ def test_updates_equal_adamw_written_out() -> None:
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(model.get_parameter(name).detach(), w, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("limit", [1.0, 1e3, math.inf])
+def test_a_kernel_clips_as_pytorch_does(limit: float) -> None:
+    """Whatever the number of threads; inf only measures, and what is not finite is seen."""
+    given = [random_tokens(*size, seed=i).float() for i, size in enumerate([(300, 50), (7, 1), (1, 4096), (1, 4097)])]
+    if not kernels.available(given[0]):
+        pytest.skip("there are no kernels")
+    expected = [nn.Parameter(torch.zeros_like(x)) for x in given]
+    for p, x in zip(expected, given, strict=True):
+        p.grad = x.clone()
+    norm, threads, found = nn.utils.clip_grad_norm_(expected, limit), torch.get_num_threads(), []
+    for n in (1, 2):
+        torch.set_num_threads(n)
+        grads = [x.clone() for x in given]
+        found.append([kernels.clip_grad_norm_(grads, limit), *grads])
+    torch.set_num_threads(threads)
+    for mine, again, theirs in zip(*found, [norm, *(p.grad for p in expected)], strict=True):
+        assert torch.equal(mine, again)
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
+    assert all(not kernels.clip_grad_norm_([*given, torch.tensor([x])], limit).isfinite() for x in (math.nan, math.inf))
+
+
+def test_a_parameter_may_lack_a_gradient_and_a_state_may_be_replaced() -> None:
+    """AdamW keeps its lists of moments from step to step: it must see what changes."""
+    a, b = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = AdamW([a, b], lr=0.1, weight_decay=0.0)
+    for missing in (None, a, None, b, None):
+        for p in (a, b):
+            p.grad = None if p is missing else torch.ones(3)
+        before = [p.detach().clone() for p in (a, b)]
+        optimizer.step()
+        moved = [not torch.equal(p, old) for p, old in zip((a, b), before, strict=True)]
+        assert moved == [missing is not p for p in (a, b)]
+    assert optimizer.state[a]["step"] == 4
+    optimizer.state[a]["exp_avg"] = -1e6 * torch.ones(3)
+    start, a.grad = a.detach().clone(), torch.ones(3)
+    optimizer.step()
+    assert (a > start).all()
 
 
 def continued(config: TrainConfig) -> tuple[GPT, dict[str, Tensor]]:

@@ -40,7 +40,11 @@ class LoadsNoCompiler(torch.optim.Optimizer):
     """PyTorch wraps these methods to hide them from its compiler, and the wrapper loads the compiler."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
 
 
 class AdamW(LoadsNoCompiler, torch.optim.AdamW):
@@ -49,27 +53,43 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
 
     step(skip): a tensor (); where it is 1 the weights stay, without a wait for the device. Muon's step too."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.lists: dict[int, list[list[Tensor]]] = {}  # of each group, from state_lists(): to gather them takes time
+
+    def state_lists(self, weights: list[Tensor]) -> list[list[Tensor]]:
+        """The weights, both moments of each, and their one count of steps once for each."""
+        states = [self.state[p] for p in weights]
+        for p, state in zip(weights, states, strict=True):
+            if not state:
+                state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        before = next((state["step"] for state in states if "step" in state), None)  # a new weight has none
+        count = torch.zeros((), device=weights[0].device) if before is None else before.clone()
+        for state in states:
+            state["step"] = count
+        return [weights, *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))]
+
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]  # takes no closure
-        for group in self.param_groups:
-            weights = [p for p in group["params"] if p.grad is not None]
-            if not weights:
+        for number, group in enumerate(self.param_groups):
+            weights: list[Tensor] = group["params"]
+            grads = [grad for p in weights if (grad := p.grad) is not None]
+            if not grads:
                 continue
-            states = [self.state[p] for p in weights]
-            for p, state in zip(weights, states, strict=True):
-                if not state:
-                    state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            before = next((state["step"] for state in states if "step" in state), None)  # a new weight has none
-            count = torch.ones((), device=weights[0].device) if before is None else before + 1
-            for state in states:
-                state["step"] = count
+            if len(grads) < len(weights):
+                weights = [p for p in weights if p.grad is not None]
+            held = self.lists.get(number)
+            if held is None or held[0] is not weights or self.state[weights[0]].get("exp_avg") is not held[1][0]:
+                held = self.lists[number] = self.state_lists(weights)  # the first, other weights, or a loaded state
+            _, exp_avgs, exp_avg_sqs, counts = held
+            counts[0] += 1
             torch._fused_adamw_(
                 weights,
-                [p.grad for p in weights if p.grad is not None],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
+                grads,
+                exp_avgs,
+                exp_avg_sqs,
                 max_exp_avg_sqs=[],
-                state_steps=[count] * len(weights),
+                state_steps=counts,
                 lr=group["lr"],
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],

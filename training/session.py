@@ -107,6 +107,10 @@ class Session:
     def parameters(self) -> list[nn.Parameter]:
         return [*self.model.parameters()]
 
+    @cached_property
+    def has_clipping_kernel(self) -> bool:
+        return all(operators.available(p) and p.dtype == torch.float32 and p.is_contiguous() for p in self.parameters)
+
     @property
     def micro_steps(self) -> range:
         """The micro-batches of an update that this rank computes."""

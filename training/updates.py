@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from core.device import move
 from core.schema import require
+from model.kernels import operators as kernels
 from training.optim import Optimizer
 from training.session import Batch, Machine, Session
 
@@ -83,12 +84,20 @@ def step_optimizer(session: Session, loss: Tensor, skip: Tensor) -> tuple[Tensor
 
     Returns the norm of the gradients before clipping, and the new `skip`.
     """
-    norm = clip_grad_norm_(session.parameters, session.config.grad_clip or math.inf)  # inf: measure only
-    skip = skip.masked_fill(~(loss.isfinite() & norm.isfinite()), 1)
+    norm = clip_gradients(session)
+    skip = skip.masked_fill(~(loss + norm).isfinite(), 1)
     with applying_weights_variant(session.model):
         session.optimizer.step(skip)
     session.optimizer.zero_grad()
     return norm, skip
+
+
+def clip_gradients(session: Session) -> Tensor:
+    """Scale the gradients to the norm grad_clip if theirs is larger. Returns it, ()."""
+    limit = session.config.grad_clip or math.inf  # inf: measure only
+    if not session.has_clipping_kernel:
+        return clip_grad_norm_(session.parameters, limit)
+    return kernels.clip_grad_norm_([grad for p in session.parameters if (grad := p.grad) is not None], limit)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from core.device import cpu_flags
 from core.files import cache_folder, write_atomic
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / f"{name}.cpp" for name in ("autograd", "norms", "attention", "linear", "block", "mla_decode")]
+SOURCES = sorted(HERE.glob("*.cpp"))
 TORCH = Path(torch.__file__).parent
 FLAGS = [
     "-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC",

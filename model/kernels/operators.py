@@ -157,8 +157,8 @@ def latent_attention(
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T of x (..., n_in) in bf16 and W (n_out, n_in) in fp32, which is rounded -> (..., n_out) in bf16. The weight's
-    derivative is not rounded."""
+    """x W^T, (..., n_in) -> (..., n_out), of x in bf16 and W (n_out, n_in) in fp32, which is rounded; its derivative is
+    not."""
     return nanoqk.linear(x, weight)
 
 
@@ -181,6 +181,15 @@ def dropout(x: Tensor, dropped: int, seed: Tensor) -> Tensor:
 def gelu(x: Tensor) -> Tensor:
     """x Phi(x) for x in bf16."""
     return nanoqk.gelu(x)
+
+
+# -----------------------------------------------------------------------------
+# Between backward pass and optimizer
+
+
+def clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor:
+    """The 2-norm of all `grads` together, (), which are scaled to max_norm if it is larger: contiguous, in fp32."""
+    return nanoqk.clip_grad_norm_(grads, max_norm)
 
 
 # -----------------------------------------------------------------------------
@@ -244,6 +253,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     ),
     "dropout_add": lambda x, y, dropped, seed: dense(x),
     "dropout": lambda x, dropped, seed, dtype: dense(x, dtype),
+    "clip_grad_norm_": lambda grads, max_norm: grads[0].new_empty(()),
     "gelu": lambda x: dense(x),
     "gelu_backward": lambda grad, x: dense(x),
 }
