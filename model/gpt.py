@@ -712,7 +712,7 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
         output = self.transformer.wte if self.lm_head is None else self.lm_head
         if targets is None:
-            return F.linear(x, output.weight), None  # (B, T or 1, V)
+            return ops.linear(x, output.weight), None  # (B, T or 1, V)
         return cross_entropy.logits_and_loss(x, output.weight, targets)
 
     def new_caches(self, batch: int, max_len: int, dtype: torch.dtype) -> list[Cache]:

@@ -46,6 +46,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "lp_norm_backward": [(y, x, alpha, 3.0), (y, x, None, 4.0)],
     "inverse_lp_norm": [(half, 1.0)],
     "absorb": [(w, q, latent, True), (w, q, latent, False)],
+    "decoding_linear": [(one, matrix.to(bf16)), (one.mT.contiguous().mT, matrix.to(bf16))],
     "linear": [(half, matrix), (values.mT.contiguous().mT, matrix[:16])],
     "linear_backward": [(to_matrix, half, matrix), (to_matrix.mT.contiguous().mT, half, matrix)],
     "layer_norm": [(x, weight, weight, 1e-5, True, bf16), (x, weight, None, 1e-5, False, fp32)],
@@ -76,6 +77,10 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     "absorb": [
         (w, q[:, :3], latent, True), (w, q, latent[..., 1:], True), (w, q.to(bf16), latent, True),
         (w[0], q, latent, True),
+    ],
+    "decoding_linear": [
+        (one, matrix), (one.float(), matrix.to(bf16)), (one[..., :16], matrix.to(bf16)), (one, matrix.to(bf16)[:, :16]),
+        (one[..., :16], matrix.to(bf16)[:, :16].contiguous()), (one, matrix.to(bf16)[0]),
     ],
     "linear": [
         (x, matrix), (half, matrix.to(bf16)), (half, matrix.mT), (half, matrix[:, :16]), (half, matrix[0]),
@@ -141,7 +146,7 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def each(table: dict[str, Any]) -> Any:
-    marked = ("attention", "latent", "linear")
+    marked = ("attention", "latent", "linear", "decoding")
     return [pytest.param(name, marks=needs_attention) if name.startswith(marked) else name for name in table]
 
 
@@ -183,6 +188,15 @@ def test_linear_and_its_derivative_are_the_reference(sizes: tuple[int, int, int]
     for a, b, terms in zip((y, *grads), (expected, *exact_grads), (n_in, n_out, rows), strict=True):
         assert a.dtype == (fp32 if a is grads[1] else bf16)
         torch.testing.assert_close(a.double(), b, rtol=2e-6 if a is grads[1] else 2.0**-8, atol=1e-6 * terms)
+
+
+@needs_attention
+@pytest.mark.parametrize("sizes", [(1, 32, 1), (3, 64, 70), (4, 1536, 384), (16, 384, 1153)])
+def test_linear_of_a_few_rows_is_the_reference(sizes: tuple[int, int, int]) -> None:
+    rows, n_in, n_out = sizes
+    x, weight = draw(rows, n_in).to(bf16), draw(n_out, n_in, seed=1).to(bf16)
+    y = operators.decoding_linear(x, weight)
+    torch.testing.assert_close(y.double(), x.double() @ weight.double().mT, rtol=2.0**-8, atol=1e-6 * n_in)
 
 
 def outcome(name: str, function: Callable[..., Tensor] | None = None, grad: Tensor = y) -> list[Tensor]:

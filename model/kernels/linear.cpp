@@ -68,6 +68,45 @@ void backward(const Linear &a, uint32_t *weight, uint32_t *x, uint32_t *grad, ui
   }
 }
 
+// y (M, N) = x w^T, x (M, n_in), w (N, n_in), n_in in 32s; a row of y lies n_out after the one before
+template <int M, int N>
+void dot_products(const uint16_t *x, const uint16_t *w, int64_t n_in, int64_t n_out, uint16_t *y) {
+  __m512 sum[M][N] = {};
+  for (int64_t k = 0; k < n_in; k += 32) {
+    __m512bh right[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) right[n] = (__m512bh)_mm512_loadu_si512(w + n * n_in + k);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) {
+      __m512bh left = (__m512bh)_mm512_loadu_si512(x + m * n_in + k);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], left, right[n]);
+    }
+  }
+  for (int m = 0; m < M; m++) {
+    float row[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) row[n] = _mm512_reduce_add_ps(sum[m][n]);
+    store(reinterpret_cast<bf16 *>(y + m * n_out), row, N);
+  }
+}
+
+// y (rows, n_out) = x w^T of a few rows: w is read once
+void few_rows(const uint16_t *x, int64_t rows, const uint16_t *w, int64_t n_in, int64_t n_out, int64_t threads,
+              uint16_t *y) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t n = 0; n < n_out; n += 4) {
+    bool whole = n + 4 <= n_out;
+    for (int64_t m = 0; m < rows;) {
+      auto work = m + 4 <= rows ? &dot_products<4, 4> : &dot_products<1, 4>;
+      if (!whole) work = m + 4 <= rows ? &dot_products<4, 1> : &dot_products<1, 1>;
+      for (int64_t e = n; e < (whole ? n + 1 : n_out); e++)
+        work(x + m * n_in, w + e * n_in, n_in, n_out, y + m * n_out + e);
+      m += m + 4 <= rows ? 4 : 1;
+    }
+  }
+}
+
 // -----------------------------------------------------------------------------
 // The operators
 
@@ -85,14 +124,18 @@ Linear linear_of(const Tensor &x, const Tensor &weight) {
 // Room for (rows, columns) words
 Tensor empty_words(int64_t rows, int64_t columns) { return empty({rows, columns}, aoti_torch_dtype_float32()); }
 
+// Room for (..., n_out) in bf16, where x is (..., n_in)
+Tensor empty_output(const Tensor &x, int64_t n_out) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end()), strides(x.dim(), 1);
+  sizes.back() = n_out;
+  for (int64_t d = x.dim() - 2; d >= 0; d--) strides[d] = strides[d + 1] * sizes[d + 1];
+  return empty(x.dim(), sizes.data(), strides.data(), aoti_torch_dtype_bfloat16());
+}
+
 Tensor linear(const Tensor &given, const Tensor &weight) {
   Tensor x = as_contiguous(given);
   Linear a = linear_of(x, weight);
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end()), strides(x.dim(), 1);
-  sizes.back() = a.n_out;
-  for (int64_t d = x.dim() - 2; d >= 0; d--) strides[d] = strides[d + 1] * sizes[d + 1];
-  Tensor y = empty(x.dim(), sizes.data(), strides.data(), aoti_torch_dtype_bfloat16());
-  Tensor by_weight = empty_words(a.n_in / 2, up_to(PANEL, a.n_out));
+  Tensor y = empty_output(x, a.n_out), by_weight = empty_words(a.n_in / 2, up_to(PANEL, a.n_out));
   forward(a, pointer<uint32_t>(by_weight), pointer<uint16_t>(y));
   return y;
 }
@@ -113,13 +156,27 @@ std::tuple<Tensor, Tensor> linear_backward(const Tensor &given_grad, const Tenso
   return {grad_x, grad_weight};
 }
 
+Tensor decoding_linear(const Tensor &given, const Tensor &weight) {
+  Tensor x = as_contiguous(given);
+  bool fits = is_bf16(x) && is_bf16(weight) && x.dim() > 0 && weight.dim() == 2 && weight.is_contiguous();
+  STD_TORCH_CHECK(fits && weight.size(1) == x.size(x.dim() - 1), "x (..., n_in) and weight (n_out, n_in) must be in bf16");
+  int64_t n_in = weight.size(1), n_out = weight.size(0);
+  STD_TORCH_CHECK(n_in > 0 && n_in % 32 == 0, "n_in must be a multiple of 32");
+  Tensor y = empty_output(x, n_out);
+  few_rows(pointer<uint16_t>(x), x.numel() / n_in, pointer<uint16_t>(weight), n_in, n_out,
+           torch::stable::get_num_threads(), pointer<uint16_t>(y));
+  return y;
+}
+
 STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
+  m.impl("decoding_linear", TORCH_BOX(&decoding_linear));
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("linear_backward", TORCH_BOX(&linear_backward));
 }
 #endif
 
 STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
+  m.def("decoding_linear(Tensor x, Tensor weight) -> Tensor");
   m.def("linear(Tensor x, Tensor weight) -> Tensor");
   m.def("linear_backward(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)");
 }

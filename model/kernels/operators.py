@@ -64,6 +64,12 @@ def can_multiply(x: Tensor, weight: Tensor) -> bool:
     return weight.is_contiguous() and available(x) and multiplies()
 
 
+def can_decode(x: Tensor, weight: Tensor) -> bool:
+    """Whether decoding_linear() takes weight (n_out, n_in), and x (..., n_in) of at most 16 rows once it is cast."""
+    few = weight.dtype == torch.bfloat16 and x.numel() <= 16 * x.size(-1) and x.size(-1) % 32 == 0
+    return few and weight.is_contiguous() and available(x) and attends()
+
+
 def multiplies() -> bool:
     """Whether the CPU has AVX-512 bf16 and no matrix units: for these PyTorch's matmuls are left to themselves."""
     return attends() and not has_matrix_units()
@@ -118,6 +124,11 @@ def absorb(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tenso
     queries q (1, nh, 1, n) -> (1, nh, 1, rank), and with_keys its latent (1, 1, rank) -> (1, nh, 1, n) in fp32."""
     q_latent, k = nanoqk.absorb(w, q, latent, with_keys)
     return q_latent, k if with_keys else None
+
+
+def decoding_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, (..., n_in) -> (..., n_out), of a few rows, in one pass over W, without a derivative: both in bf16."""
+    return nanoqk.decoding_linear(x, weight)
 
 
 # -----------------------------------------------------------------------------
@@ -243,6 +254,7 @@ FAKES: dict[str, Callable[..., Any]] = {
         dense(q_latent),
         q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32),
     ),
+    "decoding_linear": lambda x, weight: x.new_empty(*x.shape[:-1], weight.size(0)),
     "linear": lambda x, weight: x.new_empty(*x.shape[:-1], weight.size(0)),
     "linear_backward": lambda grad, x, weight: (dense(x), dense(weight)),
     "layer_norm": lambda x, weight, bias, eps, centred, dtype: dense(x, dtype),
