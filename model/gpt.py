@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from core.schema import require
 from model import cross_entropy, ops, seams
 from model import options as settings
-from model.linear import Embedding, FusedLinear, Linear, scale_rows
+from model.linear import Embedding, FusedLinear, Linear, linear, scale_rows
 from model.ops import at_least_fp32
 from model.options import GPTConfig, GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions
 from model.seams import QK_NORMS, LateInit, QKNorm
@@ -712,7 +712,7 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x[:, -1:] if last_only else x)
         output = self.transformer.wte if self.lm_head is None else self.lm_head
         if targets is None:
-            return ops.linear(x, output.weight), None  # (B, T or 1, V)
+            return linear(x, output.weight), None  # (B, T or 1, V)
         return cross_entropy.logits_and_loss(x, output.weight, targets)
 
     def new_caches(self, batch: int, max_len: int, dtype: torch.dtype) -> list[Cache]:

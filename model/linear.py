@@ -1,9 +1,21 @@
 """Linear layers and embeddings of a GPT."""
 
+import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn import functional as F
 
-from model import ops
+from model.kernels import operators as kernels
+from model.ops import is_worth_a_kernel
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias, (..., n_in) -> (..., n_out), of W (n_out, n_in)."""
+    if bias is None and is_worth_a_kernel(x) and kernels.can_multiply(x, weight):
+        return kernels.linear(x, weight)
+    if bias is None and not torch.is_grad_enabled() and kernels.can_decode(x, weight):
+        return kernels.decoding_linear(x.to(weight.dtype), weight)
+    return F.linear(x, weight, bias)
 
 
 class Linear(nn.Linear):
@@ -20,7 +32,7 @@ class Linear(nn.Linear):
         return self.weight if self.reparam is None else self.reparam(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.matrix(), self.bias)
+        return linear(x, self.matrix(), self.bias)
 
 
 class Embedding(nn.Embedding):

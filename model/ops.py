@@ -123,16 +123,7 @@ def inverse_norm_of_scaled(u: Tensor, p: float | Tensor) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# Linear layers, GELU and dropout
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias, (..., n_in) -> (..., n_out), of W (n_out, n_in)."""
-    if bias is None and is_worth_a_kernel(x) and kernels.can_multiply(x, weight):
-        return kernels.linear(x, weight)
-    if bias is None and not torch.is_grad_enabled() and kernels.can_decode(x, weight):
-        return kernels.decoding_linear(x.to(weight.dtype), weight)
-    return F.linear(x, weight, bias)
+# GELU and dropout
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from variants import build, config_of, random_tokens
 from core.device import cpu_flags
 from model import gpt, ops
 from model.kernels import operators as kernels
+from model.linear import linear
 from model.options import MLAOptions
 
 
@@ -62,10 +63,10 @@ def test_a_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> Non
         ("layer_norm", ops.residual_norm, (x, weight, None, 1e-5)),
         ("", ops.residual_norm, (x[:2], weight, None, 1e-5)),
         ("", ops.residual_norm, (double, weight.double(), None, 1e-5)),
-        (without_matrix_units("linear"), ops.linear, (half, weights)),
-        *(("", ops.linear, given) for given in ((x, weights), (half, weights.bfloat16()), (x, weights, draw(48)))),
-        (with_bf16("decoding_linear"), ops.linear, (x[:16], weights.bfloat16())),
-        *(("", ops.linear, (half[:n], weights.bfloat16(), *b)) for n, b in ((17, ()), (1, (draw(48).bfloat16(),)))),
+        (without_matrix_units("linear"), linear, (half, weights)),
+        *(("", linear, given) for given in ((x, weights), (half, weights.bfloat16()), (x, weights, draw(48)))),
+        (with_bf16("decoding_linear"), linear, (x[:16], weights.bfloat16())),
+        *(("", linear, (half[:n], weights.bfloat16(), *b)) for n, b in ((17, ()), (1, (draw(48).bfloat16(),)))),
         ("gelu", ops.gelu, (half,)),
         *(("", ops.gelu, (y,)) for y in (x, half[:2])),
         ("dropout_add", ops.dropout_add, (x, half, 0.1)),
