@@ -41,6 +41,10 @@ def without_matrix_units(name: str) -> str:
     return "" if "amx_bf16" in cpu_flags() else with_bf16(name)
 
 
+def in_bf16(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.autocast("cpu", torch.bfloat16)(function)
+
+
 def test_a_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """All else goes to the reference: other dtypes, devices and sizes, p as data, fp16 autocast, too few elements."""
     names, x, weight, q = called(monkeypatch), draw(300, 64), torch.ones(64), heads(1, 2, 8, 16, 0)
@@ -63,9 +67,11 @@ def test_a_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> Non
         ("layer_norm", ops.residual_norm, (x, weight, None, 1e-5)),
         ("", ops.residual_norm, (x[:2], weight, None, 1e-5)),
         ("", ops.residual_norm, (double, weight.double(), None, 1e-5)),
-        (without_matrix_units("linear"), linear, (half, weights)),
+        (without_matrix_units("linear"), in_bf16(linear), (half, weights)),
+        *(("", linear, given) for given in ((half[:2].float(), weights), (half.half(), weights.half()))),
         *(("", linear, given) for given in ((x, weights), (half, weights.bfloat16()), (x, weights, draw(48)))),
-        (with_bf16("decoding_linear"), linear, (x[:16], weights.bfloat16())),
+        (with_bf16("decoding_linear"), linear, (half[:16], weights.bfloat16())),
+        (with_bf16("decoding_linear"), in_bf16(linear), (x[:16], weights.bfloat16())),
         *(("", linear, (half[:n], weights.bfloat16(), *b)) for n, b in ((17, ()), (1, (draw(48).bfloat16(),)))),
         ("gelu", ops.gelu, (half,)),
         *(("", ops.gelu, (y,)) for y in (x, half[:2])),
@@ -89,8 +95,12 @@ def test_a_kernel_is_taken_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> Non
             assert names == ([name] if name else []), (function, args)
             names.clear()
     with torch.autocast("cpu", torch.float16):
+        assert linear(half, weights).dtype == linear(x[:9], weights).dtype == torch.float16
         torch.testing.assert_close(gpt.LayerNorm(64)(x).float(), F.layer_norm(x, (64,)), rtol=2e-3, atol=2e-3)
     assert not names
+    for given in ((half, weights), (x[:9], weights.bfloat16())):
+        with pytest.raises(RuntimeError, match="dtype"), torch.no_grad():
+            linear(*given)  # without autocast
 
 
 @pytest.mark.parametrize("layout", ["mha", "gqa", "mqa", "mla"])  # LayerNorm with mha, RMSNorm with the others

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import math
 import re
@@ -100,7 +101,7 @@ def test_a_kernel_clips_as_pytorch_does(limit: float) -> None:
 
 
 def test_a_parameter_may_lack_a_gradient_and_a_state_may_be_replaced() -> None:
-    """AdamW keeps its lists of moments from step to step: it must see what changes."""
+    """AdamW keeps its lists of moments from step to step, and must see what changes."""
     a, b = (nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = AdamW([a, b], lr=0.1, weight_decay=0.0)
     for missing in (None, a, None, b, None):
@@ -111,10 +112,13 @@ def test_a_parameter_may_lack_a_gradient_and_a_state_may_be_replaced() -> None:
         moved = [not torch.equal(p, old) for p, old in zip((a, b), before, strict=True)]
         assert moved == [missing is not p for p in (a, b)]
     assert optimizer.state[a]["step"] == 4
-    optimizer.state[a]["exp_avg"] = -1e6 * torch.ones(3)
-    start, a.grad = a.detach().clone(), torch.ones(3)
+    copy.deepcopy(optimizer).step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][1]["exp_avg"] = -1e6 * torch.ones(3)
+    optimizer.load_state_dict(state)
+    start, b.grad = b.detach().clone(), torch.ones(3)
     optimizer.step()
-    assert (a > start).all()
+    assert (b > start).all()
 
 
 def continued(config: TrainConfig) -> tuple[GPT, dict[str, Tensor]]:

@@ -37,7 +37,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]
 
 
 class LoadsNoCompiler(torch.optim.Optimizer):
-    """PyTorch wraps these methods to hide them from its compiler, and the wrapper loads the compiler."""
+    """PyTorch wraps these methods to hide them from its compiler, and the wrapper loads the compiler; its
+    zero_grad() is slower, too."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
@@ -56,6 +57,10 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.lists: dict[int, list[list[Tensor]]] = {}  # of each group, from state_lists(): to gather them takes time
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of load_state_dict(), pickle and deepcopy
+        super().__setstate__(state)
+        self.lists = {}
 
     def state_lists(self, weights: list[Tensor]) -> list[list[Tensor]]:
         """The weights, both moments of each, and their one count of steps once for each."""
@@ -79,8 +84,8 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
             if len(grads) < len(weights):
                 weights = [p for p in weights if p.grad is not None]
             held = self.lists.get(number)
-            if held is None or held[0] is not weights or self.state[weights[0]].get("exp_avg") is not held[1][0]:
-                held = self.lists[number] = self.state_lists(weights)  # the first, other weights, or a loaded state
+            if held is None or held[0] is not weights:
+                held = self.lists[number] = self.state_lists(weights)  # at first, or of other weights
             _, exp_avgs, exp_avg_sqs, counts = held
             counts[0] += 1
             torch._fused_adamw_(
@@ -248,6 +253,8 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tenso
 
 def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     known = owners(optimizer, model)
+    adamw = optimizer.adamw if isinstance(optimizer, MuonAndAdamW) else optimizer
+    adamw.lists.clear()
     for full_name, value in tensors.items():
         key, _, name = full_name.partition("/")
         parameter, owner = known[name]

@@ -93,11 +93,12 @@ def step_optimizer(session: Session, loss: Tensor, skip: Tensor) -> tuple[Tensor
 
 
 def clip_gradients(session: Session) -> Tensor:
-    """Scale the gradients to the norm grad_clip if theirs is larger. Returns it, ()."""
+    """Scale the gradients to the norm grad_clip if theirs is larger. Returns their norm before, ()."""
     limit = session.config.grad_clip or math.inf  # inf: measure only
-    if not session.has_clipping_kernel:
-        return clip_grad_norm_(session.parameters, limit)
-    return kernels.clip_grad_norm_([grad for p in session.parameters if (grad := p.grad) is not None], limit)
+    grads = [grad for p in session.parameters if (grad := p.grad) is not None]
+    if grads and session.has_clipping_kernel:
+        return kernels.clip_grad_norm_(grads, limit)
+    return clip_grad_norm_(session.parameters, limit)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-// Linear layers on a CPU with AVX-512 bf16: y = x W^T, and the derivatives dx = dy W and dW = dy^T x. Operands are bf16,
-// sums fp32; W and dW are fp32. A sum does not depend on the number of threads. PyTorch's matmuls are as fast for large
-// matrices; here one call rounds and lays out the operands as well.
+// Linear layers on a CPU with AVX-512 bf16: y = x W^T, and the derivatives dx = dy W and dW = dy^T x. Products are of bf16,
+// sums in fp32 and the same for any number of threads. In training W and dW are fp32: a call rounds its operands and lays
+// them out as well. PyTorch's own matmuls of large matrices are as fast.
 
 #include "matmul.h"
 
@@ -128,7 +128,7 @@ Tensor empty_words(int64_t rows, int64_t columns) { return empty({rows, columns}
 Tensor empty_output(const Tensor &x, int64_t n_out) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end()), strides(x.dim(), 1);
   sizes.back() = n_out;
-  for (int64_t d = x.dim() - 2; d >= 0; d--) strides[d] = strides[d + 1] * sizes[d + 1];
+  for (int64_t d = x.dim() - 2; d >= 0; d--) strides[d] = strides[d + 1] * std::max<int64_t>(1, sizes[d + 1]);
   return empty(x.dim(), sizes.data(), strides.data(), aoti_torch_dtype_bfloat16());
 }
 

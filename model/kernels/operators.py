@@ -1,8 +1,8 @@
 """The operators torch.ops.nanoqk of the C++ files, as functions.
 
-Each has a fake implementation, which says the shape of its results to a compiler and to estimates. Those that training
-uses have a derivative, from autograd.cpp, which raises RuntimeError under create_graph=True. The C++ files check dtypes
-and shapes and raise RuntimeError.
+Each has a fake implementation, which says the shape of its results to a compiler and to estimates. Those of a
+model in training have a derivative, from autograd.cpp, which raises RuntimeError under create_graph=True and in
+torch.func. The C++ files check dtypes and shapes and raise RuntimeError.
 """
 
 import functools
@@ -58,20 +58,20 @@ def attends() -> bool:
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Whether linear() takes x (..., n_in) in bf16 and weight (n_out, n_in) in fp32: multiples of 16."""
+    """Whether linear() takes x (..., n_in) in bf16 and weight (n_out, n_in) in fp32, multiples of 16, and is fast."""
     if x.dtype != torch.bfloat16 or weight.dtype != torch.float32 or weight.size(0) % 16 or weight.size(1) % 16:
         return False
     return weight.is_contiguous() and available(x) and multiplies()
 
 
 def can_decode(x: Tensor, weight: Tensor) -> bool:
-    """Whether decoding_linear() takes weight (n_out, n_in), and x (..., n_in) of at most 16 rows once it is cast."""
+    """Whether decoding_linear() takes weight (n_out, n_in), and x (..., n_in) of at most 16 rows once x is in bf16."""
     few = weight.dtype == torch.bfloat16 and x.numel() <= 16 * x.size(-1) and x.size(-1) % 32 == 0
     return few and weight.is_contiguous() and available(x) and attends()
 
 
 def multiplies() -> bool:
-    """Whether the CPU has AVX-512 bf16 and no matrix units: for these PyTorch's matmuls are left to themselves."""
+    """Whether the CPU has AVX-512 bf16 but no matrix units, which PyTorch's matmuls use."""
     return attends() and not has_matrix_units()
 
 
@@ -126,11 +126,6 @@ def absorb(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tenso
     return q_latent, k if with_keys else None
 
 
-def decoding_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T, (..., n_in) -> (..., n_out), of a few rows, in one pass over W, without a derivative: both in bf16."""
-    return nanoqk.decoding_linear(x, weight)
-
-
 # -----------------------------------------------------------------------------
 # Attention
 
@@ -164,13 +159,22 @@ def latent_attention(
 
 
 # -----------------------------------------------------------------------------
-# Between a block's matmuls
+# Linear layers
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T, (..., n_in) -> (..., n_out), of x in bf16 and W (n_out, n_in) in fp32, which is rounded; its derivative is
     not."""
     return nanoqk.linear(x, weight)
+
+
+def decoding_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, (..., n_in) -> (..., n_out), of a few rows in one pass over W, both in bf16, without a derivative."""
+    return nanoqk.decoding_linear(x, weight)
+
+
+# -----------------------------------------------------------------------------
+# Between a block's matmuls
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> Tensor:

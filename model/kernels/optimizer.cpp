@@ -6,7 +6,7 @@
 
 constexpr int64_t PART = 4096; // elements at a time
 
-// The norm of all gradients together, (). They are scaled to max_norm where it is larger.
+// The norm of all gradients together, (). If it is larger than max_norm they are scaled to max_norm.
 Tensor clip_grad_norm_(std::vector<Tensor> grads, double max_norm) {
   struct Part {
     float *x;
