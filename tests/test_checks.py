@@ -364,7 +364,7 @@ def test_a_divergence_stays_one_where_its_update_cannot_be_repeated(
         monkeypatch.setattr(checks, "accumulate_gradients", full)
         return torch.tensor(math.nan)
 
-    monkeypatch.setattr("training.updates.clip_grad_norm_", diverge)
+    monkeypatch.setattr("training.updates.clip_gradients", diverge)
     assert train.run(configured(corpus, tmp_path / "run")) == 3
     log = (tmp_path / "run" / "train.log").read_text()
     assert "unknown: the update cannot be repeated (OutOfMemoryError: no room)" in log
