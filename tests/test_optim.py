@@ -119,6 +119,10 @@ def test_a_parameter_may_lack_a_gradient_and_a_state_may_be_replaced() -> None:
     start, b.grad = b.detach().clone(), torch.ones(3)
     optimizer.step()
     assert (b > start).all()
+    load_optimizer_tensors(optimizer, nn.ParameterList([a, b]), {"exp_avg/1": 1e6 * torch.ones(3)})
+    start = b.detach().clone()
+    optimizer.step()
+    assert (b < start).all()
 
 
 def continued(config: TrainConfig) -> tuple[GPT, dict[str, Tensor]]:
