@@ -11,8 +11,9 @@ from model.ops import is_worth_a_kernel, matmul_dtype
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, (..., n_in) -> (..., n_out), of W (n_out, n_in)."""
-    cast = weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(x.device.type)  # else both must have one dtype
-    if bias is None and cast and matmul_dtype(x) == torch.bfloat16:
+    # F.linear refuses two dtypes without autocast: so must this
+    allowed = weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(x.device.type)
+    if bias is None and allowed and matmul_dtype(x) == torch.bfloat16:
         if is_worth_a_kernel(x) and kernels.can_multiply(x, weight):
             return kernels.linear(x, weight)
         if not torch.is_grad_enabled() and kernels.can_decode(x, weight):

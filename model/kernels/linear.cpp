@@ -95,16 +95,15 @@ void dot_products(const uint16_t *x, const uint16_t *w, int64_t n_in, int64_t n_
 void few_rows(const uint16_t *x, int64_t rows, const uint16_t *w, int64_t n_in, int64_t n_out, int64_t threads,
               uint16_t *y) {
 #pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t n = 0; n < n_out; n += 4) {
-    bool whole = n + 4 <= n_out;
-    for (int64_t m = 0; m < rows;) {
-      auto work = m + 4 <= rows ? &dot_products<4, 4> : &dot_products<1, 4>;
-      if (!whole) work = m + 4 <= rows ? &dot_products<4, 1> : &dot_products<1, 1>;
+  for (int64_t n = 0; n < n_out; n += 4)
+    for (int64_t m = 0, step; m < rows; m += step) {
+      step = m + 4 <= rows ? 4 : 1;
+      bool whole = n + 4 <= n_out;
+      auto work = step == 4 ? &dot_products<4, 4> : &dot_products<1, 4>;
+      if (!whole) work = step == 4 ? &dot_products<4, 1> : &dot_products<1, 1>;
       for (int64_t e = n; e < (whole ? n + 1 : n_out); e++)
         work(x + m * n_in, w + e * n_in, n_in, n_out, y + m * n_out + e);
-      m += m + 4 <= rows ? 4 : 1;
     }
-  }
 }
 
 // -----------------------------------------------------------------------------
