@@ -334,11 +334,14 @@ Vectors vectors(const Tensor &x) {
   return v;
 }
 
-// Room for as many vectors, in the order of those of x (..., n) where that has one (as torch.empty_like)
+// Room for as many vectors, dense, in the order of those of x (..., n): this costs less than torch::stable::empty_like
 Tensor empty_vectors(const Tensor &x) {
   if (x.is_contiguous()) return empty_as(x);
-  Tensor y = torch::stable::empty_like(x);
-  return y.stride(y.dim() - 1) == 1 ? y : torch::stable::new_empty(x, x.sizes());
+  int64_t dim = x.dim(), order[4] = {0, 1, 2, 3}, strides[4], step = 1;
+  auto before = [&](int64_t a, int64_t b) { return x.stride(a) == x.stride(b) ? a < b : x.stride(a) > x.stride(b); };
+  std::sort(order, order + dim - 1, before);
+  for (int64_t i = dim - 1; i >= 0; i--) strides[order[i]] = step, step *= x.size(order[i]);
+  return empty(dim, x.sizes().data(), strides, is_bf16(x) ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32());
 }
 
 // x (..., n) has contiguous_last_dim, factor is fp32 and contiguous

@@ -214,8 +214,10 @@ def clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor:
 def like_vectors(x: Tensor) -> Tensor:
     """As norms.cpp's empty_vectors."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    y = torch.empty_like(x)
-    return y if y.stride(-1) == 1 else x.new_empty(x.shape)
+    if x.is_contiguous():
+        return torch.empty_like(x)
+    order = sorted(range(x.ndim - 1), key=x.stride, reverse=True)
+    return torch.empty_permuted(x.shape, [*order, x.ndim - 1], dtype=x.dtype, device=x.device)
 
 
 def like_heads(x: Tensor, n: int) -> Tensor:

@@ -106,6 +106,7 @@ def layers(configs: dict[str, TrainConfig], batch: int) -> tuple[Work, dict[str,
     device = resolve_device(next(iter(configs.values())).device)
     order, steps = random.Random(0), GRAPH if device.type == "cuda" else 1
 
+    @torch.inference_mode()  # as generate() decodes
     def work(n: int) -> Turn:
         ms = {name: {"ms": 0.0, "attend_ms": 0.0} for name in built}
         for key in ("ms", "attend_ms"):
