@@ -334,7 +334,8 @@ Vectors vectors(const Tensor &x) {
   return v;
 }
 
-// Room for as many vectors, dense, in the order of those of x (..., n): this costs less than torch::stable::empty_like
+// Room for as many vectors, dense, in the order of their strides in x (..., n), of equal ones in that of the dimensions.
+// torch::stable::empty_like costs more
 Tensor empty_vectors(const Tensor &x) {
   if (x.is_contiguous()) return empty_as(x);
   int64_t dim = x.dim(), order[4] = {0, 1, 2, 3}, strides[4], step = 1;

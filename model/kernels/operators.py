@@ -215,7 +215,7 @@ def like_vectors(x: Tensor) -> Tensor:
     """As norms.cpp's empty_vectors."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     if x.is_contiguous():
-        return torch.empty_like(x)
+        return x.new_empty_strided(x.shape, x.stride())
     order = sorted(range(x.ndim - 1), key=x.stride, reverse=True)
     return torch.empty_permuted(x.shape, [*order, x.ndim - 1], dtype=x.dtype, device=x.device)
 
