@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from core.device import autocast
-from model.gpt import GPT, Cache
+from model.gpt import GPT, Cache, LogitScale
 from model.linear import Linear
 
 
@@ -100,11 +100,13 @@ Swaps = list[tuple[dict[str, Any], dict[str, Any]]]  # an attribute dictionary o
 
 @torch.no_grad()
 def decoding_weights(model: GPT, dtype: torch.dtype) -> Swaps:
-    """The weights of linear layers, the output layer's included, as a forward pass would compute them for every token:
-    reparametrised (weights=), and cast if `dtype` is bf16. decoding() swaps them in."""
+    """What a forward pass would compute again for every token: alpha of Lp norms, and the weights of linear layers, the
+    output layer's included, reparametrised (weights=), and cast if `dtype` is bf16. decoding() swaps them in."""
     to_bf16 = dtype == torch.bfloat16
     swaps: Swaps = []
     for module in model.modules():
+        if isinstance(module, LogitScale):
+            swaps.append((vars(module), {"fixed": module.query_factor()}))
         reparam = module.reparam if isinstance(module, Linear) else None
         if isinstance(module, nn.Linear) and (to_bf16 or reparam is not None):
             weights: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None}

@@ -81,8 +81,9 @@ class QKRMSNorm(QKNorm):
         return ops.inverse_rms(x, self.eps)
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
-        assert self.gain is not None and alpha is None
-        return ops.rms_norm(x, self.gain, self.eps)  # (..., hs)
+        gain = self.gain
+        assert gain is not None and alpha is None
+        return ops.rms_norm(x, gain, self.eps)  # (..., hs)
 
 
 class QKLayerNorm(QKRMSNorm):
@@ -165,26 +166,27 @@ class Alpha(LateInit):
         raw_for_alpha = {"exp": math.log(a), "softplus": a + math.log(-math.expm1(-a)), "linear": a}
         nn.init.constant_(self.raw, raw_for_alpha[self.alpha_map])
 
-    def forward(self) -> Tensor:
+    def value(self) -> Tensor:
         return self.MAPS[self.alpha_map](self.raw).view(-1, 1, 1)  # (nh or 1, 1, 1)
 
 
 class LogitScale(nn.Module):
-    """Logits are softmax_scale * q . k. With an Lp norm softmax_scale is 1, and forward() returns alpha,
-    (nh or 1, 1, 1), by which q_norm multiplies q. Else softmax_scale is 1 / sqrt(channels of a head), and forward()
-    returns None.
+    """Logits are softmax_scale * q . k. With an Lp norm softmax_scale is 1, and q_norm multiplies q by query_factor().
+    Else softmax_scale is 1 / sqrt(channels of a head).
     """
 
     def __init__(self, config: GPTConfig, block_dims: tuple[int, ...]):
         super().__init__()
         self.softmax_scale = 1 / math.sqrt(sum(block_dims))
         self.alpha: Alpha | None = None
+        self.fixed: Tensor | None = None  # alpha's value during decoding
         if isinstance(config.qk_norm, LpNormOptions):
             self.softmax_scale = 1.0
             self.alpha = Alpha(config.qk_norm, config.model.n_head, block_dims, config.model.block_size)
 
-    def forward(self) -> Tensor | None:
-        return None if self.alpha is None else self.alpha()
+    def query_factor(self) -> Tensor | None:
+        """alpha, (nh or 1, 1, 1); None without an Lp norm."""
+        return self.fixed if self.alpha is None or self.fixed is not None else self.alpha.value()
 
 
 def initial_alpha(options: LpNormOptions, block_dims: tuple[int, ...], block_size: int) -> float:
@@ -318,7 +320,7 @@ class GroupedQueryAttention(CausalAttention):
         heads = (self.n_head, self.n_kv_head, self.n_kv_head)
         qkv = self.c_attn(x).view(B, T, sum(heads), self.head_dim)
         q, k, v = (part.transpose(1, 2) for part in qkv.split(heads, 2))  # (B, nh, T, hs), (B, nkv, T, hs) twice
-        q, k = self.q_norm(q, self.logit_scale()), self.k_norm(k)
+        q, k = self.q_norm(q, self.logit_scale.query_factor()), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope, pos), rotate(k, rope, pos)
         q = self.logits.scale_queries(self.q_norm.after_rope(q), pos)
@@ -365,8 +367,8 @@ class LatentCache:
 
     latent: Tensor  # (B, max_len, kr)
     k_rope: Tensor  # (B, max_len, dr)
-    key_scale: Tensor | None  # (B, max_len, nh)
-    mean_term: Tensor | None  # (B, max_len, nh)
+    key_scale: Tensor | None  # (B, nh, max_len, 1); the heads of a token lie side by side, as a kernel reads them
+    mean_term: Tensor | None  # (B, nh, max_len, 1)
 
 
 Cache = KVCache | LatentCache
@@ -440,7 +442,7 @@ class MultiHeadLatentAttention(CausalAttention):
         B, T, _ = x.shape
         latent, k_rope = self.c_kv_a(x).split((self.kv_rank, self.rope_dim), -1)
         q = self.c_q(self.q_a_norm(self.c_q_a(x))).view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn + dr)
-        latent, k_rope, alpha = self.kv_a_norm(latent), k_rope[:, None], self.logit_scale()
+        latent, k_rope, alpha = self.kv_a_norm(latent), k_rope[:, None], self.logit_scale.query_factor()
         if self.unified:
             q_nope, q_rope = self.split(self.q_norm(q, alpha))
             q = torch.cat([q_nope, rotate(q_rope, rope, pos)], -1)
@@ -513,9 +515,9 @@ class MultiHeadLatentAttention(CausalAttention):
             assert k_nope is not None
             k = self.join(k_nope, k_rope) if self.unified else k_nope  # what k_norm normalises
             s = self.k_norm.scale(k)  # (B, nh, T, 1)
-            cache.key_scale[:, new] = s[..., 0].transpose(1, 2)
+            cache.key_scale[:, :, new] = s
             if cache.mean_term is not None:
-                cache.mean_term[:, new] = (s * at_least_fp32(k).mean(-1, keepdim=True))[..., 0].transpose(1, 2)
+                cache.mean_term[:, :, new] = s * at_least_fp32(k).mean(-1, keepdim=True)
         cache.latent[:, new] = latent
         cache.k_rope[:, new] = rotate(k_rope * self.key_gains()[1], rope, pos)[:, 0]
 
@@ -535,8 +537,8 @@ class MultiHeadLatentAttention(CausalAttention):
         if cache.mean_term is not None:
             gains = rotate(q_rope.new_ones(pos + T, self.rope_dim) * rope_gain, rope)  # (S, dr): R g_r
             q_sum = q_content.sum(-1, keepdim=True) + torch.einsum("bhtd,sd->bhts", q_rope, gains.to(q_rope.dtype))
-            shift = q_sum * cache.mean_term[:, : pos + T].transpose(1, 2)[:, :, None]  # (B, nh, T, S)
-        key_scale = None if cache.key_scale is None else cache.key_scale[:, : pos + T]
+            shift = q_sum * cache.mean_term[:, :, : pos + T].mT  # (B, nh, T, S)
+        key_scale = None if cache.key_scale is None else cache.key_scale[:, :, : pos + T]
         latents, k_ropes = cache.latent[:, : pos + T], cache.k_rope[:, : pos + T]
         scale, with_lse = self.logit_scale.softmax_scale, not self.plain_softmax
         y, lse = ops.latent_attention(
@@ -559,8 +561,11 @@ class MultiHeadLatentAttention(CausalAttention):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=self.c_proj.weight.device)
 
-        key_scale = zeros(max_len, self.n_head) if self.normed else None
-        mean_term = zeros(max_len, self.n_head) if self.k_norm.centred and self.unified else None
+        def of_heads() -> Tensor:
+            return zeros(max_len, self.n_head).mT[..., None]
+
+        key_scale = of_heads() if self.normed else None
+        mean_term = of_heads() if self.k_norm.centred and self.unified else None
         return LatentCache(zeros(max_len, self.kv_rank), zeros(max_len, self.rope_dim), key_scale, mean_term)
 
     def flops_per_token(self, context: int) -> int:

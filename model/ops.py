@@ -434,7 +434,7 @@ def latent_attention(
     query's log-sum-exp, (B, nh, T); of bend(logits) where there is a `bend`.
 
     q_latent (B, nh, T, kr), q_rope (B, nh, T, dr), latent (B, S, kr), k_rope (B, S, dr). A key's logit is
-    scale (key_scale q_latent . latent + q_rope . k_rope - shift), key_scale (B, S, nh), shift (B, nh, T, S). In the
+    scale (key_scale q_latent . latent + q_rope . k_rope - shift), key_scale (B, nh, S, 1), shift (B, nh, T, S). In the
     unified layout key_scale multiplies q_rope . k_rope as well.
     """
     if q_latent.dtype != latent.dtype:  # as in causal_attention()
@@ -445,8 +445,8 @@ def latent_attention(
     if shift is None and bend is None and not with_lse and fits_triton(q_latent, latent, k_rope):
         from model.kernels.mla_decode_triton import attend_latents
 
-        y = attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, key_scale, scale, unified)
-        return y[:, :, None], None
+        s = None if key_scale is None else key_scale.squeeze(-1).mT  # (B, S, nh)
+        return attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, unified)[:, :, None], None
     plain = shift is None and bend is None and not torch.is_grad_enabled()
     if plain and kernels.can_attend_latents(q_latent, latent, k_rope, key_scale):
         y, lse = kernels.latent_attention(q_latent, q_rope.to(latent.dtype), latent, k_rope, key_scale, scale, unified)
@@ -484,11 +484,11 @@ def latent_attention_reference(
         )
     logits *= scale  # the RoPE part first; to add it in its matmul would be slower
     if key_scale is not None and not unified:
-        logits.addcmul_(content, key_scale[..., None], value=scale)
+        logits.addcmul_(content, key_scale.transpose(1, 2), value=scale)
     else:
         logits.add_(content, alpha=scale)
         if key_scale is not None:
-            logits *= key_scale[..., None]
+            logits *= key_scale.transpose(1, 2)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.new_empty(B, nh, T, S, dtype=dtype).copy_(logits.permute(0, 2, 3, 1))  # in one pass
     if shift is not None:

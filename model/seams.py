@@ -71,9 +71,10 @@ class QKNorm(Variant):
     @property
     def head_gain(self) -> Tensor | None:
         """(hs,), or (nh, 1, hs) where each head has its own."""
-        if self.gain is None or self.gain.numel() == self.head_dim:
-            return self.gain
-        return self.gain.view(self.n_head, 1, self.head_dim)
+        gain = self.gain
+        if gain is None or gain.numel() == self.head_dim:
+            return gain
+        return gain.view(self.n_head, 1, self.head_dim)
 
     def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
         """(..., hs) -> (..., hs), times alpha (nh or 1, 1, 1): the learned logit scale, for queries."""

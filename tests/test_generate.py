@@ -8,7 +8,7 @@ from torch import Tensor
 from variants import V, build, config_of, random_tokens
 
 from model.generate import decode_one_token, decoding, decoding_weights, generate, prefill, sample_token
-from model.gpt import GPT
+from model.gpt import GPT, Alpha
 from model.linear import FusedLinear
 from model.variants.sigma_reparam import Reparam
 
@@ -133,19 +133,22 @@ def test_in_bf16_logits_are_those_of_autocast(layout: str, norm: str, settings: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reparametrised_weights_are_computed_once_for_all_tokens(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("norm", "kind", "method"), [("sigma_reparam", Reparam, "forward"), ("lp3", Alpha, "value")])
+def test_reparametrised_weights_and_alpha_are_computed_once_for_all_tokens(
+    norm: str, kind: type, method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, forward = build(config_of("mla", "sigma_reparam"), dtype=torch.float32), Reparam.forward
+    model, compute = build(config_of("mla", norm), dtype=torch.float32), getattr(kind, method)
     calls = []
 
-    def counted(self: Reparam, weight: Tensor) -> Tensor:
+    def counted(self: Any, *args: Tensor) -> Tensor:
         calls.append(self)
-        return forward(self, weight)
+        return compute(self, *args)
 
-    monkeypatch.setattr(Reparam, "forward", counted)
+    monkeypatch.setattr(kind, method, counted)
     assert len(list(generate(model, random_tokens(2, 3), 40, dtype=dtype))) == 40  # with a cache that is filled again
-    assert len(calls) == len({*calls}) == sum(isinstance(m, Reparam) for m in model.modules()) > 0
+    assert len(calls) == len({*calls}) == sum(isinstance(m, kind) for m in model.modules()) > 0
+    model(random_tokens(2, 3))  # as in training: of the weights of now
+    assert len(calls) == 2 * len({*calls})
 
 
 def test_a_layer_of_ones_own_and_a_reparametrisation_with_a_matmul_decode_as_they_train() -> None:

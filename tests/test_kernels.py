@@ -38,7 +38,7 @@ w, q, latent = draw(4, 5, 6), draw(1, 4, 1, 5), draw(1, 1, 6)
 strided = draw(2, 3, 32, 40).mT
 one, one_rope = draw(2, 3, 1, 32, seed=7).to(bf16), draw(2, 3, 1, 16, seed=8).to(bf16)
 latents, k_ropes = draw(2, 9, 32, seed=9).to(bf16)[:, :8], draw(2, 8, 16, seed=10).to(bf16)
-key_scale = draw(2, 8, 3, seed=11).to(bf16)
+key_scale = draw(2, 8, 3, 1, seed=11).to(bf16).transpose(1, 2)
 odd, shifted = draw(2, 8, 33).to(bf16)[..., :32], draw(513).to(bf16)[1:].view(2, 8, 32)
 CALLS: dict[str, list[tuple[Any, ...]]] = {
     "rms_norm": [(x, weight, 1e-6), (half, weight, 1e-6), (strided, weight, 1e-6), (draw(1, 40)[:, :32], weight, 1e-6)],
@@ -128,8 +128,11 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
             (one, one_rope, latents[:1], k_ropes, None), (one, one_rope, latents[:, :0], k_ropes[:, :0], None),
             (one, one_rope, latents, k_ropes[..., :15], None), (one, one_rope, latents, k_ropes[:, :7], None),
             (one[..., :16], one_rope, latents[..., :16], k_ropes, None), (one, one_rope, latents[0], k_ropes, None),
-            (one, one_rope, latents, k_ropes, key_scale.float()), (one, one_rope, latents, k_ropes, key_scale[:, :7]),
-            (one, one_rope, latents, k_ropes, key_scale[..., :2]), (one, one_rope, latents, k_ropes, key_scale[:1]),
+            (one, one_rope, latents, k_ropes, key_scale.float()),
+            (one, one_rope, latents, k_ropes, key_scale[:, :, :7]),
+            (one, one_rope, latents, k_ropes, key_scale[:, :2]), (one, one_rope, latents, k_ropes, key_scale[:1]),
+            (one, one_rope, latents, k_ropes, key_scale[..., 0]),
+            (one, one_rope, latents, k_ropes, key_scale.contiguous()),
             (one, one_rope[..., :15], latents, k_ropes[..., :15], None), (one, one_rope, odd, k_ropes, None),
             (one, one_rope, shifted, k_ropes, None),
         )

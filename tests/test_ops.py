@@ -383,7 +383,7 @@ def test_attention_over_latents_matches_its_reference(shape: tuple[int, ...], no
     for x in cached:
         x[:, S:] = torch.nan
     latent, k_rope, s = (x[:, :S] for x in cached)
-    key_scale = None if norm == "none" else s
+    key_scale = None if norm == "none" else s.mT[..., None]
     given = (q, q_rope, latent, k_rope, key_scale)
     y, lse = kernels.latent_attention(*given, 0.3, norm == "unified")
     exact = [None if x is None else x.double() for x in given]

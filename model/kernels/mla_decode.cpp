@@ -41,7 +41,9 @@ inline void products(const Rows &x, int64_t b, int64_t t, int64_t last, const ui
   for (int i = 0; i < TILE; i++) row[i] = x.at(b, std::min(t + i, last)), sum[i] = _mm512_setzero_ps();
   for (int64_t k = 0; k < x.words; k++) {
     if (k % 16 == 0)
-      for (int i = 0; i < TILE; i++) _mm_prefetch(row[i] + TILE * x.position + k, _MM_HINT_T0); // the next tile's
+      for (int i = 0; i < TILE; i++) {
+        _mm_prefetch(row[i] + TILE * x.position + k, _MM_HINT_T0); // the next tile's
+      }
     __m512bh right = (__m512bh)_mm512_loadu_si512(q + k * LANES);
     for (int i = 0; i < TILE; i++)
       sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)_mm512_set1_epi32(row[i][k]), right);
@@ -77,6 +79,7 @@ __m512 logits_of(const Decode &d, int64_t b, int64_t group, int64_t t, int64_t n
 // the order.
 void add_values(const Decode &d, int64_t b, int64_t t, int64_t n, const uint32_t (&p)[BLOCK / 2][LANES],
                 const float *factor, int64_t heads, float *output) {
+  int64_t step = d.latent.position;
   for (int64_t c = 0; c < d.latent.words; c += WORDS)
     for (int64_t h = 0; h < heads; h += TILE) {
       float *to = output + 2 * (c * LANES + h * WORDS); // (c / 16, h, 0)
@@ -84,15 +87,17 @@ void add_values(const Decode &d, int64_t b, int64_t t, int64_t n, const uint32_t
       for (int i = 0; i < TILE; i++)
         for (int j = 0; j < 2; j++)
           sum[i][j] = _mm512_mul_ps(_mm512_set1_ps(factor[h + i]), _mm512_loadu_ps(to + 32 * i + 16 * j));
-      for (int64_t i = 0; i < n; i += 2) {
-        __m512i first = _mm512_loadu_si512(d.latent.at(b, t + i) + c);
-        __m512i second = _mm512_loadu_si512(d.latent.at(b, t + std::min(i + 1, n - 1)) + c);
-        if (h == 0) // the next block's
-          for (int64_t j = 0; j < 2; j++) _mm_prefetch(d.latent.at(b, t + i + j + BLOCK) + c, _MM_HINT_T1);
+      const uint32_t *row = d.latent.at(b, t) + c;
+      for (int64_t i = 0; i < n; i += 2, row += 2 * step) {
+        __m512i first = _mm512_loadu_si512(row), second = _mm512_loadu_si512(i + 1 < n ? row + step : row);
+        // the next block's, one row for each half of the heads
+        if (h == 0) _mm_prefetch(row + BLOCK * step, _MM_HINT_T1);
+        if (h + TILE >= heads) _mm_prefetch(row + (BLOCK + 1) * step, _MM_HINT_T1);
         __m512bh low = (__m512bh)_mm512_unpacklo_epi16(first, second);
         __m512bh high = (__m512bh)_mm512_unpackhi_epi16(first, second);
+        const uint32_t *weights = &p[i / 2][h];
         for (int k = 0; k < TILE; k++) {
-          __m512bh weight = (__m512bh)_mm512_set1_epi32(p[i / 2][h + k]);
+          __m512bh weight = (__m512bh)_mm512_set1_epi32(weights[k]);
           sum[k][0] = _mm512_dpbf16_ps(sum[k][0], weight, low);
           sum[k][1] = _mm512_dpbf16_ps(sum[k][1], weight, high);
         }
@@ -183,10 +188,9 @@ Rows rows(const Tensor &x, const char *name) {
 
 std::tuple<Tensor, Tensor> latent_attention(const Tensor &given_q, const Tensor &given_q_rope,
                                             const Tensor &given_latent, const Tensor &given_k_rope,
-                                            const MaybeTensor &given_scale, double scale, bool unified) {
+                                            const MaybeTensor &key_scale, double scale, bool unified) {
   Tensor q = contiguous_last_dim(given_q), q_rope = contiguous_last_dim(given_q_rope);
   Tensor latent = contiguous_last_dim(given_latent), k_rope = contiguous_last_dim(given_k_rope);
-  MaybeTensor key_scale = given_scale ? MaybeTensor(contiguous_last_dim(*given_scale)) : std::nullopt;
   for (const Tensor &x : {q, q_rope, latent, k_rope})
     STD_TORCH_CHECK(is_bf16(x), "q_latent, q_rope, latent and k_rope must be bf16 on a CPU");
   STD_TORCH_CHECK(q.dim() == 4 && q_rope.dim() == 4, "q_latent and q_rope must have four dimensions");
@@ -201,11 +205,12 @@ std::tuple<Tensor, Tensor> latent_attention(const Tensor &given_q, const Tensor 
            rows(k_rope, "k_rope")};
   d.heads = nh, d.unified = unified, d.scale = scale;
   if (key_scale) {
-    STD_TORCH_CHECK(is_bf16(*key_scale) && key_scale->dim() == 3 && key_scale->size(0) == B &&
-                        key_scale->size(1) == S && key_scale->size(2) == nh,
-                    "key_scale must be (B, S, nh) in bf16");
+    bool of_keys = is_bf16(*key_scale) && key_scale->dim() == 4 && key_scale->size(0) == B &&
+                   key_scale->size(1) == nh && key_scale->size(2) == S && key_scale->size(3) == 1;
+    STD_TORCH_CHECK(of_keys && (nh == 1 || key_scale->stride(1) == 1),
+                    "key_scale must be (B, nh, S, 1) in bf16, the heads side by side");
     d.key_scale = pointer<uint16_t>(*key_scale);
-    d.scale_batch = key_scale->stride(0), d.scale_row = key_scale->stride(1);
+    d.scale_batch = key_scale->stride(0), d.scale_row = key_scale->stride(2);
   }
   Tensor y = empty({B, nh, 1, kr}, aoti_torch_dtype_bfloat16()), lse = empty({B, nh, 1}, aoti_torch_dtype_float32());
   int64_t words = (kr + dr) / 2, parts = d.parts(), floats = d.groups * d.floats();
@@ -216,9 +221,11 @@ std::tuple<Tensor, Tensor> latent_attention(const Tensor &given_q, const Tensor 
     uint32_t *to = pointer<uint32_t>(packed) + b * d.groups * words * LANES;
     pack(q, b, words, 0, to), pack(q_rope, b, words, kr / 2, to);
   }
+  // A thread takes neighbouring parts: it has then fetched the first block of most
+  int64_t at_once = std::max<int64_t>(1, B * parts / (4 * d.threads));
 #pragma omp parallel num_threads(d.threads)
   {
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, at_once)
     for (int64_t i = 0; i < B * parts; i++) {
       int64_t b = i / parts, first = i % parts * PART;
       attend(d, b, first, std::min(S, first + PART), pointer<uint32_t>(packed) + b * d.groups * words * LANES,

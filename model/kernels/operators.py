@@ -81,10 +81,12 @@ def has_matrix_units() -> bool:
 
 
 def can_attend_latents(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
-    """Whether latent_attention() takes q_latent (B, nh, T, kr): T = 1, all in bf16, kr a multiple of 32,
-    even strides, on a CPU with AVX-512 bf16."""
+    """Whether latent_attention() takes q_latent (B, nh, T, kr): T = 1, all in bf16, kr a multiple of 32, even strides,
+    key_scale's heads side by side, on a CPU with AVX-512 bf16."""
     in_bf16 = all(x is None or x.dtype == torch.bfloat16 for x in (q_latent, latent, k_rope, key_scale))
     if q_latent.size(2) != 1 or latent.size(-1) % 32 or not in_bf16:
+        return False
+    if key_scale is not None and key_scale.size(1) > 1 and key_scale.stride(1) != 1:
         return False
     read = [n for x in (latent, k_rope) for n in (x.size(-1), x.storage_offset(), *x.stride()[:-1])]
     return all(n % 2 == 0 for n in read) and available(latent) and attends()
@@ -154,7 +156,7 @@ def latent_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """latent_attention() of ops.py for one query a head, without a derivative: the output (B, nh, 1, kr) and the
     log-sum-exp (B, nh, 1) in fp32 of q_latent (B, nh, 1, kr), q_rope (B, nh, 1, dr), latent (B, S, kr),
-    k_rope (B, S, dr), key_scale (B, S, nh)."""
+    k_rope (B, S, dr), key_scale (B, nh, S, 1), the heads side by side."""
     return nanoqk.latent_attention(q_latent, q_rope, latent, k_rope, key_scale, scale, unified)
 
 

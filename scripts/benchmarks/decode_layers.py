@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core.device import resolve_device, resolve_dtype, synchronize
-from model.generate import kv_cache_dtype
+from model.generate import decoding_weights, kv_cache_dtype
 from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope
 from model.ops import causal_attention
 from scripts.benchmarks.timing import Turn, Work
@@ -89,8 +89,8 @@ class Absorbed(Layer):
         cache: LatentCache = self.attn.new_cache(batch, context + ROOM, weight.dtype)
         cache.latent = shared.setdefault("latent", cache.latent)
         self.cache = cache
-        tensors = (cache.latent, cache.k_rope, cache.key_scale, cache.mean_term)
-        return [tensor[:, :context] for tensor in tensors if tensor is not None]
+        of_heads = [x[:, :, :context] for x in (cache.key_scale, cache.mean_term) if x is not None]
+        return [cache.latent[:, :context], cache.k_rope[:, :context], *of_heads]
 
     def write(self, latent: Tensor, k_rope: Tensor, pos: int) -> None:
         self.attn.write_cache(latent, self.attn.content_keys(latent), k_rope, self.rope, self.cache, pos)
@@ -132,10 +132,13 @@ def layer(name: str, config: TrainConfig, batch: int, shared: Shared) -> tuple[d
     dtype = resolve_dtype(config.dtype, device)
     gpt = GPT(config.gpt, vocab_size=1)
     gpt.init_weights(config.seed)
-    attn: MultiHeadLatentAttention = gpt.attentions[0].to(device, dtype).eval()
+    gpt.to(device).eval()
+    for attributes, values in decoding_weights(gpt, dtype):  # as in generate()
+        attributes.update(values)
+    attn: MultiHeadLatentAttention = gpt.attentions[0]
     for key, weight in attn.named_parameters():
         weight.data = shared.setdefault(key, weight.data)
-    rope: Rope = (gpt.cos.to(device), gpt.sin.to(device))  # type: ignore[assignment]
+    rope: Rope = (gpt.cos, gpt.sin)  # type: ignore[assignment]
     context, generator = config.model.block_size, torch.Generator(device).manual_seed(config.seed)
 
     def draw(*shape: int) -> Tensor:
