@@ -494,12 +494,12 @@ class MultiHeadLatentAttention(CausalAttention):
         w_uk, w_uv = self.c_kv_b.matrix().split(self.c_kv_b.split_sizes)
         return w_uk.view(self.n_head, self.nope_dim, self.kv_rank), w_uv.view(self.n_head, self.v_dim, self.kv_rank)
 
-    def key_gains(self) -> tuple[Tensor | float, Tensor | float]:
+    def key_gains(self) -> tuple[Tensor | None, Tensor | float]:
         """The key gain of the content, and in the unified layout of the RoPE block."""
         gain = self.k_norm.head_gain
-        if gain is None:
-            return 1.0, 1.0
-        return self.split(gain) if self.unified else (gain, 1.0)
+        if gain is None or not self.unified:
+            return gain, 1.0
+        return self.split(gain)
 
     def content_keys(self, latent: Tensor) -> Tensor | None:
         """Content keys (B, nh, T, dn) of latents (B, T, kr) before their norm; None without a QK norm."""
@@ -527,11 +527,13 @@ class MultiHeadLatentAttention(CausalAttention):
         """Write T positions, the first at `pos`, to the cache; attend to all pos + T positions -> (B, nh, T, dv)."""
         T = q_nope.size(2)
         gain, rope_gain = self.key_gains()
-        q_content = q_nope * gain
-        if self.k_norm.centred and not self.unified:  # q . (k - mean k) = (q - mean q) . k
-            q_content = q_content - q_content.mean(-1, keepdim=True)
+        q_content, dtype = q_nope, q_nope.dtype
+        if self.k_norm.centred:
+            q_content, gain = q_content if gain is None else q_content * gain, None
+            if not self.unified:  # q . (k - mean k) = (q - mean q) . k
+                q_content = q_content - q_content.mean(-1, keepdim=True)
         w_uk, w_uv = self.up_projections()
-        q_latent, k_nope = ops.absorb(w_uk.to(q_nope.dtype), q_content.to(q_nope.dtype), latent, self.normed)
+        q_latent, k_nope = ops.absorb(w_uk.to(dtype), q_content.to(dtype), gain, latent, self.normed)
         self.write_cache(latent, k_nope, k_rope, rope, cache, pos)
         shift = None  # s m [g_n . q_n + q_r . R g_r]
         if cache.mean_term is not None:

@@ -408,13 +408,12 @@ def each_head(x: Tensor, w: Tensor) -> Tensor:
     return (x.transpose(0, 1).reshape(nh, B * T, -1) @ w).view(nh, B, T, -1).transpose(0, 1)
 
 
-def absorb(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
-    """Absorb the key projection w (nh, dn, kr) into queries: q w, (B, nh, T, dn) -> (B, nh, T, kr).
-
-    with_keys: also the content keys (B, nh, T, dn) of the latents (B, T, kr); a kernel reads w once for both.
-    """
+def absorb(w: Tensor, q: Tensor, gain: Tensor | None, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
+    """Absorb the key projection w (nh, dn, kr) into queries: (gain q) w, (B, nh, T, dn) -> (B, nh, T, kr). with_keys:
+    also the content keys (B, nh, T, dn) of the latents (B, T, kr); a kernel reads w once for both."""
     if q.size(0) * q.size(2) == 1 and not torch.is_grad_enabled() and kernels.can_normalize(latent):
-        return kernels.absorb(w, q, latent, with_keys)
+        return kernels.absorb(w, q, gain, latent, with_keys)
+    q = q if gain is None else (q * gain).to(q.dtype)
     return each_head(q, w), content_keys(w, latent) if with_keys else None
 
 
@@ -442,7 +441,7 @@ def latent_attention(
         with torch.autocast(q.device.type, enabled=False):
             y, lse = latent_attention(q, q_r, latent, k_rope, key_scale, shift, scale, unified, bend, with_lse)
         return y.to(q_latent.dtype), lse
-    if shift is None and bend is None and not with_lse and fits_triton(q_latent, latent, k_rope):
+    if shift is None and bend is None and not with_lse and fits_triton(q_latent, latent, k_rope, key_scale):
         from model.kernels.mla_decode_triton import attend_latents
 
         s = None if key_scale is None else key_scale.squeeze(-1).mT  # (B, S, nh)
@@ -460,11 +459,12 @@ def latent_attention(
     return latent_attention_reference(*inputs, scale, unified, bend, with_lse)
 
 
-def fits_triton(q_latent: Tensor, latent: Tensor, k_rope: Tensor) -> bool:
-    """Whether kernels/mla_decode_triton.py takes q_latent (B, nh, T, kr): T = 1, CUDA, 16 bits, powers of two."""
+def fits_triton(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
+    """Whether kernels/mla_decode_triton.py takes these: T = 1, CUDA, 16 bits, powers of two, scales as a cache's."""
+    scales = key_scale is None or key_scale.stride()[1:3] == (1, key_scale.size(1))
     kr, dr = latent.size(-1), k_rope.size(-1)
     sizes = q_latent.size(2) == 1 and kr in (64, 128, 256, 512) and dr in (16, 32, 64, 128)
-    return HAS_TRITON and latent.is_cuda and latent.itemsize == 2 and sizes and not q_latent.requires_grad
+    return HAS_TRITON and latent.is_cuda and latent.itemsize == 2 and sizes and scales and not q_latent.requires_grad
 
 
 def latent_attention_reference(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from model import ops
 from model.kernels import build, operators
 
 fp32, bf16 = torch.float32, torch.bfloat16
@@ -47,7 +48,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "lp_norm": [(x, None, 3.0), (half, alpha, 1.5), (x[:, :1].expand_as(x), alpha[:1], 2.0)],
     "lp_norm_backward": [(y, x, alpha, 3.0), (y, x, None, 4.0)],
     "inverse_lp_norm": [(half, 1.0)],
-    "absorb": [(w, q, latent, True), (w, q, latent, False)],
+    "absorb": [(w, q, None, latent, True), (w, q, draw(5), latent, False), (w, q, draw(4, 1, 5), latent, True)],
     "decoding_linear": [(one, matrix.to(bf16)), (one.mT.contiguous().mT, matrix.to(bf16))],
     "linear": [(half, matrix), (values.mT.contiguous().mT, matrix[:16])],
     "linear_backward": [(to_matrix, half, matrix), (to_matrix.mT.contiguous().mT, half, matrix)],
@@ -77,8 +78,8 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
         (x, None, 2.2), (x, None, 0.5), (x, None, 4.5), (x, alpha[:2], 3.0), (x[0, 0], alpha, 3.0), (x, weight, 3.0),
     ],
     "absorb": [
-        (w, q[:, :3], latent, True), (w, q, latent[..., 1:], True), (w, q.to(bf16), latent, True),
-        (w[0], q, latent, True),
+        (w, q[:, :3], None, latent, True), (w, q, None, latent[..., 1:], True), (w, q.to(bf16), None, latent, True),
+        (w[0], q, None, latent, True), (w, q, draw(4), latent, True), (w, q, draw(5, 5), latent, True),
     ],
     "decoding_linear": [
         (one, matrix), (one.float(), matrix.to(bf16)), (one[..., :16], matrix.to(bf16)), (one, matrix.to(bf16)[:, :16]),
@@ -173,6 +174,16 @@ def test_every_operator_passes_opcheck(name: str) -> None:
 
 def leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+@needs_attention
+def test_scales_whose_heads_lie_apart_are_left_to_pytorch() -> None:
+    given = (one, one_rope, latents, k_ropes)
+    apart = key_scale.contiguous()
+    assert operators.can_attend_latents(one, latents, k_ropes, key_scale)
+    assert not operators.can_attend_latents(one, latents, k_ropes, apart)
+    y, by_pytorch = (ops.latent_attention(*given, s, None, 0.2, True)[0] for s in (key_scale, apart))
+    torch.testing.assert_close(y, by_pytorch, rtol=2.0**-7, atol=2.0**-7)
 
 
 @pytest.mark.parametrize("name", each(WRONG))
@@ -289,6 +300,7 @@ def test_no_kernel_has_a_second_derivative(name: str) -> None:
 LOADS = """
 import sys, torch
 from pathlib import Path
+from model import ops
 from model import ops
 from model.kernels import build, operators
 if len(sys.argv) > 1:  # compiled before

@@ -166,14 +166,17 @@ def test_norms_do_not_depend_on_the_number_of_threads(p: float, dtype: torch.dty
 
 
 @BOTH
+@pytest.mark.parametrize("gains", [None, "one", "each"])
 @pytest.mark.parametrize("nh,n,rank", [(16, 128, 512), (3, 5, 7), (1, 1, 1)])
-def test_absorb_is_its_reference(nh: int, n: int, rank: int, dtype: torch.dtype) -> None:
+def test_absorb_is_its_reference(nh: int, n: int, rank: int, gains: str | None, dtype: torch.dtype) -> None:
+    gain = {None: None, "one": draw(n, seed=3), "each": draw(nh, 1, n, seed=3)}[gains]
     w, q, latent = draw(nh, n, rank).to(dtype), draw(1, nh, 1, n, seed=1).to(dtype), draw(1, 1, rank, seed=2).to(dtype)
     with torch.no_grad():
-        q_latent, k = ops.absorb(w, q, latent, True)
-        alone, none = ops.absorb(w.mT.contiguous().mT, q, latent, False)
+        q_latent, k = ops.absorb(w, q, gain, latent, True)
+        alone, none = ops.absorb(w.mT.contiguous().mT, q, gain, latent, False)
     assert none is None and torch.equal(alone, q_latent) and k is not None and k.dtype == torch.float32
-    exact_q, exact_k = ops.absorb(w.double(), q.double(), latent.double(), True)
+    exact = None if gain is None else gain.double()
+    exact_q, exact_k = ops.absorb(w.double(), q.double(), exact, latent.double(), True)
     assert exact_k is not None and q_latent.shape == exact_q.shape and q_latent.dtype == dtype
     torch.testing.assert_close(k.double(), exact_k, rtol=0, atol=1e-6 * rank)
     torch.testing.assert_close(q_latent.double(), exact_q, rtol=ULP[dtype], atol=1e-6 * n)
@@ -369,6 +372,7 @@ def test_what_a_call_leaves_behind_does_not_show_in_the_next(dropped: int) -> No
 LATENTS = {  # B, nh, S, kr, dr
     "one position": (2, 16, 1, 64, 16), "an odd number": (1, 4, 37, 32, 2), "three parts": (2, 12, 2500, 64, 16),
     "two groups of heads": (1, 20, 1030, 96, 32), "DeepSeek-V3's shard": (1, 16, 300, 512, 64),
+    "one head": (2, 1, 70, 32, 2),
 }  # fmt: skip
 
 

@@ -222,7 +222,7 @@ std::tuple<Tensor, Tensor> latent_attention(const Tensor &given_q, const Tensor 
     pack(q, b, words, 0, to), pack(q_rope, b, words, kr / 2, to);
   }
   // A thread takes neighbouring parts: it has then fetched the first block of most
-  int64_t at_once = std::max<int64_t>(1, B * parts / (4 * d.threads));
+  int64_t at_once = std::max<int64_t>(1, B * parts / (8 * d.threads));
 #pragma omp parallel num_threads(d.threads)
   {
 #pragma omp for schedule(dynamic, at_once)

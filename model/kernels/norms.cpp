@@ -36,7 +36,9 @@ struct Call {
 struct Fold {
   int64_t heads, n, rank, itemsize, threads;
   const void *w, *q, *latent; // (heads, n, rank), (heads, n), (rank)
-  void *q_latent;             // (heads, rank): q w
+  const float *gain;          // (n) or (heads, n) numbers, or null
+  int64_t gain_of_head;       // n or 0: from the gains of a head to those of the next
+  void *q_latent;             // (heads, rank): (gain q) w
   float *k;                   // (heads, n): w latent; or null
 };
 
@@ -313,6 +315,7 @@ template <class T> void fold_heads(const Fold &f) {
     for (int64_t d = 0; d < f.n; d++) {
       const T *row = w + (h * f.n + d) * f.rank;
       float along = 0, factor = to_float(q[h * f.n + d]);
+      if (f.gain) factor *= f.gain[h * f.gain_of_head + d];
 #pragma omp simd reduction(+ : along)
       for (int64_t e = 0; e < f.rank; e++) {
         float x = to_float(row[e]);
@@ -428,17 +431,20 @@ std::tuple<Tensor, Tensor> lp_norm_backward(const Tensor &grad, const Tensor &x,
 }
 Tensor inverse_lp_norm(const Tensor &x, double p) { return inverse(x, twice(p), 0); }
 
-std::tuple<Tensor, Tensor> absorb(const Tensor &given_w, const Tensor &given_q, const Tensor &given_latent,
-                                  bool with_keys) {
+std::tuple<Tensor, Tensor> absorb(const Tensor &given_w, const Tensor &given_q, const MaybeTensor &given_gain,
+                                  const Tensor &given_latent, bool with_keys) {
   STD_TORCH_CHECK(given_w.dim() == 3, "w must be (nh, n, rank)");
   Tensor w = as_contiguous(given_w), q = as_contiguous(given_q), latent = as_contiguous(given_latent);
   int64_t nh = w.size(0), n = w.size(1), rank = w.size(2), size = itemsize(w, "w");
   STD_TORCH_CHECK(rank <= MAX_CHANNELS && q.numel() == nh * n && latent.numel() == rank, "q or latent does not fit w");
   STD_TORCH_CHECK(itemsize(q, "q") == size && itemsize(latent, "latent") == size, "w, q and latent must have one type");
+  MaybeTensor gain = exact(given_gain);
+  STD_TORCH_CHECK(!gain || gain->numel() == n || gain->numel() == nh * n, "gain must be (n) or (nh, 1, n)");
   Tensor q_latent = empty({1, nh, 1, rank}, size == 2 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32());
   Tensor k = empty({with_keys ? 1 : 0, nh, 1, n}, aoti_torch_dtype_float32());
   Fold f{nh, n, rank, size, torch::stable::get_num_threads(), w.data_ptr(), q.data_ptr(), latent.data_ptr(),
-         q_latent.data_ptr(), with_keys ? pointer<float>(k) : nullptr};
+         pointer<float>(gain), gain && gain->numel() > n ? n : 0, q_latent.data_ptr(),
+         with_keys ? pointer<float>(k) : nullptr};
   size == 2 ? fold_heads<bf16>(f) : fold_heads<float>(f);
   return {q_latent, k};
 }
@@ -450,7 +456,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
   m.def("lp_norm(Tensor x, Tensor? alpha, float p) -> Tensor");
   m.def("lp_norm_backward(Tensor grad, Tensor x, Tensor? alpha, float p) -> (Tensor, Tensor)");
   m.def("inverse_lp_norm(Tensor x, float p) -> Tensor");
-  m.def("absorb(Tensor w, Tensor q, Tensor latent, bool with_keys) -> (Tensor, Tensor)");
+  m.def("absorb(Tensor w, Tensor q, Tensor? gain, Tensor latent, bool with_keys) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {

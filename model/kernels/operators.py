@@ -121,10 +121,11 @@ def inverse_lp_norm(x: Tensor, p: float) -> Tensor:
     return nanoqk.inverse_lp_norm(x, p)
 
 
-def absorb(w: Tensor, q: Tensor, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
+def absorb(w: Tensor, q: Tensor, gain: Tensor | None, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
     """One token's queries and keys through an up-projection w (nh, n, rank) in one pass over it, without a derivative:
-    queries q (1, nh, 1, n) -> (1, nh, 1, rank), and with_keys its latent (1, 1, rank) -> (1, nh, 1, n) in fp32."""
-    q_latent, k = nanoqk.absorb(w, q, latent, with_keys)
+    queries q (1, nh, 1, n) times gain (n) or (nh, 1, n) -> (1, nh, 1, rank), and with_keys its latent (1, 1, rank) ->
+    (1, nh, 1, n) in fp32."""
+    q_latent, k = nanoqk.absorb(w, q, gain, latent, with_keys)
     return q_latent, k if with_keys else None
 
 
@@ -247,7 +248,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "lp_norm": lambda x, alpha, p: like_vectors(x),
     "lp_norm_backward": lambda grad, x, alpha, p: (like_vectors(x), like_factor(x, alpha)),
     "inverse_lp_norm": lambda x, p: like_scale(x),
-    "absorb": lambda w, q, latent, with_keys: (
+    "absorb": lambda w, q, gain, latent, with_keys: (
         q.new_empty(1, w.size(0), 1, w.size(2)),
         q.new_empty(int(with_keys), w.size(0), 1, w.size(1), dtype=torch.float32),
     ),

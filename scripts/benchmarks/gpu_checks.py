@@ -186,8 +186,8 @@ def kernel_error(device: torch.device, norm: str) -> Row:
     for B, S in ((1, 65536), (3, 4097), (128, 1000)):
         shapes = ((B, 16, 1, 512), (B, 16, 1, 64), (B, S, 512), (B, S, 64), (B, S, 16))
         q, q_rope, latent, k_rope, s = (torch.randn(shape, device=device).bfloat16() for shape in shapes)
-        scalars = None if norm == "none" else 0.5 + s.abs()
-        assert ops.fits_triton(q, latent, k_rope), "the kernel does not take these shapes"
+        scalars = None if norm == "none" else (0.5 + s.abs()).mT[..., None]
+        assert ops.fits_triton(q, latent, k_rope, scalars), "the kernel does not take these shapes"
         rest = (None, 0.08, norm == "unified")  # shift, scale, unified
         y, _ = ops.latent_attention(q, q_rope, latent, k_rope, scalars, *rest)
         exact = (x if x is None else x.double() for x in (q, q_rope, latent, k_rope, scalars))
