@@ -41,9 +41,7 @@ inline void products(const Rows &x, int64_t b, int64_t t, int64_t last, const ui
   for (int i = 0; i < TILE; i++) row[i] = x.at(b, std::min(t + i, last)), sum[i] = _mm512_setzero_ps();
   for (int64_t k = 0; k < x.words; k++) {
     if (k % 16 == 0)
-      for (int i = 0; i < TILE; i++) {
-        _mm_prefetch(row[i] + TILE * x.position + k, _MM_HINT_T0); // the next tile's
-      }
+      for (int i = 0; i < TILE; i++) _mm_prefetch(row[i] + TILE * x.position + k, _MM_HINT_T0); // the next tile's
     __m512bh right = (__m512bh)_mm512_loadu_si512(q + k * LANES);
     for (int i = 0; i < TILE; i++)
       sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)_mm512_set1_epi32(row[i][k]), right);
