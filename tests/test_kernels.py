@@ -301,7 +301,6 @@ LOADS = """
 import sys, torch
 from pathlib import Path
 from model import ops
-from model import ops
 from model.kernels import build, operators
 if len(sys.argv) > 1:  # compiled before
     build.compile_library = lambda command, scratch: Path(sys.argv[1])
