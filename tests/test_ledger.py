@@ -1,9 +1,12 @@
 """scripts/reporting/ledger.py: a claim's row from a stored study."""
 
+import itertools
+import math
 from pathlib import Path
 
 import pytest
 from test_report import Made, falling, sweep_of
+from test_report_rates import at_rates
 
 from core.schema import ConfigError
 from scripts import report
@@ -65,6 +68,55 @@ A paper:
     assert "near: 1.50 (1.46 to 1.55)" in row[1] and row[2] == "no power"  # 1.545, below the limit
     (tmp_path / "ledger.yaml").write_text(rows.rpartition("    - {")[0])
     assert claims(tmp_path / "ledger.yaml")[0][2] == "reproduced"  # alone
+
+
+STABLE_ROW = """
+A paper:
+- claim: stable at a higher rate
+  direction: higher
+  least: 1.0
+  parts: [{study: rates, metric: highest stable rate, weights: {p=3: 1, p=2: -1}}]
+"""
+
+
+def test_a_stable_rate_is_known_to_the_step_of_its_grid(results: Path, tmp_path: Path) -> None:
+    """Readings that differ by 0.2 doublings on average leave room for a whole one, where the grid's step is one; not
+    where it is half of one; and for anything where the highest rate of the grid is stable."""
+    (tmp_path / "ledger.yaml").write_text(STABLE_ROW)
+    for step, top, verdict in ((2.0, False, "no power"), (2**0.5, False, "excluded"), (2**0.5, True, "no power")):
+        made = Made(tmp_path / f"rates_{step}_{top}")
+        for seed, p in itertools.product(range(1, 11), (2, 3)):
+            last = 2 if p == 3 and seed == 1 else 1  # the highest rate of the grid that this run stands
+            at_rates(
+                made, p, seed, {0.1 * step**i: falling(2.0) if i <= last else {0: 4.0} for i in range(3 if top else 4)}
+            )
+        report.report(sweep_of(made.path), results / "rates", [])
+        (row,) = claims(tmp_path / "ledger.yaml")
+        assert row[2] == verdict, (row, step)
+        assert f"grid ± {'inf' if top else format(math.log2(step), '.3g')})" in row[1]
+
+
+def test_an_exclusion_is_corrected_over_the_row(results: Path, tmp_path: Path) -> None:
+    """Of one part the least difference is excluded (p = 0.036), of two that say the same it is not."""
+    rows = """
+A paper:
+- claim: near text is lower
+  direction: lower
+  least: 0.04
+  parts:
+    - {label: "p = 2:", study: leak, weights: {"split=near,p=2": 1, "split=far,p=2": -1}}
+    - {label: "p = 4:", study: leak, weights: {"split=near,p=4": 1, "split=far,p=4": -1}}
+"""
+    (tmp_path / "ledger.yaml").write_text(rows)
+    made = Made(tmp_path / "leak")
+    for fold, noise in enumerate((0.0, 0.0117, -0.0117)):
+        for p in (2, 4):
+            made.run(f"split=near,p={p}", fold, falling(1.5 + noise))
+            made.run(f"split=far,p={p}", fold, falling(1.5))
+    report.report(sweep_of(made.path), results / "leak", [])
+    assert claims(tmp_path / "ledger.yaml")[0][2] == "no power"
+    (tmp_path / "ledger.yaml").write_text(rows.rpartition("    - {")[0])
+    assert claims(tmp_path / "ledger.yaml")[0][2] == "excluded"
 
 
 def test_a_study_that_is_not_stored_is_refused(results: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -209,7 +210,11 @@ def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:
     assert re.search(
         r"\| claim: A is earlier.* \| A − B in iteration of the lowest validation loss \(95 % interval\) \|", text
     )
-    assert "| p=3 | earlier | reproduced | −12.0 (−18.9 to −5.1) |" in text
+    step = sweep.runs[0].config["eval_interval"]
+    assert f"| p=3 | earlier | reproduced | −12.0 (−18.9 to −5.1, grid ± {2 * step}) |" in text
+    (one,), asked = family.comparisons[0], family.asked
+    assert one.judged(asked) == "reproduced" and one.judged(replace(asked, claim="higher")) == "excluded"
+    assert (one.grid, one.judged(replace(asked, claim="higher", least=1.0))) == (2 * step, "excluded")
     assert "difference_where" not in text and "### Iteration of the lowest" in text and "### Lowest" not in text
 
 

@@ -26,6 +26,7 @@ from scripts.reporting.statistics import (
     judge,
     mean_curve,
     n_needed,
+    paired_p,
     shared_text,
 )
 from scripts.reporting.tables import comparison_table, part_table
@@ -195,10 +196,69 @@ def test_a_claim_is_judged_by_its_interval(
     assert judge(Estimate(0.0, low, high, 5), "lower", size, least) == verdict
     assert judge(None, "lower", size, least) == "not tested"
     if verdict in ("reproduced", "smaller"):  # what Holm's correction does not bear out
-        assert judge(Estimate(0.0, low, high, 5), "lower", p=0.06) == "no power"
-        assert judge(Estimate(0.0, low, high, 5), "lower", size, least, p=0.04) == verdict
+        assert judge(Estimate(0.0, low, high, 5), "lower", p={0: 0.06}) == "no power"
+        assert judge(Estimate(0.0, low, high, 5), "lower", size, least, p={0: 0.04}) == verdict
     mirrored = Estimate(0.0, None if high is None else -high, None if low is None else -low, 5)
     assert judge(mirrored, "higher", size, least) == verdict
+
+
+def holm_by_hand(p: Sequence[float]) -> list[float]:
+    """Independent of holm(): each p is compared with every subset of the family that has it (a closed test)."""
+    subsets = [c for k in range(1, len(p) + 1) for c in itertools.combinations(range(len(p)), k)]
+    return [min(1.0, max(len(c) * min(p[j] for j in c) for c in subsets if i in c)) for i in range(len(p))]
+
+
+@pytest.mark.parametrize("claim", ["lower", "higher"])
+def test_an_exclusion_is_corrected_over_its_family_as_a_reproduction_is(claim: str, tmp_path: Path) -> None:
+    """Four settings that differ from p = 2 by noise around 0, claimed to be worth 0.01: for p = 3 alone the claim would
+    be excluded, in the family of four it is not."""
+    noise = 0.0062 * np.array([-1.3, -0.4, 0.1, 0.5, 1.1])
+    sign = 1 if claim == "higher" else -1
+    asked: dict[str, Any] = {"baseline": "p=2", "settings": ["*"], "claim": claim, "least": 0.01}
+    made = Made(tmp_path / "sweep", compare={"all": asked, "alone": {**asked, "settings": ["p=3"]}})
+    for fold in range(5):
+        made.run("p=2", fold, falling(1.5))
+        for i, p in enumerate((3, 4, 5, 6)):
+            made.run(f"p={p}", fold, falling(1.5 + sign * (0.0002 * i + noise[fold])))
+    every, alone = compared_families(sweep_of(made.path))
+    shared = 1 / 9  # of ten folds, five of which have runs
+
+    def p_of(differences: Sequence[float]) -> float:
+        t = stats.ttest_1samp(differences, sign * 0.01)
+        return float(2 * stats.t.sf(abs(t.statistic) * (0.2 / (0.2 + shared)) ** 0.5, t.df))
+
+    by_hand = [p_of([*c.differences.values()]) for c in every.comparisons[0]]
+    adjusted = [c.p_limits[sign * 0.01] for c in every.comparisons[0]]
+    assert adjusted == pytest.approx(holm_by_hand(by_hand)) and by_hand[0] < 0.05 < min(holm_by_hand(by_hand))
+    assert [c.judged(every.asked) for c in every.comparisons[0]] == ["no power"] * 4
+    assert alone.comparisons[0][0].judged(alone.asked) == "excluded"
+
+
+def test_a_size_that_holds_is_not_ruled_out_by_the_grid_that_it_is_read_off() -> None:
+    """Thresholds that differ by one step on average, as is claimed. A grid whose first points lie close below the lower
+    ones reads half a step: readings alone rule the claim out in most of 200 studies of twelve seeds."""
+    rng, excluded = np.random.default_rng(0), {0.0: 0, 1.0: 0}
+    for _ in range(200):
+        b = rng.uniform(0.01, 0.03, 12)
+        a = b + 1 + rng.normal(0, 0.3, 12)
+        readings = [*map(float, np.floor(a) - np.floor(b))]
+        for grid in excluded:
+            p = paired_p(readings, limit=1.0, grid=grid)
+            excluded[grid] += p is not None and p <= 0.05
+    assert excluded[1.0] == 0 and excluded[0.0] > 100, excluded
+
+
+def test_equal_values_have_equal_readings_so_a_grid_leaves_the_test_against_zero() -> None:
+    readings, moved = [1.0, 0.0, 1.0, 2.0, 1.0], [1.0, 0.0, 1.0, 2.0, 3.0]
+    assert (
+        paired_p(readings, 0.0, 0.0, 5.0) == paired_p(readings) == pytest.approx(stats.ttest_1samp(readings, 0).pvalue)
+    )
+    for values, grid in ((readings, 0.25), (moved, 0.5)):
+        shifted = stats.ttest_1samp(values, 4.0 - grid).pvalue  # the nearest that the grid leaves open
+        assert paired_p(values, 0.0, 4.0, grid) == pytest.approx(shifted)
+    assert paired_p(readings, 0.0, 1.2, 0.5) == 1.0
+    wide = Estimate(-0.01, -0.03, 0.01, 5, grid=0.03)
+    assert judge(wide, "lower", size=0.05) == "no power" and judge(wide, "lower", size=0.07) == "excluded"
 
 
 def test_pairs_are_matched_by_seed_and_fold(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ computed from the committed studies."""
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -17,7 +18,9 @@ from scripts.reporting.runs import Curve, Replicate, Sweep
 from scripts.reporting.statistics import (
     Estimate,
     Family,
+    claimed_limits,
     compared_families,
+    grid_step,
     holm,
     independent,
     interval,
@@ -77,16 +80,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """A part's number: its interval, the p of the test that decides, and what it was computed from.
+    """A part's number: its interval, what it was computed from, and p of the test that decides.
 
-    p: of a difference from zero, or from the row's limit. p_in_study: by Holm over the study's own comparison, where it
-    compares these two settings.
+    p: what it is tested against -> p; {} for a ratio of a benchmark. p_in_study: the same by Holm over the study's own
+    comparison, where it compares these two settings.
     """
 
     estimate: Estimate
-    p: float | None
     scale: str
-    p_in_study: float | None = None
+    p: Mapping[float, float | None]
+    p_in_study: Mapping[float, float]
 
 
 def ledger(file: Path = RESULTS / "ledger.yaml") -> str:
@@ -106,7 +109,7 @@ def table(given: Sequence[dict[str, Any]]) -> Table:
 
 def cells(row: Row, parts: Sequence[Part]) -> list[str]:
     """All but the claim's. A cell of several numbers has one a line."""
-    found = [measured(part, row.limit or 0.0) for part in parts]
+    found = [measured(part, tested_against(row)) for part in parts]
     ours = [f"{part.label} {written(part, one.estimate)}".strip() for part, one in zip(parts, found, strict=True)]
     scales = dict.fromkeys(one.scale for one in found)
     link = f"[{Path(row.figure).stem}]({row.figure})" if row.figure else "–"
@@ -114,17 +117,27 @@ def cells(row: Row, parts: Sequence[Part]) -> list[str]:
     return [said, verdicts(row, parts, found), row.paper, row.scale or "; ".join(scales) or "–", link]
 
 
+def tested_against(row: Row) -> list[float]:
+    """The numbers that each part of a row is tested against."""
+    return [0.0, *claimed_limits(row.direction, row.size, row.least)] if row.limit is None else [row.limit]
+
+
 def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
-    """The verdict on each part, named where they differ. One that Holm's correction does not bear out has no power."""
+    """The verdict on each part, named where they differ. Every test is corrected by Holm over the row, and over the
+    study's own comparison."""
     if row.verdict is not None or not found or (row.direction is None and row.limit is None):
         return row.verdict or "–"
+    adjusted: list[dict[float, float | None]] = [{} for _ in found]
+    for limit in tested_against(row):
+        for one, of_one, p in zip(found, adjusted, holm([one.p.get(limit) for one in found]), strict=True):
+            of_one[limit] = None if p is None else max(p, one.p_in_study.get(limit, 0.0))
     words: list[str] = []
-    for one, p in zip(found, holm([one.p for one in found]), strict=True):
+    for one, of_one in zip(found, adjusted, strict=True):
         if row.limit is not None:
-            words.append(against_limit(one.estimate, row.limit, p))
-            continue
-        assert row.direction is not None
-        words.append(judge(one.estimate, row.direction, row.size, row.least, max(p or 0.0, one.p_in_study or 0.0)))
+            words.append(against_limit(one.estimate, row.limit, of_one[row.limit]))
+        else:
+            assert row.direction is not None
+            words.append(judge(one.estimate, row.direction, row.size, row.least, of_one))
     if len(set(words)) == 1:
         return words[0]
     return "; ".join(f"{part.label} {word}" for part, word in zip(parts, words, strict=True))
@@ -149,32 +162,34 @@ def written(part: Part, estimate: Estimate) -> str:
 # Numbers
 
 
-def measured(part: Part, against: float) -> Found:
-    """against: the number that the test compares it with."""
+def measured(part: Part, limits: Sequence[float]) -> Found:
+    """limits: the numbers that it is tested against."""
     if part.file:
         return from_json(part)
-    sweep = stored(part.study)
+    sweep, grid = stored(part.study), 0.0
     if part.metric == STABLE:
         values = {variant: stable_rates(sweep, variant) for variant in part.weights}
+        grid = max(doublings(sweep, variant, values[variant].values()) for variant in part.weights)
         by_rate = [runs for variant in part.weights for runs in runs_by_rate(sweep)[variant].values()]
         runs = [run for of_rate in by_rate for run in of_rate if run.done]
     else:
         values = {setting: values_of(sweep, setting, part.metric) for setting in part.weights}
         runs = [run for setting in part.weights for run in sweep.done(setting)]
+        grid = grid_step(runs, part.metric) * sum(map(abs, part.weights.values()))
     common = [r for r in next(iter(values.values())) if all(r in of_setting for of_setting in values.values())]
     shared = shared_text([run for run in runs if run.replicate in common])
     require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
     of_each = {r: sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common}
     sums = independent(of_each, shared > 0)
     shared = shared if len(part.weights) > 1 else 0.0  # the correction is for differences
-    estimate = interval(sums, shared)
+    estimate = interval(sums, shared, grid=grid)
     seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
     kind = "seeds" if folds == 1 else "folds" if seeds == 1 else f"folds of {seeds} seeds"
     sizes = {run.summary["parameters"] / 1e6 for run in runs}
     millions = sorted({round(n, 1) if n >= 10 else float(f"{n:.2g}") for n in sizes})
     size = f"{' and '.join(f'{n:g}M' for n in millions)}, {runs[0].config['max_iters']:,} iterations"
-    p = paired_p([x - against for x in sums], shared)
-    return Found(estimate, p, f"{estimate.n} {kind}, {size}", p_in_study(sweep, part))
+    p = {limit: paired_p(sums, shared, limit, grid) for limit in limits}
+    return Found(estimate, f"{estimate.n} {kind}, {size}", p, {limit: p_in_study(part, limit) for limit in limits})
 
 
 @functools.cache
@@ -207,6 +222,14 @@ def growth(curve: Curve, first: int, last: int) -> float | None:
     return fmean(end) / fmean(start) - 1 if start and end else None
 
 
+def doublings(sweep: Sweep, variant: str, stable: Collection[float]) -> float:
+    """How far above a highest stable rate the grid's next one lies, in doublings; infinite where there is none. Between
+    the two nothing is known."""
+    rates = [math.log2(rate) for rate in runs_by_rate(sweep)[variant]]
+    steps = [above - below for below, above in pairwise(rates)]
+    return math.inf if max(stable) >= rates[-1] else max(steps)
+
+
 def stable_rates(sweep: Sweep, variant: str) -> dict[Replicate, float]:
     """The highest stable learning rate of each seed and fold, as a power of two."""
     found = stable_by_replicate(runs_by_rate(sweep)[variant])
@@ -214,15 +237,17 @@ def stable_rates(sweep: Sweep, variant: str) -> dict[Replicate, float]:
     return {replicate: math.log2(rate or 1) for replicate, rate in found.items()}
 
 
-def p_in_study(sweep: Sweep, part: Part) -> float | None:
-    """The largest p, by Holm, of the comparisons of these two settings and this metric in the study's report."""
+def p_in_study(part: Part, limit: float) -> float:
+    """The largest p against `limit`, by Holm, of the comparisons of these two settings and this metric in the study's
+    report; 0 where it has none."""
     found: list[float | None] = []
-    asked = (part.weights, {setting: -weight for setting, weight in part.weights.items()})  # A − B or B − A
     for family in families_of(part.study):
         for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):
-            if metric.column == part.metric:
-                found += [c.adjusted[c.deciding_test] for c in comparisons if {c.a: 1, c.b: -1} in asked]
-    return max((p for p in found if p is not None), default=None)
+            for sign in (1, -1) if metric.column == part.metric else ():  # A − B or B − A
+                adjusted = holm([c.p_against(sign * limit) for c in comparisons])
+                asked = {setting: sign * weight for setting, weight in part.weights.items()}
+                found += [p for c, p in zip(comparisons, adjusted, strict=True) if {c.a: 1, c.b: -1} == asked]
+    return max((p for p in found if p is not None), default=0.0)
 
 
 def from_json(part: Part) -> Found:
@@ -232,4 +257,4 @@ def from_json(part: Part) -> Found:
         content = content[int(key) if isinstance(content, list) else key]
     require(isinstance(content, Mapping), f"{part.file}: {show(part.key)} is no group with a median")
     low, high = (content[key] - 1 if key in content else None for key in ("low", "high"))
-    return Found(Estimate(content["median"] - 1, low, high, 0), None, "")
+    return Found(Estimate(content["median"] - 1, low, high, 0), "", {}, {})

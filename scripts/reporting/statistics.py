@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import fsum
 from statistics import fmean, stdev
+from types import MappingProxyType
 from typing import Any, Literal
 
 from scipy import stats
@@ -21,31 +22,39 @@ TESTS = ("t", "Wilcoxon", "corrected t")
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and the ends of its t interval (95 % where nothing else is said), None for a single value."""
+    """A mean and the ends of its t interval (95 % where nothing else is said), None for a single value.
+
+    grid: where the values are read off a grid, the mean of what they stand for is known to ± grid only.
+    """
 
     mean: float
     low: float | None
     high: float | None
     n: int
+    grid: float = 0.0
 
 
-def interval(values: Sequence[float], shared: float = 0.0, alpha: float = 0.05) -> Estimate:
+def interval(values: Sequence[float], shared: float = 0.0, alpha: float = 0.05, grid: float = 0.0) -> Estimate:
     """The t interval at the level 1 - alpha. shared: shared_text() where the values are of folds that share training
-    text, as in Comparison."""
+    text, as in Comparison. grid: as in Estimate."""
     mean, n = fmean(values), len(values)
     if n < 2:
-        return Estimate(mean, None, None, n)
+        return Estimate(mean, None, None, n, grid)
     sd = stdev(values) if vary(values) else 0.0
     half = float(stats.t.isf(alpha / 2, n - 1)) * sd * math.sqrt(1 / n + shared)
-    return Estimate(mean, mean - half, mean + half, n)
+    return Estimate(mean, mean - half, mean + half, n, grid)
 
 
-def paired_p(differences: Sequence[float], shared: float = 0.0) -> float | None:
-    """p of the paired t test, shared: as in interval(); None where the differences do not vary."""
-    n, mean = len(differences), fmean(differences)
+def paired_p(differences: Sequence[float], shared: float = 0.0, limit: float = 0.0, grid: float = 0.0) -> float | None:
+    """p of the paired t test against `limit`, shared, grid: as in interval(); None where the differences do not vary.
+
+    grid counts against another limit than 0 alone: what is equal has equal readings, whatever the grid.
+    """
+    n, distance = len(differences), abs(fmean(differences) - limit)
     if n < 2 or not vary(differences):
         return None
-    return 2 * float(stats.t.sf(abs(mean) / (stdev(differences) * math.sqrt(1 / n + shared)), n - 1))
+    known = max(0.0, distance - grid) if limit else distance
+    return 2 * float(stats.t.sf(known / (stdev(differences) * math.sqrt(1 / n + shared)), n - 1))
 
 
 def vary(values: Sequence[float]) -> bool:
@@ -154,10 +163,11 @@ class Comparison:
 
     values: replicate -> (A, B). planned: how many replicates both will have. diverged: in how many of these a run has.
     shared: amount of validation text over that of training text, where the replicates are folds, which share training
-    text; else 0.
+    text; else 0. grid: as in Estimate, of A - B.
     p: of each of TESTS that can be made. "corrected t" takes (1/n + shared) sd^2 as the variance of the mean
-    (Nadeau and Bengio 2003). adjusted: p by Holm over the family. estimate: with the plain interval; deciding: with
-    that of the test that decides. n_needed: pairs for 80 % power, for a difference of this size and spread.
+    (Nadeau and Bengio 2003). adjusted: p by Holm over the family. p_limits: claimed difference -> p of the test that
+    decides against it, by Holm. estimate: with the plain interval; deciding: with that of the test that decides.
+    n_needed: pairs for 80 % power, for a difference of this size and spread.
     """
 
     a: str
@@ -166,10 +176,12 @@ class Comparison:
     values: dict[Replicate, tuple[float, float]]
     shared: float = 0.0
     diverged: int = 0
+    grid: float = 0.0
     estimate: Estimate | None = None
     deciding: Estimate | None = None
     p: dict[str, float] = field(default_factory=dict)
     adjusted: dict[str, float | None] = field(default_factory=dict)
+    p_limits: dict[float, float | None] = field(default_factory=dict)
     n_needed: float | None = None
 
     def __post_init__(self) -> None:
@@ -193,7 +205,12 @@ class Comparison:
 
     def deciding_interval(self, alpha: float = 0.05) -> Estimate:
         """The interval of the test that decides, at the level 1 - alpha."""
-        return interval(self.independent_differences, self.shared, alpha)
+        return interval(self.independent_differences, self.shared, alpha, self.grid)
+
+    def p_against(self, limit: float) -> float | None:
+        """p of the test that decides, against the difference `limit`; None where it cannot be made."""
+        differences = self.independent_differences
+        return paired_p(differences, self.shared, limit, self.grid) if differences else None
 
     @property
     def deciding_test(self) -> str:
@@ -219,7 +236,8 @@ class Comparison:
         """The verdict on the claim of its family."""
         assert asked.claim is not None
         estimate = None if self.diverged else self.deciding
-        return judge(estimate, asked.claim, asked.size, asked.least, self.adjusted[self.deciding_test])
+        p = {0.0: self.adjusted[self.deciding_test], **self.p_limits}
+        return judge(estimate, asked.claim, asked.size, asked.least, p)
 
 
 Verdict = Literal["reproduced", "smaller", "excluded", "no power", "not tested"]
@@ -230,33 +248,49 @@ def judge(
     direction: str,
     size: float | None = None,
     least: float | None = None,
-    p: float | None = None,
+    p: Mapping[float, float | None] = MappingProxyType({}),
 ) -> Verdict:
     """The verdict on the claim that a difference is lower or higher (`direction`), from its interval.
 
     size: the claim's, given only where the runs have the claim's own scale; without it the direction alone is judged.
-    least: the least difference worth having. p: by Holm over the family; above 0.05 the interval counts as one that
-    also covers zero.
+    least: the least difference worth having. p: 0 or one of claimed_limits() -> p of the test against it, by Holm over
+    the family: above 0.05 the interval counts as one that covers this difference.
     """
     if estimate is None or estimate.low is None or estimate.high is None or estimate.low == estimate.high:
         return "not tested"  # no spread: no test
-    low, high = (estimate.low, estimate.high) if direction == "higher" else (-estimate.high, -estimate.low)
-    if p is not None and p > 0.05:
-        low, high = min(low, 0.0), max(high, 0.0)
-    if low > 0:
-        return "smaller" if size is not None and high < size else "reproduced"
-    excluded = high < 0 or any(limit is not None and high < limit for limit in (size, least))
-    return "excluded" if excluded else "no power"
+    sign = 1 if direction == "higher" else -1
+    low, high = (estimate.low, estimate.high) if sign > 0 else (-estimate.high, -estimate.low)
+
+    def told_from(difference: float) -> bool:
+        known = p.get(sign * difference)
+        return known is None or known <= 0.05
+
+    def below(limit: float | None) -> bool:
+        return limit is not None and high + estimate.grid < limit and told_from(limit)
+
+    if low > 0 and told_from(0):
+        return "smaller" if below(size) else "reproduced"
+    return "excluded" if high < 0 and told_from(0) or below(size) or below(least) else "no power"
 
 
-def adjust(family: Sequence[Comparison]) -> None:
-    """Set Holm's adjusted p in each comparison of the family: for each test separately, and for those that decide."""
+def claimed_limits(direction: str | None, size: float | None, least: float | None) -> list[float]:
+    """The differences other than 0 that a claim is tested against, with their sign."""
+    sign = 1 if direction == "higher" else -1
+    return [sign * limit for limit in (size, least) if limit is not None]
+
+
+def adjust(family: Sequence[Comparison], limits: Sequence[float] = ()) -> None:
+    """Set Holm's adjusted p in each comparison of the family: for each test separately, for those that decide, and for
+    these against each of the limits."""
     for test in TESTS:
         for comparison, p in zip(family, holm([c.p.get(test) for c in family]), strict=True):
             comparison.adjusted[test] = p
     # last, so that it stays: the comparisons of one family may differ in the test that decides
     for comparison, p in zip(family, holm([c.p.get(c.deciding_test) for c in family]), strict=True):
         comparison.adjusted[comparison.deciding_test] = p
+    for limit in limits:
+        for comparison, p in zip(family, holm([c.p_against(limit) for c in family]), strict=True):
+            comparison.p_limits[limit] = p
 
 
 # -----------------------------------------------------------------------------
@@ -320,7 +354,8 @@ def compared_families(sweep: Sweep) -> list[Family]:
             chosen = [s for s in sweep.settings if any(fnmatchcase(s, pattern) for pattern in asked.settings)]
             pairs = [(setting, asked.baseline) for setting in chosen if setting != asked.baseline]
         metrics = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
-        comparisons = [compare(sweep, pairs, metric) for metric in metrics]
+        limits = claimed_limits(asked.claim, asked.size, asked.least)
+        comparisons = [compare(sweep, pairs, metric, limits) for metric in metrics]
         found.append(Family(name, asked, metrics, comparisons, sweep.definition.parts))
     return found
 
@@ -332,7 +367,9 @@ def paired(family: Family, whole: Family) -> list[tuple[Comparison, Comparison |
     return [(c, known.get((names[c.a], names[c.b]))) for c in family.comparisons[0]]
 
 
-def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> list[Comparison]:
+def compare(
+    sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric, limits: Sequence[float] = ()
+) -> list[Comparison]:
     """A family of comparisons of a metric, paired by seed and fold, over the folds that hold out the same text."""
     family = []
     for a, b in pairs:
@@ -343,9 +380,16 @@ def compare(sweep: Sweep, pairs: Sequence[tuple[str, str]], metric: Metric) -> l
         known = {r: (x, y) for r, (x, y) in both.items() if x is not None and y is not None}
         diverged = sum("diverged" in (runs_a[r].state.state, runs_b[r].state.state) for r in common)
         shared = shared_text([runs_a[r] for r in common])
-        family.append(Comparison(a, b, len(common), known, shared, diverged))
-    adjust(family)
+        grid = 2 * grid_step([runs_a[r] for r in common], metric.column)  # each of A and B is known to ± a step
+        family.append(Comparison(a, b, len(common), known, shared, diverged, grid))
+    adjust(family, limits)
     return family
+
+
+def grid_step(runs: Sequence[Run], column: str) -> float:
+    """The iterations between evaluations, where a metric is read off these; else 0. A lowest loss that is read at one
+    of them lies between the one before and the one after."""
+    return max((run.config["eval_interval"] for run in runs), default=0) if column == "iter_of_min" else 0
 
 
 def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str, dict[int, Estimate]]:

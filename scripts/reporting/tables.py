@@ -249,10 +249,11 @@ def ends(estimate: Estimate | None, spec: str) -> str:
 
 
 def mean_and_ends(estimate: Estimate | None, spec: str) -> str:
-    """The mean alone where it has no interval."""
+    """The mean alone where it has no interval; with what its grid leaves open where it is read off a grid."""
     if estimate is None or estimate.low is None:
         return number(estimate.mean if estimate else None, spec)
-    return f"{number(estimate.mean, spec)} ({ends(estimate, spec)})"
+    grid = f", grid ± {estimate.grid:.3g}" if estimate.grid else ""
+    return f"{number(estimate.mean, spec)} ({ends(estimate, spec)}{grid})"
 
 
 def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:
