@@ -1,4 +1,4 @@
-"""What docs/your_own_variant.md tells a user to type does what it says."""
+"""What README.md and docs/your_own_variant.md tell a user to type does what they say."""
 
 import json
 import re
@@ -17,9 +17,9 @@ LAYOUTS["unified"] = [*LAYOUTS["mla"], "attention.qk_norm_layout=unified"]
 
 
 @pytest.fixture
-def my_norm(tmp_path: Path) -> Path:
+def my_norm(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """The page's plugin as a file in the folder where programs run."""
-    page = (ROOT / "docs" / "your_own_variant.md").read_text(encoding="utf-8")
+    page = (ROOT / getattr(request, "param", "docs/your_own_variant.md")).read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     file = tmp_path / "my_norm.py"
     file.write_text(code)
@@ -32,7 +32,11 @@ def words(corpus: Path, layout: str, *more: str) -> list[str]:
     return ["data=text", f"data.path={corpus}", *tiny, *chosen, *LAYOUTS[layout], *more]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("my_norm", "layout"),
+    [*(("docs/your_own_variant.md", layout) for layout in LAYOUTS), ("README.md", "mla")],
+    indirect=["my_norm"],
+)
 def test_a_qk_norm_of_ones_own_trains_samples_and_decodes_as_the_page_says(
     layout: str, my_norm: Path, corpus: Path, forked: Program
 ) -> None:
