@@ -73,7 +73,7 @@ def make(asked: TrackOptions) -> int:
     require("words" in sweep.grid, f"sweep={asked.sweep} is no track: its grid has no words")
     overrides = sweep.grid["words"]
     if asked.times:
-        variants = shlex.quote("variants=" + ";".join(" ".join(of) for of in overrides.values()))
+        variants = shlex.quote("variants=" + ";".join(f"{name}: {' '.join(of)}" for name, of in overrides.items()))
         for program, how in (("train", "together=true rounds=41 iters=10"), ("sample", "tokens=120 rounds=21")):
             print(f"python scripts/benchmarks/bench_{program}.py {variants} {' '.join(sweep.overrides)} {how}")
         return 0
@@ -87,11 +87,11 @@ def make(asked: TrackOptions) -> int:
         made = {asked.file("final"): final_definition(asked.extended, overrides, mean_losses(grid)).encode()}
     else:
         name = sweep_name(asked.sweep)
-        found = entries(grid, read_stored(folder / "final", f"{name}_final"), overrides, folder)
+        found = entries(grid, read_stored(folder / "final", f"{name}_final"), folder)
         if asked.small:
             made = {asked.file("small"): small_definition(overrides, found).encode()}
         else:
-            made = board_files(folder, sweep.title, found, small_entries(folder, name, grid, overrides))
+            made = board_files(folder, sweep.title, found, small_entries(folder, name, grid))
     for file, content in made.items():
         write_atomic(file, content)
         print(file)
@@ -105,12 +105,12 @@ def print_edges(sweep: str, overrides: Overrides, rates: Mapping[str, float]) ->
         print(f"{name} is best at the grid's edge; try one more: python sweeps/launch.py sweep={sweep} {more}")
 
 
-def small_entries(folder: Path, name: str, grid: Sweep, overrides: Overrides) -> list[Entry]:
+def small_entries(folder: Path, name: str, grid: Sweep) -> list[Entry]:
     """The contestants at track_small scale, once all their runs are done."""
     if not (folder / "small").exists():
         return []
     small = read_stored(folder / "small", f"{name}_small")
-    return entries(grid, small, overrides, folder) if all(run.done for run in small.runs) else []
+    return entries(grid, small, folder) if all(run.done for run in small.runs) else []
 
 
 def board_files(folder: Path, title: str, found: Sequence[Entry], small: Sequence[Entry]) -> dict[Path, bytes]:

@@ -40,8 +40,8 @@ LAYOUTS = {
     "mla_unified": f"{MLA} attention.qk_norm_layout=unified",
 }
 NORMS = {name: f"qk_norm={name}" for name in ("none", "rms", "layernorm")}
-NORMS |= {f"lp{p}": f"qk_norm=lp qk_norm.p={p}" for p in ("1", "1.5", "2", "inf", "learned")}
-NORMS["lp3"] = "qk_norm=lp qk_norm.p=3 qk_norm.alpha_per=head"
+NORMS |= {f"lp{p}": f"qk_norm=lp qk_norm.p={p} qk_norm.alpha_init=sqrt_d" for p in ("1", "1.5", "2", "inf", "learned")}
+NORMS["lp3"] = "qk_norm=lp qk_norm.p=3 qk_norm.alpha_init=sqrt_d qk_norm.alpha_per=head"
 CLIPS = {"log": "qk_clip=log", "clip": "qk_clip=clip qk_clip.threshold=0.1 qk_clip.balance=0.3"}
 OTHERS = """model.mlp=swiglu | model.bias=true | model.tied=false | model.norm=rmsnorm | attention.head_dim=24
     | model.position=rope model.rope_theta=10000 | model.activation_checkpointing=true | grad_clip=0 | eval_iters=2

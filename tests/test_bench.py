@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
+from core.schema import ConfigError
 from scripts.benchmarks import bench_sample, bench_train
-from scripts.benchmarks.timing import run_benchmark
+from scripts.benchmarks.timing import by_name, run_benchmark
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 Benchmark = Callable[..., tuple[dict[str, Any], str]]
@@ -68,10 +69,15 @@ def test_another_checkout_runs_its_own_modules(benchmark: Benchmark, tiny_run: l
 def test_a_larger_variant_takes_longer(benchmark: Benchmark, tiny_run: list[str], together: str) -> None:
     """So much larger that it must."""
     large = "qk_norm=none model.n_layer=8 model.n_embd=256"
-    words = [f"variants=qk_norm=none;{large}", f"together={together}", "rounds=2", "iters=3"]
+    words = [f"variants=qk_norm=none;large: {large}", f"together={together}", "rounds=2", "iters=3"]
     result, _ = benchmark(bench_train, *words, *tiny_run)
-    assert [*result["variants"]] == ["qk_norm=none", large] and [*result["time_over_first"]] == [large]
-    assert result["time_over_first"][large]["lowest"] > 1
+    assert [*result["variants"]] == ["qk_norm=none", "large"] and [*result["time_over_first"]] == ["large"]
+    assert result["time_over_first"]["large"]["lowest"] > 1
+
+
+def test_a_name_of_two_variants_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names a twice"):
+        by_name("a: qk_norm=none;b: qk_norm=none;a: qk_norm=rms")
 
 
 def test_sampling_of_nanogpt_and_of_another_checkout_alternates_with_ours(

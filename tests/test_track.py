@@ -86,10 +86,10 @@ def stored(folder: Path, of: tuple[Sweep, Sweep] | None = None) -> Path:
         about = {"definition": definition, "planned": [], "config": common_config(sweep), "sha256": hashes}
         (place / "provenance.json").write_text(json.dumps(about))
     (folder / "README.md").write_text(f"# Board\n\n{track.END}\n{track.BEGIN}STALE{track.END}\nAfter.\n")
-    times = {"time_over_first": {"qk_norm=rms": {"median": 1.1, "low": 1.0, "high": 1.2}}}
-    speeds = {"speed_over_first": {"qk_norm=rms": {"median": 0.8, "low": 0.5, "high": 1.0}}}
-    (folder / "train.json").write_text(json.dumps({"variants": {"qk_norm=none": {}}, **times}))
-    (folder / "decode.json").write_text(json.dumps({"1_sequences": {"variants": {"qk_norm=none": {}}, **speeds}}))
+    times = {"time_over_first": {"rms": {"median": 1.1, "low": 1.0, "high": 1.2}}}
+    speeds = {"speed_over_first": {"rms": {"median": 0.8, "low": 0.5, "high": 1.0}}}
+    (folder / "train.json").write_text(json.dumps({"variants": {"none": {}}, **times}))
+    (folder / "decode.json").write_text(json.dumps({"1_sequences": {"variants": {"none": {}}, **speeds}}))
     return folder
 
 
@@ -109,7 +109,7 @@ def test_the_best_rate_is_that_of_the_lowest_mean_and_an_edge_is_named() -> None
 def test_a_contestant_that_lost_runs_is_last_and_says_so(tmp_path: Path) -> None:
     grid, final = sweeps()
     runs = [replace(r, state=State("diverged")) if r.settings == ["rms"] and r.seed < 3 else r for r in final.runs]
-    found = entries(grid, replace(final, runs=runs), WORDS, tmp_path)
+    found = entries(grid, replace(final, runs=runs), tmp_path)
     assert found[-1].name == "rms" and found[-1].verdict == "3 of 8 runs are not done"
 
 
@@ -122,7 +122,7 @@ def test_best_rates_are_not_read_off_a_grid_with_runs_to_come(tmp_path: Path) ->
 
 
 def test_a_verdict_is_holms_and_its_interval_excludes_zero_with_it(tmp_path: Path) -> None:
-    found = {e.name: e for e in entries(*sweeps(), WORDS, tmp_path)}
+    found = {e.name: e for e in entries(*sweeps(), tmp_path)}
     assert [found[name].verdict for name in ("none", "rms", "sink")] == ["worse", "–", "not told apart"]
     differences = {name: [offset + own for own in OWN[name]] for name, offset in OFFSET.items()}
     p = {name: float(stats.ttest_1samp(differences[name], 0).pvalue) for name in ("none", "sink")}
@@ -162,7 +162,7 @@ def test_a_board_of_final_runs_at_another_rate_than_the_grids_best_is_refused(tm
     grid, final = sweeps()
     runs = [replace(r, config={**r.config, "optim.learning_rate": 0.016}) for r in final.runs]
     with pytest.raises(ConfigError, match="final has none at the learning rate 0.016; the grid's best is 0.002"):
-        entries(grid, replace(final, runs=runs), WORDS, tmp_path)
+        entries(grid, replace(final, runs=runs), tmp_path)
 
 
 def track_family(final: Sweep) -> Any:
@@ -173,7 +173,7 @@ def track_family(final: Sweep) -> Any:
 
 
 def test_the_noise_floor_is_the_spread_over_seeds(tmp_path: Path) -> None:
-    said = noise(entries(*sweeps(), WORDS, tmp_path))
+    said = noise(entries(*sweeps(), tmp_path))
     sds = [stdev([a + b for a, b in zip(SPREAD, OWN[name], strict=True)]) for name in ("none", "sink")]
     assert f"{math.sqrt(sum(sd**2 for sd in sds) / 2):.4f}" in said
     between = math.sqrt(sum(stdev(OWN[name]) ** 2 for name in ("none", "sink")) / 2)
@@ -204,9 +204,10 @@ def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> Non
     assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
     both = (folder / "README.md").read_text()
     assert both.count("| sink |") == both.count("σ over seeds") == 2 and "### At `track_small` scale" in both
-    (folder / "train.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"train\.json compares no variants"):
-        make(TrackOptions(folder=str(folder), sweep=str(sweep)))
+    for content in ("{}", '{"variants": {"qk_norm=none": {}}}'):  # the second has the words of a contestant
+        (folder / "train.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"train\.json does not time contestants"):
+            make(TrackOptions(folder=str(folder), sweep=str(sweep)))
 
 
 def test_the_final_sweep_takes_each_contestants_best_rate(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_the_final_sweep_takes_each_contestants_best_rate(tmp_path: Path) -> Non
 
 def test_the_small_sweep_has_the_best_ones_and_rms(tmp_path: Path) -> None:
     file = tmp_path / "small.yaml"
-    file.write_text(small_definition(WORDS, entries(*sweeps(), WORDS, tmp_path)))
+    file.write_text(small_definition(WORDS, entries(*sweeps(), tmp_path)))
     runs = plan_runs(load_sweep(str(file), {}), [])
     assert len(runs) == 3 * 3 and {run.config.model.name for run in runs} == {"track_small"}
 
@@ -267,7 +268,7 @@ def test_a_contestant_without_a_grid_is_refused(tmp_path: Path) -> None:
     grid, final = sweeps()
     grid = Sweep("grid", {}, grid.definition, [run for run in grid.runs if "sink" not in run.settings[0]])
     with pytest.raises(ConfigError, match="grid lacks some of none, rms, sink"):
-        entries(grid, final, WORDS, tmp_path)
+        entries(grid, final, tmp_path)
 
 
 @pytest.mark.slow

@@ -88,7 +88,8 @@ LAYOUTS = {
     "mla_unified": [*MLA, "attention.qk_norm_layout=unified"],
 }  # fmt: skip
 NORMS = {name: [f"qk_norm={name}"] for name in ("none", "rms", "layernorm")}
-NORMS |= {f"lp{p}": ["qk_norm=lp", f"qk_norm.p={p}"] for p in ("1", "1.5", "2", "3", "inf", "learned")}
+LP = ["qk_norm=lp", "qk_norm.alpha_init=sqrt_d"]
+NORMS |= {f"lp{p}": [*LP, f"qk_norm.p={p}"] for p in ("1", "1.5", "2", "3", "inf", "learned")}
 PAIRS = [(a, n) for a in LAYOUTS for n in NORMS if (a, n) != ("mla_unified", "none")]  # the config refuses that one
 COMPILED = {
     ("mha", "none"), ("mha", "lp3"), ("mha", "lplearned"), ("gqa", "rms"), ("mqa", "layernorm"), ("mla", "none"),

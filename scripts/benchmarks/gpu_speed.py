@@ -106,12 +106,12 @@ def norms(asked: CheckOptions, overrides: list[str]) -> Rows:
     """An update of baby_gpt with every p of Lp QK-norm: times as long as with p = 2. The Lp paper says within 1 %."""
     named = {f"p={p}": f"qk_norm=lp qk_norm.p={p}" for p in ("2", "1", "1.5", "2.5", "3", "3.5", "4")}
     named |= {"none": "qk_norm=none", "rms": "qk_norm=rms"}
-    variants = ";".join(named.values())
+    variants = ";".join(f"{name}: {words}" for name, words in named.items())
     options = bench_train.BenchOptions(variants=variants, together=True, rounds=asked.rounds, iters=UPDATES)
     found = bench_train.bench(options, model_overrides(asked, "baby_gpt", overrides))
     return {
-        name: {"ms": found["variants"][variant]["ms_per_iter"], **found["time_over_first"].get(variant, {})}
-        for name, variant in named.items()
+        name: {"ms": row["ms_per_iter"], **found["time_over_first"].get(name, {})}
+        for name, row in found["variants"].items()
     }
 
 

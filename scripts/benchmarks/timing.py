@@ -39,13 +39,12 @@ class SidesOptions:
 
     peer: Annotated[str | None, NOT_EMPTY, Help("a checkout of nanoGPT, to compare with")] = None
     old: Annotated[str | None, NOT_EMPTY, Help("another checkout of this repository, to compare with")] = None
-    variants: Annotated[str, Help("our own settings to compare, lists of overrides: A;B")] = ""
+    variants: Annotated[str, Help("our own settings to compare, lists of overrides: A;B, or NAME: A;NAME: B")] = ""
     rounds: Annotated[int, AtLeast(1), Help("turns of each side")] = 5
 
     def check(self) -> None:
         require(bool(self.peer or self.old) != bool(self.variants), "one of peer=, old= and variants= must be given")
-        different = {part.strip() for part in self.variants.split(";") if part.strip()}
-        several = not self.variants or len(different) > 1
+        several = not self.variants or len(by_name(self.variants)) > 1
         require(several, f"variants={self.variants} must be two different lists of overrides or more: A;B")
 
 
@@ -146,9 +145,18 @@ def old(checkout: Path, program: Path, overrides: list[str], *more: Any) -> Buil
     return module.ours(overrides, *more)
 
 
+def by_name(variants: str) -> dict[str, str]:
+    """variants=A;NAME: B -> {"A": "A", "NAME": "B"}. Raises: ConfigError where two lists have one name."""
+    named: dict[str, str] = {}
+    for part in filter(None, map(str.strip, variants.split(";"))):
+        name, _, own = part.partition(": ")
+        require(named.setdefault(name, own or part) == (own or part), f"variants={variants} names {name} twice")
+    return named
+
+
 def variants(named: str, overrides: list[str]) -> dict[str, list[str]]:
-    """variants=A;B -> {"A": the common `overrides` and those of A, "B": …}. Raises: ConfigError."""
-    chosen = {part.strip(): [*overrides, *part.split()] for part in named.split(";") if part.strip()}
+    """variants=A;NAME: B -> {"A": the common `overrides` and those of A, "NAME": …}. Raises: ConfigError."""
+    chosen = {name: [*overrides, *own.split()] for name, own in by_name(named).items()}
     for variant in chosen.values():
         load_config(compose(variant))
     return chosen

@@ -5,7 +5,7 @@ decide. results/attention_track/README.md has the rules.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -107,9 +107,9 @@ def plateau(means: Mapping[float, float], tried: Iterable[float]) -> float:
     return math.log2(rates[high] / rates[low])
 
 
-def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times: Path) -> list[Entry]:
-    """The contestants, the lowest loss first, those with lost runs last. words: of each one. times: the folder of
-    train.json and decode.json.
+def entries(grid: Sweep, final: Sweep, times: Path) -> list[Entry]:
+    """The contestants, the lowest loss first, those with lost runs last. times: the folder of train.json and
+    decode.json.
 
     Raises: ConfigError where the final sweep has a contestant that the grid lacks, or not at its best rate.
     """
@@ -117,10 +117,10 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
     require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
     others = compare(final, [(name, BASELINE) for name in names if name != BASELINE], METRICS[0])
     against, wide = {c.a: c for c in others}, widened(others)
-    update, decode = (ratios_of(times / file) for file in ("train.json", "decode.json"))
+    update, decode = (ratios_of(times / file, means) for file in ("train.json", "decode.json"))
     found = []
     for name in names:
-        runs, key = final.done(name), " ".join(words[name])
+        runs = final.done(name)
         require(bool(runs), f"{final.name} has no run of {name} that is done")
         best, rate = best_rate(means[name]), runs[0].config["optim.learning_rate"]
         require(rate == best, f"{final.name} has {name} at the learning rate {rate:g}; the grid's best is {best:g}")
@@ -131,7 +131,7 @@ def entries(grid: Sweep, final: Sweep, words: Mapping[str, Sequence[str]], times
             loss=interval([run.summary[LOSS_KEY] for run in runs]), lost=len(final.runs_of(name)) - len(runs),
             against=against.get(name), wide=wide.get(name), logit=max(logits, default=None),
             cache=first.get("cache_bytes_per_token"), parameters=first.get("parameters"),
-            ratios=(update.get(key, {}), decode.get(key, {})),
+            ratios=(update.get(name, {}), decode.get(name, {})),
         ))  # fmt: skip
     return sorted(found, key=lambda entry: (entry.lost > 0, entry.loss.mean))
 
@@ -144,23 +144,22 @@ def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
     return {c.a: c.deciding_interval(0.05 / (len(family) - k)) for k, c in enumerate(tested)}
 
 
-def ratios_of(file: Path) -> dict[str, Mapping[str, float]]:
-    """Words of a contestant -> median, low and high of its time over that of the first; {} where there is no file.
+def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str, float]]:
+    """Name of a contestant -> median, low and high of its time over that of the first; {} where there is no file.
 
-    Raises: ConfigError where a benchmark did not write it.
+    Raises: ConfigError where a benchmark of these contestants did not write it.
     """
     if not file.exists():
         return {}
     content: Any = read_json(file)
     content = content.get("1_sequences", content)  # bench_sample.py, which writes speeds, groups its results
-    require(
-        bool(content.get("variants")), f"{file} compares no variants: scripts/track.py times=true prints the command"
-    )
+    timed = next(iter(content.get("variants", {})), None)
+    require(timed in contestants, f"{file} does not time contestants: scripts/track.py times=true prints the command")
     ends = {"median": "median", "low": "high", "high": "low"}
     speeds = content.get("speed_over_first", {}).items()
     inverted = {name: {key: 1 / of[end] for key, end in ends.items() if end in of} for name, of in speeds}
     others = content.get("time_over_first", inverted)
-    return {next(iter(content["variants"])): {"median": 1.0}, **others}
+    return {str(timed): {"median": 1.0}, **others}
 
 
 # -----------------------------------------------------------------------------
