@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from scipy import stats
+from scipy.optimize import brentq
 
 from core.cli import run_script
 from core.schema import ConfigError, flatten
@@ -178,8 +179,22 @@ def test_the_noise_floor_is_the_spread_over_seeds(tmp_path: Path) -> None:
     assert f"{math.sqrt(sum(sd**2 for sd in sds) / 2):.4f}" in said
     between = math.sqrt(sum(stdev(OWN[name]) ** 2 for name in ("none", "sink")) / 2)
     assert f"difference {between:.4f}. 8 pairs" in said
-    effect = float(said.split("difference of ")[1].split()[0]) / between
-    assert n_needed(effect) <= 8 < n_needed(0.9 * effect)
+
+
+def test_the_least_difference_has_80_percent_power_to_the_last_digit(tmp_path: Path) -> None:
+    grid, final = sweeps()
+    apart = [  # 20 times the noise, so that four decimals show a third digit of the effect
+        replace(run, summary={**run.summary, "val/loss_min": 20 * run.summary["val/loss_min"]}) for run in final.runs
+    ]
+    between = 20 * math.sqrt(sum(stdev(OWN[name]) ** 2 for name in ("none", "sink")) / 2)
+
+    def power(effect: float) -> float:
+        t, shift = float(stats.t.isf(0.025, 7)), effect * math.sqrt(8)
+        return float(stats.nct.sf(t, 7, shift) + stats.nct.cdf(-t, 7, shift))
+
+    least = brentq(lambda effect: power(effect) - 0.8, 0.1, 3)
+    said = noise(entries(grid, replace(final, runs=apart), WORDS, tmp_path))
+    assert float(said.split("difference of ")[1].split()[0]) == pytest.approx(least * between, abs=1.1e-4)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ decide. results/attention_track/README.md has the rules.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +175,8 @@ def noise(found: Sequence[Entry]) -> str:
     if not spreads:
         return "There are no pairs yet."
     n = max(e.loss.n for e in found)
-    effect = next(d / 100 for d in range(1, 3000) if n_needed(d / 100) <= n)
+    steps = range(300_000)  # of 0.0001 standard deviations
+    effect = 0.0001 * bisect_left(steps, True, lo=1, key=lambda step: n_needed(0.0001 * step) <= n)
     pooled, between = (math.sqrt(fmean(sd**2 for sd in of)) for of in (sds, spreads))
     return (
         f"σ over seeds: {pooled:.4f} nats, of a paired difference {between:.4f}. {n} pairs find a single difference of"
