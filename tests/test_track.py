@@ -17,7 +17,7 @@ from core.cli import run_script
 from core.schema import ConfigError, flatten
 from scripts import track
 from scripts.reporting.runs import Replicate, Run, Sweep
-from scripts.reporting.statistics import Comparison, adjust, n_needed
+from scripts.reporting.statistics import Comparison, adjust
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
 from scripts.reporting.track import at_the_edge, entries, label_sides, mean_losses, noise, plateau, widened
 from scripts.track import TrackOptions, final_definition, make, small_definition
@@ -193,7 +193,7 @@ def test_the_least_difference_has_80_percent_power_to_the_last_digit(tmp_path: P
         return float(stats.nct.sf(t, 7, shift) + stats.nct.cdf(-t, 7, shift))
 
     least = brentq(lambda effect: power(effect) - 0.8, 0.1, 3)
-    said = noise(entries(grid, replace(final, runs=apart), WORDS, tmp_path))
+    said = noise(entries(grid, replace(final, runs=apart), tmp_path))
     assert float(said.split("difference of ")[1].split()[0]) == pytest.approx(least * between, abs=1.1e-4)
 
 

@@ -167,20 +167,28 @@ def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str
 # Entries -> table, figures
 
 
-def noise(found: Sequence[Entry]) -> str:
-    """σ of a loss over seeds, and the least difference that the final runs can find, in a sentence."""
+def noise_floor(found: Sequence[Entry]) -> tuple[float, float, float] | None:
+    """σ of a loss over seeds, σ of a paired difference, and the least difference that the final runs find with 80 %
+    power, in nats; None where there are no pairs."""
     compared = [e.against for e in found if e.against and len(e.against.values) > 1]
-    sds = [stdev(a for a, _ in c.values.values()) for c in compared]
-    spreads = [stdev(c.differences.values()) for c in compared]
-    if not spreads:
-        return "There are no pairs yet."
-    n = max(e.loss.n for e in found)
-    steps = range(300_000)  # of 0.0001 standard deviations
+    if not compared:
+        return None
+    losses = [stdev(a for a, _ in c.values.values()) for c in compared]
+    differences = [stdev(c.differences.values()) for c in compared]
+    pooled, between = (math.sqrt(fmean(sd**2 for sd in of)) for of in (losses, differences))
+    n, steps = max(e.loss.n for e in found), range(300_000)  # of 0.0001 standard deviations
     effect = 0.0001 * bisect_left(steps, True, lo=1, key=lambda step: n_needed(0.0001 * step) <= n)
-    pooled, between = (math.sqrt(fmean(sd**2 for sd in of)) for of in (sds, spreads))
+    return pooled, between, effect * between
+
+
+def noise(found: Sequence[Entry]) -> str:
+    """The noise floor in a sentence."""
+    if (floor := noise_floor(found)) is None:
+        return "There are no pairs yet."
+    pooled, between, least = floor
     return (
-        f"σ over seeds: {pooled:.4f} nats, of a paired difference {between:.4f}. {n} pairs find a single difference of"
-        f" {effect * between:.4f} with 80 % power."
+        f"σ over seeds: {pooled:.4f} nats, of a paired difference {between:.4f}. {max(e.loss.n for e in found)} pairs"
+        f" find a single difference of {least:.4f} with 80 % power."
     )
 
 
