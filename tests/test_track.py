@@ -17,7 +17,7 @@ from core.cli import run_script
 from core.schema import ConfigError, flatten
 from scripts import track
 from scripts.reporting.runs import Replicate, Run, Sweep
-from scripts.reporting.statistics import Comparison, adjust, n_needed
+from scripts.reporting.statistics import Comparison, adjust
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
 from scripts.reporting.track import at_the_edge, entries, label_sides, mean_losses, noise, plateau, widened
 from scripts.track import TrackOptions, final_definition, make, small_definition
