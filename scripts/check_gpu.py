@@ -10,7 +10,6 @@ Correct?
   ddp         two ranks on two GPUs compute what one does
   checkpoint  a checkpoint of the GPU goes on on the CPU
 How fast?
-  paper       operators, FLOPs and bytes of an update, counted without a GPU
   profile     an update of baby_gpt and mla_400m: tokens/s, MFU, memory, compilation, launches, idle time
   turns       baby_gpt and compiled nanoGPT, alternating (peer=PATH)
   norms       every p of Lp QK-norm against p = 2
@@ -47,7 +46,6 @@ CHECKS, SPEED = "scripts.benchmarks.gpu_checks", "scripts.benchmarks.gpu_speed"
 PARTS = {  # name of a part and its function -> module
     "device": "scripts.benchmarks.gpu_part",
     **dict.fromkeys(("update", "pairs", "sdpa", "triton", "resume", "worker", "ddp", "checkpoint"), CHECKS),
-    "paper": "scripts.benchmarks.gpu_paper",
     **dict.fromkeys(("profile", "turns", "norms", "decode", "sweep"), SPEED),
 }
 Result = dict[str, Any]  # of a part: state (passed, failed, skipped, refused), reason, seconds, about, rows
