@@ -85,7 +85,8 @@ README = ROOT / "README.md"
 ANSWERS, BOARD = (f"<!-- made by scripts/docs.py: {block} -->\n" for block in ("answers", "board"))
 SAID = [
     "**Does a QK norm help?** Not shown, where each has its own best learning rate: RMS minus no norm is {rms} nats "
-    "of validation loss, with its 95 % interval, 8 seeds and 0.9M parameters ([study](results/attention_track/README.md)).",
+    "of validation loss, with its 95 % interval, 8 seeds and 0.9M parameters "
+    "([study](results/attention_track/README.md)).",
     "**Is p = 4 better than p = 2?** Not where both start with the same spread of attention logits: p = 4 minus p = 2 "
     "is {matched} nats, ten folds and 10.7M parameters ([study](results/p_baby/README.md)). The gain that [*Enhanced "
     "QKNorm*](https://arxiv.org/abs/2602.05006) reports comes from where α, the learned scale of the logits, starts.",
@@ -133,8 +134,8 @@ def first_rows() -> str:
     better, worse = (sum(e.verdict == word for e in found) for word in ("better", "worse"))
     said = (
         f"{len(found)} controls of attention logits, plain attention (`none`) among them, each at its own best "
-        f"learning rate. Against the {BASELINE.upper()} QK norm {better} are better and {worse} are worse. {seeds} seeds find a "
-        f"difference of {floor[2]:.3f} nats with 80 % power. Time: over that of `none`."
+        f"learning rate. Against the {BASELINE.upper()} QK norm {better} are better, {worse} are worse. {seeds} seeds "
+        f"find a difference of {floor[2]:.3f} nats with 80 % power. Time: over that of `none`."
     )
     return f"\n{paragraph(said)}\n\n{filled(ROWS, rows, text_columns=2).markdown()}\n"
 

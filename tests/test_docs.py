@@ -28,7 +28,8 @@ from sweeps.plan import PlannedRun
 from training.config import TrainConfig, load_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-RESULTS = [ROOT / "results" / "README.md", *sorted((ROOT / "results").glob("*/*.md"))]
+LEDGER = ROOT / "results" / "README.md"
+RESULTS = [LEDGER, *sorted((ROOT / "results").glob("*/*.md"))]
 LISTED = [ROOT / "docs" / "configuration.md"]  # written by scripts/docs.py
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -284,7 +285,7 @@ def test_the_headline_is_that_of_the_runs() -> None:
             point = interval(differences, shared=1 / 9)
             mean, low, high = (number(x, "+.4f").replace("+", r"\+") for x in (point.mean, point.low, point.high))
             said = rf"{mean} \((?:95 % interval )?{low} to {high}\)"
-            assert re.search(said, text_of(ROOT / "README.md")), f"{study}, {part}, p = {p}: {mean} ({low} to {high})"
+            assert re.search(said, text_of(LEDGER)), f"{study}, {part}, p = {p}: {mean} ({low} to {high})"
 
 
 @pytest.mark.slow
@@ -296,7 +297,8 @@ def test_generated_parts_are_fresh(tmp_path: Path) -> None:
         "for study in docs.FIGURES: Path(f'{study}.svg').write_bytes(docs.svg(docs.figure(study)))\n"
         "page = docs.LEDGER.read_text(encoding='utf-8')\n"
         "block = f'\\n{docs.ledger()}\\n'\n"
-        "assert docs.with_block(page, docs.BEGIN, docs.END, block) == page and block.count('\\n| ') <= 4 * 2 + 25"
+        "assert docs.with_block(page, docs.BEGIN, docs.END, block) == page and block.count('\\n| ') <= 4 * 2 + 25\n"
+        "assert docs.readme() == docs.README.read_text(encoding='utf-8')"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env={"PYTHONPATH": str(ROOT)})
     assert (tmp_path / "page.md").read_bytes() == LISTED[0].read_bytes()
