@@ -3,7 +3,8 @@
 Reads the files of a sweep (by default runs/NAME), done or not, and writes to results/NAME: runs.csv (a line a run),
 curves.csv.gz, table.md (every number, with its spread and its test), figures as SVG, report.html (one page to explore,
 without network) and provenance.json. The same runs give the same bytes. Neither torch nor a GPU is needed.
-python scripts/report.py from=results/NAME writes it again from the first two and provenance.json, without the runs.
+python scripts/report.py from=results/NAME writes it again from the first two and provenance.json, without the runs:
+in results/, Git keeps neither the page nor most figures.
 wandb=true sends it to W&B, as one run of job_type sweep, which a later report updates.
 python scripts/report.py sweep=NAME watch=true, or run=RUN watch=true, writes nothing: it serves a page that is live.
 """
@@ -15,7 +16,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,18 +47,20 @@ def report(sweep: Sweep, out: Path, argv: Sequence[str]) -> None:
     figures = figures_of(sections)
     for name, n in Counter(figure.name for figure in figures).items():
         require(n == 1, f"{n} figures would be {name}.svg: rename a part or a comparison")
-    files = {
+    stored = {
         "runs.csv": runs_csv(sweep).encode(),
         "curves.csv.gz": curves_csv(sweep),
         "table.md": markdown(sweep.title, about, sections).encode(),
+    }
+    drawn = {
         "report.html": page(sweep.title, done, about, sections).encode(),
         **{f"{figure.name}.svg": svg(figure) for figure in figures},
     }
-    write_files(out, files, provenance(sweep, files, argv))
+    write_files(out, stored | drawn, provenance(sweep, stored, drawn, argv))
 
 
-def provenance(sweep: Sweep, files: Mapping[str, bytes], argv: Sequence[str]) -> dict[str, Any]:
-    """What the files were made from, and their SHA-256."""
+def provenance(sweep: Sweep, stored: Mapping[str, bytes], drawn: Iterable[str], argv: Sequence[str]) -> dict[str, Any]:
+    """What the files were made from, the SHA-256 of the stored ones, and the names of the page and the figures."""
     return {
         "sweep": sweep.name,
         "command": shlex.join(["python", "scripts/report.py", *argv]),
@@ -66,17 +69,24 @@ def provenance(sweep: Sweep, files: Mapping[str, bytes], argv: Sequence[str]) ->
         **{key: sweep.distinct(key) for key in ("commit", "device", "torch", "python", "dtype", "corpus_sha256")},
         "definition": sweep.about["sweep"],
         "config": common_config(sweep),
-        "sha256": {name: sha256(content).hexdigest() for name, content in files.items()},
+        "sha256": {name: sha256(content).hexdigest() for name, content in stored.items()},
+        "drawn": [*drawn],
     }
+
+
+def files_of(out: Path) -> set[str]:
+    """The names of the files of the report in `out`."""
+    about = read_json(out / "provenance.json")
+    return {*about.get("sha256", {}), *about.get("drawn", [])}
 
 
 def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
     """Write the files and provenance.json; delete those of the report before that are no longer part of it."""
     out.mkdir(parents=True, exist_ok=True)
-    before = read_json(out / "provenance.json").get("sha256", {})
+    before = files_of(out)
     for name, content in files.items():
         write_atomic(out / name, content)
-    for name in set(before) - set(files):
+    for name in before - set(files):
         if Path(name).name == name:
             (out / name).unlink(missing_ok=True)
     write_atomic(out / "provenance.json", (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
@@ -120,8 +130,8 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
 
     columns, *rows = csv.reader(io.StringIO((out / "runs.csv").read_text(encoding="utf-8")))
     data = [[number_or_text(text) if text else None for text in row] for row in rows]
-    files = read_json(out / "provenance.json")["sha256"]
-    svgs = {name: (out / name).read_text(encoding="utf-8") for name in sorted(files) if name.endswith(".svg")}
+    files = sorted(files_of(out))
+    svgs = {name: (out / name).read_text(encoding="utf-8") for name in files if name.endswith(".svg")}
     pngs = {Path(name).stem: vl_convert.svg_to_png(text, scale=2) for name, text in svgs.items()}
     images = {f"figures/{name}": wandb.Image(Image.open(io.BytesIO(png))) for name, png in pngs.items()}
     tables = {"runs": wandb.Table(columns=columns, data=data, allow_mixed_types=True)}

@@ -269,7 +269,7 @@ def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: 
     assert [s.diverged[1, 5][20] for s in found if s.diverged] == [2999.9, 2999.9]
     out = tmp_path / "out"
     report.report(read_sweep(made.path, "made"), out, [])
-    text = (out / "table.md").read_text()
+    text = (out / "report.html").read_text()
     assert text.count("ends in a cross is a run that diverged") == 2  # loss and train/loss
     assert "fold 5, seed 1, diverged" in json.dumps(charts_of(out)["loss_a"])
 

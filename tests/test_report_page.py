@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,10 +56,11 @@ def test_the_report_has_all_its_files(whole: Path) -> None:
     files = figures | {"runs.csv", "curves.csv.gz", "table.md", "report.html", "provenance.json"}
     assert {path.name for path in out.iterdir()} == files
     text = (out / "table.md").read_text()
-    assert all(f"({name})" in text for name in figures)
-    assert "c-p=2-fold0-s1" in text
+    assert "c-p=2-fold0-s1" in text and "svg" not in text
     known = json.loads((out / "provenance.json").read_text())
-    assert known["sha256"]["runs.csv"] == sha256((out / "runs.csv").read_bytes()).hexdigest()
+    assert {*known["sha256"]} == {"runs.csv", "curves.csv.gz", "table.md"}
+    assert known["sha256"]["table.md"] == sha256((out / "table.md").read_bytes()).hexdigest()
+    assert {*known["drawn"]} == figures | {"report.html"}
     assert known["runs"] == {"done": 25, "failed": 1} and known["commit"] == ["abc"]
     assert known["planned"][0]["commit"] == "c0ffee" and known["definition"]["compare"]["p"]["baseline"] == "a/p=2"
     assert known["corpus_sha256"] == ["5eed"] and known["command"] == "python scripts/report.py sweep=made"
@@ -76,7 +78,7 @@ def test_the_same_runs_give_the_same_bytes_without_torch(whole: Path, tmp_path: 
 
 def test_figures_that_are_gone_go_and_other_files_stay(tmp_path: Path) -> None:
     for names in (("loss_a.svg", "loss_b.svg"), ("loss_a.svg",)):
-        report.write_files(tmp_path, dict.fromkeys(names, b"x"), {"sha256": dict.fromkeys(names, "")})
+        report.write_files(tmp_path, dict.fromkeys(names, b"x"), {"sha256": {}, "drawn": [*names]})
         (tmp_path / "notes.md").write_text("mine")
     assert {path.name for path in tmp_path.iterdir()} == {"loss_a.svg", "notes.md", "provenance.json"}
 
@@ -103,6 +105,32 @@ def test_a_stored_report_is_made_anew_in_its_own_folder(whole: Path, tmp_path: P
     call(tmp_path, "from=study/final")
     assert not (tmp_path / "results").exists()
     assert json.loads((tmp_path / "study/final/provenance.json").read_text())["command"].endswith("from=study/final")
+
+
+def kept() -> list[Path]:
+    """The files of results/ that Git keeps."""
+    listed = subprocess.check_output(["git", "ls-files", "-z", "results"], cwd=ROOT, text=True)
+    return [ROOT / name for name in listed.split("\0") if name]
+
+
+def test_a_study_is_drawn_from_what_git_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = ROOT / "results" / "leak"
+    shutil.copytree(study, tmp_path / "results" / "leak", ignore=shutil.ignore_patterns("*.svg", "*.html", "table.md"))
+    monkeypatch.chdir(tmp_path)
+    assert report.main(["from=results/leak"]) == 0
+    made = {path.name: path.read_bytes() for path in Path("results/leak").iterdir()}
+    drawn = json.loads(made["provenance.json"])["drawn"]
+    assert "report.html" in drawn and len(drawn) > 10 and {*drawn} <= {*made}
+    assert [p.name for p in kept() if p.parent == study and p.read_bytes() != made[p.name]] == []
+
+
+def test_git_keeps_the_figures_that_a_page_shows_and_no_other() -> None:
+    """git add -f adds a figure that a page shows: results/.gitignore ignores all."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(p for p in kept() if p.name == "README.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+\.svg)\)", page.read_text())]
+    shown = {(page.parent / link).resolve() for page, link in links}
+    assert {p.resolve() for p in kept() if p.suffix in (".svg", ".html")} == shown != set()
+    assert sum(p.stat().st_size for p in kept()) <= 8 * 2**20
 
 
 BAD = {
@@ -173,23 +201,34 @@ def test_the_page_draws_its_charts_without_an_error_or_a_request(whole: Path, br
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_no_text_of_a_picture_is_cut_off_in_the_browsers_own_font(browser: Page, tmp_path: Path) -> None:
-    """A legend or an axis label may be wider there than where the picture was laid out."""
-    sticks_out = """[...document.querySelectorAll('svg')].flatMap(svg => {
+@pytest.mark.parametrize("font", ["DejaVu Sans", "Liberation Sans", "Open Sans"])
+def test_no_text_of_a_picture_is_cut_off_or_lies_on_another(
+    font: str, whole: Path, browser: Page, tmp_path: Path
+) -> None:
+    """In any common sans-serif: Linux's widest, one with the widths of Arial and Helvetica, one with Noto's."""
+    wrong = """[...document.querySelectorAll('svg')].flatMap(svg => {
         const whole = svg.getBoundingClientRect()
-        const cut = box => box.left < whole.left || box.right > whole.right
-        const texts = [...svg.querySelectorAll('text')].filter(text => cut(text.getBoundingClientRect()))
-        return texts.map(text => svg.parentNode.title + ': ' + text.textContent)
+        const shown = [...svg.querySelectorAll('text:not([opacity="0"])')]
+        const texts = shown.map(text => [text.textContent, text.getBoundingClientRect()])
+        const cut = ([, box]) => box.left < whole.left || box.right > whole.right
+        const over = (a, b) => Math.min(a.right, b.right) > Math.max(a.left, b.left) + 1  // slanted labels
+            && Math.min(a.bottom, b.bottom) > Math.max(a.top, b.top) + 6  // a line is higher than its letters
+        const covered = ([, box], i) => texts.slice(i + 1).some(([, other]) => over(box, other))
+        const found = texts.filter((text, i) => cut(text) || covered(text, i))
+        return found.map(([text]) => svg.parentNode.title + ': ' + text)
     })"""
-    pictures = sorted((ROOT / "results").glob("*/*.svg"))
-    assert len(pictures) > 50
+    pictures = [path for path in [*kept(), *(whole / "results").rglob("*")] if path.suffix == ".svg"]
+    assert len(pictures) > 30
     page = tmp_path / "pictures.html"
+    style = f"@font-face {{ font-family: tried; src: local('{font}') }} svg text {{ font-family: tried }}"
     shown = [f"<div title='{path.parent.name}/{path.name}'>{path.read_text()}</div>" for path in pictures]
     shown += ["<script>document.documentElement.dataset.ready = true</script>"]
-    page.write_text(f"<!doctype html><meta charset=utf-8>{''.join(shown)}")
+    page.write_text(f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(shown)}")
     browser.open(page)
+    if not browser.evaluate("document.fonts.load('12px tried').then(() => true, () => false)"):
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{font} is not installed")
     assert browser.evaluate("document.querySelectorAll('svg').length") == len(pictures)
-    assert browser.evaluate(sticks_out) == []
+    assert browser.evaluate(wrong) == []
 
 
 def test_a_reader_explores_a_chart(whole: Path, browser: Page) -> None:

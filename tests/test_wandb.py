@@ -403,7 +403,8 @@ def test_a_sweep_is_one_run_that_a_later_launch_updates(
     artifacts = {
         r["artifact"]["type"]: r["artifact"]["manifest"]["contents"] for r in records if r["type"] == "artifact"
     }
-    assert {"table.md", "report.html", "runs.csv"} <= {file["path"] for file in artifacts["report"]}
+    files = {"table.md", "report.html", "runs.csv", "curves.csv.gz", *(f"{name}.svg" for name in figures)}
+    assert files == {file["path"] for file in artifacts["report"]}
 
     server: Server = request.getfixturevalue("server")
     for n in (1, 2):

@@ -1,12 +1,12 @@
 """The charts of a report in Vega-Lite, by Altair: report.html draws them, and vl-convert saves the same ones as SVG."""
 
-import html
 import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +23,7 @@ VIRIDIS = ["#440154", "#472D7B", "#3B528B", "#2C728E", "#21918C", "#28AE80", "#5
 SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-left"]
 DASHES = [[1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 1], [1, 2], [8, 2, 2, 2, 2, 2]]
 CROWD = 9  # more curves cannot be told apart in one chart
-COLUMNS, SPACING = 4, alt.RowColnumber(row=56, column=52)  # of panels
+COLUMNS, SPACING = 4, alt.RowColnumber(row=64, column=52)  # of panels
 CROSS = "M-1,-1L1,1M-1,1L1,-1"
 
 Row = dict[str, Any]  # of the data that Vega-Lite draws
@@ -166,27 +166,22 @@ def svg(figure: Figure) -> bytes:
     if spec.get("width") == "container":
         spec["width"] = 560
     colours = spec.get("usermeta", {}).get("light", OKABE_ITO)
-    config = theme(dark=False) | {"font": "sans-serif", "range": {"category": colours}}
+    config = theme(dark=False) | {"font": wide_font(), "padding": 12, "range": {"category": colours}}
     text = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE, config=config)
+    text = text.replace(f'font-family="{wide_font()}"', 'font-family="sans-serif"')
     ids = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(re.findall(r'id="(clip\d+)"', text)))}
     text = re.sub(r"\bclip\d+\b", lambda match: ids.get(match[0], match[0]), text)  # vl-convert counts on and on
     text = re.sub(r' (d|transform)="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
-    return with_margins(text).encode()
+    return text.encode()
 
 
-def with_margins(text: str) -> str:
-    """The SVG with room at its sides: a reader's sans-serif may be wider than the one that vl-convert measures with."""
-    label = r'text-anchor="(start|end)"[^>]* font-size="(?:12|13)px"[^>]*>([^<]*)</text>'  # the title has 14px and fits
-    lengths = {"start": 5, "end": 5}  # characters of the longest label that grows to the right, to the left
-    for anchor, words in re.findall(label, text):
-        lengths[anchor] = max(lengths[anchor], len(html.unescape(words)))
-    right, left = (math.ceil(1.3 * n) for n in lengths.values())  # Verdana: a tenth of 13px more a character
-    size = r'width="(\d+)" height="(\d+)" viewBox="0 0 \1 \2"><rect width="\1"'
-    match = re.search(size, text)
-    assert match is not None
-    width, height = left + int(match[1]) + right, match[2]
-    wider = f'width="{width}" height="{height}" viewBox="{-left} 0 {width} {height}"><rect x="{-left}" width="{width}"'
-    return text.replace(match[0], wider, 1)
+@cache
+def wide_font() -> str:
+    """The font that pictures are laid out for: a reader's sans-serif is hardly wider. matplotlib has its file."""
+    import matplotlib
+
+    vl_convert.register_font_directory(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf"))
+    return "DejaVu Sans"
 
 
 # -----------------------------------------------------------------------------
@@ -255,7 +250,7 @@ def crowd_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.C
     iterations = sorted({row["iteration"] for row in rows})
     coarse = {*iterations[:: 1 + len(iterations) // 25], *iterations[-1:]}
     axis = value_axis(series, key, zero)
-    axis["title"] = textwrap.wrap(axis["title"], 22)  # as high as a panel
+    axis["title"] = textwrap.wrap(axis["title"], 16)  # as high as a panel
     panels = []
     for i, s in enumerate(series):
         titles = {"title_x": i + COLUMNS >= len(series), "title_y": i % COLUMNS == 0}
@@ -266,7 +261,7 @@ def crowd_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.C
         grey = others.encode(color=alt.value("#b4bac4"), detail=["setting:N", "run:N"])
         line = own.encode(detail="run:N").mark_line(clip=True)
         layers = [grey.mark_line(strokeWidth=0.7, clip=True), band, line, *crosses(own, [s])]
-        panels.append(alt.layer(*zero_line(zero), *layers).properties(title=s.name, width=170, height=110))
+        panels.append(alt.layer(*zero_line(zero), *layers).properties(title=panel_title(s.name), width=170, height=110))
     grid = alt.concat(*panels, columns=COLUMNS, usermeta=palette(series[:1]), bounds="flush", spacing=SPACING)
     return grid.resolve_scale(color="independent")
 
@@ -275,13 +270,18 @@ def panel_chart(panels: Mapping[str, Sequence[Series]], key: str) -> alt.ConcatC
     """A small chart of means for each panel, without intervals, with one legend and one axis."""
     every = list({s.name: s for series in panels.values() for s in series}.values())
     axis = value_axis([s for series in panels.values() for s in series], key)
-    axis["title"] = textwrap.wrap(axis["title"], 22)  # as high as a panel
+    axis["title"] = textwrap.wrap(axis["title"], 20)  # as high as a panel
     charts = []
     for i, (name, series) in enumerate(panels.items()):
         rows = [row for row in curve_rows(series) if row["run"] == "mean" or "diverged" in row]
         base = encoded(rows, every, axis, title_x=i + COLUMNS >= len(panels), title_y=i % COLUMNS == 0)
-        charts.append(alt.layer(*lines(base, every)).properties(title=name, width=170, height=140))
+        charts.append(alt.layer(*lines(base, every)).properties(title=panel_title(name), width=170, height=140))
     return alt.concat(*charts, columns=COLUMNS, usermeta=palette(every), bounds="flush", spacing=SPACING)
+
+
+def panel_title(name: str) -> alt.Title:
+    """A name in lines that end before the next panel's begin."""
+    return alt.Title(textwrap.wrap(name, 33), limit=216)
 
 
 def curve_rows(series: Sequence[Series]) -> list[Row]:

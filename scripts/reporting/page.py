@@ -127,20 +127,18 @@ def with_block(text: str, begin: str, end: str, block: str) -> str:
 
 
 def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) -> str:
-    """table.md, with links to the figures' SVG files."""
+    """table.md, without the figures: git keeps it, and they would be most of its size."""
 
     def text(item: str | Table | Figure | Markup) -> str:
-        assert not isinstance(item, Markup), "for the page alone"
+        assert not isinstance(item, Figure | Markup), "for the page alone"
         if isinstance(item, Table):
             heading = f"### {item.title}\n\n" if item.title else ""
             return heading + (item.markdown() if item.rows else "Nothing to compare.\n")
-        if isinstance(item, Figure):
-            return f"![{item.name}.svg]({item.name}.svg)\n" + f"\n{item.caption}\n" * bool(item.caption)
         return f"{item}\n"
 
     blocks = [f"# {title}\n"]
     for i, section in enumerate(sections):
-        blocks += [f"## {section.title}\n", *map(text, section.items)]
+        blocks += [f"## {section.title}\n", *(text(item) for item in section.items if not isinstance(item, Figure))]
         if i == 0:  # the conclusions come first
             rows = [[key, value] for key, value in about.items()]
             blocks += ["## What was run\n", Table(["", ""], rows, text_columns=2).markdown()]
