@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from math import fsum
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -315,10 +314,7 @@ def compared_families(sweep: Sweep) -> list[Family]:
     """The comparisons that the definition's `compare` asks for."""
     found = []
     for name, asked in sweep.definition.families.items():
-        pairs = asked.pairs
-        if asked.baseline is not None:
-            chosen = [s for s in sweep.settings if any(fnmatchcase(s, pattern) for pattern in asked.settings)]
-            pairs = [(setting, asked.baseline) for setting in chosen if setting != asked.baseline]
+        pairs = asked.pairs_of(sweep.settings)
         metrics = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
         comparisons = [compare(sweep, pairs, metric) for metric in metrics]
         found.append(Family(name, asked, metrics, comparisons, sweep.definition.parts))
