@@ -30,7 +30,7 @@ quickstart: .venv/setup
 	@echo
 	@echo "The loss curve is $(RUN)/curve.png. Next, after: source .venv/bin/activate"
 	@echo "  python sample.py run=$(RUN) start='A class ' temperature=0.5"
-	@echo "  python train.py experiment=quickstart qk_norm=lp qk_norm.p=3 qk_norm.alpha_init=matched"
+	@echo "  python train.py experiment=quickstart qk_norm=lp qk_norm.p=3"
 	@echo "  python train.py model=nano_cpu qk_norm=rms data.fold=4   # Tiny Shakespeare"
 	@echo "  python train.py dry_run=true                             # what the full-size run would cost"
 

@@ -1,4 +1,4 @@
-"""Train one model: python train.py qk_norm=lp qk_norm.p=3 qk_norm.alpha_init=matched data.fold=4
+"""Train one model: python train.py qk_norm=lp qk_norm.p=3 data.fold=4
 
 Stop a run at any moment, and start it again with the same command: on the same kind of machine and PyTorch it ends with
 the same numbers. On CUDA this needs deterministic=true.

@@ -5,7 +5,7 @@ import re
 from dataclasses import MISSING
 from typing import Annotated, Any, Literal
 
-from core.schema import FREE, POSITIVE, AtLeast, Between, Help, Rule, declared, options, require, show
+from core.schema import FREE, POSITIVE, AtLeast, Between, DefaultWas, Help, Rule, declared, options, require, show
 
 
 @options
@@ -155,8 +155,9 @@ class LpNormOptions(QKNormOptions):
     alpha_init: Annotated[
         float | Literal["henry", "sqrt_d", "matched"],
         Rule(lambda a: isinstance(a, str) or 1e-6 <= a <= 1e6, "must be in [1e-6, 1e6], or henry, sqrt_d, matched"),
+        DefaultWas("sqrt_d"),
         Help("a number; henry: log2(L^2 - L); sqrt_d; matched: sqrt_d's logit spread for every p"),
-    ] = "sqrt_d"
+    ] = "matched"
     alpha_per: Annotated[Literal["layer", "head"], Help("one alpha a layer, or a head")] = "layer"
     alpha_map: Annotated[
         Literal["exp", "softplus", "linear"], Help("alpha from the trained number a: exp(a), softplus(a), linear: |a|")

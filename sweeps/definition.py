@@ -7,8 +7,9 @@ sweeps/plan.py turns it into runs.
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -70,6 +71,13 @@ class Compare:
     x: str | None = None
     x_of: Annotated[dict, PLACES] = field(default_factory=dict)
     share_of: str | None = None
+
+    def pairs_of(self, points: Iterable[str]) -> list[tuple[str, str]]:
+        """A and B of each comparison, where a sweep has these points."""
+        if self.baseline is None:
+            return [(a, b) for a, b in self.pairs]
+        chosen = [point for point in points if any(fnmatchcase(point, pattern) for pattern in self.settings)]
+        return [(point, self.baseline) for point in chosen if point != self.baseline]
 
 
 @options

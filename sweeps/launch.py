@@ -27,12 +27,12 @@ from core.cli import parse_yaml, run_script
 from core.files import ROOT, FileLock, expand, file_sha256, read_json
 from core.process import StopSignal, say
 from core.rundir import at_end
-from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, options, require
+from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
 from core.wandb_run import wandb_mode
 from sweeps.claims import Launch
 from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
-from sweeps.plan import PlannedRun, freeze, plan_runs
+from sweeps.plan import PlannedRun, freeze, plan_runs, temperature_note
 from sweeps.status import FINAL, State, SweepPlace, failures, progress, state_of, tally
 from training.config import TrainConfig
 
@@ -73,6 +73,9 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
     left_out = read_definition(str(asked.sweep))["parts"].keys() - sweep.parts.keys()
     for warning in unknown_points(sweep, {point for run in runs for point in run.points}, left_out):
         say(f"warning: {warning}")
+    planned = {point: run.config for run in runs for point in run.points}
+    if note := temperature_note(sweep, {point: flatten(asdict(config)) for point, config in planned.items()}):
+        say(f"note: {note}")
     if asked.dry_run:
         list_runs(asked, sweep_dir, unstored)
         return 0

@@ -10,7 +10,7 @@ import copy
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from core import cli
 from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic, write_json
 from core.process import say
 from core.rundir import commit, short, uncommitted
-from core.schema import ConfigError, build, differences, flatten, require, show
-from sweeps.definition import Definition, Part, plain
+from core.schema import ConfigError, build, differences, flatten, require, show, with_earlier_defaults
+from sweeps.definition import Definition, Part, part_and_name, plain
 from training.config import TrainConfig, load_config
 
 GROUPS = {*cli.options_of(TrainConfig)}
@@ -31,6 +31,10 @@ INSTEAD = {  # settings of train.py that a sweep sets itself -> what to write
     "fresh": "write another sweep_dir=... to start a sweep anew",
     "eval_only": "a sweep trains; python train.py evaluates its runs one by one",
 }
+SAME_ALPHA = (
+    "points differ in p and start from one α, so that comparing them measures temperature as well; "
+    "qk_norm.alpha_init=matched starts every p at one temperature"
+)
 REPORT_KEYS = ("title", "compare", "also", "paper")  # of a definition: no run depends on them
 
 
@@ -137,6 +141,29 @@ def points_of(
             yield name, [*sweep.overrides, *part.overrides, *overrides, *chosen], values
 
 
+def temperature_note(sweep: Definition, configs: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line where points of a part, or A and B of a comparison, differ in p and start from one alpha; else "". An
+    alpha that is matched to each p leaves no such difference in temperature. configs: of each point, flat."""
+    starts = {}
+    for point, config in configs.items():
+        alpha, p = config.get("qk_norm.alpha_init"), config.get("qk_norm.p")
+        if p is not None and alpha != "matched":
+            starts[point] = (alpha, show(2.0 if p == "learned" else p))  # a learned p starts at 2
+
+    def differ(points: Iterable[str]) -> bool:
+        found = {starts[point] for point in points if point in starts}
+        return len(found) > len({alpha for alpha, _ in found})
+
+    parts: dict[str, list[str]] = {}
+    for point in configs:
+        part = part_and_name(point, sweep.parts)[0]
+        parts.setdefault(f"part {part}" if part else "this sweep", []).append(point)
+    pairs = {f"compare.{name}": family.pairs_of(configs) for name, family in sweep.families.items()}
+    where = [name for name, points in parts.items() if differ(points)]
+    where += [name for name, compared in pairs.items() if any(map(differ, compared))]
+    return f"{', '.join(where)}: {SAME_ALPHA}" if where else ""
+
+
 def set_values(composed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a composed config with these values: {"qk_norm.p": 3}."""
     changed: Any = copy.deepcopy(composed)
@@ -226,8 +253,12 @@ def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[Pl
             changed = "" if other is run else changes(other.config, run.config)
             if other.id != run.id or changed:
                 there = point if plain(point) in map(plain, other.points) else other.points[0]
-                held = f"holds {there} with other settings: {changed}"
-                raise ConfigError(f"sweep_dir={sweep_dir} {held}; use another sweep_dir")
+                earlier, words = with_earlier_defaults(run.config, other.config)
+                advice = "use another sweep_dir"
+                if words and not changes(other.config, earlier):
+                    begun = f"add {' '.join(words)}, the default when it was planned"
+                    advice = f"{begun}, to the command or to the point's words, else {advice}"
+                raise ConfigError(f"sweep_dir={sweep_dir} holds {there} with other settings: {changed}; {advice}")
         known = merged.setdefault(run.id, run)
         names = {plain(point) for point in known.points}
         merged[run.id] = replace(known, points=[*known.points, *(p for p in run.points if plain(p) not in names)])

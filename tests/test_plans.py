@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import sweeps.status
 import train
 from core.cli import CONFIG_DIR
 from core.files import FileLock, read_json, write_atomic
-from core.schema import ConfigError
+from core.schema import ConfigError, flatten
 from model.gpt import mean_norm_ratio
 from scripts.report import main as report
 from scripts.reporting.runs import read_sweep
@@ -36,7 +36,7 @@ from sweeps import worker
 from sweeps.claims import Launch, read_claim
 from sweeps.definition import load_sweep, sweep_name
 from sweeps.launch import LaunchOptions, check_runs, main, read_request
-from sweeps.plan import compose, freeze, plan_runs, read_plan
+from sweeps.plan import compose, freeze, plan_runs, read_plan, temperature_note
 from sweeps.status import SweepPlace, state_of
 from training.config import TrainConfig, load_config
 
@@ -104,6 +104,54 @@ def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_
     warnings = [line.partition("is no")[0] for line in said.splitlines() if line.startswith("warning: ")]
     assert warnings == ["warning: compare.a: dropout=0,qk_norm=none ", "warning: compare.b: p=2 "]
     assert said.count(known) == 2
+
+
+SAME = "points differ in p and start from one α, so that comparing them measures temperature as well; "
+AT_ONE_ALPHA: list[tuple[str, dict[str, Any]]] = [  # where the note says that α is one, and a sweep's definition
+    ("this sweep", {"grid": {"qk_norm.p": [2, 4], "qk_norm.alpha_init": [alpha]}}) for alpha in (1, "sqrt_d", "henry")
+]
+AT_ONE_ALPHA += [
+    ("", {"grid": {"qk_norm.p": [2, 4], "qk_norm.alpha_init": ["matched"]}}),
+    ("", {"grid": {"qk_norm.p": [2, 4]}}),
+    ("", {"grid": {"qk_norm.p": [3], "qk_norm.alpha_init": [1, 2, "sqrt_d"]}}),
+    ("", {"grid": {"qk_norm.p": ["learned"], "qk_norm.alpha_init": [1], "qk_norm.alpha_per": ["layer", "head"]}}),
+    ("", {"grid": {"qk_norm.p": [2, "learned"], "qk_norm.alpha_init": [1]}}),  # a learned p starts at 2
+    ("this sweep", {"grid": {"qk_norm.p": [3, "learned"], "qk_norm.alpha_init": [1]}}),
+    (
+        "",
+        {"grid": {"words": {f"p={p}": [f"qk_norm.p={p}", f"qk_norm.alpha_init={a}"] for p, a in ((2, 8), (4, 1.69))}}},
+    ),
+    ("", {"grid": {"words": {"rms": ["qk_norm=rms"], "p=3": ["qk_norm.p=3", "qk_norm.alpha_init=1"]}}}),
+]
+ONE_EACH = {f"p{p}": {"overrides": [f"qk_norm.p={p}", "qk_norm.alpha_init=1"]} for p in (2, 4)}
+AT_ONE_ALPHA += [
+    ("", {"grid": {}, "parts": ONE_EACH}),
+    ("compare.a, compare.b", {"grid": {}, "parts": ONE_EACH, "compare": {
+        "a": {"pairs": [["p4", "p2"]]}, "b": {"baseline": "p2"}, "c": {"baseline": "p2", "settings": ["p3"]},
+    }}),
+    ("part b, compare.c", {
+        "grid": {"qk_norm.p": [2, math.inf]}, "parts": {"a": {}, "b": {"overrides": ["qk_norm.alpha_init=1"]}},
+        "compare": {"c": {"baseline": "b/p=2"}, "d": {"baseline": "a/p=2"}},
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "definition"), AT_ONE_ALPHA)
+def test_points_that_differ_in_p_and_start_from_one_alpha_are_named(
+    where: str, definition: dict[str, Any], tmp_path: Path, corpus: Path
+) -> None:
+    sweep = load_sweep(str(tiny_sweep(tmp_path, corpus, "qk_norm=lp", **definition)), {})
+    configs = {point: flatten(asdict(run.config)) for run in plan_runs(sweep, []) for point in run.points}
+    told = f"{where}: {SAME}qk_norm.alpha_init=matched starts every p at one temperature" if where else ""
+    assert temperature_note(sweep, configs) == told
+
+
+def test_a_launch_says_it_before_the_runs_and_not_where_alpha_is_matched(tmp_path: Path, corpus: Path) -> None:
+    grid = {"qk_norm.p": [2, 3]}
+    file = tiny_sweep(tmp_path, corpus, "qk_norm=lp", "max_iters=2", grid=grid, folds=[0])
+    dry, trained = (launched(file, "qk_norm.alpha_init=1", *more) for more in (["dry_run=true"], []))
+    assert dry.startswith(f"note: this sweep: {SAME}") and trained.startswith(f"note: this sweep: {SAME}")
+    assert "note: " not in launched(file, "dry_run=true")
 
 
 def test_a_comparison_with_a_part_that_was_left_out_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:

@@ -341,6 +341,21 @@ def test_a_report_is_made_again_from_what_it_stored(
     assert report.main(["from=nowhere"]) == 2 and report.main([]) == 2
 
 
+@pytest.mark.parametrize(
+    ("alpha", "compare", "n"), [(1.0, {}, 1), (1.0, {"p": {"baseline": "p=2"}}, 1), ("matched", {}, 0)]
+)
+def test_a_report_says_where_p_changes_the_temperature(
+    alpha: Any, compare: dict[str, Any], n: int, tmp_path: Path
+) -> None:
+    made = Made(tmp_path / "sweep", compare=compare)
+    for p in (2.0, math.inf):
+        made.plan(f"p={p:g}", 1, 0, qk_norm=LpNormOptions(p=p, alpha_init=alpha))
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert report.main([f"sweep_dir={made.path}", f"out={one}"]) == report.main([f"from={one}", f"out={two}"]) == 0
+    for file in (one / "table.md", two / "table.md", one / "report.html"):
+        assert file.read_text().count("points differ in p and start from one α") == n
+
+
 def test_runs_whose_directories_are_gone_count_as_they_were_stored(made: Made, tmp_path: Path) -> None:
     report.report(sweep_of(made.path), tmp_path / "out", [])
     later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=COMPARE)

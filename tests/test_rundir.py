@@ -4,6 +4,7 @@ import errno
 import fcntl
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -272,13 +273,25 @@ def test_every_differing_setting_is_named(path: Path) -> None:
         "model.n_embd 384 -> 192",
         "qk_norm.name lp -> none",
         "qk_norm.p 3.0 -> unset",
-        "qk_norm.alpha_init sqrt_d -> unset",
+        "qk_norm.alpha_init matched -> unset",
         "qk_norm.alpha_per layer -> unset",
         "qk_norm.alpha_map exp -> unset",
         "schedule.lr_decay_iters (by default max_iters) 5000 -> 6000",
     }
     assert snapshot(path) == before and not is_open(path)
     assert differences({"a": True, "b": None}, {"b": None, "c": 1.5}) == ["a true -> unset", "c unset -> 1.5"]
+
+
+def test_a_run_of_an_earlier_default_is_told_what_to_add(path: Path) -> None:
+    leave(path, "stopped", 7, qk_norm=LpNormOptions(p=3.0, alpha_init="sqrt_d"))
+    change, other = "qk_norm.alpha_init sqrt_d -> {}; ", "use another out_dir or fresh=true"
+    added = "add qk_norm.alpha_init=sqrt_d, the default when it was begun, else "
+    with pytest.raises(ConfigError, match=re.escape(change.format("matched") + added + other)):
+        opened(path, qk_norm=LpNormOptions(p=3.0))
+    with pytest.raises(ConfigError, match=re.escape(change.format("henry") + other)):
+        opened(path, qk_norm=LpNormOptions(p=3.0, alpha_init="henry"))
+    with pytest.raises(ConfigError, match=re.escape(change.format("matched") + other)):  # it would not be enough
+        opened(path, qk_norm=LpNormOptions(p=3.0), seed=2)
 
 
 def test_a_run_that_decays_to_its_end_is_told_how_to_train_on(path: Path) -> None:

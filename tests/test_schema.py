@@ -20,6 +20,7 @@ from core.schema import (
     BeforeItExisted,
     Between,
     ConfigError,
+    DefaultWas,
     Help,
     Loads,
     Variants,
@@ -29,6 +30,7 @@ from core.schema import (
     options,
     require,
     settings_of,
+    with_earlier_defaults,
 )
 from sample import SampleConfig
 from training.config import load_config
@@ -49,7 +51,7 @@ class Ring(Circle):
     """A circle with a hole"""
 
     name: str = "ring"
-    hole: Annotated[float | Literal["half"], Help("its radius, or half")] = "half"
+    hole: Annotated[float | Literal["half"], DefaultWas(0.5), Help("its radius, or half")] = "half"
 
     def check(self) -> None:
         require(self.hole == "half" or float(self.hole) < self.radius, f"shape.hole={self.hole} must be < shape.radius")
@@ -59,7 +61,7 @@ class Ring(Circle):
 class Drawing:
     title: Annotated[str, NOT_EMPTY, Help("above it")] = REQUIRED
     files: Annotated[tuple[str, ...], FREE, Loads(LOADED.append), Help("read first")] = ()
-    copies: Annotated[int, AtLeast(1), Help("sheets")] = 1
+    copies: Annotated[int, AtLeast(1), DefaultWas(3), Help("sheets")] = 1
     size: Annotated[tuple[float, float], Help("width and height")] = (2.0, 3.0)
     grey: Annotated[float | None, Between(0, 1, "[)"), BeforeItExisted(None), Help("null: none")] = None
     paper: Annotated[Literal["thin", "thick"], FREE, Help("of the sheets")] = "thin"
@@ -116,6 +118,15 @@ def test_what_decides_the_numbers_leaves_out_free_settings_and_what_others_were_
         "title": "A", "copies": 1, "size": [2.0, 3.0], "shape.name": "circle", "shape.radius": 1.0,
     }  # fmt: skip
     assert deciding(Drawing("A", grey=0.5))["grey"] == 0.5
+
+
+def test_earlier_defaults_replace_todays_and_the_words_name_them() -> None:
+    drawing, earlier = load(shape={"name": "ring"}), Drawing("A", copies=3, shape=Ring(hole=0.5))
+    assert with_earlier_defaults(drawing) == (earlier, ["copies=3", "shape.hole=0.5"])
+    only_copies = with_earlier_defaults(drawing, Drawing("B", copies=3, shape=Ring(radius=2.0)))
+    assert only_copies == (Drawing("A", copies=3, shape=Ring()), ["copies=3"])
+    given = load(copies=2, shape={"name": "ring", "hole": 0.1})
+    assert with_earlier_defaults(given) == (given, [])
 
 
 def test_a_setting_that_loads_is_converted_first_wherever_it_stands_in_the_source() -> None:

@@ -408,7 +408,7 @@ def test_default_run_directories_differ_by_what_decides_the_numbers(corpus: Path
     changed: list[dict[str, Any]] = [{}, {"seed": 2}, lp, {"eval_interval": 1}]
     names = [replace(configured(corpus, tmp_path, **changes), out_dir=None).run_dir for changes in changed]
     assert len(set(names)) == 3 and names[0] == names[3]  # a changed interval continues the first run
-    assert names[2].parent == Path("runs") and "-lp_p2_sqrt_d-text-fold3-s1337-" in names[2].name
+    assert names[2].parent == Path("runs") and "-lp_p2_matched-text-fold3-s1337-" in names[2].name
 
 
 def test_dry_run_prints_settings_and_costs_and_writes_nothing(

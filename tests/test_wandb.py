@@ -161,7 +161,7 @@ def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_
     config = sent["config"]["update"]
     assert config["model"]["n_layer"] == 2 and config["info"]["commit"]
     columns = {key: config[key] for key in ("p", "norm", "layout", "fold", "alpha_init")}
-    assert columns == {"p": 3, "norm": "lp", "layout": "mha", "fold": 1, "alpha_init": "sqrt_d"}
+    assert columns == {"p": 3, "norm": "lp", "layout": "mha", "fold": 1, "alpha_init": "matched"}
     summary: dict[str, Any] = {}
     for record in last:
         summary |= record.get("summary", {}).get("update", {})

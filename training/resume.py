@@ -9,8 +9,9 @@ from typing import Any
 from core import checkpoint, dist
 from core.files import file_sha256, is_intact, read_json
 from core.plugins import changed_plugins
+from core.process import say
 from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, open_run, read_status
-from core.schema import ConfigError, differences, require
+from core.schema import ConfigError, differences, require, with_earlier_defaults
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
 from training.session import Session
 
@@ -27,6 +28,9 @@ def refusal(config: TrainConfig, old: Any) -> str:
     """What differs from `old`, an older config.yaml's content, and what to do; "" if nothing that decides does."""
     before, advice = load_config(old), "use another out_dir or fresh=true"
     changes = differences(labelled_trajectory(before), labelled_trajectory(config))
+    earlier, words = with_earlier_defaults(config, before)
+    if words and labelled_trajectory(earlier) == labelled_trajectory(before):
+        advice = f"add {' '.join(words)}, the default when it was begun, else {advice}"
     if isinstance(before.schedule, DecayOptions) and isinstance(config.schedule, DecayOptions):
         end = before.schedule.decay_end(before.max_iters)
         longer = replace(config, schedule=replace(config.schedule, lr_decay_iters=end))
@@ -44,6 +48,15 @@ def labelled_trajectory(config: TrainConfig) -> dict[str, Any]:
     return {shown_as.get(key, key): value for key, value in config.trajectory.items()}
 
 
+def say_if_begun_before(config: TrainConfig) -> None:
+    """Say where the same command has begun a run with a default that has changed since: its directory has another
+    name."""
+    earlier, words = with_earlier_defaults(config)
+    if earlier.run_dir.exists() and not config.run_dir.exists():
+        added = " ".join(words)
+        say(f"note: {earlier.run_dir} was begun when {added} was the default: add it to go on there")
+
+
 def open_run_dir(session: Session) -> RunDir:
     """Rank 0 opens and locks the run directory; the others get one that writes nothing.
 
@@ -51,6 +64,7 @@ def open_run_dir(session: Session) -> RunDir:
     """
     run_dir, error = None, None
     if session.machine.world.rank == 0:
+        say_if_begun_before(session.config)
         try:
             run_dir = open_run(run_request(session.config))
         except ConfigError as refused:

@@ -19,6 +19,7 @@ from scripts.reporting.figures import difference_figure, family_figures, part_fi
 from scripts.reporting.runs import Run, Sweep
 from scripts.reporting.statistics import Family, shares
 from scripts.reporting.tables import Table
+from sweeps.plan import temperature_note
 
 TEMPLATE = Path(__file__).with_name("page.html")
 NOTES = Path(__file__).with_name("notes.md")
@@ -78,6 +79,8 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
         Section(sweep.title_of(part) if part else "The settings", [tables.part_table(sweep, settings), *figures[part]])
         for part, settings in sweep.parts.items()
     ]
+    if note := temperature_note(sweep.definition, sweep.configs):
+        sections[0] = replace(sections[0], items=[f"**{note}.**", *sections[0].items])
     for family in families:
         compared: list[str | Table | Figure] = []
         for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):

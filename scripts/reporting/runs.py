@@ -151,6 +151,11 @@ class Sweep:
         about = self.definition.parts.get(part, Part()).title
         return ": ".join(filter(None, [part, about])) or self.title
 
+    @property
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """Setting -> the config of its first run."""
+        return {setting: next(iter(runs.values())).config for setting, runs in self.by_setting.items()}
+
     def label(self, setting: str) -> str:
         """A setting's name within its part."""
         return part_and_name(setting, self.definition.parts)[1]

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from math import fsum
 from statistics import fmean, stdev
 from types import MappingProxyType
@@ -349,10 +348,7 @@ def compared_families(sweep: Sweep) -> list[Family]:
     """The comparisons that the definition's `compare` asks for."""
     found = []
     for name, asked in sweep.definition.families.items():
-        pairs = asked.pairs
-        if asked.baseline is not None:
-            chosen = [s for s in sweep.settings if any(fnmatchcase(s, pattern) for pattern in asked.settings)]
-            pairs = [(setting, asked.baseline) for setting in chosen if setting != asked.baseline]
+        pairs = asked.pairs_of(sweep.settings)
         metrics = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
         limits = claimed_limits(asked.claim, asked.size, asked.least)
         comparisons = [compare(sweep, pairs, metric, limits) for metric in metrics]

@@ -208,7 +208,7 @@ def settings_table(sweep: Sweep) -> Table | None:
     """What each setting sets, of the keys in which the settings differ; None where all names say so, as p=3 does."""
     if all("=" in word for setting in sweep.settings for word in sweep.label(setting).split(",")):
         return None
-    configs = {setting: next(iter(sweep.runs_of(setting).values())).config for setting in sweep.settings}
+    configs = sweep.configs
     keys = dict.fromkeys(key for config in configs.values() for key in config)
     here = [key for key in keys if key not in ("seed", "data.fold", "out_dir")]
     here = [key for key in here if len({show(config.get(key)) for config in configs.values()}) > 1]
