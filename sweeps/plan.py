@@ -32,8 +32,8 @@ INSTEAD = {  # settings of train.py that a sweep sets itself -> what to write
     "eval_only": "a sweep trains; python train.py evaluates its runs one by one",
 }
 SAME_ALPHA = (
-    "points differ in p and start from one α, so that comparing them measures temperature as well; "
-    "qk_norm.alpha_init=matched starts every p at one temperature"
+    "p differs and α starts from one value, so this comparison measures temperature as well; "
+    "qk_norm.alpha_init=matched starts every p at the same temperature"
 )
 REPORT_KEYS = ("title", "compare", "also", "paper")  # of a definition: no run depends on them
 

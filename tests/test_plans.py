@@ -106,7 +106,7 @@ def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_
     assert said.count(known) == 2
 
 
-SAME = "points differ in p and start from one α, so that comparing them measures temperature as well; "
+SAME = "p differs and α starts from one value, so this comparison measures temperature as well; "
 AT_ONE_ALPHA: list[tuple[str, dict[str, Any]]] = [  # where the note says that α is one, and a sweep's definition
     ("this sweep", {"grid": {"qk_norm.p": [2, 4], "qk_norm.alpha_init": [alpha]}}) for alpha in (1, "sqrt_d", "henry")
 ]
@@ -142,7 +142,7 @@ def test_points_that_differ_in_p_and_start_from_one_alpha_are_named(
 ) -> None:
     sweep = load_sweep(str(tiny_sweep(tmp_path, corpus, "qk_norm=lp", **definition)), {})
     configs = {point: flatten(asdict(run.config)) for run in plan_runs(sweep, []) for point in run.points}
-    told = f"{where}: {SAME}qk_norm.alpha_init=matched starts every p at one temperature" if where else ""
+    told = f"{where}: {SAME}qk_norm.alpha_init=matched starts every p at the same temperature" if where else ""
     assert temperature_note(sweep, configs) == told
 
 
