@@ -88,8 +88,8 @@ SAID = [
     "**Does a QK norm help?** With multi-head attention no gain is shown, where each has its own best learning rate: "
     "RMS minus no norm is {rms} nats of validation loss (95 % interval, 8 seeds, 0.9M parameters; "
     "[study](results/attention_track/README.md)).",
-    "**Is p = 4 better than p = 2?** An Lp norm divides by the p-norm; α, a learned number, multiplies the logits. Where "
-    "both p start with the same spread of logits, no gain is shown: {matched} nats (ten folds, one seed, 10.7M; "
+    "**Is p = 4 better than p = 2?** An Lp norm divides by the p-norm; α, a learned number, multiplies the logits. "
+    "Where both p start with the same spread of logits, no gain is shown: {matched} nats (ten folds, one seed, 10.7M; "
     "[study](results/p_baby/README.md)). Where both start from α = 1 it is {alpha_1}. [*Enhanced "
     "QKNorm*](https://arxiv.org/abs/2602.05006) reports −0.048, and no start.",
     "**Can MLA use a QK norm without caching keys?** Yes. It caches one more number a token, head and layer, and gives "
@@ -138,9 +138,9 @@ def first_rows() -> str:
     told = len(found) - 1 - better - worse
     said = (
         f"{len(found)} controls of attention logits, plain attention (`none`) among them, each at its own best "
-        f"learning rate. Against the {BASELINE.upper()} QK norm {better} are better, {worse} worse, and {told} not told "
-        f"apart after correction for so many comparisons. {seeds} seeds find a single difference of {floor[2]:.3f} nats "
-        "with 80\u00a0% power. Rank: by mean loss. Time: over that of `none`."
+        f"learning rate. Against the {BASELINE.upper()} QK norm {better} are better, {worse} worse, and {told} not "
+        f"told apart after correction for so many comparisons. {seeds} seeds find a single difference of "
+        f"{floor[2]:.3f} nats with 80\u00a0% power. Rank: by mean loss. Time: over that of `none`."
     )
     table = filled(ROWS, rows, text_columns=2)
     gap = ["…", *[""] * (len(table.columns) - 1)]
