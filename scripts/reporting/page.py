@@ -30,7 +30,7 @@ HINT = (
 CONCLUSIONS = (
     "A − B is the difference in the lowest validation loss, in nats a token, unless a table names another metric. "
     "{corrected}Holm's p is corrected for the number of comparisons. Two "
-    "settings are *not told apart* where it is above 0.05, even if the interval excludes 0."
+    "settings are *not told apart* where Holm's p is above 0.05, even if the interval excludes 0."
 )
 CLAIMS = (
     " A claim is *excluded*, which rules it out, where the interval leaves no room for the claimed size or for a "
