@@ -21,6 +21,7 @@ from data.tokens import load_corpus
 from sample import load_asked_run, load_run
 from training import faults
 from training.config import FAULTS, FaultOptions, TrainConfig, load_config
+from training.state import Facts
 from training.tracking import wandb_settings
 
 DATA = {"name": "random", "n_tokens": 20_000, "vocab_size": 32, "val_tokens": 600}
@@ -150,7 +151,7 @@ def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pyte
     assert "fault" not in summary and "start_up_warnings" not in summary
     assert "fault" not in (tmp_path / "run" / "train.log").read_text()
     assert "fault.name" not in config.trajectory and "FAULT" not in config.label
-    assert "fault" not in " ".join(wandb_settings(config, tmp_path / "run", {})["init"]["tags"])
+    assert "fault" not in " ".join(wandb_settings(config, tmp_path / "run", Facts())["init"]["tags"])
 
 
 @pytest.mark.parametrize(  # a tied model's first guess is its input

@@ -1,6 +1,5 @@
 """The run directory of a Session: opened by one rank, resumed from its newest checkpoint, refused for another run."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, open_run, read_statu
 from core.schema import ConfigError, differences, require
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
 from training.session import Session
+from training.state import RunState
 
 DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # a device's name has its threads
 
@@ -61,11 +61,11 @@ def open_run_dir(session: Session) -> RunDir:
     return run_dir or ReadOnlyRunDir(session.config.run_dir, finished=finished)  # rank 0, or another rank
 
 
-def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
-    """Load the newest checkpoint into model and optimizer. Returns its state; {} where the run begins.
+def resume(session: Session, run_dir: RunDir) -> RunState | None:
+    """Load the newest checkpoint into model and optimizer. Returns its state; None where the run begins.
 
-    Adds the commits of the code that trained it to session.facts. Raises: ConfigError where dtype, text, tokenizer or
-    max_iters does not fit the checkpoint, and where the ranks found different ones.
+    Raises: ConfigError where dtype, text, tokenizer or max_iters does not fit the checkpoint, and where the ranks found
+    different ones.
     """
     try:
         saved = load_checkpoint(run_dir)
@@ -73,15 +73,14 @@ def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
         told = f"out_dir={run_dir.path}: the ranks found checkpoints of iterations {steps} (-1: none)"
         require(len({*steps}) == 1, f"{told}; is the folder shared, and can all of them read it?")
         if saved is None:
-            return {}
+            return None
         with checkpoint.errors_as_corrupt(saved.path):
-            check_resumable(session, run_dir, saved.state)
+            state = RunState.from_json(saved.state)
+            check_resumable(session, run_dir, state)
             session.load_tensors(saved.tensors)
     except checkpoint.CorruptCheckpoint as error:
         raise ConfigError(f"out_dir={run_dir.path} cannot go on: {error}; fresh=true starts it anew") from error
-    all_commits = [*commits(saved.state), *commits(session.facts)]
-    session.facts["commit"] = ", ".join(dict.fromkeys(all_commits)) or None  # each once, oldest first
-    return saved.state
+    return state
 
 
 def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
@@ -98,33 +97,32 @@ def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
     return resumed
 
 
-def check_resumable(session: Session, run_dir: RunDir, saved: Mapping[str, Any]) -> None:
+def check_resumable(session: Session, run_dir: RunDir, saved: RunState) -> None:
     """Refuse what would change the run; warn of what makes the rest of it unequal bit for bit."""
-    config, path, here = session.config, run_dir.path, session.facts
-    changes = refusal(config, saved["config"])
+    config, path, here, then = session.config, run_dir.path, session.facts, saved.facts
+    changes = refusal(config, saved.config)
     require(not changes, f"out_dir={path} has a checkpoint of other settings: {changes}")
     require(
-        saved["dtype"] == here["dtype"],
-        f"dtype={config.dtype} is {here['dtype']} here, but {path} was begun in {saved['dtype']}: "
-        f"set dtype={saved['dtype'].removeprefix('torch.')}",
+        then.dtype == here.dtype,
+        f"dtype={config.dtype} is {here.dtype} here, but {path} was begun in {then.dtype}: "
+        f"set dtype={str(then.dtype).removeprefix('torch.')}",
     )
-    require_same_text(session, path, saved["corpus_sha256"])
+    require_same_text(session, path, str(then.corpus_sha256))
     require(
-        saved["tokenizer"] == session.data.corpus.tokenizer.to_dict(),
+        saved.tokenizer == session.data.corpus.tokenizer.to_dict(),
         f"data={config.data.name} has other tokens here than {path} was begun with; fresh=true starts it anew",
     )
     require(
-        saved["step"] <= config.max_iters,
-        f"max_iters={config.max_iters} must be >= {saved['step']}, the iteration that {path} has reached",
+        saved.step <= config.max_iters,
+        f"max_iters={config.max_iters} must be >= {saved.step}, the iteration that {path} has reached",
     )
-    known = [key for key in DECIDES_BITS if key in saved]  # runs of earlier versions lack some
-    if changed := [f"{key} {saved[key]} -> {here[key]}" for key in known if saved[key] != here[key]]:
+    pairs = {key: (getattr(then, key), getattr(here, key)) for key in DECIDES_BITS}
+    if changed := [f"{key} {old} -> {new}" for key, (old, new) in pairs.items() if old not in (None, new)]:
         run_dir.log(f"warning: {', '.join(changed)}: the rest of the run will not be equal bit for bit")
-    for change in changed_plugins(saved.get("plugins", {})):
+    for change in changed_plugins(then.plugins or {}):
         run_dir.log(f"warning: {change}")
-    new = set(commits(here)) - set(commits(saved))
-    if new and saved["step"] < config.max_iters and not config.eval_only:
-        run_dir.log(f"warning: commit {saved.get('commit')} -> {here['commit']}: other code trains the rest of the run")
+    if {*here.commits} - {*then.commits} and saved.step < config.max_iters and not config.eval_only:
+        run_dir.log(f"warning: commit {then.commit} -> {here.commit}: other code trains the rest of the run")
 
 
 def check_finished(session: Session, run_dir: RunDir) -> None:
@@ -166,8 +164,3 @@ def require_same_text(session: Session, path: Path, sha256: str) -> None:
         f"data={data.name} data.path={getattr(data, 'path', None)} is not the text that {path} was begun on: "
         f"its SHA-256 is {here[:12]}..., not {sha256[:12]}...; use another out_dir or fresh=true",
     )
-
-
-def commits(facts: Mapping[str, Any]) -> list[str]:
-    """The commits of the code that a checkpoint or a process names."""
-    return facts["commit"].split(", ") if facts.get("commit") else []
