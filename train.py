@@ -30,9 +30,9 @@ from training.init_from import load_initial_weights, with_init_sha256
 from training.meter import Diverged, Meter
 from training.progress import closing_rows, headline, in_words, show_progress
 from training.qk_clip import qk_clip
-from training.resume import check_finished, find_damage, open_run_dir, resume
+from training.resume import check_finished, find_damage, look, open_run_dir, resume
 from training.schedule import evaluates_or_saves, learning_rate
-from training.session import Session, setup
+from training.session import Machine, Session, set_up_machine, setup
 from training.state import Facts, LowestLoss, RunState
 from training.tracking import shows_media, wandb_settings
 from training.updates import (
@@ -76,13 +76,19 @@ def run(config: TrainConfig) -> int:
     config = with_init_sha256(config)
     if config.dry_run:
         return dry_run(config)
-    session = setup(config)
+    machine = set_up_machine(config)
+    dist.init(machine.world, machine.device)
+    if look(config, machine.world) and not config.eval_only:
+        with open_run_dir(config, machine.world) as run_dir:
+            if run_dir.finished:
+                return say_how_it_ended(config, machine, run_dir)
+    session = setup(config, machine)
     session.join_ranks()
     warnings = start_up_checks(session)  # before init_from: they expect the loss of random weights
     warnings += load_initial_weights(config, session.model, session.data.corpus)
-    with open_run_dir(session) as run_dir:  # ranks other than 0 only read it
+    with open_run_dir(config, machine.world) as run_dir:  # looks again; ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:
-            return already_finished(session, run_dir)
+            return say_how_it_ended(config, machine, run_dir)
         saved = resume(session, run_dir)
         for warning in warnings:
             run_dir.log(f"warning: {warning}")
@@ -96,11 +102,11 @@ def run(config: TrainConfig) -> int:
         return train_to_the_end(begin(session, run_dir, saved, warnings))
 
 
-def already_finished(session: Session, run_dir: RunDir) -> int:
-    """Say how the run ended. Returns the exit status; 1 where its files are damaged."""
+def say_how_it_ended(config: TrainConfig, machine: Machine, run_dir: RunDir) -> int:
+    """Say how a finished run ended. Builds no model. Returns the exit status; 1 where its files are damaged."""
     damage = find_damage(run_dir.path)
     if not damage:  # of a damaged summary.json neither dtype nor text can be trusted
-        check_finished(session, run_dir)
+        check_finished(config, machine, run_dir)
     but = f", but {damage}" if damage else ""
     run_dir.log(f"{run_dir.path} is {run_dir.state}{but}; fresh=true starts it anew")
     return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0

@@ -179,7 +179,7 @@ def test_a_run_with_a_fault_says_so_everywhere(
     log = (run / "train.log").read_text()
     assert all(f"warning: {text}" in log for text in [f"fault={fault}", *warnings])
     assert f"FAULT_{fault}" in replace(config, out_dir=None).run_dir.name and f"FAULT_{fault}" in config.group
-    init = wandb_settings(config, run, summary)["init"]
+    init = wandb_settings(config, run, Facts(dtype=summary["dtype"]))["init"]
     assert init["tags"][-1] == f"fault:{fault}" and init["config"]["fault"] == {"name": fault}
     assert train.run(replace(config, eval_only=True)) == 0
     assert f"warning: fault={fault}" in capsys.readouterr().out

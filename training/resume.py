@@ -1,17 +1,19 @@
 """The run directory of a Session: opened by one rank, resumed from its newest checkpoint, refused for another run."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from core import checkpoint, dist
+from core import checkpoint, dist, rundir
+from core.dist import World
 from core.files import file_sha256, is_intact, read_json
 from core.plugins import changed_plugins
-from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, open_run, read_status
+from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, read_status
 from core.schema import ConfigError, differences, require
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
-from training.session import Session
+from training.session import Machine, Session, read_corpus
 from training.state import RunState
 
 DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # a device's name has its threads
@@ -44,21 +46,41 @@ def labelled_trajectory(config: TrainConfig) -> dict[str, Any]:
     return {shown_as.get(key, key): value for key, value in config.trajectory.items()}
 
 
-def open_run_dir(session: Session) -> RunDir:
-    """Rank 0 opens and locks the run directory; the others get one that writes nothing.
+def look(config: TrainConfig, world: World) -> bool:
+    """Whether the run that `config` describes is at its end. Writes nothing.
+
+    Raises: ConfigError, on every rank, where open_run_dir() would.
+    """
+    return said_by_rank_0(world, lambda: rundir.look(run_request(config)))
+
+
+def open_run_dir(config: TrainConfig, world: World) -> RunDir:
+    """Rank 0 opens and locks the run directory, and so looks again; the others get one that writes nothing.
 
     Raises: ConfigError, on every rank.
     """
-    run_dir, error = None, None
-    if session.machine.world.rank == 0:
+    opened: list[RunDir] = []
+
+    def is_finished() -> bool:
+        opened.append(rundir.open_run(run_request(config)))
+        return opened[0].finished
+
+    finished = said_by_rank_0(world, is_finished)
+    return opened[0] if opened else ReadOnlyRunDir(config.run_dir, finished=finished)
+
+
+def said_by_rank_0(world: World, ask: Callable[[], bool]) -> bool:
+    """What rank 0 answers, on every rank. Raises: its ConfigError, on every rank."""
+    answer, error = False, None
+    if world.rank == 0:
         try:
-            run_dir = open_run(run_request(session.config))
+            answer = ask()
         except ConfigError as refused:
             error = str(refused)
-    finished, error = dist.gather((run_dir is not None and run_dir.finished, error))[0]
+    answer, error = dist.gather((answer, error))[0]
     if error is not None:
         raise ConfigError(error)
-    return run_dir or ReadOnlyRunDir(session.config.run_dir, finished=finished)  # rank 0, or another rank
+    return answer
 
 
 def resume(session: Session, run_dir: RunDir) -> RunState | None:
@@ -107,7 +129,7 @@ def check_resumable(session: Session, run_dir: RunDir, saved: RunState) -> None:
         f"dtype={config.dtype} is {here.dtype} here, but {path} was begun in {then.dtype}: "
         f"set dtype={str(then.dtype).removeprefix('torch.')}",
     )
-    require_same_text(session, path, str(then.corpus_sha256))
+    require_same_text(config, path, session.data.corpus.sha256, str(then.corpus_sha256))
     require(
         saved.tokenizer == session.data.corpus.tokenizer.to_dict(),
         f"data={config.data.name} has other tokens here than {path} was begun with; fresh=true starts it anew",
@@ -125,17 +147,17 @@ def check_resumable(session: Session, run_dir: RunDir, saved: RunState) -> None:
         run_dir.log(f"warning: commit {then.commit} -> {here.commit}: other code trains the rest of the run")
 
 
-def check_finished(session: Session, run_dir: RunDir) -> None:
+def check_finished(config: TrainConfig, machine: Machine, run_dir: RunDir) -> None:
     """Warn of plugins that have changed. Raises: ConfigError where a finished run has another dtype or text than the
-    one that was asked for."""
-    config, dtype = session.config, str(session.machine.dtype)
-    summary = read_json(run_dir.path / "summary.json")
+    one that was asked for. The text is read, no model is built."""
+    summary, dtype = read_json(run_dir.path / "summary.json"), str(machine.dtype)
     require(
         config.dtype == "auto" or summary.get("dtype", dtype) == dtype,
         f"dtype={config.dtype}: {run_dir.path} is {run_dir.state} in {summary.get('dtype')}; use another out_dir or "
         "fresh=true",
     )
-    require_same_text(session, run_dir.path, summary.get("corpus_sha256", session.data.corpus.sha256))
+    sha256 = read_corpus(config).sha256
+    require_same_text(config, run_dir.path, sha256, summary.get("corpus_sha256", sha256))
     for change in changed_plugins(summary.get("plugins", {})):
         run_dir.log(f"warning: {change}")
 
@@ -157,8 +179,8 @@ def find_damage(path: Path) -> str:
     return ""
 
 
-def require_same_text(session: Session, path: Path, sha256: str) -> None:
-    data, here = session.config.data, session.data.corpus.sha256
+def require_same_text(config: TrainConfig, path: Path, here: str, sha256: str) -> None:
+    data = config.data
     require(
         sha256 == here,
         f"data={data.name} data.path={getattr(data, 'path', None)} is not the text that {path} was begun on: "

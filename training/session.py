@@ -141,9 +141,9 @@ class Session:
         load_optimizer_tensors(self.optimizer, self.model, tensors["optimizer"])
 
 
-def setup(config: TrainConfig) -> Session:
-    """Everything a run needs but its directory. Raises: ConfigError."""
-    machine = set_up_machine(config)
+def setup(config: TrainConfig, machine: Machine | None = None) -> Session:
+    """Everything a run needs but its directory. machine: of set_up_machine(). Raises: ConfigError."""
+    machine = machine or set_up_machine(config)
     data = read_data(config, machine.device)
     vocab_size = data.corpus.tokenizer.vocab_size
     meta_model = checked_meta_model(config, vocab_size)
@@ -221,9 +221,13 @@ def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> Non
         inductor.deterministic = wanted  # it then chooses no kernel by timing
 
 
+def read_corpus(config: TrainConfig) -> Corpus:
+    return load_corpus(config.data, config.model.block_size, saved_state(config))  # a resumed run keeps its merges
+
+
 def read_data(config: TrainConfig, device: torch.device | None = None) -> Data:
     """The corpus and its batches. device: of training; None where nothing is trained."""
-    corpus = load_corpus(config.data, config.model.block_size, saved_state(config))  # a resumed run keeps its merges
+    corpus = read_corpus(config)
     where = device if device is not None and is_resident(config, corpus, device) else None
     batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed, where)
     if config.eval_iters:
