@@ -72,6 +72,12 @@ class Agreement:
         return bool(flag)
 
 
+def barrier() -> None:
+    """Wait for every rank."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def gather(value: Any) -> list[Any]:
     """Every rank's value, on every rank."""
     values = [value]

@@ -232,7 +232,19 @@ class ReadOnlyRunDir(RunDir):
 
 
 # -----------------------------------------------------------------------------
-# Opening
+# Looking and opening
+
+
+def look(request: RunRequest) -> bool:
+    """Whether the directory holds a run at whose end nothing is left to train. Writes nothing.
+
+    Raises: ConfigError where open_run() would, as far as one can tell without the lock.
+    """
+    with refusing_unusable(request.path):
+        check_usable(request)
+        if is_open(request.path):
+            raise in_use(request.path)
+        return not request.fresh and has_ended(request)
 
 
 def open_run(request: RunRequest) -> RunDir:
@@ -242,7 +254,7 @@ def open_run(request: RunRequest) -> RunDir:
     use, or holds a run with another trajectory.
     """
     path = request.path
-    try:
+    with refusing_unusable(path):
         check_usable(request)
         lock = take_lock(path)
         try:
@@ -252,6 +264,13 @@ def open_run(request: RunRequest) -> RunDir:
         except BaseException:
             lock.release()
             raise
+
+
+@contextmanager
+def refusing_unusable(path: Path) -> Iterator[None]:
+    """Errors of the file system that say something of the directory become a ConfigError."""
+    try:
+        yield
     except OSError as error:
         if error.errno in PASSING:
             raise
@@ -276,10 +295,14 @@ def check_usable(request: RunRequest) -> None:
 def take_lock(path: Path) -> FileLock:
     lock = FileLock(path / "lock", LOCK_TIMEOUT)
     if not lock.held:
-        owner = read_status(path)
-        who = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"
-        raise ConfigError(f"out_dir={path} is in use by {who}")
+        raise in_use(path)
     return lock
+
+
+def in_use(path: Path) -> ConfigError:
+    owner = read_status(path)
+    who = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"
+    return ConfigError(f"out_dir={path} is in use by {who}")
 
 
 def start_afresh(path: Path, lock: FileLock) -> FileLock:
@@ -303,11 +326,19 @@ def start_afresh(path: Path, lock: FileLock) -> FileLock:
 
 def open_locked(request: RunRequest, lock: FileLock) -> RunDir:
     """A locked directory as a new, partial or finished run."""
-    path = request.path
-    run = RunDir(path, lock)
-    if not (path / "config.yaml").exists():
+    run = RunDir(request.path, lock)
+    if (request.path / "config.yaml").exists():
+        run.finished = has_ended(request)
+    else:
         run.claim(request.config_yaml)
-        return run
+    return run
+
+
+def has_ended(request: RunRequest) -> bool:
+    """Whether the run in the directory is at its end. Raises: ConfigError where it is a run with other settings."""
+    path = request.path
+    if not (path / "config.yaml").exists():
+        return False
     try:
         old = load_yaml((path / "config.yaml").read_text(encoding="utf-8"))
         refusal = request.refusal(old)
@@ -315,14 +346,13 @@ def open_locked(request: RunRequest, lock: FileLock) -> RunDir:
         reason = " ".join(str(error).split())
         raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
     require(not refusal, f"out_dir={path} holds a run with other settings: {refusal}")
-    last = read_json(path / "summary.json").get("iter", -1)
+    last, state = read_json(path / "summary.json").get("iter", -1), read_status(path).get("state")
     reached = isinstance(last, int) and last >= request.max_iters
-    run.finished = run.state == "diverged" or (run.state == "done" and reached)
-    return run
+    return state == "diverged" or (state == "done" and reached)
 
 
 # -----------------------------------------------------------------------------
-# Looking at a run
+# What state a run is in
 
 
 def at_end(path: Path) -> bool:

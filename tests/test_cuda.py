@@ -36,9 +36,9 @@ from scripts.benchmarks.gpu_part import CheckOptions
 from sweeps.plan import compose
 from training import checks
 from training.config import TrainConfig, load_config
-from training.evaluate import LowestLoss
 from training.meter import Meter
 from training.session import Machine, is_resident, set_up_machine, setup
+from training.state import Facts, LowestLoss
 
 MODEL = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.1}
 DATA = {"name": "random", "n_tokens": 2000, "val_tokens": 100}
@@ -95,7 +95,7 @@ def check_updates() -> None:
             run_dir: Any = TwoLines(waits)
             waits.found.clear()
             with suppress(EOFError), StopSignal() as stop:
-                train.train(session, run_dir, Meter(session, {}), LowestLoss(), {"step": 1}, stop)
+                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), stop)
         reads = ["meter.read reads", *(["meter.read copies to cpu"] if "qk_clip" in changes else [])]
         assert waits.found == [*reads, "line 4", *reads, "line 8"], (name, waits.found)
 
@@ -218,12 +218,11 @@ def test_parts_of_check_gpu_run_on_the_device() -> None:
 
 def test_a_gpu_is_warned_of_attention_that_holds_t_x_t(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend, plain, warned in (("math", True, 1), ("flash", True, 0), (None, True, 0), (None, False, 1)):
-        monkeypatch.setattr(checks, "sdpa_backend", lambda *_, backend=backend: backend)
         machine = Machine(World(), torch.device("cuda"), torch.float32)
         model = SimpleNamespace(attentions=[SimpleNamespace(plain_softmax=plain)])
-        session: Any = SimpleNamespace(machine=machine, config=settings(), model=model, facts={})
+        session: Any = SimpleNamespace(machine=machine, config=settings(), model=model, attention_backend=backend)
         warnings = checks.attention_warnings(session)
-        assert len(warnings) == warned and session.facts == ({"sdpa": backend} if backend else {})
+        assert len(warnings) == warned
     session.machine = replace(machine, device=torch.device("cpu"))
     assert checks.attention_warnings(session) == []
 
@@ -283,7 +282,7 @@ def check_benchmark(words: list[str]) -> None:
         with suppress(EOFError):
             session = setup(load_config(compose(words)))
             with StopSignal() as stop:
-                train.train(session, run_dir, Meter(session, {}), LowestLoss(), {"step": 1}, stop)
+                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), stop)
     assert timed == updates[-1] and "bmm of 2" in timed
 
 

@@ -21,6 +21,7 @@ from data.tokens import load_corpus
 from sample import load_asked_run, load_run
 from training import faults
 from training.config import FAULTS, FaultOptions, TrainConfig, load_config
+from training.state import Facts
 from training.tracking import wandb_settings
 
 DATA = {"name": "random", "n_tokens": 20_000, "vocab_size": 32, "val_tokens": 600}
@@ -150,7 +151,7 @@ def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pyte
     assert "fault" not in summary and "start_up_warnings" not in summary
     assert "fault" not in (tmp_path / "run" / "train.log").read_text()
     assert "fault.name" not in config.trajectory and "FAULT" not in config.label
-    assert "fault" not in " ".join(wandb_settings(config, tmp_path / "run", {})["init"]["tags"])
+    assert "fault" not in " ".join(wandb_settings(config, tmp_path / "run", Facts())["init"]["tags"])
 
 
 @pytest.mark.parametrize(  # a tied model's first guess is its input
@@ -178,7 +179,7 @@ def test_a_run_with_a_fault_says_so_everywhere(
     log = (run / "train.log").read_text()
     assert all(f"warning: {text}" in log for text in [f"fault={fault}", *warnings])
     assert f"FAULT_{fault}" in replace(config, out_dir=None).run_dir.name and f"FAULT_{fault}" in config.group
-    init = wandb_settings(config, run, summary)["init"]
+    init = wandb_settings(config, run, Facts(dtype=summary["dtype"]))["init"]
     assert init["tags"][-1] == f"fault:{fault}" and init["config"]["fault"] == {"name": fault}
     assert train.run(replace(config, eval_only=True)) == 0
     assert f"warning: fault={fault}" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from core.rundir import RunDir
 from core.schema import ConfigError
 from training import session
 from training.meter import Diverged
-from training.session import Session
 
 
 def assert_halves_equal_straight(corpus: Path, folder: Path, **changes: Any) -> None:
@@ -126,9 +125,9 @@ def test_a_machine_that_rounds_otherwise_is_warned_of(
     for max_iters in (2, 3):
         assert train.run(configured(corpus, run, max_iters=max_iters)) == 0
     assert "will not be equal" not in (run / "train.log").read_text()
-    old = checkpoint.load(run / "ckpt" / "latest").state
-    elsewhere = {"device": "cpu (2 threads)", "torch": "9.0", "kernels": not old["kernels"]}
-    monkeypatch.setattr(train, "describe", lambda of: {**session.describe(of), **elsewhere})
+    old, here = checkpoint.load(run / "ckpt" / "latest").state, session.describe
+    elsewhere: dict[str, Any] = {"device": "cpu (2 threads)", "torch": "9.0", "kernels": not old["kernels"]}
+    monkeypatch.setattr(session, "describe", lambda of: replace(here(of), **elsewhere))
     assert train.run(configured(corpus, run)) == 0
     changes = ", ".join(f"{key} {old[key]} -> {value}" for key, value in elsewhere.items())
     assert f"warning: {changes}: the rest of the run will not be equal" in (run / "train.log").read_text()
@@ -371,9 +370,9 @@ def test_a_stopped_run_leaves_its_evaluation_to_the_next_start(
     assert train.run(configured(corpus, tmp_path / "straight", max_iters=6, eval_interval=2)) == 0
     whole, evaluated = train.evaluate, []
 
-    def noted(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
-        evaluated.append(line["iter"])
-        whole(session, run_dir, line)
+    def noted(run: train.Run, step: int) -> dict[str, Any]:
+        evaluated.append(step)
+        return whole(run, step)
 
     def interrupted(*args: Any) -> Any:
         if len(evaluated) == 2 and args[0] == 3:
@@ -412,12 +411,13 @@ def test_a_signal_in_the_last_evaluation_stops_what_comes_after(
 ) -> None:
     whole = train.evaluate
 
-    def interrupted(session: Session, run_dir: RunDir, line: dict[str, Any]) -> None:
-        whole(session, run_dir, line)
-        if line["iter"] == session.config.max_iters:
+    def interrupted(run: train.Run, step: int) -> dict[str, Any]:
+        line = whole(run, step)
+        if step == run.session.config.max_iters:
             signal.raise_signal(signal.SIGINT)
             if diverges:
-                raise Diverged(line, "val/loss nan")
+                raise Diverged({"iter": step, **line}, "val/loss nan")
+        return line
 
     monkeypatch.setattr(train, "evaluate", interrupted)
     assert train.run(configured(corpus, tmp_path / "run")) == 130

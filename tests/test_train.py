@@ -37,6 +37,7 @@ from training.evaluate import mean_loss
 from training.meter import Meter
 from training.optim import build_optimizer
 from training.session import Machine, read_data
+from training.state import Readings
 from training.updates import accumulate_gradients, update_ratios
 
 FP32 = Machine(World(), torch.device("cpu"), torch.float32)
@@ -483,7 +484,7 @@ def test_memory_that_is_freed_is_used_again_without_page_faults() -> None:
 def test_the_time_left_counts_updates_at_their_speed_and_evaluations_apart() -> None:
     """The evaluation at the start of a run says nothing of its updates."""
     config = SimpleNamespace(max_iters=100, eval_interval=40, tokens_per_iter=10)
-    meter = Meter(SimpleNamespace(config=config, peak=1.0), {"seconds": 30.0, "train_seconds": 10.0})  # type: ignore[arg-type]
+    meter = Meter(SimpleNamespace(config=config, peak=1.0), Readings(seconds=30.0, train_seconds=10.0))  # type: ignore[arg-type]
     left = meter.seconds_left({"iter": 9, "tok_per_sec": 20.0})
     assert left == pytest.approx(90 / 2 + 3 * 20, rel=0.01)  # evaluations at 40, 80 and 100, each as long as that at 0
     left = meter.seconds_left({"iter": 99, "tok_per_sec": 20.0})

@@ -29,6 +29,7 @@ from model.options import LpNormOptions
 from sweeps.plan import compose
 from training.config import TrainConfig, WandbOptions, load_config
 from training.resume import run_request
+from training.state import Facts
 from training.tracking import wandb_settings
 
 KEY = "0123456789" * 4
@@ -97,7 +98,7 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     config = TrainConfig(
         out_dir=str(tmp_path / "a run: #1"), qk_norm=LpNormOptions(p=math.inf), wandb=WandbOptions(mode="offline")
     )
-    run, settings = open_run(run_request(config)), wandb_settings(config, config.run_dir, {"commit": "abc"})
+    run, settings = open_run(run_request(config)), wandb_settings(config, config.run_dir, Facts(commit="abc"))
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     run.begin("", 0, settings)
     for i in range(30):
@@ -119,8 +120,8 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     assert history(recordings[0]) == sent(before)
     assert history(recordings[1]) == sent(Metrics.read(run.path / "metrics.jsonl"))[30:]  # 25 to 29 are the first's
     runs = [next(r["run"] for r in records if r["type"] == "run") for records in recordings]
-    begun_anew = wandb_settings(config, tmp_path / "another" / config.run_dir.name, {})["init"]["id"]
-    resumed = wandb_settings(config, config.run_dir, {})["init"]["id"]
+    begun_anew = wandb_settings(config, tmp_path / "another" / config.run_dir.name, Facts())["init"]["id"]
+    resumed = wandb_settings(config, config.run_dir, Facts())["init"]["id"]
     assert runs[0]["run_id"] == resumed != begun_anew
     assert runs[0]["run_id"] == runs[1]["run_id"] and not set(runs[0]["run_id"]) & set(":;,#?/' ")
     assert (runs[0]["display_name"], runs[0]["run_group"]) == ("a run: #1", config.group)

@@ -23,7 +23,6 @@ from model.diagnostics import (
     logit_bound,
     logits_or_hidden,
     relative_change,
-    sdpa_backend,
 )
 from model.gpt import GPT
 from training.evaluate import mean_loss
@@ -78,7 +77,7 @@ def first_not_finite(session: Session, step: int) -> str:
 
 
 def start_up_checks(session: Session) -> list[str]:
-    """A warning for each check that fails. Sets session.facts["sdpa"] on a GPU: the backend of attention.
+    """A warning for each check that fails.
 
     Raises: ConfigError where the model sees the future or another window, its logits are not finite, or batches repeat;
     not with a `fault`.
@@ -179,15 +178,10 @@ def norm_warnings(session: Session) -> list[str]:
 
 
 def attention_warnings(session: Session) -> list[str]:
-    """A warning of attention that holds T x T on a GPU. Records the backend with the run."""
+    """A warning of attention that holds T x T on a GPU."""
     machine, config = session.machine, session.config
-    if machine.device.type != "cuda":
-        return []  # what a CPU computes with is in model/ops.py
-    with machine.autocast():
-        backend = sdpa_backend(session.model, config.batch_size)
-    if backend is not None:
-        session.facts["sdpa"] = backend
-    if backend != "math" and session.model.attentions[0].plain_softmax:  # no kernel of a GPU takes another softmax
+    plain = session.model.attentions[0].plain_softmax  # no kernel of a GPU takes another softmax
+    if machine.device.type != "cuda" or (session.attention_backend != "math" and plain):
         return []
     T = config.model.block_size
     name = f"attention={config.attention.name} in {machine.dtype}"

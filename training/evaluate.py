@@ -2,9 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
@@ -15,6 +13,7 @@ from core.device import move
 from core.rundir import RunDir
 from model.generate import generate
 from training.session import Batch, Machine, Session
+from training.state import LowestLoss, RunState
 from training.updates import CPU_TOKENS
 
 EVAL_TOKENS = {"cpu": CPU_TOKENS, "cuda": 2**14, "mps": 2**14}  # that go through the model together
@@ -111,37 +110,13 @@ def sample_text(session: Session) -> str:
     return tokenizer.decode(tokens)
 
 
-@dataclass
-class LowestLoss:
-    """The lowest val/loss so far, and its iteration.
-
-    Where max_iters is no multiple of eval_interval, the run ends with an extra evaluation, which a longer run would not
-    have. `keep_step` is then the best checkpoint before it, which a longer run would need; else it is None.
-    """
-
-    loss: float = math.inf
-    step: int | None = None
-    keep_step: int | None = None
-    before: tuple[float, int | None] = (math.inf, None)  # loss and step before the last evaluation
-
-    def update(self, step: int, loss: float, extra: bool) -> None:
-        """Take the loss of an evaluation."""
-        self.keep_step, self.before = self.step if extra else None, (self.loss, self.step)
-        if loss < self.loss:
-            self.loss, self.step = loss, step
-
-    def before_step(self, step: int) -> tuple[float, int | None]:
-        """Loss and iteration of the lowest val/loss before iteration `step`, the current one."""
-        return self.before if self.step == step else (self.loss, self.step)
-
-
-def find_lowest(run_dir: RunDir, saved: Mapping[str, Any]) -> LowestLoss:
+def find_lowest(run_dir: RunDir, saved: RunState | None) -> LowestLoss:
     """The lowest val/loss before the iteration that a run resumes from. The checkpoint has it, too: metrics.jsonl may
     have been damaged since."""
     losses = run_dir.recorded("val/loss")
-    if "lowest" in saved:
-        loss, step = saved["lowest"]
-        losses[step] = loss
+    if saved is not None and saved.lowest is not None:
+        loss, before = saved.lowest
+        losses[before] = loss
     step = min(losses, key=lambda i: (losses[i], i), default=None)
     # rank 0 alone has the record
     return dist.gather(LowestLoss() if step is None else LowestLoss(losses[step], step))[0]

@@ -12,8 +12,9 @@ from torch import Tensor
 from core import dist
 from training.config import LogClipOptions
 from training.qk_clip import over_updates, qk_clip_line
-from training.schedule import n_evaluations
+from training.schedule import learning_rate, n_evaluations
 from training.session import Session
+from training.state import Readings
 
 
 class Diverged(Exception):
@@ -28,20 +29,19 @@ class Meter:
     """Takes the numbers of each update as tensors, and reads those of several updates at once.
 
     For each update: start(), then add(). read() raises Diverged for the first update that is not finite, however many
-    were made after it. saved: the state() of a checkpoint, from which a resumed run goes on; {} for a new one.
+    were made after it. readings: those of the checkpoint from which a resumed run goes on.
 
     The line of iteration 250 holds val/loss before update 250, train/loss and grad_norm of update 250, and tok_per_sec,
     mfu and qk_clip/... of all updates since the line before.
     """
 
-    def __init__(self, session: Session, saved: Mapping[str, Any]) -> None:
+    def __init__(self, session: Session, readings: Readings = Readings()) -> None:  # noqa: B008  # it is frozen
         self.session = session
         self._peak = session.peak  # FLOP/s; the measured one may be too low
-        self.train_loss: float | None = saved.get("train/loss")  # of the last update read that is finite
-        self.clip_metrics: dict[str, float] = saved.get("qk_clip", {})  # of the updates since the last line
-        self.train_seconds: float = saved.get("train_seconds", 0.0)  # in updates; the rest is evaluations and saves
-        self._began = time.perf_counter() - saved.get("seconds", 0.0)
-        self._unread: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
+        self.train_loss, self.clip_metrics = readings.train_loss, readings.clip_metrics
+        self.train_seconds = readings.train_seconds
+        self._began = time.perf_counter() - readings.seconds
+        self._unread: list[tuple[int, Tensor, Tensor | None]] = []
         self._updates, self._logged_seconds = 0, self.train_seconds  # since the last line
 
     @property
@@ -49,46 +49,43 @@ class Meter:
         """Seconds of the whole run, over all resumes."""
         return time.perf_counter() - self._began
 
-    def state(self) -> dict[str, Any]:
-        return {
-            "train/loss": self.train_loss, "qk_clip": self.clip_metrics, "seconds": self.seconds,
-            "train_seconds": self.train_seconds,
-        }  # fmt: skip
+    def readings(self) -> Readings:
+        return Readings(self.train_loss, self.clip_metrics, self.seconds, self.train_seconds)
 
     def start(self) -> None:
         self._update_began = time.perf_counter()
 
-    def add(self, line: dict[str, Any], loss: Tensor, grad_norm: Tensor, maxima: Tensor | None) -> None:
-        """Take an update's loss on this rank, (), gradient norm, () and QK-Clip's maxima, (n_layer, n_head).
-
-        line: {"iter": …}, to which read() adds the numbers.
-        """
+    def add(self, step: int, loss: Tensor, grad_norm: Tensor, maxima: Tensor | None) -> None:
+        """Take an update's loss on this rank, (), gradient norm, () and QK-Clip's maxima, (n_layer, n_head)."""
         mean_loss = dist.all_reduce(loss / self.session.machine.world.size)
-        self._unread.append((line, torch.stack([mean_loss, grad_norm]), maxima))
+        self._unread.append((step, torch.stack([mean_loss, grad_norm]), maxima))
         self._updates += 1
         self.train_seconds += time.perf_counter() - self._update_began
 
-    def read(self) -> None:
-        """Add train/loss and grad_norm to the lines of the updates since the last read().
+    def read(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """Read the updates since the last read(). Returns train/loss and grad_norm of the last one.
 
-        Raises: Diverged.
+        line: what is known of the last update's iteration. Raises: Diverged.
         """
         began = time.perf_counter()
-        lines, numbers, maxima = zip(*self._unread, strict=True)
+        steps, numbers, maxima = zip(*self._unread, strict=True)
         self._unread = []
         numbers_per_update = torch.stack(numbers).tolist()
-        maxima_per_update = torch.stack(maxima).cpu() if maxima[0] is not None else [None] * len(lines)
-        for line, (loss, norm), maxima_of_update in zip(lines, numbers_per_update, maxima_per_update, strict=True):
-            line |= {"train/loss": loss, "grad_norm": norm}
+        maxima_per_update = torch.stack(maxima).cpu() if maxima[0] is not None else [None] * len(steps)
+        read: dict[str, float] = {}
+        for step, (loss, norm), maxima_of_update in zip(steps, numbers_per_update, maxima_per_update, strict=True):
+            read = {"train/loss": loss, "grad_norm": norm}
             finite = math.isfinite(loss) and math.isfinite(norm)
             if maxima_of_update is not None:
                 # an update that is not finite reports its maxima only, as with qk_clip=log: its clips do not count
                 options = self.session.config.qk_clip if finite else LogClipOptions()
                 self.clip_metrics = over_updates(self.clip_metrics, qk_clip_line(maxima_of_update, options))
             if not finite:
-                raise Diverged(line, f"train/loss {loss}, grad_norm {norm}")
+                known = line if step == line["iter"] else {"iter": step, "lr": learning_rate(step, self.session.config)}
+                raise Diverged({**known, **read}, f"train/loss {loss}, grad_norm {norm}")
             self.train_loss = loss
         self.train_seconds += time.perf_counter() - began
+        return read
 
     def take_interval(self) -> dict[str, float]:
         """Tokens a second, MFU and QK-Clip's numbers of the updates since the last call. Starts the next interval."""

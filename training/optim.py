@@ -52,7 +52,7 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
     """torch.optim.AdamW with fused=True, one kernel for all parameters of a group, which share one count of steps.
     torch's own counts each parameter's steps apart, which takes time where matrices are small.
 
-    step(skip): a tensor (); where it is 1 the weights stay, without a wait for the device. Muon's step too."""
+    step(frozen): a tensor (); where it is 1 the weights stay, without a wait for the device. Muon's step too."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -75,7 +75,7 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
         return [weights, *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))]
 
     @torch.no_grad()
-    def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]  # takes no closure
+    def step(self, frozen: Tensor | None = None) -> None:  # type: ignore[override]  # takes no closure
         for number, group in enumerate(self.param_groups):
             weights: list[Tensor] = group["params"]
             grads = [grad for p in weights if (grad := p.grad) is not None]
@@ -102,7 +102,7 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
                 eps=group["eps"],
                 amsgrad=False,
                 maximize=False,
-                found_inf=skip,
+                found_inf=frozen,
             )
 
 
@@ -114,7 +114,7 @@ class Muon(LoadsNoCompiler, torch.optim.Muon):
     in_fp32 = False
 
     @torch.no_grad()
-    def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]  # takes no closure
+    def step(self, frozen: Tensor | None = None) -> None:  # type: ignore[override]  # takes no closure
         for group in self.param_groups:
             of_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for p in group["params"]:
@@ -136,9 +136,9 @@ class Muon(LoadsNoCompiler, torch.optim.Muon):
                 # its RMS is then AdamW's, so that both share one schedule (Moonlight)
                 lr = group["lr"] * 0.2 * math.sqrt(max(shape))
                 decay: Any = 1 - group["lr"] * group["weight_decay"]
-                if skip is not None:
-                    decay = torch.where(skip > 0, torch.ones_like(skip), decay)
-                    orthogonal = torch.where(skip > 0, torch.zeros_like(skip, dtype=dtype), orthogonal)
+                if frozen is not None:
+                    decay = torch.where(frozen > 0, torch.ones_like(frozen), decay)
+                    orthogonal = torch.where(frozen > 0, torch.zeros_like(frozen, dtype=dtype), orthogonal)
                 torch._foreach_mul_(weights, decay)
                 torch._foreach_add_(weights, orthogonal.to(weights[0].dtype).unbind(), alpha=-lr)
 
@@ -188,16 +188,16 @@ class MuonAndAdamW:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.muon.param_groups + self.adamw.param_groups
 
-    def step(self, skip: Tensor | None = None) -> None:
+    def step(self, frozen: Tensor | None = None) -> None:
         for weight, views in self.weights:
             same = views[0].untyped_storage()._cdata == weight.untyped_storage()._cdata
             assert same, "the weights have moved since build_optimizer"
             if weight.grad is not None:
                 for view, gradient in zip(views, weight.grad.split([len(v) for v in views]), strict=True):
                     view.grad = gradient
-        self.muon.step(skip)
+        self.muon.step(frozen)
         self.muon.zero_grad()  # drops the views' gradients; zero_grad() below drops the weights'
-        self.adamw.step(skip)
+        self.adamw.step(frozen)
 
     def zero_grad(self) -> None:
         self.adamw.zero_grad()

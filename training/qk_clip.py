@@ -12,12 +12,12 @@ from training.config import NoClipOptions, QKClipOptions
 
 
 @torch.no_grad()
-def qk_clip(attentions: Sequence[Any], options: NoClipOptions, skip: Tensor | None = None) -> Tensor | None:
+def qk_clip(attentions: Sequence[Any], options: NoClipOptions, frozen: Tensor | None = None) -> Tensor | None:
     """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches.
 
     gamma = threshold / S for a head whose largest logit S exceeds the threshold, else 1. Large negative logits are not
     clipped. Returns the maxima before the clip, (n_layer, n_head), without waiting for a GPU; None for qk_clip=none.
-    qk_clip=log changes no weight, nor does a `skip`, (), of 1.
+    qk_clip=log changes no weight, nor does a `frozen`, (), of 1.
     """
     if options.name == "none":
         return None
@@ -25,8 +25,8 @@ def qk_clip(attentions: Sequence[Any], options: NoClipOptions, skip: Tensor | No
     maxima = dist.all_reduce(maxima, maximum=True)
     if isinstance(options, QKClipOptions):
         for attention, gamma in zip(attentions, gammas(maxima, options), strict=True):
-            if skip is not None:
-                gamma = torch.where(skip > 0, torch.ones_like(gamma), gamma)
+            if frozen is not None:
+                gamma = torch.where(frozen > 0, torch.ones_like(gamma), gamma)
             if maxima.device.type != "cpu" or (gamma < 1).any():  # a GPU always scales: to look at gamma would wait
                 attention.scale_logits(gamma, options.balance)
     return maxima

@@ -1,19 +1,21 @@
 """The run directory of a Session: opened by one rank, resumed from its newest checkpoint, refused for another run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from core import checkpoint, dist
+from core import checkpoint, dist, rundir
+from core.dist import World
 from core.files import file_sha256, is_intact, read_json
 from core.plugins import changed_plugins
 from core.process import say
-from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, open_run, read_status
+from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, read_status
 from core.schema import ConfigError, differences, require, with_earlier_defaults
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
-from training.session import Session
+from training.session import Machine, Session, read_corpus
+from training.state import RunState
 
 DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # a device's name has its threads
 
@@ -57,29 +59,50 @@ def say_if_begun_before(config: TrainConfig) -> None:
         say(f"note: {earlier.run_dir} was begun when {added} was the default: add it to go on there")
 
 
-def open_run_dir(session: Session) -> RunDir:
-    """Rank 0 opens and locks the run directory; the others get one that writes nothing.
+def look(config: TrainConfig, world: World) -> bool:
+    """Whether the run that `config` describes is at its end. Writes nothing.
+
+    Raises: ConfigError, on every rank, where open_run_dir() would.
+    """
+    if world.rank == 0:
+        say_if_begun_before(config)
+    return said_by_rank_0(world, lambda: rundir.look(run_request(config)))
+
+
+def open_run_dir(config: TrainConfig, world: World) -> RunDir:
+    """Rank 0 opens and locks the run directory, and so looks again; the others get one that writes nothing.
 
     Raises: ConfigError, on every rank.
     """
-    run_dir, error = None, None
-    if session.machine.world.rank == 0:
-        say_if_begun_before(session.config)
+    opened: list[RunDir] = []
+
+    def is_finished() -> bool:
+        opened.append(rundir.open_run(run_request(config)))
+        return opened[0].finished
+
+    finished = said_by_rank_0(world, is_finished)
+    return opened[0] if opened else ReadOnlyRunDir(config.run_dir, finished=finished)
+
+
+def said_by_rank_0(world: World, ask: Callable[[], bool]) -> bool:
+    """What rank 0 answers, on every rank. Raises: its ConfigError, on every rank."""
+    answer, error = False, None
+    if world.rank == 0:
         try:
-            run_dir = open_run(run_request(session.config))
+            answer = ask()
         except ConfigError as refused:
             error = str(refused)
-    finished, error = dist.gather((run_dir is not None and run_dir.finished, error))[0]
+    answer, error = dist.gather((answer, error))[0]
     if error is not None:
         raise ConfigError(error)
-    return run_dir or ReadOnlyRunDir(session.config.run_dir, finished=finished)  # rank 0, or another rank
+    return answer
 
 
-def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
-    """Load the newest checkpoint into model and optimizer. Returns its state; {} where the run begins.
+def resume(session: Session, run_dir: RunDir) -> RunState | None:
+    """Load the newest checkpoint into model and optimizer. Returns its state; None where the run begins.
 
-    Adds the commits of the code that trained it to session.facts. Raises: ConfigError where dtype, text, tokenizer or
-    max_iters does not fit the checkpoint, and where the ranks found different ones.
+    Raises: ConfigError where dtype, text, tokenizer or max_iters does not fit the checkpoint, and where the ranks found
+    different ones.
     """
     try:
         saved = load_checkpoint(run_dir)
@@ -87,15 +110,14 @@ def resume(session: Session, run_dir: RunDir) -> dict[str, Any]:
         told = f"out_dir={run_dir.path}: the ranks found checkpoints of iterations {steps} (-1: none)"
         require(len({*steps}) == 1, f"{told}; is the folder shared, and can all of them read it?")
         if saved is None:
-            return {}
+            return None
         with checkpoint.errors_as_corrupt(saved.path):
-            check_resumable(session, run_dir, saved.state)
+            state = RunState.from_json(saved.state)
+            check_resumable(session, run_dir, state)
             session.load_tensors(saved.tensors)
     except checkpoint.CorruptCheckpoint as error:
         raise ConfigError(f"out_dir={run_dir.path} cannot go on: {error}; fresh=true starts it anew") from error
-    all_commits = [*commits(saved.state), *commits(session.facts)]
-    session.facts["commit"] = ", ".join(dict.fromkeys(all_commits)) or None  # each once, oldest first
-    return saved.state
+    return state
 
 
 def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
@@ -112,46 +134,45 @@ def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
     return resumed
 
 
-def check_resumable(session: Session, run_dir: RunDir, saved: Mapping[str, Any]) -> None:
+def check_resumable(session: Session, run_dir: RunDir, saved: RunState) -> None:
     """Refuse what would change the run; warn of what makes the rest of it unequal bit for bit."""
-    config, path, here = session.config, run_dir.path, session.facts
-    changes = refusal(config, saved["config"])
+    config, path, here, then = session.config, run_dir.path, session.facts, saved.facts
+    changes = refusal(config, saved.config)
     require(not changes, f"out_dir={path} has a checkpoint of other settings: {changes}")
     require(
-        saved["dtype"] == here["dtype"],
-        f"dtype={config.dtype} is {here['dtype']} here, but {path} was begun in {saved['dtype']}: "
-        f"set dtype={saved['dtype'].removeprefix('torch.')}",
+        then.dtype == here.dtype,
+        f"dtype={config.dtype} is {here.dtype} here, but {path} was begun in {then.dtype}: "
+        f"set dtype={str(then.dtype).removeprefix('torch.')}",
     )
-    require_same_text(session, path, saved["corpus_sha256"])
+    require_same_text(config, path, session.data.corpus.sha256, str(then.corpus_sha256))
     require(
-        saved["tokenizer"] == session.data.corpus.tokenizer.to_dict(),
+        saved.tokenizer == session.data.corpus.tokenizer.to_dict(),
         f"data={config.data.name} has other tokens here than {path} was begun with; fresh=true starts it anew",
     )
     require(
-        saved["step"] <= config.max_iters,
-        f"max_iters={config.max_iters} must be >= {saved['step']}, the iteration that {path} has reached",
+        saved.step <= config.max_iters,
+        f"max_iters={config.max_iters} must be >= {saved.step}, the iteration that {path} has reached",
     )
-    known = [key for key in DECIDES_BITS if key in saved]  # runs of earlier versions lack some
-    if changed := [f"{key} {saved[key]} -> {here[key]}" for key in known if saved[key] != here[key]]:
+    pairs = {key: (getattr(then, key), getattr(here, key)) for key in DECIDES_BITS}
+    if changed := [f"{key} {old} -> {new}" for key, (old, new) in pairs.items() if old not in (None, new)]:
         run_dir.log(f"warning: {', '.join(changed)}: the rest of the run will not be equal bit for bit")
-    for change in changed_plugins(saved.get("plugins", {})):
+    for change in changed_plugins(then.plugins or {}):
         run_dir.log(f"warning: {change}")
-    new = set(commits(here)) - set(commits(saved))
-    if new and saved["step"] < config.max_iters and not config.eval_only:
-        run_dir.log(f"warning: commit {saved.get('commit')} -> {here['commit']}: other code trains the rest of the run")
+    if {*here.commits} - {*then.commits} and saved.step < config.max_iters and not config.eval_only:
+        run_dir.log(f"warning: commit {then.commit} -> {here.commit}: other code trains the rest of the run")
 
 
-def check_finished(session: Session, run_dir: RunDir) -> None:
+def check_finished(config: TrainConfig, machine: Machine, run_dir: RunDir) -> None:
     """Warn of plugins that have changed. Raises: ConfigError where a finished run has another dtype or text than the
-    one that was asked for."""
-    config, dtype = session.config, str(session.machine.dtype)
-    summary = read_json(run_dir.path / "summary.json")
+    one that was asked for. The text is read, no model is built."""
+    summary, dtype = read_json(run_dir.path / "summary.json"), str(machine.dtype)
     require(
         config.dtype == "auto" or summary.get("dtype", dtype) == dtype,
         f"dtype={config.dtype}: {run_dir.path} is {run_dir.state} in {summary.get('dtype')}; use another out_dir or "
         "fresh=true",
     )
-    require_same_text(session, run_dir.path, summary.get("corpus_sha256", session.data.corpus.sha256))
+    sha256 = read_corpus(config).sha256
+    require_same_text(config, run_dir.path, sha256, summary.get("corpus_sha256", sha256))
     for change in changed_plugins(summary.get("plugins", {})):
         run_dir.log(f"warning: {change}")
 
@@ -173,15 +194,10 @@ def find_damage(path: Path) -> str:
     return ""
 
 
-def require_same_text(session: Session, path: Path, sha256: str) -> None:
-    data, here = session.config.data, session.data.corpus.sha256
+def require_same_text(config: TrainConfig, path: Path, here: str, sha256: str) -> None:
+    data = config.data
     require(
         sha256 == here,
         f"data={data.name} data.path={getattr(data, 'path', None)} is not the text that {path} was begun on: "
         f"its SHA-256 is {here[:12]}..., not {sha256[:12]}...; use another out_dir or fresh=true",
     )
-
-
-def commits(facts: Mapping[str, Any]) -> list[str]:
-    """The commits of the code that a checkpoint or a process names."""
-    return facts["commit"].split(", ") if facts.get("commit") else []

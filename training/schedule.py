@@ -23,6 +23,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return highest * (floor + (1 - floor) * HEIGHTS[schedule.name](progress))
 
 
+def evaluates_or_saves(step: int, config: TrainConfig) -> bool:
+    """Whether the model is evaluated or saved after `step` updates: the losses before it must have been read."""
+    return 0 in (step % config.eval_interval, step % config.checkpoint_interval) or step == config.max_iters
+
+
 def n_evaluations(config: TrainConfig) -> int:
     """One before the first update, then every eval_interval, and one at the end."""
     return math.ceil(config.max_iters / config.eval_interval) + 1

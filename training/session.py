@@ -29,11 +29,13 @@ from core.rundir import commit
 from core.schema import ConfigError, require
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
+from model.diagnostics import sdpa_backend
 from model.gpt import GPT
 from model.kernels import operators
 from training import faults
 from training.config import TrainConfig
 from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
+from training.state import Facts
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) each
 
@@ -78,7 +80,7 @@ class Data:
 @dataclass
 class Session:
     """What trains. forward: the model, compiled where asked, and wrapped in DDP where there are several ranks. peak:
-    FLOP/s of all ranks at best. facts: what is recorded with a run besides its settings."""
+    FLOP/s of all ranks at best."""
 
     config: TrainConfig
     machine: Machine
@@ -87,7 +89,6 @@ class Session:
     forward: nn.Module
     optimizer: Optimizer
     peak: float
-    facts: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
     text_seconds: float = 0.0  # spent on samples of text since `began`
 
@@ -102,6 +103,18 @@ class Session:
             ddp = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)
             ddp.require_backward_grad_sync = False
             self.forward = ddp
+
+    @cached_property
+    def attention_backend(self) -> str | None:
+        """Which of SDPA's backends computes attention on a GPU; None where it is none of them."""
+        if self.machine.device.type != "cuda":
+            return None  # what a CPU computes with is in model/ops.py
+        with self.machine.autocast():
+            return sdpa_backend(self.model, self.config.batch_size)
+
+    @cached_property
+    def facts(self) -> Facts:
+        return describe(self)
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -128,9 +141,9 @@ class Session:
         load_optimizer_tensors(self.optimizer, self.model, tensors["optimizer"])
 
 
-def setup(config: TrainConfig) -> Session:
-    """Everything a run needs but its directory. Raises: ConfigError."""
-    machine = set_up_machine(config)
+def setup(config: TrainConfig, machine: Machine | None = None) -> Session:
+    """Everything a run needs but its directory. machine: of set_up_machine(). Raises: ConfigError."""
+    machine = machine or set_up_machine(config)
     data = read_data(config, machine.device)
     vocab_size = data.corpus.tokenizer.vocab_size
     meta_model = checked_meta_model(config, vocab_size)
@@ -208,9 +221,13 @@ def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> Non
         inductor.deterministic = wanted  # it then chooses no kernel by timing
 
 
+def read_corpus(config: TrainConfig) -> Corpus:
+    return load_corpus(config.data, config.model.block_size, saved_state(config))  # a resumed run keeps its merges
+
+
 def read_data(config: TrainConfig, device: torch.device | None = None) -> Data:
     """The corpus and its batches. device: of training; None where nothing is trained."""
-    corpus = load_corpus(config.data, config.model.block_size, saved_state(config))  # a resumed run keeps its merges
+    corpus = read_corpus(config)
     where = device if device is not None and is_resident(config, corpus, device) else None
     batches = Batches(corpus.tokens, corpus.split, config.model.block_size, config.batch_size, config.seed, where)
     if config.eval_iters:
@@ -270,17 +287,27 @@ def compile_model(model: GPT, config: TrainConfig) -> nn.Module:
     return torch.compile(model, dynamic=False)  # type: ignore[return-value]
 
 
-def describe(session: Session) -> dict[str, Any]:
-    """The facts that are recorded with a run: in its summary, its checkpoints and W&B."""
-    machine, corpus, model = session.machine, session.data.corpus, session.model
-    plugins = {"plugins": plugin_hashes(session.config.plugins)} if session.config.plugins else {}
-    origin = {"init_from": {session.config.init_from: session.config.init_sha256}} if session.config.init_from else {}
-    return plugins | origin | {
-        "dtype": str(machine.dtype), "corpus_sha256": corpus.sha256, "device": device_name(machine.device),
-        "compile": is_compiled(session.config, machine.device), "deterministic": session.config.deterministic,
-        "ranks": machine.world.size, "commit": commit(), "kernels": machine.device.type == "cpu" and operators.loaded(),
-        "parameters": model.num_params(), "vocab_size": corpus.tokenizer.vocab_size, "tokens": len(corpus.tokens),
-        "held_out_tokens": session.data.held_out_tokens,
-        "cache_bytes_per_token": model.cache_bytes_per_token(machine.dtype),
-        "torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads(),
-    }  # fmt: skip
+def describe(session: Session) -> Facts:
+    """The facts that are recorded with a run."""
+    config, machine, corpus, model = session.config, session.machine, session.data.corpus, session.model
+    return Facts(
+        sdpa=session.attention_backend,
+        plugins=plugin_hashes(config.plugins) if config.plugins else None,
+        init_from={config.init_from: config.init_sha256 or ""} if config.init_from else None,
+        dtype=str(machine.dtype),
+        corpus_sha256=corpus.sha256,
+        device=device_name(machine.device),
+        compile=is_compiled(config, machine.device),
+        deterministic=config.deterministic,
+        ranks=machine.world.size,
+        commit=commit(),
+        kernels=machine.device.type == "cpu" and operators.loaded(),
+        parameters=model.num_params(),
+        vocab_size=corpus.tokenizer.vocab_size,
+        tokens=len(corpus.tokens),
+        held_out_tokens=session.data.held_out_tokens,
+        cache_bytes_per_token=model.cache_bytes_per_token(machine.dtype),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        threads=torch.get_num_threads(),
+    )

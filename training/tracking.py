@@ -11,16 +11,17 @@ from core.files import read_json
 from core.rundir import uncommitted
 from core.wandb_run import wandb_mode
 from training.config import TrainConfig
+from training.state import Facts
 
 
-def wandb_settings(config: TrainConfig, path: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, Any]:
     """The mode, the arguments of wandb.init(), and what else the process that sends needs."""
     name, settings = path.resolve().name, asdict(config)
     known = read_json(path / "wandb" / "job.json").get("init")  # a run that goes on is the same run at W&B
     known_id = known.get("id") if isinstance(known, Mapping) else None
     columns = {"layout": config.attention.name, "norm": config.qk_norm.name, "fold": settings["data"].get("fold")}
     columns |= {key: settings["qk_norm"].get(key) for key in ("p", "alpha_init")}
-    tags = columns | {"precision": str(facts.get("dtype")).removeprefix("torch."), "fault": config.fault.name}
+    tags = columns | {"precision": str(facts.dtype).removeprefix("torch."), "fault": config.fault.name}
     shown = ("layout", "norm", "p", "fold", "precision", "fault")
     init = {
         "project": config.wandb.project,
@@ -31,7 +32,7 @@ def wandb_settings(config: TrainConfig, path: Path, facts: Mapping[str, Any]) ->
         "tags": [*config.wandb.tags, *(f"{key}:{tags[key]}" for key in shown if tags[key] not in (None, "none"))],
         "id": known_id or f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100]}-{secrets.token_hex(4)}",
         "dir": str(path.resolve()),
-        "config": {**settings, **columns, "info": dict(facts)},
+        "config": {**settings, **columns, "info": facts.to_json()},
         "resume": "allow",
     }
     media = {"maps": ["attn/max_logit", "attn/entropy"], "layers": ["attn/alpha", "attn/q_gain", "attn/k_gain"]}

@@ -79,17 +79,17 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def step_optimizer(session: Session, loss: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the update and drop the gradients; no weight changes where `skip`, (), is 1 or the update is not finite.
+def step_optimizer(session: Session, loss: Tensor, frozen: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the update and drop the gradients; no weight changes where `frozen`, (), is 1 or the update is not finite.
 
-    Returns the norm of the gradients before clipping, and the new `skip`.
+    Returns the norm of the gradients before clipping, and the new `frozen`.
     """
     norm = clip_gradients(session)
-    skip = skip.masked_fill(~(loss + norm).isfinite(), 1)
+    frozen = frozen.masked_fill(~(loss + norm).isfinite(), 1)
     with applying_weights_variant(session.model):
-        session.optimizer.step(skip)
+        session.optimizer.step(frozen)
     session.optimizer.zero_grad()
-    return norm, skip
+    return norm, frozen
 
 
 def clip_gradients(session: Session) -> Tensor:

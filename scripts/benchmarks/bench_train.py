@@ -44,18 +44,18 @@ def ours(overrides: list[str]) -> Built:
     machine, model, optimizer = session.machine, session.model.train(), session.optimizer
     n_micro_batches = config.gradient_accumulation_steps
     batches = session.data.batches.prefetch((step, i) for step in itertools.count() for i in range(n_micro_batches))
-    meter, steps, skip = Meter(session, {}), itertools.count(), torch.zeros((), device=machine.device)
+    meter, steps, frozen = Meter(session), itertools.count(), torch.zeros((), device=machine.device)
 
     def update(n: int) -> Turn:
-        nonlocal skip
+        nonlocal frozen
         for step in itertools.islice(steps, n):
             meter.start()
             seed_generator(seed_of_update(config.seed, step, 0), machine.device)
             set_learning_rate(optimizer, learning_rate(step % config.max_iters, config))
             loss = accumulate_gradients(session.forward, batches, n_micro_batches, machine)
-            norm, skip = step_optimizer(session, loss, skip)
-            meter.add({"iter": step}, loss, norm, qk_clip(model.attentions, config.qk_clip, skip))
-        meter.read()  # the host waits for the device
+            norm, frozen = step_optimizer(session, loss, frozen)
+            meter.add(step, loss, norm, qk_clip(model.attentions, config.qk_clip, frozen))
+        meter.read({"iter": step})  # the host waits for the device
         return gpu_memory(machine.device)
 
     update(2)  # warm-up
