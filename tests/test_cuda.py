@@ -296,8 +296,11 @@ def check_graph(pairs: list[tuple[str, str]]) -> None:
     """Of layouts with a QK norm, in bf16 with dropout and with QK-Clip's maxima: forward alone, as Dynamo traces it."""
     for layout, norm in pairs:
         torch._dynamo.reset()
+        config = config_of(layout, norm, dropout=0.1, n_layer=1).gpt
+        with torch.device("meta"):
+            GPT(config, V)  # measures E[g], where alpha starts from, once: a fake device has no numbers
         with fake_cuda(watch=False), torch.autocast("cuda", torch.bfloat16):
-            model = FakeGPT(config_of(layout, norm, dropout=0.1, n_layer=1).gpt, V).to("cuda").train()
+            model = FakeGPT(config, V).to("cuda").train()
             for attention in model.attentions:
                 attention.track_max_logits()
             idx = torch.zeros(2, 16, dtype=torch.int64, device="cuda")

@@ -259,8 +259,8 @@ def note_weights_and_clips() -> None:
     """After each update of a rank: a digest of its weights, and how many heads were clipped."""
     setup, models = train.setup, []
 
-    def keep(config: TrainConfig) -> Session:
-        session = setup(config)
+    def keep(config: TrainConfig, *machine: Any) -> Session:
+        session = setup(config, *machine)
         models.append(session.model)
         return session
 

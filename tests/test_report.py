@@ -353,7 +353,7 @@ def test_a_report_says_where_p_changes_the_temperature(
     one, two = tmp_path / "one", tmp_path / "two"
     assert report.main([f"sweep_dir={made.path}", f"out={one}"]) == report.main([f"from={one}", f"out={two}"]) == 0
     for file in (one / "table.md", two / "table.md", one / "report.html"):
-        assert file.read_text().count("points differ in p and start from one α") == n
+        assert file.read_text().count("p differs and α starts from one value") == n
 
 
 def test_runs_whose_directories_are_gone_count_as_they_were_stored(made: Made, tmp_path: Path) -> None:
