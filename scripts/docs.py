@@ -89,9 +89,9 @@ SAID = [
     "RMS minus no norm is {rms} nats of validation loss (95 % interval, 8 seeds, 0.9M parameters; "
     "[study](results/attention_track/README.md)).",
     "**Is p = 4 better than p = 2?** An Lp norm divides by the p-norm; α, a learned number, multiplies the logits. "
-    "Where both p start with the same spread of logits, no gain is shown: {matched} nats (ten folds, one seed, 10.7M; "
-    "[study](results/p_baby/README.md)). Where both start from α = 1 it is {alpha_1}. [*Enhanced "
-    "QKNorm*](https://arxiv.org/abs/2602.05006) reports −0.048, and no start.",
+    "Where both p start with the same spread of logits, no gain is shown: p = 4 minus p = 2 is {matched} nats (ten "
+    "folds, one seed, 10.7M; [study](results/p_baby/README.md)). Where both start from α = 1 it is {alpha_1}. "
+    "[*Enhanced QKNorm*](https://arxiv.org/abs/2602.05006) reports −0.048 and does not say where α starts.",
     "**Can MLA use a QK norm without caching keys?** Yes. It caches one more number a token, head and layer, and gives "
     "the logits of the full keys. RMS changes the time of a decoding step by {decode} (16k tokens, two CPU cores; "
     "[study](results/mla_decode/README.md)).",
@@ -135,12 +135,12 @@ def first_rows() -> str:
     assert floor is not None
     rows = [(i, e) for i, e in enumerate(found, 1) if i <= FIRST or e.name == "none"]
     better, worse = (sum(e.verdict == word for e in found) for word in ("better", "worse"))
-    told = len(found) - 1 - better - worse
+    not_told_apart = len(found) - 1 - better - worse
     said = (
         f"{len(found)} controls of attention logits, plain attention (`none`) among them, each at its own best "
-        f"learning rate. Against the {BASELINE.upper()} QK norm {better} are better, {worse} worse, and {told} not "
-        f"told apart after correction for so many comparisons. {seeds} seeds find a single difference of "
-        f"{floor[2]:.3f} nats with 80\u00a0% power. Rank: by mean loss. Time: over that of `none`."
+        f"learning rate. Against the {BASELINE.upper()} QK norm {better} are better, {worse} worse, and "
+        f"{not_told_apart} not told apart after correction for so many comparisons. {seeds} seeds find a single "
+        f"difference of {floor[2]:.3f} nats with 80\u00a0% power. Rank: by mean loss. Time: over that of `none`."
     )
     table = filled(ROWS, rows, text_columns=2)
     gap = ["…", *[""] * (len(table.columns) - 1)]
