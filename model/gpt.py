@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from core.schema import require
-from model import cross_entropy, ops, seams
+from model import cross_entropy, ops, slots
 from model import options as settings
 from model.linear import Embedding, FusedLinear, Linear, linear, scale_rows
 from model.ops import at_least_fp32
 from model.options import GPTConfig, GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions
-from model.seams import QK_NORMS, LateInit, QKNorm
+from model.slots import QK_NORMS, LateInit, QKNorm
 
 INIT_STD = 0.02
 
@@ -54,7 +54,7 @@ def rotate(x: Tensor, rope: Rope, pos: int = 0) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# QK norms: these act on the queries and keys of each head, before RoPE (as in Qwen3). seams.py has their base class
+# QK norms: these act on the queries and keys of each head, before RoPE (as in Qwen3). slots.py has their base class
 # with its formula, variants/ the norms of other papers.
 
 
@@ -240,7 +240,7 @@ class CausalAttention(nn.Module):
     A layout defines forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context) and, for
     QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
     head. Its forward calls attend(). Where it has all keys it also calls observe(), which tracks QK-Clip's maxima and
-    calls probe(q, k, scale), a hook of the diagnostics. fill_seams() adds what logits=, softmax= and output= ask for.
+    calls probe(q, k, scale), a hook of the diagnostics. fill_slots() adds what logits=, softmax= and output= ask for.
     A subclass whose attend() calls this one sets wraps_attend = True.
     """
 
@@ -256,15 +256,17 @@ class CausalAttention(nn.Module):
         self.max_logits: Tensor | None = None
         self.probe: Callable[[Tensor, Tensor, float], None] | None = None
 
-    def fill_seams(self, config: GPTConfig, v_dim: int) -> None:
-        self.logits = seams.LOGITS[config.logits.name](config.logits, config)
-        self.softmax = seams.SOFTMAXES[config.softmax.name](config.softmax, config)
-        self.output = seams.OUTPUTS[config.output.name](config.output, config, v_dim)
+    def fill_slots(self, config: GPTConfig, v_dim: int) -> None:
+        self.logits = slots.LOGITS[config.logits.name](config.logits, config)
+        self.softmax = slots.SOFTMAXES[config.softmax.name](config.softmax, config)
+        self.output = slots.OUTPUTS[config.output.name](config.output, config, v_dim)
         self.bend = self.logits.bend
         self.plain_softmax = self.bend is None and config.softmax.name == "plain"
         ours = type(self).attend is CausalAttention.attend or self.wraps_attend
         told = "replaces attend(), which logits= and softmax= change; if it calls ours, set wraps_attend = True"
         require(ours or self.plain_softmax, f"attention={config.attention.name} {told}")
+
+    fill_seams = fill_slots  # the old name, for layouts that exist
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         p = self.p_dropout if self.training else 0.0
@@ -313,7 +315,7 @@ class GroupedQueryAttention(CausalAttention):
         self.q_norm = norm(config.qk_norm, self.head_dim, self.n_head)
         self.k_norm = norm(config.qk_norm, self.head_dim, self.n_kv_head).for_keys()
         self.logit_scale = LogitScale(config, (self.head_dim,))
-        self.fill_seams(config, self.head_dim)
+        self.fill_slots(config, self.head_dim)
 
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None = None, pos: int = 0) -> Tensor:
         B, T, _ = x.shape
@@ -414,14 +416,14 @@ class MultiHeadLatentAttention(CausalAttention):
             self.q_rope_norm, self.k_rope_norm = norm(a.rope_dim, m.n_head), norm(a.rope_dim, 1).for_keys()
         self.logit_scale = LogitScale(config, (d,) if self.unified else (a.nope_dim, a.rope_dim))
         self.normed = config.qk_norm.name != "none"
-        self.fill_seams(config, a.v_dim)
+        self.fill_slots(config, a.v_dim)
         gain = self.k_norm.head_gain
         require(
             not self.unified or gain is None or gain.dim() == 1,
             f"qk_norm={config.qk_norm.name} needs attention.qk_norm_layout=blockwise: its gains differ between heads, "
             "and MLA's RoPE key is shared by them",
         )
-        own_values = type(self.output).transform_values is not seams.Output.transform_values
+        own_values = type(self.output).transform_values is not slots.Output.transform_values
         require(not own_values, f"output={config.output.name} needs attention=mha or gqa: MLA decodes without values")
 
     def forward(self, x: Tensor, rope: Rope | None, cache: LatentCache | None = None, pos: int = 0) -> Tensor:
@@ -635,11 +637,11 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1 = new_norm(config.model)
         self.attn = ATTENTIONS[config.attention.name](config)
-        seams.require_fit(self.attn, config)
+        slots.require_fit(self.attn, config)
         self.ln_2 = new_norm(config.model)
         self.mlp = MLP(config.model)
         self.p_dropout = config.model.dropout
-        self.weights = seams.WEIGHTS[config.weights.name](config.weights, self)  # last: it may change the Linears above
+        self.weights = slots.WEIGHTS[config.weights.name](config.weights, self)  # last: it may change the Linears above
 
     def forward(self, x: Tensor, rope: Rope | None, cache: Cache | None = None, pos: int = 0) -> Tensor:
         p = self.p_dropout if self.training else 0.0
@@ -779,11 +781,11 @@ class GPT(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# Your own variants: a plugin calls these, or register() of seams.py. The default of `name` in `options` is the NAME of
+# Your own variants: a plugin calls these, or register() of slots.py. The default of `name` in `options` is the NAME of
 # qk_norm=NAME or attention=NAME.
 
 
-register_qk_norm = seams.register
+register_qk_norm = slots.register
 
 
 def register_attention(options: type[settings.AttentionOptions], layout: Layout) -> None:

@@ -44,7 +44,7 @@ class ModelOptions:
 
 @options
 class VariantOptions:
-    """What every attention layout and every variant of a seam has."""
+    """What every attention layout and every variant of a slot has."""
 
     name: str
 
@@ -132,7 +132,7 @@ class MLAOptions(AttentionOptions):
 
 @options
 class QKNormOptions(VariantOptions):
-    """The base of QK norms. A variant of one's own, of this or another seam: register() of model/seams.py."""
+    """The base of QK norms. A variant of one's own, of this or another slot: register() of model/slots.py."""
 
 
 @options
@@ -331,7 +331,7 @@ class GPTConfig:
 
     @property
     def variants(self) -> dict[str, VariantOptions]:
-        """The variant of each seam that has one, by group; qk_norm is not among them."""
+        """The variant of each slot that has one, by group; qk_norm is not among them."""
         every = {"logits": self.logits, "softmax": self.softmax, "output": self.output, "weights": self.weights}
         return {group: one for group, one in every.items() if one.name not in ("none", "plain")}
 
@@ -346,7 +346,7 @@ class GPTConfig:
             one.check_fit(self)
 
 
-# The options of each name. Their classes are in QK_NORMS, LOGITS, … of model/seams.py and ATTENTIONS of model/gpt.py.
+# The options of each name. Their classes are in QK_NORMS, LOGITS, … of model/slots.py and ATTENTIONS of model/gpt.py.
 ATTENTION_OPTIONS: dict[str, type[AttentionOptions]] = {"mha": MHAOptions, "gqa": GQAOptions, "mla": MLAOptions}
 QK_NORM_OPTIONS: dict[str, type[QKNormOptions]] = {
     "none": NoNormOptions, "lp": LpNormOptions, "rms": RMSNormOptions, "layernorm": LayerNormOptions,

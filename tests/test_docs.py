@@ -18,7 +18,7 @@ from conftest import ROOT
 import core.cli
 import model.gpt
 import model.options
-import model.seams
+import model.slots
 import scripts.benchmarks.timing as timing
 from core.schema import validate
 from scripts.reporting.statistics import interval
@@ -185,7 +185,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "RUN").mkdir()
     monkeypatch.chdir(tmp_path)
     tables: list[dict[str, Any]] = [model.gpt.QK_NORMS, model.options.QK_NORM_OPTIONS]
-    tables += [model.seams.LOGITS, model.options.LOGITS_OPTIONS]
+    tables += [model.slots.LOGITS, model.options.LOGITS_OPTIONS]
     before = [dict(table) for table in tables]
     yield tmp_path
     for plugin in ("my_norm", "my_asinh"):

@@ -11,7 +11,7 @@ from conftest import ROOT
 from variants import LAYOUTS, V, random_tokens
 
 from core.schema import ConfigError
-from model import options, seams
+from model import options, slots
 from model.gpt import GPT
 from sweeps.definition import load_sweep
 from sweeps.plan import plan_runs
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).write_text(PAGE.split(f"```{language}\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for table in (options.LOGITS_OPTIONS, seams.LOGITS):
+    for table in (options.LOGITS_OPTIONS, slots.LOGITS):
         table.pop("asinh", None)
     sys.modules.pop("my_asinh", None)
 

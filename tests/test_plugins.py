@@ -15,7 +15,7 @@ from variants import ALL_PAIRS, LAYOUTS, config_of
 
 from core import cli, plugins
 from core.schema import ConfigError, options
-from model import seams
+from model import slots
 from model.diagnostics import logit_bound
 from model.gpt import ATTENTIONS, GPT, QK_NORMS, CausalAttention, GroupedQueryAttention, QKNorm, QKRMSNorm
 from model.options import QK_NORM_OPTIONS as OPTIONS
@@ -30,7 +30,8 @@ PLUGIN = '''
 from typing import Annotated
 import torch
 from core.schema import AtLeast, Help, options, require
-from model.gpt import GroupedQueryAttention, QKNorm, register_attention, register_qk_norm
+from model.gpt import GroupedQueryAttention, register_attention, register_qk_norm
+from model.seams import QKNorm  # the old name of model.slots
 from model.options import MHAOptions, QKNormOptions
 
 @options
@@ -224,14 +225,15 @@ def test_a_layout_without_a_place_for_a_variant_is_refused(monkeypatch: pytest.M
         monkeypatch.setitem(ATTENTIONS, "mha", layout)
         return GPT(config_of("mha", contestant).gpt, 11)
 
+    assert Bare.fill_seams is Bare.fill_slots  # a layout that exists calls the old name
     for layout, contestant in ((OwnAttend, "gate_head"), (Wrapping, "softcap"), (Wrapping, "sink"), (Bare, "none")):
         built(layout, contestant)
     for layout, contestant, says in (
         (OwnAttend, "softcap", "attention=mha replaces attend(), which logits= and softmax= change"),
         (OwnAttend, "sink", "attention=mha replaces attend(), which logits= and softmax= change"),
         (Bare, "rms", "qk_norm=rms: attention=mha has no q_norm"),
-        (Bare, "softcap", "logits=softcap: attention=mha does not call fill_seams()"),
-        (Bare, "gate_head", "output=gate: attention=mha does not call fill_seams()"),
+        (Bare, "softcap", "logits=softcap: attention=mha does not call fill_slots()"),
+        (Bare, "gate_head", "output=gate: attention=mha does not call fill_slots()"),
         (Bare, "quack", "weights=quack: Bare has neither c_attn nor c_kv_b"),
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
@@ -306,7 +308,7 @@ def test_what_mla_cannot_decode_is_refused(tmp_path: Path, corpus: Path, monkeyp
             super().__init__(options, head_dim, n_head)
             self.gain = torch.nn.Parameter(torch.empty(n_head * head_dim))
 
-    class HalfValues(seams.Output):
+    class HalfValues(slots.Output):
         def transform_values(self, v: torch.Tensor) -> torch.Tensor:
             return v / 2
 
@@ -314,7 +316,7 @@ def test_what_mla_cannot_decode_is_refused(tmp_path: Path, corpus: Path, monkeyp
     GPT(config_of("mla", "rms").gpt, 11)
     with pytest.raises(ConfigError, match="qk_norm=rms needs attention.qk_norm_layout=blockwise: its gains differ"):
         GPT(config_of("mla_unified", "rms").gpt, 11)
-    monkeypatch.setitem(seams.OUTPUTS, "none", HalfValues)
+    monkeypatch.setitem(slots.OUTPUTS, "none", HalfValues)
     GPT(config_of("gqa", "none").gpt, 11)
     with pytest.raises(ConfigError, match="output=none needs attention=mha or gqa"):
         GPT(config_of("mla", "none").gpt, 11)
@@ -325,7 +327,7 @@ def test_what_mla_cannot_decode_is_refused(tmp_path: Path, corpus: Path, monkeyp
     with pytest.raises(ConfigError, match="output=none needs attention=mha or gqa"):  # before the first run starts
         check_runs([gqa, mla])
     with pytest.raises(ConfigError, match="GPT must derive from one of QKNorm, Logits, Softmax, Output, Weights"):
-        seams.register(QKNormOptions, GPT)  # type: ignore[arg-type]
+        slots.register(QKNormOptions, GPT)  # type: ignore[arg-type]
 
 
 def test_a_label_has_every_value_in_letters_that_a_path_can_have() -> None:
@@ -348,15 +350,15 @@ PARTS = """
 import torch
 from torch import nn
 from core.schema import options
-from model import options as given, seams
+from model import options as given, slots
 from model.linear import Linear
-from model.seams import register
+from model.slots import register
 
 @options
 class PeekOptions(given.OutputOptions):
     name: str = "peek"
 
-class Peek(seams.Output):
+class Peek(slots.Output):
     "Sees the next token, with a weight that begins at 0."
     def __init__(self, o, config, v_dim):
         super().__init__(o, config, v_dim)
@@ -372,7 +374,7 @@ class Peek(seams.Output):
 class MixOptions(given.OutputOptions):
     name: str = "mix"
 
-class Mix(seams.Output):
+class Mix(slots.Output):
     def forward(self, y, x):
         return y + y.mean(0, keepdim=True)
 
@@ -380,7 +382,7 @@ class Mix(seams.Output):
 class WideOptions(given.QKNormOptions):
     name: str = "wide"
 
-class Wide(seams.QKNorm):
+class Wide(slots.QKNorm):
     def scale(self, x):
         return torch.ones_like(x)
 
@@ -388,7 +390,7 @@ class Wide(seams.QKNorm):
 class MatrixOptions(given.QKNormOptions):
     name: str = "matrix"
 
-class Matrix(seams.QKNorm):
+class Matrix(slots.QKNorm):
     def __init__(self, o, head_dim, n_head):
         super().__init__(o, head_dim, n_head)
         self.gain = nn.Parameter(torch.empty(n_head, head_dim))
@@ -410,7 +412,7 @@ class Unset(Wide):
 class CopyOptions(given.WeightsOptions):
     name: str = "copy"
 
-class Copy(seams.Weights):
+class Copy(slots.Weights):
     def __init__(self, o, block):
         super().__init__(o, block)
         self.of = [block.mlp.c_proj]
@@ -421,7 +423,7 @@ class Copy(seams.Weights):
 class UnitRowsOptions(given.WeightsOptions):
     name: str = "unit_rows"
 
-class UnitRows(seams.Weights):
+class UnitRows(slots.Weights):
     def __init__(self, o, block):
         super().__init__(o, block)
         block.attn.c_attn.reparam = UnitRow()

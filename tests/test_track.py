@@ -291,9 +291,9 @@ def test_every_run_of_the_track_composes_with_the_same_recipe() -> None:
     sweep = load_sweep("attention_track", {})
     runs = plan_runs(sweep, [])
     assert len(runs) == len(sweep.grid["words"]) * 5 * 2 >= 16 * 10
-    seams = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "optim.learning_rate", "seed")
+    slots = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "optim.learning_rate", "seed")
     recipes = [
-        {key: value for key, value in flatten(run.config.trajectory).items() if not key.startswith(seams)}
+        {key: value for key, value in flatten(run.config.trajectory).items() if not key.startswith(slots)}
         for run in runs
     ]
     assert all(recipe == recipes[0] for recipe in recipes)

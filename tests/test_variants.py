@@ -402,7 +402,7 @@ def test_a_contestant_trains_and_resumes_bit_for_bit(name: str, corpus: Path, tm
     assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
 
 
-def test_whatever_fills_the_seams_the_other_weights_start_the_same() -> None:
+def test_whatever_fills_the_slots_the_other_weights_start_the_same() -> None:
     plain = GPT(config_of("gqa", "none").gpt, 11)
     plain.init_weights(5)
     for name in CONTESTANTS:

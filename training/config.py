@@ -373,8 +373,8 @@ class TrainConfig:
             self.optim.name if self.optim.name != AdamWOptions.name else "",
             self.schedule.name if self.schedule.name != CosineOptions.name else "",
         ]
-        seams = [one.label for one in self.gpt.variants.values()]
-        parts = [self.model.name, self.attention.label, clip, self.qk_norm.label, *seams, *recipe, self.data.name]
+        slots = [one.label for one in self.gpt.variants.values()]
+        parts = [self.model.name, self.attention.label, clip, self.qk_norm.label, *slots, *recipe, self.data.name]
         return "-".join(filter(None, parts))
 
     @property

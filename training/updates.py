@@ -105,9 +105,9 @@ def clip_gradients(session: Session) -> Tensor:
 def applying_weights_variant(model: Any) -> Iterator[None]:
     """Wraps optimizer.step() for weights=quack and sigma_reparam. Rows of a block's update_factors() move by that
     factor of the step. Then after_update() is called, also where the step was skipped."""
-    seams = [block.weights for block in model.transformer.h]
+    slots = [block.weights for block in model.transformer.h]
     with torch.no_grad():
-        found = [factors for seam in seams for factors in seam.update_factors()]
+        found = [factors for slot in slots for factors in slot.update_factors()]
         held = {p.untyped_storage().data_ptr() for p in model.parameters()} if found else set()
         shared = all(rows.untyped_storage().data_ptr() in held for rows, _ in found)
         require(shared, "update_factors() must return views of weights, not copies")
@@ -115,8 +115,8 @@ def applying_weights_variant(model: Any) -> Iterator[None]:
         yield
         for (rows, factor), old in zip(found, before, strict=True):
             rows.copy_(torch.lerp(old, rows, factor))
-        for seam in seams:
-            seam.after_update()
+        for slot in slots:
+            slot.after_update()
 
 
 # -----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from model.linear import Linear
 from model.options import GateOptions, GPTConfig
-from model.seams import Output, register
+from model.slots import Output, register
 
 
 class Gate(Output):

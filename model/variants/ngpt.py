@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model import ops
 from model.options import NGPTNormOptions
-from model.seams import QKNorm, register
+from model.slots import QKNorm, register
 
 
 class NGPTNorm(QKNorm):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from core.schema import require
 from model.options import QuackOptions
-from model.seams import Weights, register
+from model.slots import Weights, register
 
 
 def norms(w: Tensor, heads: int) -> Tensor:

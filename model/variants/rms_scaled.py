@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model import ops
 from model.options import ScaledRMSNormOptions
-from model.seams import QKNorm, register
+from model.slots import QKNorm, register
 
 
 class ScaledRMSNorm(QKNorm):

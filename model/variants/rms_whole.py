@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from model import ops
 from model.options import WholeRMSNormOptions
-from model.seams import QKNorm, register
+from model.slots import QKNorm, register
 
 
 class WholeRMSNorm(QKNorm):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from model.linear import Linear
 from model.ops import at_least_fp32
 from model.options import SigmaReparamOptions
-from model.seams import LateInit, Weights, register
+from model.slots import LateInit, Weights, register
 
 
 class Reparam(LateInit):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.options import GPTConfig, SinkOptions
-from model.seams import Softmax, register
+from model.slots import Softmax, register
 
 
 class Sink(Softmax):

@@ -2,7 +2,7 @@
 
 from model import ops
 from model.options import GPTConfig, SoftcapOptions
-from model.seams import Logits, register
+from model.slots import Logits, register
 
 
 class Softcap(Logits):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from model.options import GPTConfig, SSMaxOptions
-from model.seams import Logits, register
+from model.slots import Logits, register
 
 
 class SSMax(Logits):

@@ -5,7 +5,7 @@ from torch import Tensor
 from model import ops
 from model.ops import at_least_fp32
 from model.options import ValueNormOptions
-from model.seams import Output, register
+from model.slots import Output, register
 
 
 class ValueNorm(Output):

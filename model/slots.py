@@ -1,0 +1,199 @@
+"""The five slots of a block, each with its base class: four places where a variant changes attention, and the weights.
+
+    queries and keys          QKNorm    qk_norm=   (none, rms, layernorm and lp are in gpt.py)
+    logits                    Logits    logits=
+    the softmax's denominator Softmax   softmax=
+    values and output         Output    output=
+    weights of the block      Weights   weights=
+
+A variant is a subclass that overrides a method or sets `bend`; model/variants/NAME.py has the one called NAME. Your own
+is registered in the same way, from any file: register(ItsOptions, ItsClass).
+
+Shapes: B batch, T positions, S keys, C = n_embd, nh heads, nkv key and value heads, hs channels a head, dv those of its
+output.
+"""
+
+import importlib
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from core.schema import ConfigError, require
+from model import options as settings
+from model.ops import Bend, at_least_fp32
+from model.options import GPTConfig, QKNormOptions, VariantOptions
+
+Entry = TypeVar("Entry")
+
+
+class LateInit(nn.Module):
+    """A module that sets its own parameters, after all others are set, so that the others get the same random
+    numbers, whatever fills the slots."""
+
+    def init_weights(self) -> None:
+        pass
+
+
+class Variant(LateInit):
+    """What fills a slot, built from its options and, by slot: head_dim, n_head (QKNorm); the GPTConfig (Logits,
+    Softmax); the GPTConfig, v_dim (Output); the block (Weights)."""
+
+    def __init__(self, options: Any, *_: Any):
+        super().__init__()
+        self.options = options
+
+
+class QKNorm(Variant):
+    """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys.
+
+    Your own norm defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least. It may have a `gain`, a parameter of
+    shape (hs,), or (nh hs,) for gains of each head (not with unified MLA). It may be `centred`; `scale` receives x
+    before the mean is subtracted. It gets an alpha only if its options derive from LpNormOptions. Absorbed MLA decoding
+    applies gain, mean and scale separately.
+    """
+
+    centred = False
+
+    def __init__(self, options: QKNormOptions, head_dim: int, n_head: int):
+        super().__init__(options)
+        self.head_dim, self.n_head = head_dim, n_head
+        self.gain: nn.Parameter | None = None
+
+    def init_weights(self) -> None:
+        if self.gain is not None:
+            nn.init.ones_(self.gain)
+
+    def scale(self, x: Tensor) -> Tensor:
+        raise ConfigError(f"qk_norm={self.options.name}: the class {type(self).__name__} defines no scale(x)")
+
+    @property
+    def head_gain(self) -> Tensor | None:
+        """(hs,), or (nh, 1, hs) where each head has its own."""
+        gain = self.gain
+        if gain is None or gain.numel() == self.head_dim:
+            return gain
+        return gain.view(self.n_head, 1, self.head_dim)
+
+    def forward(self, x: Tensor, alpha: Tensor | None = None) -> Tensor:
+        """(..., hs) -> (..., hs), times alpha (nh or 1, 1, 1): the learned logit scale, for queries."""
+        y = at_least_fp32(x)
+        y = (y - y.mean(-1, keepdim=True) if self.centred else y) * self.scale(x)
+        gain = self.head_gain
+        y = y if gain is None else y * gain
+        return (y if alpha is None else y * alpha).to(x.dtype)
+
+    def after_rope(self, q: Tensor) -> Tensor:
+        """What else is done to rotated queries (B, nh, T, hs)."""
+        return q
+
+    def for_keys(self) -> "QKNorm":
+        """This norm, without parameters that only after_rope() uses."""
+        return self
+
+
+class Logits(Variant):
+    """What is done to the logits: to all of a query's by scale_queries(), to each one by `bend`.
+
+    bend: a soft cap, or another increasing elementwise function of the logits, in fp32 at least; None: none.
+    """
+
+    bend: Bend | None = None
+
+    def scale_queries(self, q: Tensor, pos: int) -> Tensor:
+        """Queries (B, nh, T, any channels) of positions pos .. pos+T-1, normalised and rotated, times a number for each
+        head and position."""
+        return q
+
+
+class Softmax(Variant):
+    """What is done to the softmax's denominator: forward(y, lse) multiplies the output of each query.
+
+    y (B, nh, T, dv) is the output with the plain softmax, lse (B, nh, T) the log-sum-exp of a query's logits.
+    """
+
+    def forward(self, y: Tensor, lse: Tensor) -> Tensor:
+        return y
+
+
+class Output(Variant):
+    """What is done to values (B, nkv, T, hs; not in MLA, which decodes without them), and by forward(y, x) to
+    attention's output y (B, nh, T, dv).
+
+    x (B, T, C) is the layer's input.
+    """
+
+    def transform_values(self, v: Tensor) -> Tensor:
+        return v
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        return y
+
+
+class Weights(Variant):
+    """What is done to the weights of a block: to how its Linears use them, by a `reparam`, or to their updates."""
+
+    def update_factors(self) -> list[tuple[Tensor, Tensor]]:
+        """Rows of weights (a view), each with the factor of their learning rate in the next update."""
+        return []
+
+    def after_update(self) -> None:
+        """Called after every update, also after one that was skipped because it was not finite."""
+
+    def restart(self) -> None:
+        """The block begins a run with weights that were loaded (init_from=)."""
+
+
+def require_fit(attention: Any, config: GPTConfig) -> None:
+    """Raise ConfigError where a layout has no place for a chosen variant, or a norm's gain or scale() is misshapen."""
+    layout = f"attention={config.attention.name}"
+    for norm in (part for part in attention.modules() if isinstance(part, QKNorm)):
+        vector = norm.gain is None or norm.gain.dim() == 1  # a matrix would decay, and Muon would orthogonalise it
+        told = f"qk_norm={config.qk_norm.name}: the gain must be a vector, of head_dim or n_head * head_dim numbers"
+        require(vector, told)
+        x = torch.ones(1, norm.n_head, 1, norm.head_dim, dtype=torch.float64)  # which no kernel takes: none is built
+        if not x.is_meta:
+            with torch.no_grad():
+                shape = (*norm.scale(x).shape,)
+            told = f"qk_norm={config.qk_norm.name}: scale() of {(*x.shape,)} is {shape}: its last dimension must be 1"
+            require(len(shape) == 4 and shape[-1] == 1, told)
+    normed = config.qk_norm.name == "none" or hasattr(attention, "q_norm")
+    require(normed, f"qk_norm={config.qk_norm.name}: {layout} has no q_norm")
+    for group, one in config.variants.items():
+        has = group == "weights" or hasattr(attention, group)
+        require(has, f"{group}={one.name}: {layout} does not call fill_slots()")
+
+
+class Table(dict[str, Entry]):
+    """The class of each name. One of model/variants is imported when it is asked for."""
+
+    def __missing__(self, name: str) -> Entry:
+        importlib.import_module(f"model.variants.{name}")
+        return self[name]
+
+
+QK_NORMS: Table[type[QKNorm]] = Table()
+LOGITS: Table[type[Logits]] = Table({"none": Logits})
+SOFTMAXES: Table[type[Softmax]] = Table({"plain": Softmax})
+OUTPUTS: Table[type[Output]] = Table({"none": Output})
+WEIGHTS: Table[type[Weights]] = Table({"none": Weights})
+TABLES: dict[type[Variant], tuple[dict[str, Any], dict[str, Any]]] = {
+    QKNorm: (settings.QK_NORM_OPTIONS, QK_NORMS),
+    Logits: (settings.LOGITS_OPTIONS, LOGITS),
+    Softmax: (settings.SOFTMAX_OPTIONS, SOFTMAXES),
+    Output: (settings.OUTPUT_OPTIONS, OUTPUTS),
+    Weights: (settings.WEIGHTS_OPTIONS, WEIGHTS),
+}
+
+
+def register(options: type[VariantOptions], variant: type[Variant]) -> None:
+    """Add a variant to its slot. The default of `name` in `options` is what qk_norm=, logits=, ... take.
+
+    Raises: ConfigError for a class of no slot, and for a name that is taken or no lower-case word.
+    """
+    found = [tables for slot, tables in TABLES.items() if issubclass(variant, slot)]
+    names = ", ".join(slot.__name__ for slot in TABLES)
+    require(bool(found), f"{variant.__name__} must derive from one of {names}; register_attention() takes layouts")
+    option_table, class_table = found[0]
+    class_table[settings.add_options(option_table, options)] = variant
