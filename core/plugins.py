@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from core.files import file_sha256
+from core.files import FOLDERS, file_sha256
 from core.schema import ConfigError, require
 
 
@@ -56,7 +56,7 @@ def run_directory(file: Path) -> Path | None:
     for folder in file.resolve().parents:
         if (folder / "config.yaml").exists() and ((folder / "ckpt").exists() or (folder / "status.json").exists()):
             return folder
-        if (folder / "plan.jsonl").exists():
+        if any((folder / name).exists() for name in FOLDERS):
             return folder
     return None
 

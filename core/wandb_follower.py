@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from core.files import ROOT, FileLock, read_json
-from core.metrics import Metrics, heat_maps, line_at, plot, table_of
+from core.plots import heat_maps, plot
+from core.record import Metrics, line_at, table_of
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
 LINGER, LINGER_UPLOAD = 60, 1800  # seconds that the W&B process of an ended run has; the second with artifacts
@@ -163,7 +164,7 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
         run.summary.update({"val/loss": {"min": min(losses), "last": losses[-1]}})  # W&B's min begins at a resume
     try:  # both ask the server
         if job["media"]:
-            run.summary.update(last_media(run_dir, Path(run.dir)))
+            run.summary.update(last_media(run_dir, Path(run.dir), job.get("curves", {})))
         if job["artifacts"]:
             log_artifacts(run, run_dir)
     except Exception as error:
@@ -261,11 +262,11 @@ def media(run_dir: Path, line: Mapping[str, Any], wanted: Mapping[str, Sequence[
     return found
 
 
-def last_media(run_dir: Path, folder: Path) -> dict[str, Any]:
-    """The loss curve, and a table of the evaluations. folder: for the picture's file."""
+def last_media(run_dir: Path, folder: Path, curves: Mapping[str, str]) -> dict[str, Any]:
+    """The loss curves, and a table of the evaluations. folder: for the picture's file."""
     import wandb
 
-    plot(run_dir / "metrics.jsonl", folder / "curve.png", run_dir.name)
+    plot(run_dir / "metrics.jsonl", folder / "curve.png", run_dir.name, curves)
     lines = [line for line in Metrics.read(run_dir / "metrics.jsonl") if "val/loss" in line]
     columns = [*dict.fromkeys(key for line in lines for key in line if "/layer_" not in key)]
     table = wandb.Table(columns=columns, data=[[line.get(key) for key in columns] for line in lines])

@@ -36,7 +36,7 @@ from typing import Any
 
 from core.cli import run_script
 from core.files import read_json, write_atomic, write_json
-from core.rundir import commit
+from core.git import commit
 from core.schema import ConfigError, one_line, require
 from scripts.benchmarks.gpu_part import CheckOptions, Skipped
 from sweeps.plan import compose

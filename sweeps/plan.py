@@ -17,8 +17,8 @@ from typing import Any
 
 from core import cli
 from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic, write_json
+from core.git import commit, short, uncommitted
 from core.process import say
-from core.rundir import commit, short, uncommitted
 from core.schema import ConfigError, build, differences, flatten, require, show, with_earlier_defaults
 from sweeps.definition import Definition, Part, part_and_name, plain
 from training.config import TrainConfig, load_config

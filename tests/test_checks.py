@@ -20,7 +20,7 @@ from variants import config_of, looking_ahead
 import model.gpt
 import train
 from core import checkpoint
-from core.metrics import Metrics
+from core.record import Metrics
 from core.schema import ConfigError
 from data.batches import Batches
 from data.folds import Split

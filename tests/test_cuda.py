@@ -26,7 +26,7 @@ from variants import FORMS, FULL, LAYOUTS, PAIRS, V, config_of
 
 import train
 from core.device import resolve_device, seed_generator
-from core.dist import World
+from core.dist import AgreedStop, World
 from core.process import StopSignal
 from core.schema import ConfigError, build
 from model import ops
@@ -57,7 +57,7 @@ class TwoLines:
     """A run directory that keeps nothing, and ends the run at the second line."""
 
     def __init__(self, waits: Waits) -> None:
-        self.waits, self.lines = waits, 0
+        self.waits, self.lines, self.record = waits, 0, self
 
     def progress_bar(self, *_: Any) -> Any:
         return tqdm(disable=True)
@@ -65,7 +65,7 @@ class TwoLines:
     def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    def record(self, line: dict[str, Any]) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         self.waits.found.append(f"line {line['iter']}")
         self.lines += 1
         if self.lines == 2:
@@ -95,7 +95,7 @@ def check_updates() -> None:
             run_dir: Any = TwoLines(waits)
             waits.found.clear()
             with suppress(EOFError), StopSignal() as stop:
-                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), stop)
+                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), AgreedStop(stop))
         reads = ["meter.read reads", *(["meter.read copies to cpu"] if "qk_clip" in changes else [])]
         assert waits.found == [*reads, "line 4", *reads, "line 8"], (name, waits.found)
 
@@ -282,7 +282,7 @@ def check_benchmark(words: list[str]) -> None:
         with suppress(EOFError):
             session = setup(load_config(compose(words)))
             with StopSignal() as stop:
-                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), stop)
+                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), AgreedStop(stop))
     assert timed == updates[-1] and "bmm of 2" in timed
 
 

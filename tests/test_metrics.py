@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from core.metrics import Lines, Metrics, plot, spike_score
+from core.plots import plot
+from core.record import Lines, Metrics
+from training.evaluate import spike_score
+from training.tracking import CURVES
 
 
 @pytest.fixture
@@ -94,12 +97,12 @@ def test_spike_score_needs_a_past_and_a_spread() -> None:
 
 
 def test_plot_shows_both_losses_and_an_empty_run(metrics: Metrics, tmp_path: Path) -> None:
-    plot(metrics.path, tmp_path / "empty.png", "a run")
+    plot(metrics.path, tmp_path / "empty.png", "a run", CURVES)
     assert (tmp_path / "empty.png").stat().st_size > 1000
     for i in range(50):
         metrics.write({"iter": i, "train/loss": 4 / (i + 1), "val/loss": None if i % 10 else 5 / (i + 1)})
     metrics.write({"iter": 50, "train/loss": math.nan})
-    plot(metrics.path, tmp_path / "curve.png", "a run")
+    plot(metrics.path, tmp_path / "curve.png", "a run", CURVES)
     pixels = (imread(tmp_path / "curve.png")[:, :, :3] * 255).round()
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
         assert (pixels == colour).all(axis=2).sum() > 100
@@ -107,5 +110,5 @@ def test_plot_shows_both_losses_and_an_empty_run(metrics: Metrics, tmp_path: Pat
 
 def test_a_dollar_in_a_title_is_no_mathematics(metrics: Metrics, tmp_path: Path) -> None:
     metrics.write({"iter": 0, "train/loss": 1.0})
-    plot(metrics.path, tmp_path / "curve.png", "run$\\foo$")
+    plot(metrics.path, tmp_path / "curve.png", "run$\\foo$", CURVES)
     assert imread(tmp_path / "curve.png").ndim == 3

@@ -23,7 +23,7 @@ from test_train import SETTINGS, assert_same_run, configured, lines, saved_json,
 import train
 from core import checkpoint, device
 from core.files import read_json
-from core.metrics import Metrics
+from core.record import Metrics
 from core.rundir import RunDir
 from core.schema import ConfigError
 from training import session

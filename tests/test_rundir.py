@@ -20,7 +20,7 @@ from conftest import ROOT
 
 from core import rundir, wandb_follower, wandb_run
 from core.files import is_intact, read_json, write_json
-from core.metrics import Metrics
+from core.record import Metrics
 from core.rundir import ReadOnlyRunDir, RunDir, is_open, open_run, read_status
 from core.schema import ConfigError, differences
 from data.options import TextFileOptions
@@ -181,13 +181,12 @@ def test_other_ranks_read_the_directory_and_write_nothing(path: Path) -> None:
         run.begin("seed: 2", 0, {"mode": "offline"})
         run.status("failed")
         run.log("a warning")
-        for write in (run.record, run.record_diagnostics):
+        for write in (run.record.write, run.record.write_diagnostics):
             write({"iter": 1})
         run.save(1, {}, {}, True, None)
         run.restore_best(1)
         run.finish({"status": "done"})
-        run.plot()
-        assert run.state == "stopped" and run.recorded("val/loss") == {} and bar.disable
+        assert run.state == "stopped" and run.record.curve("val/loss") == {} and bar.disable
     assert snapshot(path) == before
 
 
@@ -313,7 +312,7 @@ def test_samples_are_cut_back_with_the_metrics(path: Path) -> None:
     run, config = opened(path), to_yaml(TrainConfig(out_dir=str(path)))
     run.begin(config)
     for i in (0, 250, 500):
-        run.record_sample({"iter": i, "text": f"old {i}"})
+        run.record.write_sample({"iter": i, "text": f"old {i}"})
     run.close()
     opened(path).begin(config, step=250)
     assert [line["iter"] for line in Metrics.read(path / "samples.jsonl")] == [0]

@@ -24,7 +24,7 @@ from variants import ALL_PAIRS, FULL, LAYOUTS, NORMS
 import train
 from core import checkpoint
 from core.dist import World
-from core.metrics import Metrics, spike_score
+from core.record import Metrics
 from data.batches import Batches
 from data.folds import split
 from data.tokenizer import build_tokenizer
@@ -33,7 +33,7 @@ from model.gpt import GPT
 from model.options import LpNormOptions
 from training import estimate, optim, updates
 from training.config import TrainConfig, load_config
-from training.evaluate import mean_loss
+from training.evaluate import mean_loss, spike_score
 from training.meter import Meter
 from training.optim import build_optimizer
 from training.session import Machine, read_data

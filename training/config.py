@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from core.files import expand
+from core.files import FOLDERS, expand
 from core.plugins import load_plugins
 from core.schema import (
     FREE,
@@ -47,6 +47,8 @@ from model.options import (
     SoftmaxOptions,
     WeightsOptions,
 )
+
+FOLDERS["plan.jsonl"] = "a sweep"  # as sweeps/plan.py writes one
 
 
 @options
@@ -335,6 +337,7 @@ class TrainConfig:
         FaultOptions, Variants(dict.fromkeys(FAULTS, FaultOptions), FAULTS), Help("train wrongly on purpose")
     ] = FaultOptions()
     wandb: Annotated[WandbOptions, FREE, Help("Weights & Biases")] = WandbOptions()
+    elsewhere: ClassVar = dict.fromkeys(("sweep", "sweep_dir", "launcher"), "sweeps/launch.py")  # who takes these
 
     @property
     def gpt(self) -> GPTConfig:

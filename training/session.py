@@ -23,9 +23,9 @@ from core.device import (
     total_memory,
 )
 from core.dist import World
+from core.git import commit
 from core.plugins import plugin_hashes
 from core.process import available_cpus
-from core.rundir import commit
 from core.schema import ConfigError, require
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text

@@ -12,7 +12,7 @@ import torch
 
 from core.device import resolve_device, total_memory
 from core.files import ROOT
-from core.metrics import Metrics
+from core.record import Metrics
 from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, one_line, options
 from scripts.benchmarks.timing import machine
 from sweeps.plan import compose

@@ -17,7 +17,7 @@ import vl_convert
 
 from core.cli import parse_yaml
 from core.files import read_json
-from core.metrics import Lines, is_number
+from core.record import Lines, is_number
 from core.schema import ConfigError, flatten, require, show
 from scripts.reporting.charts import (
     DASHES,

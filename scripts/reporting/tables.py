@@ -9,7 +9,7 @@ from functools import cache
 from statistics import fmean, median, stdev
 from typing import TypeVar
 
-from core.rundir import short
+from core.git import short
 from core.schema import show
 from data.options import FLOOR_TOLERANCE
 from scripts.reporting.runs import METRICS, Metric, Run, Sweep, replicate_name
