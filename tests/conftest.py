@@ -42,10 +42,10 @@ SLOW = {  # files whose tests train, start programs or load large libraries: mak
     "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_check_gpu", "test_checks", "test_compare",
     "test_corpora", "test_cuda", "test_damage", "test_dashboard", "test_ddp", "test_disk", "test_docs",
     "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture",
-    "test_fuzz", "test_init_from", "test_kernels", "test_live", "test_long_sequences", "test_mla_decode_triton",
-    "test_plans", "test_plugins", "test_presets", "test_references", "test_report", "test_report_page",
-    "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards", "test_slurm",
-    "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
+    "test_fuzz", "test_gpu", "test_init_from", "test_kernels", "test_live", "test_long_sequences",
+    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_references", "test_report",
+    "test_report_page", "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards",
+    "test_slurm", "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
 }  # fmt: skip
 
 
@@ -63,6 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("browser")
         if name == "test_slurm":
             item.add_marker("slurm")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 QK_NORM_VARIANTS: dict[str, QKNormOptions] = {
@@ -196,9 +198,7 @@ def quick_processes() -> Iterator[None]:
     from scripts.benchmarks import timing
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["scripts.check_gpu", "scripts.benchmarks.gpu_checks", "scripts.benchmarks.gpu_speed"]
-    )
+    context.set_forkserver_preload(["scripts.check_gpu", "scripts.benchmarks.gpu_speed"])
     with pytest.MonkeyPatch.context() as patch:
         for module in (timing, check_gpu):
             patch.setattr(module, "multiprocessing", SimpleNamespace(get_context={"spawn": context}.__getitem__))

@@ -367,7 +367,7 @@ SCRIPTS: dict[str, list[str]] = {
     "scripts/benchmarks/bench_sample.py variants=qk_norm=rms;qk_norm=rms": ["two different lists"],
     "scripts/benchmarks/bench_sample.py peer=nosuch": ["peer=nosuch must be a checkout of nanoGPT"],
     "scripts/benchmarks/bench_sample.py peer=folder tokens=0": ["tokens=0", ">= 1"],
-    "scripts/check_gpu.py parts=[speed]": ["parts=[speed] must be of device, update"],
+    "scripts/check_gpu.py parts=[speed]": ["parts=[speed] must be of device, profile"],
     "scripts/check_gpu.py model.n_layers=3": ["model.n_layers=3 is unknown"],
     "scripts/check_gpu.py device=gpu": ["device=gpu must be auto, cpu"],
     "scripts/check_gpu.py minutes=0": ["minutes=0.0 must be > 0 and at most 1e+30"],

@@ -85,7 +85,6 @@ def test_loaded_tensors_outlive_their_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_tensors_come_back_bitwise(tmp_path: Path) -> None:
     tensor = torch.randn(33, 5, device="cuda").T
     loaded = load(save(tmp_path, 1, {"model": {"w": tensor}}, {}, best=False)).tensors["model"]["w"]
