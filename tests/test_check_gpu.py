@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import exit_status, fork
-from test_bench_decode import TINY as TINY_LAYER
+from conftest import TINY_LAYER, exit_status, fork
 from torch import Tensor
 
 import train
