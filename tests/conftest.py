@@ -24,6 +24,8 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 from browser import CHROMIUM, Page
+from helpers.fineweb import offline, parquet, shards
+from helpers.refusals import folder, outcome
 from tqdm import tqdm
 from variants import NORMS, config_of
 
@@ -31,6 +33,8 @@ from core.files import cache_folder
 from model.kernels import operators
 from model.options import LpNormOptions, QKNormOptions
 from training.config import TrainConfig
+
+__all__ = ["folder", "offline", "outcome", "parquet", "shards"]  # fixtures of every test file
 
 ROOT = Path(__file__).resolve().parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `program` gives
@@ -95,6 +99,11 @@ def each_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def compiled() -> None:
+    assert operators.loaded(), "a C++ compiler is needed"
+
+
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and not os.environ.get("CI"), reason="torch.compile on a CPU needs g++"
 )
@@ -135,6 +144,11 @@ def fork(work: Callable[[], int]) -> int:
                 sys.stderr.flush()
             os._exit(status)
     return pid
+
+
+def heed_ctrl_c() -> None:
+    """A shell's background job ignores it, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def exit_status(pid: int) -> int:
@@ -235,6 +249,13 @@ TINY = [
     "schedule.warmup_iters=1", "log_interval=1", "eval_interval=2", "checkpoint_interval=2", "device=cpu",
     "dtype=float32",
 ]  # fmt: skip
+
+
+TINY_LAYER = [  # of MLA, of a few channels
+    "model.n_embd=64", "attention.q_rank=32", "attention.kv_rank=32", "attention.nope_dim=16", "attention.rope_dim=8",
+    "attention.v_dim=16", "device=cpu", "dtype=float32", "threads=1",
+]  # fmt: skip
+HANGING_DNS = "import socket, time\nsocket.getaddrinfo = lambda *args, **kwargs: time.sleep(60)\n"
 
 
 @pytest.fixture

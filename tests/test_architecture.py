@@ -58,3 +58,17 @@ def test_config_rundir_schedule_and_the_report_do_not_load_torch() -> None:
     code = "import training.config, core.rundir, training.schedule, scripts.report, sys"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several share stands in a module of its own: conftest.py, helpers/, variants.py and the like."""
+    files = [*(ROOT / "tests").rglob("*.py")]
+    found = [
+        (file.name, node.lineno)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [*([node.module or ""] if isinstance(node, ast.ImportFrom) else []), *(a.name for a in node.names)]
+        if name.startswith("test_")
+    ]
+    assert found == [] and len(files) > 80

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bench_decode import TINY as TINY_LAYER
+from conftest import TINY_LAYER
 
 from core.cli import run_script
 from scripts import check_gpu

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from conftest import ROOT, flip
+from helpers.refusals import Bomb
 from torch import Tensor
 
 from core import checkpoint
@@ -175,16 +176,6 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     assert not (tmp_path / "exploded").exists()
     pickle.loads((path / "model.safetensors").read_bytes())
     assert (tmp_path / "exploded").exists()  # the bomb was live
-
-
-class Bomb:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (str(self.target),))
 
 
 # -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import ROOT
 from fake_cuda import FakeGPT, Waits, fake_cuda, on_fake_cuda
-from test_train import assert_same_run, configured
+from helpers.runs import assert_same_run, configured
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from variants import FORMS, FULL, LAYOUTS, PAIRS, V, config_of

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, exit_status, fork
+from helpers.runs import TORCHRUN, assert_same_run, lines
 from net import LAYOUTS, MLA, NORMS, TINY
-from test_ddp import TORCHRUN
-from test_train import assert_same_run, lines
 from torch import Tensor
 from variants import ALL_PAIRS, FULL
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT
-from test_bad_input import check
-from test_sweeps import frozen, launched, tiny_sweep
+from helpers.refusals import check
+from helpers.sweeps import frozen, launched, tiny_sweep
 from variants import FULL
 
 import sweeps.plan

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, TINY, Program
-from test_sweeps import tiny_sweep
+from helpers.sweeps import tiny_sweep
 from variants import ALL_PAIRS, LAYOUTS, config_of
 
 from core import cli, plugins

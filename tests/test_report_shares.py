@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.reports import Made, charts_of, falling, finish, rows_of, sweep_of, text_of
 from scipy import optimize, stats
-from test_report import Made, charts_of, falling, finish, rows_of, sweep_of, text_of
 
 from core.schema import ConfigError
 from scripts import report

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.reports import Made, falling, finish, rows_of, sweep_of
 from scipy import stats
-from test_report import Made, falling, finish, rows_of, sweep_of
 
 from data.folds import leak_split, split
 from data.options import PythonDocsOptions, TinyShakespeareOptions
