@@ -7,24 +7,19 @@ sweeps/plan.py turns it into runs.
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from core.cli import CONFIG_DIR, parse_yaml
 from core.schema import POSITIVE, ConfigError, Rule, convert, options, require, settings_of, show
 from data.corpora import read_text
 from training.config import TrainConfig
+from training.metrics import REDUCTIONS
 
 Grid = dict[str, dict[str, Any]]  # key -> {label: value}
-REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of `also`
-    "last": lambda v: v[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
-    # the mean distance of a value from the middle of its two neighbours: 0 on a line of equal steps, however steep
-    "roughness": lambda v: fmean(abs(v[i] - (v[i - 1] + v[i + 1]) / 2) for i in range(1, len(v) - 1)) if v[2:] else 0.0,
-}  # fmt: skip
 OVERRIDES = Rule(lambda words: all("=" in word for word in words), "must be a list of overrides, as [max_iters=100]")
 DISTINCT = Rule(lambda values: 0 < len(values) == len(set(values)), "must name at least one value, and none twice")
 PAIRS = Rule(

@@ -52,6 +52,17 @@ def test_the_rule_forbids_something() -> None:
     assert not allowed(ROOT / "train.py", "scripts.report") and allowed(ROOT / "scripts" / "x.py", "train")
 
 
+UPPER = ("val/loss", "train/loss", "plan.jsonl", "launcher")  # of the floors above
+
+
+def test_no_floor_knows_an_upper_one_by_a_string() -> None:
+    """What W&B's process needs of the metrics is handed down to it, in job.json."""
+    below = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("core", "model", "data")]
+    named = [(file.name, word) for file in below for word in UPPER if word in file.read_text()]
+    attention = [file.name for file in below if file.parent.name == "core" and "attn/" in file.read_text()]
+    assert named == attention == [] and len(below) > 40
+
+
 def test_config_rundir_schedule_and_the_report_do_not_load_torch() -> None:
     import sys
 

@@ -298,6 +298,8 @@ def test_generated_parts_are_fresh(tmp_path: Path) -> None:
         "page = docs.LEDGER.read_text(encoding='utf-8')\n"
         "block = f'\\n{docs.ledger()}\\n'\n"
         "assert docs.with_block(page, docs.BEGIN, docs.END, block) == page and block.count('\\n| ') <= 4 * 2 + 25\n"
+        "page = docs.TRACKING.read_text(encoding='utf-8')\n"
+        "assert docs.with_block(page, docs.METRICS, docs.END, f'\\n{docs.table()}\\n') == page\n"
         "assert docs.readme() == docs.README.read_text(encoding='utf-8')"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env={"PYTHONPATH": str(ROOT)})

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import Program
 from matplotlib.image import imread
 
 from core.plots import plot
 from core.record import Lines, Metrics
 from training.evaluate import spike_score
+from training.metrics import ANY, ROWS, row_of
 from training.tracking import CURVES
 
 
@@ -112,3 +114,19 @@ def test_a_dollar_in_a_title_is_no_mathematics(metrics: Metrics, tmp_path: Path)
     metrics.write({"iter": 0, "train/loss": 1.0})
     plot(metrics.path, tmp_path / "curve.png", "run$\\foo$", CURVES)
     assert imread(tmp_path / "curve.png").ndim == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["attention=mla", "model.position=rope", "model.rope_theta=10000", "qk_norm=lp", "qk_clip=log"],
+        ["qk_norm=rms"],
+        ["qk_clip=clip"],
+    ],
+)
+def test_what_a_run_records_has_a_row(words: list[str], tiny_run: list[str], forked: Program, tmp_path: Path) -> None:
+    """And no key has two."""
+    forked("train.py", *tiny_run, *words, "eval_iters=2", "max_iters=4", "out_dir=run")
+    keys = {key for line in Metrics.read(tmp_path / "run" / "metrics.jsonl") for key in line}
+    assert len(keys) > 15 and [key for key in keys if row_of(key) is ANY] == []
+    assert all(row_of(row.key) is row for row in ROWS)

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, Figure, Series, Style
-from scripts.reporting.runs import POINTS, Curve, Replicate, Sweep, in_words
+from scripts.reporting.runs import POINTS, Curve, Replicate, Sweep
 from scripts.reporting.statistics import (
     Family,
     by_rate,
@@ -18,6 +18,7 @@ from scripts.reporting.statistics import (
     within,
 )
 from sweeps.definition import part_and_name
+from training.metrics import in_words
 
 FEW, MANY = 3, 30
 FINAL = (
