@@ -139,14 +139,14 @@ WRONG: dict[str, list[tuple[Any, ...]]] = {
     ],
 }  # fmt: skip
 DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "rms_norm": lambda x, half: operators.rms_norm(x, weight, 1e-6),
-    "lp_norm": lambda x, half: operators.lp_norm(x, 3.0, alpha),
-    "linear": lambda x, half: operators.linear(half, matrix[:32]) + 0 * x,
-    "layer_norm": lambda x, half: operators.layer_norm(x, weight, bias, 1e-5, True, fp32),
-    "dropout_add": lambda x, half: operators.dropout_add(x, half, 51, seed),
-    "dropout": lambda x, half: operators.dropout(x, 51, seed),
-    "gelu": lambda x, half: operators.gelu(half) + 0 * x,
-    "attention": lambda x, half: operators.attention(half, keys, values, 0.25, 51, seed) + 0 * x,
+    "rms_norm": lambda x, half: nanoqk.rms_norm(x, weight, 1e-6),
+    "lp_norm": lambda x, half: nanoqk.lp_norm(x, alpha, 3.0),
+    "linear": lambda x, half: nanoqk.linear(half, matrix[:32]) + 0 * x,
+    "layer_norm": lambda x, half: nanoqk.layer_norm(x, weight, bias, 1e-5, True, fp32),
+    "dropout_add": lambda x, half: nanoqk.dropout_add(x, half, 51, seed),
+    "dropout": lambda x, half: nanoqk.dropout(x, 51, seed, fp32),
+    "gelu": lambda x, half: nanoqk.gelu(half) + 0 * x,
+    "attention": lambda x, half: nanoqk.attention(half, keys, values, 0.25, 0.0, 51, seed)[0] + 0 * x,
 }
 
 
@@ -176,11 +176,12 @@ def leaf(x: Tensor) -> Tensor:
 
 
 @needs_attention
+@torch.no_grad()
 def test_scales_whose_heads_lie_apart_are_left_to_pytorch() -> None:
     given = (one, one_rope, latents, k_ropes)
     apart = key_scale.contiguous()
-    assert operators.can_attend_latents(one, latents, k_ropes, key_scale)
-    assert not operators.can_attend_latents(one, latents, k_ropes, apart)
+    assert operators.can_use_latent_attention(one, latents, k_ropes, key_scale)
+    assert not operators.can_use_latent_attention(one, latents, k_ropes, apart)
     y, by_pytorch = (ops.latent_attention(*given, s, None, 0.2, True)[0] for s in (key_scale, apart))
     torch.testing.assert_close(y, by_pytorch, rtol=2.0**-7, atol=2.0**-7)
 
@@ -200,7 +201,7 @@ def test_linear_and_its_derivative_are_the_reference(sizes: tuple[int, int, int]
     rows, n_in, n_out = sizes
     x, weight, grad = draw(rows, n_in).to(bf16), draw(n_out, n_in, seed=1), draw(rows, n_out, seed=2).to(bf16)
     mine, exact = (leaf(x), leaf(weight)), (leaf(x.double()), leaf(weight.to(bf16).double()))
-    y, expected = operators.linear(*mine), exact[0] @ exact[1].mT
+    y, expected = nanoqk.linear(*mine), exact[0] @ exact[1].mT
     y.backward(grad)
     expected.backward(grad.double())
     grads, exact_grads = ([t.grad for t in inputs if t.grad is not None] for inputs in (mine, exact))
@@ -214,7 +215,7 @@ def test_linear_and_its_derivative_are_the_reference(sizes: tuple[int, int, int]
 def test_linear_of_a_few_rows_is_the_reference(sizes: tuple[int, int, int]) -> None:
     rows, n_in, n_out = sizes
     x, weight = draw(rows, n_in).to(bf16), draw(n_out, n_in, seed=1).to(bf16)
-    y = operators.decoding_linear(x, weight)
+    y = nanoqk.decoding_linear(x, weight)
     torch.testing.assert_close(y.double(), x.double() @ weight.double().mT, rtol=2.0**-8, atol=1e-6 * n_in)
 
 
@@ -275,7 +276,7 @@ def test_attention_compiled_for_any_length_is_one_graph() -> None:
         return make_boxed_func(graph.forward)
 
     function = torch.compile(
-        lambda q, k: operators.attention(q, k, k, 0.25, 0, None), dynamic=True, fullgraph=True,
+        lambda q, k: nanoqk.attention(q, k, k, 0.25, 0.0, 0, None)[0], dynamic=True, fullgraph=True,
         backend=aot_autograd(fw_compiler=collect, bw_compiler=collect),
     )  # fmt: skip
     for length in (48, 64, 80):
