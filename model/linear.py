@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.kernels import operators as kernels
-from model.ops import is_worth_a_kernel, matmul_dtype
+from model.kernels.operators import nanoqk
+from model.ops import matmul_dtype
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -14,10 +15,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # F.linear refuses two dtypes without autocast: so must this
     allowed = weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(x.device.type)
     if bias is None and allowed and matmul_dtype(x) == torch.bfloat16:
-        if is_worth_a_kernel(x) and kernels.can_multiply(x, weight):
-            return kernels.linear(x, weight)
-        if not torch.is_grad_enabled() and kernels.can_decode(x, weight):
-            return kernels.decoding_linear(x.to(weight.dtype), weight)
+        if kernels.can_use_linear(x, weight):
+            return nanoqk.linear(x, weight)
+        if kernels.can_use_decoding_linear(x, weight):
+            return nanoqk.decoding_linear(x.to(weight.dtype), weight)
     return F.linear(x, weight, bias)
 
 

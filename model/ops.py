@@ -8,7 +8,6 @@ dk of a query or key, dv of a value; in MLA kr channels of a latent, dn of a hea
 """
 
 import contextlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from model.kernels import operators as kernels
+from model.kernels.operators import nanoqk
 
-SMALL = 2**14  # fewer elements do not repay the call of a kernel for GELU, dropout or a residual norm
 QUERIES = 64  # that attention takes at a time on a CPU; attention.cpp's ROWS
 TINY = 1e-30  # a vector with max|x| <= TINY is a zero vector to the Lp norms
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -44,16 +42,16 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """gain * x / sqrt(mean(x^2) + eps) along the last dimension, (..., n) -> (..., n)."""
-    if kernels.can_normalize(x):
-        return kernels.rms_norm(x, gain, eps)
+    if kernels.can_use_rms_norm(x):
+        return nanoqk.rms_norm(x, gain, eps)
     y = at_least_fp32(x)
     return (y * inverse_rms_reference(y, eps) * gain).to(x.dtype)
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps), (..., n) -> (..., 1), in fp32 at least: 0 above ||x||_2 = 1.8e19, as x^2 overflows."""
-    if kernels.can_normalize(x) and not torch.is_grad_enabled():
-        return kernels.inverse_rms(x, eps)
+    if kernels.can_use_rms_norm(x) and not torch.is_grad_enabled():
+        return nanoqk.inverse_rms(x, eps)
     return inverse_rms_reference(x, eps)
 
 
@@ -65,15 +63,11 @@ def residual_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, ce
     """LayerNorm of the residual stream, or RMSNorm where not `centred`, (..., C) -> (..., C). Unlike rms_norm(), its
     kernel rounds the result to the dtype of the next matmul."""
     dtype = matmul_dtype(x)
-    if x.dtype == weight.dtype == torch.float32 and dtype in kernels.DTYPES and is_worth_a_kernel(x):
-        return kernels.layer_norm(x, weight, bias, eps, centred, dtype)
+    if x.dtype == weight.dtype == torch.float32 and dtype in kernels.DTYPES and kernels.can_use_pointwise(x):
+        return nanoqk.layer_norm(x, weight, bias, eps, centred, dtype)
     if centred:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def is_worth_a_kernel(x: Tensor) -> bool:
-    return x.numel() >= SMALL and kernels.available(x)
 
 
 # -----------------------------------------------------------------------------
@@ -86,8 +80,8 @@ def lp_norm(x: Tensor, p: float | Tensor, alpha: Tensor | None = None) -> Tensor
     p >= 1 is a number, inf included, or a tensor: () or, with x (B, nh, T, hs), (nh, 1, 1). A zero vector maps to zero,
     with zero gradient.
     """
-    if not isinstance(p, Tensor) and p in kernels.LP and kernels.can_normalize(x):
-        return kernels.lp_norm(x, p, alpha)
+    if kernels.can_use_lp_norm(x, p):
+        return nanoqk.lp_norm(x, alpha, p)
     u, _ = scale_by_absmax(at_least_fp32(x))
     y = u * inverse_norm_of_scaled(u, p)
     return (y if alpha is None else y * alpha).to(x.dtype)
@@ -95,8 +89,8 @@ def lp_norm(x: Tensor, p: float | Tensor, alpha: Tensor | None = None) -> Tensor
 
 def inverse_lp_norm(x: Tensor, p: float | Tensor) -> Tensor:
     """1 / ||x||_p, of a zero vector 0, (..., hs) -> (..., 1), in fp32 at least."""
-    if not isinstance(p, Tensor) and p in kernels.LP and kernels.can_normalize(x) and not torch.is_grad_enabled():
-        return kernels.inverse_lp_norm(x, p)
+    if kernels.can_use_lp_norm(x, p) and not torch.is_grad_enabled():
+        return nanoqk.inverse_lp_norm(x, p)
     u, largest = scale_by_absmax(at_least_fp32(x))
     return inverse_norm_of_scaled(u, p) / largest
 
@@ -128,7 +122,9 @@ def inverse_norm_of_scaled(u: Tensor, p: float | Tensor) -> Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     """x Phi(x) with the normal distribution Phi."""
-    return kernels.gelu(x) if x.dtype == torch.bfloat16 and is_worth_a_kernel(x) else F.gelu(x)
+    if x.dtype == torch.bfloat16 and kernels.can_use_pointwise(x):
+        return nanoqk.gelu(x)
+    return F.gelu(x)
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -140,22 +136,27 @@ def dropout(x: Tensor, p: float) -> Tensor:
     if p == 0 or not x.is_cpu:
         return F.dropout(x, p)
     seed, dropped = draw_seed(), out_of_256(p)
-    if x.dtype == torch.float32 and is_worth_a_kernel(x):
-        return kernels.dropout(x, dropped, seed)
+    if x.dtype == torch.float32 and kernels.can_use_pointwise(x):
+        return nanoqk.dropout(x, dropped, seed, x.dtype)
     drawn = random_bytes(seed, (x.numel() + 7) // 8)[: x.numel()].view(x.shape)
     return ApplyMask.apply(x, *dropout_mask(drawn, dropped, x.dtype))
 
 
 def dropout_add(x: Tensor, y: Tensor, p: float) -> Tensor:
     """x + dropout(y, p), of one shape."""
-    if x.dtype == torch.float32 and kernels.available(y) and is_worth_a_kernel(x):
-        return kernels.dropout_add(x, y, out_of_256(p), draw_seed() if p else None)
+    if x.dtype == torch.float32 and kernels.available(y) and kernels.can_use_pointwise(x):
+        return nanoqk.dropout_add(x, y, *draw_dropout(p))
     return x + dropout(y, p)
 
 
 def out_of_256(p: float) -> int:
     """How many of the 256 values of a byte drop an element."""
     return min(max(round(256 * p), 1), 255) if p else 0
+
+
+def draw_dropout(p: float) -> tuple[int, Tensor | None]:
+    """out_of_256(p), and a seed; without dropout 0 and None."""
+    return out_of_256(p), draw_seed() if p else None
 
 
 def draw_seed() -> Tensor:
@@ -220,13 +221,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: f
         with torch.autocast(q.device.type, enabled=False):
             return causal_attention(q.to(k.dtype), k, v, scale, p_dropout).to(q.dtype)
     T, S, group = q.size(-2), k.size(-2), q.size(1) // k.size(1)
-    if T == S and scale > 0 and kernels.can_attend(q, k, v):
-        return kernels.attention(q, k, v, scale, out_of_256(p_dropout), draw_seed() if p_dropout else None)
+    if kernels.can_use_attention(q, k, v, scale):
+        return nanoqk.attention(q, k, v, scale, 0.0, *draw_dropout(p_dropout))[0]
     # torch.compile has kernels for SDPA, and cannot trace the flag of oneDNN that BlockedAttention sets
     on_cpu = q.is_cpu and not torch.compiler.is_compiling()
     if on_cpu and T == S and (p_dropout > 0 or (torch.is_grad_enabled() and T <= BlockedAttention.POSITIONS)):
         k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-        return BlockedAttention.apply(q, k, v, scale, out_of_256(p_dropout), draw_seed() if p_dropout else None)
+        return BlockedAttention.apply(q, k, v, scale, *draw_dropout(p_dropout))
     if T == S and group > 1 and q.is_cuda and q.dtype == torch.float32:
         # SDPA's kernel for fp32 takes no groups, and without it T x T would be held
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
@@ -259,11 +260,12 @@ def attention_and_lse(
     q: Tensor, k: Tensor, v: Tensor, scale: float, p_dropout: float = 0.0, bend: Bend | None = None
 ) -> tuple[Tensor, Tensor]:
     """causal_attention() of logits bend(scale q k^T), and each query's log-sum-exp, (B, nh, T), in fp32 at least."""
-    T, S = q.size(-2), k.size(-2)
-    known = bend is None or (isinstance(bend, Softcap) and bend.cap <= 1e4)  # the kernel's tanh is good to 6e-8 cap
-    if T == S and scale > 0 and known and kernels.can_attend(q, k, v):
-        cap = bend.cap if isinstance(bend, Softcap) else 0.0
-        return kernels.attention_and_lse(q, k, v, scale, cap, out_of_256(p_dropout), draw_seed() if p_dropout else None)
+    cap = bend.cap if isinstance(bend, Softcap) else 0.0
+    known = bend is None or 0 < cap <= 1e4  # the kernel's tanh is good to 6e-8 cap
+    if known and kernels.can_use_attention(q, k, v, scale):
+        y, softmax = nanoqk.attention(q, k, v, scale, cap, *draw_dropout(p_dropout))
+        largest = scale * softmax[0].detach()  # the derivative of the log-sum-exp comes in by softmax[1]
+        return y, (largest if bend is None else bend(largest)) + softmax[1]
     with torch.autocast(q.device.type, enabled=False):
         y, lse = attention_and_lse_reference(q.to(k.dtype), k, v.to(k.dtype), scale, p_dropout, bend)
     return y.to(q.dtype), lse
@@ -411,8 +413,9 @@ def each_head(x: Tensor, w: Tensor) -> Tensor:
 def absorb(w: Tensor, q: Tensor, gain: Tensor | None, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
     """Absorb the key projection w (nh, dn, kr) into queries: (gain q) w, (B, nh, T, dn) -> (B, nh, T, kr). with_keys:
     also the content keys (B, nh, T, dn) of the latents (B, T, kr); a kernel reads w once for both."""
-    if q.size(0) * q.size(2) == 1 and not torch.is_grad_enabled() and kernels.can_normalize(latent):
-        return kernels.absorb(w, q, gain, latent, with_keys)
+    if kernels.can_use_absorb(q, latent):
+        q_latent, k = nanoqk.absorb(w, q, gain, latent, with_keys)
+        return q_latent, k if with_keys else None
     q = q if gain is None else (q * gain).to(q.dtype)
     return each_head(q, w), content_keys(w, latent) if with_keys else None
 
@@ -441,30 +444,28 @@ def latent_attention(
         with torch.autocast(q.device.type, enabled=False):
             y, lse = latent_attention(q, q_r, latent, k_rope, key_scale, shift, scale, unified, bend, with_lse)
         return y.to(q_latent.dtype), lse
-    if shift is None and bend is None and not with_lse and fits_triton(q_latent, latent, k_rope, key_scale):
+    plain = shift is None and bend is None
+    if plain and not with_lse and kernels.can_use_triton(q_latent, latent, k_rope, key_scale):
         from model.kernels.mla_decode_triton import attend_latents
 
         s = None if key_scale is None else key_scale.squeeze(-1).mT  # (B, S, nh)
-        return attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, unified)[:, :, None], None
-    plain = shift is None and bend is None and not torch.is_grad_enabled()
-    if plain and kernels.can_attend_latents(q_latent, latent, k_rope, key_scale):
-        y, lse = kernels.latent_attention(q_latent, q_rope.to(latent.dtype), latent, k_rope, key_scale, scale, unified)
+        y = attend_latents(q_latent[:, :, 0], q_rope[:, :, 0], latent, k_rope, s, scale, unified)
+        return y[:, :, None], None
+    if plain and kernels.can_use_latent_attention(q_latent, latent, k_rope, key_scale):
+        q_rope = q_rope.to(latent.dtype)
+        y, lse = nanoqk.latent_attention(q_latent, q_rope, latent, k_rope, key_scale, scale, unified)
         return y, lse if with_lse else None
-    inputs, (B, S, kr) = (q_latent, q_rope, latent, k_rope, key_scale, shift), latent.shape
-    if B > 1 and S * kr > MAX_COPIED and latent.is_cpu:  # one matmul of all sequences would copy them first
-        reference: Any = latent_attention_reference
-        of_each = ([None if x is None else x[b : b + 1] for x in inputs] for b in range(B))
-        ys, sums = zip(*(reference(*one, scale, unified, bend, with_lse) for one in of_each), strict=True)
-        return torch.cat(ys), torch.cat(sums) if with_lse else None
-    return latent_attention_reference(*inputs, scale, unified, bend, with_lse)
-
-
-def fits_triton(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
-    """Whether kernels/mla_decode_triton.py takes these: T = 1, CUDA, 16 bits, powers of two, scales as a cache's."""
-    scales = key_scale is None or key_scale.stride()[1:3] == (1, key_scale.size(1))
-    kr, dr = latent.size(-1), k_rope.size(-1)
-    sizes = q_latent.size(2) == 1 and kr in (64, 128, 256, 512) and dr in (16, 32, 64, 128)
-    return HAS_TRITON and latent.is_cuda and latent.itemsize == 2 and sizes and scales and not q_latent.requires_grad
+    inputs = (q_latent, q_rope, latent, k_rope, key_scale, shift)
+    settings: Any = (scale, unified, bend, with_lse)
+    B, S, kr = latent.shape
+    if B == 1 or S * kr <= MAX_COPIED or not latent.is_cpu:
+        return latent_attention_reference(*inputs, *settings)
+    results: list[Any] = []
+    for b in range(B):  # one matmul of all sequences would copy them first
+        one: Any = [None if x is None else x[b : b + 1] for x in inputs]
+        results.append(latent_attention_reference(*one, *settings))
+    ys, sums = zip(*results, strict=True)
+    return torch.cat(ys), torch.cat(sums) if with_lse else None
 
 
 def latent_attention_reference(
@@ -474,14 +475,15 @@ def latent_attention_reference(
     """The matmuls are plain GEMMs of all heads over the cache as it lies, with its positions as rows: few rows times
     many columns is up to 20 times slower on a CPU. What comes between works in place."""
     (B, S, kr), (nh, T) = latent.shape, q_latent.shape[1:3]
-    exact, at_once = at_least_fp32, MAX_COPIED // kr  # as in the kernel, bf16 products are summed in fp32
-    if not latent.is_cpu:
-        exact, at_once = lambda x: x.to(latent.dtype), S
+
+    def matmul(keys: Tensor, q: Tensor) -> Tensor:  # (B, S, n), (B, nh, T, n) -> (B, S, nh, T)
+        if not latent.is_cpu:
+            return (keys @ q.to(keys.dtype).flatten(1, 2).mT).view(B, S, nh, T)
+        q = at_least_fp32(q).flatten(1, 2).mT  # as in the kernel, bf16 products are summed in fp32
+        return torch.cat([at_least_fp32(part) @ q for part in keys.split(MAX_COPIED // kr, 1)], 1).view(B, S, nh, T)
+
     with torch.autocast(latent.device.type, enabled=False), matmuls_in(latent.dtype):
-        content, logits = (
-            torch.cat([exact(part) @ exact(q).flatten(1, 2).mT for part in keys.split(at_once, 1)], 1).view(B, S, nh, T)
-            for keys, q in ((latent, q_latent), (k_rope, q_rope))
-        )
+        content, logits = matmul(latent, q_latent), matmul(k_rope, q_rope)
     logits *= scale  # the RoPE part first; to add it in its matmul would be slower
     if key_scale is not None and not unified:
         logits.addcmul_(content, key_scale.transpose(1, 2), value=scale)

@@ -20,6 +20,7 @@ from model import cross_entropy, ops
 from model.cross_entropy import LinearCrossEntropy
 from model.diagnostics import LEAK_TOLERANCE, activation_bytes, future_leak
 from model.gpt import GPT
+from model.kernels import operators
 from model.ops import at_least_fp32
 from sweeps.plan import compose
 from training.config import load_config
@@ -173,7 +174,7 @@ def test_a_model_that_sees_the_future_is_found_at_any_length(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_checkpointing_changes_no_bit(layout: str, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, gradients, the maxima that QK-Clip tracks, and the generator; over two micro-batches, with the kernels."""
-    monkeypatch.setattr(ops, "SMALL", 0)
+    monkeypatch.setattr(operators, "SMALL", 0)
     found: list[list[Tensor]] = []
     for checkpointing in (False, True):
         config = config_of(layout, "lp_learned", dropout=dropout, activation_checkpointing=checkpointing)
@@ -290,7 +291,7 @@ STEP = r"""
 import re, sys
 import torch
 import model.gpt
-from model import cross_entropy
+from model import cross_entropy, ops
 from sweeps.plan import compose
 from training.config import load_config
 torch.set_num_threads(1)

@@ -84,8 +84,7 @@ def check_absorbed() -> None:
     """A model decodes the same logits with the kernel as without."""
     from variants import build, config_of, random_tokens
 
-    from model import ops
-    from model.kernels import mla_decode_triton
+    from model.kernels import mla_decode_triton, operators
     from model.options import MLAOptions
 
     patch = pytest.MonkeyPatch()
@@ -97,7 +96,7 @@ def check_absorbed() -> None:
         model = build(config_of(attention, norm), dtype=torch.float32)
         logits = []
         for fits in (True, False):
-            patch.setattr(ops, "fits_triton", lambda *_, fits=fits: fits)
+            patch.setattr(operators, "can_use_triton", lambda *_, fits=fits: fits)
             caches = model.new_caches(2, 16, torch.float32)
             model(idx[:, :7], caches=caches)
             logits.append(model(idx[:, 7:], caches=caches, pos=7)[0])

@@ -11,12 +11,11 @@ from helpers.oracles import attention_reference, draw, heads, leaves, needs_bf16
 from torch import Tensor
 
 from model import ops
-from model.kernels import operators as kernels
+from model.kernels.operators import nanoqk
 
 pytestmark = pytest.mark.usefixtures("compiled")
 NORMS = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]  # p, and 0 for RMS
 NAMES = ["rms", *(f"lp{p:g}" for p in NORMS[1:])]
-attention: Callable[..., Tensor] = kernels.attention
 causal_attention: Callable[..., Tensor] = ops.causal_attention
 dropout_add: Callable[..., Tensor] = ops.dropout_add
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
@@ -32,11 +31,17 @@ def assert_near(y: Tensor, exact: Tensor, ulp: float) -> None:
 # Norms of vectors
 
 
-def norm(x: Tensor, p: float, factor: Tensor | None, implementation: Any = ops) -> Tensor:
-    """By ops or by kernels; in float64 both are the reference."""
+def norm(x: Tensor, p: float, factor: Tensor | None) -> Tensor:
+    """By ops; in float64 this is the reference."""
     if p:
-        return implementation.lp_norm(x, p, factor)
-    return implementation.rms_norm(x, x.new_ones(x.size(-1)) if factor is None else factor, 1e-6)
+        return ops.lp_norm(x, p, factor)
+    return ops.rms_norm(x, x.new_ones(x.size(-1)) if factor is None else factor, 1e-6)
+
+
+def compiled_norm(x: Tensor, p: float, factor: Tensor | None) -> Tensor:
+    if p:
+        return nanoqk.lp_norm(x, factor, p)
+    return nanoqk.rms_norm(x, x.new_ones(x.size(-1)) if factor is None else factor, 1e-6)
 
 
 # qkv's heads as they lie, heads first, channels apart, fewer dimensions
@@ -63,7 +68,7 @@ def test_norm_derivative_and_scale_are_the_reference(p: float, layout: str, dtyp
             factors += [0.5 + draw(k, 1, 1, seed=1).abs() for k in (1, x.size(1))]
         for factor in factors:
             check_norm(x, p, factor)
-        s = kernels.inverse_lp_norm(x, p) if p else kernels.inverse_rms(x, 1e-6)
+        s = nanoqk.inverse_lp_norm(x, p) if p else nanoqk.inverse_rms(x, 1e-6)
         exact = ops.inverse_lp_norm(x.double(), p) if p else ops.inverse_rms(x.double(), 1e-6)
         assert s.shape == exact.shape and s.dtype == torch.float32
         torch.testing.assert_close(s.double(), exact, rtol=1e-6, atol=0)
@@ -71,7 +76,7 @@ def test_norm_derivative_and_scale_are_the_reference(p: float, layout: str, dtyp
 
 def test_the_inverse_rms_is_0_where_squares_overflow() -> None:
     x = torch.tensor([1.8e19, 1.9e19])[:, None] * torch.eye(1, 32)
-    for s in (kernels.inverse_rms(x, 1e-6), ops.inverse_rms_reference(x, 1e-6)):
+    for s in (nanoqk.inverse_rms(x, 1e-6), ops.inverse_rms_reference(x, 1e-6)):
         assert s[0] == pytest.approx(32**0.5 / 1.8e19) and s[1] == 0
 
 
@@ -80,11 +85,11 @@ def check_norm(x: Tensor, p: float, factor: Tensor | None, size_of_grad: float =
     a, b = x.detach().requires_grad_(), x.detach().double().requires_grad_()
     w = None if factor is None else factor.clone().requires_grad_()
     w64 = None if factor is None else factor.double().requires_grad_()
-    y, exact = norm(a, p, w, kernels), norm(b, p, w64)
+    y, exact = compiled_norm(a, p, w), norm(b, p, w64)
     assert y.dtype == x.dtype and y.shape == x.shape
     assert_near(y, exact, ULP[x.dtype])
     with torch.no_grad():
-        assert torch.equal(norm(x, p, factor, kernels), y)
+        assert torch.equal(compiled_norm(x, p, factor), y)
     y.backward(grad)
     exact.backward(grad.double())
     assert a.grad is not None and b.grad is not None
@@ -102,21 +107,21 @@ def test_zero_vectors_map_to_zero_and_no_power_overflows(p: float) -> None:
     vector alone; a vector has one result, whatever is beside it."""
     rows = [torch.zeros(64), draw(64) * 1e-31, draw(64) * 1e-20, draw(64) * 1e30, draw(64)]
     x = torch.stack([row if p else row * 1e-12 for row in rows]).requires_grad_()  # RMS squares fp32 as it is
-    y = norm(x, p, None, kernels)
+    y = compiled_norm(x, p, None)
     y.backward(draw(5, 64, seed=1))
     assert x.grad is not None and x.grad.isfinite().all() and y.isfinite().all()
     assert_near(y[2:], norm(x.detach().double(), p, None)[2:], ULP[torch.float32])
     assert (y[0] == 0).all()
     if p:
         assert (y[:2] == 0).all() and (x.grad[:2] == 0).all()
-        assert (kernels.inverse_lp_norm(x.detach(), p)[:2] == 0).all()
+        assert (nanoqk.inverse_lp_norm(x.detach(), p)[:2] == 0).all()
     bad = draw(3, 64)
     bad[0, 5], bad[2, 63] = torch.nan, torch.inf
-    y = norm(bad, p, None, kernels)
+    y = compiled_norm(bad, p, None)
     assert y[1].isfinite().all() and y[0].isnan().any() and y[2].isnan().any()
     x, factor = draw(3, 4, 150, 48), 0.5 + draw(48 if p == 0 else 4, seed=2).abs()
-    whole = norm(x, p, factor.view(4, 1, 1) if p else factor, kernels)
-    alone = norm(x[1:2, 2:3, 7:8], p, factor[2].view(1, 1, 1) if p else factor, kernels)
+    whole = compiled_norm(x, p, factor.view(4, 1, 1) if p else factor)
+    alone = compiled_norm(x[1:2, 2:3, 7:8], p, factor[2].view(1, 1, 1) if p else factor)
     assert torch.equal(alone, whole[1:2, 2:3, 7:8])
 
 
@@ -139,7 +144,7 @@ def test_norms_do_not_depend_on_the_number_of_threads(p: float, dtype: torch.dty
     for threads in (1, 2):
         torch.set_num_threads(threads)
         x, w = leaves(draw(3, 4, 150, 48).to(dtype), factor)
-        y = norm(x, p, w, kernels)
+        y = compiled_norm(x, p, w)
         results.append([y, *torch.autograd.grad(y, (x, w), draw(3, 4, 150, 48, seed=1).to(dtype))])
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -228,6 +233,10 @@ SHAPES = {  # B, nh, nkv, T, dk, dv
     "mla": (1, 2, 2, 130, 192, 128),
     "long": (1, 2, 1, 1100, 16, 32),  # products in parts
 }
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *dropout: Any) -> Tensor:
+    return nanoqk.attention(q, k, v, scale, 0.0, *dropout)[0]
 
 
 @needs_bf16
@@ -341,7 +350,7 @@ def test_attention_over_latents_matches_its_reference(shape: tuple[int, ...], no
     latent, k_rope, s = (x[:, :S] for x in cached)
     key_scale = None if norm == "none" else s.mT[..., None]
     given = (q, q_rope, latent, k_rope, key_scale)
-    y, lse = kernels.latent_attention(*given, 0.3, norm == "unified")
+    y, lse = nanoqk.latent_attention(*given, 0.3, norm == "unified")
     exact = [None if x is None else x.double() for x in given]
     reference: Any = ops.latent_attention_reference
     expected, sums = reference(*exact, None, 0.3, norm == "unified", None, True)
@@ -351,7 +360,7 @@ def test_attention_over_latents_matches_its_reference(shape: tuple[int, ...], no
     threads = torch.get_num_threads()
     torch.set_num_threads(2 if threads == 1 else 1)
     try:
-        again = kernels.latent_attention(*given, 0.3, norm == "unified")
+        again = nanoqk.latent_attention(*given, 0.3, norm == "unified")
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(again[0], y) and torch.equal(again[1], lse)
@@ -361,16 +370,16 @@ def test_attention_over_latents_matches_its_reference(shape: tuple[int, ...], no
 def test_attention_over_latents_stays_finite_with_huge_logits_and_passes_nan_on() -> None:
     q, q_rope = 1e4 * draw(1, 3, 1, 32, seed=1).bfloat16(), torch.zeros(1, 3, 1, 2).bfloat16()
     latent, k_rope = draw(1, 1500, 32, seed=2).bfloat16(), torch.zeros(1, 1500, 2).bfloat16()
-    y, lse = kernels.latent_attention(q, q_rope, latent, k_rope, None, 10.0, False)
+    y, lse = nanoqk.latent_attention(q, q_rope, latent, k_rope, None, 10.0, False)
     best = (q[0, :, 0].double() @ latent[0].double().T).argmax(-1)
     assert torch.equal(y[0, :, 0], latent[0, best]) and lse.isfinite().all()
     k_rope[0, :200], q_rope[:] = -torch.inf, 1  # no weight for the first 200
-    y, lse = kernels.latent_attention(q / 1e5, q_rope, latent, k_rope, None, 1.0, False)
-    left, sums = kernels.latent_attention(q / 1e5, q_rope, latent[:, 200:], k_rope[:, 200:], None, 1.0, False)
+    y, lse = nanoqk.latent_attention(q / 1e5, q_rope, latent, k_rope, None, 1.0, False)
+    left, sums = nanoqk.latent_attention(q / 1e5, q_rope, latent[:, 200:], k_rope[:, 200:], None, 1.0, False)
     torch.testing.assert_close(y, left, rtol=2.0**-7, atol=1e-3)
     torch.testing.assert_close(lse, sums, rtol=1e-6, atol=1e-6)
     q[0, 1, 0, 7] = torch.nan
-    y, lse = kernels.latent_attention(q, q_rope, latent, k_rope[:, 200:201].expand(-1, 1500, -1), None, 0.2, False)
+    y, lse = nanoqk.latent_attention(q, q_rope, latent, k_rope[:, 200:201].expand(-1, 1500, -1), None, 0.2, False)
     assert y[0, 1].isnan().all() and lse[0, 1].isnan().all() and y[0, ::2].isfinite().all()
 
 
@@ -386,7 +395,7 @@ def test_layer_norm_and_its_derivative_are_the_reference(norm: str, n: int, dtyp
     inputs = [x, draw(n, seed=2), *([draw(n, seed=3)] if norm == "layernorm" else [])]
     mine, exact = ([t.detach().to(to).requires_grad_() for t in inputs] for to in (torch.float32, torch.float64))
     bias, exact_bias = (t[2] if len(t) == 3 else None for t in (mine, exact))
-    y = kernels.layer_norm(mine[0], mine[1], bias, 1e-5, norm != "rmsnorm", dtype)
+    y = nanoqk.layer_norm(mine[0], mine[1], bias, 1e-5, norm != "rmsnorm", dtype)
     expected = ops.residual_norm(exact[0], exact[1], exact_bias, 1e-5, norm != "rmsnorm")
     assert y.dtype == dtype and y.shape == x.shape
     torch.testing.assert_close(y.double(), expected, rtol=0.51 * ULP[dtype], atol=5e-6)
@@ -401,7 +410,7 @@ def test_layer_norm_and_its_derivative_are_the_reference(norm: str, n: int, dtyp
 
 def test_layer_norm_of_equal_channels_is_zero() -> None:
     x, one = torch.full((64, 768), 1000.3), torch.ones(768)
-    assert kernels.layer_norm(x, one, None, 1e-5, True, torch.float32).abs().max() < 1e-6
+    assert nanoqk.layer_norm(x, one, None, 1e-5, True, torch.float32).abs().max() < 1e-6
 
 
 def test_gelu_of_every_bf16_number() -> None:
@@ -416,7 +425,7 @@ def test_gelu_of_every_bf16_number() -> None:
     assert x.grad is not None and exact_x.grad is not None
     torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=0.51 * ULP[torch.bfloat16], atol=6e-7)
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(64).bfloat16().requires_grad_()
-    y = kernels.gelu(odd)
+    y = nanoqk.gelu(odd)
     y.sum().backward()
     assert y[::3].isnan().all() and y[1::3].isinf().all() and y[2::3].abs().max() < 1e-6
     assert odd.grad is not None

@@ -92,12 +92,14 @@ def test_a_kernel_clips_as_pytorch_does(limit: float) -> None:
     for n in (1, 2):
         torch.set_num_threads(n)
         grads = [x.clone() for x in given]
-        found.append([kernels.clip_grad_norm_(grads, limit), *grads])
+        found.append([kernels.nanoqk.clip_grad_norm_(grads, limit), *grads])
     torch.set_num_threads(threads)
     for mine, again, theirs in zip(*found, [norm, *(p.grad for p in expected)], strict=True):
         assert torch.equal(mine, again)
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
-    assert all(not kernels.clip_grad_norm_([*given, torch.tensor([x])], limit).isfinite() for x in (math.nan, math.inf))
+    assert all(
+        not kernels.nanoqk.clip_grad_norm_([*given, torch.tensor([x])], limit).isfinite() for x in (math.nan, math.inf)
+    )
 
 
 def test_a_parameter_may_lack_a_gradient_and_a_state_may_be_replaced() -> None:

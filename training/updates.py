@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from core.device import move
 from core.schema import require
-from model.kernels import operators as kernels
+from model.kernels.operators import nanoqk
 from training.optim import Optimizer
 from training.session import Batch, Machine, Session
 
@@ -97,7 +97,7 @@ def clip_gradients(session: Session) -> Tensor:
     limit = session.config.grad_clip or math.inf  # inf: measure only
     grads = [grad for p in session.parameters if (grad := p.grad) is not None]
     if grads and session.has_clipping_kernel:
-        return kernels.clip_grad_norm_(grads, limit)
+        return nanoqk.clip_grad_norm_(grads, limit)
     return clip_grad_norm_(session.parameters, limit)
 
 

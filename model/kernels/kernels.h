@@ -30,6 +30,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
+constexpr int64_t MAX_CHANNELS = 2048; // of a vector; operators.py has the same number
 constexpr int64_t CHUNKS = 64; // partial sums of a parameter's derivative, whatever the number of threads
 
 inline bool has_dtype(const Tensor &x, int32_t dtype) {
@@ -61,6 +62,12 @@ inline void check_shape(const Tensor &x, const Tensor &like, const char *name) {
 inline Tensor as_contiguous(const Tensor &x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 inline Tensor contiguous_last_dim(const Tensor &x) {
   return x.dim() > 0 && x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x);
+}
+
+// A factor as the kernels read it: contiguous, in fp32
+inline MaybeTensor exact(const MaybeTensor &factor) {
+  if (!factor) return factor;
+  return as_contiguous(is_fp32(*factor) ? *factor : torch::stable::to(*factor, ScalarType::Float));
 }
 
 template <class T> T *pointer(const Tensor &x) { return static_cast<T *>(x.data_ptr()); }

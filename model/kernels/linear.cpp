@@ -1,6 +1,6 @@
-// Linear layers on a CPU with AVX-512 bf16: y = x W^T, and the derivatives dx = dy W and dW = dy^T x. Products are of bf16,
-// sums in fp32 and the same for any number of threads. In training W and dW are fp32: a call rounds its operands and lays
-// them out as well. PyTorch's own matmuls of large matrices are as fast.
+// Linear layers on a CPU with AVX-512 bf16: y = x W^T, and the derivatives dx = dy W and dW = dy^T x. Matmuls are of
+// bf16, sums in fp32 and the same for any number of threads. In training W and dW are fp32: a call rounds its operands
+// and lays them out as well. PyTorch's own matmuls of large matrices are as fast.
 
 #include "matmul.h"
 
@@ -24,7 +24,7 @@ void multiply_block(const uint16_t *a, int64_t rows, int64_t depth, const uint32
   if (rows % 16) copy_rows(a, depth, rows, depth, padded), a = padded;
   for (int64_t n = 0; n < columns; n += PANEL) {
     int64_t wide = std::min(PANEL, columns - n);
-    product(a, depth / 2, 1, b + n * (depth / 2), depth / 2, c, PANEL, up_to(16, rows), wide, depth / 2);
+    matmul(a, depth / 2, 1, b + n * (depth / 2), depth / 2, c, PANEL, up_to(16, rows), wide, depth / 2);
     for (int64_t r = 0; r < rows; r++)
       for (int64_t e = 0; e < wide; e += 16) put(y + r * columns + n + e, rounded(_mm512_load_ps(c + r * PANEL + e)));
   }
@@ -33,7 +33,6 @@ void multiply_block(const uint16_t *a, int64_t rows, int64_t depth, const uint32
 void forward(const Linear &a, uint32_t *weight, uint16_t *y) {
 #pragma omp parallel num_threads(a.threads)
   {
-    Tiles loaded;
 #pragma omp for
     for (int64_t n = 0; n < a.n_out; n += PANEL)
       transposed(a.weight + n * a.n_in, a.n_in, std::min(PANEL, a.n_out - n), a.n_in, weight + n * (a.n_in / 2));
@@ -48,7 +47,6 @@ void backward(const Linear &a, uint32_t *weight, uint32_t *x, uint32_t *grad, ui
   int64_t height = up_to(2, a.rows) / 2; // words of two rows
 #pragma omp parallel num_threads(a.threads)
   {
-    Tiles loaded;
 #pragma omp for nowait
     for (int64_t k = 0; k < a.n_in; k += PANEL) {
       int64_t wide = std::min(PANEL, a.n_in - k);
@@ -63,8 +61,8 @@ void backward(const Linear &a, uint32_t *weight, uint32_t *x, uint32_t *grad, ui
       multiply_block(a.grad + r * a.n_out, std::min(BLOCK, a.rows - r), a.n_out, weight, a.n_in, grad_x + r * a.n_in);
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < a.n_out; n += PANEL)
-      product(grad + n * height, 1, PANEL, x, height, grad_weight + n * a.n_in, a.n_in, std::min(PANEL, a.n_out - n),
-              a.n_in, height);
+      matmul(grad + n * height, 1, PANEL, x, height, grad_weight + n * a.n_in, a.n_in, std::min(PANEL, a.n_out - n),
+             a.n_in, height);
   }
 }
 

@@ -1,10 +1,10 @@
-// Matmuls of bf16 on a CPU, summed in fp32: by AVX-512 bf16, or on matrix units where there are some.
+// Matmuls of bf16, summed in fp32, on a CPU with AVX-512 bf16.
 #pragma once
 
 #include <algorithm>
 #include <cstdlib>
 
-#include "tiles.h"
+#include "kernels.h"
 
 #ifdef HAS_AVX512_BF16
 constexpr int64_t PANEL = 64; // columns of a right operand that are stored together
@@ -12,8 +12,8 @@ constexpr int64_t DEPTH = 512; // of a matmul at a time, so that a panel stays i
 
 // c (4, 16 N) = or += a b, of bf16 in pairs along the sum: a[m * am + k * ak] and b[k * PANEL + n]
 template <int N>
-void on_vectors(const uint32_t *a, int64_t am, int64_t ak, const uint32_t *b, float *c, int64_t ldc, int64_t depth,
-                bool add) {
+void matmul_panel(const uint32_t *a, int64_t am, int64_t ak, const uint32_t *b, float *c, int64_t ldc, int64_t depth,
+                  bool add) {
   __m512 sum[4][N] = {};
   for (int64_t k = 0; k < depth; k++) {
     __m512bh right[N];
@@ -35,28 +35,18 @@ void on_vectors(const uint32_t *a, int64_t am, int64_t ak, const uint32_t *b, fl
     }
 }
 
-// c = or += a b, a as on_vectors() takes it, in tiles where its pairs lie side by side (ak = 1). b as transposed() or
-// paired() lay it out, in panels of `height` rows of PANEL words, of which `depth` are taken. Rows and columns come in
-// sixteens.
-inline void product(const void *a, int64_t am, int64_t ak, const uint32_t *b, int64_t height, float *c, int64_t ldc,
-             int64_t rows, int64_t columns, int64_t depth, bool add = false) {
-  constexpr decltype(&on_vectors<1>) by_vectors[] = {on_vectors<1>, on_vectors<2>, on_vectors<3>, on_vectors<4>};
-  constexpr decltype(&on_tiles<1, 1>) by_tiles[2][2] = {{on_tiles<1, 1>, on_tiles<1, 2>},
-                                                        {on_tiles<2, 1>, on_tiles<2, 2>}};
+// c = or += a b, a as matmul_panel() takes it. b as transposed() or paired() lay it out, in panels of `height` rows of
+// PANEL words, of which `depth` are taken. Rows and columns come in sixteens.
+inline void matmul(const void *a, int64_t am, int64_t ak, const uint32_t *b, int64_t height, float *c, int64_t ldc,
+                   int64_t rows, int64_t columns, int64_t depth, bool add = false) {
+  constexpr decltype(&matmul_panel<1>) of_width[] = {matmul_panel<1>, matmul_panel<2>, matmul_panel<3>,
+                                                     matmul_panel<4>};
   for (int64_t k = 0; k < depth; k += DEPTH)
     for (int64_t n = 0; n < columns; n += PANEL) {
       int64_t wide = std::min(PANEL, columns - n), deep = std::min(DEPTH, depth - k);
-      int64_t in_tiles = has_tiles() && ak == 1 ? deep / 16 * 16 : 0;
       const uint32_t *left = static_cast<const uint32_t *>(a) + k * ak, *right = b + n * height + k * PANEL;
-      for (int64_t m = 0; in_tiles && m < rows; m += 32)
-        for (int64_t j = 0; j < wide; j += 32) {
-          auto work = by_tiles[rows - m >= 32][wide - j >= 32];
-          work(left + m * am, am, right + j, PANEL, c + m * ldc + n + j, ldc, in_tiles, add || k);
-        }
-      left += in_tiles * ak, right += in_tiles * PANEL;
-      for (int64_t m = 0; in_tiles < deep && m < rows; m += 4)
-        by_vectors[wide / 16 - 1](left + m * am, am, ak, right, c + m * ldc + n, ldc, deep - in_tiles,
-                                  add || k || in_tiles);
+      for (int64_t m = 0; m < rows; m += 4)
+        of_width[wide / 16 - 1](left + m * am, am, ak, right, c + m * ldc + n, ldc, deep, add || k);
     }
 }
 

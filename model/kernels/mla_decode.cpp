@@ -1,15 +1,77 @@
-// Attention of absorbed MLA decoding (MultiHeadLatentAttention.absorbed of gpt.py) on a CPU with AVX-512 bf16. Each
-// head has one query; all share the latents, which are keys and values at once and are read once from memory. Positions
-// are split into parts, whose results are joined (Flash-Decoding, Dao et al. 2023): a result does not depend on the
-// number of threads. A vector of logits has one lane a head, of 16 heads. Logits, softmax and sums are fp32;
-// probabilities are rounded to bf16 as operands.
+// Absorbed decoding of MLA (MultiHeadLatentAttention.absorbed of gpt.py) on a CPU: the key projection of one token, and
+// with AVX-512 bf16 attention over the latents.
 
-#include "kernels.h"
-
-#ifdef HAS_AVX512_BF16
 #include <cmath>
 #include <limits>
 
+#include "kernels.h"
+
+// -----------------------------------------------------------------------------
+// Absorbing the key projection: queries and keys of one token in one pass over it
+
+struct Absorb {
+  int64_t heads, n, rank, itemsize, threads;
+  const void *w, *q, *latent; // (heads, n, rank), (heads, n), (rank)
+  const float *gain;          // (n) or (heads, n) numbers, or null
+  int64_t gain_of_head;       // n or 0: from the gains of a head to those of the next
+  void *q_latent;             // (heads, rank): (gain q) w
+  float *k;                   // (heads, n): w latent; or null
+};
+
+template <class T> void absorb_heads(const Absorb &f) {
+  const T *w = static_cast<const T *>(f.w), *q = static_cast<const T *>(f.q), *c = static_cast<const T *>(f.latent);
+  T *q_latent = static_cast<T *>(f.q_latent);
+#pragma omp parallel for schedule(static) num_threads(f.threads)
+  for (int64_t h = 0; h < f.heads; h++) {
+    float latent[MAX_CHANNELS], sum[MAX_CHANNELS];
+    for (int64_t e = 0; e < f.rank; e++) latent[e] = to_float(c[e]), sum[e] = 0;
+    for (int64_t d = 0; d < f.n; d++) {
+      const T *row = w + (h * f.n + d) * f.rank;
+      float along = 0, factor = to_float(q[h * f.n + d]);
+      if (f.gain) factor *= f.gain[h * f.gain_of_head + d];
+#pragma omp simd reduction(+ : along)
+      for (int64_t e = 0; e < f.rank; e++) {
+        float x = to_float(row[e]);
+        along += x * latent[e];
+        sum[e] += x * factor;
+      }
+      if (f.k) f.k[h * f.n + d] = along;
+    }
+    store(q_latent + h * f.rank, sum, f.rank);
+  }
+}
+
+std::tuple<Tensor, Tensor> absorb(const Tensor &given_w, const Tensor &given_q, const MaybeTensor &given_gain,
+                                  const Tensor &given_latent, bool with_keys) {
+  STD_TORCH_CHECK(given_w.dim() == 3, "w must be (nh, n, rank)");
+  Tensor w = as_contiguous(given_w), q = as_contiguous(given_q), latent = as_contiguous(given_latent);
+  int64_t nh = w.size(0), n = w.size(1), rank = w.size(2), size = itemsize(w, "w");
+  STD_TORCH_CHECK(rank <= MAX_CHANNELS && q.numel() == nh * n && latent.numel() == rank, "q or latent does not fit w");
+  STD_TORCH_CHECK(itemsize(q, "q") == size && itemsize(latent, "latent") == size, "w, q and latent must have one type");
+  MaybeTensor gain = exact(given_gain);
+  STD_TORCH_CHECK(!gain || gain->numel() == n || gain->numel() == nh * n, "gain must be (n) or (nh, 1, n)");
+  Tensor q_latent = empty({1, nh, 1, rank}, size == 2 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32());
+  Tensor k = empty({with_keys ? 1 : 0, nh, 1, n}, aoti_torch_dtype_float32());
+  Absorb f{nh, n, rank, size, torch::stable::get_num_threads(), w.data_ptr(), q.data_ptr(), latent.data_ptr(),
+           pointer<float>(gain), gain && gain->numel() > n ? n : 0, q_latent.data_ptr(),
+           with_keys ? pointer<float>(k) : nullptr};
+  size == 2 ? absorb_heads<bf16>(f) : absorb_heads<float>(f);
+  return {q_latent, k};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
+  m.def("absorb(Tensor w, Tensor q, Tensor? gain, Tensor latent, bool with_keys) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) { m.impl("absorb", TORCH_BOX(&absorb)); }
+
+// -----------------------------------------------------------------------------
+// Attention over the latents. Each head has one query; all share the latents, which are keys and values at once and are
+// read once from memory. Positions are split into parts, whose results are joined (Flash-Decoding, Dao et al. 2023): a
+// result does not depend on the number of threads. A vector of logits has one lane a head, of 16 heads. Logits, softmax
+// and sums are fp32; probabilities are rounded to bf16 as operands.
+
+#ifdef HAS_AVX512_BF16
 constexpr int64_t LANES = 16;  // heads of a group
 constexpr int64_t WORDS = 16;  // of a vector: 32 channels in bf16
 constexpr int64_t BLOCK = 128; // positions whose logits are held; their latents stay in a cache

@@ -1,5 +1,5 @@
-// RMS and Lp norms on a CPU, and MLA's absorb(), in one pass over the vectors, where PyTorch's operations take ten. The
-// formulas are those of ops.py, in fp32. The derivative normalises a vector again, so that x alone is kept.
+// RMS and Lp norms on a CPU, in one pass over the vectors, where PyTorch's operations take ten. The formulas are those
+// of ops.py, in fp32. The derivative normalises a vector again, so that x alone is kept.
 
 #include <algorithm>
 #include <bit>
@@ -8,11 +8,10 @@
 #include "kernels.h"
 
 // The vectors are cut into CHUNKS, whatever the number of threads: each has its own sum for the derivative of a factor.
-constexpr int64_t MAX_CHANNELS = 2048; // of a vector; operators.py has the same number
-constexpr int64_t GROUP = 16;          // at most so many vectors take each step together: sums and roots overlap
-constexpr int64_t ROOM = 4096;         // channels of a group at most: they stay in the first cache
-constexpr int64_t SERIAL = 1 << 14;    // for fewer channels in all one thread is faster than two
-constexpr float TINY = 1e-30f;         // as in ops.py
+constexpr int64_t GROUP = 16;       // at most so many vectors take each step together: sums and roots overlap
+constexpr int64_t ROOM = 4096;      // channels of a group at most: they stay in the first cache
+constexpr int64_t SERIAL = 1 << 14; // for fewer channels in all one thread is faster than two
+constexpr float TINY = 1e-30f;      // as in ops.py
 
 // Vectors of n contiguous channels; (i, j, k) is i * stride[0] + j * stride[1] + k * stride[2] from data.
 struct Vectors {
@@ -31,15 +30,6 @@ struct Call {
   float *scale; // (size) or null
   int64_t threads;
   double eps;
-};
-
-struct Fold {
-  int64_t heads, n, rank, itemsize, threads;
-  const void *w, *q, *latent; // (heads, n, rank), (heads, n), (rank)
-  const float *gain;          // (n) or (heads, n) numbers, or null
-  int64_t gain_of_head;       // n or 0: from the gains of a head to those of the next
-  void *q_latent;             // (heads, rank): (gain q) w
-  float *k;                   // (heads, n): w latent; or null
 };
 
 inline Lanes magnitude(Lanes x) { return (Lanes)((Words)x & 0x7fffffff); }
@@ -305,29 +295,6 @@ template <class T> void run(const Call &c) {
   }
 }
 
-template <class T> void fold_heads(const Fold &f) {
-  const T *w = static_cast<const T *>(f.w), *q = static_cast<const T *>(f.q), *c = static_cast<const T *>(f.latent);
-  T *q_latent = static_cast<T *>(f.q_latent);
-#pragma omp parallel for schedule(static) num_threads(f.threads)
-  for (int64_t h = 0; h < f.heads; h++) {
-    float latent[MAX_CHANNELS], sum[MAX_CHANNELS];
-    for (int64_t e = 0; e < f.rank; e++) latent[e] = to_float(c[e]), sum[e] = 0;
-    for (int64_t d = 0; d < f.n; d++) {
-      const T *row = w + (h * f.n + d) * f.rank;
-      float along = 0, factor = to_float(q[h * f.n + d]);
-      if (f.gain) factor *= f.gain[h * f.gain_of_head + d];
-#pragma omp simd reduction(+ : along)
-      for (int64_t e = 0; e < f.rank; e++) {
-        float x = to_float(row[e]);
-        along += x * latent[e];
-        sum[e] += x * factor;
-      }
-      if (f.k) f.k[h * f.n + d] = along;
-    }
-    store(q_latent + h * f.rank, sum, f.rank);
-  }
-}
-
 // -----------------------------------------------------------------------------
 // The operators
 
@@ -369,11 +336,6 @@ Call call_of(const Tensor &x, const MaybeTensor &factor, int64_t twice_p, double
   return c;
 }
 void run(const Call &c) { c.itemsize == 2 ? run<bf16>(c) : run<float>(c); }
-
-MaybeTensor exact(const MaybeTensor &factor) {
-  if (!factor) return factor;
-  return as_contiguous(is_fp32(*factor) ? *factor : torch::stable::to(*factor, ScalarType::Float));
-}
 
 Tensor normalized(const Tensor &given, const MaybeTensor &given_factor, int64_t twice_p, double eps) {
   Tensor x = contiguous_last_dim(given);
@@ -431,24 +393,6 @@ std::tuple<Tensor, Tensor> lp_norm_backward(const Tensor &grad, const Tensor &x,
 }
 Tensor inverse_lp_norm(const Tensor &x, double p) { return inverse(x, twice(p), 0); }
 
-std::tuple<Tensor, Tensor> absorb(const Tensor &given_w, const Tensor &given_q, const MaybeTensor &given_gain,
-                                  const Tensor &given_latent, bool with_keys) {
-  STD_TORCH_CHECK(given_w.dim() == 3, "w must be (nh, n, rank)");
-  Tensor w = as_contiguous(given_w), q = as_contiguous(given_q), latent = as_contiguous(given_latent);
-  int64_t nh = w.size(0), n = w.size(1), rank = w.size(2), size = itemsize(w, "w");
-  STD_TORCH_CHECK(rank <= MAX_CHANNELS && q.numel() == nh * n && latent.numel() == rank, "q or latent does not fit w");
-  STD_TORCH_CHECK(itemsize(q, "q") == size && itemsize(latent, "latent") == size, "w, q and latent must have one type");
-  MaybeTensor gain = exact(given_gain);
-  STD_TORCH_CHECK(!gain || gain->numel() == n || gain->numel() == nh * n, "gain must be (n) or (nh, 1, n)");
-  Tensor q_latent = empty({1, nh, 1, rank}, size == 2 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32());
-  Tensor k = empty({with_keys ? 1 : 0, nh, 1, n}, aoti_torch_dtype_float32());
-  Fold f{nh, n, rank, size, torch::stable::get_num_threads(), w.data_ptr(), q.data_ptr(), latent.data_ptr(),
-         pointer<float>(gain), gain && gain->numel() > n ? n : 0, q_latent.data_ptr(),
-         with_keys ? pointer<float>(k) : nullptr};
-  size == 2 ? fold_heads<bf16>(f) : fold_heads<float>(f);
-  return {q_latent, k};
-}
-
 STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
   m.def("rms_norm(Tensor x, Tensor gain, float eps) -> Tensor");
   m.def("rms_norm_backward(Tensor grad, Tensor x, Tensor gain, float eps) -> (Tensor, Tensor)");
@@ -456,7 +400,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nanoqk, m) {
   m.def("lp_norm(Tensor x, Tensor? alpha, float p) -> Tensor");
   m.def("lp_norm_backward(Tensor grad, Tensor x, Tensor? alpha, float p) -> (Tensor, Tensor)");
   m.def("inverse_lp_norm(Tensor x, float p) -> Tensor");
-  m.def("absorb(Tensor w, Tensor q, Tensor? gain, Tensor latent, bool with_keys) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
@@ -466,5 +409,4 @@ STABLE_TORCH_LIBRARY_IMPL(nanoqk, CPU, m) {
   m.impl("lp_norm", TORCH_BOX(&lp_norm));
   m.impl("lp_norm_backward", TORCH_BOX(&lp_norm_backward));
   m.impl("inverse_lp_norm", TORCH_BOX(&inverse_lp_norm));
-  m.impl("absorb", TORCH_BOX(&absorb));
 }

@@ -1,11 +1,12 @@
-"""The operators torch.ops.nanoqk of the C++ files, as functions.
+"""The operators torch.ops.nanoqk of the C++ files: when each can be used, and what its results look like.
 
 Each has a fake implementation, which says the shape of its results to a compiler and to estimates. Those of a
 model in training have a derivative, from autograd.cpp, which raises RuntimeError under create_graph=True and in
-torch.func. The C++ files check dtypes and shapes and raise RuntimeError.
+torch.func. The C++ files check dtypes and shapes and raise RuntimeError. ops.py has the formulas.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor
 from core.device import cpu_flags
 from model.kernels import build
 
-MAX_CHANNELS = 2048  # as in norms.cpp
+MAX_CHANNELS = 2048  # as in kernels.h
 LP = (1, 1.5, 2, 2.5, 3, 3.5, 4)  # p of lp_norm
 DTYPES = (torch.float32, torch.bfloat16)
+SMALL = 2**14  # fewer elements do not repay the call of a kernel for GELU, dropout, a residual norm or a linear layer
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 nanoqk: Any = torch.ops.nanoqk
 
@@ -41,50 +44,68 @@ def load() -> bool:
     return True
 
 
-def can_normalize(x: Tensor) -> bool:
-    return available(x) and x.ndim <= 4 and 0 < x.size(-1) <= MAX_CHANNELS
-
-
-def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether attention() takes these heads: bf16, on a CPU that multiplies in it, multiples of 16 channels."""
-    if not q.dtype == k.dtype == v.dtype == torch.bfloat16 or q.size(-1) % 16 or v.size(-1) % 16:
-        return False
-    return available(q) and attends()
-
-
 def attends() -> bool:
     """Whether the CPU has AVX-512 bf16: without it the attention operators have no implementation."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("nanoqk::attention", "CPU")
 
 
-def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Whether linear() takes x (..., n_in) in bf16 and weight (n_out, n_in) in fp32, multiples of 16, and is fast."""
-    if x.dtype != torch.bfloat16 or weight.dtype != torch.float32 or weight.size(0) % 16 or weight.size(1) % 16:
-        return False
-    return weight.is_contiguous() and available(x) and multiplies()
-
-
-def can_decode(x: Tensor, weight: Tensor) -> bool:
-    """Whether decoding_linear() takes weight (n_out, n_in), and x (..., n_in) of at most 16 rows once x is in bf16."""
-    few = weight.dtype == torch.bfloat16 and x.numel() <= 16 * x.size(-1) and x.size(-1) % 32 == 0
-    return few and weight.is_contiguous() and available(x) and attends()
-
-
-def multiplies() -> bool:
-    """Whether the CPU has AVX-512 bf16 but no matrix units, which PyTorch's matmuls use."""
-    return attends() and not has_matrix_units()
-
-
-@functools.cache
 def has_matrix_units() -> bool:
     return "amx_bf16" in cpu_flags()
 
 
-def can_attend_latents(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
-    """Whether latent_attention() takes q_latent (B, nh, T, kr): T = 1, all in bf16, kr a multiple of 32, even strides,
-    key_scale's heads side by side, on a CPU with AVX-512 bf16."""
+# To a compiler these are constants: torch.compiler.assume_constant_result(), without loading the compiler
+for function in (loaded, attends, has_matrix_units):
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# -----------------------------------------------------------------------------
+# Which operator can be used, by its arguments
+
+
+def can_use_rms_norm(x: Tensor) -> bool:
+    return available(x) and x.ndim <= 4 and 0 < x.size(-1) <= MAX_CHANNELS
+
+
+def can_use_lp_norm(x: Tensor, p: float | Tensor) -> bool:
+    return not isinstance(p, Tensor) and p in LP and can_use_rms_norm(x)
+
+
+def can_use_absorb(q: Tensor, latent: Tensor) -> bool:
+    """Of one token's query and latent."""
+    return q.size(0) * q.size(2) == 1 and not torch.is_grad_enabled() and can_use_rms_norm(latent)
+
+
+def can_use_pointwise(x: Tensor) -> bool:
+    """Whether x repays the call of GELU, dropout, a residual norm or a linear layer."""
+    return x.numel() >= SMALL and available(x)
+
+
+def can_use_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """As many queries as keys, in bf16, multiples of 16 channels, a positive scale, on a CPU with AVX-512 bf16."""
+    if not q.dtype == k.dtype == v.dtype == torch.bfloat16 or q.size(-1) % 16 or v.size(-1) % 16:
+        return False
+    return q.size(-2) == k.size(-2) and scale > 0 and available(q) and attends()
+
+
+def can_use_linear(x: Tensor, weight: Tensor) -> bool:
+    """x (..., n_in) in bf16 and weight (n_out, n_in) in fp32, multiples of 16, on a CPU with AVX-512 bf16 but without
+    matrix units, which PyTorch's matmuls use."""
+    if x.dtype != torch.bfloat16 or weight.dtype != torch.float32 or weight.size(0) % 16 or weight.size(1) % 16:
+        return False
+    return weight.is_contiguous() and can_use_pointwise(x) and attends() and not has_matrix_units()
+
+
+def can_use_decoding_linear(x: Tensor, weight: Tensor) -> bool:
+    """weight (n_out, n_in) in bf16, and x (..., n_in) of at most 16 rows once x is in bf16, without a derivative."""
+    few = weight.dtype == torch.bfloat16 and x.numel() <= 16 * x.size(-1) and x.size(-1) % 32 == 0
+    return few and not torch.is_grad_enabled() and weight.is_contiguous() and available(x) and attends()
+
+
+def can_use_latent_attention(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
+    """q_latent (B, nh, T, kr): T = 1, all in bf16, kr a multiple of 32, even strides, contiguous heads of key_scale, on a
+    CPU with AVX-512 bf16, without a derivative."""
     in_bf16 = all(x is None or x.dtype == torch.bfloat16 for x in (q_latent, latent, k_rope, key_scale))
-    if q_latent.size(2) != 1 or latent.size(-1) % 32 or not in_bf16:
+    if torch.is_grad_enabled() or q_latent.size(2) != 1 or latent.size(-1) % 32 or not in_bf16:
         return False
     if key_scale is not None and key_scale.size(1) > 1 and key_scale.stride(1) != 1:
         return False
@@ -92,122 +113,14 @@ def can_attend_latents(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_sca
     return all(n % 2 == 0 for n in read) and available(latent) and attends()
 
 
-# To a compiler these are constants: torch.compiler.assume_constant_result(), without loading the compiler
-for function in (loaded, attends, multiplies):
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-# -----------------------------------------------------------------------------
-# Norms of vectors x (..., n), of at most four dimensions
-
-
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """gain * x / sqrt(mean(x^2) + eps), in x's dtype."""
-    return nanoqk.rms_norm(x, gain, eps)
-
-
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps), (..., 1) in fp32, without a derivative."""
-    return nanoqk.inverse_rms(x, eps)
-
-
-def lp_norm(x: Tensor, p: float, alpha: Tensor | None = None) -> Tensor:
-    """x / ||x||_p for a p of LP, times alpha: one number, or (nh, 1, 1) for x (B, nh, T, n)."""
-    return nanoqk.lp_norm(x, alpha, p)
-
-
-def inverse_lp_norm(x: Tensor, p: float) -> Tensor:
-    """1 / ||x||_p, of a zero vector 0, (..., 1) in fp32, without a derivative."""
-    return nanoqk.inverse_lp_norm(x, p)
-
-
-def absorb(w: Tensor, q: Tensor, gain: Tensor | None, latent: Tensor, with_keys: bool) -> tuple[Tensor, Tensor | None]:
-    """One token's queries and keys through an up-projection w (nh, n, rank) in one pass over it, without a derivative:
-    queries q (1, nh, 1, n) times gain (n) or (nh, 1, n) -> (1, nh, 1, rank), and with_keys its latent (1, 1, rank) ->
-    (1, nh, 1, n) in fp32."""
-    q_latent, k = nanoqk.absorb(w, q, gain, latent, with_keys)
-    return q_latent, k if with_keys else None
-
-
-# -----------------------------------------------------------------------------
-# Attention
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, seed: Tensor | None) -> Tensor:
-    """softmax(scale q k^T) v, causal, for a scale > 0. Probabilities whose random byte is below `dropped` become 0.
-
-    q (B, nh, T, dk), k (B, nkv, T, dk), v (B, nkv, T, dv) -> (B, nh, T, dv), which lies in memory as (B, T, nh, dv).
-    """
-    return nanoqk.attention(q, k, v, scale, 0.0, dropped, seed)[0]
-
-
-def attention_and_lse(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, dropped: int, seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """attention(), and each query's log-sum-exp of its logits, (B, nh, T) in fp32; of cap tanh(logit / cap) where cap
-    is not 0."""
-    y, softmax = nanoqk.attention(q, k, v, scale, cap, dropped, seed)
-    largest = scale * softmax[0].detach()  # the derivative of the log-sum-exp comes in by softmax[1]
-    return y, (largest if cap == 0 else cap * torch.tanh(largest / cap)) + softmax[1]
-
-
-def latent_attention(
-    q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None,
-    scale: float, unified: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """latent_attention() of ops.py for one query a head, without a derivative: the output (B, nh, 1, kr) and the
-    log-sum-exp (B, nh, 1) in fp32 of q_latent (B, nh, 1, kr), q_rope (B, nh, 1, dr), latent (B, S, kr),
-    k_rope (B, S, dr), key_scale (B, nh, S, 1), the heads side by side."""
-    return nanoqk.latent_attention(q_latent, q_rope, latent, k_rope, key_scale, scale, unified)
-
-
-# -----------------------------------------------------------------------------
-# Linear layers
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T, (..., n_in) -> (..., n_out), of x in bf16 and W (n_out, n_in) in fp32, which is rounded; its derivative is
-    not."""
-    return nanoqk.linear(x, weight)
-
-
-def decoding_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T, (..., n_in) -> (..., n_out), of a few rows in one pass over W, both in bf16, without a derivative."""
-    return nanoqk.decoding_linear(x, weight)
-
-
-# -----------------------------------------------------------------------------
-# Between a block's matmuls
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> Tensor:
-    """weight * (x - mean) / sqrt(var + eps) + bias along the last dimension of x (..., n), fp32 -> (..., n) in `dtype`;
-    not centred: weight * x / sqrt(mean(x^2) + eps)."""
-    return nanoqk.layer_norm(x, weight, bias, eps, centred, dtype)
-
-
-def dropout_add(x: Tensor, y: Tensor, dropped: int, seed: Tensor | None) -> Tensor:
-    """x + dropout(y) of one shape, x in fp32. Elements whose random byte is below `dropped` become 0."""
-    return nanoqk.dropout_add(x, y, dropped, seed)
-
-
-def dropout(x: Tensor, dropped: int, seed: Tensor) -> Tensor:
-    """As in dropout_add(), of x in fp32."""
-    return nanoqk.dropout(x, dropped, seed, x.dtype)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """x Phi(x) for x in bf16."""
-    return nanoqk.gelu(x)
-
-
-# -----------------------------------------------------------------------------
-# Between backward pass and optimizer
-
-
-def clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor:
-    """The 2-norm of all `grads` together, (), which are scaled to max_norm if it is larger: contiguous, in fp32."""
-    return nanoqk.clip_grad_norm_(grads, max_norm)
+def can_use_triton(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
+    """Whether mla_decode_triton.py takes these: T = 1, CUDA, 16 bits, powers of two, key_scale's strides as a cache's,
+    without a derivative."""
+    if not HAS_TRITON or not latent.is_cuda or latent.itemsize != 2 or q_latent.requires_grad:
+        return False
+    if key_scale is not None and key_scale.stride()[1:3] != (1, key_scale.size(1)):
+        return False
+    return q_latent.size(2) == 1 and latent.size(-1) in (64, 128, 256, 512) and k_rope.size(-1) in (16, 32, 64, 128)
 
 
 # -----------------------------------------------------------------------------
