@@ -577,12 +577,8 @@ class MultiHeadLatentAttention(CausalAttention):
         return 6 * self.n_head * (self.nope_dim + self.rope_dim + self.v_dim) * context
 
 
-Layout = Callable[[GPTConfig], CausalAttention]
-ATTENTIONS: dict[str, Layout] = {
-    "mha": GroupedQueryAttention,
-    "gqa": GroupedQueryAttention,
-    "mla": MultiHeadLatentAttention,
-}
+ATTENTIONS = settings.AttentionOptions.slot.classes
+ATTENTIONS |= {"mha": GroupedQueryAttention, "gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
 
 # -----------------------------------------------------------------------------
 # The transformer
@@ -780,13 +776,4 @@ class GPT(nn.Module):
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-# -----------------------------------------------------------------------------
-# Your own variants: a plugin calls these, or register() of slots.py. The default of `name` in `options` is the NAME of
-# qk_norm=NAME or attention=NAME.
-
-
-register_qk_norm = slots.register
-
-
-def register_attention(options: type[settings.AttentionOptions], layout: Layout) -> None:
-    ATTENTIONS[settings.add_options(settings.ATTENTION_OPTIONS, options)] = layout
+register_qk_norm = register_attention = slots.register  # the old names, for plugins that exist

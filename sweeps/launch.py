@@ -174,7 +174,7 @@ def check_runs(runs: list[PlannedRun]) -> None:
     for config in (run.config for run in runs):
         values = asdict(config)
         # runs that agree in these can all start, or none of them; those of init_from must fit its weights
-        key = [values[name] for name in ("data", "device", "dtype", "model", "threads")]
+        key = [values[name] for name in ("data", "device", "dtype", "model", "threads")] + [config.optim.name]
         key += [asdict(config.gpt), config.init_sha256] if config.init_from else []
         configs[json.dumps(key)] = config
     if configs:

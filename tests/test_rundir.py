@@ -22,10 +22,9 @@ from core import rundir, wandb_follower, wandb_run
 from core.files import is_intact, read_json, write_json
 from core.record import Metrics
 from core.rundir import ReadOnlyRunDir, RunDir, is_open, open_run, read_status
-from core.schema import ConfigError, differences
+from core.schema import ConfigError, declared, differences
 from data.options import TextFileOptions
 from model.options import LpNormOptions, MLAOptions, ModelOptions
-from training import config as settings
 from training.config import CosineOptions, TrainConfig, WandbOptions, load_config, to_yaml
 from training.resume import run_request
 
@@ -95,17 +94,7 @@ def test_new_run_has_its_config_and_is_running(path: Path) -> None:
     assert not is_open(run.path)
 
 
-GROUPS: dict[str, dict[str, Any]] = {
-    "attention": settings.ATTENTION_OPTIONS,
-    "qk_norm": settings.QK_NORM_OPTIONS,
-    "logits": settings.LOGITS_OPTIONS,
-    "softmax": settings.SOFTMAX_OPTIONS,
-    "output": settings.OUTPUT_OPTIONS,
-    "weights": settings.WEIGHTS_OPTIONS,
-    "optim": settings.OPTIMS,
-    "schedule": settings.SCHEDULES,
-    "data": settings.CORPORA,
-}
+GROUPS = {group: setting.options for group, setting in declared(TrainConfig).items() if group != "fault"}
 VARIANTS = [{group: cls()} for group, variants in GROUPS.items() for name, cls in variants.items() if name != "text"]
 ODD_NUMBERS = [{"qk_norm": LpNormOptions(p=p, alpha_init=1e-5)} for p in (1.0, 2.5, 1e22, math.inf)]
 ODD_NAMES = [

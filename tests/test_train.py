@@ -35,7 +35,7 @@ from training import estimate, optim, updates
 from training.config import load_config
 from training.evaluate import mean_loss, spike_score
 from training.meter import Meter
-from training.optim import build_optimizer
+from training.optim import Optimizer
 from training.session import read_data
 from training.state import Readings
 from training.updates import accumulate_gradients, update_ratios
@@ -233,7 +233,7 @@ def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus
     batches = Batches(tokens, split(len(tokens), 10, None), 16, 4, config.seed)
     gpt = GPT(config.gpt, tokenizer.vocab_size)
     gpt.init_weights(config.seed)
-    optimizer = build_optimizer(gpt, config)
+    optimizer = Optimizer(gpt, config)
     for step, line in zip(range(6), lines(tmp_path / "run"), strict=False):
         parts = [batches.get_batch(step, micro_step) for micro_step in range(4)]
         x, y = (torch.cat(part) for part in zip(*parts, strict=True))
