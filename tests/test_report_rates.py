@@ -6,8 +6,8 @@ from test_charts import words_of
 from test_report import Curve, Made, charts_of, falling, finish, rows_of, sweep_of
 
 from scripts import report
+from scripts.reporting.rates import runs_by_rate, stable_by_replicate
 from scripts.reporting.runs import read_sweep
-from scripts.reporting.statistics import runs_by_rate, stable_by_replicate
 from scripts.reporting.tables import part_table, stability_table
 from training.config import AdamWOptions
 
