@@ -16,12 +16,14 @@ from core.schema import options
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
 from scripts.reporting.charts import Figure, Series, Style, curve_chart, svg
+from scripts.reporting.comparisons import compare, losses_along
 from scripts.reporting.ledger import Part, ledger, measured, written
 from scripts.reporting.page import with_block
-from scripts.reporting.statistics import minus
+from scripts.reporting.runs import METRICS as COMPARED
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Columns, filled, mean_and_ends
 from scripts.reporting.track import BASELINE, Entry, entries, noise_floor, times
+from sweeps.definition import pair
 from training.config import TrainConfig
 from training.metrics import table
 
@@ -68,9 +70,8 @@ def figure(study: str) -> Figure:
     sweep, series = read_stored(ROOT / "results" / study, study), []
     title, lines = FIGURES[study]
     for name, (setting, baseline, colour, symbol, dashes) in lines.items():
-        base = sweep.runs_of(baseline)
-        curves = {r: minus(run.losses, base[r].losses) for r, run in sweep.runs_of(setting).items()}
-        series.append(Series(name, Style(colour, colour, symbol, dashes), curves))
+        (c,) = compare(sweep, [pair(setting, baseline)], COMPARED[0])
+        series.append(Series(name, Style(colour, colour, symbol, dashes), losses_along(sweep, c)))
     return Figure("along", title, curve_chart(series, "difference in validation loss (nats per token)", zero=True), "")
 
 

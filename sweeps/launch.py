@@ -131,9 +131,10 @@ def unknown_points(sweep: Definition, points: Collection[str], left_out: Collect
             missing = [family.baseline] if any(matched) else family.settings
             if not all(map(is_left_out, missing)):
                 yield f"compare.{name}: {', '.join(missing)} is {known}"
-        for a, b in family.pairs:
-            if (a in points) != (b in points) and not is_left_out(b if a in points else a):
-                yield f"compare.{name}: {b if a in points else a} is {known}"
+        for terms in family.named:
+            missing = [setting for setting, _ in terms if setting not in points]
+            if len(missing) < len(terms) and not all(map(is_left_out, missing)):
+                yield f"compare.{name}: {', '.join(missing)} is {known}"
 
 
 def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRun]:

@@ -158,9 +158,9 @@ def temperature_note(sweep: Definition, configs: Mapping[str, Mapping[str, Any]]
     for point in configs:
         part = part_and_name(point, sweep.parts)[0]
         parts.setdefault(f"part {part}" if part else "this sweep", []).append(point)
-    pairs = {f"compare.{name}": family.pairs_of(configs) for name, family in sweep.families.items()}
+    every = {f"compare.{name}": family.terms_of(configs) for name, family in sweep.families.items()}
     where = [name for name, points in parts.items() if differ(points)]
-    where += [name for name, compared in pairs.items() if any(map(differ, compared))]
+    where += [name for name, of in every.items() if any(differ(dict(terms)) for terms in of)]
     return f"{', '.join(where)}: {SAME_ALPHA}" if where else ""
 
 

@@ -21,7 +21,7 @@ import model.options
 import model.slots
 import scripts.benchmarks.timing as timing
 from core.schema import validate
-from scripts.reporting.statistics import interval
+from scripts.reporting.numbers import interval
 from scripts.reporting.tables import number
 from sweeps.launch import LaunchOptions, read_request
 from sweeps.plan import PlannedRun

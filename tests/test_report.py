@@ -32,9 +32,9 @@ from model.options import LpNormOptions
 from scripts import report
 from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, styles, value_axis
+from scripts.reporting.comparisons import compared_families
 from scripts.reporting.figures import metric_panels, series_of
 from scripts.reporting.runs import METRICS, read_sweep, thinned
-from scripts.reporting.statistics import compared_families
 from scripts.reporting.stored import joined, read_stored
 from scripts.reporting.tables import comparison_table, facts, fault_table, missing_tables, part_table
 from sweeps.plan import read_plan

@@ -5,8 +5,8 @@ from pathlib import Path
 from helpers.reports import Curve, Made, at_rates, charts_of, falling, rows_of, sweep_of, words_of
 
 from scripts import report
+from scripts.reporting.rates import runs_by_rate, stable_by_replicate
 from scripts.reporting.runs import read_sweep
-from scripts.reporting.statistics import runs_by_rate, stable_by_replicate
 from scripts.reporting.tables import part_table, stability_table
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import altair as alt
 import vl_convert
 
+from scripts.reporting.comparisons import Family
+from scripts.reporting.numbers import Estimate, mean_curve
 from scripts.reporting.runs import Curve, Replicate, replicate_name
-from scripts.reporting.statistics import Estimate, Family, mean_curve
 from training.metrics import METRICS
 
 VEGA_LITE = "6.4"  # the version that Altair writes
