@@ -16,9 +16,9 @@ from conftest import tiny_config
 
 from data.options import TinyShakespeareOptions
 from model.options import LpNormOptions
+from scripts.reporting.comparisons import compared_families
 from scripts.reporting.page import markdown, outline
 from scripts.reporting.runs import Sweep, read_sweep
-from scripts.reporting.statistics import compared_families
 from scripts.reporting.stored import runs_csv
 from scripts.reporting.tables import Table, facts
 from training.config import AdamWOptions
