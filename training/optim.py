@@ -298,6 +298,8 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
         g = torch.Generator().manual_seed(step)
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=g).to(device)
+        for group in optimizer.param_groups:
+            group["lr"] = config.optim.learning_rate  # as before each update of a run
         torch.manual_seed(step)
         optimizer.step()
         optimizer.zero_grad()
@@ -309,13 +311,14 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
                 one.init_weights(0)
                 one.to(device)
             optimizer = Optimizer(model, config)
-            for step in range(2):
+            for step in range(5):
                 update(model, optimizer, step)
             resumed.load_state_dict(model.state_dict())
             reloaded = Optimizer(resumed, config)
             reloaded.load(optimizer.tensors())
-            update(model, optimizer, 2)
-            update(resumed, reloaded, 2)
+            for step in range(5, 10):
+                update(model, optimizer, step)
+                update(resumed, reloaded, step)
     except ConfigError as error:
         raise ConfigError(f"{told}: {error}") from error
     except Exception as error:
