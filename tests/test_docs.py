@@ -187,7 +187,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     tables: list[dict[str, Any]] = [model.gpt.QK_NORMS, model.options.QK_NORM_OPTIONS]
     tables += [model.slots.LOGITS, model.options.LOGITS_OPTIONS]
-    tables += [OptimizerOptions.slot.classes, OptimizerOptions.slot]
+    tables += [OptimizerOptions.slot, OptimizerOptions.slot.options]
     before = [dict(table) for table in tables]
     yield tmp_path
     for plugin in ("my_norm", "my_asinh", "my_sign"):

@@ -454,7 +454,7 @@ class InSelf(torch.optim.SGD):
 
     steps = 0
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.steps += 1
         for group in self.param_groups:
             group["momentum"] = 0.9 if self.steps > 7 else 0.1
@@ -462,14 +462,14 @@ class InSelf(torch.optim.SGD):
 
 
 class CountsInAGroup(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for group in self.param_groups:
             group["momentum"] += 0.1
 
 
 class CountsInNumbers(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for p in self.param_groups[0]["params"]:
             self.state[p]["count"] = self.state[p].get("count", 0) + 1
@@ -518,8 +518,8 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Own:
 
     def configured(o: OptimizerOptions, kind: type[torch.optim.Optimizer]) -> TrainConfig:
         slot = OptimizerOptions.slot
-        monkeypatch.setitem(slot, o.name, type(o))
-        monkeypatch.setitem(slot.classes, o.name, kind)
+        monkeypatch.setitem(slot.options, o.name, type(o))
+        monkeypatch.setitem(slot, o.name, kind)
         register(type(o), kind)
         return dataclasses.replace(STACKS["gqa"][0], optim=o)
 
@@ -553,7 +553,7 @@ def test_an_optimizer_of_ones_own_continues_bit_for_bit(
         (SGDOptions(), CountsInAGroup, "does not resume bit for bit: all that it remembers must stand in self.state"),
         (SGDOptions(), CountsInNumbers, "state: count of a parameter of shape (5, 4) is 5 and must be a tensor"),
         (PlainOptions(), torch.optim.Adafactor, "has the shape (5, 1), which state_shapes does not declare"),
-        (PlainOptions(), torch.optim.LBFGS, "optim=plain cannot be used: TypeError: LBFGS.step() missing"),
+        (PlainOptions(), torch.optim.LBFGS, "optim=plain: TypeError: LBFGS.step() missing"),
         (SGDOptions(), torch.optim.Adam, "Adam.__init__() got an unexpected keyword argument 'momentum'"),
         (SGDOptions(), HalfMuon, "optim=sgd: as it is hidden_only, its options must derive from AdamWOptions"),
     ],

@@ -555,7 +555,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file, in the current folder; what it registers is undone."""
     (tmp_path / "recipe.py").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
-    tables = [slot for one in (OptimizerOptions, ScheduleOptions) for slot in (one.slot, one.slot.classes)]
+    tables = [slot for one in (OptimizerOptions, ScheduleOptions) for slot in (one.slot, one.slot.options)]
     before = [dict(table) for table in tables]
     yield tmp_path
     sys.modules.pop("recipe", None)
