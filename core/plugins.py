@@ -21,21 +21,16 @@ from core.schema import ConfigError, declared, require
 
 
 class Slot(dict[str, Any]):
-    """What a group of settings can be: NAME -> options, ours and those of plugins. Their base class has it as `slot`.
+    """What a group of settings can be: NAME -> the class that is built from its options, ours and those of plugins.
 
-    base: "module:Class", from which what is built from the options derives; "" where the options are all there is.
+    options: NAME -> their class; its base class has the slot as `slot`.
+    base: "module:Class", from which what is built derives; "" where the options are all there is.
     ours: the module that registers ours, or the package with a module for each NAME; it is imported when needed.
     """
 
     def __init__(self, base: str = "", ours: str = ""):
-        self.base, self.classes = base, Classes(ours)
-
-
-class Classes(dict[str, Any]):
-    """NAME -> the class that is built from its options."""
-
-    def __init__(self, ours: str):
-        self.ours = ours
+        super().__init__()
+        self.base, self.ours, self.options = base, ours, dict[str, type]()
 
     def __missing__(self, name: str) -> Any:
         module = importlib.import_module(self.ours)
@@ -51,17 +46,17 @@ def register(options: Any, made: type | None = None) -> None:
     made: the class that is built from them. Raises: ConfigError for another slot's class, and for a name that is taken
     or no lower-case word.
     """
-    name = add_options(getattr(options, "slot", {}), options)
+    name = add_options(options.slot.options if hasattr(options, "slot") else {}, options)
     if options.slot.base:
         module, base = options.slot.base.split(":")
         good = isinstance(made, type) and issubclass(made, getattr(importlib.import_module(module), base))
         given = getattr(made, "__name__", made)
         require(good, f"{options.__name__} needs a class that derives from {base}, not {given}")
-        options.slot.classes[name] = made
+        options.slot[name] = made
 
 
-def add_options(slot: dict[str, Any], options: type) -> str:
-    """Add options to a slot, under the default of their `name`, which is returned."""
+def add_options(table: dict[str, type], options: type) -> str:
+    """Add options to those of a slot, under the default of their `name`, which is returned."""
     require("__dataclass_params__" in vars(options), f"{options.__name__} needs @options (core.schema) above its class")
     group = "the options of its group, as QKNormOptions is for qk_norm="
     require(hasattr(options, "slot"), f"{options.__name__} must derive from {group}")
@@ -69,9 +64,9 @@ def add_options(slot: dict[str, Any], options: type) -> str:
     require(name is not MISSING, f'{options.__name__} needs a name: write name: str = "my_word" in its class')
     plain = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None
     require(plain, f"{options.__name__}.name={name} must be a lower-case word")
-    taken = slot.get(name, options).__module__
+    taken = table.get(name, options).__module__
     require(taken == options.__module__, f"{options.__name__}.name={name} is taken by {taken}")
-    slot[name] = options
+    table[name] = options
     return name
 
 

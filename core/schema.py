@@ -152,7 +152,9 @@ class Setting:
     def options(self) -> Mapping[str, type]:
         """The classes of a group, by name; {} for another setting."""
         variants = self.one(Variants)
-        return getattr(self.kind, "slot", {}) if variants is None else variants.table
+        if variants is not None:
+            return variants.table
+        return self.kind.slot.options if hasattr(self.kind, "slot") else {}
 
 
 @functools.cache

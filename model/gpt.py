@@ -577,7 +577,7 @@ class MultiHeadLatentAttention(CausalAttention):
         return 6 * self.n_head * (self.nope_dim + self.rope_dim + self.v_dim) * context
 
 
-ATTENTIONS = settings.AttentionOptions.slot.classes
+ATTENTIONS = settings.AttentionOptions.slot
 ATTENTIONS |= {"mha": GroupedQueryAttention, "gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
 
 # -----------------------------------------------------------------------------

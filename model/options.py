@@ -373,11 +373,11 @@ OURS: tuple[type[VariantOptions], ...] = (
     WeightsOptions, SigmaReparamOptions, QuackOptions,
 )  # fmt: skip
 for ours in OURS:
-    add_options(ours.slot, ours)
+    add_options(ours.slot.options, ours)
 
-ATTENTION_OPTIONS = AttentionOptions.slot  # the old names
-QK_NORM_OPTIONS = QKNormOptions.slot
-LOGITS_OPTIONS = LogitsOptions.slot
-SOFTMAX_OPTIONS = SoftmaxOptions.slot
-OUTPUT_OPTIONS = OutputOptions.slot
-WEIGHTS_OPTIONS = WeightsOptions.slot
+ATTENTION_OPTIONS = AttentionOptions.slot.options  # the old names
+QK_NORM_OPTIONS = QKNormOptions.slot.options
+LOGITS_OPTIONS = LogitsOptions.slot.options
+SOFTMAX_OPTIONS = SoftmaxOptions.slot.options
+OUTPUT_OPTIONS = OutputOptions.slot.options
+WEIGHTS_OPTIONS = WeightsOptions.slot.options

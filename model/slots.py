@@ -163,11 +163,11 @@ def require_fit(attention: Any, config: GPTConfig) -> None:
         require(has, f"{group}={one.name}: {layout} does not call fill_slots()")
 
 
-QK_NORMS = settings.QKNormOptions.slot.classes
-LOGITS = settings.LogitsOptions.slot.classes
-SOFTMAXES = settings.SoftmaxOptions.slot.classes
-OUTPUTS = settings.OutputOptions.slot.classes
-WEIGHTS = settings.WeightsOptions.slot.classes
+QK_NORMS = settings.QKNormOptions.slot
+LOGITS = settings.LogitsOptions.slot
+SOFTMAXES = settings.SoftmaxOptions.slot
+OUTPUTS = settings.OutputOptions.slot
+WEIGHTS = settings.WeightsOptions.slot
 register(settings.LogitsOptions, Logits)
 register(settings.SoftmaxOptions, Softmax)
 register(settings.OutputOptions, Output)

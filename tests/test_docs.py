@@ -25,7 +25,7 @@ from scripts.reporting.numbers import interval
 from scripts.reporting.tables import number
 from sweeps.launch import LaunchOptions, read_request
 from sweeps.plan import PlannedRun
-from training.config import TrainConfig, load_config
+from training.config import OptimizerOptions, TrainConfig, load_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LEDGER = ROOT / "results" / "README.md"
@@ -179,6 +179,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A current folder with the files that the pages tell a user to write; what a plugin registers is undone."""
     docs = ROOT / "docs"
     (tmp_path / "my_norm.py").write_text(blocks(docs / "your_own_variant.md", "python")[0])
+    (tmp_path / "my_sign.py").write_text(blocks(docs / "your_own_variant.md", "python")[1])
     (tmp_path / "my_asinh.py").write_text(blocks(docs / "attention_track.md", "python")[0])
     (tmp_path / "my_track.yaml").write_text(blocks(docs / "attention_track.md", "yaml")[0])
     (tmp_path / "my_sweep.yaml").write_text(blocks(docs / "sweeps.md", "yaml")[0])
@@ -186,9 +187,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     tables: list[dict[str, Any]] = [model.gpt.QK_NORMS, model.options.QK_NORM_OPTIONS]
     tables += [model.slots.LOGITS, model.options.LOGITS_OPTIONS]
+    tables += [OptimizerOptions.slot, OptimizerOptions.slot.options]
     before = [dict(table) for table in tables]
     yield tmp_path
-    for plugin in ("my_norm", "my_asinh"):
+    for plugin in ("my_norm", "my_asinh", "my_sign"):
         sys.modules.pop(plugin, None)
     for table, content in zip(tables, before, strict=True):
         table.clear()

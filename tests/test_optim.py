@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,21 +13,23 @@ from torch import Tensor, nn
 from variants import CONTESTANTS, V, config_of, random_tokens
 
 from core.dist import World
-from core.schema import ConfigError
+from core.plugins import register
+from core.schema import ConfigError, options
 from model.gpt import GPT
 from model.kernels import operators as kernels
 from model.options import LpNormOptions, MLAOptions, QKNormOptions, RMSNormOptions
 from training import estimate, optim
-from training.config import AdamWOptions, MuonOptions, TrainConfig
+from training.config import AdamWOptions, MuonOptions, OptimizerOptions, TrainConfig
 from training.optim import (
     AdamW,
     Muon,
     Optimizer,
+    check_optimizer,
     optimizer_bytes,
     parameter_groups,
 )
-from training.session import Machine, checked_meta_model
-from training.updates import applying_weights_variant, update_ratios
+from training.session import Machine, checked_meta_model, setup
+from training.updates import applying_weights_variant, step_optimizer, update_ratios
 
 
 def new_model(config: TrainConfig) -> GPT:
@@ -443,3 +445,168 @@ def test_the_estimated_rate_counts_clipping_and_the_optimizers_step(monkeypatch:
     machine = Machine(World(), torch.device("cpu"), torch.float32)
     rate, _ = estimate.training_rate(checked_meta_model(config, V), config, machine)
     assert rate == config.tokens_per_iter / (2 * 1 + 3 + 5)
+
+
+# -----------------------------------------------------------------------------
+# An optimizer of one's own
+
+
+class InSelf(torch.optim.SGD):
+    """Its momentum sets in after seven steps, which only the object knows."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["momentum"] = 0.9 if self.steps > 7 else 0.1
+        super().step()
+
+
+class CountsInAGroup(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["momentum"] += 0.1
+
+
+class CountsInNumbers(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
+
+class Factored(torch.optim.Adafactor):
+    state_shapes: ClassVar = {
+        "row_var": lambda shape: (*shape[:-1], 1),
+        "col_var": lambda shape: (*shape[:-2], 1, shape[-1]),
+    }
+    moments = 0
+
+
+class HalfMuon(Muon):
+    def step(self, frozen: Tensor | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] /= 2
+        super().step(frozen)
+        for group in self.param_groups:
+            group["lr"] *= 2
+
+
+@options
+class SGDOptions(OptimizerOptions):
+    name: str = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 0.1
+
+
+@options
+class PlainOptions(OptimizerOptions):
+    name: str = "plain"
+
+
+@options
+class HalfOptions(MuonOptions):
+    name: str = "half_muon"
+
+
+Own = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Own:
+    """A config with an optimizer that is registered until the test ends."""
+
+    def configured(o: OptimizerOptions, kind: type[torch.optim.Optimizer]) -> TrainConfig:
+        slot = OptimizerOptions.slot
+        monkeypatch.setitem(slot.options, o.name, type(o))
+        monkeypatch.setitem(slot, o.name, kind)
+        register(type(o), kind)
+        return dataclasses.replace(STACKS["gqa"][0], optim=o)
+
+    return configured
+
+
+def check(config: TrainConfig) -> None:
+    check_optimizer(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("o", "kind"),
+    [
+        (SGDOptions(), torch.optim.SGD), (SGDOptions(), torch.optim.RMSprop), (PlainOptions(), torch.optim.Adam),
+        (PlainOptions(), Factored), (HalfOptions(), HalfMuon),
+    ],
+)  # fmt: skip
+def test_an_optimizer_of_ones_own_continues_bit_for_bit(
+    o: OptimizerOptions, kind: type[torch.optim.Optimizer], own: Own
+) -> None:
+    config = own(o, kind)
+    check(config)
+    saved = continued(config)[1]
+    assert saved and any("attn.c_attn.weight" in name for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("o", "kind", "message"),
+    [
+        (SGDOptions(), InSelf, "does not resume bit for bit: all that it remembers must stand in self.state"),
+        (SGDOptions(), CountsInAGroup, "does not resume bit for bit: all that it remembers must stand in self.state"),
+        (SGDOptions(), CountsInNumbers, "state: count of a parameter of shape (5, 4) is 5 and must be a tensor"),
+        (PlainOptions(), torch.optim.Adafactor, "has the shape (5, 1), which state_shapes does not declare"),
+        (PlainOptions(), torch.optim.LBFGS, "optim=plain: TypeError: LBFGS.step() missing"),
+        (SGDOptions(), torch.optim.Adam, "Adam.__init__() got an unexpected keyword argument 'momentum'"),
+        (SGDOptions(), HalfMuon, "optim=sgd: as it is hidden_only, its options must derive from AdamWOptions"),
+    ],
+)
+def test_an_optimizer_that_would_not_resume_is_refused_in_one_line(
+    o: OptimizerOptions, kind: type[torch.optim.Optimizer], message: str, own: Own
+) -> None:
+    config = own(o, kind)
+    for refuse in (check, estimate.require_startable, setup):  # a start, a sweep's start, a run's
+        with pytest.raises(ConfigError, match=re.escape(message)) as error:
+            refuse(config)
+        assert "\n" not in str(error.value) and str(error.value).startswith(f"optim={o.name}")
+
+
+def test_state_of_another_shape_is_not_loaded(own: Own) -> None:
+    config = own(SGDOptions(), torch.optim.SGD)
+    model = new_model(config)
+    with pytest.raises(AssertionError, match="momentum_buffer of a parameter of shape .* has the shape"):
+        Optimizer(model, config).load({"momentum_buffer/transformer.ln_f.weight": torch.ones(3)})
+
+
+def test_it_gets_groups_as_ours_and_the_names(own: Own) -> None:
+    config = own(SGDOptions(), torch.optim.SGD)
+    model = new_model(config)
+    matrices, vectors = Optimizer(model, config).param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"], matrices["momentum"]) == (0.1, 0.0, 0.9)
+    for group in (matrices, vectors):
+        assert all(model.get_parameter(n) is p for n, p in zip(group["param_names"], group["params"], strict=True))
+    config = own(PlainOptions(), torch.optim.SGD)
+    (group,) = Optimizer(model, config).param_groups
+    assert len(group["params"]) == len([*model.parameters()]) and group["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(("o", "kind"), [(SGDOptions(), torch.optim.SGD), (HalfOptions(), HalfMuon)])
+def test_an_update_that_is_not_finite_leaves_the_weights(
+    o: OptimizerOptions, kind: type[torch.optim.Optimizer], own: Own
+) -> None:
+    config = own(o, kind)
+    model = new_model(config)
+    session: Any = SimpleNamespace(
+        model=model, config=config, optimizer=Optimizer(model, config), parameters=[*model.parameters()],
+        has_clipping_kernel=False,
+    )  # fmt: skip
+    before, frozen = copy.deepcopy(model.state_dict()), torch.zeros(())
+    for value in (math.nan, 1.0):  # it stays frozen
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        _, frozen = step_optimizer(session, torch.zeros(()), frozen)
+        assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    step_optimizer(session, torch.zeros(()), torch.zeros(()))
+    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert moved == [name for name, _ in model.named_parameters()]

@@ -2,18 +2,24 @@
 
 import json
 import math
+import os
 import re
+import signal
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, TINY, Program
+from conftest import QK_NORM_VARIANTS, TINY, Program, exit_status, fork
+from helpers.runs import assert_same_run, configured, lines
 from helpers.sweeps import tiny_sweep
 from variants import ALL_PAIRS, LAYOUTS, config_of
 
-from core import cli, plugins
+import train
+from core import checkpoint, cli, plugins
 from core.schema import ConfigError, options
 from model import slots
 from model.diagnostics import logit_bound
@@ -23,7 +29,7 @@ from model.options import QKNormOptions, RMSNormOptions, add_options
 from sweeps.definition import load_sweep
 from sweeps.launch import check_runs
 from sweeps.plan import compose, plan_runs
-from training.config import TrainConfig, load_config
+from training.config import OptimizerOptions, ScheduleOptions, TrainConfig, load_config
 from training.session import setup
 
 PLUGIN = '''
@@ -492,3 +498,120 @@ def test_a_report_says_that_a_plugin_changed_between_runs(parts: list[str], tmp_
         (tmp_path / "parts.py").write_text(PARTS + "# changed\n")
     program("scripts/report.py", "sweep=changes.yaml", "out=results")
     assert "parts (2 versions: its file changed between runs)" in (tmp_path / "results" / "table.md").read_text()
+
+
+# -----------------------------------------------------------------------------
+# An optimizer and a schedule in one file
+
+
+RECIPE = """
+import torch
+from core.plugins import register
+from core.schema import options
+from training.config import DecayOptions, MuonOptions, OptimizerOptions, ScheduleOptions
+from training.optim import Muon
+
+@options
+class NoisyOptions(OptimizerOptions):
+    name: str = "noisy"
+    momentum: float = 0.9
+
+class Noisy(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(torch.randn_like(p), alpha=1e-3 * group["lr"])
+
+@options
+class OwnMuonOptions(MuonOptions):
+    name: str = "own_muon"
+
+class OwnMuon(Muon):
+    pass
+
+@options
+class RootOptions(ScheduleOptions):
+    name: str = "root"
+    timescale: int = 2
+    def height(self, step, end):
+        return (self.timescale / max(self.timescale, step)) ** 0.5
+
+@options
+class SquareOptions(DecayOptions):
+    name: str = "square"
+    def remaining(self, x):
+        return (1 - x) ** 2
+
+register(NoisyOptions, Noisy)
+register(OwnMuonOptions, OwnMuon)
+register(RootOptions)
+register(SquareOptions)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file, in the current folder; what it registers is undone."""
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    tables = [slot for one in (OptimizerOptions, ScheduleOptions) for slot in (one.slot, one.slot.options)]
+    before = [dict(table) for table in tables]
+    yield tmp_path
+    sys.modules.pop("recipe", None)
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
+
+
+@pytest.mark.parametrize(("optim", "schedule"), [("noisy", "root"), ("own_muon", "square")])
+def test_a_recipe_of_ones_own_goes_on_bit_for_bit_after_a_kill_at_a_checkpoint(
+    optim: str, schedule: str, corpus: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = {"plugins": ["recipe"], "optim": {"name": optim}, "schedule": {"name": schedule, "warmup_iters": 1}}
+    straight, killed = (configured(corpus, recipe / name, **plugin) for name in ("straight", "killed"))
+    assert train.run(straight) == 0
+    save = checkpoint.save
+
+    def deadly(folder: Path, step: int, *given: Any) -> Path:
+        path = save(folder, step, *given)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return path
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", deadly)
+        assert exit_status(fork(lambda: train.run(killed))) == -signal.SIGKILL
+    assert (recipe / "killed" / "ckpt" / "step_000004").is_dir() and train.run(killed) == 0
+    assert_same_run(straight.run_dir, killed.run_dir)
+    rates = {line["iter"]: line.get("lr") for line in lines(straight.run_dir)}
+    heights = {"root": [0.5, 1, 1, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5], "square": [0.5, 1, 0.64, 0.36, 0.16, 0.04]}
+    assert [rates[step] for step in range(6)] == pytest.approx([1e-3 * height for height in heights[schedule]])
+    assert f"-{optim}-{schedule}-" in straight.label
+
+
+def test_a_recipe_of_ones_own_is_listed_swept_and_refused_in_one_line(
+    recipe: Path, corpus: Path, forked: Program
+) -> None:
+    tiny = [*TINY, "data=text", f"data.path={corpus}", "plugins=[recipe]", "wandb.mode=disabled"]
+    listed = forked("train.py", "plugins=[recipe]", "--help").stdout
+    assert all(word in listed for word in ("optim=noisy", "schedule=root", "schedule.timescale=2"))
+    for chosen, message in (
+        ("optim=noisy optim.momentm=1", "optim.momentm=1 is unknown; did you mean optim.momentum?"),
+        ("optim=noisi", "optim=noisi must be one of adamw, muon, noisy, own_muon; did you mean optim=noisy?"),
+        ("optim=noisy optim.learning_rate=0", "optim.learning_rate=0.0 must be > 0"),
+    ):
+        refused = forked("train.py", *tiny, *chosen.split(), "out_dir=o", status=2).stderr
+        assert refused.startswith(f"error: {message}") and refused.count("\n") == 1 and not (recipe / "o").exists()
+    sweep = {"overrides": tiny, "grid": {"optim": ["adamw", "noisy"], "optim.learning_rate": [0.001, 0.002]}}
+    (recipe / "recipes.yaml").write_text(json.dumps(sweep))
+    counts = "super().step(); self.state[self.param_groups[0]['params'][0]]['n'] = 3"
+    (recipe / "recipe.py").write_text(RECIPE.replace("super().step()", counts, 1))
+    for words in (["train.py", *tiny, "optim=noisy", "out_dir=o"], ["sweeps/launch.py", "sweep=recipes.yaml"]):
+        refused = forked(*words, status=2).stderr.splitlines()[-1]
+        assert refused.startswith("error: optim=noisy: Noisy.state: n of a parameter of shape (5, 4) is 3")
+        assert not (recipe / "o").exists() and not (recipe / "runs").exists()
+    (recipe / "recipe.py").write_text(RECIPE)
+    optims = [run.config.optim for run in plan_runs(load_sweep("recipes.yaml", {}), [])]
+    found = {(optim.name, optim.learning_rate) for optim in optims}
+    assert found == {(name, rate) for name in ("adamw", "noisy") for rate in (0.001, 0.002)}

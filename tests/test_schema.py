@@ -69,6 +69,17 @@ class Drawing:
     shape: Annotated[Circle, Variants({"circle": Circle, "ring": Ring}), Help("what is drawn")] = Circle()
 
 
+def test_what_loads_is_converted_first_wherever_it_is_declared() -> None:
+    table: dict[str, type] = {"circle": Circle}
+
+    @options
+    class Late:
+        shape: Annotated[Circle, Variants(table), Help("what is drawn")] = Circle()
+        files: Annotated[tuple[str, ...], Loads(lambda names: table.update(dict.fromkeys(names, Ring)))] = ()
+
+    assert settings_of(Late, {"shape": "ring", "files": ["ring"]}).shape == Ring()
+
+
 def load(**source: Any) -> Drawing:
     drawing: Drawing = settings_of(Drawing, {"title": "A", **source})
     return drawing

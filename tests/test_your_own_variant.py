@@ -20,10 +20,10 @@ LAYOUTS["unified"] = [*LAYOUTS["mla"], "attention.qk_norm_layout=unified"]
 def my_norm(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """The page's plugin as a file in the folder where programs run."""
     page = (ROOT / getattr(request, "param", "docs/your_own_variant.md")).read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    file = tmp_path / "my_norm.py"
-    file.write_text(code)
-    return file
+    codes = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for name, code in zip(("my_norm", "my_sign"), codes, strict=False):
+        (tmp_path / f"{name}.py").write_text(code)
+    return tmp_path / "my_norm.py"
 
 
 def words(corpus: Path, layout: str, *more: str) -> list[str]:
@@ -77,3 +77,13 @@ def test_the_pages_norm_attends(my_norm: Path, corpus: Path, forked: Program) ->
         warned = "warning: qk_norm=power bounds every |logit| by 0.35, whatever the weights"
         assert (warned in done.stdout) == (q == 1), done.stdout
     assert largest[1] <= 8**-0.5 + 1e-5 and largest[0.5] > 1.5, largest
+
+
+def test_the_pages_optimizer_learns_and_is_listed(my_norm: Path, corpus: Path, forked: Program) -> None:
+    own = ["plugins=[my_norm,my_sign]", "optim=sign", "optim.beta=0.9", "optim.learning_rate=0.005"]
+    forked("train.py", *words(corpus, "gqa", *own, "max_iters=60", "eval_interval=60", "checkpoint_interval=60"))
+    lines = [json.loads(line) for line in (my_norm.parent / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["val/loss"] < lines[0]["val/loss"] - 0.3
+    assert "optim=sign" in forked("train.py", "plugins=[my_sign]", "--help").stdout
+    unknown = forked("train.py", "plugins=[my_sign]", "optim=sign", "optim.bta=1", status=2).stderr
+    assert unknown == "error: optim.bta=1 is unknown; did you mean optim.beta?\n"

@@ -250,7 +250,7 @@ class WandbOptions:
 
 QK_CLIPS: dict[str, type[NoClipOptions]] = {"none": NoClipOptions, "log": LogClipOptions, "clip": QKClipOptions}
 for ours in (AdamWOptions, MuonOptions, CosineOptions, WSDOptions, LinearOptions, ConstantOptions):
-    add_options(ours.slot, ours)
+    add_options(ours.slot.options, ours)
 
 Seed = Annotated[int, AtLeast(0, bits=63), Help("seed of every random number")]
 Device = Annotated[

@@ -13,6 +13,7 @@ it remembers must stand in self.state[p], as tensors that are 0-d or have the sh
                                                        Muon; its options then derive from AdamWOptions
 """
 
+import copy
 import inspect
 import itertools
 import math
@@ -199,26 +200,16 @@ class Optimizer:
             for view, end in zip(views, itertools.accumulate(rows), strict=True):
                 projections[name if len(views) == 1 else f"{name}[{end - len(view)}:{end}]"] = view
         rest: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in hidden}
-        given = {key: getattr(o, key) for key in declared(type(o)) if key != "name"}
+        given = {key: getattr(o, key) for key in declared(type(o)) if key not in ("name", "learning_rate")}
+        lr, decay = o.learning_rate, given.pop("weight_decay", None)
         self.owned: list[tuple[Any, dict[str, Tensor]]] = []  # each optimizer with what it updates, by name
         if hidden:
             require(isinstance(o, AdamWOptions), "as it is hidden_only, its options must derive from AdamWOptions")
-            of_adamw = {key: given[key] for key in ("learning_rate", "betas", "weight_decay")}
-            del given["betas"]
-            self.add(kind, projections, **given)
+            betas = given.pop("betas")
+            self.owned.append((kind(parameter_groups(projections, decay), lr=lr, **given), projections))
             self.owned[0][0].in_fp32 = config.dtype == "float32"
-            kind, given = AdamW, of_adamw
-        self.add(kind, rest, **given)
-
-    def add(
-        self,
-        kind: Any,
-        named: dict[str, Tensor],
-        learning_rate: float,
-        weight_decay: float | None = None,
-        **options: Any,
-    ) -> None:
-        self.owned.append((kind(parameter_groups(named, weight_decay), lr=learning_rate, **options), named))
+            kind, given = AdamW, {"betas": betas}
+        self.owned.append((kind(parameter_groups(rest, decay), lr=lr, **given), rest))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -274,7 +265,7 @@ class Optimizer:
 
 
 def class_of(config: TrainConfig) -> Any:
-    return config.optim.slot.classes[config.optim.name]
+    return config.optim.slot[config.optim.name]
 
 
 def misfit(one: Any, key: str, value: Any, p: Tensor) -> str:
@@ -298,28 +289,27 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
         g = torch.Generator().manual_seed(step)
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=g).to(device)
+        for group in optimizer.param_groups:
+            group["lr"] = config.optim.learning_rate  # as before each update of a run
         torch.manual_seed(step)
         optimizer.step()
         optimizer.zero_grad()
 
     try:
         with torch.random.fork_rng([]):
-            model, resumed = (GPT(tiny, vocab_size=5) for _ in range(2))
-            for one in (model, resumed):
-                one.init_weights(0)
-                one.to(device)
-            optimizer = Optimizer(model, config)
-            for step in range(2):
+            model = GPT(tiny, vocab_size=5)
+            model.init_weights(0)
+            optimizer = Optimizer(model.to(device), config)
+            for step in range(5):
                 update(model, optimizer, step)
-            resumed.load_state_dict(model.state_dict())
+            resumed = copy.deepcopy(model)
             reloaded = Optimizer(resumed, config)
             reloaded.load(optimizer.tensors())
-            update(model, optimizer, 2)
-            update(resumed, reloaded, 2)
-    except ConfigError as error:
-        raise ConfigError(f"{told}: {error}") from error
+            for step in range(5, 10):
+                update(model, optimizer, step)
+                update(resumed, reloaded, step)
     except Exception as error:
-        raise ConfigError(f"{told} cannot be used: {one_line(error)}") from error
+        raise ConfigError(f"{told}: {error if isinstance(error, ConfigError) else one_line(error)}") from error
     same = all(map(torch.equal, model.parameters(), resumed.parameters()))
     require(same, f"{told} does not resume bit for bit: all that it remembers must stand in self.state[p], as tensors")
 
