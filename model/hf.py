@@ -27,7 +27,7 @@ ARCHITECTURES: dict[str, dict[str, tuple[Any, ...]]] = {  # setting -> the value
     "Qwen3": {"attention.name": ("mha", "gqa"), "qk_norm.name": ("rms",), **LLAMA, "model.bias": (False,)},
     "Llama": {"attention.name": ("mha", "gqa"), "qk_norm.name": ("none",), **LLAMA},
 }  # fmt: skip
-SEAMS = {"logits.name": ("none",), "softmax.name": ("plain",), "output.name": ("none",), "weights.name": ("none",)}
+SLOTS = {"logits.name": ("none",), "softmax.name": ("plain",), "output.name": ("none",), "weights.name": ("none",)}
 LATENT_EPS = 1e-6  # of DeepSeek-V3's two latent norms; they ignore rms_norm_eps
 
 
@@ -52,7 +52,7 @@ def misfits(config: GPTConfig, architecture: str) -> list[str]:
     settings = flatten(asdict(config))
     found = [
         f"{key.removesuffix('.name')}={show(settings[key])} (only {' or '.join(map(show, values))})"
-        for key, values in {**ARCHITECTURES[architecture], **SEAMS}.items()
+        for key, values in {**ARCHITECTURES[architecture], **SLOTS}.items()
         if settings[key] not in values
     ]
     m, head_dim = config.model, settings.get("attention.head_dim")

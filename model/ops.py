@@ -95,6 +95,11 @@ def inverse_lp_norm(x: Tensor, p: float | Tensor) -> Tensor:
     return inverse_norm_of_scaled(u, p) / largest
 
 
+def as_data(number: float, tensor: Tensor | None) -> float | Tensor:
+    """`number`, but in compiled code `tensor`, if there is one: one graph is then right for every number."""
+    return number if tensor is None or not torch.compiler.is_compiling() else tensor
+
+
 def scale_by_absmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """x / max|x| and max|x|, of a zero vector 0 and inf: then no power overflows. max|x| is a constant to autograd, as
     no norm depends on it."""
