@@ -319,9 +319,12 @@ class GroupedQueryAttention(CausalAttention):
         self.logit_scale = LogitScale(config, (self.head_dim,))
         self.fill_slots(config, self.head_dim)
 
-    # Whose each call is, here and in MLA: q_norm, k_norm and after_rope (nGPT) belong to qk_norm=, query_factor to the Lp
-    # norm's alpha, scale_queries (SSMax) to logits=, transform_values and output (value norm, gate) to output=, attend to
-    # logits= (soft cap) and softmax= (sink), observe to QK-Clip and the diagnostics.
+    # Whose each call is, here and in MLA:
+    #   qk_norm=             q_norm, k_norm, query_factor (alpha of the Lp norm), after_rope (nGPT)
+    #   logits=              scale_queries (SSMax), attend (soft cap)
+    #   softmax=             attend (sink)
+    #   output=              transform_values (value norm), output (gate)
+    #   qk_clip=, diagnose() observe
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None = None, pos: int = 0) -> Tensor:
         B, T, _ = x.shape
         heads = (self.n_head, self.n_kv_head, self.n_kv_head)

@@ -1,8 +1,8 @@
 """Linear layers and embeddings of a GPT.
 
-PyTorch's compiler takes a second to load. Its own initialisation and powers load it on the meta device, and
-torch.compiler.assume_constant_result() anywhere. So these layers have no values until init_weights() sets them, RoPE's
-tables are computed on the CPU, and operators.py marks its constants by hand.
+PyTorch's compiler takes a second to load. On the meta device PyTorch's initialisation and its powers load it, and
+torch.compiler.assume_constant_result() always does: so these layers have no values until init_weights(), RoPE's tables
+are computed on the CPU, and operators.py marks its constants by hand.
 """
 
 import torch
