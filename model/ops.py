@@ -390,8 +390,8 @@ def visible_logits(q: Tensor, k: Tensor, scale: float, bend: Bend | None = None)
 
 
 def matmul_3xtf32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of fp32 with relative errors of 2^-21, on a GPU, which may round the inputs of fp32 matmuls to TF32: each is
-    split into 11 bits, which TF32 holds, and the rest."""
+    """a @ b of fp32 with relative errors of 2^-21 on a GPU, which may round the inputs of fp32 matmuls to TF32: each
+    input is split into 11 bits, which TF32 holds, and the rest."""
     a_high, b_high = ((x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32) for x in (a, b))
     a_low, b_low = a - a_high, b - b_high
     return a_high @ b_high + (a_high @ b_low + a_low @ b_high)
