@@ -3,12 +3,12 @@
 Stop a run at any moment, and start it again with the same command: on the same kind of machine and PyTorch it ends with
 the same numbers. On CUDA this needs deterministic=true.
 """
-# run() sets up, train() is the loop, finish() ends a run.
+# run() looks and sets up, train() is the loop, finish() ends a run.
 
 import math
 import signal
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,54 +16,32 @@ import torch
 from core import checkpoint, dist
 from core.cli import run_app
 from core.device import seed_generator
-from core.metrics import spike_score
 from core.process import EXIT_DIVERGED, StopSignal
-from core.rundir import RunDir
 from core.schema import ConfigError
 from core.wandb_run import wandb_mode
 from model.diagnostics import diagnose
 from training.checks import first_not_finite, future_seen_when_trained, start_up_checks
-from training.config import TrainConfig, to_yaml
+from training.config import TrainConfig
 from training.estimate import dry_run
-from training.evaluate import diagnosed_batch, find_lowest, sample_within_budget, sampled_losses, validation_loss
+from training.evaluate import diagnosed_batch, sample_within_budget, sampled_losses, spike_score, validation_loss
 from training.init_from import load_initial_weights, with_init_sha256
-from training.meter import Diverged, Meter
-from training.progress import closing_rows, headline, in_words, show_progress
+from training.meter import Diverged
+from training.progress import closing_rows, in_words, show_progress
 from training.qk_clip import qk_clip
-from training.resume import check_finished, find_damage, look, open_run_dir, resume
+from training.resume import look, open_run_dir, resume, say_how_it_ended
+from training.run import Run, begin
 from training.schedule import evaluates_or_saves, learning_rate
-from training.session import Machine, Session, set_up_machine, setup
-from training.state import Facts, LowestLoss, RunState
-from training.tracking import shows_media, wandb_settings
+from training.session import set_up_machine, setup
+from training.tracking import draw_curve, shows_media
 from training.updates import (
     accumulate_gradients,
+    copied_weights,
     order_buckets,
     seed_of_update,
     set_learning_rate,
     step_optimizer,
     update_ratios,
 )
-
-
-@dataclass
-class Run:
-    """A run that trains. start: the iteration that it goes on from; evaluation_due: it was stopped before that was
-    evaluated."""
-
-    session: Session
-    dir: RunDir
-    meter: Meter
-    lowest: LowestLoss
-    facts: Facts
-    start: int = 0
-    evaluation_due: bool = False
-
-    def state(self, step: int, evaluation_due: bool) -> RunState:
-        """What a checkpoint has beside its tensors. lowest: before this step, as a resumed run evaluates it again."""
-        return RunState(
-            step, asdict(self.session.config), self.session.data.corpus.tokenizer.to_dict(), self.facts,
-            evaluation_due, self.meter.readings(), self.lowest.before_step(step),
-        )  # fmt: skip
 
 
 def run(config: TrainConfig) -> int:
@@ -102,87 +80,57 @@ def run(config: TrainConfig) -> int:
         return train_to_the_end(begin(session, run_dir, saved, warnings))
 
 
-def say_how_it_ended(config: TrainConfig, machine: Machine, run_dir: RunDir) -> int:
-    """Say how a finished run ended. Builds no model. Returns the exit status; 1 where its files are damaged."""
-    damage = find_damage(run_dir.path)
-    if not damage:  # of a damaged summary.json neither dtype nor text can be trusted
-        check_finished(config, machine, run_dir)
-    but = f", but {damage}" if damage else ""
-    run_dir.log(f"{run_dir.path} is {run_dir.state}{but}; fresh=true starts it anew")
-    return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0
-
-
-def begin(session: Session, run_dir: RunDir, saved: RunState | None, warnings: list[str]) -> Run:
-    """Start or continue the record of the run."""
-    config, facts = session.config, session.facts
-    if config.fault.name != "none":  # whoever reads its losses later must see that they are wrong
-        facts = replace(facts, fault=config.fault.name, start_up_warnings=warnings)
-    if saved is not None:
-        facts = replace(facts, commit=", ".join(dict.fromkeys([*saved.facts.commits, *facts.commits])) or None)
-    start, records = (saved.step, saved.records) if saved else (0, {})
-    run_dir.begin(to_yaml(config), start, wandb_settings(config, run_dir.path, facts), records)
-    resumed = f", resumed at iteration {start}" if saved else ""
-    run_dir.log(f"{run_dir.path}: {headline(session)}{resumed}")
-    lowest = find_lowest(run_dir, saved)
-    run_dir.restore_best(lowest.step)
-    meter = Meter(session, saved.readings) if saved else Meter(session)
-    return Run(session, run_dir, meter, lowest, facts, start, saved is not None and saved.evaluation_due)
-
-
 def train_to_the_end(run: Run) -> int:
     """Train, and record how it ended. Returns the exit status."""
-    with StopSignal(hangup=True) as stop:  # after the last update a signal only sets the exit status
+    with StopSignal(hangup=True) as received:  # after the last update a signal only sets the exit status
         try:
-            line = train(run, stop)
+            line = train(run, dist.AgreedStop(received))
         except Diverged as end:
             found = dict.fromkeys(dist.gather(first_not_finite(run.session, end.step)))
             run.dir.log(f"first value that is not finite: {'; '.join(found)}")
             status = finish(run, end.line, f"{end.reason} at iteration {end.step}")
         else:
             if line["iter"] < run.session.config.max_iters:
-                status = record_stop(run, line["iter"], stop.signal or signal.SIGTERM)  # 0: another rank got it
+                status = record_stop(run, line["iter"], received.signal or signal.SIGTERM)  # 0: another rank got it
             else:
                 status = finish(run, line)
         dist.barrier()  # rank 0 saves: torchrun ends the others soon after the first has gone
-    return 128 + stop.signal if stop.signal else status
+    return 128 + received.signal if received.signal else status
 
 
-def train(run: Run, stop: StopSignal) -> dict[str, Any]:
-    """Make the updates up to max_iters, or until `stop` has a signal. Returns the last iteration's metrics.
+def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
+    """Make the updates up to max_iters, or until the ranks agree to stop. Returns the last iteration's metrics.
 
     Raises: Diverged.
     """
     session, meter, lowest = run.session, run.meter, run.lowest
     config, machine, model = session.config, session.machine, session.model
     frozen = torch.zeros((), device=machine.device)  # 1 once an update was not finite: the weights then stay
-    agreement, stopping = dist.Agreement(), False
-    batch_ids = (
-        (step, micro_step) for step in range(run.start, config.max_iters) for micro_step in session.micro_steps
-    )
+    steps = range(run.start, config.max_iters + 1)  # + 1: the last pass only evaluates and saves
+    batch_ids = ((step, micro_step) for step in steps[:-1] for micro_step in session.micro_steps)
     with (
         closing(session.data.batches.prefetch(batch_ids)) as train_batches,
         run.dir.progress_bar(config.max_iters, run.start) as bar,
     ):
         model.train()
         order_buckets(session)
-        for step in range(run.start, config.max_iters + 1):  # + 1: the last pass only evaluates and saves
+        for step in steps:
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
-            ends = stopping or step == config.max_iters
+            ends = stop.agreed or step == config.max_iters
             # eval_interval may have changed since the run was stopped
             due = step % config.eval_interval == 0 or (step == run.start and run.evaluation_due)
-            if step == config.max_iters or (due and not stopping):
+            if step == config.max_iters or (due and not stop.agreed):
                 line |= evaluate(run, step)
                 lowest.update(step, line["val/loss"], extra=not due)  # extra: only because the run ends here
             if lowest.step == step or ends or (step % config.checkpoint_interval == 0 and step > run.start):
-                save(run, step, due)
+                run.save(step, due)
             if ends:
                 break
 
             # One update. Its random numbers follow from (seed, step, rank): there is no generator to save.
-            evaluated = "val/loss" in line
-            old_weights = {name: p.detach().clone() for name, p in model.named_parameters()} if evaluated else {}
-            meter.start()  # cloning is not timed
+            old_weights = copied_weights(model) if "val/loss" in line else {}
+            meter.start()  # copying is not timed
             seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
             line["lr"] = learning_rate(step, config)
             set_learning_rate(session.optimizer, line["lr"])
@@ -191,17 +139,15 @@ def train(run: Run, stop: StopSignal) -> dict[str, Any]:
             maxima = qk_clip(model.attentions, config.qk_clip, frozen)  # before the clip, (n_layer, n_head)
             meter.add(step, loss, norm, maxima)
             bar.update()
+            stop.agree()  # all ranks stop after the same update
 
             # Read the losses and norms since the last read (a wait): at log lines, before an evaluation or a save.
-            stopping = agreement.any_rank(stop.signal > 0)  # all ranks stop after the same update
-            logs = evaluated or step % config.log_interval == 0
-            if logs or stopping or evaluates_or_saves(step + 1, config):
+            logs = "val/loss" in line or step % config.log_interval == 0
+            if logs or stop.agreed or evaluates_or_saves(step + 1, config):
                 line |= meter.read(line)
-            if evaluated:
-                line |= update_ratios(model, old_weights)
             if logs:
-                line |= meter.take_interval()
-                run.dir.record(line)
+                line |= update_ratios(model, old_weights) | meter.take_interval()
+                run.dir.record.write(line)
                 show_progress(run.dir, bar, line, meter.seconds_left(line) if step > run.start else None)
     return line
 
@@ -215,28 +161,17 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
     losses = validation_loss(session) | sampled_losses(session)
     run.dir.log(in_words({"iter": step, **losses}))
     values = diagnose(session.model, diagnosed_batch(session))
-    run.dir.record_diagnostics({"iter": step, **values})
+    run.dir.record.write_diagnostics({"iter": step, **values})
     shown = {key: value for key, value in values.items() if "/layer_" not in key}
-    spikes = {"train/spike_score": spike_score([*run.dir.recorded("train/loss").values()])}
+    spikes = {"train/spike_score": spike_score([*run.dir.record.curve("train/loss").values()])}
     line: dict[str, Any] = losses | shown | spikes
     if not math.isfinite(line["val/loss"]):
         raise Diverged({"iter": step, **line}, f"val/loss {line['val/loss']}")
     if shows_media(session.config):
         text = sample_within_budget(session, step)
         if text:
-            run.dir.record_sample({"iter": step, "text": text})
+            run.dir.record.write_sample({"iter": step, "text": text})
     return line
-
-
-def save(run: Run, step: int, evaluation_due: bool) -> None:
-    """Write a checkpoint. evaluation_due: a run that stops skips the evaluation, and makes it when it is resumed.
-
-    Raises: Diverged instead where a weight is not finite.
-    """
-    if not all(p.isfinite().all() for p in run.session.model.parameters()):
-        raise Diverged({"iter": step}, "a weight is not finite")
-    best, keep = run.lowest.step == step, run.lowest.keep_step
-    run.dir.save(step, run.session.tensors(), run.state(step, evaluation_due).to_json(), best, keep)
 
 
 def record_stop(run: Run, step: int, number: int) -> int:
@@ -258,7 +193,7 @@ def finish(run: Run, line: dict[str, Any], failure: str = "") -> int:
     if leaks:
         run.dir.log(f"warning: when trained, {leaks[0]}: the losses of this run are wrong")
         facts = replace(facts, sees_future=leaks[0])
-    run.dir.record(line | meter.clip_metrics)  # QK-Clip's since the last line
+    run.dir.record.write(line | meter.clip_metrics)  # QK-Clip's since the last line
     summary = {
         "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": run.lowest.loss,
         "iter_of_min": run.lowest.step, "train/loss": meter.train_loss, "seconds": seconds,
@@ -266,8 +201,8 @@ def finish(run: Run, line: dict[str, Any], failure: str = "") -> int:
         **facts.to_json(),
     }  # fmt: skip
     run.dir.finish(summary)
-    if config.plot:
-        run.dir.plot()
+    if config.plot and run.session.machine.world.rank == 0:
+        draw_curve(run.dir.path)
     if failure:
         run.dir.status(status, iter=step, reason=failure)
         kept = [path.name for path in checkpoint.step_dirs(run.dir.path / "ckpt")]

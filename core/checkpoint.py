@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from core.files import file_sha256, parse_object, read_json, sealed
+from core.files import FOLDERS, file_sha256, parse_object, read_json, sealed
 from core.process import is_out_of_memory
 from core.schema import ConfigError, one_line, require
 
@@ -303,7 +303,8 @@ def resolve(run: Path, which: str, key: str = "run") -> Path:
     require(os.path.exists(run), f"{key}={run} does not exist")
     if (run / MANIFEST).is_file():
         return run.resolve()
-    require(not (run / "plan.jsonl").is_file(), f"{key}={run} is a sweep's directory; name one of the runs in it")
+    for name, what in FOLDERS.items():
+        require(not (run / name).is_file(), f"{key}={run} is {what}'s directory; name one of the runs in it")
     require(not step_dirs(run), f"{key}={run} holds checkpoints; name the run, {run.resolve().parent}, or one of them")
     found = step_dirs(run / "ckpt")
     chosen = found[0] if which == "latest" and found else run / "ckpt" / which

@@ -30,7 +30,6 @@ from core.schema import (
 )
 
 CONFIG_DIR = ROOT / "configs"
-OF_SWEEPS = ("sweep", "sweep_dir", "launcher")  # what sweeps/launch.py takes, and train.py does not
 
 # -----------------------------------------------------------------------------
 # Hydra programs
@@ -183,8 +182,16 @@ def register_with_hydra(schema: type, overrides: list[str]) -> None:
 
 def preset_groups(schema: type) -> list[str]:
     """The groups that have YAML files; those that are no setting, as experiment, come last."""
-    groups, known = {file.parent.name for file in CONFIG_DIR.glob("*/*.yaml")} - {*OF_SWEEPS}, declared(schema)
+    groups, known = (
+        {file.parent.name for file in CONFIG_DIR.glob("*/*.yaml")} - elsewhere(schema).keys(),
+        declared(schema),
+    )
     return [group for group in known if group in groups] + sorted(groups - known.keys())
+
+
+def elsewhere(schema: type) -> dict[str, str]:
+    """Keys that another program takes -> that program, as the schema tells."""
+    return getattr(schema, "elsewhere", {})
 
 
 def is_global(file: Path) -> bool:
@@ -248,8 +255,9 @@ def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
 
 def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
     """What there is to say of a key that no chosen option has."""
-    if key.split(".")[0] in OF_SWEEPS:
-        return "is an override for sweeps/launch.py"
+    program = elsewhere(schema).get(key.split(".")[0])
+    if program is not None:
+        return f"is an override for {program}"
     group, _, leaf = key.rpartition(".")
     settings = every_setting(schema)
     options = declared(schema)[group].options if group in declared(schema) else {}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.process import StopSignal
 from core.schema import require
 
 
@@ -51,25 +52,27 @@ def all_reduce(tensor: Tensor, maximum: bool = False) -> Tensor:
     return tensor
 
 
-class Agreement:
-    """Whether any rank wants to stop. Every rank calls any_rank() after each update. With several ranks it answers for
-    the call LAG calls earlier: that exchange has ended by now, so no rank waits."""
+class AgreedStop:
+    """Whether all ranks stop, because any one of them got a signal. Every rank calls agree() after each update. With
+    several ranks `agreed` is about the call LAG calls earlier: that exchange has ended by now, so no rank waits."""
 
     LAG = 2
 
-    def __init__(self) -> None:
+    def __init__(self, received: StopSignal) -> None:
+        self.received, self.agreed = received, False
         self._sent: deque[tuple[Tensor, Any]] = deque()
 
-    def any_rank(self, wants: bool) -> bool:
+    def agree(self) -> None:
+        wants = self.received.signal > 0
         if not dist.is_initialized():
-            return wants
+            self.agreed = wants
+            return
         flag = torch.tensor(int(wants))  # on the CPU: gloo exchanges it without a wait for a GPU
         self._sent.append((flag, dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)))
-        if len(self._sent) <= self.LAG:
-            return False
-        flag, work = self._sent.popleft()
-        work.wait()
-        return bool(flag)
+        if len(self._sent) > self.LAG:
+            flag, work = self._sent.popleft()
+            work.wait()
+            self.agreed = bool(flag)
 
 
 def barrier() -> None:

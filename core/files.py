@@ -14,6 +14,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout: the folder of train.py and configs/
 POLL_SECONDS = 0.01
+FOLDERS: dict[str, str] = {}  # what a folder with a file of this name is; whoever makes such folders adds it
 
 
 def expand(path: str | Path) -> Path:

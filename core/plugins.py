@@ -1,4 +1,4 @@
-"""Plugins: modules of one's own that register variants of the model's groups, as in plugins=[my_norm].
+"""Plugins: modules of one's own that register variants, as in plugins=[my_norm], and the slots that variants fill.
 
 A plugin is found by its name in the current folder or on Python's path. Nothing is imported from a run directory.
 """
@@ -6,12 +6,77 @@ A plugin is found by its name in the current folder or on Python's path. Nothing
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING
 from pathlib import Path
+from typing import Any
 
-from core.files import file_sha256
-from core.schema import ConfigError, require
+from core.files import FOLDERS, file_sha256
+from core.schema import ConfigError, declared, require
+
+# -----------------------------------------------------------------------------
+# Variants
+
+
+class Slot(dict[str, Any]):
+    """What a group of settings can be: NAME -> options, ours and those of plugins. Their base class has it as `slot`.
+
+    base: "module:Class", from which what is built from the options derives; "" where the options are all there is.
+    ours: the module that registers ours, or the package with a module for each NAME; it is imported when needed.
+    """
+
+    def __init__(self, base: str = "", ours: str = ""):
+        self.base, self.classes = base, Classes(ours)
+
+
+class Classes(dict[str, Any]):
+    """NAME -> the class that is built from its options."""
+
+    def __init__(self, ours: str):
+        self.ours = ours
+
+    def __missing__(self, name: str) -> Any:
+        module = importlib.import_module(self.ours)
+        if name not in self and hasattr(module, "__path__"):
+            importlib.import_module(f"{self.ours}.{name}")
+        require(name in self, f"{name}: no class is registered for its options")
+        return self[name]
+
+
+def register(options: Any, made: type | None = None) -> None:
+    """Add a variant to the slot of its options. The default of `name` in `options` is what qk_norm=, optim=, ... take.
+
+    made: the class that is built from them. Raises: ConfigError for another slot's class, and for a name that is taken
+    or no lower-case word.
+    """
+    name = add_options(getattr(options, "slot", {}), options)
+    if options.slot.base:
+        module, base = options.slot.base.split(":")
+        good = isinstance(made, type) and issubclass(made, getattr(importlib.import_module(module), base))
+        given = getattr(made, "__name__", made)
+        require(good, f"{options.__name__} needs a class that derives from {base}, not {given}")
+        options.slot.classes[name] = made
+
+
+def add_options(slot: dict[str, Any], options: type) -> str:
+    """Add options to a slot, under the default of their `name`, which is returned."""
+    require("__dataclass_params__" in vars(options), f"{options.__name__} needs @options (core.schema) above its class")
+    group = "the options of its group, as QKNormOptions is for qk_norm="
+    require(hasattr(options, "slot"), f"{options.__name__} must derive from {group}")
+    name = declared(options)["name"].default
+    require(name is not MISSING, f'{options.__name__} needs a name: write name: str = "my_word" in its class')
+    plain = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None
+    require(plain, f"{options.__name__}.name={name} must be a lower-case word")
+    taken = slot.get(name, options).__module__
+    require(taken == options.__module__, f"{options.__name__}.name={name} is taken by {taken}")
+    slot[name] = options
+    return name
+
+
+# -----------------------------------------------------------------------------
+# Modules
 
 
 def load_plugins(names: Iterable[str]) -> None:
@@ -56,7 +121,7 @@ def run_directory(file: Path) -> Path | None:
     for folder in file.resolve().parents:
         if (folder / "config.yaml").exists() and ((folder / "ckpt").exists() or (folder / "status.json").exists()):
             return folder
-        if (folder / "plan.jsonl").exists():
+        if any((folder / name).exists() for name in FOLDERS):
             return folder
     return None
 

@@ -8,15 +8,12 @@ wandb/         W&B's files                     lock               lock file of t
 """
 
 import errno
-import hashlib
-import math
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,17 +23,15 @@ import yaml
 from tqdm import tqdm
 
 from core import files
-from core.files import ROOT, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
-from core.metrics import Lines, Metrics, plot
+from core.files import FOLDERS, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
 from core.process import say
+from core.record import NoRecord, Record
 from core.schema import ConfigError, one_line, require
 from core.wandb_run import WandbRun
 
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
 LEFTOVERS = {"lock", "config.yaml.tmp"}
 LOCK_TIMEOUT = 0.5  # seconds; is_locked() of another process holds a lock for microseconds
-
-
 # errors that say nothing of the directory: a later try may succeed
 PASSING = (
     errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
@@ -56,7 +51,7 @@ class RunRequest:
 
 
 class RunDir:
-    """An open, locked run directory. begin() starts the record: before it, record(), save() and finish() do not work.
+    """An open, locked run directory. begin() starts the record: before it, save() and finish() do not work.
 
     state: of status.json, as found and then as written; None for a new run. finished: nothing is left to train.
     print_line: what log() prints with.
@@ -84,23 +79,12 @@ class RunDir:
         config_yaml: str,
         step: int = 0,
         wandb: Mapping[str, Any] | None = None,
-        records: Mapping[str, str] | None = None,
+        hashes: Mapping[str, str] | None = None,
     ) -> None:
-        """Claim the run from iteration `step` on: metrics.jsonl, diagnostics.jsonl, samples.jsonl are cut back to it.
-
-        records: record_hashes(step) when the checkpoint was saved; a file that has changed since is warned of.
-        wandb: the settings of WandbRun.
-        """
+        """Claim the run from iteration `step` on. hashes: those of its Record then; wandb: the settings of WandbRun."""
         self.claim(config_yaml)
-        self._metrics = self._held.enter_context(closing(Metrics(self.path / "metrics.jsonl", step)))
-        self._diagnostics = self._held.enter_context(closing(Metrics(self.path / "diagnostics.jsonl", step)))
-        if (samples := self.path / "samples.jsonl").exists():
-            Metrics(samples, step).close()
-        self._lines = Lines(self.path / "metrics.jsonl", strict=True)
-        for metrics in (self._metrics, self._diagnostics):
-            if (records or {}).get(metrics.path.name, metrics.sha256()) != metrics.sha256():
-                good = f"its {metrics.kept} good lines are kept"
-                self.log(f"warning: {metrics.path.name} was damaged after iteration {step} was saved; {good}")
+        self.record = Record(self.path, step, hashes or {}, self.log)
+        self._held.callback(self.record.close)
         if wandb is not None and wandb["mode"] != "disabled":
             try:
                 self._wandb = WandbRun(self.path, wandb, self.log)
@@ -123,42 +107,16 @@ class RunDir:
         with open(self.path / "train.log", "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
-    def record(self, line: dict[str, Any]) -> None:
-        """Append {"iter": …, key: value, …} to metrics.jsonl."""
-        self._metrics.write(line)
-
-    def record_diagnostics(self, line: dict[str, Any]) -> None:
-        self._diagnostics.write(line)
-
-    def record_hashes(self, before: float = math.inf) -> dict[str, str]:
-        """The SHA-256 of what metrics.jsonl and diagnostics.jsonl have before an iteration, by their names."""
-        return {metrics.path.name: metrics.sha256(before) for metrics in (self._metrics, self._diagnostics)}
-
-    def record_sample(self, line: dict[str, Any]) -> None:
-        """Append {"iter": …, "text": …} to samples.jsonl, cut back to that iteration."""
-        with closing(Metrics(self.path / "samples.jsonl", line["iter"])) as samples:
-            samples.write(line)
-
-    def recorded(self, key: str) -> dict[int, float]:
-        """{iteration: value} of a key of metrics.jsonl, where it has a finite value."""
-        self._lines.update()
-        return self._lines.curve(key)
-
     def save(
         self, step: int, tensors: dict[str, Any], state: dict[str, Any], best: bool, keep_step: int | None
     ) -> None:
         """Write a checkpoint, as core.checkpoint.save() does."""
         from core import checkpoint  # which loads torch
 
-        self._sync()
-        checkpoint.save(
-            self.path / "ckpt", step, tensors, {**state, "records": self.record_hashes(step)}, best, keep_step
-        )
+        self.record.sync()
+        state = {**state, "records": self.record.hashes(step)}
+        checkpoint.save(self.path / "ckpt", step, tensors, state, best, keep_step)
         self.status("running", iter=step)
-
-    def _sync(self) -> None:
-        for metrics in (self._metrics, self._diagnostics):
-            metrics.sync()
 
     def restore_best(self, step: int | None) -> None:
         """Point ckpt/best at the checkpoint of `step` if it exists.
@@ -171,18 +129,14 @@ class RunDir:
             with suppress(FileNotFoundError):
                 checkpoint.link(self.path / "ckpt", "best", step)
 
-    def plot(self) -> None:
-        """Draw metrics.jsonl's losses into curve.png."""
-        plot(self._metrics.path, self.path / "curve.png", self.path.name)
-
     def finish(self, summary: dict[str, Any] | None = None) -> None:
         """Write summary.json and end W&B's run: as failed unless summary["status"] is "done".
 
         No summary: the run will be resumed. No summary.json is written, and W&B's run counts as killed.
         """
-        self._sync()
+        self.record.sync()
         if summary is not None:
-            content = finite(summary) | {"records": self.record_hashes()}  # a NaN is null in it
+            content = finite(summary) | {"records": self.record.hashes()}  # a NaN is null in it
             write_json(self.path / "summary.json", sealed(content))
         if self._wandb is not None:
             self._wandb.finish(summary)
@@ -225,10 +179,8 @@ class ReadOnlyRunDir(RunDir):
     def _skip(self, *_: Any, **__: Any) -> None:
         """Rank 0 does it."""
 
-    begin = status = log = record = record_diagnostics = record_sample = save = restore_best = plot = finish = _skip
-
-    def recorded(self, key: str) -> dict[int, float]:
-        return {}
+    record = NoRecord()
+    begin = status = log = save = restore_best = finish = _skip
 
 
 # -----------------------------------------------------------------------------
@@ -284,7 +236,8 @@ def check_usable(request: RunRequest) -> None:
     require(existing.is_dir(), f"out_dir={path} cannot be made: {existing} is not a directory")
     require(os.access(existing, os.W_OK | os.X_OK), f"out_dir={path} is not writable")
     held = set(os.listdir(path)) if existing == path else set()
-    require("plan.jsonl" not in held, f"out_dir={path} holds a sweep: write another out_dir")
+    for name in FOLDERS.keys() & held:
+        raise ConfigError(f"out_dir={path} holds {FOLDERS[name]}: write another out_dir")
     usable = "config.yaml" in held or held <= LEFTOVERS
     require(usable, f"out_dir={path} is neither empty nor a run directory (it has no config.yaml)")
     for name in sorted(held):  # a stranger's link would have us write over a file elsewhere
@@ -369,34 +322,3 @@ def is_open(path: Path) -> bool:
 def read_status(path: Path) -> dict[str, Any]:
     """status.json; {} where there is none."""
     return read_json(path / "status.json")
-
-
-# -----------------------------------------------------------------------------
-# The code's commit
-
-
-def commit() -> str | None:
-    """The code's git commit, with + and a hash of the changes to tracked files, if any; None outside a checkout."""
-    head, changes = git("rev-parse", "HEAD"), uncommitted()
-    if head is None:
-        return None
-    return head.decode().strip() + (f"+{hashlib.sha256(changes).hexdigest()[:7]}" if changes else "")
-
-
-def short(commit: str) -> str:
-    """The first 12 digits of a commit, with the mark of changes."""
-    head, plus, changes = commit.partition("+")
-    return head[:12] + plus + changes
-
-
-def uncommitted() -> bytes:
-    """The checkout's changes since that commit, as a diff."""
-    return git("diff", "HEAD") or b""
-
-
-def git(*words: str) -> bytes | None:
-    try:
-        command = ["git", "-C", str(ROOT), *words]
-        return subprocess.run(command, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None

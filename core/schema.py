@@ -9,7 +9,8 @@ A settings class is a frozen dataclass; a field says once what there is to know 
         n_kv_head: Annotated[int, AtLeast(1), Help("key and value heads")] = 2
 
 `Literal[...]` lists the allowed words. Rules of several settings together stand in the class's method `check`.
-A field whose type is a settings class is a group; with Variants(table) the group is one of several classes, by name.
+A field whose type is a settings class is a group; with Variants(table), or where that class has a `slot`, the group is
+one of several classes, by name.
 """
 
 import dataclasses
@@ -96,7 +97,7 @@ class AlsoCalled(tuple[str, ...]):
 
 @dataclass(frozen=True)
 class Loads:
-    """Called with the setting's value before the settings that are declared later are converted."""
+    """Called with the setting's value before settings without this note are converted."""
 
     load: Callable[[Any], None]
 
@@ -151,7 +152,7 @@ class Setting:
     def options(self) -> Mapping[str, type]:
         """The classes of a group, by name; {} for another setting."""
         variants = self.one(Variants)
-        return {} if variants is None else variants.table
+        return getattr(self.kind, "slot", {}) if variants is None else variants.table
 
 
 @functools.cache
@@ -194,7 +195,7 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
         if key not in known:
             raise ConfigError(f"{prefix}{key}={show(value)} is unknown{did_you_mean(str(key), known, prefix)}")
     values = {}
-    for key in (key for key in known if key in source):
+    for key in sorted((key for key in known if key in source), key=lambda key: not known[key].all(Loads)):
         value, kind, variants = source[key], known[key].kind, known[key].options
         if variants:
             value = value if isinstance(value, Mapping) else {"name": value}

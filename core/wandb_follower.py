@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from core.files import ROOT, FileLock, read_json
-from core.metrics import Metrics, heat_maps, line_at, plot, table_of
+from core.plots import heat_maps, plot
+from core.record import Metrics, line_at, table_of
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
 LINGER, LINGER_UPLOAD = 60, 1800  # seconds that the W&B process of an ended run has; the second with artifacts
@@ -74,6 +75,7 @@ def follow(run_dir: Path, mode: str) -> None:
     try:
         # p=inf: W&B's JSON has no infinity
         job = json.loads((run_dir / "wandb" / "job.json").read_bytes(), parse_constant=str)
+        job = {"evaluation": None, "curves": {}, **job}  # which an older run lacks
         job["linger"] = 0 if mode == "send" else LINGER_UPLOAD if job["artifacts"] else LINGER  # 0: without limit
         threading.Thread(target=wait_for_end, args=(ended, job["linger"]), daemon=True).start()
         with FileLock(run_dir / "wandb" / "lock"):  # the process of a trainer that was killed may still send
@@ -137,7 +139,8 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
         mark_synced(before)
     run.define_metric("iter")
     run.define_metric("*", step_metric="iter")
-    run.define_metric("val/loss", step_metric="iter", summary="min,last")
+    if job["evaluation"]:
+        run.define_metric(job["evaluation"], step_metric="iter", summary="min,last")
     if job["diff"]:
         Path(run.dir, "diff.patch").write_text(job["diff"], encoding="utf-8")
         run.save(f"{run.dir}/diff.patch", base_path=run.dir, policy="now")
@@ -145,7 +148,8 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
         for line in file_lines(file, ended):
             if line["iter"] > sent:
                 values = {k: v for k, v in line.items() if v is not None}
-                run.log(values | media(run_dir, line, job["media"]), step=line["iter"], commit=True)
+                pictures = media(run_dir, line["iter"], job["media"]) if job["evaluation"] in line else {}
+                run.log(values | pictures, step=line["iter"], commit=True)
     finish(run, run_dir, mode, job, say)
 
 
@@ -159,11 +163,12 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
     known = {"records", "sha256", *job["init"].get("config", {}).get("info", {})}
     known |= {key for line in lines for key in line}
     run.summary.update({key: value for key, value in summary.items() if key not in known and value is not None})
-    if losses := [line["val/loss"] for line in lines if line.get("val/loss") is not None]:
-        run.summary.update({"val/loss": {"min": min(losses), "last": losses[-1]}})  # W&B's min begins at a resume
+    evaluation = job["evaluation"]
+    if losses := [line[evaluation] for line in lines if line.get(evaluation) is not None]:
+        run.summary.update({evaluation: {"min": min(losses), "last": losses[-1]}})  # W&B's min begins at a resume
     try:  # both ask the server
         if job["media"]:
-            run.summary.update(last_media(run_dir, Path(run.dir)))
+            run.summary.update(last_media(run_dir, Path(run.dir), evaluation, job["curves"]))
         if job["artifacts"]:
             log_artifacts(run, run_dir)
     except Exception as error:
@@ -235,12 +240,13 @@ def last_recorded(file: Path) -> int:
 # Media and artifacts: from samples.jsonl, diagnostics.jsonl and metrics.jsonl
 
 
-def media(run_dir: Path, line: Mapping[str, Any], wanted: Mapping[str, Sequence[str]] | None) -> dict[str, Any]:
+def media(run_dir: Path, step: int, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
     """What W&B gets of an evaluation: a sample of text, heat maps by layer and head, means over heads by layer.
 
-    wanted: "maps" and "layers", the names of such values in diagnostics.jsonl; None for no media.
+    wanted: "maps" and "layers", the names of such values in diagnostics.jsonl, and the "title" of the maps; None for no
+    media.
     """
-    if not wanted or "val/loss" not in line:
+    if not wanted:
         return {}
     import html
     import io
@@ -249,24 +255,24 @@ def media(run_dir: Path, line: Mapping[str, Any], wanted: Mapping[str, Sequence[
     from PIL import Image
 
     found: dict[str, Any] = {}
-    if sample := line_at(run_dir / "samples.jsonl", line["iter"]):
+    if sample := line_at(run_dir / "samples.jsonl", step):
         text = f'<pre style="white-space: pre-wrap">{html.escape(sample["text"])}</pre>'
         found["sample"] = wandb.Html(text, inject=False)
-    values = line_at(run_dir / "diagnostics.jsonl", line["iter"])
+    values = line_at(run_dir / "diagnostics.jsonl", step)
     if maps := {key: table for key in wanted["maps"] if (table := table_of(values, key))}:
-        found["attn/by_layer_and_head"] = wandb.Image(Image.open(io.BytesIO(heat_maps(maps))))
+        found[wanted["title"]] = wandb.Image(Image.open(io.BytesIO(heat_maps(maps))))
     for key in wanted["layers"]:
         for layer, heads in enumerate(table_of(values, key)):
             found[f"{key}/layer_{layer}"] = sum(heads) / len(heads)
     return found
 
 
-def last_media(run_dir: Path, folder: Path) -> dict[str, Any]:
-    """The loss curve, and a table of the evaluations. folder: for the picture's file."""
+def last_media(run_dir: Path, folder: Path, evaluation: str, curves: Mapping[str, str]) -> dict[str, Any]:
+    """The loss curves, and a table of the lines with `evaluation`. folder: for the picture's file."""
     import wandb
 
-    plot(run_dir / "metrics.jsonl", folder / "curve.png", run_dir.name)
-    lines = [line for line in Metrics.read(run_dir / "metrics.jsonl") if "val/loss" in line]
+    plot(run_dir / "metrics.jsonl", folder / "curve.png", run_dir.name, curves)
+    lines = [line for line in Metrics.read(run_dir / "metrics.jsonl") if evaluation in line]
     columns = [*dict.fromkeys(key for line in lines for key in line if "/layer_" not in key)]
     table = wandb.Table(columns=columns, data=[[line.get(key) for key in columns] for line in lines])
     return {"loss_curve": wandb.Image(str(folder / "curve.png")), "evaluations": table}

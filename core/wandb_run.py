@@ -33,7 +33,7 @@ class WandbRun:
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]) -> None:
         job = {"init_timeout": INIT_TIMEOUT, "argv": sys.argv, "pid": os.getpid()}
-        job |= {"media": None, "artifacts": False, "diff": "", **settings}
+        job |= {"evaluation": None, "media": None, "artifacts": False, "diff": "", **settings}
         (run_dir / "wandb").mkdir(exist_ok=True)
         write_atomic(run_dir / "wandb" / "job.json", json.dumps(job).encode())
         self.log, self.recording = log, f"{run_dir}/wandb/offline-run-*" if settings["mode"] == "offline" else ""

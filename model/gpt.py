@@ -26,19 +26,8 @@ from core.schema import require
 from model import cross_entropy, ops, slots
 from model.linear import Embedding, FusedLinear, Linear, linear, scale_rows
 from model.ops import at_least_fp32
-from model.options import (
-    ATTENTION_OPTIONS,
-    AttentionOptions,
-    GPTConfig,
-    GQAOptions,
-    LpNormOptions,
-    MHAOptions,
-    MLAOptions,
-    ModelOptions,
-    RMSNormOptions,
-    add_options,
-)
-from model.slots import QK_NORMS, LateInit, QKNorm
+from model.options import GPTConfig, GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions, RMSNormOptions
+from model.slots import ATTENTIONS, QK_NORMS, LateInit, QKNorm
 
 INIT_STD = 0.02
 
@@ -577,12 +566,7 @@ class MultiHeadLatentAttention(CausalAttention):
         return 6 * self.n_head * (self.nope_dim + self.rope_dim + self.v_dim) * context
 
 
-Layout = Callable[[GPTConfig], CausalAttention]
-ATTENTIONS: dict[str, Layout] = {
-    "mha": GroupedQueryAttention,
-    "gqa": GroupedQueryAttention,
-    "mla": MultiHeadLatentAttention,
-}
+ATTENTIONS |= {"mha": GroupedQueryAttention, "gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
 
 # -----------------------------------------------------------------------------
 # The transformer
@@ -780,13 +764,4 @@ class GPT(nn.Module):
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-# -----------------------------------------------------------------------------
-# Your own variants: a plugin calls these, or register() of slots.py. The default of `name` in `options` is the NAME of
-# qk_norm=NAME or attention=NAME.
-
-
-register_qk_norm = slots.register
-
-
-def register_attention(options: type[AttentionOptions], layout: Layout) -> None:
-    ATTENTIONS[add_options(ATTENTION_OPTIONS, options)] = layout
+register_qk_norm = register_attention = slots.register  # the old names, for plugins that exist

@@ -2,10 +2,23 @@
 
 import math
 import re
-from dataclasses import MISSING
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from core.schema import FREE, POSITIVE, AtLeast, Between, DefaultWas, Help, Rule, declared, options, require, show
+from core.plugins import Slot, add_options
+from core.schema import (
+    FREE,
+    POSITIVE,
+    AtLeast,
+    BeforeItExisted,
+    Between,
+    DefaultWas,
+    Help,
+    Rule,
+    declared,
+    options,
+    require,
+    show,
+)
 
 
 @options
@@ -46,6 +59,8 @@ class ModelOptions:
 class VariantOptions:
     """What every attention layout and every variant of a slot has."""
 
+    slot: ClassVar[Slot]
+    labelled_by_name: ClassVar[bool] = False  # whether a run's name says the variant's name alone
     name: str
 
     def check_fit(self, config: "GPTConfig") -> None:
@@ -54,6 +69,8 @@ class VariantOptions:
     @property
     def label(self) -> str:
         """What a run's name says of it. Unless a class says it shorter, every option with its value: power_q0.5."""
+        if self.labelled_by_name:
+            return self.name
         values = {key: getattr(self, key) for key in declared(type(self)) if key != "name"}
         shown = {key: format(v, "g") if isinstance(v, float) else show(v) for key, v in values.items()}
         return "_".join([self.name, *(re.sub(r"[^\w.+-]", "", key + text) for key, text in shown.items())])
@@ -61,13 +78,16 @@ class VariantOptions:
 
 @options
 class AttentionOptions(VariantOptions):
-    """The base of attention layouts. A layout of one's own: register_attention() of model/gpt.py."""
+    """The base of attention layouts. One of your own, of this or another slot: register() of core/plugins.py."""
+
+    slot = Slot("model.gpt:CausalAttention", "model.gpt")
 
 
 @options
 class MHAOptions(AttentionOptions):
     """Multi-head attention: n_head queries, keys and values"""
 
+    labelled_by_name = True
     name: str = "mha"
     head_dim: Annotated[int | None, AtLeast(1), Help("channels of a head; null: n_embd / n_head")] = None
 
@@ -79,10 +99,6 @@ class MHAOptions(AttentionOptions):
         )
         d = self.head_dim or model.n_embd // model.n_head
         require(model.position != "rope" or d % 2 == 0, f"model.position=rope needs an even head_dim, not {d}")
-
-    @property
-    def label(self) -> str:
-        return self.name
 
 
 @options
@@ -109,6 +125,7 @@ class GQAOptions(MHAOptions):
 class MLAOptions(AttentionOptions):
     """Multi-head latent attention (DeepSeek-V2, V3); needs model.position=rope"""
 
+    labelled_by_name = True
     name: str = "mla"
     kv_rank: Annotated[int, AtLeast(1), Help("channels of the latent that keys and values are projected from")] = 512
     q_rank: Annotated[int | None, AtLeast(1), Help("the same for queries; null: project them from the input")] = None
@@ -125,14 +142,12 @@ class MLAOptions(AttentionOptions):
         require(model.position == "rope", f"model.position={model.position}: attention=mla needs rope")
         require(not model.bias, "model.bias=true: attention=mla has no biases")
 
-    @property
-    def label(self) -> str:
-        return self.name
-
 
 @options
 class QKNormOptions(VariantOptions):
-    """The base of QK norms. A variant of one's own, of this or another slot: register() of model/slots.py."""
+    """The base of QK norms."""
+
+    slot = Slot("model.slots:QKNorm", "model.variants")
 
 
 @options
@@ -178,12 +193,9 @@ class LpNormOptions(QKNormOptions):
 class RMSNormOptions(QKNormOptions):
     """RMSNorm over each head, one gain for all heads (Qwen3)"""
 
+    labelled_by_name = True
     name: str = "rms"
     eps: Annotated[float, POSITIVE, Help("added to the mean square")] = 1e-6
-
-    @property
-    def label(self) -> str:
-        return self.name
 
 
 @options
@@ -224,6 +236,7 @@ class NGPTNormOptions(RMSNormOptions):
 class LogitsOptions(VariantOptions):
     """The logits stay as they are"""
 
+    slot = Slot("model.slots:Logits", "model.variants")
     name: str = "none"
 
 
@@ -253,6 +266,7 @@ class SSMaxOptions(LogitsOptions):
 class SoftmaxOptions(VariantOptions):
     """The softmax over the visible keys"""
 
+    slot = Slot("model.slots:Softmax", "model.variants")
     name: str = "plain"
 
 
@@ -272,6 +286,7 @@ class SinkOptions(SoftmaxOptions):
 class OutputOptions(VariantOptions):
     """Values and the output of attention stay as they are"""
 
+    slot = Slot("model.slots:Output", "model.variants")
     name: str = "none"
 
 
@@ -287,18 +302,16 @@ class GateOptions(OutputOptions):
 class ValueNormOptions(OutputOptions):
     """RMSNorm of the values of each head, without a gain (Gemma 3n)"""
 
+    labelled_by_name = True
     name: str = "value_norm"
     eps: Annotated[float, POSITIVE, Help("added to the mean square")] = 1e-6
-
-    @property
-    def label(self) -> str:
-        return self.name
 
 
 @options
 class WeightsOptions(VariantOptions):
     """The weights are trained as they are"""
 
+    slot = Slot("model.slots:Weights", "model.variants")
     name: str = "none"
 
 
@@ -321,13 +334,17 @@ class QuackOptions(WeightsOptions):
 class GPTConfig:
     """All that a GPT is made from, but the size of its vocabulary."""
 
-    model: ModelOptions = ModelOptions()
-    attention: AttentionOptions = MHAOptions()
-    qk_norm: QKNormOptions = NoNormOptions()
-    logits: LogitsOptions = LogitsOptions()
-    softmax: SoftmaxOptions = SoftmaxOptions()
-    output: OutputOptions = OutputOptions()
-    weights: WeightsOptions = WeightsOptions()
+    model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
+    attention: Annotated[AttentionOptions, Help("the attention layout")] = MHAOptions()
+    qk_norm: Annotated[QKNormOptions, Help("the norm of queries and keys")] = NoNormOptions()
+    logits: Annotated[LogitsOptions, BeforeItExisted(LogitsOptions()), Help("before the softmax")] = LogitsOptions()
+    softmax: Annotated[SoftmaxOptions, BeforeItExisted(SoftmaxOptions()), Help("its denominator")] = SoftmaxOptions()
+    output: Annotated[OutputOptions, BeforeItExisted(OutputOptions()), Help("attention's, before its projection")] = (
+        OutputOptions()
+    )
+    weights: Annotated[WeightsOptions, BeforeItExisted(WeightsOptions()), Help("how a block's are used or updated")] = (
+        WeightsOptions()
+    )
 
     @property
     def variants(self) -> dict[str, VariantOptions]:
@@ -346,34 +363,21 @@ class GPTConfig:
             one.check_fit(self)
 
 
-# The options of each name. Their classes are in QK_NORMS, LOGITS, … of model/slots.py and ATTENTIONS of model/gpt.py.
-ATTENTION_OPTIONS: dict[str, type[AttentionOptions]] = {"mha": MHAOptions, "gqa": GQAOptions, "mla": MLAOptions}
-QK_NORM_OPTIONS: dict[str, type[QKNormOptions]] = {
-    "none": NoNormOptions, "lp": LpNormOptions, "rms": RMSNormOptions, "layernorm": LayerNormOptions,
-    "rms_scaled": ScaledRMSNormOptions, "rms_whole": WholeRMSNormOptions, "ngpt": NGPTNormOptions,
-}  # fmt: skip
-LOGITS_OPTIONS: dict[str, type[LogitsOptions]] = {
-    "none": LogitsOptions, "softcap": SoftcapOptions, "ssmax": SSMaxOptions,
-}  # fmt: skip
-SOFTMAX_OPTIONS: dict[str, type[SoftmaxOptions]] = {"plain": SoftmaxOptions, "sink": SinkOptions}
-OUTPUT_OPTIONS: dict[str, type[OutputOptions]] = {
-    "none": OutputOptions, "gate": GateOptions, "value_norm": ValueNormOptions,
-}  # fmt: skip
-WEIGHTS_OPTIONS: dict[str, type[WeightsOptions]] = {
-    "none": WeightsOptions, "sigma_reparam": SigmaReparamOptions, "quack": QuackOptions,
-}  # fmt: skip
+OURS: tuple[type[VariantOptions], ...] = (
+    MHAOptions, GQAOptions, MLAOptions,
+    NoNormOptions, LpNormOptions, RMSNormOptions, LayerNormOptions,
+    ScaledRMSNormOptions, WholeRMSNormOptions, NGPTNormOptions,
+    LogitsOptions, SoftcapOptions, SSMaxOptions,
+    SoftmaxOptions, SinkOptions,
+    OutputOptions, GateOptions, ValueNormOptions,
+    WeightsOptions, SigmaReparamOptions, QuackOptions,
+)  # fmt: skip
+for ours in OURS:
+    add_options(ours.slot, ours)
 
-
-def add_options(table: dict[str, Any], chosen: type) -> str:
-    """Add the options of a variant of one's own to one of these tables. Returns their default name."""
-    require("__dataclass_params__" in vars(chosen), f"{chosen.__name__} needs @options (core.schema) above its class")
-    group = "the options of its group, as QKNormOptions is for qk_norm="
-    require(issubclass(chosen, VariantOptions), f"{chosen.__name__} must derive from {group}")
-    name = declared(chosen)["name"].default
-    require(name is not MISSING, f'{chosen.__name__} needs a name: write name: str = "my_word" in its class')
-    plain = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None
-    require(plain, f"{chosen.__name__}.name={name} must be a lower-case word")
-    taken = table.get(name, chosen).__module__
-    require(taken == chosen.__module__, f"{chosen.__name__}.name={name} is taken by {taken}")
-    table[name] = chosen
-    return name
+ATTENTION_OPTIONS = AttentionOptions.slot  # the old names
+QK_NORM_OPTIONS = QKNormOptions.slot
+LOGITS_OPTIONS = LogitsOptions.slot
+SOFTMAX_OPTIONS = SoftmaxOptions.slot
+OUTPUT_OPTIONS = OutputOptions.slot
+WEIGHTS_OPTIONS = WeightsOptions.slot

@@ -13,19 +13,17 @@ Shapes: B batch, T positions, S keys, C = n_embd, nh heads, nkv key and value he
 output.
 """
 
-import importlib
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from core.plugins import register
 from core.schema import ConfigError, require
 from model import options as settings
 from model.ops import Bend, at_least_fp32
-from model.options import GPTConfig, QKNormOptions, VariantOptions
-
-Entry = TypeVar("Entry")
+from model.options import GPTConfig, QKNormOptions
 
 
 class LateInit(nn.Module):
@@ -181,35 +179,13 @@ def require_fit_for_mla(attention: Any, config: GPTConfig) -> None:
     require(not own_values, f"output={config.output.name} needs attention=mha or gqa: MLA decodes without values")
 
 
-class Table(dict[str, Entry]):
-    """The class of each name. One of model/variants is imported when it is asked for."""
-
-    def __missing__(self, name: str) -> Entry:
-        importlib.import_module(f"model.variants.{name}")
-        return self[name]
-
-
-QK_NORMS: Table[type[QKNorm]] = Table()
-LOGITS: Table[type[Logits]] = Table({"none": Logits})
-SOFTMAXES: Table[type[Softmax]] = Table({"plain": Softmax})
-OUTPUTS: Table[type[Output]] = Table({"none": Output})
-WEIGHTS: Table[type[Weights]] = Table({"none": Weights})
-TABLES: dict[type[Variant], tuple[dict[str, Any], dict[str, Any]]] = {
-    QKNorm: (settings.QK_NORM_OPTIONS, QK_NORMS),
-    Logits: (settings.LOGITS_OPTIONS, LOGITS),
-    Softmax: (settings.SOFTMAX_OPTIONS, SOFTMAXES),
-    Output: (settings.OUTPUT_OPTIONS, OUTPUTS),
-    Weights: (settings.WEIGHTS_OPTIONS, WEIGHTS),
-}
-
-
-def register(options: type[VariantOptions], variant: type[Variant]) -> None:
-    """Add a variant to its slot. The default of `name` in `options` is what qk_norm=, logits=, ... take.
-
-    Raises: ConfigError for a class of no slot, and for a name that is taken or no lower-case word.
-    """
-    found = [tables for slot, tables in TABLES.items() if issubclass(variant, slot)]
-    names = ", ".join(slot.__name__ for slot in TABLES)
-    require(bool(found), f"{variant.__name__} must derive from one of {names}; register_attention() takes layouts")
-    option_table, class_table = found[0]
-    class_table[settings.add_options(option_table, options)] = variant
+ATTENTIONS = settings.AttentionOptions.slot.classes  # gpt.py has their classes
+QK_NORMS = settings.QKNormOptions.slot.classes
+LOGITS = settings.LogitsOptions.slot.classes
+SOFTMAXES = settings.SoftmaxOptions.slot.classes
+OUTPUTS = settings.OutputOptions.slot.classes
+WEIGHTS = settings.WeightsOptions.slot.classes
+register(settings.LogitsOptions, Logits)
+register(settings.SoftmaxOptions, Softmax)
+register(settings.OutputOptions, Output)
+register(settings.WeightsOptions, Weights)

@@ -37,8 +37,8 @@ import train
 from core.cli import run_script
 from core.device import resolve_device
 from core.files import expand
-from core.metrics import Metrics
-from core.rundir import commit
+from core.git import commit
+from core.record import Metrics
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, one_line, options, require
 from data.batches import Batches
 from data.options import FLOOR_TOLERANCE, RandomOptions

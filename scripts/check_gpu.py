@@ -1,22 +1,13 @@
-"""What works on this GPU, and how fast: python scripts/check_gpu.py [parts=[pairs,resume]] [peer=PATH] [overrides]
+"""How fast this GPU is: python scripts/check_gpu.py [parts=[profile,turns]] [peer=PATH] [overrides]
 
-Correct?
-  update      no update between two log lines makes the host wait for the device
-  pairs       loss and gradient of every layout with every norm against the CPU, eager and compiled
-  sdpa        which backend of PyTorch's attention computes each preset's
-  triton      the decoding kernel of MLA in bf16, on every GPU
-  resume      a run that is killed and goes on ends with the same bits
-  worker      a run has the same bits alone and third in a sweep's worker
-  ddp         two ranks on two GPUs compute what one does
-  checkpoint  a checkpoint of the GPU goes on on the CPU
-How fast?
   profile     an update of baby_gpt and mla_400m: tokens/s, MFU, memory, compilation, launches, idle time
   turns       baby_gpt and compiled nanoGPT, alternating (peer=PATH)
   norms       every p of Lp QK-norm against p = 2
   decode      a step of MLA with 4k to 256k positions, beside the paper's Table 2
   sweep       1, 2 and 3 workers on a GPU
+Whether what it computes is right, `python -m pytest -m gpu` tests.
 Each part has a process of its own: one that fails, dies or takes too long leaves the others alone. Overrides of
-train.py change the models of the second half. out= gets one page and one JSON file, named after the device; parts that
+train.py change the models. out= gets one page and one JSON file, named after the device; parts that
 are not run again keep their results. Exit status: 0, 1 where a part failed.
 """
 
@@ -36,18 +27,14 @@ from typing import Any
 
 from core.cli import run_script
 from core.files import read_json, write_atomic, write_json
-from core.rundir import commit
+from core.git import commit
 from core.schema import ConfigError, one_line, require
-from scripts.benchmarks.gpu_part import CheckOptions, Skipped
+from scripts.benchmarks.gpu_speed import CheckOptions, Skipped
 from sweeps.plan import compose
 from training.config import load_config
 
-CHECKS, SPEED = "scripts.benchmarks.gpu_checks", "scripts.benchmarks.gpu_speed"
-PARTS = {  # name of a part and its function -> module
-    "device": "scripts.benchmarks.gpu_part",
-    **dict.fromkeys(("update", "pairs", "sdpa", "triton", "resume", "worker", "ddp", "checkpoint"), CHECKS),
-    **dict.fromkeys(("profile", "turns", "norms", "decode", "sweep"), SPEED),
-}
+NAMES = ("device", "profile", "turns", "norms", "decode", "sweep")
+PARTS = dict.fromkeys(NAMES, "scripts.benchmarks.gpu_speed")  # name of a part and its function -> module
 Result = dict[str, Any]  # of a part: state (passed, failed, skipped, refused), reason, seconds, about, rows
 
 
@@ -78,15 +65,15 @@ def serve(pipe: Connection, module: str, name: str, asked: CheckOptions, overrid
 
 def run_part(name: str, asked: CheckOptions, overrides: list[str]) -> Result:
     """The part's result. Raises: ConfigError where a setting cannot be used."""
-    minutes, began = asked.minutes * (6 if asked.full else 1), time.monotonic()
+    began = time.monotonic()
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=serve, args=(there, PARTS[name], name, asked, overrides))
     process.start()
     there.close()
-    result: Result = {"state": "failed", "reason": f"took more than {minutes:g} minutes", "rows": {}}
+    result: Result = {"state": "failed", "reason": f"took more than {asked.minutes:g} minutes", "rows": {}}
     try:
-        if here.poll(60 * minutes):
+        if here.poll(60 * asked.minutes):
             result = here.recv()
             process.join(60)
     except EOFError:
@@ -168,7 +155,7 @@ def check(asked: CheckOptions, overrides: list[str]) -> int:
             json_file.parent.mkdir(parents=True, exist_ok=True)
             results = read_json(json_file).get("parts", {})
         results |= {name: part}
-        results = {one: results[one] for one in PARTS if one in results}
+        results = {one: results[one] for one in {**PARTS, **results} if one in results}
         write_json(json_file, {"device": device, "parts": results}, indent=1)
         write_atomic(page_file, page(device, results).encode())
     print(page_file)

@@ -15,18 +15,11 @@ import yaml
 
 from core.cli import run_script
 from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, one_line, options, require
-from scripts.reporting.charts import LOSS
 from scripts.reporting.figures import suffix
-from scripts.reporting.runs import in_words
 from sweeps.definition import Definition, load_sweep, sweep_name, sweep_tag
 from sweeps.plan import plan_runs
 from training.config import WandbOptions
-
-CLIP_KEY = "qk_clip/max_logit"
-CURVES = {  # section -> what it draws by iteration
-    "Attention": ["attn/alpha", "attn/max_logit", CLIP_KEY, "attn/entropy"],
-    "Training": ["train/loss", "grad_norm", "tok_per_sec"],
-}
+from training.metrics import HEAT_MAPS, METRICS, in_words
 
 
 @options
@@ -48,8 +41,7 @@ def sections(definition: Definition) -> Iterator[tuple[str, list[Any]]]:
     over = {"groupby": "Group", "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
 
     def curve(key: str) -> Any:
-        title = LOSS if key == "val/loss" else in_words(key)
-        return wr.LinePlot(title=f"{title}; band: ± 1 SD over folds and seeds", x="iter", y=[key], **over)
+        return wr.LinePlot(title=f"{in_words(key)}; band: ± 1 SD over folds and seeds", x="iter", y=[key], **over)
 
     loss = [curve("val/loss"), wr.BarPlot(title="lowest validation loss", metrics=["val/loss.min"], **over)]
     figures = []
@@ -64,7 +56,8 @@ def sections(definition: Definition) -> Iterator[tuple[str, list[Any]]]:
     ]
     configs = [run.config for run in plan_runs(definition, [])]
     logs_maxima = any(config.qk_clip.name != "none" for config in configs)
-    curves = {name: [key for key in keys if logs_maxima or key != CLIP_KEY] for name, keys in CURVES.items()}
+    keys = [key for key in METRICS if logs_maxima or not key.startswith("qk_clip/")]
+    curves = {of: [key for key in keys if METRICS[key].dashboard == of] for of in ("Attention", "Training")}
     drawn = {"val/loss", *(key for keys in curves.values() for key in keys)}
     also = [key for key, how in definition.also.items() if how != "summary" and "*" not in key and key not in drawn]
     yield "Loss", loss
@@ -72,7 +65,7 @@ def sections(definition: Definition) -> Iterator[tuple[str, list[Any]]]:
         yield "Conclusions of the last report", conclusions
     for name, keys in curves.items():
         yield name, [curve(key) for key in keys + also * (name == "Training")]
-    media = {"samples": "sample", "by layer and head": "attn/by_layer_and_head"}
+    media = {"samples": "sample", "by layer and head": HEAT_MAPS}
     if any(config.wandb.media == "on" for config in configs):  # a sweep's workers have it off otherwise
         yield "Media", [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in media.items()]
 

@@ -1,8 +1,8 @@
 """What the documentation takes from elsewhere: python scripts/docs.py
 
 Writes docs/configuration.md, from the declarations of the settings; the figures along.svg of results/p_baby and
-results/p_nano; the tables of results/README.md, from results/ledger.yaml and the studies' files; and, from the same
-files, the three answers and the first rows of the board in README.md.
+results/p_nano; the tables of results/README.md, from results/ledger.yaml and the studies' files; from the same files,
+the three answers and the first rows of the board in README.md; and the metrics of docs/tracking.md, from their rows.
 """
 
 import sys
@@ -16,13 +16,16 @@ from core.schema import options
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
 from scripts.reporting.charts import Figure, Series, Style, curve_chart, svg
+from scripts.reporting.comparisons import compare, losses_along
 from scripts.reporting.ledger import Part, ledger, measured, written
 from scripts.reporting.page import with_block
-from scripts.reporting.statistics import minus
+from scripts.reporting.runs import METRICS as COMPARED
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Columns, filled, mean_and_ends
 from scripts.reporting.track import BASELINE, Entry, entries, noise_floor, times
+from sweeps.definition import pair
 from training.config import TrainConfig
+from training.metrics import table
 
 # -----------------------------------------------------------------------------
 # docs/configuration.md
@@ -67,15 +70,15 @@ def figure(study: str) -> Figure:
     sweep, series = read_stored(ROOT / "results" / study, study), []
     title, lines = FIGURES[study]
     for name, (setting, baseline, colour, symbol, dashes) in lines.items():
-        base = sweep.runs_of(baseline)
-        curves = {r: minus(run.losses, base[r].losses) for r, run in sweep.runs_of(setting).items()}
-        series.append(Series(name, Style(colour, colour, symbol, dashes), curves))
+        (c,) = compare(sweep, [pair(setting, baseline)], COMPARED[0])
+        series.append(Series(name, Style(colour, colour, symbol, dashes), losses_along(sweep, c)))
     return Figure("along", title, curve_chart(series, "difference in validation loss (nats per token)", zero=True), "")
 
 
 # -----------------------------------------------------------------------------
-# The ledger
+# The ledger, the metrics
 
+TRACKING, METRICS = ROOT / "docs" / "tracking.md", "<!-- made by scripts/docs.py from training/metrics.py -->\n"
 LEDGER = ROOT / "results" / "README.md"
 BEGIN, END = "<!-- made by scripts/docs.py from ledger.yaml -->\n", "<!-- end -->"
 
@@ -158,6 +161,7 @@ def write(_: NoSettings) -> int:
         ROOT / "docs" / "configuration.md": configuration().encode(),
         **{ROOT / "results" / study / "along.svg": svg(figure(study)) for study in FIGURES},
         LEDGER: with_block(LEDGER.read_text(encoding="utf-8"), BEGIN, END, f"\n{ledger()}\n").encode(),
+        TRACKING: with_block(TRACKING.read_text(encoding="utf-8"), METRICS, END, f"\n{table()}\n").encode(),
         README: readme().encode(),
     }
     for file, content in made.items():

@@ -27,10 +27,10 @@ from core.schema import NOT_EMPTY, ConfigError, Help, Rule, one_line, options, r
 from core.wandb_follower import open_wandb
 from core.wandb_run import INIT_TIMEOUT, wandb_mode
 from scripts.reporting.charts import svg
+from scripts.reporting.comparisons import compared_families
 from scripts.reporting.live import watch
 from scripts.reporting.page import figures_of, markdown, outline, page, was_planned
 from scripts.reporting.runs import Sweep, read_sweep
-from scripts.reporting.statistics import compared_families
 from scripts.reporting.stored import common_config, curves_csv, joined, number_or_text, read_stored, runs_csv
 from scripts.reporting.tables import every_conclusion, facts
 from sweeps.definition import sweep_name, sweep_tag

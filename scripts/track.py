@@ -19,8 +19,8 @@ from core.files import ROOT, expand, write_atomic
 from core.schema import NOT_EMPTY, WRITABLE, Help, options, require
 from scripts.reporting.charts import svg
 from scripts.reporting.page import with_block
+from scripts.reporting.rates import best_rate
 from scripts.reporting.runs import Sweep
-from scripts.reporting.statistics import best_rate
 from scripts.reporting.stored import read_stored
 from scripts.reporting.track import (
     BASELINE,

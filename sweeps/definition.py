@@ -7,29 +7,44 @@ sweeps/plan.py turns it into runs.
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from core.cli import CONFIG_DIR, parse_yaml
 from core.schema import POSITIVE, ConfigError, Rule, convert, options, require, settings_of, show
 from data.corpora import read_text
 from training.config import TrainConfig
+from training.metrics import REDUCTIONS
 
 Grid = dict[str, dict[str, Any]]  # key -> {label: value}
-REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # of `also`
-    "last": lambda v: v[-1], "max": max, "min": min, "mean": fmean, "sum": sum,
-    # the mean distance of a value from the middle of its two neighbours: 0 on a line of equal steps, however steep
-    "roughness": lambda v: fmean(abs(v[i] - (v[i - 1] + v[i + 1]) / 2) for i in range(1, len(v) - 1)) if v[2:] else 0.0,
-}  # fmt: skip
+Terms = tuple[tuple[str, float], ...]  # of a weighted sum: a setting, its weight
+
+
+def pair(a: str, b: str) -> Terms:
+    """A − B."""
+    return ((a, 1), (b, -1))
+
+
+def is_contrast(weights: Any) -> bool:
+    """Whether it is {setting: weight}, with weights that sum to 0."""
+    if not isinstance(weights, dict) or not all(isinstance(setting, str) for setting in weights):
+        return False
+    numbers = [weight for weight in weights.values() if type(weight) in (int, float) and weight != 0]
+    return len(weights) == len(numbers) > 0 and abs(sum(numbers)) < 1e-9
+
+
 OVERRIDES = Rule(lambda words: all("=" in word for word in words), "must be a list of overrides, as [max_iters=100]")
 DISTINCT = Rule(lambda values: 0 < len(values) == len(set(values)), "must name at least one value, and none twice")
 PAIRS = Rule(
     lambda pairs: all(isinstance(a, list) and [*map(type, a)] == [str, str] for a in pairs),
     "must be a list of pairs [A, B]",
+)
+CONTRASTS = Rule(
+    lambda found: all(map(is_contrast, found)),
+    "must be a list of {setting: weight}, with weights that are not 0 and sum to 0",
 )
 PLACES = Rule(lambda of: all(isinstance(x, int | float) and x > 0 for x in of.values()), "must be {word: number > 0}")
 
@@ -51,7 +66,8 @@ class Part:
 
 @options
 class Compare:
-    """An entry of `compare`, tested together: the settings that match a pattern against a baseline, or pairs.
+    """An entry of `compare`, tested together: the settings that match a pattern against a baseline, or pairs, or
+    contrasts: weighted sums of settings, whose A has the positive weights and B the negative ones.
 
     metric: compares this metric alone; null: the lowest validation loss first, then every other metric.
     claim: the claimed direction of A − B. size: the claimed difference, only where the runs have the claim's own scale.
@@ -68,16 +84,22 @@ class Compare:
     baseline: str | None = None
     settings: tuple[str, ...] = ("*",)
     pairs: Annotated[list, PAIRS] = field(default_factory=list)
+    contrast: Annotated[list, CONTRASTS] = field(default_factory=list)
     x: str | None = None
     x_of: Annotated[dict, PLACES] = field(default_factory=dict)
     share_of: str | None = None
 
-    def pairs_of(self, points: Iterable[str]) -> list[tuple[str, str]]:
-        """A and B of each comparison, where a sweep has these points."""
+    @property
+    def named(self) -> list[Terms]:
+        """The comparisons whose settings are all named, as A − B."""
+        return [*(pair(a, b) for a, b in self.pairs), *(tuple(of.items()) for of in self.contrast)]
+
+    def terms_of(self, points: Iterable[str]) -> list[Terms]:
+        """The comparisons, as A − B, where a sweep has these points."""
         if self.baseline is None:
-            return [(a, b) for a, b in self.pairs]
+            return self.named
         chosen = [point for point in points if any(fnmatchcase(point, pattern) for pattern in self.settings)]
-        return [(point, self.baseline) for point in chosen if point != self.baseline]
+        return [pair(point, self.baseline) for point in chosen if point != self.baseline]
 
 
 @options
@@ -109,8 +131,8 @@ class Definition:
     def check(self) -> None:
         """What scripts/report.py could not evaluate is an error before the first run starts."""
         for name, family in self.families.items():
-            good = (family.baseline is not None) != bool(family.pairs)
-            require(good, f"compare.{name} must have either baseline and settings, or pairs")
+            good = [family.baseline is not None, bool(family.pairs), bool(family.contrast)].count(True) == 1
+            require(good, f"compare.{name} must have either baseline and settings, or pairs, or contrast")
             judged = family.claim is not None or (family.least is None and family.size is None)
             require(judged, f"compare.{name}: least and size need claim=lower or higher")
             require((family.x is None) == (not family.x_of), f"compare.{name}: x and x_of are given together")

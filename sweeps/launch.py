@@ -131,9 +131,10 @@ def unknown_points(sweep: Definition, points: Collection[str], left_out: Collect
             missing = [family.baseline] if any(matched) else family.settings
             if not all(map(is_left_out, missing)):
                 yield f"compare.{name}: {', '.join(missing)} is {known}"
-        for a, b in family.pairs:
-            if (a in points) != (b in points) and not is_left_out(b if a in points else a):
-                yield f"compare.{name}: {b if a in points else a} is {known}"
+        for terms in family.named:
+            missing = [setting for setting, _ in terms if setting not in points]
+            if len(missing) < len(terms) and not all(map(is_left_out, missing)):
+                yield f"compare.{name}: {', '.join(missing)} is {known}"
 
 
 def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRun]:
@@ -174,7 +175,7 @@ def check_runs(runs: list[PlannedRun]) -> None:
     for config in (run.config for run in runs):
         values = asdict(config)
         # runs that agree in these can all start, or none of them; those of init_from must fit its weights
-        key = [values[name] for name in ("data", "device", "dtype", "model", "threads")]
+        key = [values[name] for name in ("data", "device", "dtype", "model", "threads")] + [config.optim.name]
         key += [asdict(config.gpt), config.init_sha256] if config.init_from else []
         configs[json.dumps(key)] = config
     if configs:

@@ -17,8 +17,8 @@ from typing import Any
 
 from core import cli
 from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic, write_json
+from core.git import commit, short, uncommitted
 from core.process import say
-from core.rundir import commit, short, uncommitted
 from core.schema import ConfigError, build, differences, flatten, require, show, with_earlier_defaults
 from sweeps.definition import Definition, Part, part_and_name, plain
 from training.config import TrainConfig, load_config
@@ -158,9 +158,9 @@ def temperature_note(sweep: Definition, configs: Mapping[str, Mapping[str, Any]]
     for point in configs:
         part = part_and_name(point, sweep.parts)[0]
         parts.setdefault(f"part {part}" if part else "this sweep", []).append(point)
-    pairs = {f"compare.{name}": family.pairs_of(configs) for name, family in sweep.families.items()}
+    every = {f"compare.{name}": family.terms_of(configs) for name, family in sweep.families.items()}
     where = [name for name, points in parts.items() if differ(points)]
-    where += [name for name, compared in pairs.items() if any(map(differ, compared))]
+    where += [name for name, of in every.items() if any(differ(dict(terms)) for terms in of)]
     return f"{', '.join(where)}: {SAME_ALPHA}" if where else ""
 
 

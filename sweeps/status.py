@@ -10,7 +10,7 @@ from typing import Annotated
 
 from core.cli import run_script
 from core.files import expand
-from core.metrics import Lines
+from core.record import Lines
 from core.rundir import at_end, is_open, read_status
 from core.schema import NOT_EMPTY, Help, options, require
 from sweeps.claims import is_claimed, read_claim

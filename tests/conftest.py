@@ -24,6 +24,8 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 from browser import CHROMIUM, Page
+from helpers.fineweb import offline, parquet, shards
+from helpers.refusals import folder, outcome
 from tqdm import tqdm
 from variants import NORMS, config_of
 
@@ -31,6 +33,8 @@ from core.files import cache_folder
 from model.kernels import operators
 from model.options import LpNormOptions, QKNormOptions
 from training.config import TrainConfig
+
+__all__ = ["folder", "offline", "outcome", "parquet", "shards"]  # fixtures of every test file
 
 ROOT = Path(__file__).resolve().parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `program` gives
@@ -42,10 +46,10 @@ SLOW = {  # files whose tests train, start programs or load large libraries: mak
     "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_check_gpu", "test_checks", "test_compare",
     "test_corpora", "test_cuda", "test_damage", "test_dashboard", "test_ddp", "test_disk", "test_docs",
     "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture",
-    "test_fuzz", "test_init_from", "test_kernels", "test_live", "test_long_sequences", "test_mla_decode_triton",
-    "test_plans", "test_plugins", "test_presets", "test_references", "test_report", "test_report_page",
-    "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards", "test_slurm",
-    "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
+    "test_fuzz", "test_gpu", "test_init_from", "test_kernels", "test_live", "test_long_sequences",
+    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_references", "test_report",
+    "test_report_page", "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards",
+    "test_slurm", "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
 }  # fmt: skip
 
 
@@ -63,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("browser")
         if name == "test_slurm":
             item.add_marker("slurm")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 QK_NORM_VARIANTS: dict[str, QKNormOptions] = {
@@ -91,6 +97,11 @@ def each_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param == "operations":
             patch.setattr(operators, "loaded", lambda: False)
         yield
+
+
+@pytest.fixture
+def compiled() -> None:
+    assert operators.loaded(), "a C++ compiler is needed"
 
 
 needs_compiler = pytest.mark.skipif(
@@ -133,6 +144,11 @@ def fork(work: Callable[[], int]) -> int:
                 sys.stderr.flush()
             os._exit(status)
     return pid
+
+
+def heed_ctrl_c() -> None:
+    """A shell's background job ignores it, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def exit_status(pid: int) -> int:
@@ -196,9 +212,7 @@ def quick_processes() -> Iterator[None]:
     from scripts.benchmarks import timing
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["scripts.check_gpu", "scripts.benchmarks.gpu_checks", "scripts.benchmarks.gpu_speed"]
-    )
+    context.set_forkserver_preload(["scripts.check_gpu", "scripts.benchmarks.gpu_speed"])
     with pytest.MonkeyPatch.context() as patch:
         for module in (timing, check_gpu):
             patch.setattr(module, "multiprocessing", SimpleNamespace(get_context={"spawn": context}.__getitem__))
@@ -235,6 +249,13 @@ TINY = [
     "schedule.warmup_iters=1", "log_interval=1", "eval_interval=2", "checkpoint_interval=2", "device=cpu",
     "dtype=float32",
 ]  # fmt: skip
+
+
+TINY_LAYER = [  # of MLA, of a few channels
+    "model.n_embd=64", "attention.q_rank=32", "attention.kv_rank=32", "attention.nope_dim=16", "attention.rope_dim=8",
+    "attention.v_dim=16", "device=cpu", "dtype=float32", "threads=1",
+]  # fmt: skip
+HANGING_DNS = "import socket, time\nsocket.getaddrinfo = lambda *args, **kwargs: time.sleep(60)\n"
 
 
 @pytest.fixture

@@ -52,9 +52,34 @@ def test_the_rule_forbids_something() -> None:
     assert not allowed(ROOT / "train.py", "scripts.report") and allowed(ROOT / "scripts" / "x.py", "train")
 
 
+UPPER = ("val/loss", "train/loss", "plan.jsonl", "launcher")  # of the floors above
+
+
+def test_no_floor_knows_an_upper_one_by_a_string() -> None:
+    """What W&B's process needs of the metrics is handed down to it, in job.json."""
+    below = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("core", "model", "data")]
+    named = [(file.name, word) for file in below for word in UPPER if word in file.read_text()]
+    attention = [file.name for file in below if file.parent.name == "core" and "attn/" in file.read_text()]
+    assert named == attention == [] and len(below) > 40
+
+
 def test_config_rundir_schedule_and_the_report_do_not_load_torch() -> None:
     import sys
 
     code = "import training.config, core.rundir, training.schedule, scripts.report, sys"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several share stands in a module of its own: conftest.py, helpers/, variants.py and the like."""
+    files = [*(ROOT / "tests").rglob("*.py")]
+    found = [
+        (file.name, node.lineno)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [*([node.module or ""] if isinstance(node, ast.ImportFrom) else []), *(a.name for a in node.names)]
+        if name.startswith("test_")
+    ]
+    assert found == [] and len(files) > 80

@@ -5,13 +5,12 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import CACHE, ROOT, TINY
-from hydra.core.global_hydra import GlobalHydra
+from helpers.refusals import Outcome, check, contents
 
 import sample
 import train
@@ -203,52 +202,6 @@ BAD_SAMPLE: dict[str, list[str]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with good and bad files, as the current one."""
-    (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 60)
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "short.txt").write_text("to be or not to be")
-    (tmp_path / "latin1.txt").write_bytes("café ".encode("latin-1") * 500)
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "thesis.tex").write_text("do not trample on me")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
-    for name in ("RANK", "NANOQK_DATA"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
-def contents(folder: Path) -> dict[str, bytes | None]:
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
-
-
-Outcome = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def outcome(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Outcome:
-    """The program's own main() in this process: exit status and standard error."""
-
-    def call(main: Callable[[], None], *overrides: str) -> tuple[int, str]:
-        GlobalHydra.instance().clear()
-        monkeypatch.setattr(sys, "argv", [main.__module__ + ".py", *overrides])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        assert isinstance(exit_.value.code, int)
-        return exit_.value.code, capsys.readouterr().err
-
-    return call
-
-
-def check(status: int, stderr: str, expected: list[str]) -> None:
-    assert status == 2, stderr
-    assert stderr.startswith("error: ") and stderr.count("\n") == 1 and len(stderr) < 600, stderr
-    for part in expected:
-        assert part in stderr
-
-
 @pytest.mark.parametrize("overrides", BAD)
 def test_a_bad_setting_of_train_is_one_line_and_writes_nothing(overrides: str, folder: Path, outcome: Outcome) -> None:
     before = contents(folder)
@@ -367,7 +320,7 @@ SCRIPTS: dict[str, list[str]] = {
     "scripts/benchmarks/bench_sample.py variants=qk_norm=rms;qk_norm=rms": ["two different lists"],
     "scripts/benchmarks/bench_sample.py peer=nosuch": ["peer=nosuch must be a checkout of nanoGPT"],
     "scripts/benchmarks/bench_sample.py peer=folder tokens=0": ["tokens=0", ">= 1"],
-    "scripts/check_gpu.py parts=[speed]": ["parts=[speed] must be of device, update"],
+    "scripts/check_gpu.py parts=[speed]": ["parts=[speed] must be of device, profile"],
     "scripts/check_gpu.py model.n_layers=3": ["model.n_layers=3 is unknown"],
     "scripts/check_gpu.py device=gpu": ["device=gpu must be auto, cpu"],
     "scripts/check_gpu.py minutes=0": ["minutes=0.0 must be > 0 and at most 1e+30"],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Program
+from conftest import TINY_LAYER, Program
 from scipy.stats import binom
 
 from scripts.benchmarks import bench_decode
@@ -15,10 +15,6 @@ from scripts.benchmarks.bench_decode import PAPER, settings
 from scripts.benchmarks.timing import Side, Turn, machine, ratio, run_benchmark, spread
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
-TINY = [
-    "model.n_embd=64", "attention.q_rank=32", "attention.kv_rank=32", "attention.nope_dim=16", "attention.rope_dim=8",
-    "attention.v_dim=16", "device=cpu", "dtype=float32", "threads=1",
-]  # fmt: skip
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -30,7 +26,16 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_every_side_is_timed_and_ends_in_one_json_line_and_a_folder(
     dtype: str, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["contexts=[48]", "batch=[2]", "rounds=6", "seconds=0.01", "out=it", *TINY[:-2], f"dtype={dtype}", TINY[-1]]
+    words = [
+        "contexts=[48]",
+        "batch=[2]",
+        "rounds=6",
+        "seconds=0.01",
+        "out=it",
+        *TINY_LAYER[:-2],
+        f"dtype={dtype}",
+        TINY_LAYER[-1],
+    ]
     monkeypatch.chdir(tmp_path)
     if dtype == "float32":  # as a user runs it
         said = program("scripts/benchmarks/bench_decode.py", *words).stdout
@@ -78,7 +83,7 @@ def test_a_ratio_over_several_starts_is_of_the_median_of_each() -> None:
     turns = {"a": [{"ms": ms} for ms in (1, 2, 9, 4, 4, 40)], "b": [{"ms": 1}] * 6}
     assert ratio(turns, "a", "b", "ms", 2) == {"median": 3, "lowest": 2, "highest": 4}
     assert ratio(turns, "a", "b", "ms")["highest"] == 40
-    point = bench_decode.bench_point(settings(["absorbed", "lp"], TINY, 16), 1, 1, 2, 0.01)
+    point = bench_decode.bench_point(settings(["absorbed", "lp"], TINY_LAYER, 16), 1, 1, 2, 0.01)
     assert point["starts"] == 2 and [*point["sides"]] == ["absorbed", "lp"]
     of_starts = point["time_over_absorbed"]["lp"]
     assert of_starts["lowest"] < of_starts["median"] < of_starts["highest"]
@@ -128,7 +133,7 @@ def test_points_before_a_side_dies_are_kept(
 
     take_turn = Side.take_turn
     monkeypatch.setattr(Side, "take_turn", deadly)
-    words = ["contexts=[24,48]", "sides=rms", "rounds=1", "seconds=0.01", f"out={tmp_path}", *TINY]
+    words = ["contexts=[24,48]", "sides=rms", "rounds=1", "seconds=0.01", f"out={tmp_path}", *TINY_LAYER]
     assert run(monkeypatch, *words) == 1
     assert capsys.readouterr().err == "failed: rms died (exit status -9)\n"
     (point,) = json.loads((tmp_path / "bench.json").read_text())["points"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import altair as alt
 import pytest
+from helpers.reports import words_of
 
 from scripts.reporting.charts import (
     LOSS,
@@ -24,10 +25,6 @@ from scripts.reporting.runs import Curve
 
 def series_with(curve: Curve) -> list[Series]:
     return [Series("a", styles({"": {"a": "a"}})["a"], {(1, None): curve})]
-
-
-def words_of(picture: str) -> list[str]:
-    return re.findall(r">([^<>]+)</text>", picture)
 
 
 @pytest.mark.parametrize("panels", [False, True])

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from conftest import ROOT, flip
+from helpers.refusals import Bomb
 from torch import Tensor
 
 from core import checkpoint
@@ -85,7 +86,6 @@ def test_loaded_tensors_outlive_their_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_tensors_come_back_bitwise(tmp_path: Path) -> None:
     tensor = torch.randn(33, 5, device="cuda").T
     loaded = load(save(tmp_path, 1, {"model": {"w": tensor}}, {}, best=False)).tensors["model"]["w"]
@@ -176,16 +176,6 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     assert not (tmp_path / "exploded").exists()
     pickle.loads((path / "model.safetensors").read_bytes())
     assert (tmp_path / "exploded").exists()  # the bomb was live
-
-
-class Bomb:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (str(self.target),))
 
 
 # -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_train import QK_CLIP, SETTINGS, assert_same_run, configured, lines, saved_json
+from helpers.runs import QK_CLIP, SETTINGS, assert_same_run, configured, lines, saved_json
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from variants import config_of, looking_ahead
@@ -20,7 +20,7 @@ from variants import config_of, looking_ahead
 import model.gpt
 import train
 from core import checkpoint
-from core.metrics import Metrics
+from core.record import Metrics
 from core.schema import ConfigError
 from data.batches import Batches
 from data.folds import Split

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from browser import Page
-from test_export_hf import CHARS, random_model, save_run
-from test_train import configured
+from helpers.runs import CHARS, configured, random_model, save_run
 from variants import attention_products, config_of
 
 import train

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import HANGING_DNS, ROOT
 
 from core.schema import ConfigError
 from data import corpora
@@ -228,7 +228,6 @@ except ConfigError as error:
     print(error)
 print("datasets" in sys.modules)
 """
-HANGING_DNS = "import socket, time\nsocket.getaddrinfo = lambda *args, **kwargs: time.sleep(60)\n"
 
 
 @pytest.fixture

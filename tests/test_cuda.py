@@ -18,21 +18,19 @@ import pytest
 import torch
 from conftest import ROOT
 from fake_cuda import FakeGPT, Waits, fake_cuda, on_fake_cuda
-from test_train import assert_same_run, configured
-from torch.nn.attention import SDPBackend
+from helpers.runs import assert_same_run, configured
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 from variants import FORMS, FULL, LAYOUTS, PAIRS, V, config_of
 
 import train
 from core.device import resolve_device, seed_generator
-from core.dist import World
+from core.dist import AgreedStop, World
 from core.process import StopSignal
 from core.schema import ConfigError, build
 from model import ops
 from model.gpt import GPT
-from scripts.benchmarks import bench_train, gpu_checks, gpu_part
-from scripts.benchmarks.gpu_part import CheckOptions
+from scripts.benchmarks import bench_train, gpu_speed
 from sweeps.plan import compose
 from training import checks
 from training.config import TrainConfig, load_config
@@ -57,7 +55,7 @@ class TwoLines:
     """A run directory that keeps nothing, and ends the run at the second line."""
 
     def __init__(self, waits: Waits) -> None:
-        self.waits, self.lines = waits, 0
+        self.waits, self.lines, self.record = waits, 0, self
 
     def progress_bar(self, *_: Any) -> Any:
         return tqdm(disable=True)
@@ -65,7 +63,7 @@ class TwoLines:
     def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    def record(self, line: dict[str, Any]) -> None:
+    def write(self, line: dict[str, Any]) -> None:
         self.waits.found.append(f"line {line['iter']}")
         self.lines += 1
         if self.lines == 2:
@@ -95,7 +93,7 @@ def check_updates() -> None:
             run_dir: Any = TwoLines(waits)
             waits.found.clear()
             with suppress(EOFError), StopSignal() as stop:
-                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), stop)
+                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), AgreedStop(stop))
         reads = ["meter.read reads", *(["meter.read copies to cpu"] if "qk_clip" in changes else [])]
         assert waits.found == [*reads, "line 4", *reads, "line 8"], (name, waits.found)
 
@@ -187,33 +185,14 @@ def test_a_device_is_made_current_and_its_generator_alone_is_seeded() -> None:
     on_fake_cuda("test_cuda.check_devices")
 
 
-def check_gpu_parts() -> None:
+def check_the_part_device() -> None:
     with fake_cuda():
-        asked = build(CheckOptions, {"device": "cuda"})
-        gpu_part.needs_gpus(asked, 2)
-        with pytest.raises(gpu_part.Skipped):
-            gpu_part.needs_gpus(asked, 3)
-        (row,) = gpu_part.device(asked, []).values()
+        (row,) = gpu_speed.device(build(gpu_speed.CheckOptions, {"device": "cuda"}), []).values()
         assert (row["GPUs"], row["capability"], row["processors"], row["GiB"]) == (2, "9.0", 132, 80)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpu_checks, "GPT", FakeGPT)
-            patch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.CUDNN_ATTENTION.value)  # CUDA's own
-            rows = gpu_checks.sdpa(asked, [])
-            assert [row["bfloat16"] for row in rows.values()] == ["cudnn"] * 4
-            machine = Machine(World(), asked.here, torch.bfloat16)
-            for layout, norm in gpu_checks.COMPILED:
-                words = [*gpu_checks.LAYOUTS[layout], *gpu_checks.NORMS[norm]]
-                config = gpu_part.tiny_config(asked, *words)
-                batch = torch.zeros(2, 4, config.model.block_size, dtype=torch.int64)
-                loss, gradient = gpu_checks.outcome(config, machine, batch, compiled=False)
-                assert (loss.shape, loss.device.type) == ((1,), "cpu") and gradient.is_cpu
-                assert gradient.numel() == GPT(config.gpt, gpu_checks.VOCAB).num_params()
 
-
-def test_parts_of_check_gpu_run_on_the_device() -> None:
-    """Those that read the machine, count its GPUs, and ask SDPA and every compiled pair; no number is computed."""
-    on_fake_cuda("test_cuda.check_gpu_parts")
+def test_the_part_of_check_gpu_that_reads_the_machine() -> None:
+    on_fake_cuda("test_cuda.check_the_part_device")
 
 
 def test_a_gpu_is_warned_of_attention_that_holds_t_x_t(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +261,7 @@ def check_benchmark(words: list[str]) -> None:
         with suppress(EOFError):
             session = setup(load_config(compose(words)))
             with StopSignal() as stop:
-                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), stop)
+                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), AgreedStop(stop))
     assert timed == updates[-1] and "bmm of 2" in timed
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import TINY
-from test_fineweb import folder, parquet, shards
-from test_train import TIMED, configured, lines, weights
+from helpers.runs import TIMED, configured, lines, weights
 from variants import FULL
 
 import train
@@ -24,8 +23,6 @@ from data.shards import open_shards
 from data.tokens import load_corpus
 from scripts.reporting.runs import read_done, read_sweep
 from sweeps.launch import main as launch
-
-__all__ = ["folder", "parquet", "shards"]  # fixtures
 
 SHARE = 10 if FULL else 1  # of the damages below
 HARMLESS = {"curve.png", "lock", "train.log", "samples.jsonl"}  # nothing reads a number from them

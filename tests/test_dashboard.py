@@ -45,7 +45,7 @@ def test_a_study_has_a_workspace_and_a_report(
     assert {"val/loss", "val/loss.min", "attn/alpha", "attn/max_logit", "grad_norm", "tok_per_sec"} <= drawn
     recorded = set((ROOT / "docs" / "tracking.md").read_text().replace("`", " ").replace(",", " ").split())
     assert drawn - {"val/loss.min"} <= recorded
-    assert (dashboard.CLIP_KEY in drawn) == (sweep not in ("p_sweep_cpu", "p_nano"))
+    assert ("qk_clip/max_logit" in drawn) == (sweep not in ("p_sweep_cpu", "p_nano"))
     shown = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
     assert shown.isdisjoint(MEDIA) and any(key.startswith("figures/difference") for key in shown)
     assert "conclusions" in json.dumps([panel for panel in panels if panel["viewType"] == "Weave"])

@@ -1,14 +1,11 @@
 """Two or three ranks over gloo on this machine, as forks of the test or by torchrun."""
 
-import importlib
 import itertools
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,53 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, exit_status, fork
-from test_train import assert_same_run, configured, lines, weights
+from conftest import ROOT
+from helpers.runs import TORCHRUN, assert_same_run, configured, lines, ranks, weights
 from variants import FULL
 
 import model.cross_entropy
 import train
 from core import dist
-from core.device import peak_flops
-from core.process import guarded
 from core.schema import ConfigError
 from sweeps.plan import compose
 from training.config import load_config
 from training.updates import seed_of_update
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 WORDS = ["model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=6", "schedule.lr_decay_iters=6"]
-
-
-def ranks(cwd: Path, *overrides: str, n: int = 2, prepare: Callable[[], object] = int) -> str:
-    """Train in n forks of this process, each a rank with the environment that torchrun sets. Returns what they print.
-
-    prepare: called in each of them before.
-    """
-    if torch.cuda.is_available():
-        pytest.skip("CUDA does not survive a fork")
-    importlib.import_module("torch._dynamo")  # which DDP loads: here once
-
-    peak_flops(torch.device("cpu"), torch.float32)  # kept for the forks, too
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{n}", "LOCAL_WORLD_SIZE": f"{n}"}
-
-    def train_as(rank: int) -> int:
-        os.environ |= {**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-        os.chdir(cwd)
-        sys.stdout = sys.stderr = Path(f"rank{rank}.txt").open("w", buffering=1)  # noqa: SIM115
-        prepare()
-        status = guarded(lambda: train.run(load_config(compose([*overrides]))))
-        Path(f"left-{rank}").touch()
-        torch.distributed.destroy_process_group()
-        return status
-
-    found = [exit_status(pid) for pid in [fork(partial(train_as, rank)) for rank in range(n)]]
-    said = "".join((cwd / f"rank{rank}.txt").read_text() for rank in range(n))
-    assert found in ([0] * n, [143] * n), said
-    return said
 
 
 @pytest.mark.parametrize(

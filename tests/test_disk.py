@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import eventually, exit_status, fork
-from test_sweeps import assert_same_sweep, frozen, launched, tiny_sweep
-from test_train import assert_same_run, configured
+from helpers.runs import assert_same_run, configured
+from helpers.sweeps import assert_same_sweep, frozen, launched, tiny_sweep
 from variants import FULL
 
 import train

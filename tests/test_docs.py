@@ -21,7 +21,7 @@ import model.options
 import model.slots
 import scripts.benchmarks.timing as timing
 from core.schema import validate
-from scripts.reporting.statistics import interval
+from scripts.reporting.numbers import interval
 from scripts.reporting.tables import number
 from sweeps.launch import LaunchOptions, read_request
 from sweeps.plan import PlannedRun
@@ -298,6 +298,8 @@ def test_generated_parts_are_fresh(tmp_path: Path) -> None:
         "page = docs.LEDGER.read_text(encoding='utf-8')\n"
         "block = f'\\n{docs.ledger()}\\n'\n"
         "assert docs.with_block(page, docs.BEGIN, docs.END, block) == page and block.count('\\n| ') <= 4 * 2 + 25\n"
+        "page = docs.TRACKING.read_text(encoding='utf-8')\n"
+        "assert docs.with_block(page, docs.METRICS, docs.END, f'\\n{docs.table()}\\n') == page\n"
         "assert docs.readme() == docs.README.read_text(encoding='utf-8')"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env={"PYTHONPATH": str(ROOT)})

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_config
-from test_gpt import V, build
-from test_train import FP32, configured
+from helpers.runs import FP32, configured
+from variants import V, build
 
 from data.batches import Batches
 from data.folds import split

@@ -18,11 +18,10 @@ import pytest
 import torch
 import yaml
 from conftest import Program
+from helpers.runs import configured, random_model
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from test_export_hf import random_model
-from test_train import configured
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from variants import V, build, config_of

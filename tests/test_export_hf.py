@@ -9,52 +9,24 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_config
-from test_presets import load
-from test_references import TOLERANCE, difference, dtype, take_tables
+from helpers.hugging_face import LLAMA, ROPE, TOLERANCE, VARIANTS, difference, dtype, take_tables
+from helpers.runs import CHARS, random_model, random_tokens, save_run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from variants import build, config_of
+from variants import config_of
 
 from core import checkpoint
+from core.cli import compose
 from data.corpora import load_python_docs
 from data.options import PythonDocsOptions
 from data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, Tokenizer, learn_bpe
 from model.generate import generate
-from model.gpt import GPT
 from model.hf import architecture_of
-from model.options import GQAOptions, MHAOptions, MLAOptions, RMSNormOptions
+from model.options import MHAOptions
 from sample import load_run
 from scripts.export_hf import export, main
-from training.config import TrainConfig
+from training.config import TrainConfig, load_config
 
 __all__ = ["dtype"]  # a fixture
-
-CHARS = CharTokenizer("\n !,.abcdefgé€😀")
-LLAMA: dict[str, Any] = {"mlp": "swiglu", "mlp_hidden": 56, "norm_eps": 1e-3}
-ROPE: dict[str, Any] = {**LLAMA, "norm": "rmsnorm", "position": "rope", "rope_theta": 100.0}
-RMS = RMSNormOptions(eps=3e-2)  # not norm_eps
-MLA = MLAOptions(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6)
-
-VARIANTS: dict[str, tuple[str, TrainConfig]] = {
-    "gpt2": ("GPT2", config_of("mha", "none")),
-    "gpt2-bias-untied": ("GPT2", config_of("mha", "none", bias=True, tied=False, mlp_hidden=40, norm_eps=1e-2)),
-    "llama-mha": ("Llama", config_of(MHAOptions(head_dim=12), "none", **ROPE)),
-    "llama-gqa-bias": ("Llama", config_of(GQAOptions(n_kv_head=2), "none", **LLAMA, bias=True, tied=False)),
-    "qwen3-mha": ("Qwen3", config_of("mha", RMS, **ROPE)),
-    "qwen3-gqa": ("Qwen3", config_of(GQAOptions(n_kv_head=2, head_dim=12), RMS, **LLAMA)),
-    "qwen3-mqa-untied": ("Qwen3", config_of("mqa", "rms", **LLAMA, tied=False)),
-    "deepseek_v3": ("DeepseekV3", config_of(MLA, "none", **LLAMA)),
-    "deepseek_v3-q_rank-untied": ("DeepseekV3", config_of(replace(MLA, q_rank=10), "none", **LLAMA, tied=False)),
-}
-
-
-def random_model(config: TrainConfig, tokenizer: Tokenizer = CHARS, dtype: torch.dtype = torch.float32) -> GPT:
-    return build(config, dtype=dtype, vocab_size=tokenizer.vocab_size)
-
-
-def save_run(model: GPT, tokenizer: Tokenizer, folder: Path) -> Path:
-    state = {"config": asdict(model.config), "tokenizer": tokenizer.to_dict(), "step": 1}
-    checkpoint.save(folder / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
-    return folder
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -64,10 +36,6 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     )
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     return model.eval()
-
-
-def random_tokens(tokenizer: Tokenizer, *shape: int) -> torch.Tensor:
-    return torch.randint(tokenizer.vocab_size, shape, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -183,7 +151,7 @@ def test_a_variant_that_no_architecture_has_is_refused_by_name(
     ids=str,
 )
 def test_presets_have_the_architectures_that_they_are_named_for(words: list[str], architecture: str) -> None:
-    assert architecture_of(load(*words).gpt) == architecture
+    assert architecture_of(load_config(compose(TrainConfig, [*words])).gpt) == architecture
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

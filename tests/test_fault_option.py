@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_train import configured, lines, weights
+from helpers.runs import configured, lines, weights
 from variants import attended, build, config_of, random_tokens
 
 import train

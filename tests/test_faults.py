@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import exit_status, fork
-from test_train import assert_same_run, configured, lines
+from helpers.runs import assert_same_run, configured, lines
 from variants import FULL
 
 import train

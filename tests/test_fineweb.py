@@ -2,13 +2,11 @@
 
 import fcntl
 import hashlib
-import importlib
 import json
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_bad_input import Outcome, check, contents, outcome
+from helpers.fineweb import Parquet, files, held_out, index_of, settings_of, tokenizer_of, write_parquet
+from helpers.refusals import Outcome, check, contents
 from variants import FULL
 
 from core.schema import ConfigError
@@ -28,78 +27,7 @@ from data import prepare_fineweb
 from data.options import FineWebOptions, PrepareFineWebConfig
 from data.prepare_fineweb import prepare
 from data.shards import open_shards
-from data.tokenizer import BYTES, BPETokenizer, Tokenizer, from_dict, learn_bpe
-
-__all__ = ["outcome"]  # a fixture
-
-WORDS = "the naïve cat sat on a mat — of €5 and 😀, while other cats' mats lay there\n\n in 1999"
-CHOICES = WORDS.split(" ")
-Parquet = tuple[Path, list[str]]  # a folder of parquet files, and the texts in their order
-
-
-def write_parquet(file: Path, **columns: Any) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), file, row_group_size=64)
-
-
-@pytest.fixture(scope="module")
-def parquet(tmp_path_factory: pytest.TempPathFactory) -> Parquet:
-    """Three files laid out and typed like FineWeb's sample-10BT."""
-    folder = tmp_path_factory.mktemp("fineweb")
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices(CHOICES, k=draw.randrange(120))) for _ in range(600)]
-    texts[10], texts[300] = texts[400], ""
-    for i in range(3):
-        part = texts[200 * i : 200 * (i + 1)]
-        n = len(part)
-        write_parquet(
-            folder / "sample" / "10BT" / f"{i:03d}_00000.parquet",
-            text=part, id=[f"<urn:uuid:{i}-{row}>" for row in range(n)], dump=["CC-MAIN-2013-20"] * n,
-            url=["http://example.com"] * n, date=["2013-05-18T05:48:54Z"] * n,
-            file_path=["s3://commoncrawl/x.warc.gz"] * n, language=["en"] * n, language_score=[0.9] * n,
-            token_count=[len(text) for text in part],
-        )  # fmt: skip
-    return folder, texts
-
-
-def settings_of(parquet: Parquet, out: Path, **changes: Any) -> PrepareFineWebConfig:
-    defaults: dict[str, Any] = {
-        "tokenizer": "bpe",
-        "vocab_size": 300,
-        "shard_tokens": 5000,
-        "val_fraction": 0.1,
-        "workers": 2,
-    }
-    return PrepareFineWebConfig(dataset=str(parquet[0]), out=str(out), **(defaults | changes))
-
-
-@pytest.fixture(scope="module")
-def shards(parquet: Parquet, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("shards") / "out"
-    assert prepare(settings_of(parquet, out)) == 0
-    return out
-
-
-def files(out: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in out.iterdir() if file.name != "lock"}
-
-
-def index_of(out: Path) -> dict[str, Any]:
-    index: dict[str, Any] = json.loads((out / "index.json").read_bytes())
-    return index
-
-
-def tokenizer_of(out: Path) -> Tokenizer:
-    return from_dict(json.loads((out / "tokenizer.json").read_bytes()))
-
-
-def held_out(text: str, fraction: float) -> bool:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return int(digest, 16) / 2**64 < fraction
-
+from data.tokenizer import BYTES, BPETokenizer, learn_bpe
 
 # -----------------------------------------------------------------------------
 # What is written
@@ -404,27 +332,9 @@ BAD: dict[str, list[str]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    importlib.import_module("datasets")  # takes its folders from the environment once, at its import: not from below
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "theirs" / "thesis.tex").write_text("do not trample on me")
-    (tmp_path / "corpus.txt").write_text("to be or not to be " * 500)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "NANOQK_DATA"):
-        monkeypatch.delenv(name, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server.getsockname()[1]}")
-    return tmp_path
-
-
 @pytest.mark.parametrize("overrides", BAD)
-def test_bad_setting_of_prepare(overrides: str, folder: Path, outcome: Outcome, parquet: Parquet) -> None:
-    before = contents(folder)
+def test_bad_setting_of_prepare(overrides: str, offline: Path, outcome: Outcome, parquet: Parquet) -> None:
+    before = contents(offline)
     given = overrides.split()
     base = [f"dataset={parquet[0]}", "out=out", "tokenizer=bpe", "vocab_size=300"]
     if "tokenizer=gpt2" in given:
@@ -432,4 +342,4 @@ def test_bad_setting_of_prepare(overrides: str, folder: Path, outcome: Outcome, 
     words = [word for word in base if not any(word.split("=")[0] == other.split("=")[0] for other in given)]
     status, stderr = outcome(prepare_fineweb.main, *words, *given)
     check(status, stderr, BAD[overrides])
-    assert contents(folder) == before
+    assert contents(offline) == before

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.refusals import Outcome, contents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_bad_input import Outcome, contents, folder, outcome
 from variants import FULL
 
 import sample
@@ -18,8 +18,6 @@ from core.schema import flatten
 from scripts import compare, report
 from sweeps import launch, status
 from training.config import TrainConfig, to_yaml
-
-__all__ = ["folder", "outcome"]  # fixtures
 
 EXAMPLES = 2000 if FULL else 60
 fuzzed = settings(

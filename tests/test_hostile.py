@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from conftest import fork
-from test_checkpoint import Bomb
-from test_report import COMPARE, LOSSES, Made, falling, made, sweep_of, text_of
-from test_sweeps import frozen, tiny_sweep
-from test_train import configured
+from helpers.refusals import TEXTS, Bomb
+from helpers.reports import COMPARE, LOSSES, Made, falling, made, sweep_of, text_of
+from helpers.runs import configured
+from helpers.sweeps import frozen, tiny_sweep
 from variants import FULL
 
 import sample
@@ -39,12 +39,6 @@ from training.config import TrainConfig
 __all__ = ["made"]  # a fixture
 STRIDE = 1 if FULL else 9  # of the hostile files of a run, each ninth
 
-TEXTS = [
-    "[]", '"x"', "3", "null", "{}", "[[1]]", "nan", '{"iter": "x"}', '{"iter": null, "val/loss": 1}', '{"iter": {}}',
-    '{"iter": 1e999}', '{"id": null}', "[" * 9000 + "]" * 9000, '{"a":' * 9000 + "1" + "}" * 9000,
-    '{"state": ["done"]}', '{"state": {"a": 1}, "iter": "q"}', '{"sweep": 3}', '{"sweep": {"parts": [1]}}',
-    '{"sweep": {"title": "\\ud800<script>x</script>"}}', '{"frozen": 3, "sweep": {}}',
-]  # fmt: skip
 FILES = ["plan.jsonl", "sweep.json", "status.json", "summary.json", "metrics.jsonl", "evaluation.json"]
 
 

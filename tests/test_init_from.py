@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, write_corpus
-from test_export_hf import CHARS, VARIANTS, random_model, random_tokens
-from test_train import SETTINGS, assert_same_run, configured, lines, saved_json, weights
+from helpers.hugging_face import VARIANTS
+from helpers.runs import (
+    CHARS,
+    SETTINGS,
+    assert_same_run,
+    configured,
+    lines,
+    random_model,
+    random_tokens,
+    saved_json,
+    weights,
+)
 
 import train
 from core import checkpoint

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops import draw, heads, needs_bf16, operations_alone
+from helpers.oracles import draw, heads, needs_bf16, operations_alone
 from torch.nn import functional as F
 from variants import build, config_of, random_tokens
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CACHE, ROOT
-from test_live import heed_ctrl_c
-from test_ops import compiled, draw
+from conftest import CACHE, ROOT, heed_ctrl_c
+from helpers.oracles import draw
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -24,7 +23,7 @@ from model.kernels import build, operators
 
 fp32, bf16 = torch.float32, torch.bfloat16
 nanoqk: Any = torch.ops.nanoqk
-__all__ = ["compiled"]  # a fixture of every test
+pytestmark = pytest.mark.usefixtures("compiled")
 needs_attention = pytest.mark.skipif(
     not (operators.loaded() and operators.attends()), reason="attention is compiled for AVX-512 bf16"
 )

@@ -5,8 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from test_report import Made, falling, sweep_of
-from test_report_rates import at_rates
+from helpers.reports import Made, at_rates, falling, sweep_of
 
 from core.schema import ConfigError
 from scripts import report

@@ -16,10 +16,10 @@ from urllib.request import urlopen
 
 import pytest
 from browser import Page
-from conftest import ROOT
-from test_hostile import TEXTS
-from test_report import Made, falling, state
-from test_sweeps import frozen, tiny_sweep
+from conftest import ROOT, heed_ctrl_c
+from helpers.refusals import TEXTS
+from helpers.reports import Made, falling, state
+from helpers.sweeps import frozen, tiny_sweep
 
 from core.files import FileLock
 from scripts.report import main
@@ -31,11 +31,6 @@ from sweeps.status import State
 from training.config import to_yaml
 
 HOSTILE = "<img src=x onerror=throw-1>"
-
-
-def heed_ctrl_c() -> None:
-    """A shell's background job ignores it, and so do its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager

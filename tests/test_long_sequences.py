@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import needs_compiler
-from test_train import assert_same_run, configured
+from helpers.runs import assert_same_run, configured
 from torch import Tensor, nn
 from torch.nn import functional as F
 from variants import LAYOUTS, V, build, config_of, random_tokens, seeing

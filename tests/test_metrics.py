@@ -6,9 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import Program
 from matplotlib.image import imread
 
-from core.metrics import Lines, Metrics, plot, spike_score
+from core.plots import plot
+from core.record import Lines, Metrics
+from training.evaluate import spike_score
+from training.metrics import ANY, ROWS, row_of
+from training.tracking import CURVES
 
 
 @pytest.fixture
@@ -94,12 +99,12 @@ def test_spike_score_needs_a_past_and_a_spread() -> None:
 
 
 def test_plot_shows_both_losses_and_an_empty_run(metrics: Metrics, tmp_path: Path) -> None:
-    plot(metrics.path, tmp_path / "empty.png", "a run")
+    plot(metrics.path, tmp_path / "empty.png", "a run", CURVES)
     assert (tmp_path / "empty.png").stat().st_size > 1000
     for i in range(50):
         metrics.write({"iter": i, "train/loss": 4 / (i + 1), "val/loss": None if i % 10 else 5 / (i + 1)})
     metrics.write({"iter": 50, "train/loss": math.nan})
-    plot(metrics.path, tmp_path / "curve.png", "a run")
+    plot(metrics.path, tmp_path / "curve.png", "a run", CURVES)
     pixels = (imread(tmp_path / "curve.png")[:, :, :3] * 255).round()
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
         assert (pixels == colour).all(axis=2).sum() > 100
@@ -107,5 +112,21 @@ def test_plot_shows_both_losses_and_an_empty_run(metrics: Metrics, tmp_path: Pat
 
 def test_a_dollar_in_a_title_is_no_mathematics(metrics: Metrics, tmp_path: Path) -> None:
     metrics.write({"iter": 0, "train/loss": 1.0})
-    plot(metrics.path, tmp_path / "curve.png", "run$\\foo$")
+    plot(metrics.path, tmp_path / "curve.png", "run$\\foo$", CURVES)
     assert imread(tmp_path / "curve.png").ndim == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["attention=mla", "model.position=rope", "model.rope_theta=10000", "qk_norm=lp", "qk_clip=log"],
+        ["qk_norm=rms"],
+        ["qk_clip=clip"],
+    ],
+)
+def test_what_a_run_records_has_a_row(words: list[str], tiny_run: list[str], forked: Program, tmp_path: Path) -> None:
+    """And no key has two."""
+    forked("train.py", *tiny_run, *words, "eval_iters=2", "max_iters=4", "out_dir=run")
+    keys = {key for line in Metrics.read(tmp_path / "run" / "metrics.jsonl") for key in line}
+    assert len(keys) > 15 and [key for key in keys if row_of(key) is ANY] == []
+    assert all(row_of(row.key) is row for row in ROWS)

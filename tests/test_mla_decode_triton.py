@@ -183,7 +183,6 @@ def test_the_kernel_that_is_launched_spills_nothing_on_ampere_hopper_and_blackwe
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("norm", [0, 1, 2])
 @pytest.mark.parametrize("B, S, slices", [(1, 65536, 132), (3, 4097, 7), (128, 1000, 1)])
 def test_the_kernel_on_cuda_equals_the_float64_formula_in_bf16(B: int, S: int, slices: int, norm: int) -> None:

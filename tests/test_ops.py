@@ -1,46 +1,25 @@
 """The operations of model/ops.py: their kernels against their references in float64."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.oracles import attention_reference, draw, heads, leaves, needs_bf16, operations_alone, splitmix
 from torch import Tensor
 
-from core.device import cpu_flags
 from model import ops
-from model.kernels import operators as kernels
 from model.kernels.operators import nanoqk
 
+pytestmark = pytest.mark.usefixtures("compiled")
 NORMS = [0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]  # p, and 0 for RMS
 NAMES = ["rms", *(f"lp{p:g}" for p in NORMS[1:])]
 causal_attention: Callable[..., Tensor] = ops.causal_attention
 dropout_add: Callable[..., Tensor] = ops.dropout_add
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 BOTH = pytest.mark.parametrize("dtype", ULP, ids=["fp32", "bf16"])
-
-
-@pytest.fixture(autouse=True)
-def compiled() -> None:
-    assert kernels.loaded(), "a C++ compiler is needed"
-
-
-@contextmanager
-def operations_alone() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "loaded", lambda: False)
-        yield
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def leaves(*tensors: Tensor) -> Any:
-    """The same values, of which derivatives are taken."""
-    return [x.detach().requires_grad_() for x in tensors]
 
 
 def assert_near(y: Tensor, exact: Tensor, ulp: float) -> None:
@@ -192,17 +171,6 @@ def test_absorb_is_its_reference(nh: int, n: int, rank: int, gains: str | None, 
 # Dropout
 
 
-def splitmix(seed: int, words: int) -> np.ndarray:
-    """The generator as it is published, a loop over its state: (8 words,) bytes."""
-    state, mask, drawn = seed % 2**64, 2**64 - 1, []
-    for _ in range(words):
-        state = (state + 0x9E3779B97F4A7C15) & mask
-        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        drawn.append(z ^ (z >> 31))
-    return np.array(drawn, dtype="<u8").view(np.uint8)
-
-
 def test_random_bytes_are_those_of_splitmix64() -> None:
     known = splitmix(0, 3).view("<u8").tolist()
     assert known == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -255,9 +223,6 @@ def test_dropout_and_dropout_add_drop_what_the_reference_drops(p: float, dropped
 # -----------------------------------------------------------------------------
 # Attention
 
-needs_bf16 = pytest.mark.skipif(
-    "avx512_bf16" not in cpu_flags(), reason="attention is compiled for AVX-512 bf16; elsewhere the reference serves"
-)
 SHAPES = {  # B, nh, nkv, T, dk, dv
     "one": (1, 1, 1, 1, 16, 16),
     "short": (2, 3, 3, 17, 48, 16),
@@ -272,20 +237,6 @@ SHAPES = {  # B, nh, nkv, T, dk, dv
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *dropout: Any) -> Tensor:
     return nanoqk.attention(q, k, v, scale, 0.0, *dropout)[0]
-
-
-def heads(B: int, n: int, T: int, d: int, seed: int, pad: int = 0) -> Tensor:
-    """(B, n, T, d) in bf16 as projections leave it: heads side by side, other channels between them."""
-    x = draw(B, T, n * d + pad, seed=seed).bfloat16()[..., pad:]
-    return x.unflatten(-1, (n, d)).transpose(1, 2)
-
-
-def attention_reference(qkv: Sequence[Tensor], scale: float, factor: Tensor | float = 1.0) -> Tensor:
-    """By the definition; `factor` is what dropout multiplies the probabilities by."""
-    q, k, v = qkv
-    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
-    hidden = torch.ones(q.size(2), q.size(2), dtype=torch.bool).triu(1)
-    return ((q @ k.transpose(-2, -1) * scale).masked_fill(hidden, -torch.inf).softmax(-1) * factor) @ v
 
 
 @needs_bf16

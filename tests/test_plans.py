@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT
-from test_bad_input import check
-from test_sweeps import frozen, launched, tiny_sweep
+from helpers.refusals import check
+from helpers.sweeps import frozen, launched, tiny_sweep
 from variants import FULL
 
 import sweeps.plan
@@ -50,7 +50,7 @@ def test_a_planned_config_is_what_train_py_composes_from_its_words(name: str) ->
     assert len({run.id for run in runs}) == len(runs)
     points = {point for run in runs for point in run.points}
     for family in sweep.families.values():  # which name points that exist
-        assert {*sum(family.pairs, []), family.baseline} - points <= {None}
+        assert {setting for terms in family.terms_of(points) for setting, _ in terms} <= points
     for run in random.Random(0).sample(runs, min(12 if FULL else 3, len(runs))):
         assert load_config(compose(run.overrides)) == run.config
         assert run.config.run_dir.name == run.id
@@ -297,6 +297,10 @@ BAD = {
     'sweep=p_sweep_cpu sweep.compare={"a":{"base":p=2}}': ["compare.a.base=p=2", "did you mean compare.a.baseline?"],
     'sweep=p_sweep_cpu sweep.compare={"a":{"settings":["*"]}}': ["compare.a must have either baseline", "or pairs"],
     'sweep=p_sweep_cpu sweep.compare={"a":{"pairs":[["p=2"]]}}': ["compare.a.pairs=[['p=2']]", "list of pairs"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"contrast":[{p=3:1,p=2:-2}]}}': ["compare.a.contrast=", "sum to 0"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"contrast":[{p=3:0}]}}': ["compare.a.contrast=", "not 0"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"contrast":[[p=3,p=2]]}}': ["compare.a.contrast=", "{setting: weight}"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"baseline":p=2,"contrast":[{p=3:1,p=2:-1}]}}': ["compare.a", "or contrast"],
     'sweep=p_sweep_cpu sweep.compare={"a":{"baseline":p=2,"settings":p=2}}': ["compare.a.settings=p=2", "a list"],
     'sweep=p_sweep_cpu sweep.compare={"a":{"baseline":p=2,"title":3}}': ["compare.a.title=3", "text"],
     'sweep=p_sweep_cpu sweep.also={"grad_norm":median}': ["also.grad_norm=median", "max"],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, TINY, Program
-from test_sweeps import tiny_sweep
+from helpers.sweeps import tiny_sweep
 from variants import ALL_PAIRS, LAYOUTS, config_of
 
 from core import cli, plugins
@@ -19,7 +19,7 @@ from model import slots
 from model.diagnostics import logit_bound
 from model.gpt import ATTENTIONS, GPT, QK_NORMS, CausalAttention, GroupedQueryAttention, QKNorm, QKRMSNorm
 from model.options import QK_NORM_OPTIONS as OPTIONS
-from model.options import QKNormOptions, add_options
+from model.options import QKNormOptions, RMSNormOptions, add_options
 from sweeps.definition import load_sweep
 from sweeps.launch import check_runs
 from sweeps.plan import compose, plan_runs
@@ -326,8 +326,8 @@ def test_what_mla_cannot_decode_is_refused(tmp_path: Path, corpus: Path, monkeyp
     check_runs([gqa])
     with pytest.raises(ConfigError, match="output=none needs attention=mha or gqa"):  # before the first run starts
         check_runs([gqa, mla])
-    with pytest.raises(ConfigError, match="GPT must derive from one of QKNorm, Logits, Softmax, Output, Weights"):
-        slots.register(QKNormOptions, GPT)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="RMSNormOptions needs a class that derives from QKNorm, not GPT"):
+        slots.register(RMSNormOptions, GPT)
 
 
 def test_a_label_has_every_value_in_letters_that_a_path_can_have() -> None:

@@ -13,12 +13,10 @@ import pytest
 import torch
 import variants
 from conftest import needs_compiler
-from test_ddp import ranks
-from test_gpt import build, random_tokens
-from test_resume import assert_halves_equal_straight
-from test_train import QK_CLIP, configured, lines, weights
+from helpers.runs import QK_CLIP, assert_halves_equal_straight, configured, lines, ranks, weights
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
+from variants import build, random_tokens
 
 import model.cross_entropy
 import train

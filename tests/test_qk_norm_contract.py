@@ -416,7 +416,6 @@ def test_falsify_qkn_006_backends_agree() -> None:
 
 @torch.no_grad()
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("each_implementation", ["operations"], indirect=True)
 def test_falsify_qkn_006_gpu_and_cpu_agree_in_every_layout() -> None:
     """FALSIFY-QKN-006: what attention multiplies on a GPU is what it multiplies on a CPU."""

@@ -3,12 +3,12 @@
 Theirs run their eager attention, which shares no kernel with ours. Nothing is downloaded.
 """
 
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.hugging_face import TOLERANCE, difference, dtype, take_tables
 from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
@@ -19,13 +19,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
-from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from model.generate import generate
 from model.gpt import GPT, MultiHeadLatentAttention, rope_table, rotate
 from model.options import GQAOptions, MHAOptions, MLAOptions, ModelOptions, RMSNormOptions
 from training.config import TrainConfig
+
+__all__ = ["dtype"]  # a fixture
 
 V, T = 61, 24
 SHAPE: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 40, "block_size": 32, "dropout": 0.0, "mlp_hidden": 56}
@@ -177,27 +178,6 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 }
 
 
-class Float64Torch(types.SimpleNamespace):
-    """The torch module, but that float32 means float64."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
-    """In float64, Hugging Face's RMSNorm and softmax, which cast to float32 by name, get float64 instead."""
-    if request.param == torch.float64:
-        for module in (modeling_llama, modeling_qwen3, modeling_deepseek_v3):
-            monkeypatch.setattr(module, "torch", Float64Torch())
-    yield request.param
-
-
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
-
-
 def both(name: str, dtype: torch.dtype) -> tuple[Any, GPT]:
     hf, config, state = PAIRS[name]()
     randomise(hf)
@@ -209,22 +189,8 @@ def both(name: str, dtype: torch.dtype) -> tuple[Any, GPT]:
     return hf, ours
 
 
-@torch.no_grad()
-def take_tables(ours: GPT, hf: Any) -> None:
-    """Both tables come from float32 angles, by formulas that differ in the last bit: ours takes theirs, in float64."""
-    tables = hf.model.rotary_emb(torch.zeros(1).double(), torch.arange(ours.block_size)[None])  # (1, block_size, d)
-    for mine, table in zip(ours.buffers(), tables, strict=True):
-        torch.testing.assert_close(mine, table[0, :, : mine.size(1)], rtol=0, atol=4e-6)
-        mine.copy_(table[0, :, : mine.size(1)])
-
-
 def tokens(batch: int = 2, n: int = T) -> Tensor:
     return torch.randint(V, (batch, n), generator=torch.Generator().manual_seed(1))
-
-
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Largest, relative to the largest logit."""
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 # -----------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from browser import Page
 from conftest import ROOT
-from test_bad_input import check
-from test_report import COMPARE, LOSSES, Made, falling, made, state
+from helpers.refusals import check
+from helpers.reports import COMPARE, LOSSES, Made, falling, made, state
 
 from scripts import report
 

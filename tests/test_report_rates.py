@@ -2,24 +2,12 @@
 
 from pathlib import Path
 
-from test_charts import words_of
-from test_report import Curve, Made, charts_of, falling, finish, rows_of, sweep_of
+from helpers.reports import Curve, Made, at_rates, charts_of, falling, rows_of, sweep_of, words_of
 
 from scripts import report
+from scripts.reporting.rates import runs_by_rate, stable_by_replicate
 from scripts.reporting.runs import read_sweep
-from scripts.reporting.statistics import runs_by_rate, stable_by_replicate
 from scripts.reporting.tables import part_table, stability_table
-from training.config import AdamWOptions
-
-
-def at_rates(sweep: Made, p: int, seed: int, curves: dict[float, Curve]) -> None:
-    """Runs at each learning rate; one whose curve ends at its beginning has diverged."""
-    for rate, curve in curves.items():
-        path = sweep.plan(f"learning_rate={rate},p={p}", seed, None, optim=AdamWOptions(learning_rate=rate))
-        if len(curve) == 1:
-            finish(path, curve, status="diverged", reason="train/loss nan at iteration 7")
-        else:
-            finish(path, curve)
 
 
 def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> None:

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.reports import Made, charts_of, falling, finish, rows_of, sweep_of, text_of
 from scipy import optimize, stats
-from test_report import Made, charts_of, falling, finish, rows_of, sweep_of, text_of
 
 from core.schema import ConfigError
 from scripts import report
 from scripts.reporting.charts import Series, styles, value_axis
+from scripts.reporting.comparisons import compared_families, shares
 from scripts.reporting.figures import family_figures, per_update
+from scripts.reporting.numbers import interval, ratio, within
 from scripts.reporting.page import outline
 from scripts.reporting.runs import Replicate
-from scripts.reporting.statistics import compared_families, interval, ratio, shares, within
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Table, facts
 from sweeps.definition import Definition, load_sweep

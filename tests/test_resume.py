@@ -18,25 +18,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, ROOT, Program, flip, needs_compiler
-from test_train import SETTINGS, assert_same_run, configured, lines, saved_json, weights
+from helpers.runs import SETTINGS, assert_halves_equal_straight, assert_same_run, configured, lines, saved_json, weights
 
 import train
 from core import checkpoint, device
 from core.files import read_json
-from core.metrics import Metrics
+from core.record import Metrics
 from core.rundir import RunDir
 from core.schema import ConfigError
 from training import session
 from training.meter import Diverged
-
-
-def assert_halves_equal_straight(corpus: Path, folder: Path, **changes: Any) -> None:
-    """Train six iterations in folder/straight, and three and three in folder/halves."""
-    assert train.run(configured(corpus, folder / "straight", **changes)) == 0
-    assert train.run(configured(corpus, folder / "halves", **{"max_iters": 3, **changes})) == 0
-    assert checkpoint.load(folder / "halves" / "ckpt" / "latest").step == 3
-    assert train.run(configured(corpus, folder / "halves", **changes)) == 0
-    assert_same_run(folder / "straight", folder / "halves")
 
 
 @pytest.mark.parametrize("name", ["none", "rms", "lp_learned"])

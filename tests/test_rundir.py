@@ -20,12 +20,11 @@ from conftest import ROOT
 
 from core import rundir, wandb_follower, wandb_run
 from core.files import is_intact, read_json, write_json
-from core.metrics import Metrics
+from core.record import Metrics
 from core.rundir import ReadOnlyRunDir, RunDir, is_open, open_run, read_status
-from core.schema import ConfigError, differences
+from core.schema import ConfigError, declared, differences
 from data.options import TextFileOptions
 from model.options import LpNormOptions, MLAOptions, ModelOptions
-from training import config as settings
 from training.config import CosineOptions, TrainConfig, WandbOptions, load_config, to_yaml
 from training.resume import run_request
 
@@ -95,17 +94,7 @@ def test_new_run_has_its_config_and_is_running(path: Path) -> None:
     assert not is_open(run.path)
 
 
-GROUPS: dict[str, dict[str, Any]] = {
-    "attention": settings.ATTENTION_OPTIONS,
-    "qk_norm": settings.QK_NORM_OPTIONS,
-    "logits": settings.LOGITS_OPTIONS,
-    "softmax": settings.SOFTMAX_OPTIONS,
-    "output": settings.OUTPUT_OPTIONS,
-    "weights": settings.WEIGHTS_OPTIONS,
-    "optim": settings.OPTIMS,
-    "schedule": settings.SCHEDULES,
-    "data": settings.CORPORA,
-}
+GROUPS = {group: setting.options for group, setting in declared(TrainConfig).items() if group != "fault"}
 VARIANTS = [{group: cls()} for group, variants in GROUPS.items() for name, cls in variants.items() if name != "text"]
 ODD_NUMBERS = [{"qk_norm": LpNormOptions(p=p, alpha_init=1e-5)} for p in (1.0, 2.5, 1e22, math.inf)]
 ODD_NAMES = [
@@ -181,13 +170,12 @@ def test_other_ranks_read_the_directory_and_write_nothing(path: Path) -> None:
         run.begin("seed: 2", 0, {"mode": "offline"})
         run.status("failed")
         run.log("a warning")
-        for write in (run.record, run.record_diagnostics):
+        for write in (run.record.write, run.record.write_diagnostics):
             write({"iter": 1})
         run.save(1, {}, {}, True, None)
         run.restore_best(1)
         run.finish({"status": "done"})
-        run.plot()
-        assert run.state == "stopped" and run.recorded("val/loss") == {} and bar.disable
+        assert run.state == "stopped" and run.record.curve("val/loss") == {} and bar.disable
     assert snapshot(path) == before
 
 
@@ -313,7 +301,7 @@ def test_samples_are_cut_back_with_the_metrics(path: Path) -> None:
     run, config = opened(path), to_yaml(TrainConfig(out_dir=str(path)))
     run.begin(config)
     for i in (0, 250, 500):
-        run.record_sample({"iter": i, "text": f"old {i}"})
+        run.record.write_sample({"iter": i, "text": f"old {i}"})
     run.close()
     opened(path).begin(config, step=250)
     assert [line["iter"] for line in Metrics.read(path / "samples.jsonl")] == [0]

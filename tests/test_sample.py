@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, Program, flip, write_corpus
-from test_train import configured
+from helpers.runs import configured
 from variants import build, config_of
 
 import sample

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import flip
+from helpers.fineweb import index_of, tokenizer_of
+from helpers.refusals import Outcome, check, contents
+from helpers.runs import assert_same_run, configured, lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_bad_input import Outcome, check, contents, outcome
-from test_fineweb import folder, index_of, parquet, shards, tokenizer_of
-from test_train import assert_same_run, configured, lines
 
 import train
 from core import cli
@@ -29,8 +29,6 @@ from data.tokens import load_corpus
 from sweeps.definition import load_sweep
 from sweeps.launch import LaunchOptions, read_request
 from sweeps.launch import main as launch
-
-__all__ = ["folder", "outcome", "parquet", "shards"]  # fixtures
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), data=st.data())
@@ -60,18 +58,18 @@ BAD_DATA: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("overrides", BAD_DATA)
-def test_bad_setting_of_fineweb(overrides: str, folder: Path, outcome: Outcome, shards: Path) -> None:
+def test_bad_setting_of_fineweb(overrides: str, offline: Path, outcome: Outcome, shards: Path) -> None:
     for name in ("whole", "short", "damaged", "other"):
-        shutil.copytree(shards, folder / name)
-    (folder / "begun").mkdir()
-    (folder / "begun" / "progress.json").touch()
-    os.truncate(folder / "short" / "train_000000.bin", 100)
-    (folder / "damaged" / "index.json").write_text("[]")
-    (folder / "other" / "tokenizer.json").write_text(json.dumps(BPETokenizer(BYTES).to_dict()))
-    before = contents(folder)
+        shutil.copytree(shards, offline / name)
+    (offline / "begun").mkdir()
+    (offline / "begun" / "progress.json").touch()
+    os.truncate(offline / "short" / "train_000000.bin", 100)
+    (offline / "damaged" / "index.json").write_text("[]")
+    (offline / "other" / "tokenizer.json").write_text(json.dumps(BPETokenizer(BYTES).to_dict()))
+    before = contents(offline)
     status, stderr = outcome(train.main, "data=fineweb", "model=nano_cpu", "max_iters=200", *overrides.split())
     check(status, stderr, BAD_DATA[overrides])
-    assert {name: raw for name, raw in contents(folder).items() if not name.startswith("cache")} == before
+    assert {name: raw for name, raw in contents(offline).items() if not name.startswith("cache")} == before
 
 
 def edited(change: str) -> Callable[[Path], None]:

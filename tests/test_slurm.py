@@ -12,8 +12,8 @@ from typing import ClassVar, cast
 
 import pytest
 from conftest import eventually, exit_status, fork
-from test_sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
-from test_train import assert_same_run
+from helpers.runs import assert_same_run
+from helpers.sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
 
 import train
 from core.files import read_json

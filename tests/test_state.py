@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from test_train import configured
+from helpers.runs import configured
 
 import train
 from core.schema import ConfigError

@@ -1,6 +1,7 @@
 """The report's statistics, against published numbers, scipy, and numbers worked out by hand."""
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -10,26 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.reports import Made, falling, finish, rows_of, sweep_of
 from scipy import stats
-from test_report import Made, falling, finish, rows_of, sweep_of
 
 from data.folds import leak_split, split
 from data.options import PythonDocsOptions, TinyShakespeareOptions
+from scripts.reporting.comparisons import Comparison, adjust, compared_families, shared_text
+from scripts.reporting.figures import family_figures
+from scripts.reporting.numbers import Estimate, holm, interval, judge, mean_curve, n_needed, paired_p
 from scripts.reporting.runs import METRICS, Replicate
-from scripts.reporting.statistics import (
-    Comparison,
-    Estimate,
-    adjust,
-    compared_families,
-    holm,
-    interval,
-    judge,
-    mean_curve,
-    n_needed,
-    paired_p,
-    shared_text,
-)
-from scripts.reporting.tables import comparison_table, part_table
+from scripts.reporting.tables import comparison_table, conclusion_table, part_table
 
 # Student's (1908) data of two sleeping drugs, and what R's t.test says of them.
 DRUG_1 = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
@@ -259,6 +250,36 @@ def test_equal_values_have_equal_readings_so_a_grid_leaves_the_test_against_zero
     assert paired_p(readings, 0.0, 1.2, 0.5) == 1.0
     wide = Estimate(-0.01, -0.03, 0.01, 5, grid=0.03)
     assert judge(wide, "lower", size=0.05) == "no power" and judge(wide, "lower", size=0.07) == "excluded"
+
+
+def test_a_contrast_is_the_test_of_its_weighted_sums(tmp_path: Path) -> None:
+    """A difference of differences, and a sum with other weights, against scipy's test of the sums of each fold."""
+    sums: list[dict[str, float]] = [
+        {"b/p=3": 1, "b/p=2": -1, "a/p=3": -1, "a/p=2": 1},
+        {"a/p=2": 0.5, "b/p=2": 0.5, "a/p=3": -1},
+    ]
+    asked: dict[str, Any] = {"contrast": sums, "claim": "lower", "least": 0.01}
+    made = Made(tmp_path / "sweep", parts={"a": {}, "b": {}}, compare={"gain": asked})
+    losses = {s: 1.5 + 0.02 * np.random.default_rng(i).normal(size=5) for i, s in enumerate(sums[0])}
+    losses["b/p=3"] = losses["b/p=2"] + losses["a/p=3"] - losses["a/p=2"] - 0.1 - 0.01 * np.arange(5)
+    for fold, setting in itertools.product(range(5), losses):
+        made.run(setting, fold, falling(float(losses[setting][fold])))
+    sweep = sweep_of(made.path)
+    (family,) = compared_families(sweep)
+    by_hand = []
+    for c, weights in zip(family.comparisons[0], sums, strict=True):
+        of_fold = np.sum([weight * losses[setting] for setting, weight in weights.items()], axis=0)
+        assert [*c.differences.values()] == pytest.approx(list(of_fold))
+        t = stats.ttest_1samp(of_fold, 0)  # of ten folds, five of which have runs
+        by_hand.append(float(2 * stats.t.sf(abs(t.statistic) * (0.2 / (0.2 + 1 / 9)) ** 0.5, t.df)))
+        assert c.p["corrected t"] == pytest.approx(by_hand[-1])
+    assert [c.adjusted["corrected t"] for c in family.comparisons[0]] == pytest.approx(holm_by_hand(by_hand))
+    first, second = rows_of(conclusion_table(family))
+    assert (first["A"], first["B"]) == ("b/p=3 + a/p=2", "b/p=2 + a/p=3") and first["pairs"] == "5 of 5"
+    assert (second["A"], second["B"]) == ("0.5 × a/p=2 + 0.5 × b/p=2", "a/p=3")
+    assert first["claim: A is lower (least worth having: 0.01)"] == "reproduced"
+    title = {figure.title: figure.chart.to_dict() for figure in family_figures(sweep, [family])["gain"]}
+    assert "b/p=3 + a/p=2 − (b/p=2 + a/p=3)" in json.dumps(title, ensure_ascii=False)
 
 
 def test_pairs_are_matched_by_seed_and_fold(tmp_path: Path) -> None:

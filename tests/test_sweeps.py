@@ -1,7 +1,5 @@
 """Sweeps: killing anything at any moment changes nothing but the time."""
 
-import csv
-import io
 import os
 import random
 import shutil
@@ -9,15 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from conftest import ROOT, TINY, eventually
-from test_train import assert_same_run, lines
+from conftest import ROOT, eventually
+from helpers.runs import assert_same_run, lines
+from helpers.sweeps import assert_same_sweep, frozen, launched, pending_signals, times_finished, tiny_sweep, where
 from variants import FULL
 
 import sweeps.plan
@@ -26,7 +24,7 @@ from core.files import file_sha256, read_json, write_json
 from core.rundir import is_open, read_status
 from scripts.report import report
 from scripts.reporting.runs import read_sweep
-from scripts.reporting.stored import joined, read_stored, runs_csv
+from scripts.reporting.stored import joined, read_stored
 from sweeps import launchers, worker
 from sweeps.claims import Launch, read_claim
 from sweeps.definition import load_sweep
@@ -34,23 +32,6 @@ from sweeps.launch import main
 from sweeps.plan import PlannedRun, freeze, plan_runs, read_plan
 from sweeps.status import state_of
 from training.config import to_yaml
-
-
-def tiny_sweep(folder: Path, corpus: Path, *overrides: str, **changes: Any) -> Path:
-    """The file of a sweep of eight runs of a second: two norms, dropout or not, two folds."""
-    words = ["data=text", f"data.path={corpus}", *TINY, "max_iters=60", "wandb.mode=disabled", *overrides]
-    grid = {"qk_norm": ["none", "rms"], "model.dropout": [0.0, 0.2]}
-    file = folder / "tiny.yaml"
-    definition = {"title": "a tiny sweep", "overrides": words, "folds": [0, 1], "grid": grid, **changes}
-    file.write_text(yaml.safe_dump(definition))
-    return file
-
-
-def frozen(sweep: Path, changes: dict[str, Any] | None = None, *words: str) -> list[PlannedRun]:
-    """Plan a sweep, freeze the plan in the directory beside its file, and read it back."""
-    definition, folder = load_sweep(str(sweep), changes or {}), sweep.parent / "sweep"
-    freeze(folder, "tiny", definition, [*words], plan_runs(definition, [*words]), trains=True)
-    return read_plan(folder)
 
 
 def break_run(folder: Path, run: PlannedRun, refused: bool) -> None:
@@ -61,10 +42,6 @@ def break_run(folder: Path, run: PlannedRun, refused: bool) -> None:
     else:
         (folder / run.id / "config.yaml").write_text(to_yaml(run.config))
         (folder / run.id / "metrics.jsonl").mkdir()
-
-
-def where(sweep: Path) -> list[str]:
-    return [f"sweep={sweep}", f"sweep_dir={sweep.parent / 'sweep'}", "launcher.workers=2"]
 
 
 def launcher(sweep: Path, *words: str, code: Path = ROOT, **options: Any) -> subprocess.Popen[str]:
@@ -78,13 +55,6 @@ def output_of(process: subprocess.Popen[str], status: int = 0) -> str:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == status, output
     return output
-
-
-def launched(sweep: Path, *words: str, status: int = 0) -> str:
-    """What a launcher in this process prints."""
-    with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
-        assert main([*where(sweep), *words]) == status, said.getvalue()
-    return said.getvalue()
 
 
 def begun(folder: Path) -> list[PlannedRun]:
@@ -105,32 +75,6 @@ def workers_of(sweep_dir: Path) -> list[int]:
             if str(sweep_dir).encode() in words and any(word.endswith(b"/worker.py") for word in words):
                 found[int(entry.name)] = parent
     return [pid for pid, parent in found.items() if parent not in found]
-
-
-def pending_signals(pid: int) -> int:
-    """Those sent to a process that is stopped, as bits."""
-    (line,) = (x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("ShdPnd:"))
-    return int(line.split()[1], 16)
-
-
-def times_finished(run: Path) -> int:
-    return sum(" done: val/loss " in line for line in (run / "train.log").read_text().splitlines())
-
-
-def untimed_csv(sweep_dir: Path) -> list[dict[str, str]]:
-    """runs.csv without how long the runs took, and of which checkout."""
-    rows = csv.DictReader(io.StringIO(runs_csv(read_sweep(sweep_dir, "tiny"))))
-    other = ("seconds", "tok_per_sec", "commit")
-    return [{key: value for key, value in row.items() if key not in other} for row in rows]
-
-
-def assert_same_sweep(done: Path, other: Path, finished: Container[int] = (1,)) -> None:
-    """Every run of `other` equals that of the undisturbed sweep bit for bit, and so does runs.csv; finished: how often
-    a run may have said that it is done."""
-    for run in read_plan(done):
-        assert_same_run(done / run.id, other / run.id)
-        assert times_finished(other / run.id) in finished
-    assert untimed_csv(done) == untimed_csv(other)
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import ROOT
+from conftest import HANGING_DNS, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_corpora import HANGING_DNS
 
 from core.schema import ConfigError
 from data import tokenizer as tokenizers

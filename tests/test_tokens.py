@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Program
-from test_train import configured, lines
+from helpers.runs import configured, lines
 
 import train
 from core import checkpoint

@@ -16,12 +16,12 @@ from scipy.optimize import brentq
 from core.cli import run_script
 from core.schema import ConfigError, flatten
 from scripts import track
+from scripts.reporting.comparisons import Comparison, adjust
 from scripts.reporting.runs import Replicate, Run, Sweep
-from scripts.reporting.statistics import Comparison, adjust
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
 from scripts.reporting.track import at_the_edge, entries, label_sides, mean_losses, noise, plateau, widened
 from scripts.track import TrackOptions, final_definition, make, small_definition
-from sweeps.definition import check_sweep, load_sweep
+from sweeps.definition import check_sweep, load_sweep, pair
 from sweeps.plan import plan_runs
 from sweeps.status import State
 
@@ -167,10 +167,10 @@ def test_a_board_of_final_runs_at_another_rate_than_the_grids_best_is_refused(tm
 
 
 def track_family(final: Sweep) -> Any:
+    from scripts.reporting.comparisons import compare
     from scripts.reporting.runs import METRICS
-    from scripts.reporting.statistics import compare
 
-    return compare(final, [("none", "rms"), ("sink", "rms")], METRICS[0])
+    return compare(final, [pair("none", "rms"), pair("sink", "rms")], METRICS[0])
 
 
 def test_the_noise_floor_is_the_spread_over_seeds(tmp_path: Path) -> None:

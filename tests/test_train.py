@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, ROOT, Program, needs_compiler, tiny_config
+from helpers.runs import FP32, SETTINGS, configured, lines, saved_json, weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from variants import ALL_PAIRS, FULL, LAYOUTS, NORMS
 
 import train
 from core import checkpoint
-from core.dist import World
-from core.metrics import Metrics, spike_score
+from core.record import Metrics
 from data.batches import Batches
 from data.folds import split
 from data.tokenizer import build_tokenizer
@@ -32,56 +32,13 @@ from model.diagnostics import diagnose
 from model.gpt import GPT
 from model.options import LpNormOptions
 from training import estimate, optim, updates
-from training.config import TrainConfig, load_config
-from training.evaluate import mean_loss
+from training.config import load_config
+from training.evaluate import mean_loss, spike_score
 from training.meter import Meter
-from training.optim import build_optimizer
-from training.session import Machine, read_data
+from training.optim import Optimizer
+from training.session import read_data
 from training.state import Readings
 from training.updates import accumulate_gradients, update_ratios
-
-FP32 = Machine(World(), torch.device("cpu"), torch.float32)
-QK_CLIP = {"name": "clip", "threshold": 0.02, "balance": 0.5}
-TIMED = {"tok_per_sec", "mfu"}
-
-SETTINGS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "threads": 1, "batch_size": 4, "max_iters": 6, "log_interval": 1,
-    "eval_interval": 2, "checkpoint_interval": 2,
-    "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.2},
-    "schedule": {"name": "cosine", "warmup_iters": 1, "lr_decay_iters": 6}, "wandb": {"mode": "disabled"},
-}  # fmt: skip
-
-
-def configured(corpus: Path, out_dir: Path, **changes: Any) -> TrainConfig:
-    data = {"name": "text", "path": str(corpus)}
-    return load_config({**SETTINGS, "data": data, "out_dir": str(out_dir), **changes})
-
-
-def weights(run: Path) -> dict[str, Tensor]:
-    saved = checkpoint.load(run / "ckpt" / "latest")
-    return {f"{group}/{name}": t for group, tensors in saved.tensors.items() for name, t in tensors.items()}
-
-
-def saved_json(run: Path, name: str) -> dict[str, Any]:
-    return json.loads((run / f"{name}.json").read_text())
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what the clock decides."""
-    return [{k: v for k, v in line.items() if k not in TIMED} for line in Metrics.read(run / "metrics.jsonl")]
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    """Bit for bit: weights, optimizer state, every metric line; and the same best checkpoint and minimum."""
-    tensors, others = weights(a), weights(b)
-    assert tensors.keys() == others.keys()
-    assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
-    assert lines(a) == lines(b)
-    assert (a / "diagnostics.jsonl").read_bytes() == (b / "diagnostics.jsonl").read_bytes()
-    assert (a / "ckpt" / "best").readlink() == (b / "ckpt" / "best").readlink()
-    ours, theirs = saved_json(a, "summary"), saved_json(b, "summary")
-    for key in ("status", "iter", "val/loss", "val/loss_min", "iter_of_min", "train/loss"):
-        assert ours[key] == theirs[key], key
 
 
 def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path: Path) -> None:
@@ -276,7 +233,7 @@ def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus
     batches = Batches(tokens, split(len(tokens), 10, None), 16, 4, config.seed)
     gpt = GPT(config.gpt, tokenizer.vocab_size)
     gpt.init_weights(config.seed)
-    optimizer = build_optimizer(gpt, config)
+    optimizer = Optimizer(gpt, config)
     for step, line in zip(range(6), lines(tmp_path / "run"), strict=False):
         parts = [batches.get_batch(step, micro_step) for micro_step in range(4)]
         x, y = (torch.cat(part) for part in zip(*parts, strict=True))

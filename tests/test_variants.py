@@ -24,7 +24,7 @@ from model.linear import FusedLinear
 from model.options import RMSNormOptions, SinkOptions
 from training.checks import start_up_checks
 from training.config import ConstantOptions, TrainConfig, WandbOptions, load_config
-from training.optim import build_optimizer
+from training.optim import Optimizer
 from training.session import checked_meta_model, setup
 from training.updates import applying_weights_variant
 
@@ -324,7 +324,7 @@ def test_quack_scales_the_learning_rates_by_its_papers_algorithms(layout: str, o
         for pair in zip(gpt.attentions, first.attentions, strict=True)
     ]
     for model in (gpt, plain):
-        optimizer = build_optimizer(model, config)
+        optimizer = Optimizer(model, config)
         for group in optimizer.param_groups:
             group["lr"] = 0.01
         idx = random_tokens(4, 16)

@@ -23,7 +23,7 @@ from wandb_server import Server
 import train
 from core import wandb_follower
 from core.files import read_json, sealed
-from core.metrics import Metrics
+from core.record import Metrics
 from core.rundir import RunDir, RunRequest, open_run
 from core.wandb_run import wandb_mode
 from model.options import LpNormOptions
@@ -109,14 +109,16 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     run.begin("", 0, settings)
     for i in range(30):
-        run.record({"iter": i, "train/loss": 1 / (i + 1), "val/loss": None if i % 10 else 0.1 * i, "mfu": math.nan})
+        run.record.write(
+            {"iter": i, "train/loss": 1 / (i + 1), "val/loss": None if i % 10 else 0.1 * i, "mfu": math.nan}
+        )
     run.finish({"status": "stopped", "iter": 25})
     assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     before = Metrics.read(run.path / "metrics.jsonl")
     run.begin("", 25, settings)
     eventually(lambda: len(list((run.path / "wandb").glob("offline-run-*/*.wandb"))) == 2)
     for i in range(25, 40):  # while W&B follows
-        run.record({"iter": i, "train/loss": 1 / (i + 1)})
+        run.record.write({"iter": i, "train/loss": 1 / (i + 1)})
         time.sleep(0.05)
     run.finish({"status": "done", "iter": 40, "val/loss": 2.5})
 
@@ -134,7 +136,7 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     assert (runs[0]["display_name"], runs[0]["run_group"]) == ("a run: #1", config.group)
     assert runs[0]["config"]["update"]["info"] == {"commit": "abc"}
     assert [r["exit"].get("exit_code", 0) for records in recordings for r in records if r["type"] == "exit"] == [255, 0]
-    summary = {"status": "done", "iter": 40, "val/loss": 2.5, "records": run.record_hashes()}
+    summary = {"status": "done", "iter": 40, "val/loss": 2.5, "records": run.record.hashes()}
     assert read_json(run.path / "summary.json") == sealed(summary)
 
 
@@ -234,7 +236,7 @@ run.begin("", 0, {"mode": wandb_run.wandb_mode(mode), "init": init})
 print("W&B process", run._wandb and run._wandb.process.pid, flush=True)
 began = time.perf_counter()
 for i in range(1000):
-    run.record({"iter": i, "train/loss": i / 7})
+    run.record.write({"iter": i, "train/loss": i / 7})
     time.sleep(float(pause))
 print(f"logged in {time.perf_counter() - began:.3f} s", flush=True)
 if end == "killed":
@@ -493,7 +495,7 @@ def test_wandb_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest
     run.print_line = printed.append
     monkeypatch.setattr(wandb_follower.sys, "executable", "/bin/false")
     run.begin("", 0, {"mode": "offline", "init": {}})
-    run.record({"iter": 0})
+    run.record.write({"iter": 0})
     run.finish({"iter": 1})
     assert printed == ["W&B stopped (exit status 1); the run and metrics.jsonl go on"]
     monkeypatch.setattr(wandb_follower.sys, "executable", "/nowhere/python")

@@ -143,7 +143,7 @@ def variants_of(session: Session) -> str:
     """The settings that may be to blame: attention=, qk_norm= where there are plugins, and the variants."""
     config = session.config
     norm = f"qk_norm={config.qk_norm.name}" if config.qk_norm.name != "none" and config.plugins else ""
-    chosen = [f"{group}={one.name}" for group, one in config.gpt.variants.items()]
+    chosen = [f"{group}={one.name}" for group, one in config.variants.items()]
     return " ".join(filter(None, [f"attention={config.attention.name}", norm, *chosen]))
 
 

@@ -1,14 +1,15 @@
 """The settings of a training run: TrainConfig joins those of the model, the data and the optimizer. Free of torch."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from core.files import expand
-from core.plugins import load_plugins
+from core.files import FOLDERS, expand
+from core.plugins import Slot, add_options, load_plugins
 from core.schema import (
     FREE,
     NOT_EMPTY,
@@ -23,30 +24,16 @@ from core.schema import (
     Rule,
     Variants,
     deciding,
+    declared,
     digest,
     options,
     require,
     settings_of,
 )
 from data.options import CORPORA, CorpusOptions, FoldedTextOptions, TinyShakespeareOptions
-from model.options import (
-    ATTENTION_OPTIONS,
-    LOGITS_OPTIONS,
-    OUTPUT_OPTIONS,
-    QK_NORM_OPTIONS,
-    SOFTMAX_OPTIONS,
-    WEIGHTS_OPTIONS,
-    AttentionOptions,
-    GPTConfig,
-    LogitsOptions,
-    MHAOptions,
-    ModelOptions,
-    NoNormOptions,
-    OutputOptions,
-    QKNormOptions,
-    SoftmaxOptions,
-    WeightsOptions,
-)
+from model.options import GPTConfig
+
+FOLDERS["plan.jsonl"] = "a sweep"  # as sweeps/plan.py writes one
 
 
 @options
@@ -73,11 +60,19 @@ class QKClipOptions(NoClipOptions):
 
 
 @options
-class AdamWOptions:
+class OptimizerOptions:
+    """The base of optimizers. One of your own: training/optim.py says what its class receives."""
+
+    slot = Slot("torch.optim:Optimizer", "training.optim")
+    name: str
+    learning_rate: Annotated[float, POSITIVE, AlsoCalled(["lr"]), Help("the highest one of the schedule")] = 1e-3
+
+
+@options
+class AdamWOptions(OptimizerOptions):
     """AdamW"""
 
     name: str = "adamw"
-    learning_rate: Annotated[float, POSITIVE, AlsoCalled(["lr"]), Help("the highest one of the schedule")] = 1e-3
     betas: Annotated[
         tuple[float, float],
         Rule(lambda betas: all(0 <= b < 1 for b in betas), "must each be in [0, 1)"),
@@ -103,8 +98,9 @@ MinLR = Annotated[float, NOT_NEGATIVE, Help("the learning rate at the end")]
 
 @options
 class ScheduleOptions:
-    """What every schedule has."""
+    """The base of schedules. One of your own overrides height(): register(ItsOptions), there is no other class."""
 
+    slot = Slot()
     name: str
     warmup_iters: Annotated[
         int | None,
@@ -118,6 +114,10 @@ class ScheduleOptions:
             return self.warmup_iters
         return WARMUP if end is None else min(WARMUP, end // 10)
 
+    def height(self, step: int, end: int | None) -> float:
+        """The learning rate of update `step`, after the warm-up: 1 is learning_rate, 0 is min_lr or without one 0."""
+        return 1.0
+
 
 @options
 class ConstantOptions(ScheduleOptions):
@@ -128,7 +128,7 @@ class ConstantOptions(ScheduleOptions):
 
 @options
 class DecayOptions(ScheduleOptions):
-    """A schedule that ends at min_lr."""
+    """The base of schedules that end at min_lr. One of your own overrides remaining()."""
 
     min_lr: MinLR = 0.0
     lr_decay_iters: Annotated[int | None, AtLeast(1), Help("the iteration of that end; null: max_iters")] = None
@@ -139,6 +139,15 @@ class DecayOptions(ScheduleOptions):
 
     def decay_end(self, max_iters: int) -> int:
         return max_iters if self.lr_decay_iters is None else self.lr_decay_iters
+
+    def height(self, step: int, end: int | None) -> float:
+        assert end is not None
+        start = self.decay_start(end)
+        return self.remaining(0.0 if step <= start else 1.0 if step >= end else (step - start) / (end - start))
+
+    def remaining(self, x: float) -> float:
+        """The height after a share x of the decay."""
+        return 1 - x
 
     def check_decay(self, max_iters: int, learning_rate: float) -> None:
         end = self.decay_end(max_iters)
@@ -158,6 +167,9 @@ class CosineOptions(DecayOptions):
     name: str = "cosine"
     min_lr: MinLR = 1e-4
 
+    def remaining(self, x: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * x))
+
 
 @options
 class LinearOptions(DecayOptions):
@@ -168,13 +180,16 @@ class LinearOptions(DecayOptions):
 
 @options
 class WSDOptions(DecayOptions):
-    """Warm-up, stable, decay with 1 - sqrt"""
+    """Warm-up, stable, decay with 1 - sqrt"""  # Haegele et al. 2024
 
     name: str = "wsd"
     decay_frac: Annotated[float, Between(0, 1, "(]"), Help("the decay's share of lr_decay_iters")] = 0.2
 
     def decay_start(self, end: int) -> float:
         return end - self.decay_frac * end
+
+    def remaining(self, x: float) -> float:
+        return 1 - math.sqrt(x)
 
     def check_decay(self, max_iters: int, learning_rate: float) -> None:
         super().check_decay(max_iters, learning_rate)
@@ -234,10 +249,8 @@ class WandbOptions:
 
 
 QK_CLIPS: dict[str, type[NoClipOptions]] = {"none": NoClipOptions, "log": LogClipOptions, "clip": QKClipOptions}
-OPTIMS: dict[str, type[AdamWOptions]] = {"adamw": AdamWOptions, "muon": MuonOptions}
-SCHEDULES: dict[str, type[ScheduleOptions]] = {
-    "cosine": CosineOptions, "wsd": WSDOptions, "linear": LinearOptions, "constant": ConstantOptions,
-}  # fmt: skip
+for ours in (AdamWOptions, MuonOptions, CosineOptions, WSDOptions, LinearOptions, ConstantOptions):
+    add_options(ours.slot, ours)
 
 Seed = Annotated[int, AtLeast(0, bits=63), Help("seed of every random number")]
 Device = Annotated[
@@ -256,7 +269,9 @@ Dtype = Annotated[Literal["auto", "float32", "bfloat16"], Help("auto: bfloat16 w
 # masks; the run warns.
 # If dtype=auto means another dtype, check_resumable() refuses. `init_from` is free as `init_sha256` decides.
 @options
-class TrainConfig:
+class RootOptions:
+    """The settings that stand in no group."""
+
     out_dir: Annotated[
         str | None, FREE, NOT_EMPTY, AlsoCalled(["run"]),
         Help("null: runs/ + a readable name + a hash of what decides the numbers"),
@@ -308,26 +323,15 @@ class TrainConfig:
         tuple[str, ...], FREE, Loads(load_plugins), Help("modules that register variants of a group, as [my_norm]")
     ] = ()
     fresh: Annotated[bool, FREE, Help("move an older run in the same directory aside and start anew")] = False
-    model: Annotated[ModelOptions, Help("a preset, and its sizes")] = ModelOptions()
-    attention: Annotated[AttentionOptions, Variants(ATTENTION_OPTIONS), Help("the attention layout")] = MHAOptions()
-    qk_norm: Annotated[QKNormOptions, Variants(QK_NORM_OPTIONS), Help("the norm of queries and keys")] = NoNormOptions()
-    logits: Annotated[
-        LogitsOptions, Variants(LOGITS_OPTIONS), BeforeItExisted(LogitsOptions()), Help("before the softmax")
-    ] = LogitsOptions()
-    softmax: Annotated[
-        SoftmaxOptions, Variants(SOFTMAX_OPTIONS), BeforeItExisted(SoftmaxOptions()), Help("its denominator")
-    ] = SoftmaxOptions()
-    output: Annotated[
-        OutputOptions, Variants(OUTPUT_OPTIONS), BeforeItExisted(OutputOptions()),
-        Help("attention's, before its projection"),
-    ] = OutputOptions()  # fmt: skip
-    weights: Annotated[
-        WeightsOptions, Variants(WEIGHTS_OPTIONS), BeforeItExisted(WeightsOptions()),
-        Help("how a block's are used or updated"),
-    ] = WeightsOptions()  # fmt: skip
+
+
+@options
+class TrainConfig(GPTConfig, RootOptions):
+    """All settings. Those of the last base class come first: RootOptions, the groups of the model, these groups."""
+
     qk_clip: Annotated[NoClipOptions, Variants(QK_CLIPS), Help("a bound on the largest logits")] = NoClipOptions()
-    optim: Annotated[AdamWOptions, Variants(OPTIMS), Help("the optimizer")] = AdamWOptions()
-    schedule: Annotated[ScheduleOptions, Variants(SCHEDULES), Help("the learning rate over the run")] = CosineOptions()
+    optim: Annotated[OptimizerOptions, Help("the optimizer")] = AdamWOptions()
+    schedule: Annotated[ScheduleOptions, Help("the learning rate over the run")] = CosineOptions()
     data: Annotated[CorpusOptions, Variants(CORPORA), AlsoCalled(["dataset"]), Help("the corpus")] = (
         TinyShakespeareOptions()
     )
@@ -335,10 +339,12 @@ class TrainConfig:
         FaultOptions, Variants(dict.fromkeys(FAULTS, FaultOptions), FAULTS), Help("train wrongly on purpose")
     ] = FaultOptions()
     wandb: Annotated[WandbOptions, FREE, Help("Weights & Biases")] = WandbOptions()
+    elsewhere: ClassVar = dict.fromkeys(("sweep", "sweep_dir", "launcher"), "sweeps/launch.py")  # who takes these
 
     @property
     def gpt(self) -> GPTConfig:
-        return GPTConfig(self.model, self.attention, self.qk_norm, self.logits, self.softmax, self.output, self.weights)
+        """The groups of the model alone."""
+        return GPTConfig(**{name: getattr(self, name) for name in declared(GPTConfig)})
 
     @property
     def lr_decay_iters(self) -> int | None:
@@ -373,7 +379,7 @@ class TrainConfig:
             self.optim.name if self.optim.name != AdamWOptions.name else "",
             self.schedule.name if self.schedule.name != CosineOptions.name else "",
         ]
-        slots = [one.label for one in self.gpt.variants.values()]
+        slots = [one.label for one in self.variants.values()]
         parts = [self.model.name, self.attention.label, clip, self.qk_norm.label, *slots, *recipe, self.data.name]
         return "-".join(filter(None, parts))
 
@@ -397,14 +403,14 @@ class TrainConfig:
         require(
             self.init_sha256 is None or self.init_from is not None, f"init_sha256={self.init_sha256} needs init_from"
         )
-        self.gpt.check()
+        super().check()
         require(
             not isinstance(self.qk_clip, QKClipOptions) or self.qk_norm.name == "none",
             f"qk_clip=clip needs qk_norm=none: with qk_norm={self.qk_norm.name} the weights' scale does not reach the"
             " logits",
         )
         for group in ("logits", "softmax"):
-            allowed = self.fault.name != "no_mask" or group not in self.gpt.variants
+            allowed = self.fault.name != "no_mask" or group not in self.variants
             require(allowed, f"fault=no_mask replaces the whole softmax: remove {group}=")
         require(
             self.fault.name != "loss_over_accumulation" or self.gradient_accumulation_steps > 1,

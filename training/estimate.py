@@ -15,7 +15,7 @@ from model.diagnostics import activation_bytes
 from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.init_from import load_initial_weights
-from training.optim import build_optimizer, optimizer_bytes
+from training.optim import Optimizer, check_optimizer, optimizer_bytes
 from training.schedule import n_evaluations
 from training.session import Data, Machine, checked_meta_model, read_data, set_up_machine
 from training.updates import applying_weights_variant, rows_at_once
@@ -43,8 +43,8 @@ def dry_run(config: TrainConfig) -> int:
 
 def require_startable(config: TrainConfig) -> None:
     """Raise ConfigError where the run cannot start: no such device, no corpus, too little text, unfit weights."""
-    set_up_machine(config)
-    data = read_data(config)
+    machine, data = set_up_machine(config), read_data(config)
+    check_optimizer(config, machine.device)
     if config.init_from is not None:
         load_initial_weights(config, GPT(config.gpt, data.corpus.tokenizer.vocab_size), data.corpus)
 
@@ -59,6 +59,7 @@ def estimate(config: TrainConfig) -> tuple[float, int]:
 def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
     """The lines that a dry run prints, as {label: text}."""
     corpus, dtype = data.corpus, machine.dtype
+    check_optimizer(config, machine.device)
     model = checked_meta_model(config, corpus.tokenizer.vocab_size)
     n, flops = model.num_params(), model.flops_per_token()
     rows = rows_at_once(config.batch_size, config.model.block_size, machine.device)
@@ -103,7 +104,7 @@ def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine) -> tup
         return GUESSED_MFU * peak / flops * T, f"{100 * GUESSED_MFU:g} % of the peak"
     model = GPT(config.gpt, meta_model.vocab_size)
     model.init_weights(config.seed)
-    optimizer = build_optimizer(model, config)
+    optimizer = Optimizer(model, config)
     idx = torch.randint(model.vocab_size, (rows, T))
     times = []
     for _ in range(3):

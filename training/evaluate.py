@@ -1,9 +1,10 @@
-"""Evaluation: the exact validation loss, nanoGPT's sampled estimate for comparison, and the lowest loss so far."""
+"""Evaluation: the exact validation loss, nanoGPT's sampled estimate for comparison, the lowest loss; spikes."""
 
 import math
 import time
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -113,10 +114,26 @@ def sample_text(session: Session) -> str:
 def find_lowest(run_dir: RunDir, saved: RunState | None) -> LowestLoss:
     """The lowest val/loss before the iteration that a run resumes from. The checkpoint has it, too: metrics.jsonl may
     have been damaged since."""
-    losses = run_dir.recorded("val/loss")
+    losses = run_dir.record.curve("val/loss")
     if saved is not None and saved.lowest is not None:
         loss, before = saved.lowest
         losses[before] = loss
     step = min(losses, key=lambda i: (losses[i], i), default=None)
     # rank 0 alone has the record
     return dist.gather(LowestLoss() if step is None else LowestLoss(losses[step], step))[0]
+
+
+def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, least: int = 30) -> float | None:
+    """Percentage of losses at least `sigmas` standard deviations from the mean of the `window` before them (OLMo 2).
+
+    None while no loss has `least` others before it. From running sums: exact to round-off for losses below 1e6.
+    """
+    if len(losses) <= least:
+        return None
+    values = np.array(losses) - np.mean(losses)  # small numbers: their squares round less
+    i = np.arange(least, len(values))
+    start = np.maximum(0, i - window)
+    sums, squares = (np.concatenate([[0.0], np.cumsum(x)]) for x in (values, values**2))
+    mean = (sums[i] - sums[start]) / (i - start)
+    deviation = np.sqrt(np.maximum((squares[i] - squares[start]) / (i - start) - mean**2, 0))
+    return 100 * float(np.mean((np.abs(values[i] - mean) >= sigmas * deviation) & (deviation > 1e-7)))

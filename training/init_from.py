@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from core import checkpoint
 from core.files import expand, file_sha256, read_json
-from core.schema import ConfigError, deciding, differences, require
+from core.schema import ConfigError, differences, flatten, require
 from data.hf_tokenizer import tokenizer_json
 from data.options import FineWebOptions
 from data.tokenizer import Tokenizer
@@ -107,10 +107,10 @@ def load_initial_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus:
     """Returns what does not fit, and warnings."""
     saved = checkpoint.load(file.parent)
     origin = load_config(saved.state["config"])
-    free = ["model.name", "model.dropout"]
+    free = ["model.name", "model.dropout", "model.activation_checkpointing"]
     if config.model.position == "rope":  # nothing is learned for each position
         free.append("model.block_size")
-    theirs, ours = deciding(origin.gpt), deciding(config.gpt)
+    theirs, ours = flatten(asdict(origin.gpt)), flatten(asdict(config.gpt))
     for key, derive in DERIVED.items():
         if (theirs.get(key) or derive(origin.model)) == (ours.get(key) or derive(config.model)):
             free.append(key)

@@ -1,10 +1,23 @@
-"""Parameter groups, the optimizers, and their state as named tensors."""
+"""Parameter groups, the optimizers, and their state as named tensors.
+
+An optimizer of your own is a class derived from torch.optim.Optimizer, and options derived from OptimizerOptions:
+register(ItsOptions, ItsClass). ItsClass(groups, lr=optim.learning_rate, ...) is called with all other options by name,
+except weight_decay. That stands in the groups: the first has the matrices, the second the vectors, which do not decay.
+Without an option weight_decay there is one group. group["param_names"] has the names of group["params"].
+Before an update each group's "lr" is set. step() is called without arguments, and with finite gradients alone. All that
+it remembers must stand in self.state[p], as tensors that are 0-d or have the shape of p. The class may declare:
+
+    state_shapes = {"row": lambda shape: shape[:1]}    other shapes in its state, by key
+    moments = 1                                        state tensors as large as a weight, for estimates; else 2
+    hidden_only = True                                 it gets the matrices of the blocks, and AdamW the rest, as with
+                                                       Muon; its options then derive from AdamWOptions
+"""
 
 import inspect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,23 +25,30 @@ import torch.nn as nn
 from torch import Tensor
 
 from core.device import resolve_dtype
-from core.schema import require
+from core.plugins import register
+from core.schema import ConfigError, declared, one_line, require
+from model.gpt import GPT
 from model.linear import FusedLinear
+from model.options import GPTConfig, ModelOptions
 from training.config import AdamWOptions, MuonOptions, TrainConfig
 
 
-def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (norm gains, biases, alpha) do not."""
-    parameters = list(parameters)
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+def parameter_groups(named: Mapping[str, Tensor], weight_decay: float | None) -> list[dict[str, Any]]:
+    """Matrices decay; vectors (norm gains, biases, alpha) do not. None: one group, and the class decides."""
+    if weight_decay is None:
+        return [{"params": [*named.items()]}]
+    matrices = [(name, p) for name, p in named.items() if p.dim() >= 2]
+    vectors = [(name, p) for name, p in named.items() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
-def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]]]:
-    """Every trained matrix inside the blocks: {name: (weight, the row counts of its projections)}."""
-    found = {}
+def hidden_matrices(model: nn.Module, kind: Any) -> dict[str, tuple[nn.Parameter, list[int]]]:
+    """Every trained matrix inside the blocks: {name: (weight, the row counts of its projections)}, for the class of an
+    optimizer that is `hidden_only`; {} for another."""
+    found: dict[str, tuple[nn.Parameter, list[int]]] = {}
+    if not getattr(kind, "hidden_only", False):
+        return found
     for module_name, module in model.named_modules():
         for name, p in module.named_parameters(module_name, recurse=False):
             if name.startswith("transformer.h.") and p.dim() == 2 and p.requires_grad:
@@ -37,22 +57,16 @@ def hidden_matrices(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[int]
 
 
 class LoadsNoCompiler(torch.optim.Optimizer):
-    """PyTorch wraps these methods to hide them from its compiler, and the wrapper loads the compiler; its
-    zero_grad() is slower, too."""
+    """The base of ours. PyTorch wraps this method to hide it from its compiler, and the wrapper loads the compiler.
+
+    step(frozen): a tensor (); where it is 1 the weights stay, without a wait for the device."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-
-    def zero_grad(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = None
 
 
 class AdamW(LoadsNoCompiler, torch.optim.AdamW):
     """torch.optim.AdamW with fused=True, one kernel for all parameters of a group, which share one count of steps.
-    torch's own counts each parameter's steps apart, which takes time where matrices are small.
-
-    step(frozen): a tensor (); where it is 1 the weights stay, without a wait for the device. Muon's step too."""
+    torch's own counts each parameter's steps apart, which takes time where matrices are small."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -111,6 +125,8 @@ class Muon(LoadsNoCompiler, torch.optim.Muon):
     together, and in fp32 where the hardware has no bf16 or where `in_fp32` is set. torch's own takes them one by one
     and in bf16, slow to emulate."""
 
+    moments = 1
+    hidden_only = True
     in_fp32 = False
 
     @torch.no_grad()
@@ -156,106 +172,160 @@ def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: in
     return x.mT if tall else x
 
 
-class MuonAndAdamW:
-    """Muon for the hidden matrices and AdamW for all else, with the optimizer methods that training uses.
+register(AdamWOptions, AdamW)
+register(MuonOptions, Muon)
 
-    Muon gets each projection of a fused matrix as a view of the weight's rows. Orthogonalised as one matrix, they would
+
+# -----------------------------------------------------------------------------
+# The optimizers of a run
+
+
+class Optimizer:
+    """What training calls: the optimizer of optim= for all trained parameters. One that is `hidden_only` has the
+    matrices of the blocks, and AdamW the rest.
+
+    It gets each projection of a fused matrix as a view of the weight's rows. Orthogonalised as one matrix, they would
     share singular vectors.
     """
 
-    def __init__(self, model: nn.Module, o: MuonOptions, in_fp32: bool):
-        self.weights: list[tuple[nn.Parameter, list[Tensor]]] = []  # each with its projections
-        self.projections: dict[str, Tensor] = {}
-        for name, (weight, rows) in hidden_matrices(model).items():
+    def __init__(self, model: nn.Module, config: TrainConfig):
+        o, kind = config.optim, class_of(config)
+        hidden = hidden_matrices(model, kind)
+        self.weights: list[tuple[nn.Parameter, list[Tensor]]] = []  # each of `hidden` with its projections
+        projections: dict[str, Tensor] = {}
+        for name, (weight, rows) in hidden.items():
             views = list(weight.detach().split(rows))
             self.weights.append((weight, views))
             for view, end in zip(views, itertools.accumulate(rows), strict=True):
-                self.projections[name if len(views) == 1 else f"{name}[{end - len(view)}:{end}]"] = view
-        self.muon = Muon(
-            self.projections.values(),
-            lr=o.learning_rate,
-            weight_decay=o.weight_decay,
-            momentum=o.momentum,
-            nesterov=o.nesterov,
-            ns_steps=o.ns_steps,
-        )
-        self.muon.in_fp32 = in_fp32
-        hidden = {id(weight) for weight, _ in self.weights}
-        self.rest = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in hidden}
-        self.adamw = new_adamw(self.rest.values(), o)
+                projections[name if len(views) == 1 else f"{name}[{end - len(view)}:{end}]"] = view
+        rest: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in hidden}
+        given = {key: getattr(o, key) for key in declared(type(o)) if key != "name"}
+        self.owned: list[tuple[Any, dict[str, Tensor]]] = []  # each optimizer with what it updates, by name
+        if hidden:
+            require(isinstance(o, AdamWOptions), "as it is hidden_only, its options must derive from AdamWOptions")
+            of_adamw = {key: given[key] for key in ("learning_rate", "betas", "weight_decay")}
+            del given["betas"]
+            self.add(kind, projections, **given)
+            self.owned[0][0].in_fp32 = config.dtype == "float32"
+            kind, given = AdamW, of_adamw
+        self.add(kind, rest, **given)
+
+    def add(
+        self,
+        kind: Any,
+        named: dict[str, Tensor],
+        learning_rate: float,
+        weight_decay: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.owned.append((kind(parameter_groups(named, weight_decay), lr=learning_rate, **options), named))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self.muon.param_groups + self.adamw.param_groups
+        return [group for one, _ in self.owned for group in one.param_groups]
 
     def step(self, frozen: Tensor | None = None) -> None:
+        """Make the update. No weight changes where `frozen`, (), is 1; ours do not wait for the device to know."""
         for weight, views in self.weights:
             same = views[0].untyped_storage()._cdata == weight.untyped_storage()._cdata
-            assert same, "the weights have moved since build_optimizer"
+            assert same, "the weights have moved since the optimizer was built"
             if weight.grad is not None:
                 for view, gradient in zip(views, weight.grad.split([len(v) for v in views]), strict=True):
                     view.grad = gradient
-        self.muon.step(frozen)
-        self.muon.zero_grad()  # drops the views' gradients; zero_grad() below drops the weights'
-        self.adamw.step(frozen)
+        for one, _ in self.owned:
+            if isinstance(one, LoadsNoCompiler):
+                one.step(frozen)  # type: ignore[arg-type]
+            elif frozen is None or not frozen:
+                one.step()
 
     def zero_grad(self) -> None:
-        self.adamw.zero_grad()
-        for weight, _ in self.weights:
-            weight.grad = None
+        updated = [p for group in self.param_groups for p in group["params"]]
+        for p in (*updated, *(weight for weight, _ in self.weights)):
+            p.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state as {"exp_avg/transformer.wte.weight": tensor, …}; a projection of a fused matrix is
+        NAME[first row:last + 1]. Raises: ConfigError for what a checkpoint cannot hold."""
+        found = {}
+        for one, named in self.owned:
+            for name, p in named.items():
+                for key, value in one.state[p].items():
+                    told = misfit(one, key, value, p)
+                    require(not told, told)
+                    # all weights of a group may share one `step` tensor; a file cannot hold a shared tensor
+                    found[f"{key}/{name}"] = value if value.dim() else value.clone()
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises: KeyError or AssertionError where names or shapes do not fit."""
+        owners = {name: (p, one) for one, named in self.owned for name, p in named.items()}
+        for full_name, value in tensors.items():
+            key, _, name = full_name.partition("/")
+            p, one = owners[name]
+            told = misfit(one, key, value, p)
+            assert not told, told
+            # PyTorch's own keep `step` on the CPU unless they are fused or capturable
+            with_p = isinstance(one, LoadsNoCompiler) or one.defaults.get("fused") or one.defaults.get("capturable")
+            device = p.device if with_p or key != "step" else "cpu"
+            one.state[p][key] = value.to(device, copy=True)
+        for one, _ in self.owned:
+            if isinstance(one, AdamW):
+                one.lists.clear()
 
 
-Optimizer = AdamW | MuonAndAdamW
+def class_of(config: TrainConfig) -> Any:
+    return config.optim.slot.classes[config.optim.name]
 
 
-def new_adamw(parameters: Iterable[Tensor], o: AdamWOptions) -> AdamW:
-    return AdamW(parameter_groups(parameters, o.weight_decay), lr=o.learning_rate, betas=o.betas)
+def misfit(one: Any, key: str, value: Any, p: Tensor) -> str:
+    """Why a checkpoint cannot hold this state of the parameter p; "" where it can."""
+    told = f"{type(one).__name__}.state: {key} of a parameter of shape {(*p.shape,)}"
+    if not isinstance(value, Tensor):
+        return f"{told} is {value!r:.40} and must be a tensor"
+    shape_of = getattr(one, "state_shapes", {}).get(key, tuple)
+    fits = value.dim() == 0 or tuple(value.shape) == tuple(shape_of(p.shape))
+    return "" if fits else f"{told} has the shape {(*value.shape,)}, which state_shapes does not declare"
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The optimizer of config.optim over all parameters; each is in exactly one group."""
-    o = config.optim
-    if isinstance(o, MuonOptions):
-        return MuonAndAdamW(model, o, in_fp32=config.dtype == "float32")
-    require(o.name == "adamw", f"optim={o.name} is not implemented: build_optimizer() knows adamw and muon")
-    return new_adamw([p for p in model.parameters() if p.requires_grad], o)
+def check_optimizer(config: TrainConfig, device: torch.device) -> None:
+    """Try a plugin's optimizer on a tiny GPT. Raises: ConfigError where it fails, or does not resume bit for bit."""
+    if class_of(config) in (AdamW, Muon):
+        return
+    told = f"optim={config.optim.name}"
+    tiny = GPTConfig(ModelOptions(n_layer=1, n_head=1, n_embd=4, block_size=2))
+
+    def update(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        g = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=g).to(device)
+        torch.manual_seed(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        with torch.random.fork_rng([]):
+            model, resumed = (GPT(tiny, vocab_size=5) for _ in range(2))
+            for one in (model, resumed):
+                one.init_weights(0)
+                one.to(device)
+            optimizer = Optimizer(model, config)
+            for step in range(2):
+                update(model, optimizer, step)
+            resumed.load_state_dict(model.state_dict())
+            reloaded = Optimizer(resumed, config)
+            reloaded.load(optimizer.tensors())
+            update(model, optimizer, 2)
+            update(resumed, reloaded, 2)
+    except ConfigError as error:
+        raise ConfigError(f"{told}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{told} cannot be used: {one_line(error)}") from error
+    same = all(map(torch.equal, model.parameters(), resumed.parameters()))
+    require(same, f"{told} does not resume bit for bit: all that it remembers must stand in self.state[p], as tensors")
 
 
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:
     """Bytes of state once training has begun: AdamW keeps two moments of a weight, Muon one."""
-    count = 2 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if isinstance(config.optim, MuonOptions):
-        count -= sum(weight.numel() for weight, _ in hidden_matrices(model).values())
-    return 4 * count
-
-
-# -----------------------------------------------------------------------------
-# State by name
-
-
-def owners(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Tensor, torch.optim.Optimizer]]:
-    """{name: (tensor, the optimizer that updates it)}; a projection of a fused matrix is NAME[first row:last + 1]."""
-    if isinstance(optimizer, MuonAndAdamW):
-        hidden = {name: (p, optimizer.muon) for name, p in optimizer.projections.items()}
-        return {**hidden, **{name: (p, optimizer.adamw) for name, p in optimizer.rest.items()}}
-    return {name: (p, optimizer) for name, p in model.named_parameters()}
-
-
-def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state as {"exp_avg/transformer.wte.weight": tensor, …}."""
-    return {
-        # all weights of a group share one `step` tensor; a file cannot hold a shared tensor
-        f"{key}/{name}": value.clone() if key == "step" else value
-        for name, (parameter, owner) in owners(optimizer, model).items()
-        for key, value in owner.state[parameter].items()
-    }
-
-
-def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    known = owners(optimizer, model)
-    adamw = optimizer.adamw if isinstance(optimizer, MuonAndAdamW) else optimizer
-    adamw.lists.clear()
-    for full_name, value in tensors.items():
-        key, _, name = full_name.partition("/")
-        parameter, owner = known[name]
-        owner.state[parameter][key] = value.to(parameter.device, copy=True)
+    kind, n = class_of(config), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    own = sum(weight.numel() for weight, _ in hidden_matrices(model, kind).values()) or n
+    return 4 * (getattr(kind, "moments", 2) * own + 2 * (n - own))

@@ -7,10 +7,8 @@ from typing import Any
 from tqdm import tqdm
 
 from core.rundir import RunDir
+from training.metrics import row_of, shown_in
 from training.session import Session
-
-SHOWN = ("iter", "train/loss", "lr", "grad_norm", "tok_per_sec", "mfu")
-FORMATS = {"lr": ".2e", "tok_per_sec": ",.0f", "mfu": ".1%"}
 
 
 def headline(session: Session) -> str:
@@ -28,7 +26,7 @@ def headline(session: Session) -> str:
 
 def in_words(line: Mapping[str, Any]) -> str:
     """One line for a person: iter 250: train/loss 1.9034, …"""
-    values = ", ".join(f"{key} {value:{FORMATS.get(key, '.4f')}}" for key, value in line.items() if key != "iter")
+    values = ", ".join(f"{key} {value:{row_of(key).spec}}" for key, value in line.items() if key != "iter")
     return f"iter {line['iter']}: {values}"
 
 
@@ -36,7 +34,7 @@ def show_progress(run_dir: RunDir, bar: tqdm, line: Mapping[str, Any], seconds_l
     """seconds_left: None where it is not known yet, as the first update of a process is slow."""
     bar.set_postfix_str(f"loss {line['train/loss']:.4f}, {line['tok_per_sec']:,.0f} tok/s", refresh=False)
     left = "" if seconds_left is None else f", {tqdm.format_interval(seconds_left)} left"
-    shown = {key: line[key] for key in SHOWN}
+    shown = {key: line[key] for key in shown_in("log")}
     run_dir.log(f"{in_words(shown)}{left}", show=bool(bar.disable))  # the bar shows it already
 
 

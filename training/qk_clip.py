@@ -1,7 +1,7 @@
 """QK-Clip (Kimi K2): after an update, heads with too large a logit have their query and key weights scaled back."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from core import dist
 from training.config import NoClipOptions, QKClipOptions
+from training.metrics import REDUCTIONS, row_of
 
 
 @torch.no_grad()
@@ -50,8 +51,6 @@ def qk_clip_line(maxima: Tensor, options: NoClipOptions) -> dict[str, float]:
 
 
 def over_updates(*lines: dict[str, float]) -> dict[str, float]:
-    """qk_clip_line() of several updates as one: the largest maxima, the sum of the counts, the smallest gamma. Empty
-    lines are skipped."""
-    combine: dict[str, Callable[[Iterable[float]], float]] = {"qk_clip/clipped": sum, "qk_clip/gamma_min": min}
+    """qk_clip_line() of several updates as one. Empty lines are skipped."""
     values_of = {key: [line[key] for line in lines if key in line] for line in lines for key in line}
-    return {key: combine.get(key, max)(values) for key, values in values_of.items()}
+    return {key: REDUCTIONS[row_of(key).thins](values) for key, values in values_of.items()}

@@ -10,7 +10,7 @@ from core import checkpoint, dist, rundir
 from core.dist import World
 from core.files import file_sha256, is_intact, read_json
 from core.plugins import changed_plugins
-from core.process import say
+from core.process import EXIT_DIVERGED, say
 from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, read_status
 from core.schema import ConfigError, differences, require, with_earlier_defaults
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
@@ -112,7 +112,7 @@ def resume(session: Session, run_dir: RunDir) -> RunState | None:
         if saved is None:
             return None
         with checkpoint.errors_as_corrupt(saved.path):
-            state = RunState.from_json(saved.state)
+            state = RunState.from_json(saved.state, f"{saved.path}/{checkpoint.STATE}")
             check_resumable(session, run_dir, state)
             session.load_tensors(saved.tensors)
     except checkpoint.CorruptCheckpoint as error:
@@ -160,6 +160,16 @@ def check_resumable(session: Session, run_dir: RunDir, saved: RunState) -> None:
         run_dir.log(f"warning: {change}")
     if {*here.commits} - {*then.commits} and saved.step < config.max_iters and not config.eval_only:
         run_dir.log(f"warning: commit {then.commit} -> {here.commit}: other code trains the rest of the run")
+
+
+def say_how_it_ended(config: TrainConfig, machine: Machine, run_dir: RunDir) -> int:
+    """Say how a finished run ended. Builds no model. Returns the exit status; 1 where its files are damaged."""
+    damage = find_damage(run_dir.path)
+    if not damage:  # of a damaged summary.json neither dtype nor text can be trusted
+        check_finished(config, machine, run_dir)
+    but = f", but {damage}" if damage else ""
+    run_dir.log(f"{run_dir.path} is {run_dir.state}{but}; fresh=true starts it anew")
+    return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0
 
 
 def check_finished(config: TrainConfig, machine: Machine, run_dir: RunDir) -> None:

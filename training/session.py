@@ -23,9 +23,9 @@ from core.device import (
     total_memory,
 )
 from core.dist import World
+from core.git import commit
 from core.plugins import plugin_hashes
 from core.process import available_cpus
-from core.rundir import commit
 from core.schema import ConfigError, require
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
@@ -34,7 +34,7 @@ from model.gpt import GPT
 from model.kernels import operators
 from training import faults
 from training.config import TrainConfig
-from training.optim import Optimizer, build_optimizer, load_optimizer_tensors, optimizer_bytes, optimizer_tensors
+from training.optim import Optimizer, check_optimizer, optimizer_bytes
 from training.state import Facts
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) each
@@ -133,12 +133,12 @@ class Session:
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds, by group and name."""
         weights: dict[str, Tensor] = dict(self.model.state_dict())  # with the buffers that a plugin has saved
-        return {"model": weights, "optimizer": optimizer_tensors(self.optimizer, self.model)}
+        return {"model": weights, "optimizer": self.optimizer.tensors()}
 
     def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
-        """Raises: KeyError or RuntimeError where names or shapes do not fit."""
+        """Raises: KeyError, RuntimeError or AssertionError where names or shapes do not fit."""
         self.model.load_state_dict(tensors["model"])
-        load_optimizer_tensors(self.optimizer, self.model, tensors["optimizer"])
+        self.optimizer.load(tensors["optimizer"])
 
 
 def setup(config: TrainConfig, machine: Machine | None = None) -> Session:
@@ -148,6 +148,7 @@ def setup(config: TrainConfig, machine: Machine | None = None) -> Session:
     vocab_size = data.corpus.tokenizer.vocab_size
     meta_model = checked_meta_model(config, vocab_size)
     refuse_too_large(config, meta_model, machine)
+    check_optimizer(config, machine.device)
     model = GPT(config.gpt, vocab_size)
     model.init_weights(config.seed)
     model.to(machine.device)
@@ -159,7 +160,7 @@ def setup(config: TrainConfig, machine: Machine | None = None) -> Session:
         for attention in model.attentions:
             attention.track_max_logits()  # before the first forward pass: else it recompiles
     peak = peak_flops(machine.device, machine.dtype) * machine.world.size
-    return Session(config, machine, data, model, forward, build_optimizer(model, config), peak)
+    return Session(config, machine, data, model, forward, Optimizer(model, config), peak)
 
 
 def set_up_machine(config: TrainConfig) -> Machine:

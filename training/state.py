@@ -117,20 +117,20 @@ class RunState:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> "RunState":
-        """Raises: ConfigError that names the key of a wrong type or value. Keys that it does not know are ignored."""
+    def from_json(cls, saved: Mapping[str, Any], file: str = "state.json") -> "RunState":
+        """Raises: ConfigError that names the file and the key of a wrong type or value. Unknown keys are ignored."""
 
         def read(key: str, kind: Any, default: Any = None) -> Any:
-            return convert(saved[key], kind, f"state.json: {key}") if key in saved else default
+            return convert(saved[key], kind, f"{file}: {key}") if key in saved else default
 
         step, clip = read("step", int, -1), read("qk_clip", dict, {})
-        require(step >= 0, f"state.json: step={show(saved.get('step'))} must be an integer >= 0")
+        require(step >= 0, f"{file}: step={show(saved.get('step'))} must be an integer >= 0")
         numbers = all(isinstance(value, int | float) for value in clip.values())
-        require(numbers, f"state.json: qk_clip={show(clip)} must be numbers")
+        require(numbers, f"{file}: qk_clip={show(clip)} must be numbers")
         lowest = read("lowest", tuple[float, int])
         seconds = {key: read(key, float, 0.0) for key in ("seconds", "train_seconds")}
         for key, value in seconds.items():
-            require(0 <= value < math.inf, f"state.json: {key}={value} must be a finite number >= 0")
+            require(0 <= value < math.inf, f"{file}: {key}={value} must be a finite number >= 0")
         return cls(
             step=step,
             config=read("config", dict, {}),

@@ -1,4 +1,4 @@
-"""What W&B is told of a run."""
+"""What W&B is told of a run, and its loss curve."""
 
 import re
 import secrets
@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from core.files import read_json
-from core.rundir import uncommitted
+from core.git import uncommitted
+from core.plots import plot
 from core.wandb_run import wandb_mode
 from training.config import TrainConfig
+from training.metrics import EVALUATION, HEAT_MAPS, shown_in
 from training.state import Facts
+
+CURVES = {"train/loss": "", "val/loss": "o"}  # what curve.png has, with the marker of each
+
+
+def draw_curve(path: Path) -> None:
+    """Draw the losses of the run in `path` into its curve.png."""
+    plot(path / "metrics.jsonl", path / "curve.png", path.name, CURVES)
 
 
 def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, Any]:
@@ -35,10 +44,11 @@ def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, A
         "config": {**settings, **columns, "info": facts.to_json()},
         "resume": "allow",
     }
-    media = {"maps": ["attn/max_logit", "attn/entropy"], "layers": ["attn/alpha", "attn/q_gain", "attn/k_gain"]}
+    media = {"title": HEAT_MAPS, "maps": shown_in("heads"), "layers": shown_in("layers")}
     return {
         "mode": wandb_mode(config.wandb.mode), "init": init, "media": media if shows_media(config) else None,
-        "artifacts": config.wandb.artifacts, "diff": uncommitted().decode(errors="replace"),
+        "evaluation": EVALUATION, "curves": CURVES, "artifacts": config.wandb.artifacts,
+        "diff": uncommitted().decode(errors="replace"),
     }  # fmt: skip
 
 

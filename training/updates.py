@@ -134,13 +134,16 @@ def parameter_kind(name: str, p: Tensor) -> str:
 
 
 @torch.no_grad()
+def copied_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
 def update_ratios(model: nn.Module, old_weights: dict[str, Tensor]) -> dict[str, float]:
     """update/KIND: 2-norm of an update over that of the weights before it, for each kind of parameter."""
     squares: dict[str, list[Tensor]] = defaultdict(list)
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        old = old_weights[name]
+    parameters = dict(model.named_parameters())
+    for name, old in old_weights.items():
+        p = parameters[name]
         squares[parameter_kind(name, p)].append(torch.stack([(p - old).square().sum(), old.square().sum()]))
     sums = {kind: torch.stack(values).sum(0).tolist() for kind, values in squares.items()}
     return {f"update/{kind}": (change / size) ** 0.5 for kind, (change, size) in sums.items() if size > 0}

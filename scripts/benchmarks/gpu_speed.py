@@ -1,4 +1,4 @@
-"""The parts of scripts/check_gpu.py that measure. Each returns {row: what was found}.
+"""The parts of scripts/check_gpu.py. Each returns {row: what was found}.
 
 overrides: of train.py, for models that are smaller than the presets.
 """
@@ -6,21 +6,80 @@ overrides: of train.py, for models that are smaller than the presets.
 import contextlib
 import io
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import torch
 import yaml
 
-from core.device import total_memory
+from core.device import resolve_device, total_memory
+from core.record import Metrics
 from core.rundir import at_end
+from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, one_line, options
 from scripts.benchmarks import bench_decode, bench_train
-from scripts.benchmarks.gpu_part import CheckOptions, Row, Rows, Skipped, curve, rows_of, scratch
-from scripts.benchmarks.timing import Work
+from scripts.benchmarks.timing import Work, machine
 from sweeps import launch
 from sweeps.plan import compose, read_plan
-from training.config import load_config
+from training.config import Device, load_config
+
+Row = dict[str, Any]  # what was found of one thing; its key "failed" says what is wrong
+Rows = dict[str, Row]
+
+
+@options
+class CheckOptions:
+    parts: Annotated[tuple[str, ...], Help("which parts; []: all of them")] = ()
+    device: Device = "auto"
+    peer: Annotated[str | None, NOT_EMPTY, Help("a checkout of nanoGPT, to compare with")] = None
+    rounds: Annotated[int, AtLeast(1), Help("turns of each side, where sides alternate")] = 6
+    contexts: Annotated[tuple[int, ...] | None, Help("of part decode; null: the paper's")] = None
+    minutes: Annotated[float, POSITIVE, Help("a part may take")] = 10.0
+    out: Annotated[str, NOT_EMPTY, Help("folder for DEVICE.md and DEVICE.json")] = "results/gpu"
+
+    @property
+    def here(self) -> torch.device:
+        return resolve_device(self.device)
+
+
+class Skipped(Exception):
+    """A part does not apply here. The message says why."""
+
+
+def rows_of(found: Callable[..., Row], cases: Mapping[str, Sequence[Any]]) -> Rows:
+    """Name -> found(*case). Where it raises, the row says so and the others follow."""
+    rows: Rows = {}
+    for name, case in cases.items():
+        try:
+            rows[name] = found(*case)
+        except Exception as error:
+            rows[name] = {"failed": one_line(error)}
+        print(f"{name}: {rows[name]}", flush=True)
+    return rows
+
+
+def device(asked: CheckOptions, overrides: list[str]) -> Rows:
+    """The machine."""
+    here, found = asked.here, machine(asked.device)
+    row: Row = {key: found[key] for key in ("torch", "python", "cpus")} | {"GiB": total_memory(here) / 2**30}
+    if here.type == "cuda":
+        about = torch.cuda.get_device_properties(here)
+        row |= {
+            "GPUs": torch.cuda.device_count(), "capability": f"{about.major}.{about.minor}",
+            "processors": about.multi_processor_count, "CUDA": torch.version.cuda,
+        }  # fmt: skip
+    return {found["device"]: row}
+
+
+def curve(run: Path, key: str) -> dict[int, float]:
+    """iter -> a metric of a run."""
+    return {line["iter"]: line[key] for line in Metrics.read(run / "metrics.jsonl") if key in line}
+
+
+# -----------------------------------------------------------------------------
+# Training
 
 MODELS = {  # random tokens: speed does not depend on them, and they need no network
     "baby_gpt": ["data=random", "data.n_tokens=1000000", "data.vocab_size=65", "data.val_tokens=1000"],
@@ -34,10 +93,6 @@ UPDATES = 10  # of a measurement
 
 def model_overrides(asked: CheckOptions, model: str, overrides: list[str]) -> list[str]:
     return [*MODELS[model], f"device={asked.device}", *overrides]
-
-
-# -----------------------------------------------------------------------------
-# Training
 
 
 def profile(asked: CheckOptions, overrides: list[str]) -> Rows:
@@ -154,7 +209,8 @@ def sweep(asked: CheckOptions, overrides: list[str]) -> Rows:
 
 
 def workers(n: int, overrides: list[str]) -> Row:
-    with scratch() as folder:
+    with TemporaryDirectory(prefix="check_gpu_") as name:
+        folder = Path(name)
         rare = [f"{key}=300" for key in ("max_iters", "eval_interval", "checkpoint_interval")]
         common = [*rare, "log_interval=25", "wandb.mode=disabled", *overrides]
         definition = {"overrides": common, "seeds": [*range(n)]}

@@ -16,7 +16,7 @@ from data.tokens import load_corpus
 from model.options import GPTConfig, ModelOptions
 from scripts.benchmarks.timing import Built, Turn, gpu_memory
 from sweeps.plan import compose
-from training.config import TrainConfig, load_config
+from training.config import AdamWOptions, TrainConfig, load_config
 
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")  # what nanoGPT's model takes
 
@@ -58,6 +58,7 @@ def nanogpt(peer: str, overrides: list[str]) -> Built:
     """The update of its train.py; compiled on CUDA."""
     config = load_config(compose(overrides))
     T, accumulation, o = config.model.block_size, config.gradient_accumulation_steps, config.optim
+    assert isinstance(o, AdamWOptions)
     _, tokenizer, tokens, split = load_corpus(config.data, T)
     first, end = split.train[0]
     data = np.asarray(tokens[first:end], dtype=np.uint16)

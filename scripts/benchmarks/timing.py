@@ -224,7 +224,7 @@ def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
     import torch
 
     from core.device import device_name, resolve_device
-    from core.rundir import commit
+    from core.git import commit
 
     return {
         "commit": commit(),

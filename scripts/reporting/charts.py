@@ -13,11 +13,13 @@ from typing import Any
 import altair as alt
 import vl_convert
 
+from scripts.reporting.comparisons import Family
+from scripts.reporting.numbers import Estimate, mean_curve
 from scripts.reporting.runs import Curve, Replicate, replicate_name
-from scripts.reporting.statistics import Estimate, Family, mean_curve
+from training.metrics import METRICS
 
 VEGA_LITE = "6.4"  # the version that Altair writes
-LOSS = "validation loss (nats per token)"
+LOSS = METRICS["val/loss"].title
 OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 VIRIDIS = ["#440154", "#472D7B", "#3B528B", "#2C728E", "#21918C", "#28AE80", "#5EC962", "#ADDC30", "#FDE725"]
 SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-left"]

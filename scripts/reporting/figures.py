@@ -6,18 +6,12 @@ from fnmatch import fnmatchcase
 
 from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, Figure, Series, Style
-from scripts.reporting.runs import POINTS, Curve, Replicate, Sweep, in_words
-from scripts.reporting.statistics import (
-    Family,
-    by_rate,
-    highest_stable,
-    losses_along,
-    runs_by_rate,
-    shared_text,
-    shares,
-    within,
-)
+from scripts.reporting.comparisons import Family, losses_along, shared_text, shares
+from scripts.reporting.numbers import within
+from scripts.reporting.rates import by_rate, highest_stable, runs_by_rate
+from scripts.reporting.runs import POINTS, Curve, Replicate, Sweep
 from sweeps.definition import part_and_name
+from training.metrics import in_words
 
 FEW, MANY = 3, 30
 FINAL = (
@@ -135,7 +129,7 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
             figures.append(figure)
         if left := shares(sweep, families, family):
             styles = styles_of(sweep)
-            look = {family.pair_name(c): styles[c.a] for c in family.comparisons[0] if c.values}
+            look = {family.pair_name(c): styles[c.terms[0][0]] for c in family.comparisons[0] if c.values}
             series = [Series(name, look[name], {}, estimates=of) for name, of in left.items()]
             title = f"share of the difference in {family.asked.share_of} that is left"
             chart = charts.curves_chart(series, title, zero=True)
@@ -144,12 +138,13 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
 
 
 def along(sweep: Sweep, family: Family) -> list[Series]:
-    """A − B in validation loss at the evaluations that both runs of a pair have. A pair has the style of A. Where all
-    pairs would then have one colour, or two of them one colour and symbol, each pair has a style of its own."""
+    """A − B in validation loss at the evaluations that both runs of a pair have. A pair has the style of its
+    first setting. Where all pairs would then have one colour, or two of them one colour and symbol, each pair has a
+    style of its own."""
     pairs = [c for c in family.comparisons[0] if c.values]
     names = [family.pair_name(c) for c in pairs]
     of_settings, of_names = styles_of(sweep), charts.styles_of_names(names)
-    look = [of_settings[c.a] for c in pairs]
+    look = [of_settings[c.terms[0][0]] for c in pairs]
     colours, symbols = ({style.colour for style in look}, {(style.colour, style.symbol) for style in look})
     if len(colours) == 1 or len(symbols) < len(look):
         look = [of_names[name] for name in names]
@@ -158,7 +153,7 @@ def along(sweep: Sweep, family: Family) -> list[Series]:
 
 def range_figure(sweep: Sweep, family: Family) -> Figure | None:
     """The final losses of a family's settings over its `x`: a line for each name without its word in `x_of`."""
-    settings = dict.fromkeys(s for c in family.comparisons[0] for s in (c.b, c.a))
+    settings = dict.fromkeys(s for c in family.comparisons[0] for s, _ in reversed(c.terms))
     several = len({part_and_name(s, family.parts)[0] for s in settings}) > 1
     losses: dict[str, dict[Replicate, float]] = {}
     places: dict[str, tuple[str, float]] = {}  # setting -> its line, x

@@ -4,32 +4,20 @@ computed from the committed studies."""
 import functools
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from core.cli import parse_yaml
 from core.files import ROOT
 from core.schema import NOT_EMPTY, POSITIVE, options, require, settings_of, show
-from scripts.reporting.runs import Curve, Replicate, Sweep
-from scripts.reporting.statistics import (
-    Estimate,
-    Family,
-    claimed_limits,
-    compared_families,
-    grid_step,
-    holm,
-    independent,
-    interval,
-    judge,
-    paired_p,
-    runs_by_rate,
-    shared_text,
-    stable_by_replicate,
-)
+from scripts.reporting.comparisons import Family, compared, compared_families, grid_step
+from scripts.reporting.numbers import Estimate, claimed_limits, holm, interval, judge, paired_p
+from scripts.reporting.rates import runs_by_rate, stable_by_replicate
+from scripts.reporting.runs import Curve, Replicate, Run, Sweep
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Table, mean_and_ends
 
@@ -166,29 +154,21 @@ def measured(part: Part, limits: Sequence[float]) -> Found:
     """limits: the numbers that it is tested against."""
     if part.file:
         return from_json(part)
-    sweep, grid = stored(part.study), 0.0
-    if part.metric == STABLE:
-        values = {variant: stable_rates(sweep, variant) for variant in part.weights}
-        grid = max(doublings(sweep, variant, values[variant].values()) for variant in part.weights)
-        by_rate = [runs for variant in part.weights for runs in runs_by_rate(sweep)[variant].values()]
-        runs = [run for of_rate in by_rate for run in of_rate if run.done]
-    else:
-        values = {setting: values_of(sweep, setting, part.metric) for setting in part.weights}
-        runs = [run for setting in part.weights for run in sweep.done(setting)]
-        grid = grid_step(runs, part.metric) * sum(map(abs, part.weights.values()))
-    common = [r for r in next(iter(values.values())) if all(r in of_setting for of_setting in values.values())]
-    shared = shared_text([run for run in runs if run.replicate in common])
-    require(len(common) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
-    of_each = {r: sum(weight * values[s][r] for s, weight in part.weights.items()) for r in common}
-    sums = independent(of_each, shared > 0)
-    shared = shared if len(part.weights) > 1 else 0.0  # the correction is for differences
-    estimate = interval(sums, shared, grid=grid)
-    seeds, folds = (len(set(of)) for of in zip(*common, strict=True))
+    read = stable_rates if part.metric == STABLE else values_of
+    found = [read(stored(part.study), setting, part.metric) for setting in part.weights]
+    runs = dict(zip(part.weights, (of.runs for of in found), strict=True))
+    values = dict(zip(part.weights, (of.values for of in found), strict=True))
+    c = compared(tuple(part.weights.items()), runs, values, max(of.step for of in found))
+    require(len(c.values) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
+    sums, shared = c.independent_differences, c.shared if len(part.weights) > 1 else 0.0  # it is of differences
+    estimate = interval(sums, shared, grid=c.grid)
+    seeds, folds = (len(set(of)) for of in zip(*c.values, strict=True))
     kind = "seeds" if folds == 1 else "folds" if seeds == 1 else f"folds of {seeds} seeds"
-    sizes = {run.summary["parameters"] / 1e6 for run in runs}
+    every = [run for of in runs.values() for run in of.values()]
+    sizes = {run.summary["parameters"] / 1e6 for run in every}
     millions = sorted({round(n, 1) if n >= 10 else float(f"{n:.2g}") for n in sizes})
-    size = f"{' and '.join(f'{n:g}M' for n in millions)}, {runs[0].config['max_iters']:,} iterations"
-    p = {limit: paired_p(sums, shared, limit, grid) for limit in limits}
+    size = f"{' and '.join(f'{n:g}M' for n in millions)}, {every[0].config['max_iters']:,} iterations"
+    p = {limit: paired_p(sums, shared, limit, c.grid) for limit in limits}
     return Found(estimate, f"{estimate.n} {kind}, {size}", p, {limit: p_in_study(part, limit) for limit in limits})
 
 
@@ -202,17 +182,26 @@ def stored(study: str) -> Sweep:
     return read_stored(RESULTS / study, study)
 
 
-def values_of(sweep: Sweep, setting: str, metric: str) -> dict[Replicate, float]:
+class Readings(NamedTuple):
+    """Of a setting: its runs, their numbers, and the step of the grid that these are read off."""
+
+    runs: dict[Replicate, Run]
+    values: dict[Replicate, float]
+    step: float
+
+
+def values_of(sweep: Sweep, setting: str, metric: str) -> Readings:
     """A metric of the runs of a setting that are done. Raises: ConfigError where the study has no such number."""
-    runs = sweep.done(setting)
+    runs = {run.replicate: run for run in sweep.done(setting)}
     require(len(runs) > 0, f"{sweep.name} has no run of {setting} that is done")
     if metric.startswith(GROWTH):
         key, _, span = metric.removeprefix(GROWTH).partition(", ")
-        known = {run.replicate: growth(run.curves.get(key, {}), *map(int, span.split(" to "))) for run in runs}
+        known = {r: growth(run.curves.get(key, {}), *map(int, span.split(" to "))) for r, run in runs.items()}
     else:
-        known = {run.replicate: run.summary.get(metric) for run in runs}
+        known = {r: run.summary.get(metric) for r, run in runs.items()}
     require(None not in known.values(), f"{sweep.name} has no {metric} of {setting}")
-    return {replicate: float(value) for replicate, value in known.items() if value is not None}
+    values = {r: float(value) for r, value in known.items() if value is not None}
+    return Readings(runs, values, grid_step([*runs.values()], metric))
 
 
 def growth(curve: Curve, first: int, last: int) -> float | None:
@@ -222,19 +211,16 @@ def growth(curve: Curve, first: int, last: int) -> float | None:
     return fmean(end) / fmean(start) - 1 if start and end else None
 
 
-def doublings(sweep: Sweep, variant: str, stable: Collection[float]) -> float:
-    """How far above a highest stable rate the grid's next one lies, in doublings; infinite where there is none. Between
-    the two nothing is known."""
-    rates = [math.log2(rate) for rate in runs_by_rate(sweep)[variant]]
-    steps = [above - below for below, above in pairwise(rates)]
-    return math.inf if max(stable) >= rates[-1] else max(steps)
-
-
-def stable_rates(sweep: Sweep, variant: str) -> dict[Replicate, float]:
-    """The highest stable learning rate of each seed and fold, as a power of two."""
-    found = stable_by_replicate(runs_by_rate(sweep)[variant])
+def stable_rates(sweep: Sweep, variant: str, _: str) -> Readings:
+    """The highest stable learning rate of each seed and fold, as a power of two. It lies between the one that is read
+    and the grid's next one, if there is any."""
+    runs_at = runs_by_rate(sweep)[variant]
+    found = stable_by_replicate(runs_at)
     require(None not in found.values(), f"{sweep.name} has no stable rate of {variant}")
-    return {replicate: math.log2(rate or 1) for replicate, rate in found.items()}
+    stable, rates = {r: math.log2(rate or 1) for r, rate in found.items()}, [*map(math.log2, runs_at)]
+    step = max(above - below for below, above in pairwise(rates))
+    runs = {run.replicate: run for of in runs_at.values() for run in of if run.done}
+    return Readings(runs, stable, math.inf if max(stable.values()) >= rates[-1] else step / 2)
 
 
 def p_in_study(part: Part, limit: float) -> float:
@@ -246,7 +232,7 @@ def p_in_study(part: Part, limit: float) -> float:
             for sign in (1, -1) if metric.column == part.metric else ():  # A − B or B − A
                 adjusted = holm([c.p_against(sign * limit) for c in comparisons])
                 asked = {setting: sign * weight for setting, weight in part.weights.items()}
-                found += [p for c, p in zip(comparisons, adjusted, strict=True) if {c.a: 1, c.b: -1} == asked]
+                found += [p for c, p in zip(comparisons, adjusted, strict=True) if dict(c.terms) == asked]
     return max((p for p in found if p is not None), default=0.0)
 
 

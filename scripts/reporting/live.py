@@ -17,11 +17,10 @@ import vl_convert
 
 from core.cli import parse_yaml
 from core.files import read_json
-from core.metrics import Lines, is_number
+from core.record import Lines, is_number
 from core.schema import ConfigError, flatten, require, show
 from scripts.reporting.charts import (
     DASHES,
-    LOSS,
     VEGA_LITE,
     Series,
     colours,
@@ -33,17 +32,14 @@ from scripts.reporting.charts import (
     zoom,
 )
 from scripts.reporting.page import TEMPLATE
-from scripts.reporting.runs import in_words, thinned
+from scripts.reporting.runs import thinned
 from sweeps.definition import part_and_name
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.status import State, state_of, tally
 from training.config import load_config
+from training.metrics import METRICS, in_words, shown_in
 
-CURVES = {  # what is drawn: a metric, and how the values of a span become one
-    "val/loss": "min", "train/loss": "mean", "grad_norm": "max", "attn/max_logit": "max", "attn/entropy": "mean",
-    "attn/alpha": "mean", "tok_per_sec": "mean",
-}  # fmt: skip
-HEADS = ["attn/max_logit", "attn/entropy"]
+CURVES, HEADS = shown_in("live"), shown_in("heads")
 SAMPLES = 20  # the last ones of each run
 LOG = 8192  # bytes of its end
 
@@ -80,7 +76,7 @@ class WatchedRun:
             "id": self.plan.id, "setting": self.plan.points[0], "state": state.state, "reason": state.reason,
             "iter": step, "max_iters": config.max_iters, "seconds_left": left,
             "best": min(((loss, i) for i, loss in curves.get("val/loss", {}).items()), default=None),
-            "curves": {key: [*thinned(curve, CURVES[key]).items()] for key, curve in curves.items()},
+            "curves": {key: [*thinned(curve, METRICS[key].thins).items()] for key, curve in curves.items()},
             "heads": self.heads(), "measured": self.diagnostics.lines[-1]["iter"] if self.diagnostics.lines else None,
             "samples": samples, "log": self.log(),
             "config": {key: show(value) for key, value in flatten(asdict(config)).items()},
@@ -168,8 +164,7 @@ def page(title: str, plan: Sequence[PlannedRun], parts: Collection[str] = ()) ->
             p: replace(looks[p], dashes=DASHES[i % len(DASHES)]) for i, of in enumerate(named.values()) for p in of
         }
     series = [Series(point, style, {}) for point, style in looks.items()]
-    titles = {key: in_words(key) for key in CURVES} | {"val/loss": LOSS}
-    charts = {key: live_chart(series, titles[key], large=key == "val/loss").to_dict() for key in CURVES}
+    charts = {key: live_chart(series, in_words(key), large=key == "val/loss").to_dict() for key in CURVES}
     heads = {key: head_chart(in_words(key)).to_dict() for key in HEADS}
     style = TEMPLATE.read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
     return string.Template(TEMPLATE.with_name("live.html").read_text(encoding="utf-8")).substitute(

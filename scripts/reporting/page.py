@@ -15,9 +15,9 @@ import vl_convert
 from core.schema import require
 from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
+from scripts.reporting.comparisons import Family, shares
 from scripts.reporting.figures import difference_figure, family_figures, part_figures, rate_figures
 from scripts.reporting.runs import Run, Sweep
-from scripts.reporting.statistics import Family, shares
 from scripts.reporting.tables import Table
 from sweeps.plan import temperature_note
 
@@ -103,8 +103,8 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
 
 
 def was_planned(sweep: Sweep, family: Family) -> bool:
-    """Whether both settings of some comparison were planned; `sweep.parts` may leave some out."""
-    return any(sweep.runs_of(c.a) and sweep.runs_of(c.b) for c in family.comparisons[0])
+    """Whether all settings of some comparison were planned; `sweep.parts` may leave some out."""
+    return any(all(sweep.runs_of(setting) for setting, _ in c.terms) for c in family.comparisons[0])
 
 
 def at_its_end(run: Run) -> bool:

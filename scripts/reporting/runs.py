@@ -11,9 +11,10 @@ from typing import Any
 
 from core.files import file_sha256, is_intact, parse_object, read_json
 from core.schema import ConfigError, flatten, require, show
-from sweeps.definition import REDUCTIONS, Definition, Part, check_sweep, part_and_name
+from sweeps.definition import Definition, Part, check_sweep, part_and_name
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.status import State, state_of
+from training.metrics import REDUCTIONS, in_words
 
 Replicate = tuple[int, int | None]  # (seed, fold): two runs with the same one are a pair
 Curve = Mapping[int, float]  # iteration -> value
@@ -50,28 +51,6 @@ NUMBERS = [
     "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
     "cache_bytes_per_token", "vocab_size",
 ]  # fmt: skip
-WORDS = {
-    "train/loss": "training loss",
-    "val/loss": "validation loss",
-    "val/bpb": "validation loss (bits per byte)",
-    "grad_norm": "gradient norm",
-    "qk_clip/max_logit": "largest attention logit in training",
-    "attn/max_logit": "largest attention logit",
-    "qk_clip/clipped": "heads clipped",
-    "tok_per_sec": "tokens a second",
-    "attn/alpha": "α",
-    "attn/entropy": "entropy of attention (nats)",
-    "train/spike_score": "loss spike score",
-    "cache_bytes_per_token": "cache (bytes a token)",
-    "eval/cloze/acc": "cloze accuracy",
-}
-
-
-def in_words(key: str) -> str:
-    """A metric, or a pattern of metrics, as titles and axes name it."""
-    whole, _, layer = key.partition("/layer_")
-    return WORDS.get(whole, whole) + (f", layer {layer}" if layer and layer != "*" else ", each layer" if layer else "")
-
 
 METRICS = [
     Metric("val/loss_min", "lowest validation loss", "lower", "higher", "+.4f"),

@@ -9,23 +9,13 @@ from functools import cache
 from statistics import fmean, median, stdev
 from typing import TypeVar
 
-from core.rundir import short
+from core.git import short
 from core.schema import show
 from data.options import FLOOR_TOLERANCE
+from scripts.reporting.comparisons import Comparison, Family
+from scripts.reporting.numbers import Estimate, independent, mean_curve, of_several_folds
+from scripts.reporting.rates import best_rate, final_means, highest_stable, runs_by_rate, stable_by_replicate
 from scripts.reporting.runs import METRICS, Metric, Run, Sweep, replicate_name
-from scripts.reporting.statistics import (
-    Comparison,
-    Estimate,
-    Family,
-    best_rate,
-    final_means,
-    highest_stable,
-    independent,
-    mean_curve,
-    of_several_folds,
-    runs_by_rate,
-    stable_by_replicate,
-)
 from sweeps.status import STATES, tally
 
 
@@ -257,8 +247,11 @@ def mean_and_ends(estimate: Estimate | None, spec: str) -> str:
 
 
 def paper_difference(sweep: Sweep, comparison: Comparison) -> float | None:
-    a, b = sweep.paper(comparison.a), sweep.paper(comparison.b)
-    return None if a is None or b is None or a == b else a - b  # equal: one number of the paper for both
+    terms = [(weight, sweep.paper(setting)) for setting, weight in comparison.terms]
+    known = [(weight, number) for weight, number in terms if number is not None]
+    if len(known) < len(terms) or len({number for _, number in known}) == 1:  # one number of the paper for all
+        return None
+    return sum(weight * number for weight, number in known)
 
 
 def fault_table(sweep: Sweep) -> Table:

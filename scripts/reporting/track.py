@@ -17,19 +17,12 @@ import altair as alt
 from core.files import read_json
 from core.schema import require
 from scripts.reporting.charts import LOSS, OKABE_ITO, Figure
+from scripts.reporting.comparisons import Comparison, compare
+from scripts.reporting.numbers import Estimate, interval, n_needed
+from scripts.reporting.rates import best_rate, final_means, highest_stable, runs_by_rate
 from scripts.reporting.runs import METRICS, Sweep
-from scripts.reporting.statistics import (
-    Comparison,
-    Estimate,
-    best_rate,
-    compare,
-    final_means,
-    highest_stable,
-    interval,
-    n_needed,
-    runs_by_rate,
-)
 from scripts.reporting.tables import Columns, Table, ends, filled, mean_and_ends, number, p_value
+from sweeps.definition import pair
 
 BASELINE = "rms"  # the contestant that differences are to
 NEAR = 0.06  # nats above the lowest: the figure of loss and time shows these contestants
@@ -116,7 +109,7 @@ def entries(grid: Sweep, final: Sweep, times: Path) -> list[Entry]:
     """
     rates, means, names = runs_by_rate(grid), mean_losses(grid), final.settings
     require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
-    others = compare(final, [(name, BASELINE) for name in names if name != BASELINE], METRICS[0])
+    others = compare(final, [pair(name, BASELINE) for name in names if name != BASELINE], METRICS[0])
     against, wide = {c.a: c for c in others}, widened(others)
     update, decode = (ratios_of(times / file, means) for file in ("train.json", "decode.json"))
     found = []

@@ -1,12 +1,11 @@
-"""metrics.jsonl: the record of a run. What is read off it: the spike score, plots."""
+"""The record of a run: metrics.jsonl, diagnostics.jsonl, samples.jsonl; how they are cut back, and read."""
 
 import hashlib
-import io
 import json
 import math
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +63,72 @@ class Metrics:
         return lines.lines
 
 
+class Record:
+    """The files that a run in `path` writes its lines to, opened to go on from iteration `step`.
+
+    hashes: hashes(step) when the checkpoint was saved; `warn` is told of a file that has changed since.
+    """
+
+    def __init__(self, path: Path, step: int, hashes: Mapping[str, str], warn: Callable[[str], None]) -> None:
+        self.path = path
+        self._metrics, self._diagnostics = (
+            Metrics(path / "metrics.jsonl", step),
+            Metrics(path / "diagnostics.jsonl", step),
+        )
+        if (path / "samples.jsonl").exists():
+            Metrics(path / "samples.jsonl", step).close()
+        self._lines = Lines(path / "metrics.jsonl", strict=True)
+        for file in (self._metrics, self._diagnostics):
+            if hashes.get(file.path.name, file.sha256()) != file.sha256():
+                good = f"its {file.kept} good lines are kept"
+                warn(f"warning: {file.path.name} was damaged after iteration {step} was saved; {good}")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append {"iter": …, key: value, …} to metrics.jsonl."""
+        self._metrics.write(line)
+
+    def write_diagnostics(self, line: dict[str, Any]) -> None:
+        self._diagnostics.write(line)
+
+    def write_sample(self, line: dict[str, Any]) -> None:
+        """Append {"iter": …, "text": …} to samples.jsonl, cut back to that iteration."""
+        with closing(Metrics(self.path / "samples.jsonl", line["iter"])) as samples:
+            samples.write(line)
+
+    def curve(self, key: str) -> dict[int, float]:
+        """{iteration: value} of a key of metrics.jsonl, where it has a finite value."""
+        self._lines.update()
+        return self._lines.curve(key)
+
+    def hashes(self, before: float = math.inf) -> dict[str, str]:
+        """The SHA-256 of what metrics.jsonl and diagnostics.jsonl have before an iteration, by their names."""
+        return {file.path.name: file.sha256(before) for file in (self._metrics, self._diagnostics)}
+
+    def sync(self) -> None:
+        """Wait until the lines are on the disk."""
+        self._metrics.sync()
+        self._diagnostics.sync()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._diagnostics.close()
+
+
+class NoRecord(Record):
+    """That of ranks other than 0: what they write goes nowhere."""
+
+    def __init__(self) -> None:
+        pass
+
+    def _skip(self, *_: Any, **__: Any) -> None:
+        """Rank 0 does it."""
+
+    write = write_diagnostics = write_sample = _skip
+
+    def curve(self, key: str) -> dict[int, float]:
+        return {}
+
+
 def iter_of(line: bytes) -> float:
     try:
         return float(parse_object(line)["iter"])
@@ -119,24 +184,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e100
 
 
-def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, least: int = 30) -> float | None:
-    """Percentage of losses at least `sigmas` standard deviations from the mean of the `window` before them (OLMo 2).
-
-    None while no loss has `least` others before it. From running sums: exact to round-off for losses below 1e6.
-    """
-    import numpy as np
-
-    if len(losses) <= least:
-        return None
-    values = np.array(losses) - np.mean(losses)  # small numbers: their squares round less
-    i = np.arange(least, len(values))
-    start = np.maximum(0, i - window)
-    sums, squares = (np.concatenate([[0.0], np.cumsum(x)]) for x in (values, values**2))
-    mean = (sums[i] - sums[start]) / (i - start)
-    deviation = np.sqrt(np.maximum((squares[i] - squares[start]) / (i - start) - mean**2, 0))
-    return 100 * float(np.mean((np.abs(values[i] - mean) >= sigmas * deviation) & (deviation > 1e-7)))
-
-
 def line_at(path: Path, step: int) -> dict[str, Any]:
     """The line of iteration `step` in a file that Metrics wrote; {} where it has none."""
     lines = path.read_bytes().splitlines() if path.exists() else []
@@ -150,36 +197,3 @@ def table_of(values: Mapping[str, Any], key: str) -> list[list[float]]:
         if name.startswith(f"{key}/layer_"):
             rows.setdefault(name.split("/")[-2], []).append(math.nan if value is None else value)
     return [*rows.values()]
-
-
-def heat_maps(tables: Mapping[str, list[list[float]]]) -> bytes:
-    """Rows of layers and columns of heads, side by side, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4 * len(tables), 3.5), layout="constrained")
-    for axes, (title, rows) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
-        figure.colorbar(axes.imshow(rows, aspect="auto"), ax=axes)
-        axes.set(title=title, xlabel="head", ylabel="layer")
-        axes.locator_params(integer=True)
-    png = io.BytesIO()
-    figure.savefig(png, dpi=100)
-    return png.getvalue()
-
-
-def plot(metrics_path: Path, png_path: Path, title: str) -> None:
-    """Draw the loss curves of a metrics.jsonl as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")  # without pyplot: no display, no global state
-    axes = figure.add_subplot()
-    lines = Metrics.read(metrics_path)
-    for key, colour, marker in (("train/loss", "#0072B2", ""), ("val/loss", "#D55E00", "o")):  # Okabe and Ito's
-        points = [(line["iter"], line[key]) for line in lines if line.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=key)
-    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
-    axes.set_title(title, parse_math=False)  # a "$" in it is a dollar
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.savefig(png_path, dpi=150)

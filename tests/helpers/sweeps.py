@@ -1,0 +1,72 @@
+"""A sweep of eight runs of a second, launched in this process; whether two sweeps are equal."""
+
+import csv
+import io
+from collections.abc import Container
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import yaml
+from conftest import TINY
+
+from helpers.runs import assert_same_run
+from scripts.reporting.runs import read_sweep
+from scripts.reporting.stored import runs_csv
+from sweeps.definition import load_sweep
+from sweeps.launch import main
+from sweeps.plan import PlannedRun, freeze, plan_runs, read_plan
+
+
+def tiny_sweep(folder: Path, corpus: Path, *overrides: str, **changes: Any) -> Path:
+    """The file of a sweep of eight runs of a second: two norms, dropout or not, two folds."""
+    words = ["data=text", f"data.path={corpus}", *TINY, "max_iters=60", "wandb.mode=disabled", *overrides]
+    grid = {"qk_norm": ["none", "rms"], "model.dropout": [0.0, 0.2]}
+    file = folder / "tiny.yaml"
+    definition = {"title": "a tiny sweep", "overrides": words, "folds": [0, 1], "grid": grid, **changes}
+    file.write_text(yaml.safe_dump(definition))
+    return file
+
+
+def frozen(sweep: Path, changes: dict[str, Any] | None = None, *words: str) -> list[PlannedRun]:
+    """Plan a sweep, freeze the plan in the directory beside its file, and read it back."""
+    definition, folder = load_sweep(str(sweep), changes or {}), sweep.parent / "sweep"
+    freeze(folder, "tiny", definition, [*words], plan_runs(definition, [*words]), trains=True)
+    return read_plan(folder)
+
+
+def where(sweep: Path) -> list[str]:
+    return [f"sweep={sweep}", f"sweep_dir={sweep.parent / 'sweep'}", "launcher.workers=2"]
+
+
+def launched(sweep: Path, *words: str, status: int = 0) -> str:
+    """What a launcher in this process prints."""
+    with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
+        assert main([*where(sweep), *words]) == status, said.getvalue()
+    return said.getvalue()
+
+
+def pending_signals(pid: int) -> int:
+    """Those sent to a process that is stopped, as bits."""
+    (line,) = (x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("ShdPnd:"))
+    return int(line.split()[1], 16)
+
+
+def times_finished(run: Path) -> int:
+    return sum(" done: val/loss " in line for line in (run / "train.log").read_text().splitlines())
+
+
+def untimed_csv(sweep_dir: Path) -> list[dict[str, str]]:
+    """runs.csv without how long the runs took, and of which checkout."""
+    rows = csv.DictReader(io.StringIO(runs_csv(read_sweep(sweep_dir, "tiny"))))
+    other = ("seconds", "tok_per_sec", "commit")
+    return [{key: value for key, value in row.items() if key not in other} for row in rows]
+
+
+def assert_same_sweep(done: Path, other: Path, finished: Container[int] = (1,)) -> None:
+    """Every run of `other` equals that of the undisturbed sweep bit for bit, and so does runs.csv; finished: how often
+    a run may have said that it is done."""
+    for run in read_plan(done):
+        assert_same_run(done / run.id, other / run.id)
+        assert times_finished(other / run.id) in finished
+    assert untimed_csv(done) == untimed_csv(other)
