@@ -58,7 +58,7 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     values: dict[str, float] = {}
     for layer, (attn, table) in enumerate(zip(model.attentions, tables, strict=True)):
         if getattr(getattr(attn, "logit_scale", None), "alpha", None) is not None:
-            table["alpha"] = attn.logit_scale.alpha.value().flatten()
+            table["alpha"] = attn.logit_scale.alpha().flatten()
             for side, norm in qk_norms(attn).items():
                 if isinstance(norm, LpNorm):
                     table[f"{side}_p"] = torch.as_tensor(norm.p).flatten()

@@ -98,6 +98,17 @@ def kv_cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 Swaps = list[tuple[dict[str, Any], dict[str, Any]]]  # an attribute dictionary of a module, and the values to put there
 
 
+class Constant(nn.Module):
+    """A module without inputs that returns the same tensor each time."""
+
+    def __init__(self, value: Tensor):
+        super().__init__()
+        self.value = value
+
+    def forward(self) -> Tensor:
+        return self.value
+
+
 @torch.no_grad()
 def decoding_weights(model: GPT, dtype: torch.dtype) -> Swaps:
     """What a forward pass would compute again for every token: alpha of Lp norms, and the weights of linear layers, the
@@ -105,8 +116,8 @@ def decoding_weights(model: GPT, dtype: torch.dtype) -> Swaps:
     to_bf16 = dtype == torch.bfloat16
     swaps: Swaps = []
     for module in model.modules():
-        if isinstance(module, LogitScale):
-            swaps.append((vars(module), {"fixed": module.query_factor()}))
+        if isinstance(module, LogitScale) and module.alpha is not None:
+            swaps.append((module._modules, {"alpha": Constant(module.alpha())}))
         reparam = module.reparam if isinstance(module, Linear) else None
         if isinstance(module, nn.Linear) and (to_bf16 or reparam is not None):
             weights: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None}

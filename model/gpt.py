@@ -24,11 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 from core.schema import require
 from model import cross_entropy, ops, slots
-from model import options as settings
 from model.linear import Embedding, FusedLinear, Linear, linear, scale_rows
 from model.ops import at_least_fp32
-from model.options import GPTConfig, GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions
-from model.slots import QK_NORMS, LateInit, QKNorm
+from model.options import GPTConfig, GQAOptions, LpNormOptions, MHAOptions, MLAOptions, ModelOptions, RMSNormOptions
+from model.slots import ATTENTIONS, QK_NORMS, LateInit, QKNorm
 
 INIT_STD = 0.02
 
@@ -39,8 +38,7 @@ Rope = tuple[Tensor, Tensor]  # cos and sin of every position's angles, each (bl
 
 
 def rope_table(n_positions: int, dim: int, theta: float) -> Rope:
-    """cos and sin of position / theta^(2i / dim), (n_positions, dim / 2) each. On the CPU: on the meta device this
-    would load the compiler."""
+    """cos and sin of position / theta^(2i / dim), (n_positions, dim / 2) each, on the CPU."""
     frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)  # (d / 2,)
     angle = torch.arange(n_positions, dtype=torch.float32, device="cpu")[:, None] * frequency  # (n_positions, d / 2)
     return angle.cos(), angle.sin()
@@ -72,7 +70,7 @@ class NoNorm(QKNorm):
 class QKRMSNorm(QKNorm):
     """QK norm: gain * x / sqrt(mean(x^2) + eps) over each head's channels, one gain for all heads (Qwen3)."""
 
-    def __init__(self, options: settings.RMSNormOptions, head_dim: int, n_head: int):
+    def __init__(self, options: RMSNormOptions, head_dim: int, n_head: int):
         super().__init__(options, head_dim, n_head)
         self.eps = options.eps
         self.gain = nn.Parameter(torch.empty(head_dim))
@@ -127,12 +125,10 @@ class LpNorm(QKNorm):
 
     @property
     def p(self) -> float | Tensor:
-        """Learned: a tensor (nh, 1, 1). Fixed: a number, but in compiled code a tensor () if it is finite: one graph is
-        then right for every p."""
+        """Learned: a tensor (nh, 1, 1). Fixed: a number, or the same as a tensor ()."""
         if self.learned:
             return 1 + F.softplus(self.raw_p)[:, None, None]
-        tensor = self.p_tensor if torch.compiler.is_compiling() else None
-        return self.fixed_p if tensor is None else tensor
+        return ops.as_data(self.fixed_p, self.p_tensor)
 
     def scale(self, x: Tensor) -> Tensor:
         return ops.inverse_lp_norm(x, self.p)
@@ -161,32 +157,30 @@ class Alpha(LateInit):
         self.raw = nn.Parameter(torch.empty(n_head if options.alpha_per == "head" else 1))
 
     def init_weights(self) -> None:
-        # softplus(y) = a at y = a + log(1 - exp(-a))
-        a = self.initial
-        raw_for_alpha = {"exp": math.log(a), "softplus": a + math.log(-math.expm1(-a)), "linear": a}
-        nn.init.constant_(self.raw, raw_for_alpha[self.alpha_map])
+        alpha = self.initial
+        # softplus(raw) = alpha at raw = alpha + log(1 - exp(-alpha))
+        raw = {"exp": math.log(alpha), "softplus": alpha + math.log(-math.expm1(-alpha)), "linear": alpha}
+        nn.init.constant_(self.raw, raw[self.alpha_map])
 
-    def value(self) -> Tensor:
+    def forward(self) -> Tensor:
         return self.MAPS[self.alpha_map](self.raw).view(-1, 1, 1)  # (nh or 1, 1, 1)
 
 
 class LogitScale(nn.Module):
-    """Logits are softmax_scale * q . k. With an Lp norm softmax_scale is 1, and q_norm multiplies q by query_factor().
-    Else softmax_scale is 1 / sqrt(channels of a head).
-    """
+    """Logits are softmax_scale * q . k. With an Lp norm softmax_scale is 1, and q_norm multiplies q by alpha. Else
+    softmax_scale is 1 / sqrt(channels of a head)."""
 
     def __init__(self, config: GPTConfig, block_dims: tuple[int, ...]):
         super().__init__()
         self.softmax_scale = 1 / math.sqrt(sum(block_dims))
         self.alpha: Alpha | None = None
-        self.fixed: Tensor | None = None  # alpha's value during decoding
         if isinstance(config.qk_norm, LpNormOptions):
             self.softmax_scale = 1.0
             self.alpha = Alpha(config.qk_norm, config.model.n_head, block_dims, config.model.block_size)
 
     def query_factor(self) -> Tensor | None:
         """alpha, (nh or 1, 1, 1); None without an Lp norm."""
-        return self.fixed if self.alpha is None or self.fixed is not None else self.alpha.value()
+        return None if self.alpha is None else self.alpha()
 
 
 def initial_alpha(options: LpNormOptions, block_dims: tuple[int, ...], block_size: int) -> float:
@@ -262,9 +256,6 @@ class CausalAttention(nn.Module):
         self.output = slots.OUTPUTS[config.output.name](config.output, config, v_dim)
         self.bend = self.logits.bend
         self.plain_softmax = self.bend is None and config.softmax.name == "plain"
-        ours = type(self).attend is CausalAttention.attend or self.wraps_attend
-        told = "replaces attend(), which logits= and softmax= change; if it calls ours, set wraps_attend = True"
-        require(ours or self.plain_softmax, f"attention={config.attention.name} {told}")
 
     fill_seams = fill_slots  # the old name, for layouts that exist
 
@@ -317,6 +308,12 @@ class GroupedQueryAttention(CausalAttention):
         self.logit_scale = LogitScale(config, (self.head_dim,))
         self.fill_slots(config, self.head_dim)
 
+    # Whose each call is, here and in MLA:
+    #   qk_norm=             q_norm, k_norm, query_factor (alpha of the Lp norm), after_rope (nGPT)
+    #   logits=              scale_queries (SSMax), attend (soft cap)
+    #   softmax=             attend (sink)
+    #   output=              transform_values (value norm), output (gate)
+    #   qk_clip=, diagnose() observe
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None = None, pos: int = 0) -> Tensor:
         B, T, _ = x.shape
         heads = (self.n_head, self.n_kv_head, self.n_kv_head)
@@ -369,7 +366,7 @@ class LatentCache:
 
     latent: Tensor  # (B, max_len, kr)
     k_rope: Tensor  # (B, max_len, dr)
-    key_scale: Tensor | None  # (B, nh, max_len, 1); the heads of a token lie side by side, as a kernel reads them
+    key_scale: Tensor | None  # (B, nh, max_len, 1), contiguous over the heads of a token
     mean_term: Tensor | None  # (B, nh, max_len, 1)
 
 
@@ -417,14 +414,6 @@ class MultiHeadLatentAttention(CausalAttention):
         self.logit_scale = LogitScale(config, (d,) if self.unified else (a.nope_dim, a.rope_dim))
         self.normed = config.qk_norm.name != "none"
         self.fill_slots(config, a.v_dim)
-        gain = self.k_norm.head_gain
-        require(
-            not self.unified or gain is None or gain.dim() == 1,
-            f"qk_norm={config.qk_norm.name} needs attention.qk_norm_layout=blockwise: its gains differ between heads, "
-            "and MLA's RoPE key is shared by them",
-        )
-        own_values = type(self.output).transform_values is not slots.Output.transform_values
-        require(not own_values, f"output={config.output.name} needs attention=mha or gqa: MLA decodes without values")
 
     def forward(self, x: Tensor, rope: Rope | None, cache: LatentCache | None = None, pos: int = 0) -> Tensor:
         assert rope is not None
@@ -577,7 +566,6 @@ class MultiHeadLatentAttention(CausalAttention):
         return 6 * self.n_head * (self.nope_dim + self.rope_dim + self.v_dim) * context
 
 
-ATTENTIONS = settings.AttentionOptions.slot
 ATTENTIONS |= {"mha": GroupedQueryAttention, "gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
 
 # -----------------------------------------------------------------------------

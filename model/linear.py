@@ -1,4 +1,9 @@
-"""Linear layers and embeddings of a GPT."""
+"""Linear layers and embeddings of a GPT.
+
+PyTorch's compiler takes a second to load. On the meta device PyTorch's initialisation and its powers load it, and
+torch.compiler.assume_constant_result() always does: so these layers have no values until init_weights(), RoPE's tables
+are computed on the CPU, and operators.py marks its constants by hand.
+"""
 
 import torch
 import torch.nn as nn
@@ -40,7 +45,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Without values, as Linear: PyTorch's own initialisation would load the compiler on the meta device."""
+    """Without values, as Linear."""
 
     def reset_parameters(self) -> None:
         pass

@@ -95,6 +95,11 @@ def inverse_lp_norm(x: Tensor, p: float | Tensor) -> Tensor:
     return inverse_norm_of_scaled(u, p) / largest
 
 
+def as_data(number: float, tensor: Tensor | None) -> float | Tensor:
+    """`number`, but in compiled code `tensor`, if there is one: one graph is then right for every number."""
+    return number if tensor is None or not torch.compiler.is_compiling() else tensor
+
+
 def scale_by_absmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """x / max|x| and max|x|, of a zero vector 0 and inf: then no power overflows. max|x| is a constant to autograd, as
     no norm depends on it."""
@@ -376,20 +381,17 @@ def visible_logits(q: Tensor, k: Tensor, scale: float, bend: Bend | None = None)
     B, nh, T, _ = q.shape
     q, k = q.float(), k.float().repeat_interleave(nh // k.size(1), 1)
     rows = queries_at_once(B, nh, T, q.device.type)
+    matmul = matmul_3xtf32 if q.is_cuda else torch.matmul
     for i in range(0, T, rows):
         end = min(i + rows, T)
         with torch.autocast(q.device.type, enabled=False):
-            logits = matmul_fp32(q[:, :, i:end], k[:, :, :end].transpose(-2, -1)) * scale
+            logits = matmul(q[:, :, i:end], k[:, :, :end].transpose(-2, -1)) * scale
         yield (logits if bend is None else bend(logits)).masked_fill(is_future(end - i, end, q.device), -math.inf)
 
 
-def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """(..., n, k) @ (..., k, m) of fp32 in full precision: a GPU may round the inputs of fp32 matmuls to TF32."""
-    return matmul_3xtf32(a, b) if a.is_cuda else a @ b
-
-
 def matmul_3xtf32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with relative errors of 2^-21: each input is split into 11 bits, which TF32 holds, and the rest."""
+    """a @ b of fp32 with relative errors of 2^-21 on a GPU, which may round the inputs of fp32 matmuls to TF32: each
+    input is split into 11 bits, which TF32 holds, and the rest."""
     a_high, b_high = ((x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32) for x in (a, b))
     a_low, b_low = a - a_high, b - b_high
     return a_high @ b_high + (a_high @ b_low + a_low @ b_high)

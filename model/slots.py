@@ -48,8 +48,9 @@ class QKNorm(Variant):
 
     Your own norm defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least. It may have a `gain`, a parameter of
     shape (hs,), or (nh hs,) for gains of each head (not with unified MLA). It may be `centred`; `scale` receives x
-    before the mean is subtracted. It gets an alpha only if its options derive from LpNormOptions. Absorbed MLA decoding
-    applies gain, mean and scale separately.
+    before the mean is subtracted. It gets an alpha only if its options derive from LpNormOptions.
+    scale() exists beside forward(), which applies all of this, because absorbed MLA decoding computes no normalised
+    key: it multiplies the query by the gain, and caches scale() of each key.
     """
 
     centred = False
@@ -146,6 +147,12 @@ class Weights(Variant):
 def require_fit(attention: Any, config: GPTConfig) -> None:
     """Raise ConfigError where a layout has no place for a chosen variant, or a norm's gain or scale() is misshapen."""
     layout = f"attention={config.attention.name}"
+    if not getattr(attention, "plain_softmax", True) and not attention.wraps_attend:
+        base: Any = next(cls for cls in reversed(type(attention).__mro__) if hasattr(cls, "fill_slots"))
+        told = "replaces attend(), which logits= and softmax= change; if it calls ours, set wraps_attend = True"
+        require(type(attention).attend is base.attend, f"{layout} {told}")
+    if hasattr(attention, "unified"):
+        require_fit_for_mla(attention, config)
     for norm in (part for part in attention.modules() if isinstance(part, QKNorm)):
         vector = norm.gain is None or norm.gain.dim() == 1  # a matrix would decay, and Muon would orthogonalise it
         told = f"qk_norm={config.qk_norm.name}: the gain must be a vector, of head_dim or n_head * head_dim numbers"
@@ -163,6 +170,16 @@ def require_fit(attention: Any, config: GPTConfig) -> None:
         require(has, f"{group}={one.name}: {layout} does not call fill_slots()")
 
 
+def require_fit_for_mla(attention: Any, config: GPTConfig) -> None:
+    gain = attention.k_norm.head_gain
+    told = "its gains differ between heads, and MLA's RoPE key is shared by them"
+    one_gain = not attention.unified or gain is None or gain.dim() == 1
+    require(one_gain, f"qk_norm={config.qk_norm.name} needs attention.qk_norm_layout=blockwise: {told}")
+    own_values = type(attention.output).transform_values is not Output.transform_values
+    require(not own_values, f"output={config.output.name} needs attention=mha or gqa: MLA decodes without values")
+
+
+ATTENTIONS = settings.AttentionOptions.slot  # gpt.py has their classes
 QK_NORMS = settings.QKNormOptions.slot
 LOGITS = settings.LogitsOptions.slot
 SOFTMAXES = settings.SoftmaxOptions.slot

@@ -311,10 +311,10 @@ def test_alpha_starts_at_its_init_and_stays_positive(alpha_map: Any, initial: fl
     config = LpNormOptions(alpha_map=alpha_map, alpha_init=initial, alpha_per="head")
     alpha = Alpha(config, n_head=3, block_dims=(16,), block_size=32)
     alpha.init_weights()
-    torch.testing.assert_close(alpha.value(), torch.full((3, 1, 1), initial), rtol=1e-5, atol=0)
+    torch.testing.assert_close(alpha(), torch.full((3, 1, 1), initial), rtol=1e-5, atol=0)
     with torch.no_grad():
         alpha.raw.sub_(2 * initial + 1)
-    assert (alpha.value() > 0).all()
+    assert (alpha() > 0).all()
 
 
 # -----------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def has_matrix_units() -> bool:
     return "amx_bf16" in cpu_flags()
 
 
-# To a compiler these are constants: torch.compiler.assume_constant_result(), without loading the compiler
+# Constants to a compiler, as torch.compiler.assume_constant_result() marks them
 for function in (loaded, attends, has_matrix_units):
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -102,8 +102,8 @@ def can_use_decoding_linear(x: Tensor, weight: Tensor) -> bool:
 
 
 def can_use_latent_attention(q_latent: Tensor, latent: Tensor, k_rope: Tensor, key_scale: Tensor | None) -> bool:
-    """q_latent (B, nh, T, kr): T = 1, all in bf16, kr a multiple of 32, even strides, contiguous heads of key_scale, on
-    a CPU with AVX-512 bf16, without a derivative."""
+    """q_latent (B, nh, T, kr): T = 1, all in bf16, kr a multiple of 32, even strides, contiguous heads in key_scale,
+    on a CPU with AVX-512 bf16, without a derivative."""
     in_bf16 = all(x is None or x.dtype == torch.bfloat16 for x in (q_latent, latent, k_rope, key_scale))
     if torch.is_grad_enabled() or q_latent.size(2) != 1 or latent.size(-1) % 32 or not in_bf16:
         return False
