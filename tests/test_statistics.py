@@ -254,7 +254,10 @@ def test_equal_values_have_equal_readings_so_a_grid_leaves_the_test_against_zero
 
 def test_a_contrast_is_the_test_of_its_weighted_sums(tmp_path: Path) -> None:
     """A difference of differences, and a sum with other weights, against scipy's test of the sums of each fold."""
-    sums = [{"b/p=3": 1, "b/p=2": -1, "a/p=3": -1, "a/p=2": 1}, {"a/p=2": 0.5, "b/p=2": 0.5, "a/p=3": -1}]
+    sums: list[dict[str, float]] = [
+        {"b/p=3": 1, "b/p=2": -1, "a/p=3": -1, "a/p=2": 1},
+        {"a/p=2": 0.5, "b/p=2": 0.5, "a/p=3": -1},
+    ]
     asked = {"contrast": sums, "claim": "lower", "least": 0.01}
     made = Made(tmp_path / "sweep", parts={"a": {}, "b": {}}, compare={"gain": asked})
     losses = {s: 1.5 + 0.02 * np.random.default_rng(i).normal(size=5) for i, s in enumerate(sums[0])}
@@ -265,8 +268,8 @@ def test_a_contrast_is_the_test_of_its_weighted_sums(tmp_path: Path) -> None:
     (family,) = compared_families(sweep)
     by_hand = []
     for c, weights in zip(family.comparisons[0], sums, strict=True):
-        of_fold = sum(weight * losses[setting] for setting, weight in weights.items())
-        assert [*c.differences.values()] == pytest.approx([*of_fold])
+        of_fold = np.sum([weight * losses[setting] for setting, weight in weights.items()], axis=0)
+        assert [*c.differences.values()] == pytest.approx(of_fold.tolist())
         t = stats.ttest_1samp(of_fold, 0)  # of ten folds, five of which have runs
         by_hand.append(float(2 * stats.t.sf(abs(t.statistic) * (0.2 / (0.2 + 1 / 9)) ** 0.5, t.df)))
         assert c.p["corrected t"] == pytest.approx(by_hand[-1])
