@@ -167,7 +167,7 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
     if losses := [line[evaluation] for line in lines if line.get(evaluation) is not None]:
         run.summary.update({evaluation: {"min": min(losses), "last": losses[-1]}})  # W&B's min begins at a resume
     try:  # both ask the server
-        if job["media"]:
+        if job["media"] and evaluation:
             run.summary.update(last_media(run_dir, Path(run.dir), evaluation, job["curves"]))
         if job["artifacts"]:
             log_artifacts(run, run_dir)

@@ -258,7 +258,7 @@ def test_a_contrast_is_the_test_of_its_weighted_sums(tmp_path: Path) -> None:
         {"b/p=3": 1, "b/p=2": -1, "a/p=3": -1, "a/p=2": 1},
         {"a/p=2": 0.5, "b/p=2": 0.5, "a/p=3": -1},
     ]
-    asked: dict[str, Any] = {"contrast": sums, "claim": "lower", "least": 0.01}
+    asked = {"contrast": sums, "claim": "lower", "least": 0.01}
     made = Made(tmp_path / "sweep", parts={"a": {}, "b": {}}, compare={"gain": asked})
     losses = {s: 1.5 + 0.02 * np.random.default_rng(i).normal(size=5) for i, s in enumerate(sums[0])}
     losses["b/p=3"] = losses["b/p=2"] + losses["a/p=3"] - losses["a/p=2"] - 0.1 - 0.01 * np.arange(5)
@@ -269,7 +269,7 @@ def test_a_contrast_is_the_test_of_its_weighted_sums(tmp_path: Path) -> None:
     by_hand = []
     for c, weights in zip(family.comparisons[0], sums, strict=True):
         of_fold = np.sum([weight * losses[setting] for setting, weight in weights.items()], axis=0)
-        assert [*c.differences.values()] == pytest.approx(list(of_fold))
+        assert [*c.differences.values()] == pytest.approx(of_fold.tolist())
         t = stats.ttest_1samp(of_fold, 0)  # of ten folds, five of which have runs
         by_hand.append(float(2 * stats.t.sf(abs(t.statistic) * (0.2 / (0.2 + 1 / 9)) ** 0.5, t.df)))
         assert c.p["corrected t"] == pytest.approx(by_hand[-1])

@@ -195,13 +195,6 @@ def compared_families(sweep: Sweep) -> list[Family]:
     return found
 
 
-def paired(family: Family, whole: Family) -> list[tuple[Comparison, Comparison | None]]:
-    """Each comparison of a family with that of `whole` whose settings have the same names in their parts."""
-    names, of_whole = (of.short_names(with_parts=False) for of in (family, whole))
-    known = {(of_whole[c.a], of_whole[c.b]): c for c in whole.comparisons[0]}
-    return [(c, known.get((names[c.a], names[c.b]))) for c in family.comparisons[0]]
-
-
 def compare(sweep: Sweep, every: Sequence[Terms], metric: Metric, limits: Sequence[float] = ()) -> list[Comparison]:
     """A family of comparisons of a metric."""
     runs = {setting: sweep.runs_of(setting) for terms in every for setting, _ in terms}
@@ -255,9 +248,13 @@ def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str
     """Name of a pair -> iteration -> how much of the A − B in validation loss of the pair in the family `share_of` is
     left in `family`. {} without `share_of`."""
     whole = next((other for other in families if other.name == family.asked.share_of), None)
+    if whole is None:
+        return {}
+    names, of_whole = (of.short_names(with_parts=False) for of in (family, whole))
+    known = {(of_whole[c.a], of_whole[c.b]): losses_along(sweep, c) for c in whole.comparisons[0]}
     found = {}
-    for c, of_whole in paired(family, whole) if whole else []:
-        left, all_of_it = losses_along(sweep, c), losses_along(sweep, of_whole) if of_whole else {}
+    for c in family.comparisons[0]:
+        left, all_of_it = losses_along(sweep, c), known.get((names[c.a], names[c.b]), {})
         if both := [r for r in left if r in all_of_it]:
             iterations = sorted(set.intersection(*(set(of[r]) for r in both for of in (left, all_of_it))))
             estimates = {}
