@@ -33,16 +33,16 @@ def test_a_full_cache_is_refused(layout: str) -> None:
         decode_one_token(model, idx[:, 0], caches, 8)
 
 
-GREEDY: list[tuple[str, str, dict[str, Any]]] = [
-    ("mha", "lp3", {}), ("mla", "layernorm", {}), ("mha", "none", {"block_size": 1}),
-    ("gqa", "rms", {"activation_checkpointing": True}),
-]  # fmt: skip
+GREEDY: list[tuple[str, str, int, dict[str, Any]]] = [
+    *((layout, norm, n, {}) for layout, norm in (("mha", "lp3"), ("mla", "layernorm")) for n in (1, 5, 16, 40)),
+    ("mha", "none", 1, {"block_size": 1}),
+    ("gqa", "rms", 3, {"activation_checkpointing": True}),
+]
 
 
-@pytest.mark.parametrize(("layout", "norm", "settings"), GREEDY)
-@pytest.mark.parametrize("prompt", [1, 5, 16, 40])
+@pytest.mark.parametrize(("layout", "norm", "prompt", "settings"), GREEDY)
 def test_greedy_decoding_equals_full_forwards_also_past_block_size(
-    layout: str, norm: str, settings: dict[str, Any], prompt: int
+    layout: str, norm: str, prompt: int, settings: dict[str, Any]
 ) -> None:
     """Also of a model in training mode, which decodes with its cache."""
     model, idx = build(config_of(layout, norm, **settings)), random_tokens(3, prompt)

@@ -149,6 +149,7 @@ def test_heads_of_negative_logits_are_left_alone_and_stay_finite() -> None:
     assert clip_line([Head()], config)["qk_clip/gamma_min"] == 1
 
 
+@pytest.mark.slow
 def test_a_clipped_run_logs_its_clips_keeps_below_the_threshold_and_resumes(corpus: Path, tmp_path: Path) -> None:
     """A threshold that binds from the first update on; the logged maximum is the one before the clip."""
     optim = {"name": "adamw", "learning_rate": 1e-2}
@@ -170,6 +171,7 @@ def test_a_clipped_run_logs_its_clips_keeps_below_the_threshold_and_resumes(corp
     assert all(torch.equal(w, logging[name]) for name, w in weights(tmp_path / "none").items())
 
 
+@pytest.mark.slow
 def test_a_line_tells_of_all_updates_since_the_one_before_and_no_clip_goes_unlogged(
     corpus: Path, tmp_path: Path
 ) -> None:
