@@ -3,10 +3,11 @@
 Theirs run their eager attention, which shares no kernel with ours. Nothing is downloaded.
 """
 
+import functools
 import json
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -142,18 +143,24 @@ def test_a_run_becomes_a_folder_that_generates_the_same_greedy_text(
 TEXTS = ["", " ", "  two  spaces ,  and 'tis n't !", "tab\t\r\n\n\x00end ", "é e\u0301 € 😀 \u2028 ﬁ Ⅳ"]
 TEXTS += ["<|endoftext|> [UNK]"]
 DOCS = load_python_docs(PythonDocsOptions())
-LEARNT = learn_bpe([DOCS[:200_000]], 1000)
-TOKENIZERS: dict[str, Tokenizer] = {
-    "char": CharTokenizer("".join(sorted({*DOCS, *"".join(TEXTS)}))),
-    "byte": ByteTokenizer(),
-    "bpe": BPETokenizer(LEARNT),
-    "gpt2": GPT2Tokenizer(LEARNT, has_separator=True),
+
+
+@functools.cache
+def learnt() -> list[bytes]:
+    return learn_bpe([DOCS[:200_000]], 1000)
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "char": lambda: CharTokenizer("".join(sorted({*DOCS, *"".join(TEXTS)}))),
+    "byte": ByteTokenizer,
+    "bpe": lambda: BPETokenizer(learnt()),
+    "gpt2": lambda: GPT2Tokenizer(learnt(), has_separator=True),
 }
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_tokenizer_is_ours(name: str, tmp_path: Path) -> None:
-    tokenizer = TOKENIZERS[name]
+    tokenizer = TOKENIZERS[name]()
     export(random_model(tiny_config(), tokenizer), tokenizer, tmp_path / "hf")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
     assert len(theirs) == tokenizer.vocab_size
