@@ -64,7 +64,7 @@ def misfits(config: GPTConfig, architecture: str) -> list[str]:
 
 
 # -----------------------------------------------------------------------------
-# config.json, and the weights under Hugging Face's names; tests/test_references.py maps the other way, by hand
+# config.json, and the weights under Hugging Face's names
 
 
 def hugging_face(model: GPT) -> tuple[Config, State]:

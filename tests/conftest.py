@@ -24,7 +24,7 @@ os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 import pytest
 import torch
 from browser import CHROMIUM, Page
-from helpers.fineweb import offline, parquet, shards
+from helpers.fineweb import parquet, shards
 from helpers.refusals import folder, outcome
 from tqdm import tqdm
 from variants import NORMS, config_of
@@ -34,7 +34,7 @@ from model.kernels import operators
 from model.options import LpNormOptions, QKNormOptions
 from training.config import TrainConfig
 
-__all__ = ["folder", "offline", "outcome", "parquet", "shards"]  # fixtures of every test file
+__all__ = ["folder", "outcome", "parquet", "shards"]  # fixtures of every test file
 
 ROOT = Path(__file__).resolve().parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `program` gives
@@ -43,13 +43,14 @@ CACHE = cache_folder().parent  # for $XDG_CACHE_HOME: programs then need not com
 torch.set_num_threads(1)
 
 SLOW = {  # files whose tests train, start programs or load large libraries: make check leaves them out
-    "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_check_gpu", "test_checks", "test_compare",
-    "test_corpora", "test_cuda", "test_damage", "test_dashboard", "test_ddp", "test_disk", "test_docs",
-    "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb", "test_fixture",
-    "test_fuzz", "test_gpu", "test_init_from", "test_kernels", "test_live", "test_long_sequences",
-    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_references", "test_report",
-    "test_report_page", "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards",
-    "test_slurm", "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
+    "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_check_gpu", "test_checks",
+    "test_compare", "test_corpora", "test_cuda", "test_damage", "test_dashboard", "test_ddp", "test_disk",
+    "test_docs", "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb",
+    "test_fixture", "test_fuzz", "test_gpu",
+    "test_init_from", "test_kernels", "test_ledger", "test_live", "test_long_sequences",
+    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_report", "test_report_page",
+    "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards", "test_slurm",
+    "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
 }  # fmt: skip
 
 

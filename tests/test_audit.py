@@ -346,33 +346,3 @@ def test_a_loss_that_does_not_shift_its_labels_or_sums_them_is_caught(tmp_path: 
         subject.fresh = broken  # type: ignore[method-assign]
         findings = audit.audit(subject, 60)
         assert [f.check for f in findings if f.caught] == caught
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("", "either run= or model="),
-        ("run=a model=b", "either run= or model="),
-        ("run=nowhere", "run=nowhere"),
-        ("model=nowhere", "model=nowhere holds no config.json"),
-        ("model=empty", "model=empty cannot be loaded"),
-        ("run=run steps=3", "steps=3 must be >= 20"),
-        ("run=run steps=many", "steps=many must be an integer"),
-        ("run=run checkpoint=newest", "best, latest"),
-        ("run=run step=30", "did you mean steps"),
-        ("run=run trust_remote_code=true", "needs model="),
-        ("model=empty checkpoint=best", "needs run="),
-        ("run=run device=gpu", "device=gpu"),
-    ],
-)
-def test_bad_words_are_one_line(
-    words: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_run(small("mha", "none"), Path("run"))
-    Path("empty").mkdir()
-    Path("empty/config.json").write_text("{}")
-    capsys.readouterr()
-    assert audit.main(words.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and expected in err

@@ -1,8 +1,9 @@
 """Bad input ends with exit status 2 and one line that names key, value and rule, before anything is written."""
 
+import json
 import os
-import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CACHE, ROOT, TINY
+from helpers.fineweb import Parquet
 from helpers.refusals import Outcome, check, contents
+from helpers.reports import Made, falling
+from helpers.runs import CHARS, random_model, save_run
+from variants import config_of
 
-import sample
 import train
-from core.schema import ConfigError
+from data.tokenizer import BYTES, BPETokenizer, ByteTokenizer, NoText
 
 TEXT = "data=text data.path=corpus.txt"
 
-# Overrides of train.py, and what the line must hold.
-BAD: dict[str, list[str]] = {
+# What each program is given, and what its one line of error must hold.
+TRAIN: dict[str, list[str]] = {
     "foo=1": ["foo=1", "unknown"],
     "+foo=1": ["foo=1", "unknown"],
     "max_iter=10": ["max_iter=10", "did you mean max_iters"],
@@ -156,9 +160,20 @@ BAD: dict[str, list[str]] = {
     "data=text data.path=corpus.txt data.tokenizer=bpe data.vocab_size=9000": ["data.vocab_size=9000", "tokens that"],
     "data=python_docs +data.path=x": ["data.path=x", "unknown"],
     "data=text": ["data.path", "given"],
-    "data=text data.path=nowhere.txt": ["data.path=nowhere.txt", "exist"],
-    "data=text data.path=empty.txt": ["data.path=empty.txt", "empty"],
-    "data=text data.path=latin1.txt": ["data.path=latin1.txt", "UTF-8"],
+    "data=text data.path=nowhere.txt": ["data.path=nowhere.txt does not exist\n"],
+    "data=text data.path=empty.txt": ["data.path=empty.txt is empty\n"],
+    "data=text data.path=latin1.txt": ["data.path=latin1.txt must be UTF-8 text; the byte 0xe9 at offset 3 is not\n"],
+    "data=text data.path=folder": ["data.path=folder is a directory, it must be a file\n"],
+    "data=text data.path=loop.txt": ["data.path=loop.txt cannot be read: Too many levels of symbolic links\n"],
+    "data=text data.path='~nobody_of_this_name/a.txt'": ["data.path=~nobody_of_this_name/a.txt does not exist\n"],
+    "fault=loss_over_accumulation": ["fault=loss_over_accumulation needs gradient_accumulation_steps > 1"],
+    "fault.name=no_loss": ["fault.name=no_loss", "none, no_mask"],
+    "model=mla_nano output=value_norm": ["output=value_norm needs attention=mha or gqa: MLA decodes"],
+    "model=mla_nano attention.qk_norm_layout=unified qk_norm=rms_whole": ["qk_norm_layout=blockwise: its gains differ"],
+    "weights=sigma_reparam qk_clip=clip": ["qk_clip=clip: weights=sigma_reparam undoes"],
+    "logits=softcap fault=no_mask": ["fault=no_mask replaces the whole softmax"],
+    "softmax=sink softmax.logit=inf": ["softmax.logit=inf must be a finite number or learned"],
+    "logits=softcap logits.cap=0.0": ["logits.cap=0.0 must be > 0 and at most 1e+30"],
     "data=text data.path=short.txt model.block_size=64": ["model.block_size=64", "64 tokens"],
     "data=tiny_shakespeare data.path=corpus.txt": ["data.path=corpus.txt", "Tiny Shakespeare"],
     "device=gpu": ["device=gpu", "auto, cpu, mps, cuda"],
@@ -177,13 +192,23 @@ BAD: dict[str, list[str]] = {
     "max_iters": ["max_iters"],
     "max_iters=[": ["max_iters=["],
     "experiment=nothing": ["experiment=nothing", "quickstart"],
+    "data=fineweb data.path=nowhere": [
+        "data.path=nowhere",
+        "prepare_fineweb.py out=nowhere max_tokens=1000000000 makes it",
+    ],
+    "data=fineweb data.path=null": ["data=fineweb has no", "prepare_fineweb.py"],
+    "data=fineweb data.path=shards_begun": ["not complete in shards_begun", "prepare_fineweb.py"],
+    "data=fineweb data.path=shards_short": ["train_000000.bin is", "bytes"],
+    "data=fineweb data.path=shards_damaged": ["shards_damaged/index.json", "not an index"],
+    "data=fineweb data.path=shards_other": ["tokenizer.json", "not the one"],
+    "data=fineweb data.path=shards_whole data.val_tokens=1": ["data.val_tokens=1", ">= 2"],
+    "data=fineweb data.path=shards_whole data.val_tokens=10000000": ["data.val_tokens=10000000", "<="],
+    "data=fineweb data.path=shards_whole data.fold=0": ["data.fold=0", "unknown"],
+    "data=fineweb data.path=shards_whole data.folds=5": ["data.folds=5", "unknown"],
+    "data=fineweb data.path=shards_whole +data.split=shuffled": ["data.split=shuffled", "unknown"],
+    "data=fineweb data.path=shards_whole data.tokenizer=bpe": ["data.tokenizer=bpe", "unknown"],
 }
-if not torch.cuda.is_available():
-    BAD["device=cuda"] = ["device=cuda", "absent"]
-if not torch.backends.mps.is_available():
-    BAD["device=mps"] = ["device=mps", "absent"]
-
-BAD_SAMPLE: dict[str, list[str]] = {
+SAMPLE: dict[str, list[str]] = {
     "": ["run", "given"],
     "run=nowhere": ["run=nowhere does not exist"],
     "run=folder": ["run=folder"],
@@ -199,23 +224,258 @@ BAD_SAMPLE: dict[str, list[str]] = {
     "run=x max_tokens=3": ["max_tokens=3", "did you mean max_new_tokens"],
     "run=x +seed=3": ["+seed=3", "key=value"],
     "run=x --seed": ["--seed", "key=value"],
+    "run=folder seed=1:30": ["seed=1:30 must be an integer"],  # to YAML it is 90
+}
+LAUNCH: dict[str, list[str]] = {
+    "": ["sweep="],
+    "sweep=nosuch": ["sweep=nosuch", "p_sweep_cpu"],
+    'sweep=p_sweep_cpu sweep.grid={"model.name":[nano_cpu]}': ["grid.model.name keeps", "write grid.model"],
+    "sweep=p_sweep_cpu launcher=cloud": ["launcher=cloud", "local"],
+    "sweep=p_sweep_cpu launcher.ranks=2": ["launcher.ranks=2", "gradient_accumulation_steps=1"],
+    "sweep=gqa_nano sweep.grid.gradient_accumulation_steps=[2,3] launcher.ranks=2": ["gradient_accumulation_steps=3"],
+    "sweep=p_sweep_cpu launcher.threads=99999": ["launcher.threads=99999", "the CPUs here"],
+    'sweep=gqa_nano sweep.grid={"words":{"a":["qk_norm=rms"]},"qk_norm":["rms"]}': [
+        "grid.words.a: qk_norm=rms",
+        "varies",
+    ],
+    "sweep=attention_track_final optim.learning_rate=0.001": ["optim.learning_rate=0.001", "grid.words.none"],
+    "sweep=p_sweep_cpu launcher.workers=0": ["launcher.workers=0", ">= 1"],
+    "sweep=p_sweep_cpu launcher.worker=2": ["launcher.worker=2", "launcher.workers"],
+    "sweep=p_sweep_cpu qk_norm.p=3": ["qk_norm.p=3", "sweep.grid.qk_norm.p"],
+    "sweep=p_sweep_cpu seed=3": ["seed=3", "sweep.seeds"],
+    "sweep=p_sweep_cpu out_dir=x": ["out_dir=x", "sweep_dir"],
+    "sweep=p_sweep_cpu fresh=true": ["fresh=true", "another sweep_dir"],
+    "sweep=p_sweep_cpu eval_only=true": ["eval_only=true", "trains"],
+    "sweep=p_sweep_cpu sweep.overrides=[seed=3]": ["seed=3", "sweep.seeds"],
+    "sweep=gqa_nano sweep.grid=3": ["sweep.grid=3", "a group"],
+    "sweep=p_sweep_cpu sweep.overrides=qk_norm=lp": ["sweep.overrides=qk_norm=lp", "list"],
+    'sweep=p_sweep_cpu sweep.grid={"data.fold":[0,1]}': ["data.fold", "sweep.folds"],
+    'sweep=gqa_nano sweep.grid={"seed":[0,1]}': ["grid.seed", "sweep.seeds"],
+    'sweep=gqa_nano sweep.grid={"words":{"a":["out_dir=x"]}}': ["out_dir=x", "sweep_dir"],
+    "sweep=gqa_nano sweep.parts=[alpha_1]": ["sweep.parts", "gqa_nano", "no parts"],
+    "sweep=p_sweep_cpu data=python_docs sweep_dir=/dev/null/x": ["sweep_dir=/dev/null/x", "Not a directory"],
+    "sweep=p_sweep_cpu max_iter=3": ["max_iter=3", "max_iters"],
+    "sweep=p_sweep_cpu sweep.folds=3": ["sweep.folds=3", "a list, as [1,2]"],
+    "sweep=p_sweep_cpu sweep.folds=[10]": ["data.fold=10", "0..9"],
+    "sweep=p_sweep_cpu folds=[1]": ["folds=[1]", "did you mean sweep.folds?"],
+    "sweep=p_sweep_cpu sweep.fold=[1]": ["sweep.fold=[1]", "did you mean sweep.folds?"],
+    "sweep=p_sweep_cpu sweep.seeds=[1,1]": ["sweep.seeds=[1, 1]", "none twice"],
+    "sweep=p_sweep_cpu sweep.parts=[nosuch]": ["nosuch", "alpha_1"],
+    "sweep=p_sweep_cpu sweep.grid.qk_norm.p=[0.5]": ["qk_norm.p=0.5", ">= 1"],
+    "sweep=p_sweep_cpu sweep.grid.qk_norm.q=[2]": ["qk_norm.q=2", "unknown"],
+    "sweep=p_sweep_cpu sweep.grid.qk_norm.p=[2,2]": ["twice"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"base":p=2}}': ["compare.a.base=p=2", "did you mean compare.a.baseline?"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"settings":["*"]}}': ["compare.a must have either baseline", "or pairs"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"pairs":[["p=2"]]}}': ["compare.a.pairs=[['p=2']]", "list of pairs"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"contrast":[{p=3:1,p=2:-2}]}}': ["compare.a.contrast=", "sum to 0"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"contrast":[{p=3:0}]}}': ["compare.a.contrast=", "not 0"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"contrast":[[p=3,p=2]]}}': ["compare.a.contrast=", "{setting: weight}"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"baseline":p=2,"contrast":[{p=3:1,p=2:-1}]}}': ["compare.a", "or contrast"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"baseline":p=2,"settings":p=2}}': ["compare.a.settings=p=2", "a list"],
+    'sweep=p_sweep_cpu sweep.compare={"a":{"baseline":p=2,"title":3}}': ["compare.a.title=3", "text"],
+    'sweep=p_sweep_cpu sweep.also={"grad_norm":median}': ["also.grad_norm=median", "max"],
+    'sweep=p_sweep_cpu sweep.paper={"val_loss":{"a":low}}': ["paper.val_loss"],
+    "sweep=p_sweep_cpu retries=-1": ["retries=-1"],
+    "sweep=p_sweep_cpu device=cuda:99": ["device=cuda:99"],
+    "sweep=p_sweep_cpu data=text data.path=nosuch.txt": ["nosuch.txt"],
+}
+PREPARE_FINEWEB: dict[str, list[str]] = {
+    "foo=1": ["foo=1", "unknown"],
+    "column=": ["column=", "empty"],
+    "column=body": ["column=body", "text, id, dump, url"],
+    "column=token_count": ["column=token_count", "text, not int"],
+    "split=validation": ["split=validation", "cannot be loaded"],
+    "dataset=nowhere": ["dataset=nowhere", "is no folder here"],
+    "dataset=empty_folder": ["dataset=empty_folder", "cannot be loaded"],
+    "tokenizer=char": ["tokenizer=char", "gpt2, bpe"],
+    "tokenizer=gpt2 vocab_size=300": ["vocab_size=300", "tokenizer=bpe"],
+    "tokenizer=gpt2": ["tokenizer=gpt2", "tiktoken's cache"],
+    "tokenizer=bpe vocab_size=100": ["vocab_size=100", "[257, "],
+    "tokenizer=bpe vocab_size=90000": ["vocab_size=90000", "too large"],
+    "max_tokens=0": ["max_tokens=0", ">= 1"],
+    "val_fraction=1.5": ["val_fraction=1.5", "(0, 1)"],
+    "workers=0": ["workers=0", ">= 1"],
+    "out=corpus.txt": ["out=corpus.txt"],
+    "out=folder": ["out=folder", "neither empty nor"],
+    "out=/proc/shards": ["out=/proc/shards"],
+    "out=corpus.txt/x max_tokens=10": ["out=corpus.txt/x", "Not a directory"],
+}
+AUDIT: dict[str, list[str]] = {
+    "": ["run=", "model=", "given"],
+    "--run=folder": ["--run=folder", "key=value"],
+    "run=run_chars model=b": ["either run= or model="],
+    "run=nowhere": ["run=nowhere"],
+    "model=nowhere": ["model=nowhere holds no config.json"],
+    "model=hf_bare": ["model=hf_bare cannot be loaded"],
+    "run=run_chars steps=3": ["steps=3 must be >= 20"],
+    "run=run_chars steps=many": ["steps=many must be an integer"],
+    "run=run_chars checkpoint=newest": ["best, latest"],
+    "run=run_chars step=30": ["did you mean steps"],
+    "run=run_chars trust_remote_code=true": ["needs model="],
+    "model=hf_bare checkpoint=best": ["needs run="],
+    "run=run_chars device=gpu": ["device=gpu"],
+}
+COMPARE: dict[str, list[str]] = {
+    "b=run_chars": ["a= must be given"],
+    "a=run_chars b=nowhere": ["b=nowhere does not exist"],
+    "a=run_chars b=folder": ["b=folder is not a checkpoint and has none: name a run's directory"],
+    "a=run_chars b=run_chars": ["b=run_chars is the same checkpoint as a=run_chars: name another run"],
+    "a=run_bytes b=run_bytes/../run_bytes": ["b=run_bytes/../run_bytes is the same checkpoint"],
+    "a=run_chars b=run_random": ["b=run_random was trained on data=random, which is no text"],
+    "a=run_chars b=run_shallow text=nothing": ["text=nothing does not exist"],
+    "a=run_chars b=run_shallow text=latin.bin": ["text=latin.bin must be UTF-8 text; the byte 0xff at offset 0 is not"],
+    "a=run_chars b=run_bytes text=other.txt": ["text=other.txt does not suit a=run_chars: the character 'X' (U+0058)"],
+    "a=run_chars b=run_shallow text=a.txt": ["text=a.txt is too short: give a text=FILE of at least two tokens"],
+    "a=run_chars b=run_shallow text=empty.txt": ["text=empty.txt is too short: give a text=FILE"],
+    "a=run_chars b=run_shallow layer=1": ["layer=1 must be < 1, the layers of b=run_shallow"],
+    "a=run_chars b=run_shallow head=4": ["head=4 must be < 4, the heads of a=run_chars"],
+    "a=run_chars b=run_shallow out=none/page.html": ["out=none/page.html must be a file"],
+    "a=run_chars b=run_shallow out=pipe": ["out=pipe must be a file"],
+    "a=run_chars b=run_shallow txt=x": ["did you mean text"],
+    "a=folder b=folder": ["a=folder", "not a checkpoint"],
+}
+REPORT: dict[str, list[str]] = {
+    "": ["sweep= or from= must be given"],
+    "sweep=nowhere": ["sweep_dir=runs/nowhere holds no sweep"],
+    "sweep_dir=sweep_made swep=x": ["swep=x"],
+    "sweep_dir=sweep_made outt=x": ["did you mean out?"],
+    "word": ["word"],
+    "sweep_dir=sweep_made out=corpus.txt": ["out=corpus.txt is not a directory"],
+    "sweep_dir=sweep_made watch=true out=x": ["watch=true writes no out="],
+    "sweep_dir=~nobody-at-all/x": ["sweep_dir=~nobody-at-all/x holds no sweep"],
+    "sweep_dir=sweep_torn": ["sweep_dir=sweep_torn has a plan.jsonl that cannot be read"],
+    "sweep_dir=sweep_empty": ["without a run"],
+    "sweep_dir=sweep_unnamed": ["sweep_dir=sweep_unnamed has no sweep.json"],
+    "run=folder": ["run=", "watch=true"],
+    "from=folder": ["from=folder", "no report"],
+}
+BENCH_DECODE: dict[str, list[str]] = {
+    "device=gpu": ["device=gpu", "cuda:N"],
+    "foo=1": ["foo=1", "unknown"],
+    "contexts=[1]": ["contexts=[1] must be a list of integers >= 2"],
+    "batch=2": ["batch=2 must be a list, as [1,2]"],
+    "rounds=0": ["rounds=0 must be >= 1"],
+    "starts=0": ["starts=0 must be >= 1"],
+    "seconds=0": ["seconds=0.0 must be > 0 and at most 1e+30"],
+    "from=bench.json out=it": ["from=bench.json must be a bench.json of this benchmark"],
+    "sides=absorbed,fast": ["sides=absorbed,fast must be a list of absorbed, rms"],
+    "attention=gqa": ["attention"],
+}
+if not torch.cuda.is_available():
+    TRAIN["device=cuda"] = BENCH_DECODE["device=cuda"] = ["device=cuda", "absent"]
+if not torch.backends.mps.is_available():
+    TRAIN["device=mps"] = ["device=mps", "absent"]
+REFUSED: dict[str, dict[str, list[str]]] = {  # by program
+    "train.py": TRAIN,
+    "sample.py": SAMPLE,
+    "sweeps/launch.py": LAUNCH,
+    "data/prepare_fineweb.py": PREPARE_FINEWEB,
+    "scripts/audit.py": AUDIT,
+    "scripts/compare.py": COMPARE,
+    "scripts/report.py": REPORT,
+    "scripts/benchmarks/bench_decode.py": BENCH_DECODE,
+    "scripts/dashboard.py": {
+        "": ["sweep=", "given"],
+        "sweep=nowhere": ["entity=", "given"],
+    },
+    "scripts/docs.py": {
+        "foo=1": ["foo=1", "unknown"],
+    },
+    "scripts/evaluate_lm.py": {
+        "run=nowhere tasks=[]": ["run=nowhere does not exist"],
+        "run=folder": ["tasks=", "given"],
+    },
+    "scripts/export_hf.py": {
+        "run=folder": ["out=", "given"],
+        "run=nowhere out=x": ["run=nowhere does not exist"],
+    },
+    "scripts/benchmarks/bench_train.py": {
+        "": ["one of peer=, old= and variants=", "given"],
+        "peer=folder": ["peer=folder", "no model.py"],
+        "old=. together=true": ["together=true needs variants="],
+        "old=nosuch": ["old=nosuch must be a checkout of this repository"],
+        "peer=nosuch": ["peer=nosuch must be a checkout of nanoGPT"],
+        "peer=. qk_norm=rms": ["nanoGPT's own model", "qk_norm.name none -> rms"],
+        "peer=. logits=softcap": ["nanoGPT's own model", "logits.cap"],
+        "variants=qk_norm=none rounds=x": ["rounds=x must be an integer"],
+    },
+    "scripts/benchmarks/bench_sample.py": {
+        "": ["one of peer=, old= and variants="],
+        "variants=qk_norm=none;qk_norm=non": ["qk_norm=non"],
+        "variants=qk_norm=rms;qk_norm=rms": ["two different lists"],
+        "peer=nosuch": ["peer=nosuch must be a checkout of nanoGPT"],
+        "peer=folder tokens=0": ["tokens=0", ">= 1"],
+        "old=folder": ["old=folder", "no bench_sample.py"],
+    },
+    "scripts/check_gpu.py": {
+        "parts=[speed]": ["parts=[speed] must be of device, profile"],
+        "model.n_layers=3": ["model.n_layers=3 is unknown"],
+        "device=gpu": ["device=gpu must be auto, cpu"],
+        "minutes=0": ["minutes=0.0 must be > 0 and at most 1e+30"],
+    },
+    "sweeps/status.py": {
+        "sweep_dir=corpus.txt": ["sweep_dir=corpus.txt", "no sweep"],
+    },
 }
 
 
-@pytest.mark.parametrize("overrides", BAD)
-def test_a_bad_setting_of_train_is_one_line_and_writes_nothing(overrides: str, folder: Path, outcome: Outcome) -> None:
+@pytest.fixture(scope="module")
+def templates(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs, sweeps, shards and other files, under the names that the words above give them."""
+    place = tmp_path_factory.mktemp("templates")
+    plain = config_of("mha", "none")
+    save_run(random_model(plain), CHARS, place / "run_chars")
+    save_run(random_model(config_of("mha", "none", n_layer=1)), CHARS, place / "run_shallow")
+    save_run(random_model(plain, ByteTokenizer()), ByteTokenizer(), place / "run_bytes")
+    save_run(random_model(plain, NoText(9)), NoText(9), place / "run_random")
+    for name in ("sweep_made", "sweep_torn", "sweep_empty", "sweep_unnamed"):
+        Made(place / name).run("p=2", 0, falling(1.5))
+    (place / "sweep_torn" / "plan.jsonl").write_text('{"id": "a-')
+    (place / "sweep_empty" / "plan.jsonl").write_text("")
+    (place / "sweep_unnamed" / "sweep.json").unlink()
+    for name in ("shards_whole", "shards_short", "shards_damaged", "shards_other"):
+        shutil.copytree(shards, place / name)
+    os.truncate(place / "shards_short" / "train_000000.bin", 100)
+    (place / "shards_damaged" / "index.json").write_text("[]")
+    (place / "shards_other" / "tokenizer.json").write_text(json.dumps(BPETokenizer(BYTES).to_dict()))
+    for file in ("shards_begun/progress.json", "hf_bare/config.json", "empty_folder/.keep"):
+        (place / file).parent.mkdir()
+        (place / file).write_text("{}")
+    (place / "empty_folder" / ".keep").unlink()
+    for file, text in {"good.txt": "a bad egg, a fad!\nfade\n", "other.txt": "a fade X", "a.txt": "a"}.items():
+        (place / file).write_text(text)
+    (place / "latin.bin").write_bytes(b"\xff\xfe")
+    return place
+
+
+def base_of(program: str, given: list[str], parquet: Path) -> list[str]:
+    """Words that are right, of settings that those under test leave alone."""
+    if program == "train.py":
+        text = [] if any(word.startswith(("data=", "max_iters", "dry_run")) for word in given) else TEXT.split()
+        return text + [word for word in TINY if group_of(word) not in map(group_of, given)]
+    words = {
+        "data/prepare_fineweb.py": [f"dataset={parquet}", "out=out", "tokenizer=bpe", "vocab_size=300"],
+        "scripts/compare.py": ["text=good.txt"],
+    }
+    fitting = [word for word in words.get(program, []) if group_of(word) not in map(group_of, given)]
+    return [word for word in fitting if word != "vocab_size=300" or "tokenizer=gpt2" not in given]
+
+
+def group_of(word: str) -> str:
+    return word.lstrip("+").split("=")[0].split(".")[0]
+
+
+@pytest.mark.parametrize(("program", "words"), [(program, words) for program in REFUSED for words in REFUSED[program]])
+def test_a_bad_setting_is_one_line_and_writes_nothing(
+    program: str, words: str, templates: Path, parquet: Parquet, folder: Path, outcome: Outcome
+) -> None:
+    for entry in templates.iterdir():
+        if entry.name in words or entry.suffix == ".txt":
+            (shutil.copytree if entry.is_dir() else shutil.copy)(entry, folder / entry.name)
     before = contents(folder)
-    given = overrides.split()
-    base = [] if any(o.startswith(("data=", "max_iters", "dry_run")) for o in given) else TEXT.split()
-    status, stderr = outcome(train.main, *base, *(o for o in TINY if fits(o, given)), *given)
-    check(status, stderr, BAD[overrides])
+    status, stderr = outcome(program, *base_of(program, words.split(), parquet[0]), *words.split())
+    check(status, stderr, REFUSED[program][words])
     assert contents(folder) == before
-
-
-def fits(override: str, given: list[str]) -> bool:
-    """Whether a default of the tests leaves the setting under test alone."""
-    keys = {g.lstrip("+").split("=")[0].split(".")[0] for g in given}
-    return override.split("=")[0].split(".")[0] not in keys
 
 
 ENVIRONMENTS: dict[str, list[str]] = {
@@ -251,34 +511,13 @@ def test_an_environment_that_torchrun_does_not_set_is_refused(
 )
 @pytest.mark.parametrize("word", ["of", ""])
 def test_an_unknown_wandb_mode_variable_is_refused_where_w_and_b_is_used(
-    word: str, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    word: str, line: str, folder: Path, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contents(folder)
     monkeypatch.setenv("WANDB_MODE", word)
-    script, *words = line.split()
-    monkeypatch.setattr(sys, "argv", [script, *words])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert isinstance(exit_.value.code, int)
-    check(exit_.value.code, capsys.readouterr().err, [f"WANDB_MODE={word} must be one of online, offline, disabled"])
+    check(*outcome(*line.split()), [f"WANDB_MODE={word} must be one of online, offline, disabled"])
     assert contents(folder) == before
-    monkeypatch.setattr(sys, "argv", ["train.py", *TEXT.split(), "wandb.mode=disabled", "dry_run=true", *TINY])
-    with pytest.raises(SystemExit, match="0"):
-        train.main()
-
-
-@pytest.mark.parametrize("prompt", ["/dev/zero", "pipe"])
-def test_a_prompt_is_read_from_a_regular_file_alone(prompt: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="must be a regular file"):
-        sample.read_prompt(f"FILE:{prompt}")
-
-
-@pytest.mark.parametrize("overrides", BAD_SAMPLE)
-def test_a_bad_setting_of_sample_is_one_line_and_writes_nothing(overrides: str, folder: Path, outcome: Outcome) -> None:
-    before = contents(folder)
-    status, stderr = outcome(sample.main, *overrides.split())
-    check(status, stderr, BAD_SAMPLE[overrides])
-    assert contents(folder) == before
+    assert outcome("train.py", *TEXT.split(), "wandb.mode=disabled", "dry_run=true", *TINY) == (0, "")
 
 
 def test_the_program_itself_says_one_line_and_leaves_with_2(folder: Path) -> None:
@@ -289,60 +528,6 @@ def test_the_program_itself_says_one_line_and_leaves_with_2(folder: Path) -> Non
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert contents(folder) == before
-
-
-# Words of the other programs, and what the line must hold.
-SCRIPTS: dict[str, list[str]] = {
-    "sample.py run=folder seed=1:30": ["seed=1:30 must be an integer"],  # to YAML it is 90
-    "scripts/audit.py": ["run=", "model=", "given"],
-    "scripts/audit.py --run=folder": ["--run=folder", "key=value"],
-    "scripts/compare.py a=folder b=folder": ["a=folder", "not a checkpoint"],
-    "scripts/dashboard.py": ["sweep=", "given"],
-    "scripts/dashboard.py sweep=nowhere": ["entity=", "given"],
-    "scripts/docs.py foo=1": ["foo=1", "unknown"],
-    "scripts/evaluate_lm.py run=nowhere tasks=[]": ["run=nowhere does not exist"],
-    "scripts/evaluate_lm.py run=folder": ["tasks=", "given"],
-    "scripts/export_hf.py run=folder": ["out=", "given"],
-    "scripts/export_hf.py run=nowhere out=x": ["run=nowhere does not exist"],
-    "scripts/report.py run=folder": ["run=", "watch=true"],
-    "scripts/report.py from=folder": ["from=folder", "no report"],
-    "scripts/benchmarks/bench_train.py": ["one of peer=, old= and variants=", "given"],
-    "scripts/benchmarks/bench_train.py peer=folder": ["peer=folder", "no model.py"],
-    "scripts/benchmarks/bench_train.py old=. together=true": ["together=true needs variants="],
-    "scripts/benchmarks/bench_train.py old=nosuch": ["old=nosuch must be a checkout of this repository"],
-    "scripts/benchmarks/bench_train.py peer=nosuch": ["peer=nosuch must be a checkout of nanoGPT"],
-    "scripts/benchmarks/bench_train.py peer=. qk_norm=rms": ["nanoGPT's own model", "qk_norm.name none -> rms"],
-    "scripts/benchmarks/bench_train.py peer=. logits=softcap": ["nanoGPT's own model", "logits.cap"],
-    "scripts/benchmarks/bench_train.py variants=qk_norm=none rounds=x": ["rounds=x must be an integer"],
-    "scripts/benchmarks/bench_sample.py": ["one of peer=, old= and variants="],
-    "scripts/benchmarks/bench_sample.py variants=qk_norm=none;qk_norm=non": ["qk_norm=non"],
-    "scripts/benchmarks/bench_sample.py variants=qk_norm=rms;qk_norm=rms": ["two different lists"],
-    "scripts/benchmarks/bench_sample.py peer=nosuch": ["peer=nosuch must be a checkout of nanoGPT"],
-    "scripts/benchmarks/bench_sample.py peer=folder tokens=0": ["tokens=0", ">= 1"],
-    "scripts/check_gpu.py parts=[speed]": ["parts=[speed] must be of device, profile"],
-    "scripts/check_gpu.py model.n_layers=3": ["model.n_layers=3 is unknown"],
-    "scripts/check_gpu.py device=gpu": ["device=gpu must be auto, cpu"],
-    "scripts/check_gpu.py minutes=0": ["minutes=0.0 must be > 0 and at most 1e+30"],
-    "scripts/benchmarks/bench_sample.py old=folder": ["old=folder", "no bench_sample.py"],
-    "scripts/benchmarks/bench_decode.py device=gpu": ["device=gpu", "cuda:N"],
-    "scripts/benchmarks/bench_decode.py foo=1": ["foo=1", "unknown"],
-    "sweeps/status.py sweep_dir=corpus.txt": ["sweep_dir=corpus.txt", "no sweep"],
-    "data/prepare_fineweb.py out=corpus.txt/x max_tokens=10": ["out=corpus.txt/x", "Not a directory"],
-}
-
-
-@pytest.mark.parametrize("line", SCRIPTS)
-def test_a_bad_setting_of_a_script_is_one_line_and_writes_nothing(
-    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = contents(folder)
-    script, *words = line.split()
-    monkeypatch.setattr(sys, "argv", [script, *words])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert isinstance(exit_.value.code, int)
-    check(exit_.value.code, capsys.readouterr().err, SCRIPTS[line])
     assert contents(folder) == before
 
 

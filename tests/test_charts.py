@@ -50,6 +50,7 @@ def test_the_same_chart_has_the_same_bytes_whatever_was_drawn_before() -> None:
     assert first == again != other and b"clip0" in first
 
 
+@pytest.mark.slow
 def test_many_settings_have_a_panel_each_with_all_others_in_grey() -> None:
     curves = {f"m{i}": {0: 4.0, 10: 3.0 - i / 20, 20: 2.0 - i / 20, 30: 1.9 - i / 20} for i in range(10)}
     look = styles({"": {name: name for name in curves}})

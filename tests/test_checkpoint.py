@@ -2,13 +2,12 @@
 
 import errno
 import itertools
-import json
 import math
 import os
 import pickle
 import re
+import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from conftest import ROOT, flip
+from conftest import exit_status, flip, fork
 from helpers.refusals import Bomb
 from torch import Tensor
 
@@ -278,86 +277,37 @@ def test_a_run_copied_without_its_symlinks_goes_on(tmp_path: Path) -> None:
 # -----------------------------------------------------------------------------
 # Saves cut short
 
-# A process that forks one child per job, so that torch is imported once. A job saves with sabotage.
-FORKER = """
-import errno, json, os, resource, sys, tempfile
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from core.checkpoint import save
+CRASHED, RAISED, SURVIVED, UNTOUCHED = range(4)
+EVENTS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.chmod", "os.scandir", "shutil.rmtree"}
 
-def small(step):
-    return {"model": {"w": torch.full((8, 8), float(step))}, "optimizer": {"m": torch.full((64,), step)}}
 
-with tempfile.TemporaryDirectory() as folder:  # what is imported or set up at first use comes before the forks
-    save(Path(folder), 0, small(0), {}, True)
+def sabotaged(folder: Path, do: str, step: int, at: int) -> int:
+    """Save in a fork, in which the operation number `at` on a file crashes the process or fails. Returns what became
+    of the save: it survives an error in what comes after it."""
 
-def sabotage(at, fail):
-    events = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.chmod", "os.scandir", "shutil.rmtree"}
-    global count
-    count = 0
-    def hook(event, arguments):
-        global count
-        if event in events or (event == "open" and str(arguments[0]).startswith(job["folder"])):
-            count += 1
-            if count == at:
-                if not fail:
-                    os._exit(9)
-                raise OSError(errno.ENOSPC, "sabotage")
-    sys.addaudithook(hook)
+    def work() -> int:
+        count = 0
 
-def work(folder, do, step, at=0, floats=64):
-    if do == "limit":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-        save(folder, step, {"model": {"w": torch.zeros(floats)}}, {"text": "a" * (200_000 - 4 * floats)}, best=True)
-    if do in ("crash", "fail"):
-        sabotage(at, do == "fail")
-        save(folder, step, small(step), {"step": step, "attempt": 1}, best=step % 3 == 0)
-        print("survived" if count >= at else "untouched", flush=True)
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal count
+            if event in EVENTS or (event == "open" and str(arguments[0]).startswith(str(folder))):
+                count += 1
+                if count == at:
+                    if do == "crash":
+                        os._exit(CRASHED)
+                    raise OSError(errno.ENOSPC, "sabotage")
 
-for line in sys.stdin:
-    job = json.loads(line)
-    child = os.fork()
-    if child == 0:
+        sys.addaudithook(hook)
         try:
-            work(**job | {"folder": Path(job["folder"])})
-        except BaseException as error:
-            print("raised", type(error).__name__, getattr(error, "errno", None), flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-    print("end", flush=True)
-"""
+            save(folder, step, small(step), {"step": step, "attempt": 1}, best=step % 3 == 0)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            return RAISED
+        return SURVIVED if count >= at else UNTOUCHED
 
-
-class Forker:
-    def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", FORKER]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def start(self, folder: Path, do: str, **job: Any) -> None:
-        assert self.process.stdin is not None
-        print(json.dumps({"folder": str(folder), "do": do, **job}), file=self.process.stdin, flush=True)
-
-    def line(self) -> list[str]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().split()
-        assert line, "the forker died"
-        return line
-
-    def lines(self) -> list[list[str]]:
-        """What the job said until its end."""
-        return list(iter(self.line, ["end"]))
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    forker = Forker()
-    yield forker
-    forker.process.communicate()
-    assert forker.process.returncode == 0
+    status = exit_status(fork(work))
+    assert status in range(4)
+    return status
 
 
 def prepare(folder: Path, case: str) -> tuple[int, set[int]]:
@@ -399,33 +349,29 @@ def test_a_passing_error_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest
         checkpoint.load_latest(tmp_path, print)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "do"), CUTS)
-def test_a_save_cut_short_at_any_file_operation_leaves_a_valid_checkpoint(
-    tmp_path: Path, forker: Forker, case: str, do: str
-) -> None:
+def test_a_save_cut_short_at_any_file_operation_leaves_a_valid_checkpoint(tmp_path: Path, case: str, do: str) -> None:
     step, allowed = prepare(tmp_path / "template", case)
-    outcomes: list[list[str]] = []
-    while outcomes[-1:] != [["untouched"]]:  # until the operation to sabotage lies after the save's last
+    outcomes: list[int] = []
+    while outcomes[-1:] != [UNTOUCHED]:  # until the operation to sabotage lies after the save's last
         folder = tmp_path / f"{len(outcomes)}"
         shutil.copytree(tmp_path / "template", folder, symlinks=True)
-        forker.start(folder, do, step=step, at=len(outcomes) + 1)
-        said = forker.lines()
-        outcomes.append(said[0] if said else ["crashed"])
+        outcomes.append(sabotaged(folder, do, step, len(outcomes) + 1))
         warnings: list[str] = []
         found = latest_step(folder, warnings.append)
         assert found in allowed and (case == "over_corrupt" or not warnings)
         if case == "next":
             assert load(folder / "best").step in (1, step)
-        if outcomes[-1][0] in ("survived", "untouched"):
+        if outcomes[-1] in (SURVIVED, UNTOUCHED):
             assert found == step and load(folder / "latest").state["attempt"] == 1
-        if outcomes[-1][0] == "raised":  # it cleaned up after itself; what cannot be deleted (old) waits for the next
-            assert outcomes[-1] == ["raised", "OSError", str(errno.ENOSPC)]
+        if outcomes[-1] == RAISED:  # it cleaned up after itself; what cannot be deleted (old) waits for the next
             assert not [entry for entry in names(folder) if re.match(r"\.tmp-(?!old-|gone-)", entry)]
         save_steps(folder, step + 1, best=step + 1)  # the next save cleans up
         assert latest_step(folder) == step + 1 and load(folder / "best").step == step + 1
         assert not list(folder.glob(".tmp*"))
     assert len(outcomes) > 20
-    assert ["crashed" if do == "crash" else "raised"] in [outcome[:1] for outcome in outcomes]
+    assert (CRASHED if do == "crash" else RAISED) in outcomes
 
 
 @contextmanager
@@ -439,10 +385,17 @@ def unchanged(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("floats", [0, 50_000], ids=["in state.json", "in the tensors"])
-def test_a_file_that_cannot_grow_fails_the_save_and_nothing_else(tmp_path: Path, forker: Forker, floats: int) -> None:
+def test_a_file_that_cannot_grow_fails_the_save_and_nothing_else(tmp_path: Path, floats: int) -> None:
+    def work() -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        try:
+            save(tmp_path, 3, {"model": {"w": torch.zeros(floats)}}, {"text": "a" * (200_000 - 4 * floats)}, best=True)
+        except OSError as error:
+            return error.errno or 0
+        return 0
+
     with unchanged(tmp_path):
-        forker.start(tmp_path, "limit", step=3, floats=floats)
-        assert forker.lines() == [["raised", "OSError", str(errno.EFBIG)]]
+        assert exit_status(fork(work)) == errno.EFBIG
 
 
 def test_everything_is_on_the_disk_before_the_name_and_the_name_before_anything_goes(

@@ -1,6 +1,5 @@
 """What ends or warns a run: start-up checks, a loss that is not finite, signals, waits."""
 
-import itertools
 import math
 import signal
 import threading
@@ -12,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.runs import QK_CLIP, SETTINGS, assert_same_run, configured, lines, saved_json
+from helpers.runs import QK_CLIP, assert_same_run, configured, lines, saved_json
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from variants import config_of, looking_ahead
 
 import model.gpt
@@ -220,45 +218,7 @@ def test_too_few_held_out_targets_are_warned_of(length: int, folds: int, targets
     data = {"name": "text", "path": str(file), "folds": folds, "fold": folds - 1}
     said = checks.start_up_checks(setup(configured(file, tmp_path / "run", data=data)))
     start = f"only {targets} held-out tokens are predicted, so that val/loss says little"
-    assert [text.startswith(start) for text in said] == [True] * (targets < 400)
-
-
-class Waits(TorchFunctionMode):
-    """How often the host asks for a tensor's values, for which it would wait for a GPU."""
-
-    ASK = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero", "equal"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in self.ASK:
-            self.asked.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("clip", ["none", "log", "clip"])
-def test_updates_between_two_logged_lines_do_not_make_the_host_wait(
-    clip: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is read of them one by one, so that a GPU never waits to be given work."""
-    small = {**SETTINGS["model"], "dropout": 0.0}  # masks are drawn by the CPU's generator, for a CPU
-    changes = {"max_iters": 40, "log_interval": 10, "eval_interval": 100, "checkpoint_interval": 100, "model": small}
-    qk_clip = {"name": "clip", "threshold": 1e9} if clip == "clip" else {"name": clip}
-    spy, seed_of_update, at = Waits(), train.seed_of_update, []
-
-    def asked_before(seed: int, step: int, rank: int) -> int:
-        at.append(len(spy.asked))
-        return seed_of_update(seed, step, rank)
-
-    monkeypatch.setattr(train, "seed_of_update", asked_before)
-    with spy:
-        assert train.run(configured(corpus, tmp_path / "run", **changes, qk_clip=qk_clip)) == 0
-    of_update = [b - a for a, b in itertools.pairwise(at)]
-    heads = 2 if clip == "clip" else 0  # on a CPU each layer is asked whether it is to be scaled
-    assert [step for step, n in enumerate(of_update) if n > heads] == [0, 10, 20, 30]
-    assert {n for step, n in enumerate(of_update) if step % 10} == {heads}
+    assert len(said) == (1 if targets < 400 else 0) and all(text.startswith(start) for text in said)
 
 
 @pytest.mark.parametrize(("fails", "seen"), [(3, 4), (4, 4), (6, 8), (9, 9)])

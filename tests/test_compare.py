@@ -1,7 +1,6 @@
 """scripts/compare.py: the numbers are the models' own, over the same text, on one page that runs nothing of it."""
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,7 +15,7 @@ from variants import attention_products, config_of
 
 import train
 from core.schema import ConfigError
-from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, NoText, Tokenizer, build_tokenizer, learn_bpe
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer, learn_bpe
 from data.tokens import Corpus, Split
 from model.gpt import GPT
 from model.options import SinkOptions
@@ -61,9 +60,8 @@ def test_nats_and_attention_maps_are_those_of_a_computation_by_hand(pair: tuple[
     models = [random_model(config_of(*pair)), random_model(config_of("mha", "rms", block_size=24))]
     a, b = (side(name, model, CHARS, TEXT) for name, model in zip("ab", models, strict=True))
     spans = compare(TEXT, a, b)
-    assert (
-        spans.first == TEXT[0] and "".join(spans.texts) == TEXT[1:] and spans.n_tokens == (len(TEXT) - 1, len(TEXT) - 1)
-    )
+    assert spans.first == TEXT[0] and "".join(spans.texts) == TEXT[1:]
+    assert spans.n_tokens == (len(TEXT) - 1, len(TEXT) - 1)
     for model, nats in zip(models, spans.nats, strict=True):
         assert nats.tolist() == pytest.approx(by_hand(model, CHARS.encode(TEXT).tolist(), 16), rel=1e-4, abs=1e-5)
 
@@ -220,37 +218,3 @@ def test_a_literal_separator_in_the_held_out_text_is_refused() -> None:
     corpus = Corpus("", tokenizer, tokens, Split(((0, 10),), ((10, len(tokens)),)))
     with pytest.raises(ConfigError, match=re.escape("the held-out text has the characters <|endoftext|>")):
         held_out_text(corpus)
-
-
-BAD = {
-    "b=chars": "a= must be given",
-    "a=chars b=nowhere": "b=nowhere does not exist",
-    "a=chars b=folder": "b=folder is not a checkpoint and has none: name a run's directory",
-    "a=chars b=chars": "b=chars is the same checkpoint as a=chars: name another run",
-    "a=a b=a/../a": "b=a/../a is the same checkpoint as a=a: name another run",
-    "a=chars b=random": "b=random was trained on data=random, which is no text",
-    "a=chars b=shallow text=nothing": "text=nothing does not exist",
-    "a=chars b=shallow text=binary": "text=binary must be UTF-8 text; the byte 0xff at offset 0 is not",
-    "a=chars b=a text=other": "text=other does not suit a=chars: the character 'X' (U+0058)",
-    "a=chars b=shallow text=short": "text=short is too short: give a text=FILE of at least two tokens",
-    "a=chars b=shallow text=empty": "text=empty is too short: give a text=FILE",
-    "a=chars b=shallow layer=1": "layer=1 must be < 1, the layers of b=shallow",
-    "a=chars b=shallow head=4": "head=4 must be < 4, the heads of a=chars",
-    "a=chars b=shallow out=none/page.html": "out=none/page.html must be a file",
-    "a=chars b=shallow out=pipe": "out=pipe must be a file",
-    "a=chars b=shallow txt=x": "did you mean text",
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_bad_input_is_one_line(words: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("binary").write_bytes(b"\xff\xfe")
-    os.mkfifo("pipe")
-    Path("folder").mkdir()
-    save_run(random_model(config_of("mha", "none"), NoText(9)), NoText(9), runs / "random")
-    for name, text in {"other": "a fade X", "short": "a", "empty": "", "good": TEXT}.items():
-        Path(name).write_text(text)
-    assert main(words.split() if "text=" in words or "a=" not in words else [*words.split(), "text=good"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and BAD[words] in error, error
-    assert not Path("compare.html").exists()

@@ -92,30 +92,6 @@ def test_text_is_the_file_byte_for_byte(tmp_path: Path, monkeypatch: pytest.Monk
     assert load_text(TextFileOptions(path="~/my.txt")).encode() == raw
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("missing.txt", "does not exist"),
-        ("folder", "is a directory, it must be a file"),
-        ("empty.txt", "is empty"),
-        ("latin1.txt", "must be UTF-8 text; the byte 0xe9 at offset 3 is not"),
-        ("loop.txt", "cannot be read: Too many levels of symbolic links"),
-        ("~nobody_of_this_name/a.txt", "does not exist"),
-    ],
-)
-def test_unusable_text_is_an_error_of_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rule: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    write(tmp_path / "empty.txt", b"")
-    write(tmp_path / "latin1.txt", "café".encode("latin-1"))
-    (tmp_path / "loop.txt").symlink_to("loop.txt")
-    with pytest.raises(ConfigError) as error:
-        load_text(TextFileOptions(path=name))
-    assert str(error.value) == f"data.path={name} {rule}"
-
-
 # -----------------------------------------------------------------------------
 # Tiny Shakespeare, found locally
 

@@ -83,11 +83,6 @@ def test_agents_train_the_runs_of_the_plan(sweep: str, capsys: pytest.CaptureFix
         assert config.trajectory == run.config.trajectory and config.wandb.tags == (f"sweep:{sweep}",)
 
 
-def test_an_entity_is_needed_to_send(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run_script(dashboard.DashboardOptions, dashboard.show, "", ["sweep=gqa_nano"]) == 2
-    assert capsys.readouterr().err == "error: entity= must be given\n"
-
-
 def test_a_server_that_is_not_there_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

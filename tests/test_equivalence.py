@@ -11,12 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from variants import ENTRIES, LAYOUTS, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
+from variants import (
+    ENTRIES,
+    NORMS,
+    PAIRS,
+    V,
+    attended,
+    build,
+    config_of,
+    random_tokens,
+    raw_queries_and_keys,
+    rope_of,
+)  # fmt: skip
 
 from core.schema import validate
 from model import ops
 from model.generate import generate
-from model.gpt import GPT
+from model.gpt import GPT, MultiHeadLatentAttention
 from model.options import GQAOptions, MHAOptions, MLAOptions, ModelOptions
 from training.config import TrainConfig
 
@@ -72,9 +83,8 @@ def hidden(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def defined_logits(gpt: GPT, x: Tensor, name: str) -> Tensor:
-    """The logits (B, nh, T, T) from the weights and the definitions, one head at a time; MLA without a q rank."""
-    attn = gpt.attentions[0]
-    dn, d, T = attn.nope_dim, attn.nope_dim + attn.rope_dim, x.size(1)
+    """The logits (B, nh, T, T) from the weights and the definitions, one head at a time."""
+    attn, dn, T = gpt.attentions[0], gpt.attentions[0].nope_dim, x.size(1)
     gain_of = dict(attn.named_parameters())
 
     def norm(y: Tensor, which: str, head: int) -> Tensor:
@@ -101,16 +111,11 @@ def defined_logits(gpt: GPT, x: Tensor, name: str) -> Tensor:
             y = torch.cat([norm(y[..., :dn], f"{side}_norm", head), norm(y[..., dn:], f"{side}_rope_norm", head)], -1)
         return torch.cat([y[..., :dn], turn(y[..., dn:])], -1)
 
-    latent, shared = (x @ attn.c_kv_a.weight.T).split([attn.kv_rank, attn.rope_dim], -1)
-    latent = latent / (latent.square().mean(-1, keepdim=True) + attn.kv_a_norm.eps).sqrt() * attn.kv_a_norm.weight
     heads = []
-    for h in range(attn.n_head):
-        q = key_or_query(x @ attn.c_q.weight[h * d : (h + 1) * d].T, "q", h)
-        content = latent @ attn.c_kv_b.weight[h * dn : (h + 1) * dn].T
-        k = key_or_query(torch.cat([content, shared], -1), "k", h)
+    for h, (q, k) in enumerate(zip(*(part.unbind(1) for part in raw_queries_and_keys(attn, x)), strict=True)):
         alpha = gain_of.get("logit_scale.alpha.raw")
-        scale = 1 / math.sqrt(d) if alpha is None else alpha[h % len(alpha)].exp()
-        heads.append(scale * q @ k.transpose(-2, -1))
+        scale = 1 / math.sqrt(q.size(-1)) if alpha is None else alpha[h % len(alpha)].exp()
+        heads.append(scale * key_or_query(q, "q", h) @ key_or_query(k, "k", h).mT)
     return torch.stack(heads, 1)
 
 
@@ -120,8 +125,7 @@ def test_explicit_and_absorbed_logits_agree_in_float64(layout: str, name: str) -
     gpt, x = build(config_of(layout, name)), hidden(3, 12)
     explicit = explicit_logits(gpt, x)
     assert relative(visible(absorbed_logits(gpt, x, torch.float64)), visible(explicit[..., 1:, :])) <= 1e-12
-    if LAYOUTS[layout].q_rank is None:  # type: ignore[attr-defined]
-        assert relative(explicit, defined_logits(gpt, x, name)) <= 1e-12
+    assert relative(explicit, defined_logits(gpt, x, name)) <= 1e-12
 
 
 @torch.no_grad()
@@ -149,13 +153,18 @@ def test_absorbed_logits_have_the_round_off_of_the_explicit_ones(
 
 @torch.no_grad()
 @each_entry
-def test_prefill_and_cached_steps_equal_the_full_forward(layout: str, name: str) -> None:
+def test_prefill_and_cached_steps_equal_the_full_forward(
+    layout: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpt, idx = build(config_of(layout, name)), random_tokens(3, 16)
     full = gpt(idx)[0]
     for chunks in ((16,), (1,) * 16, (5, 1, 1, 4, 5)):
         caches, pos, parts = gpt.new_caches(3, 16, torch.float64), 0, []
         for n in chunks:
-            parts.append(gpt(idx[:, pos : pos + n], caches=caches, pos=pos)[0])
+            with monkeypatch.context() as patch:
+                if pos:  # MLA has the absorbed path alone
+                    patch.delattr(MultiHeadLatentAttention, "explicit")
+                parts.append(gpt(idx[:, pos : pos + n], caches=caches, pos=pos)[0])
             pos += n
         torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-12, atol=1e-12 * full.abs().max().item())
 

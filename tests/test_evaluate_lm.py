@@ -464,9 +464,11 @@ def test_cloze_asks_at_places_where_no_merge_crosses(tmp_path: Path) -> None:
 def test_cloze_is_refused_without_text_or_room(T: int, said: str, tmp_path: Path, capsys: Any) -> None:
     data = {"name": "random", "vocab_size": 8, "n_tokens": 2000, "val_tokens": 100}
     model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": T}
-    assert train.run(configured(tmp_path, run := tmp_path / "run", data=data, model=model)) == 0
-    assert evaluate.main([f"run={run}", "tasks=cloze", f"out={tmp_path / 'found.json'}", "device=cpu"]) == 2
-    assert f"error: tasks=cloze needs {said}" in capsys.readouterr().err and not (tmp_path / "found.json").exists()
+    run, out = tmp_path / "run", tmp_path / "found.json"
+    assert train.run(configured(tmp_path, run, data=data, model=model)) == 0
+    assert evaluate.main([f"run={run}", "tasks=cloze", f"out={out}", "device=cpu"]) == 2
+    assert f"error: tasks=cloze needs {said}" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_without_network_the_tasks_are_named_at_once(run: Path, program: Program, tmp_path: Path) -> None:

@@ -1,7 +1,13 @@
-"""A run exported as a Hugging Face folder is the same model there, or is refused."""
+"""A run exported as a Hugging Face folder is the same model there, or is refused: ours and theirs have equal logits.
 
+Theirs run their eager attention, which shares no kernel with ours. Nothing is downloaded.
+"""
+
+import functools
 import json
 import random
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +15,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_config
-from helpers.hugging_face import LLAMA, ROPE, TOLERANCE, VARIANTS, difference, dtype, take_tables
+from helpers.hugging_face import LLAMA, ROPE, VARIANTS
 from helpers.runs import CHARS, random_model, random_tokens, save_run
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
 from variants import config_of
 
 from core import checkpoint
@@ -20,13 +30,47 @@ from data.corpora import load_python_docs
 from data.options import PythonDocsOptions
 from data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, Tokenizer, learn_bpe
 from model.generate import generate
+from model.gpt import GPT, rope_table, rotate
 from model.hf import architecture_of
 from model.options import MHAOptions
 from sample import load_run
 from scripts.export_hf import export, main
 from training.config import TrainConfig, load_config
 
-__all__ = ["dtype"]  # a fixture
+
+class Float64Torch(types.SimpleNamespace):
+    """The torch module, but that float32 means float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+    """In float64, Hugging Face's RMSNorm and softmax, which cast to float32 by name, get float64 instead."""
+    if request.param == torch.float64:
+        for module in (modeling_llama, modeling_qwen3, modeling_deepseek_v3):
+            monkeypatch.setattr(module, "torch", Float64Torch())
+    yield request.param
+
+
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
+
+
+@torch.no_grad()
+def take_tables(ours: GPT, hf: Any) -> None:
+    """Both tables come from float32 angles, by formulas that differ in the last bit: ours takes theirs, in float64."""
+    tables = hf.model.rotary_emb(torch.zeros(1).double(), torch.arange(ours.block_size)[None])  # (1, block_size, d)
+    for mine, table in zip(ours.buffers(), tables, strict=True):
+        torch.testing.assert_close(mine, table[0, :, : mine.size(1)], rtol=0, atol=4e-6)
+        mine.copy_(table[0, :, : mine.size(1)])
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Largest, relative to the largest logit."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -52,6 +96,25 @@ def test_transformers_computes_the_same_logits(name: str, dtype: torch.dtype, tm
     logits = ours(idx)[0]
     assert logits.std() > 0.1
     assert difference(logits, theirs(idx).logits) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("module", [modeling_qwen3, modeling_deepseek_v3], ids=["qwen3", "deepseek_v3"])
+def test_rotation_is_hugging_faces_rotate_half(module: Any) -> None:
+    g = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(2, 3, 7, 10, generator=g, dtype=torch.float64) for _ in range(2))
+    cos, sin = (table.double() for table in rope_table(20, 10, 123.0))  # (20, 5)
+    doubled = [torch.cat([table, table], -1)[None, 4:11] for table in (cos, sin)]
+    for mine, theirs in zip((q, k), module.apply_rotary_pos_emb(q, k, *doubled), strict=True):
+        torch.testing.assert_close(rotate(mine, (cos, sin), pos=4), theirs, rtol=0, atol=1e-14)
+
+
+def test_the_angles_are_hugging_faces_to_the_last_bits() -> None:
+    config = Qwen3Config(head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    cos, sin = modeling_qwen3.Qwen3RotaryEmbedding(config)(torch.zeros(1), torch.arange(2048)[None])
+    exact = torch.arange(2048.0).double()[:, None] / 10000 ** (torch.arange(0, 64, 2).double() / 64)
+    for mine, theirs, true in zip(rope_table(2048, 64, 1e4), (cos, sin), (exact.cos(), exact.sin()), strict=True):
+        assert (mine - true).abs().max() < 3e-4  # half a last bit of an angle of 2047 is 6e-5
+        assert (mine - theirs[0, :, :32]).abs().max() < 3e-4
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-mha", "qwen3-gqa", "deepseek_v3-q_rank-untied"])
@@ -80,18 +143,24 @@ def test_a_run_becomes_a_folder_that_generates_the_same_greedy_text(
 TEXTS = ["", " ", "  two  spaces ,  and 'tis n't !", "tab\t\r\n\n\x00end ", "é e\u0301 € 😀 \u2028 ﬁ Ⅳ"]
 TEXTS += ["<|endoftext|> [UNK]"]
 DOCS = load_python_docs(PythonDocsOptions())
-LEARNT = learn_bpe([DOCS[:200_000]], 1000)
-TOKENIZERS: dict[str, Tokenizer] = {
-    "char": CharTokenizer("".join(sorted({*DOCS, *"".join(TEXTS)}))),
-    "byte": ByteTokenizer(),
-    "bpe": BPETokenizer(LEARNT),
-    "gpt2": GPT2Tokenizer(LEARNT, has_separator=True),
+
+
+@functools.cache
+def learnt() -> list[bytes]:
+    return learn_bpe([DOCS[:200_000]], 1000)
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "char": lambda: CharTokenizer("".join(sorted({*DOCS, *"".join(TEXTS)}))),
+    "byte": ByteTokenizer,
+    "bpe": lambda: BPETokenizer(learnt()),
+    "gpt2": lambda: GPT2Tokenizer(learnt(), has_separator=True),
 }
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_tokenizer_is_ours(name: str, tmp_path: Path) -> None:
-    tokenizer = TOKENIZERS[name]
+    tokenizer = TOKENIZERS[name]()
     export(random_model(tiny_config(), tokenizer), tokenizer, tmp_path / "hf")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
     assert len(theirs) == tokenizer.vocab_size

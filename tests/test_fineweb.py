@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.fineweb import Parquet, files, held_out, index_of, settings_of, tokenizer_of, write_parquet
-from helpers.refusals import Outcome, check, contents
 from variants import FULL
 
 from core.schema import ConfigError
@@ -308,38 +307,3 @@ def test_a_later_row_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows" / "a.jsonl").write_text("\n".join(rows))
     with pytest.raises(ConfigError, match="column=text must hold text, not 7"):
         prepare(settings_of((tmp_path / "rows", []), tmp_path / "out"))
-
-
-BAD: dict[str, list[str]] = {
-    "foo=1": ["foo=1", "unknown"],
-    "column=": ["column=", "empty"],
-    "column=body": ["column=body", "text, id, dump, url"],
-    "column=token_count": ["column=token_count", "text, not int"],
-    "split=validation": ["split=validation", "cannot be loaded"],
-    "dataset=nowhere": ["dataset=nowhere", "is no folder here"],
-    "dataset=empty": ["dataset=empty", "cannot be loaded"],
-    "tokenizer=char": ["tokenizer=char", "gpt2, bpe"],
-    "tokenizer=gpt2 vocab_size=300": ["vocab_size=300", "tokenizer=bpe"],
-    "tokenizer=gpt2": ["tokenizer=gpt2", "tiktoken's cache"],
-    "tokenizer=bpe vocab_size=100": ["vocab_size=100", "[257, "],
-    "tokenizer=bpe vocab_size=90000": ["vocab_size=90000", "too large"],
-    "max_tokens=0": ["max_tokens=0", ">= 1"],
-    "val_fraction=1.5": ["val_fraction=1.5", "(0, 1)"],
-    "workers=0": ["workers=0", ">= 1"],
-    "out=corpus.txt": ["out=corpus.txt"],
-    "out=theirs": ["out=theirs", "neither empty nor"],
-    "out=/proc/shards": ["out=/proc/shards"],
-}
-
-
-@pytest.mark.parametrize("overrides", BAD)
-def test_bad_setting_of_prepare(overrides: str, offline: Path, outcome: Outcome, parquet: Parquet) -> None:
-    before = contents(offline)
-    given = overrides.split()
-    base = [f"dataset={parquet[0]}", "out=out", "tokenizer=bpe", "vocab_size=300"]
-    if "tokenizer=gpt2" in given:
-        base.remove("vocab_size=300")
-    words = [word for word in base if not any(word.split("=")[0] == other.split("=")[0] for other in given)]
-    status, stderr = outcome(prepare_fineweb.main, *words, *given)
-    check(status, stderr, BAD[overrides])
-    assert contents(offline) == before

@@ -41,10 +41,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("run", ["gqa", "mla"])
-def test_a_stopped_run_resumes_to_the_numbers_of_the_uninterrupted_one(run: str, old: Path, program: Program) -> None:
+def test_a_stopped_run_resumes_to_the_numbers_of_the_uninterrupted_one(run: str, old: Path, forked: Program) -> None:
     """Bit for bit where a new run equals the uninterrupted one, so that the machine computes as that one did."""
     words = (old / f"{run}.txt").read_text().split()
-    done = program("train.py", *words, f"out_dir={run}_stopped,new", "-m")
+    done = forked("train.py", *words, f"out_dir={run}_stopped,new", "-m")
     assert f"{run}_stopped: " in done.stdout and f"resumed at iteration {STOPPED_AT}" in done.stdout
     stored, resumed, new = numbers(old / run), numbers(old / f"{run}_stopped"), numbers(old / "new")
     assert len(resumed) == len(stored)
@@ -74,9 +74,9 @@ def test_a_finished_run_says_that_it_is_done_and_stays_as_it_is(old: Path, forke
     ("gqa", "num_samples=4 temperature=1"),
     ("mla/ckpt/step_000060", "num_samples=1 temperature=0"),  # two logits are never closer than 0.007
 ])  # fmt: skip
-def test_a_run_and_a_checkpoint_give_the_same_text(run: str, how: str, old: Path, program: Program) -> None:
+def test_a_run_and_a_checkpoint_give_the_same_text(run: str, how: str, old: Path, forked: Program) -> None:
     words = [f"run={run}", "start=to", "max_new_tokens=40", "device=cpu", "dtype=float32"]
-    done = program("sample.py", *words, *how.split())
+    done = forked("sample.py", *words, *how.split())
     assert done.stdout == (old / "expected" / f"{run[:3]}_sample.txt").read_text()
 
 
@@ -151,8 +151,8 @@ def test_a_directory_that_the_earlier_default_named_is_told_of_once(old: Path, f
     assert said[1].count("note: ") == 1
 
 
-def test_an_audit_finds_the_same(old: Path, program: Program) -> None:
-    done = program("scripts/audit.py", "run=mla", "steps=20", "device=cpu")
+def test_an_audit_finds_the_same(old: Path, forked: Program) -> None:
+    done = forked("scripts/audit.py", "run=mla", "steps=20", "device=cpu")
     expected = json.loads((old / "expected" / "mla_audit.json").read_text())
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["caught"] == expected["caught"] == []

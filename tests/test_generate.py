@@ -33,25 +33,22 @@ def test_a_full_cache_is_refused(layout: str) -> None:
         decode_one_token(model, idx[:, 0], caches, 8)
 
 
-@pytest.mark.parametrize("layout, norm", [("mha", "lp3"), ("mla", "layernorm")])
-@pytest.mark.parametrize("prompt", [1, 5, 16, 40])
-def test_greedy_decoding_equals_full_forwards_also_past_block_size(layout: str, norm: str, prompt: int) -> None:
-    model, idx = build(config_of(layout, norm)), random_tokens(3, prompt)
+GREEDY: list[tuple[str, str, int, dict[str, Any]]] = [
+    *((layout, norm, n, {}) for layout, norm in (("mha", "lp3"), ("mla", "layernorm")) for n in (1, 5, 16, 40)),
+    ("mha", "none", 1, {"block_size": 1}),
+    ("gqa", "rms", 3, {"activation_checkpointing": True}),
+]
+
+
+@pytest.mark.parametrize(("layout", "norm", "prompt", "settings"), GREEDY)
+def test_greedy_decoding_equals_full_forwards_also_past_block_size(
+    layout: str, norm: str, prompt: int, settings: dict[str, Any]
+) -> None:
+    """Also of a model in training mode, which decodes with its cache."""
+    model, idx = build(config_of(layout, norm, **settings)), random_tokens(3, prompt)
+    model.train("activation_checkpointing" in settings)
     tokens = torch.stack(list(generate(model, idx, 45, temperature=0, dtype=torch.float64)), 1)
-    assert torch.equal(tokens, greedy_without_cache(model, idx, 45))
-
-
-def test_a_model_in_training_mode_decodes_with_its_cache() -> None:
-    model = build(config_of("gqa", "rms", activation_checkpointing=True)).train()
-    idx = random_tokens(2, 3)
-    tokens = torch.stack(list(generate(model, idx, 10, temperature=0, dtype=torch.float64)), 1)
-    assert torch.equal(tokens, greedy_without_cache(model.eval(), idx, 10))
-
-
-def test_a_block_of_one_token_decodes() -> None:
-    model = build(tiny_config(block_size=1))
-    tokens = torch.stack(list(generate(model, random_tokens(2, 1), 5, temperature=0, dtype=torch.float64)), 1)
-    assert torch.equal(tokens, greedy_without_cache(model, random_tokens(2, 1), 5))
+    assert torch.equal(tokens, greedy_without_cache(model.eval(), idx, 45))
 
 
 def test_sampling_follows_the_seed_alone() -> None:

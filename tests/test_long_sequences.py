@@ -1,7 +1,5 @@
 """Long sequences: the loss without the logits, activation checkpointing, and what they leave of a step's memory."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import accumulate, product
 from pathlib import Path
@@ -259,13 +257,14 @@ def test_the_estimate_of_the_activations_is_what_autograd_keeps(
     assert estimates[1] == kept + (plain - kept) // 3 < plain  # a block more, that is made again
 
 
-@pytest.mark.parametrize("limit", [2**26, 2**19])
+@pytest.mark.parametrize(("limit", "checkpointing"), [(2**26, False), (2**19, False), (2**19, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_and_gradients_of_logits_are_the_most_that_an_update_holds(
-    dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, limit: int, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", limit)
-    gpt = GPT(config_of("mha", "rms", n_layer=2, block_size=128).gpt, 4096).train()
+    config = config_of("mha", "rms", n_layer=2, block_size=128, activation_checkpointing=checkpointing)
+    gpt = GPT(config.gpt, 4096).train()
     gpt.init_weights(0)
     machine, idx = Machine(World(), torch.device("cpu"), dtype), torch.randint(4096, (2, 128))
     accumulate_gradients(gpt, iter([(idx, idx)]), 1, machine)  # the weights' gradients stay, as between micro-batches
@@ -273,7 +272,8 @@ def test_activations_and_gradients_of_logits_are_the_most_that_an_update_holds(
         accumulate_gradients(gpt, iter([(idx, idx)]), 1, machine)
     changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     expected = activation_bytes(gpt, 2, machine.device, dtype) + cross_entropy.loss_bytes(idx.numel() * 4096)
-    assert max(accumulate(changes)) == pytest.approx(expected, rel=0.06)
+    least = 0.75 if checkpointing else 0.94  # the block that is made again is not whole when the most is held
+    assert least * expected < max(accumulate(changes)) < 1.06 * expected
 
 
 def test_a_sequence_of_32768_tokens_fits_in_memory_at_the_papers_size() -> None:
@@ -285,41 +285,3 @@ def test_a_sequence_of_32768_tokens_fits_in_memory_at_the_papers_size() -> None:
         with torch.device("meta"):
             sizes.append(activation_bytes(GPT(config.gpt, 49152), 1, torch.device("cpu"), torch.bfloat16))
     assert sizes[0] < 4 * 2**30 < 22 * 2**30 < sizes[1]
-
-
-STEP = r"""
-import re, sys
-import torch
-import model.gpt
-from model import cross_entropy, ops
-from sweeps.plan import compose
-from training.config import load_config
-torch.set_num_threads(1)
-def peak():  # of this program alone: ru_maxrss starts at what the process that started it held
-    return int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) / 1024
-plain = sys.argv[1] == "plain"
-if plain:
-    cross_entropy.LOGITS_AT_ONCE = 2**60
-shape = dict(n_layer=4, n_head=1, n_embd=32, block_size=8192, dropout=0.0, mlp="swiglu", position="rope")
-shape |= dict(rope_theta=1e4, activation_checkpointing=not plain)
-config = load_config(dict(model=shape, attention=dict(name="gqa", n_kv_head=1), qk_norm=dict(name="rms")))
-gpt = model.gpt.GPT(config.gpt, 16384)
-gpt.init_weights(0)
-idx = torch.randint(16384, (1, 8192), generator=torch.Generator().manual_seed(0))
-before = peak()
-loss = gpt.train()(idx, idx)[1]
-loss.backward()
-print(peak() - before, loss.item(), gpt.transformer.wte.weight.grad.norm().item())
-"""
-
-
-def test_a_step_of_8192_tokens_takes_half_the_memory() -> None:
-    """Plain: 0.5 GiB for the logits, two or three times over, and all activations."""
-    found = []
-    for which in ("plain", "long"):
-        command = [sys.executable, "-c", STEP, which]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found.append([float(word) for word in done.stdout.split()])
-    (plain, *expected), (long, *actual) = found
-    assert actual == pytest.approx(expected, rel=1e-4)
-    assert long < 800 < 1400 < plain, (long, plain)

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from variants import LAYOUTS, V, random_tokens
+from variants import LAYOUTS, build, random_tokens
 
 from core.schema import ConfigError
 from model import options, slots
-from model.gpt import GPT
 from sweeps.definition import load_sweep
 from sweeps.plan import plan_runs
 from training.config import load_config
@@ -49,13 +48,7 @@ def test_it_decodes_with_every_layout_to_the_logits_of_the_full_pass(layout: str
         "plugins": ["my_asinh"], "model": {**model, "rope_theta": 100.0}, "attention": vars(LAYOUTS[layout]),
         "logits": {"name": "asinh", "c": 0.1},
     }  # fmt: skip
-    gpt, plain = GPT(load_config(given).gpt, V), GPT(load_config({**given, "logits": {"name": "none"}}).gpt, V)
-    for one in (gpt, plain):
-        one.init_weights(0)
-        g = torch.Generator().manual_seed(1)
-        for p in one.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=g))
-        one.double().eval()
+    gpt, plain = build(load_config(given)), build(load_config({**given, "logits": {"name": "none"}}))
     idx, caches, parts = random_tokens(2, 16), gpt.new_caches(2, 16, torch.float64), []
     for pos, end in ((0, 5), (5, 6), (6, 16)):
         parts.append(gpt(idx[:, pos:end], caches=caches, pos=pos)[0])

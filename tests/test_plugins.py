@@ -106,13 +106,13 @@ def test_a_run_is_named_after_the_plugins_values_and_resumed_only_with_them(
 
 
 def test_a_sweep_names_a_plugin_and_its_workers_and_report_find_it(
-    words: list[str], tmp_path: Path, program: Program
+    words: list[str], tmp_path: Path, program: Program, forked: Program
 ) -> None:
     sweep = {"overrides": [word for word in words if word != "qk_norm=half"], "grid": {"qk_norm": ["none", "half"]}}
     (tmp_path / "tiny.yaml").write_text(json.dumps(sweep))
-    done = program("sweeps/launch.py", "sweep=tiny.yaml", "launcher.workers=1")
+    done = forked("sweeps/launch.py", "sweep=tiny.yaml", "launcher.workers=1")
     assert "2 done" in done.stdout
-    program("sweeps/status.py", "sweep=tiny.yaml")
+    forked("sweeps/status.py", "sweep=tiny.yaml")
     program("scripts/report.py", "sweep=tiny.yaml")
     assert (tmp_path / "results" / "tiny" / "report.html").exists()
 
@@ -282,10 +282,8 @@ def test_a_plugin_that_registers_nothing_is_named(words: list[str], tmp_path: Pa
 def test_a_norm_without_scale_is_named(words: list[str], tmp_path: Path, forked: Program) -> None:
     (tmp_path / "halves.py").write_text(PLUGIN.replace("def scale(", "def scal("))
     error = forked("train.py", *words, "out_dir=run", status=2).stderr
-    assert (
-        re.fullmatch(r"error: qk_norm=\w+: the class \w+ defines no scale\(x\)\n", error)
-        and not (tmp_path / "run").exists()
-    )
+    assert re.fullmatch(r"error: qk_norm=\w+: the class \w+ defines no scale\(x\)\n", error)
+    assert not (tmp_path / "run").exists()
 
 
 BUFFERS = PLUGIN.replace(
@@ -469,19 +467,16 @@ def test_a_variant_that_breaks_the_interface_is_refused(
 
 
 def test_a_leak_that_training_learns_is_found_at_the_end_and_no_result(
-    parts: list[str], tmp_path: Path, program: Program
+    parts: list[str], tmp_path: Path, program: Program, forked: Program
 ) -> None:
     sweep = {"overrides": [*parts, "max_iters=20"], "grid": {"output": ["none", "peek"]}}
     (tmp_path / "peeks.yaml").write_text(json.dumps(sweep))
-    assert "2 done" in program("sweeps/launch.py", "sweep=peeks.yaml", "launcher.workers=1").stdout
+    assert "2 done" in forked("sweeps/launch.py", "sweep=peeks.yaml", "launcher.workers=1").stdout
     logs = "".join(file.read_text() for file in (tmp_path / "runs" / "peeks" / "logs").iterdir())
     assert logs.count("warning: when trained, attention=mha output=peek sees the future") == 1
-    report = program("scripts/report.py", "sweep=peeks.yaml", "out=results").stdout
-    assert "1 failed" in report + (tmp_path / "results" / "table.md").read_text()
-    assert (
-        "done, but when trained, attention=mha output=peek sees the future"
-        in (tmp_path / "results/table.md").read_text()
-    )
+    said = program("scripts/report.py", "sweep=peeks.yaml", "out=results").stdout
+    table = (tmp_path / "results" / "table.md").read_text()
+    assert "1 failed" in said + table and "done, but when trained, attention=mha output=peek sees the future" in table
 
 
 def test_a_plugin_named_as_a_loaded_module_is_refused(parts: list[str], tmp_path: Path, forked: Program) -> None:
@@ -490,11 +485,13 @@ def test_a_plugin_named_as_a_loaded_module_is_refused(parts: list[str], tmp_path
     assert "has the name of a module that is loaded already" in refused.stderr
 
 
-def test_a_report_says_that_a_plugin_changed_between_runs(parts: list[str], tmp_path: Path, program: Program) -> None:
+def test_a_report_says_that_a_plugin_changed_between_runs(
+    parts: list[str], tmp_path: Path, program: Program, forked: Program
+) -> None:
     sweep = {"overrides": [*parts, "output=mix", "batch_size=1"], "seeds": [1]}
     for seeds in ([1], [1, 2]):
         (tmp_path / "changes.yaml").write_text(json.dumps({**sweep, "seeds": seeds}))
-        program("sweeps/launch.py", "sweep=changes.yaml", "launcher.workers=1")
+        forked("sweeps/launch.py", "sweep=changes.yaml", "launcher.workers=1")
         (tmp_path / "parts.py").write_text(PARTS + "# changed\n")
     program("scripts/report.py", "sweep=changes.yaml", "out=results")
     assert "parts (2 versions: its file changed between runs)" in (tmp_path / "results" / "table.md").read_text()

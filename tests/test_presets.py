@@ -74,8 +74,9 @@ def test_a_preset_sets_the_recipe_only_where_it_is_for_small_computers() -> None
         assert recipe == (small or TrainConfig())
 
 
-def test_flops_of_the_default_model_are_those_of_nanogpts_formula() -> None:
+def test_size_and_flops_of_the_default_model_are_those_of_nanogpts_formulas() -> None:
     model = on_meta(load(), CHAR)
+    assert round(model.num_params(non_embedding=True) / 1e6, 2) == 10.65  # what nanoGPT prints
     assert model.flops_per_token() == 6 * (10_745_088 - 256 * 384) + 12 * 6 * 384 * 256 == 70_958_592
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import os
 from dataclasses import asdict
 from hashlib import sha256
@@ -13,6 +12,7 @@ import pytest
 import torch
 import variants
 from conftest import needs_compiler
+from helpers.oracles import causal_logits
 from helpers.runs import QK_CLIP, assert_halves_equal_straight, configured, lines, ranks, weights
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
@@ -45,9 +45,7 @@ def logits_of(model: GPT, idx: Tensor) -> list[Tensor]:
     found: list[Tensor] = []
 
     def look(q: Tensor, k: Tensor, scale: float) -> None:
-        k = k.repeat_interleave(q.size(1) // k.size(1), 1)
-        hidden = torch.ones(q.size(2), q.size(2)).triu(1).bool()
-        found.append((scale * q @ k.transpose(-2, -1)).masked_fill(hidden, -math.inf))
+        found.append(causal_logits(q, k, scale))
 
     for attn in model.attentions:
         attn.probe = look
@@ -68,11 +66,9 @@ def test_maxima_are_exact_and_signed() -> None:
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 3, 16, 8, generator=g), torch.randn(2, 3, 16, 8, generator=g)
     q[:, 1] = -k[:, 1].mean((0, 1))  # a head of mostly negative logits
-    expected = (0.3 * q @ k.transpose(-2, -1)).masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
-    torch.testing.assert_close(max_logits(q, k, 0.3), expected.amax((0, 2, 3)))
-    long_q, long_k = q.repeat(40, 1, 10, 1), k.repeat(40, 1, 10, 1)  # several blocks of queries
-    longer = (0.3 * long_q @ long_k.transpose(-2, -1)).masked_fill(torch.ones(160, 160).triu(1).bool(), -math.inf)
-    torch.testing.assert_close(max_logits(long_q, long_k, 0.3), longer.amax((0, 2, 3)))
+    for rows, times in ((1, 1), (40, 10)):  # of several blocks of queries
+        q, k = (x.repeat(rows, 1, times, 1) for x in (q, k))
+        torch.testing.assert_close(max_logits(q, k, 0.3), causal_logits(q, k, 0.3).amax((0, 2, 3)))
 
 
 def test_a_compiler_unrolls_few_parts_at_the_papers_scale() -> None:
@@ -153,6 +149,7 @@ def test_heads_of_negative_logits_are_left_alone_and_stay_finite() -> None:
     assert clip_line([Head()], config)["qk_clip/gamma_min"] == 1
 
 
+@pytest.mark.slow
 def test_a_clipped_run_logs_its_clips_keeps_below_the_threshold_and_resumes(corpus: Path, tmp_path: Path) -> None:
     """A threshold that binds from the first update on; the logged maximum is the one before the clip."""
     optim = {"name": "adamw", "learning_rate": 1e-2}
@@ -174,6 +171,7 @@ def test_a_clipped_run_logs_its_clips_keeps_below_the_threshold_and_resumes(corp
     assert all(torch.equal(w, logging[name]) for name, w in weights(tmp_path / "none").items())
 
 
+@pytest.mark.slow
 def test_a_line_tells_of_all_updates_since_the_one_before_and_no_clip_goes_unlogged(
     corpus: Path, tmp_path: Path
 ) -> None:

@@ -133,37 +133,6 @@ def test_git_keeps_the_figures_that_a_page_shows_and_no_other() -> None:
     assert sum(p.stat().st_size for p in kept()) <= 8 * 2**20
 
 
-BAD = {
-    "": "sweep= or from= must be given",
-    "sweep=nowhere": "sweep_dir=runs/nowhere holds no sweep",
-    "sweep=made swep=x": "swep=x",
-    "sweep=made outt=x": "did you mean out?",
-    "made": "made",
-    "sweep=made out=file": "out=file is not a directory",
-    "sweep=made watch=true out=x": "watch=true writes no out=",
-    "sweep_dir=~nobody-at-all/x": "sweep_dir=~nobody-at-all/x holds no sweep",
-    "sweep_dir=torn": "sweep_dir=torn has a plan.jsonl that cannot be read",
-    "sweep_dir=empty": "without a run",
-    "sweep_dir=unnamed": "sweep_dir=unnamed has no sweep.json",
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_bad_input_is_one_line_and_status_2(
-    words: str, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    for name in ("runs/made", "torn", "empty", "unnamed"):
-        shutil.copytree(made.path, name)
-    Path("file").write_text("")
-    Path("torn/plan.jsonl").write_text('{"id": "a-')
-    Path("empty/plan.jsonl").write_text("")
-    Path("unnamed/sweep.json").unlink()
-    check(report.main(words.split()), capsys.readouterr().err, [BAD[words]])
-    assert not Path("results").exists()
-
-
 # -----------------------------------------------------------------------------
 # The page
 

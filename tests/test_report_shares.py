@@ -44,9 +44,8 @@ def test_a_ratios_interval_has_the_ratios_that_a_t_test_does_not_refuse(shared: 
     found = ratio([(float(a), float(b)) for a, b in pairs], shared)
     assert found is not None and found.low is not None and found.high is not None
     assert found.mean == pytest.approx(pairs[:, 0].mean() / pairs[:, 1].mean())
-    assert found.low == pytest.approx(limit(pairs, -3.0, shared)) and found.high == pytest.approx(
-        limit(pairs, 3.0, shared)
-    )
+    ends = limit(pairs, -3.0, shared), limit(pairs, 3.0, shared)
+    assert (found.low, found.high) == pytest.approx(ends)
 
 
 def test_a_ratio_to_what_cannot_be_told_from_zero_has_no_interval() -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import QK_NORM_VARIANTS, ROOT, Program, flip, needs_compiler
 from helpers.runs import SETTINGS, assert_halves_equal_straight, assert_same_run, configured, lines, saved_json, weights
+from variants import CONTESTANTS
 
 import train
 from core import checkpoint, device
@@ -29,30 +30,28 @@ from core.schema import ConfigError
 from training import session
 from training.meter import Diverged
 
+ROPE = {**SETTINGS["model"], "norm": "rmsnorm", "position": "rope", "rope_theta": 100.0}
+GQA = {"model": ROPE, "attention": {"name": "gqa", "n_kv_head": 1}}
+MUON = {"optim": {"name": "muon"}}
+LINEAR, WSD = ({"schedule": {"name": name, "warmup_iters": 1, "lr_decay_iters": 6}} for name in ("linear", "wsd"))
+WITH_BUFFERS = ("quack", "sigma_reparam", "all")  # the other contestants have parameters alone: test_optim.py
+RECIPES: dict[str, dict[str, Any]] = {
+    **{name: {"qk_norm": asdict(QK_NORM_VARIANTS[name])} for name in ("none", "rms", "lp_learned")},
+    "wsd": WSD,
+    "muon, linear": MUON | LINEAR,
+    "bf16, constant": {"dtype": "bfloat16", "schedule": {"name": "constant", "warmup_iters": 1}},  # knows no end
+    "bf16, muon, wsd": {"dtype": "bfloat16"} | MUON | WSD,
+    **{name: GQA | {group: asdict(of) for group, of in CONTESTANTS[name].items()} for name in WITH_BUFFERS},
+    **{fault: {"fault": {"name": fault}} for fault in ("no_mask", "unshifted_labels")},
+}
 
-@pytest.mark.parametrize("name", ["none", "rms", "lp_learned"])
-def test_six_iterations_equal_three_and_three(name: str, corpus: Path, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_resumes_bit_for_bit(recipe: str, corpus: Path, tmp_path: Path) -> None:
     """With dropout; the two accumulated micro-batches draw from the same generator."""
-    norm = asdict(QK_NORM_VARIANTS[name])
-    assert_halves_equal_straight(corpus, tmp_path, qk_norm=norm, gradient_accumulation_steps=2)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "optim", "schedule"),
-    [
-        ("float32", "adamw", "wsd"),
-        ("float32", "muon", "linear"),
-        ("bfloat16", "adamw", "constant"),
-        ("bfloat16", "muon", "wsd"),
-    ],
-)
-def test_every_recipe_resumes_bit_for_bit(dtype: str, optim: str, schedule: str, corpus: Path, tmp_path: Path) -> None:
-    """The constant schedule does not depend on max_iters, and so need not be told where the run will end."""
-    end = {} if schedule == "constant" else {"lr_decay_iters": 6}
-    schedules = {"name": schedule, "warmup_iters": 1, **end}
-    assert_halves_equal_straight(corpus, tmp_path, dtype=dtype, optim={"name": optim}, schedule=schedules)
+    assert_halves_equal_straight(corpus, tmp_path, gradient_accumulation_steps=2, **RECIPES[recipe])
     momenta = [name for name in weights(tmp_path / "halves") if name.startswith("optimizer/momentum_buffer")]
-    assert bool(momenta) == (optim == "muon")
+    assert bool(momenta) == ("muon" in recipe)
 
 
 def test_the_seed_decides_so_that_equality_is_not_an_accident(corpus: Path, tmp_path: Path) -> None:
@@ -245,15 +244,6 @@ def test_a_damaged_record_is_noticed_when_a_run_goes_on_and_when_it_is_done(
     assert "was damaged" not in (run / "train.log").read_text().removeprefix(log)
 
 
-def test_a_finished_run_with_damaged_weights_says_so(corpus: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert train.run(configured(corpus, run, max_iters=3)) == 0
-    weights = (run / "ckpt" / "latest").resolve() / "model.safetensors"
-    flip(weights)
-    assert train.run(configured(corpus, run, max_iters=3)) == 1
-    assert f"is done, but {weights}: checksum is wrong" in (run / "train.log").read_text()
-
-
 def test_a_finished_run_whose_last_checkpoint_was_deleted_is_done(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = configured(corpus, run, max_iters=3, eval_interval=1)
@@ -263,15 +253,21 @@ def test_a_finished_run_whose_last_checkpoint_was_deleted_is_done(corpus: Path, 
     assert "is done; fresh=true starts it anew" in (run / "train.log").read_text()
 
 
-def test_a_finished_run_with_a_damaged_summary_says_so(corpus: Path, tmp_path: Path) -> None:
+def test_a_finished_run_with_a_damaged_summary_or_damaged_weights_says_so(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train.run(configured(corpus, run, max_iters=3)) == 0
-    summary = read_json(run / "summary.json")
+    whole = (run / "summary.json").read_bytes()
+    summary = json.loads(whole)
     for key in ("corpus_sha256", "dtype", "val/loss"):
         (run / "summary.json").write_text(json.dumps(summary | {key: "0" * 64}))
         assert train.run(configured(corpus, run, max_iters=3)) == 1
         assert f"is done, but {run / 'summary.json'} has changed since" in (run / "train.log").read_text(), key
         (run / "train.log").unlink()
+    (run / "summary.json").write_bytes(whole)
+    weights = (run / "ckpt" / "latest").resolve() / "model.safetensors"
+    flip(weights)
+    assert train.run(configured(corpus, run, max_iters=3)) == 1
+    assert f"is done, but {weights}: checksum is wrong" in (run / "train.log").read_text()
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_says_that_it_begins_anew(

@@ -6,9 +6,8 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +15,12 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import eventually, exit_status, fork
 
 from core import rundir, wandb_follower, wandb_run
 from core.files import is_intact, read_json, write_json
 from core.record import Metrics
-from core.rundir import ReadOnlyRunDir, RunDir, is_open, open_run, read_status
+from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, is_open, open_run, read_status
 from core.schema import ConfigError, declared, differences
 from data.options import TextFileOptions
 from model.options import LpNormOptions, MLAOptions, ModelOptions
@@ -56,27 +55,24 @@ def snapshot(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
-# Processes of their own, which need no settings: core/ knows none.
-HOLD = """
-import sys, time
-from pathlib import Path
-from core.rundir import RunRequest, open_run
-run = open_run(RunRequest(Path(sys.argv[1]), "", lambda old: "", 1))
-print("open", flush=True)
-time.sleep(60)
-"""
-
-
 @contextmanager
-def held_elsewhere(path: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", HOLD, str(path)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+def held_elsewhere(path: Path) -> Iterator[int]:
+    """The id of a process that has the directory open: killed at the end, if it still lives."""
+
+    def hold() -> int:
+        with open_run(RunRequest(path, "", lambda old: "", 1)):
+            (path.parent / "held").touch()
+            time.sleep(60)
+        return 0
+
+    pid = fork(hold)
     try:
-        assert process.stdout is not None and process.stdout.readline() == "open\n"
-        yield process
+        eventually((path.parent / "held").exists)
+        (path.parent / "held").unlink()
+        yield pid
     finally:
-        process.kill()
-        process.communicate()
+        os.kill(pid, signal.SIGKILL)
+        exit_status(pid)
 
 
 # -----------------------------------------------------------------------------
@@ -118,22 +114,20 @@ def test_config_yaml_holds_every_variant_odd_numbers_and_names(path: Path, chang
 # Directories that cannot be used
 
 
-def test_users_folder_is_refused_untouched(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("thesis.tex", "is neither empty nor a run directory"),
+        ("plan.jsonl", "holds a sweep: write another out_dir"),
+    ],
+)
+def test_the_folder_of_a_user_or_a_sweep_is_refused_untouched(file: str, says: str, path: Path) -> None:
     path.mkdir()
-    (path / "thesis.tex").write_text("years of work")
+    (path / file).write_text("years of work")
     for fresh in (False, True):
-        with pytest.raises(ConfigError, match=f"out_dir={path} is neither empty nor a run directory"):
+        with pytest.raises(ConfigError, match=f"out_dir={path} {says}"):
             opened(path, fresh=fresh)
-        assert snapshot(path.parent) == {"run/thesis.tex": b"years of work"}
-
-
-def test_a_sweeps_folder_is_refused_untouched(path: Path) -> None:
-    path.mkdir()
-    (path / "plan.jsonl").touch()
-    for fresh in (False, True):
-        with pytest.raises(ConfigError, match=f"out_dir={path} holds a sweep: write another out_dir"):
-            opened(path, fresh=fresh)
-        assert snapshot(path.parent) == {"run/plan.jsonl": b""}
+        assert snapshot(path.parent) == {f"run/{file}": b"years of work"}
 
 
 @pytest.mark.parametrize("names", [[], ["lock", "config.yaml.tmp"]])
@@ -191,12 +185,12 @@ def test_run_in_use_is_refused_naming_its_owner_and_the_lock_dies_with_it(
         before = snapshot(path)
         changed: list[dict[str, Any]] = [{}, {"fresh": True}, {"eval_only": True}, {"seed": 2}]
         for changes in changed:
-            with pytest.raises(ConfigError, match=f"out_dir={path} is in use by process {owner.pid} on "):
+            with pytest.raises(ConfigError, match=f"out_dir={path} is in use by process {owner} on "):
                 opened(path, **changes)
         assert snapshot(path) == before and is_open(path)
         (path / "config.yaml").write_text(to_yaml(TrainConfig(out_dir=str(path))))
-        owner.send_signal(signal.SIGKILL)
-        owner.wait()
+        os.kill(owner, signal.SIGKILL)
+        eventually(lambda: not is_open(path))
         assert read_status(path)["state"] == "running" and not is_open(path)
         run = opened(path)
         run.begin("")

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -154,8 +155,9 @@ def test_a_reader_that_leaves_ends_it_quietly(how: list[str], run: Path) -> None
 def test_prompt_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
-    for name in ("nowhere", "empty", "binary"):
-        with pytest.raises(ConfigError, match="start="):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("nowhere", "empty", "binary", "pipe", "/dev/zero"):
+        with pytest.raises(ConfigError, match="must be a regular file" if name in ("pipe", "/dev/zero") else "start="):
             read_prompt(f"FILE:{tmp_path / name}")
 
 

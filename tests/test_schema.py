@@ -183,8 +183,8 @@ def test_a_script_gets_its_settings(
 
 
 @pytest.mark.parametrize("name", ["train.py", "sample.py", "data/prepare_fineweb.py"])
-def test_help_of_a_program_has_a_line_for_each_setting(name: str, program: Program) -> None:
-    done = program(name, "--help")
+def test_help_of_a_program_has_a_line_for_each_setting(name: str, forked: Program) -> None:
+    done = forked(name, "--help")
     lines = [line for line in done.stdout.splitlines() if line.startswith("  ")]
     assert done.stderr == "" and len(lines) > 10
     assert all(len(line) < 160 and len(line.split()) > 1 for line in lines)

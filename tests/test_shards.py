@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 from conftest import flip
 from helpers.fineweb import index_of, tokenizer_of
-from helpers.refusals import Outcome, check, contents
-from helpers.runs import assert_same_run, configured, lines
+from helpers.runs import assert_halves_equal_straight, configured, lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +22,6 @@ from core.schema import ConfigError
 from data.folds import Split
 from data.options import FineWebOptions, PrepareFineWebConfig
 from data.shards import Shards, open_shards
-from data.tokenizer import BYTES, BPETokenizer
 from data.tokens import load_corpus
 from sweeps.definition import load_sweep
 from sweeps.launch import LaunchOptions, read_request
@@ -39,37 +36,6 @@ def test_shards_are_sliced_like_one_array(lengths: list[int], data: st.DataObjec
     assert len(shards) == len(whole)
     start, end = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 60))
     np.testing.assert_array_equal(shards[start:end], whole[start:end])
-
-
-BAD_DATA: dict[str, list[str]] = {
-    "data.path=nowhere": ["data.path=nowhere", "prepare_fineweb.py out=nowhere max_tokens=1000000000 makes it"],
-    "data.path=null": ["data=fineweb has no", "prepare_fineweb.py"],
-    "data.path=begun": ["not complete in begun", "prepare_fineweb.py"],
-    "data.path=short": ["train_000000.bin is", "bytes"],
-    "data.path=damaged": ["damaged/index.json", "not an index"],
-    "data.path=other": ["tokenizer.json", "not the one"],
-    "data.path=whole data.val_tokens=1": ["data.val_tokens=1", ">= 2"],
-    "data.path=whole data.val_tokens=10000000": ["data.val_tokens=10000000", "<="],
-    "data.path=whole data.fold=0": ["data.fold=0", "unknown"],
-    "data.path=whole data.folds=5": ["data.folds=5", "unknown"],
-    "data.path=whole +data.split=shuffled": ["data.split=shuffled", "unknown"],
-    "data.path=whole data.tokenizer=bpe": ["data.tokenizer=bpe", "unknown"],
-}
-
-
-@pytest.mark.parametrize("overrides", BAD_DATA)
-def test_bad_setting_of_fineweb(overrides: str, offline: Path, outcome: Outcome, shards: Path) -> None:
-    for name in ("whole", "short", "damaged", "other"):
-        shutil.copytree(shards, offline / name)
-    (offline / "begun").mkdir()
-    (offline / "begun" / "progress.json").touch()
-    os.truncate(offline / "short" / "train_000000.bin", 100)
-    (offline / "damaged" / "index.json").write_text("[]")
-    (offline / "other" / "tokenizer.json").write_text(json.dumps(BPETokenizer(BYTES).to_dict()))
-    before = contents(offline)
-    status, stderr = outcome(train.main, "data=fineweb", "model=nano_cpu", "max_iters=200", *overrides.split())
-    check(status, stderr, BAD_DATA[overrides])
-    assert {name: raw for name, raw in contents(offline).items() if not name.startswith("cache")} == before
 
 
 def edited(change: str) -> Callable[[Path], None]:
@@ -133,16 +99,13 @@ def fineweb_run(shards: Path, run: Path, **changes: Any) -> Any:
 
 
 def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards: Path, tmp_path: Path) -> None:
-    assert train.run(fineweb_run(shards, tmp_path / "whole")) == 0
-    assert train.run(fineweb_run(shards, tmp_path / "halves", max_iters=3)) == 0
-    assert train.run(fineweb_run(shards, tmp_path / "halves")) == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+    assert_halves_equal_straight(shards, tmp_path, data={"name": "fineweb", "path": str(shards)})
     index = index_of(shards)
-    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    summary = json.loads((tmp_path / "straight" / "summary.json").read_text())
     assert summary["held_out_tokens"] == index["val"]["tokens"]
     assert summary["corpus_sha256"] == hashlib.sha256((shards / "index.json").read_bytes()).hexdigest()
     assert "tokenizer" not in summary
-    line = lines(tmp_path / "whole")[-1]
+    line = lines(tmp_path / "straight")[-1]
     first = tokenizer_of(shards).pieces[int(np.fromfile(shards / "val_000000.bin", dtype=np.uint16, count=1)[0])]
     nats = line["val/loss"] * (index["val"]["tokens"] - 1)
     assert line["val/bpb"] == pytest.approx(nats / np.log(2) / (index["val"]["bytes"] - len(first)), rel=1e-12)

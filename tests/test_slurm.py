@@ -70,7 +70,8 @@ def test_one_run_that_no_worker_has_taken_yet_gets_one_worker(tmp_path: Path, co
 
         def start(self, n: int) -> None:
             self.submitted.append(n)
-            stop.signal = signal.SIGTERM * (len(self.submitted) == 5)
+            if len(self.submitted) == 5:
+                stop.signal = signal.SIGTERM
 
         def failure(self) -> None:
             return None

@@ -65,7 +65,8 @@ def test_the_correction_for_folds_is_the_t_test_with_a_larger_variance() -> None
     p = of_folds.p["corrected t"]
     assert of_folds.p == {**plain.p, "corrected t": pytest.approx(2 * stats.t.sf(abs(t), 9))}
     assert p == pytest.approx(0.0209, abs=5e-5)
-    adjust([of_folds, other := paired(DRUG_2, DRUG_2, 1 / 9)])
+    other = paired(DRUG_2, DRUG_2, 1 / 9)
+    adjust([of_folds, other])
     assert of_folds.adjusted["corrected t"] == pytest.approx(2 * p) and other.adjusted["corrected t"] is None
 
 

@@ -104,9 +104,9 @@ def test_another_commit_is_said_and_kept_while_runs_are_left(
 ) -> None:
     sweep, folder = load_sweep(str(undisturbed), {}), tmp_path / "sweep"
     runs = plan_runs(sweep, [])
-    for commit in ("a" * 40, "a" * 40, "b" * 40 + "+1234567"):
+    for commit, diff in (("a" * 40, b""), ("a" * 40, b""), ("b" * 40 + "+1234567", b"diff")):
         monkeypatch.setattr(sweeps.plan, "commit", lambda commit=commit: commit)
-        monkeypatch.setattr(sweeps.plan, "uncommitted", lambda commit=commit: b"diff" * ("+" in commit))
+        monkeypatch.setattr(sweeps.plan, "uncommitted", lambda diff=diff: diff)
         freeze(folder, "tiny", sweep, [], runs, trains=True)
     warning = f"warning: the sweep was planned at commit {'a' * 40}; the runs that are left use {commit}\n"
     assert capsys.readouterr().out == warning
@@ -177,7 +177,7 @@ def test_a_done_run_whose_summary_is_lost_is_mended(undisturbed: Path, tmp_path:
     assert_same_sweep(undisturbed.parent / "sweep", folder, (1, 2))
 
 
-KILLS = 12 if FULL else 6
+KILLS = 12 if FULL else 3  # of the launcher, of the workers, of all
 
 
 def test_kills_at_random_moments_change_nothing(undisturbed: Path, sweep: Path) -> None:

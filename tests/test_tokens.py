@@ -13,7 +13,6 @@ from helpers.runs import configured, lines
 
 import train
 from core import checkpoint
-from core.files import cache_folder
 from core.schema import ConfigError
 from data import tokens
 from data.corpora import load_text
@@ -218,15 +217,3 @@ def test_python_source_leaves_out_what_a_machine_adds(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="^data=python_source needs the standard library's source files"):
         load_text(PythonSourceOptions())
-
-
-def test_a_damaged_cache_is_made_again(greek: Path) -> None:
-    first = np.array(load_corpus(bpe_of(greek), 16).tokens)
-    files = [file for file in cache_folder().rglob("*") if file.is_file() and file.suffix != ".lock"]
-    assert sorted(file.parent.name for file in files) == ["bpe", "tokens"]
-    good = {file: file.read_bytes() for file in files}
-    for damage in (lambda raw: raw[:-2], lambda raw: raw[:50] + bytes([raw[50] ^ 1]) + raw[51:], lambda raw: b""):
-        for file in files:
-            file.write_bytes(damage(good[file]))
-        np.testing.assert_array_equal(load_corpus(bpe_of(greek), 16).tokens, first)
-        assert {file: file.read_bytes() for file in files} == good

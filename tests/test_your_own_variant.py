@@ -63,14 +63,8 @@ def test_the_pages_norm_attends(my_norm: Path, corpus: Path, forked: Program) ->
     """Its logits grow with the weights. With q = 1 they cannot, and the start says so."""
     largest = {}
     for q in (0.5, 1):
-        more = [
-            "max_iters=200",
-            "eval_interval=200",
-            "checkpoint_interval=200",
-            "optim.learning_rate=0.02",
-            f"qk_norm.q={q}",
-            f"out_dir=q{q}",
-        ]
+        more = ["max_iters=200", "eval_interval=200", "checkpoint_interval=200", "optim.learning_rate=0.02"]
+        more += [f"qk_norm.q={q}", f"out_dir=q{q}"]
         done = forked("train.py", *words(corpus, "mha", *more))
         lines = [json.loads(line) for line in (my_norm.parent / f"q{q}" / "metrics.jsonl").read_text().splitlines()]
         largest[q] = lines[-1]["attn/max_logit"]

@@ -1,10 +1,8 @@
-"""FineWeb's way: parquet files, shards made of them, and a folder from which no hub can be reached."""
+"""FineWeb's way: parquet files, and shards that are made of them."""
 
 import hashlib
-import importlib
 import json
 import random
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +79,3 @@ def tokenizer_of(out: Path) -> Tokenizer:
 def held_out(text: str, fraction: float) -> bool:
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return int(digest, 16) / 2**64 < fraction
-
-
-@pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    importlib.import_module("datasets")  # takes its folders from the environment once, at its import: not from below
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "theirs" / "thesis.tex").write_text("do not trample on me")
-    (tmp_path / "corpus.txt").write_text("to be or not to be " * 500)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "NANOQK_DATA"):
-        monkeypatch.delenv(name, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server.getsockname()[1]}")
-    return tmp_path

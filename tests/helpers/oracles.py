@@ -51,9 +51,14 @@ def heads(B: int, n: int, T: int, d: int, seed: int, pad: int = 0) -> Tensor:
     return x.unflatten(-1, (n, d)).transpose(1, 2)
 
 
+def causal_logits(q: Tensor, k: Tensor, scale: float, cap: float | None = None) -> Tensor:
+    """(B, nh, T, T): scale q k^T, bent by cap tanh(x / cap), with -inf where a query would see a later key."""
+    logits = q @ k.repeat_interleave(q.size(1) // k.size(1), 1).mT * scale
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    return logits.masked_fill(torch.ones(q.size(2), q.size(2), dtype=torch.bool).triu(1), -torch.inf)
+
+
 def attention_reference(qkv: Sequence[Tensor], scale: float, factor: Tensor | float = 1.0) -> Tensor:
     """By the definition; `factor` is what dropout multiplies the probabilities by."""
     q, k, v = qkv
-    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
-    hidden = torch.ones(q.size(2), q.size(2), dtype=torch.bool).triu(1)
-    return ((q @ k.transpose(-2, -1) * scale).masked_fill(hidden, -torch.inf).softmax(-1) * factor) @ v
+    return (causal_logits(q, k, scale).softmax(-1) * factor) @ v.repeat_interleave(q.size(1) // k.size(1), 1)

@@ -1,6 +1,8 @@
 """Programs in this process that refuse their settings: one line, status 2, and nothing written."""
 
 import os
+import runpy
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +11,12 @@ from typing import Any
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from core.files import ROOT
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with good and bad files, as the current one."""
+    """A folder with good and bad files, as the current one, where no hub can be reached."""
     (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 60)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("to be or not to be")
@@ -21,8 +25,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.tex").write_text("do not trample on me")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
-    for name in ("RANK", "NANOQK_DATA"):
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("XDG_CACHE_HOME", "TIKTOKEN_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path.parent / "cache"))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{closed.getsockname()[1]}")
+    for name in ("RANK", "NANOQK_DATA", "http_proxy", "https_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -36,13 +45,17 @@ Outcome = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def outcome(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Outcome:
-    """The program's own main() in this process: exit status and standard error."""
+    """A program, or its main(), in this process: exit status and standard error."""
 
-    def call(main: Callable[[], None], *overrides: str) -> tuple[int, str]:
+    def call(program: str | Callable[[], None], *overrides: str) -> tuple[int, str]:
         GlobalHydra.instance().clear()
-        monkeypatch.setattr(sys, "argv", [main.__module__ + ".py", *overrides])
+        script = program if isinstance(program, str) else f"{program.__module__}.py"
+        monkeypatch.setattr(sys, "argv", [script, *overrides])
         with pytest.raises(SystemExit) as exit_:
-            main()
+            if isinstance(program, str):
+                runpy.run_path(str(ROOT / script), run_name="__main__")
+            else:
+                program()
         assert isinstance(exit_.value.code, int)
         return exit_.value.code, capsys.readouterr().err
 
