@@ -19,8 +19,6 @@ GPU_BF16_TFLOPS = {
     "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "A40": 150, "A6000": 155, "RTX 4090": 165,
     "RTX 3090": 71, "MI300X": 1307, "MI250X": 383,
 }  # fmt: skip
-
-
 ALONE = World()
 PEAK_SECONDS = 0.2  # for which the peak is measured
 
@@ -99,8 +97,7 @@ def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def seed_generator(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`. torch.manual_seed() seeds those of all GPUs, and
-    prepares CUDA for that."""
+    """Seed the generators of the CPU and of `device`. torch.manual_seed() would seed those of all GPUs."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         current = torch.cuda.current_device()  # prepares CUDA, which makes the generators
@@ -149,10 +146,8 @@ def has_bfloat16(device: torch.device) -> bool:
 @functools.lru_cache
 def cpu_info() -> str:
     """The system's description of its CPUs; empty where there is none."""
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
+    file = Path("/proc/cpuinfo")
+    return file.read_text() if file.exists() else ""
 
 
 def cpu_flags() -> set[str]:
@@ -199,10 +194,7 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, threads: int) 
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    torch.get_device_module(device).synchronize()
 
 
 def device_name(device: torch.device, threads: int | None = None) -> str:
