@@ -12,7 +12,6 @@ are not run again keep their results. Exit status: 0, 1 where a part failed.
 """
 
 import importlib
-import math
 import multiprocessing
 import os
 import re
@@ -121,17 +120,9 @@ def table(rows: dict[str, dict[str, Any]]) -> list[str]:
 def cell(value: Any) -> str:
     if value is None:
         return "–"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # inf and nan as well
     return str(value).replace("|", "\\|")
-
-
-def files_of(device: str, folder: Path) -> tuple[Path, Path]:
-    """The JSON file and the page of a device."""
-    name = re.sub(r"[^a-z0-9]+", "_", device.lower().split(" (")[0]).strip("_")
-    return folder / f"{name}.json", folder / f"{name}.md"
 
 
 # -----------------------------------------------------------------------------
@@ -139,19 +130,19 @@ def files_of(device: str, folder: Path) -> tuple[Path, Path]:
 
 
 def check(asked: CheckOptions, overrides: list[str]) -> int:
-    names = [*PARTS] if not asked.parts else [name for name in PARTS if name in {"device", *asked.parts}]
-    unknown = [name for name in asked.parts if name not in PARTS]
-    require(not unknown, f"parts=[{','.join(asked.parts)}] must be of {', '.join(PARTS)}")
+    known = set(asked.parts) <= PARTS.keys()
+    require(known, f"parts=[{','.join(asked.parts)}] must be of {', '.join(PARTS)}")
     load_config(compose([f"device={asked.device}", *overrides]))
     found, results = {}, {}
-    for name in names:
+    for name in [name for name in PARTS if name in {"device", *(asked.parts or PARTS)}]:
         found[name] = part = run_part(name, asked, overrides)
         print(f"{name}: {outcome(part)} ({part['seconds']} s)", flush=True)
         if name == "device":  # the first one
             if part["state"] != "passed":
                 return 1
             device = next(iter(part["rows"]))
-            json_file, page_file = files_of(device, Path(asked.out))
+            stem = re.sub(r"[^a-z0-9]+", "_", device.lower().split(" (")[0]).strip("_")
+            json_file, page_file = Path(asked.out, f"{stem}.json"), Path(asked.out, f"{stem}.md")
             json_file.parent.mkdir(parents=True, exist_ok=True)
             results = read_json(json_file).get("parts", {})
         results |= {name: part}

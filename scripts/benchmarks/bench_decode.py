@@ -27,9 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from core.device import resolve_device, resolve_dtype
 from core.files import write_atomic, write_json
 from core.schema import NOT_EMPTY, POSITIVE, AtLeast, ConfigError, Help, options, require, show
-from scripts.benchmarks.timing import Turns, alternate, machine, median, ratio, run_benchmark, start
+from scripts.benchmarks.decode_layers import copying, layers
+from scripts.benchmarks.timing import Side, Turns, alternate, machine, median, ratio, run_benchmark
+from scripts.reporting.tables import Table
 from sweeps.plan import compose
 from training.config import TrainConfig, load_config
 
@@ -125,13 +128,11 @@ def take_turns(
 ) -> tuple[dict[str, Any], Turns]:
     """One start of the processes, one for the absorbed sides and one for each other side: infos of the sides, and turns
     of them and of "copy"."""
-    from scripts.benchmarks.decode_layers import copying, layers
-
     config = next(iter(configs.values()))
     groups = [[name for name in configs if name in ABSORBED], *([name] for name in configs if name not in ABSORBED)]
     asked = [{name: configs[name] for name in group} for group in groups if group]
-    sides = [start(", ".join(group), layers, group, batch) for group in asked]
-    running = [*sides, start("copy", copying, config.device, config.threads)]
+    sides = [Side(", ".join(group), layers, group, batch) for group in asked]
+    running = [*sides, Side("copy", copying, config.device, config.threads)]
     once = {side.name: side.take_turn(1)["seconds"] for side in running}
     n = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}
     turns = alternate({side.name: partial(side.take_turn, n[side.name]) for side in running}, rounds)
@@ -196,7 +197,6 @@ def table(result: dict[str, Any]) -> str:
     heads = ["batch", "context", "starts × rounds", NAMES["absorbed"], NAMES["rms"], "overhead", NAMES["lp"],
              "overhead", NAMES["full_keys"], NAMES["reexpanded"], "cache MiB", "attend with RMS, GB/s (of copying)",
              "paper: MLA", "paper: + QK norm", "overhead"]  # fmt: skip
-    rows = [heads, ["---:"] * len(heads), *map(cells, result["points"])]
     lines = [
         "# Decode speed of MLA with a QK norm", "", "```", *result["command"].split("; "), "```", "",
         f"{result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token. Times are ms a step,",
@@ -205,8 +205,7 @@ def table(result: dict[str, Any]) -> str:
         "An overhead is the median of the ratios within rounds with its 95 % interval, not the ratio of the medians.",
         "With several starts it is the median over starts of their medians. Each start has new processes.",
         "Fewer than six values have no interval: bench.json has their lowest and highest.",
-        "",
-        *("| " + " | ".join(r) + " |" for r in rows), "",
+        "", Table(heads, [*map(cells, result["points"])], text_columns=0).markdown(),
         f"Cache: {' / '.join(NAMES[n] for n in CACHED)}; Lp's is that of RMS. On a CPU full keys are in fp32.",
         "– marks a side that was not measured.",
     ]  # fmt: skip
@@ -249,8 +248,6 @@ def short(context: int) -> str:
 
 
 def bench(values: DecodeOptions, overrides: list[str]) -> dict[str, Any]:
-    from core.device import resolve_device, resolve_dtype
-
     folder = Path(values.out) if values.out else None
     if values.from_ and folder is not None:
         earlier = read_results(values.from_)

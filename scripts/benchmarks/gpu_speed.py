@@ -73,11 +73,6 @@ def device(asked: CheckOptions, overrides: list[str]) -> Rows:
     return {found["device"]: row}
 
 
-def curve(run: Path, key: str) -> dict[int, float]:
-    """iter -> a metric of a run."""
-    return {line["iter"]: line[key] for line in Metrics.read(run / "metrics.jsonl") if key in line}
-
-
 # -----------------------------------------------------------------------------
 # Training
 
@@ -178,19 +173,17 @@ def decode(asked: CheckOptions, overrides: list[str]) -> Rows:
     """One step of one MLA layer, beside Table 2 of QK-Normed MLA (H800). GB/s: bytes of the cache over attention."""
     options = bench_decode.DecodeOptions(asked.contexts, rounds=asked.rounds, seconds=0.05, sides="absorbed,rms,lp")
     found = bench_decode.bench(options, [f"device={asked.device}", *overrides])
-    return {bench_decode.short(point["context"]): decode_row(point) for point in found["points"]}
-
-
-def decode_row(point: bench_decode.Point) -> Row:
-    sides, published = point["sides"], bench_decode.PAPER.get(point["context"]) if point["batch"] == 1 else None
-    row: Row = {
-        "MLA, ms": sides["absorbed"]["ms"], "RMS, ms": sides["rms"]["ms"],
-        "RMS, %": point["overhead_percent"]["rms"]["median"], "Lp, %": point["overhead_percent"]["lp"]["median"],
-        "GB/s": sides["rms"]["attend_gb_per_s"], "of copying": sides["rms"]["attend_of_copy"],
-    }  # fmt: skip
-    if published:
-        row |= dict(zip(("paper: MLA, ms", "paper: norm, ms", "paper: %"), published, strict=True))
-    return row
+    rows: Rows = {}
+    heads = ("paper: MLA, ms", "paper: norm, ms", "paper: %")
+    for point in found["points"]:
+        sides, percent, context = point["sides"], point["overhead_percent"], point["context"]
+        rows[bench_decode.short(context)] = {
+            "MLA, ms": sides["absorbed"]["ms"], "RMS, ms": sides["rms"]["ms"],
+            "RMS, %": percent["rms"]["median"], "Lp, %": percent["lp"]["median"],
+            "GB/s": sides["rms"]["attend_gb_per_s"], "of copying": sides["rms"]["attend_of_copy"],
+            **dict(zip(heads, bench_decode.PAPER.get(context, ()), strict=False)),
+        }  # fmt: skip
+    return rows
 
 
 # -----------------------------------------------------------------------------
@@ -220,7 +213,8 @@ def workers(n: int, overrides: list[str]) -> Row:
             status = launch.main([*where, f"launcher.workers={n}", "retries=0"])
         runs = [folder / "sweep" / run.id for run in read_plan(folder / "sweep")]
         assert status == 0 and all(map(at_end, runs)), f"the sweep ends with status {status}: {said.getvalue()[-300:]}"
-        speeds = [list(curve(run, "tok_per_sec").values())[2:] for run in runs]  # the first lines are of compilation
-        rate = sum(median(of_run) for of_run in speeds)
+        lines = [Metrics.read(run / "metrics.jsonl") for run in runs]
+        speeds = [[line["tok_per_sec"] for line in of_run if "tok_per_sec" in line] for of_run in lines]
+        rate = sum(median(of_run[2:]) for of_run in speeds)  # the first lines are of compilation
         hourly = 3600 * rate / load_config(compose(common)).tokens_per_iter
         return {"workers": n, "tokens/s": rate, "runs of 5,000 iterations an hour": hourly / 5000}
