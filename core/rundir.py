@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import yaml
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from core import files
 from core.files import FOLDERS, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
 from core.process import say
-from core.record import NoRecord, Record
+from core.record import Record
 from core.schema import ConfigError, one_line, require
 from core.wandb_run import WandbRun
 
@@ -176,11 +177,11 @@ class ReadOnlyRunDir(RunDir):
 
     hides_bar = True
 
-    def _skip(self, *_: Any, **__: Any) -> None:
+    def _skip(*_: Any, **__: Any) -> None:  # type: ignore[misc]
         """Rank 0 does it."""
 
-    record = NoRecord()
     begin = status = log = save = restore_best = finish = _skip
+    record: Any = SimpleNamespace(write=_skip, write_diagnostics=_skip, write_sample=_skip, curve=lambda key: {})
 
 
 # -----------------------------------------------------------------------------
@@ -212,7 +213,10 @@ def open_run(request: RunRequest) -> RunDir:
         try:
             if request.fresh and (path / "config.yaml").exists():
                 lock = start_afresh(path, lock)
-            return open_locked(request, lock)
+            run = RunDir(path, lock, finished=has_ended(request))
+            if not (path / "config.yaml").exists():
+                run.claim(request.config_yaml)
+            return run
         except BaseException:
             lock.release()
             raise
@@ -275,16 +279,6 @@ def start_afresh(path: Path, lock: FileLock) -> FileLock:
     say(f"fresh=true: the run that was in {path} is now in {aside}")
     lock.release()
     return new
-
-
-def open_locked(request: RunRequest, lock: FileLock) -> RunDir:
-    """A locked directory as a new, partial or finished run."""
-    run = RunDir(request.path, lock)
-    if (request.path / "config.yaml").exists():
-        run.finished = has_ended(request)
-    else:
-        run.claim(request.config_yaml)
-    return run
 
 
 def has_ended(request: RunRequest) -> bool:

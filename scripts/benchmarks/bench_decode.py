@@ -243,10 +243,6 @@ def short(context: int) -> str:
     return f"{context // 1024}k" if context % 1024 == 0 else str(context)
 
 
-# -----------------------------------------------------------------------------
-# The command line
-
-
 def bench(values: DecodeOptions, overrides: list[str]) -> dict[str, Any]:
     folder = Path(values.out) if values.out else None
     if values.from_ and folder is not None:

@@ -6,7 +6,8 @@ Shapes: B batch, T context, nh heads, kr = kv_rank, dn, dr and dv channels of a 
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,77 +27,63 @@ Step = Callable[[], Any]
 Shared = dict[str, Tensor]  # weights and latents that sides of one process share
 
 
-class Layer:
-    """An attention module with a cache for `context` tokens.
+class Cached(NamedTuple):
+    """A cache for `context` tokens. held: the tensors that a step must read. write() caches latent (B, n, kr) and
+    k_rope (B, 1, n, dr) of the tokens from `pos` on. attend() caches the last token and returns the output
+    (B, nh, 1, dv) of its queries (B, nh, 1, dn) and (B, nh, 1, dr)."""
 
-    allocate() returns the tensors that a step must read. write() caches latent (B, n, kr) and k_rope (B, 1, n, dr) of
-    the tokens from `pos` on. attend() caches the last token and returns the output (B, nh, 1, dv) of its queries
-    (B, nh, 1, dn) and (B, nh, 1, dr).
-    """
-
-    allocate: Callable[..., list[Tensor]]
-    write: Callable[..., None]
-    attend: Callable[..., Tensor]
-
-    def __init__(self, attn: Any, rope: Rope, batch: int, context: int, shared: Shared) -> None:
-        self.attn, self.rope, self.last = attn, rope, context - 1
-        self.held = self.allocate(batch, context, attn.c_proj.weight, shared)
+    held: list[Tensor]
+    write: Callable[[Tensor, Tensor, int], None]
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class FullKeys(Layer):
+def full_keys(attn: Any, rope: Rope, batch: int, context: int) -> Cached:
     """Caches the normalised keys and the values of every token."""
+    weight = attn.c_proj.weight
+    shape, dtype = (batch, attn.n_head, context), kv_cache_dtype(weight.dtype, weight.device)
+    k = torch.empty(*shape, attn.nope_dim + attn.rope_dim, dtype=dtype, device=weight.device)  # (B, nh, T, dn + dr)
+    v = torch.empty(*shape, attn.v_dim, dtype=dtype, device=weight.device)  # (B, nh, T, dv)
 
-    def allocate(self, batch: int, context: int, weight: Tensor, shared: Shared) -> list[Tensor]:
-        attn = self.attn
-        dtype = kv_cache_dtype(weight.dtype, weight.device)
-
-        def empty(n: int) -> Tensor:
-            return torch.empty(batch, attn.n_head, context, n, dtype=dtype, device=weight.device)
-
-        self.k, self.v = empty(attn.nope_dim + attn.rope_dim), empty(attn.v_dim)  # (B, nh, T, dn + dr), (B, nh, T, dv)
-        return [self.k, self.v]
-
-    def write(self, latent: Tensor, k_rope: Tensor, pos: int) -> None:
+    def write(latent: Tensor, k_rope: Tensor, pos: int) -> None:
         new = slice(pos, pos + latent.size(1))
-        self.k[:, :, new], self.v[:, :, new] = self.attn.keys_and_values(latent, k_rope, self.rope, pos)
+        k[:, :, new], v[:, :, new] = attn.keys_and_values(latent, k_rope, rope, pos)
 
-    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
-        self.write(latent, k_rope, self.last)
-        return causal_attention(torch.cat([q_nope, q_rope], -1), self.k, self.v, self.attn.logit_scale.softmax_scale)
+    def attend(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        write(latent, k_rope, context - 1)
+        return causal_attention(torch.cat([q_nope, q_rope], -1), k, v, attn.logit_scale.softmax_scale)
+
+    return Cached([k, v], write, attend)
 
 
-class Reexpanded(Layer):
+def reexpanded(attn: Any, rope: Rope, batch: int, context: int) -> Cached:
     """Caches latents; computes the keys and values of all tokens at every step."""
+    latents = attn.c_proj.weight.new_empty(batch, context, attn.kv_rank)  # (B, T, kr)
+    k_ropes = attn.c_proj.weight.new_empty(batch, 1, context, attn.rope_dim)  # (B, 1, T, dr)
 
-    def allocate(self, batch: int, context: int, weight: Tensor, shared: Shared) -> list[Tensor]:
-        self.latents = weight.new_empty(batch, context, self.attn.kv_rank)  # (B, T, kr)
-        self.k_ropes = weight.new_empty(batch, 1, context, self.attn.rope_dim)  # (B, 1, T, dr)
-        return [self.latents, self.k_ropes]
+    def write(latent: Tensor, k_rope: Tensor, pos: int) -> None:
+        latents[:, pos : pos + latent.size(1)] = latent
+        k_ropes[:, :, pos : pos + latent.size(1)] = k_rope
 
-    def write(self, latent: Tensor, k_rope: Tensor, pos: int) -> None:
-        self.latents[:, pos : pos + latent.size(1)] = latent
-        self.k_ropes[:, :, pos : pos + latent.size(1)] = k_rope
+    def attend(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        write(latent, k_rope, context - 1)
+        return attn.explicit(q_nope, q_rope, latents, k_ropes, rope)
 
-    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
-        self.write(latent, k_rope, self.last)
-        return self.attn.explicit(q_nope, q_rope, self.latents, self.k_ropes, self.rope)
+    return Cached([latents, k_ropes], write, attend)
 
 
-class Absorbed(Layer):
+def absorbed(attn: Any, rope: Rope, batch: int, context: int, shared: Shared) -> Cached:
     """Caches latents, and with a QK norm its scalar of every token and head; never forms keys or values."""
+    cache: LatentCache = attn.new_cache(batch, context + ROOM, attn.c_proj.weight.dtype)
+    cache.latent = shared.setdefault("latent", cache.latent)
+    of_heads = [x[:, :, :context] for x in (cache.key_scale, cache.mean_term) if x is not None]
 
-    def allocate(self, batch: int, context: int, weight: Tensor, shared: Shared) -> list[Tensor]:
-        cache: LatentCache = self.attn.new_cache(batch, context + ROOM, weight.dtype)
-        cache.latent = shared.setdefault("latent", cache.latent)
-        self.cache = cache
-        of_heads = [x[:, :, :context] for x in (cache.key_scale, cache.mean_term) if x is not None]
-        return [cache.latent[:, :context], cache.k_rope[:, :context], *of_heads]
+    def write(latent: Tensor, k_rope: Tensor, pos: int) -> None:
+        attn.write_cache(latent, attn.content_keys(latent), k_rope, rope, cache, pos)
 
-    def write(self, latent: Tensor, k_rope: Tensor, pos: int) -> None:
-        self.attn.write_cache(latent, self.attn.content_keys(latent), k_rope, self.rope, self.cache, pos)
+    def attend(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        return attn.absorbed(q_nope, q_rope, latent, k_rope, rope, cache, context - 1)
 
-    def attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
-        return self.attn.absorbed(q_nope, q_rope, latent, k_rope, self.rope, self.cache, self.last)
+    return Cached([cache.latent[:, :context], cache.k_rope[:, :context], *of_heads], write, attend)
 
 
 def layers(configs: dict[str, TrainConfig], batch: int) -> tuple[Work, dict[str, Any]]:
@@ -144,18 +131,19 @@ def layer(name: str, config: TrainConfig, batch: int, shared: Shared) -> tuple[d
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    kind = {"full_keys": FullKeys, "reexpanded": Reexpanded}.get(name, Absorbed)
-    side: Layer = kind(attn, rope, batch, context, shared)
+    kinds = {"full_keys": full_keys, "reexpanded": reexpanded}
+    kind = kinds.get(name, partial(absorbed, shared=shared))
+    side = kind(attn, rope, batch, context)
     x = draw(batch, 1, config.model.n_embd)
     for pos in range(0, context, CHUNK):
         n = min(CHUNK, context - pos)
         k_rope = draw(batch, 1, n, attn.rope_dim)
         latent = attn.kv_a_norm(draw(batch, n, attn.kv_rank))
         side.write(latent, k_rope if attn.unified else attn.k_rope_norm(k_rope), pos)
-    inputs = attn.project(x, rope, side.last)
+    inputs = attn.project(x, rope, context - 1)
 
     def step() -> Tensor:  # MultiHeadLatentAttention.forward, with this side's cache
-        y = side.attend(*attn.project(x, rope, side.last))
+        y = side.attend(*attn.project(x, rope, context - 1))
         return attn.c_proj(y.transpose(1, 2).reshape(batch, 1, -1))
 
     y = step()
