@@ -23,8 +23,7 @@ from typing import Any, Self
 import yaml
 from tqdm import tqdm
 
-from core import files
-from core.files import FOLDERS, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
+from core.files import FOLDERS, FileLock, finite, is_locked, load_yaml, read_json, sealed, write_atomic, write_json
 from core.process import say
 from core.record import Record
 from core.schema import ConfigError, one_line, require
@@ -177,7 +176,7 @@ class ReadOnlyRunDir(RunDir):
 
     hides_bar = True
 
-    def _skip(*_: Any, **__: Any) -> None:  # type: ignore[misc]
+    def _skip(*_: Any, **__: Any) -> None:
         """Rank 0 does it."""
 
     begin = status = log = save = restore_best = finish = _skip
@@ -310,7 +309,7 @@ def at_end(path: Path) -> bool:
 
 def is_open(path: Path) -> bool:
     """Whether a live process has the run open. A run "running" without a lock died."""
-    return files.is_locked(path / "lock")
+    return is_locked(path / "lock")
 
 
 def read_status(path: Path) -> dict[str, Any]:

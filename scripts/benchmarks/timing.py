@@ -62,7 +62,7 @@ class Side:
         context = multiprocessing.get_context("spawn")
         self.name = name
         self.pipe, there = context.Pipe()
-        self.process = context.Process(target=serve, args=(name, there, build, arguments), daemon=True)
+        self.process: Any = context.Process(target=serve, args=(name, there, build, arguments), daemon=True)
         self.process.start()
         there.close()
         self.info = self.receive()
