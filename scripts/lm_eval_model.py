@@ -63,20 +63,19 @@ class NanoQK(TemplateLM):
         """In the order of the requests. Too long ones lose their first tokens, as in lm_eval's own adapter."""
         cut: list[tuple[list[int], list[int]]] = []
         for _, context, continuation in requests:
-            require(
-                0 < len(continuation) <= self.max_length,
-                f"a question's answer has {len(continuation)} tokens: the model takes 1 to {self.max_length} "
-                "(model.block_size)",
-            )
+            n, takes = len(continuation), f"the model takes 1 to {self.max_length} (model.block_size)"
+            require(0 < n <= self.max_length, f"a question's answer has {n} tokens: {takes}")
             whole = (context or [self.eot_token_id]) + continuation  # lm_eval leaves a prompt of blanks empty
             tokens = whole[-(self.max_length + 1) :]
             self.truncated += len(whole) > len(tokens)
-            n = len(continuation)
             cut.append((tokens[:-n], tokens[-n:]))
         # equal contexts become neighbours, and contexts of similar length
         ordered: Any = Collator(cut, sort_fn=lambda pair: (-len(pair[0]), pair[0], -len(pair[1])))
-        batches = ordered.get_batched(n=self.batch_size)
-        return ordered.get_original([score for batch in batches for score in self.score(*zip(*batch, strict=True))])
+        scores: list[Score] = []
+        for batch in ordered.get_batched(n=self.batch_size):
+            contexts, continuations = zip(*batch, strict=True)
+            scores += self.score(contexts, continuations)
+        return ordered.get_original(scores)
 
     @torch.inference_mode()
     def score(self, contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> list[Score]:
