@@ -113,7 +113,7 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
         require(not word.lstrip("+").startswith("hydra"), f"{word} has no effect: Hydra composes the settings, no more")
     register_with_hydra(schema, overrides)
     options = options_of(schema)
-    without_setting = {*preset_groups(schema)} - declared(schema).keys()  # as experiment
+    without_setting = preset_files(schema).keys() - declared(schema).keys()  # as experiment
     for override in parsed:
         group, _, key = override.key_or_group.rpartition(".")
         named = key == "name" and override.value() in options.get(group, [])
@@ -124,14 +124,9 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
         require(not local, f"{override.input_line}: the first line of {file} must be # @package _global_")
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = hydra.compose(schema.__name__, overrides)
+            nested: Any = OmegaConf.to_container(hydra.compose(schema.__name__, overrides), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(explain(error, schema, overrides)) from error
-    try:
-        nested = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error)) from error
-    assert isinstance(nested, dict)
     return {str(key): value for key, value in nested.items()}
 
 
@@ -143,7 +138,7 @@ def load_early(schema: type, overrides: list[str]) -> None:
         with contextlib.suppress(ConfigError):  # beside --help anything may stand
             parsed = parse(word)
             given[parsed.key_or_group] = parsed.value()
-    presets = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in preset_groups(schema) if group in given]
+    presets = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in preset_files(schema) if group in given]
     contents = []
     for file in presets:
         with contextlib.suppress(OSError, UnicodeDecodeError):  # Hydra says what is wrong with it
@@ -175,23 +170,18 @@ def register_with_hydra(schema: type, overrides: list[str]) -> None:
             chosen[group] = setting.default.name
     rest = {key: value for key, value in asdict(schema()).items() if key not in chosen}
     # presets last: they may choose the option of another group
-    chosen |= {group: known[group].default.name if group in known else None for group in preset_groups(schema)}
+    chosen |= {group: known[group].default.name if group in known else None for group in preset_files(schema)}
     defaults = ["_self_", *({group: option} for group, option in chosen.items())]
     store.store(name=schema.__name__, node={"defaults": defaults, **rest})
 
 
-def preset_groups(schema: type) -> list[str]:
-    """The groups that have YAML files; those that are no setting, as experiment, come last."""
-    groups, known = (
-        {file.parent.name for file in CONFIG_DIR.glob("*/*.yaml")} - elsewhere(schema).keys(),
-        declared(schema),
-    )
-    return [group for group in known if group in groups] + sorted(groups - known.keys())
-
-
-def elsewhere(schema: type) -> dict[str, str]:
-    """Keys that another program takes -> that program, as the schema tells."""
-    return getattr(schema, "elsewhere", {})
+def preset_files(schema: type) -> dict[str, list[Path]]:
+    """The YAML files of each group that has any; groups that are no setting, as experiment, come last."""
+    files: dict[str, list[Path]] = {}
+    for file in sorted(CONFIG_DIR.glob("*/*.yaml")):
+        if file.parent.name not in getattr(schema, "elsewhere", {}):  # another program takes these
+            files.setdefault(file.parent.name, []).append(file)
+    return {group: files[group] for group in dict.fromkeys([*declared(schema), *files]) if group in files}
 
 
 def is_global(file: Path) -> bool:
@@ -201,8 +191,8 @@ def is_global(file: Path) -> bool:
 
 def presets(schema: type) -> dict[str, dict[str, str]]:
     """The YAML files of each group with their help."""
-    files = {group: sorted((CONFIG_DIR / group).glob("*.yaml")) for group in preset_groups(schema)}
-    return {group: {file.stem: preset_help(group, file) for file in files[group]} for group in files}
+    found = preset_files(schema).items()
+    return {group: {file.stem: preset_help(group, file) for file in files} for group, files in found}
 
 
 def preset_help(group: str, file: Path) -> str:
@@ -222,8 +212,8 @@ def preset_help(group: str, file: Path) -> str:
 def options_of(schema: type) -> dict[str, list[str]]:
     """The options of every group."""
     named = {group: {*setting.options} for group, setting in declared(schema).items() if setting.options}
-    for group in preset_groups(schema):
-        named.setdefault(group, set()).update(file.stem for file in (CONFIG_DIR / group).glob("*.yaml"))
+    for group, files in preset_files(schema).items():
+        named.setdefault(group, set()).update(file.stem for file in files)
     return {group: sorted(options) for group, options in named.items()}
 
 
@@ -255,7 +245,7 @@ def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
 
 def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
     """What there is to say of a key that no chosen option has."""
-    program = elsewhere(schema).get(key.split(".")[0])
+    program = getattr(schema, "elsewhere", {}).get(key.split(".")[0])
     if program is not None:
         return f"is an override for {program}"
     group, _, leaf = key.rpartition(".")
@@ -278,11 +268,7 @@ def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
 
 
 def run_script(
-    settings: type,
-    program: Callable[..., int],
-    doc: str | None,
-    argv: list[str] | None = None,
-    passes_on: bool = False,
+    settings: type, program: Callable[..., int], doc: str | None, argv: list[str] | None = None, passes_on: bool = False
 ) -> int:
     """Call program(settings) with the key=value arguments of the command line; --help prints `doc` and the settings.
 

@@ -146,11 +146,12 @@ class FileLock:
     def _acquire(self, file: Path) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        if flock(descriptor, fcntl.LOCK_EX) and is_at(descriptor, file):
-            self._descriptor = descriptor
-        else:
-            os.close(descriptor)
-        return self.held
+        with suppress(FileNotFoundError):  # its folder may have been moved since it was opened
+            if flock(descriptor, fcntl.LOCK_EX) and os.path.samestat(os.fstat(descriptor), os.stat(file)):
+                self._descriptor = descriptor
+                return True
+        os.close(descriptor)
+        return False
 
     @property
     def held(self) -> bool:
@@ -180,11 +181,4 @@ def flock(descriptor: int, how: int) -> bool:
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
         return True
-    return False
-
-
-def is_at(descriptor: int, file: Path) -> bool:
-    """Whether the open file still has this name: its folder may have been moved since it was opened."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(file))
     return False

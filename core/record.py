@@ -71,10 +71,8 @@ class Record:
 
     def __init__(self, path: Path, step: int, hashes: Mapping[str, str], warn: Callable[[str], None]) -> None:
         self.path = path
-        self._metrics, self._diagnostics = (
-            Metrics(path / "metrics.jsonl", step),
-            Metrics(path / "diagnostics.jsonl", step),
-        )
+        self._metrics = Metrics(path / "metrics.jsonl", step)
+        self._diagnostics = Metrics(path / "diagnostics.jsonl", step)
         if (path / "samples.jsonl").exists():
             Metrics(path / "samples.jsonl", step).close()
         self._lines = Lines(path / "metrics.jsonl", strict=True)
@@ -105,28 +103,12 @@ class Record:
         return {file.path.name: file.sha256(before) for file in (self._metrics, self._diagnostics)}
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk."""
         self._metrics.sync()
         self._diagnostics.sync()
 
     def close(self) -> None:
         self._metrics.close()
         self._diagnostics.close()
-
-
-class NoRecord(Record):
-    """That of ranks other than 0: what they write goes nowhere."""
-
-    def __init__(self) -> None:
-        pass
-
-    def _skip(self, *_: Any, **__: Any) -> None:
-        """Rank 0 does it."""
-
-    write = write_diagnostics = write_sample = _skip
-
-    def curve(self, key: str) -> dict[int, float]:
-        return {}
 
 
 def iter_of(line: bytes) -> float:

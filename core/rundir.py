@@ -17,15 +17,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import yaml
 from tqdm import tqdm
 
-from core import files
-from core.files import FOLDERS, FileLock, finite, load_yaml, read_json, sealed, write_atomic, write_json
+from core.files import FOLDERS, FileLock, finite, is_locked, load_yaml, read_json, sealed, write_atomic, write_json
 from core.process import say
-from core.record import NoRecord, Record
+from core.record import Record
 from core.schema import ConfigError, one_line, require
 from core.wandb_run import WandbRun
 
@@ -176,11 +176,11 @@ class ReadOnlyRunDir(RunDir):
 
     hides_bar = True
 
-    def _skip(self, *_: Any, **__: Any) -> None:
+    def _skip(*_: Any, **__: Any) -> None:
         """Rank 0 does it."""
 
-    record = NoRecord()
     begin = status = log = save = restore_best = finish = _skip
+    record: Any = SimpleNamespace(write=_skip, write_diagnostics=_skip, write_sample=_skip, curve=lambda key: {})
 
 
 # -----------------------------------------------------------------------------
@@ -212,7 +212,10 @@ def open_run(request: RunRequest) -> RunDir:
         try:
             if request.fresh and (path / "config.yaml").exists():
                 lock = start_afresh(path, lock)
-            return open_locked(request, lock)
+            run = RunDir(path, lock, finished=has_ended(request))
+            if not (path / "config.yaml").exists():
+                run.claim(request.config_yaml)
+            return run
         except BaseException:
             lock.release()
             raise
@@ -277,16 +280,6 @@ def start_afresh(path: Path, lock: FileLock) -> FileLock:
     return new
 
 
-def open_locked(request: RunRequest, lock: FileLock) -> RunDir:
-    """A locked directory as a new, partial or finished run."""
-    run = RunDir(request.path, lock)
-    if (request.path / "config.yaml").exists():
-        run.finished = has_ended(request)
-    else:
-        run.claim(request.config_yaml)
-    return run
-
-
 def has_ended(request: RunRequest) -> bool:
     """Whether the run in the directory is at its end. Raises: ConfigError where it is a run with other settings."""
     path = request.path
@@ -316,7 +309,7 @@ def at_end(path: Path) -> bool:
 
 def is_open(path: Path) -> bool:
     """Whether a live process has the run open. A run "running" without a lock died."""
-    return files.is_locked(path / "lock")
+    return is_locked(path / "lock")
 
 
 def read_status(path: Path) -> dict[str, Any]:

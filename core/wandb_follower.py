@@ -43,15 +43,9 @@ def start(run_dir: Path, mode: str, stdin: int = subprocess.PIPE, stdout: int = 
     env = {"WANDB_ERROR_REPORTING": "false", **os.environ}
     env.pop("WANDB_SERVICE", None)  # a service of its own, never a shared one
     return subprocess.Popen(
-        [sys.executable, "-m", "core.wandb_follower", "follow", str(run_dir.resolve()), mode],
-        cwd=ROOT,
-        env=env,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,
-    )
+        [sys.executable, "-m", "core.wandb_follower", "follow", str(run_dir.resolve()), mode], cwd=ROOT, env=env,
+        stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, bufsize=0, start_new_session=True,
+    )  # fmt: skip
 
 
 def follow(run_dir: Path, mode: str) -> None:

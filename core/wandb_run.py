@@ -45,7 +45,6 @@ class WandbRun:
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Hand W&B the summary and end it. Waits at most PATIENCE seconds, PATIENCE_AT_STOP without a summary: whoever
         stops a run may kill it soon."""
-        assert self.process.stdin is not None
         with suppress(OSError):  # the process has ended, and the log says why
             self.process.stdin.write(json.dumps(finite(dict(summary or {}))).encode())
         self.close()
@@ -57,11 +56,9 @@ class WandbRun:
 
     def close(self) -> None:
         """Let the process end by itself."""
-        assert self.process.stdin is not None
         self.process.stdin.close()
 
     def _relay_lines(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:  # ends when the process has ended, and the offline one that may replace it
             text = line.decode(errors="replace").rstrip()
             if UPLOAD not in text or not self._told_upload:  # finish() may have said it

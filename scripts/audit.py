@@ -84,6 +84,7 @@ class Run:
         self.facts = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
         require(self.block_size > 1, f"run={run} has model.block_size=1: there are no earlier tokens")
         require(self.vocab_size > 1, f"run={run} has a vocabulary of one token: there is nothing to predict")
+        self.batch_size = max(1, 512 // self.block_size)
         self.trained: nn.Module = model
         faults.inject_into_model(self.config, model)
 
@@ -93,12 +94,6 @@ class Run:
         model.init_weights(self.config.seed)
         faults.inject_into_model(self.config, model)
         return model.to(self.device)
-
-    def batches(self, vocab_size: int) -> Batches:
-        """Random tokens."""
-        found = random_batches(vocab_size, self.block_size, max(1, 512 // self.block_size))
-        faults.inject_into_batches(self.config, found)
-        return found
 
     def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
         """Train a fresh model on random tokens. Returns the losses that it reports and the tokens of each."""
@@ -158,6 +153,8 @@ class WithLabels(nn.Module):
 class HuggingFace:
     """A folder that AutoModelForCausalLM loads, with the methods of Run."""
 
+    batch_size = 8
+
     def __init__(self, folder: str, trust_remote_code: bool, device: torch.device):
         try:
             import transformers
@@ -186,13 +183,10 @@ class HuggingFace:
         torch.manual_seed(0)
         return WithLabels(self.auto.from_config(self.config, **self.options)).to(self.device)
 
-    def batches(self, vocab_size: int) -> Batches:
-        return random_batches(vocab_size, self.block_size, 8)
-
     def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
         model, losses = self.fresh().train(), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        batches = self.batches(vocab_size)
+        batches = random_batches(self, vocab_size)
         for step in range(steps):
             loss = model(*(part.to(self.device) for part in batches.get_batch(step)))[1]
             optimizer.zero_grad()
@@ -202,11 +196,11 @@ class HuggingFace:
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
                 raise Undecided(f"its training on random tokens diverges at iteration {step}")
-        return losses, 8 * self.block_size
+        return losses, self.batch_size * self.block_size
 
     def update(self, micro_batches: int) -> tuple[float, Tensor]:
         model, total = self.fresh().eval(), 0.0  # evaluation mode has no dropout
-        x, y = (part[:4].to(self.device) for part in self.batches(self.vocab_size).get_batch(0))
+        x, y = (part[:4].to(self.device) for part in random_batches(self, self.vocab_size).get_batch(0))
         for part in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
             loss = model(*part)[1] / micro_batches
             loss.backward()
@@ -217,9 +211,12 @@ class HuggingFace:
 Subject = Run | HuggingFace
 
 
-def random_batches(vocab_size: int, block_size: int, batch_size: int) -> Batches:
-    found = load_corpus(RandomOptions(vocab_size=vocab_size, seed=SEED), block_size)
-    return Batches(found.tokens, found.split, block_size, batch_size, seed=0)
+def random_batches(subject: Subject, vocab_size: int) -> Batches:
+    corpus = load_corpus(RandomOptions(vocab_size=vocab_size, seed=SEED), subject.block_size)
+    batches = Batches(corpus.tokens, corpus.split, subject.block_size, subject.batch_size, seed=0)
+    if isinstance(subject, Run):
+        faults.inject_into_batches(subject.config, batches)
+    return batches
 
 
 # -----------------------------------------------------------------------------
@@ -245,11 +242,10 @@ def future_leakage(subject: Subject) -> Finding:
     mode, t = max(((mode, t) for mode in leaks for t in positions), key=lambda at: leaks[at[0]][at[1]][0])
     largest, first = leaks[mode][t]
     caught = not largest < LEAK_TOLERANCE
+    text = f"changing tokens from {positions} of {T} on changes no earlier logit: at most {largest:.0e} of"
     if caught:
-        text = f"changing tokens from {t} of {T} on changes logits from position {first} on in {mode} mode,"
-        text += f" by {largest:.2g} of"
-    else:
-        text = f"changing tokens from {positions} of {T} on changes no earlier logit: at most {largest:.0e} of"
+        changed = f"logits from position {first} on in {mode} mode, by {largest:.2g}"
+        text = f"changing tokens from {t} of {T} on changes {changed} of"
     numbers = {
         mode: {t: {"leak": leak, "from": first} for t, (leak, first) in found.items()} for mode, found in leaks.items()
     }
@@ -259,7 +255,7 @@ def future_leakage(subject: Subject) -> Finding:
 @torch.no_grad()
 def step_0_loss(subject: Subject) -> Finding:
     model, ln_v = subject.fresh(), math.log(subject.vocab_size)
-    x, y = subject.batches(subject.vocab_size).get_batch(0)
+    x, y = random_batches(subject, subject.vocab_size).get_batch(0)
     crowded = crowding(y, np.arange(subject.vocab_size))
     n = max_positions_with_logits(len(x), subject.vocab_size)
     x, y = x[:, :n].to(subject.device), y[:, :n].to(subject.device)
@@ -303,7 +299,7 @@ def random_token_floor(subject: Subject, steps: int) -> Finding:
 @torch.no_grad()
 def losses_on_random_tokens(subject: Subject) -> tuple[list[float], int]:
     """Losses of the trained weights on 16 batches, and the tokens of all."""
-    model, batches = subject.trained.eval(), subject.batches(subject.vocab_size)
+    model, batches = subject.trained.eval(), random_batches(subject, subject.vocab_size)
     losses, tokens = [], 0
     for i in range(16):
         # not get_batch: a fault that repeats batches would give one batch 16 times
@@ -354,10 +350,6 @@ def cached_decoding(subject: Subject) -> Finding:
     return Finding("cached decoding", not apart <= CACHE_TOLERANCE, text, {"relative_difference": apart})
 
 
-# -----------------------------------------------------------------------------
-# All checks of one model
-
-
 def audit(subject: Subject, steps: int) -> list[Finding]:
     """All checks, each printed as it ends. A model that train.py refuses counts as caught."""
     findings = []
@@ -372,12 +364,12 @@ def audit(subject: Subject, steps: int) -> list[Finding]:
     for name, check in checks.items():
         try:
             finding = check(subject)
-        except TooLarge as error:
+        except (TooLarge, Undecided) as error:
             finding = Finding(name, None, str(error), {"undecided": str(error)})
         except ConfigError as error:
             finding = Finding(name, True, f"it cannot be trained: {error}", {"refused": str(error)})
         except Exception as error:  # the folder's own code, memory
-            why = str(error) if isinstance(error, Undecided) else f"the check fails: {one_line(error)}"
+            why = f"the check fails: {one_line(error)}"
             finding = Finding(name, None, why, {"undecided": why})
         verdict = {True: "CAUGHT", False: "ok", None: "undecided"}[finding.caught]
         print(f"{name + ':':20s}{verdict:11s}{finding.text}", flush=True)

@@ -150,9 +150,10 @@ def summary(a: Side, b: Side, spans: Spans) -> Table:
     n_bytes = sum(len(text.encode()) for text in spans.texts)
     per_token = [nats.sum() / n for nats, n in zip(spans.nats, spans.n_tokens, strict=True)]
     per_byte = [nats.sum() / math.log(2) / n_bytes for nats in spans.nats]
-    names = [[side.name, side.run, side.loaded.config.label, str(side.loaded.state["step"])] for side in (a, b)]
-    numbers = zip(spans.n_tokens, per_token, per_byte, strict=True)
-    rows = [[*name, f"{n:,}", number(x), number(y)] for name, (n, x, y) in zip(names, numbers, strict=True)]
+    rows = []
+    for side, n, x, y in zip((a, b), spans.n_tokens, per_token, per_byte, strict=True):
+        about = [side.name, side.run, side.loaded.config.label, str(side.loaded.state["step"])]
+        rows.append([*about, f"{n:,}", number(x), number(y)])
     same = a.loaded.tokenizer.to_dict() == b.loaded.tokenizer.to_dict()
     gap = number(per_token[1] - per_token[0], "+.4f") if same else "–"
     rows.append(["b − a", "", "", "", "", gap, number(per_byte[1] - per_byte[0], "+.4f")])
@@ -164,10 +165,8 @@ def largest(spans: Spans, n: int) -> Table:
     """The n pieces whose nats differ most, in their context."""
     rows, difference = [], spans.nats[1] - spans.nats[0]
     for i in np.argsort(-abs(difference), kind="stable")[:n].tolist():
-        before, after = (
-            "".join([spans.first, *spans.texts][max(0, i - 39) : i + 1])[-40:],
-            "".join(spans.texts[i + 1 : i + 20])[:20],
-        )
+        before = "".join([spans.first, *spans.texts][max(0, i - 39) : i + 1])[-40:]
+        after = "".join(spans.texts[i + 1 : i + 20])[:20]
         values = [number(nats[i], ".2f") for nats in spans.nats]
         rows.append([*map(visible, (before, spans.texts[i], after)), *values, number(difference[i], "+.2f")])
     return Table(["before", "here", "after", "a (nats)", "b (nats)", "b − a"], rows, text_columns=3)
@@ -236,6 +235,7 @@ def sections_of(asked: "CompareOptions", text: str, a: Side, b: Side, spans: Spa
 
 
 # -----------------------------------------------------------------------------
+# The command line, and what text it asks for
 
 
 @options

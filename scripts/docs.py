@@ -75,9 +75,6 @@ def figure(study: str) -> Figure:
     return Figure("along", title, curve_chart(series, "difference in validation loss (nats per token)", zero=True), "")
 
 
-# -----------------------------------------------------------------------------
-# The ledger, the metrics
-
 TRACKING, METRICS = ROOT / "docs" / "tracking.md", "<!-- made by scripts/docs.py from training/metrics.py -->\n"
 LEDGER = ROOT / "results" / "README.md"
 BEGIN, END = "<!-- made by scripts/docs.py from ledger.yaml -->\n", "<!-- end -->"

@@ -29,6 +29,7 @@ from data.corpora import probe_hub
 from data.tokenizer import BPETokenizer, NoText, begins_character
 from data.tokens import load_corpus
 from sample import LoadedRun, RunPath, Which, load_asked_run
+from scripts.reporting.tables import Table
 from training.config import Device, Dtype
 
 INSTALL = "pip install -c constraints.txt -e '.[eval]'"
@@ -68,11 +69,9 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any
     if not set(names) <= {CLOZE, *manager.all_tasks}:
         manager = lm_eval.tasks.TaskManager(include_path=own)
     names = [name for name in names if name != CLOZE]
+    known = [CLOZE, *manager.all_tasks]
     for name in names:
-        require(
-            name in manager.task_index,
-            f"tasks={name} is unknown{did_you_mean(name, [CLOZE, *manager.all_tasks])[:200]}",
-        )
+        require(name in manager.task_index, f"tasks={name} is unknown{did_you_mean(name, known)[:200]}")
     remote = [name for name in names if (manager.task_index[name].cfg or {}).get("dataset_path") not in LOCAL]
     problem = probe_hub() if remote else None
     if problem is not None:
@@ -159,9 +158,7 @@ def metrics_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
         numbers = {key: value for key, value in values.items() if "," in key and isinstance(value, int | float)}
-        found[task] = {
-            key.removesuffix(",none"): float(value) for key, value in numbers.items() if math.isfinite(value)
-        }
+        found[task] = {key.removesuffix(",none"): float(x) for key, x in numbers.items() if math.isfinite(x)}
     return found
 
 
@@ -174,10 +171,10 @@ def average(metrics: dict[str, dict[str, float]]) -> float | None:
 def table(metrics: dict[str, dict[str, float]], paper: bool) -> str:
     """Markdown. Accuracies are in percent, ± standard error; `paper` adds the columns of Table 1."""
     heads = ["task", "metric", "value (accuracies in %)", *(["paper: QK-Clip", "paper: QK-Norm"] if paper else [])]
-    lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
+    rows: list[list[str]] = []
 
     def add(task: str, metric: str, value: str, published: Sequence[float]) -> None:
-        lines.append([task, metric, value, *([f"{x:.2f}" for x in published] or ["", ""]) * paper])
+        rows.append([task, metric, value, *([f"{x:.2f}" for x in published] or ["", ""]) * paper])
 
     for task, values in metrics.items():
         for metric, value in values.items():
@@ -193,10 +190,7 @@ def table(metrics: dict[str, dict[str, float]], paper: bool) -> str:
     if mean is not None and len(metrics) > 1:
         means = [fmean(column) for column in zip(*PAPER.values(), strict=True)]
         add("average", "acc", f"{100 * mean:.2f}", means if set(metrics) == set(PAPER) else ())
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-# -----------------------------------------------------------------------------
+    return Table(heads, rows, text_columns=2).markdown()
 
 
 @options
@@ -275,7 +269,7 @@ def evaluate_run(asked: EvaluateOptions) -> int:
         plain = json.loads(json.dumps(results, default=str))
         text = json.dumps(sealed(plain), indent=1, ensure_ascii=False) + "\n"
         write_atomic(expand(asked.out), text.encode())
-    print(table(about["metrics"], "paper" in asked.words))
+    print(table(about["metrics"], "paper" in asked.words), end="")
     if about["truncated"]:
         print(f"warning: {about['truncated']} prompts lost their first tokens: model.block_size has no room for them "
               "and their answers")  # fmt: skip

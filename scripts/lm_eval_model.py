@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -61,33 +61,24 @@ class NanoQK(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[Score]:
         """In the order of the requests. Too long ones lose their first tokens, as in lm_eval's own adapter."""
-        cut = []
-        for i, (_, context, continuation) in enumerate(requests):
-            require(
-                0 < len(continuation) <= self.max_length,
-                f"a question's answer has {len(continuation)} tokens: the model takes 1 to {self.max_length} "
-                "(model.block_size)",
-            )
+        cut: list[tuple[list[int], list[int]]] = []
+        for _, context, continuation in requests:
+            n, takes = len(continuation), f"the model takes 1 to {self.max_length} (model.block_size)"
+            require(0 < n <= self.max_length, f"a question's answer has {n} tokens: {takes}")
             whole = (context or [self.eot_token_id]) + continuation  # lm_eval leaves a prompt of blanks empty
             tokens = whole[-(self.max_length + 1) :]
             self.truncated += len(whole) > len(tokens)
-            n = len(continuation)
-            cut.append((tokens[:-n], tokens[-n:], i))
+            cut.append((tokens[:-n], tokens[-n:]))
         # equal contexts become neighbours, and contexts of similar length
-        cut.sort(key=lambda request: (-len(request[0]), request[0], -len(request[1])))
-        scores: list[Score] = [(0.0, False)] * len(cut)
-        for start in range(0, len(cut), self.batch_size):
-            batch = cut[start : start + self.batch_size]
-            results = self.score([context for context, _, _ in batch], [continuation for _, continuation, _ in batch])
-            for (_, _, i), score in zip(batch, results, strict=True):
-                scores[i] = score
-                text = requests[i][0]
-                if text is not None:
-                    self.cache_hook.add_partial("loglikelihood", text, score)
-        return scores
+        ordered: Any = Collator(cut, sort_fn=lambda pair: (-len(pair[0]), pair[0], -len(pair[1])))
+        scores: list[Score] = []
+        for batch in ordered.get_batched(n=self.batch_size):
+            contexts, continuations = zip(*batch, strict=True)
+            scores += self.score(contexts, continuations)
+        return ordered.get_original(scores)
 
     @torch.inference_mode()
-    def score(self, contexts: list[list[int]], continuations: list[list[int]]) -> list[Score]:
+    def score(self, contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> list[Score]:
         """Runs each distinct context once: its first tokens (one less than the shortest context has) fill a cache. Its
         other tokens and the continuation follow, one row per request. Padding on the right changes no earlier token."""
         distinct = [context for context, _ in groupby(contexts)]  # equal contexts are neighbours
@@ -123,8 +114,6 @@ class NanoQK(TemplateLM):
         totals = [0.0] * len(requests)
         for (i, _), (nats, _) in zip(windows, self._loglikelihood_tokens([w for _, w in windows]), strict=True):
             totals[i] += nats
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     # Generation
@@ -141,7 +130,6 @@ class NanoQK(TemplateLM):
             prompt = whole[-room:]
             self.truncated += len(whole) > len(prompt)
             texts.append(self.continue_prompt(prompt, options))
-            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 
     def continue_prompt(self, prompt: list[int], options: dict[str, Any]) -> str:
@@ -149,12 +137,13 @@ class NanoQK(TemplateLM):
         until = handle_stop_sequences(list(options["until"]), eos=None)
         idx = torch.tensor([prompt], device=self._device)  # (1, T)
         temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
-        sampling: dict[str, Any] = {"top_k": options.get("top_k") or None, "top_p": options.get("top_p")}
+        top_k, top_p = options.get("top_k") or None, options.get("top_p")
+        seed = 1337 + self.drawn[*prompt]  # a repeated prompt gets other numbers
+        self.drawn[*prompt] += 1
         tokens: list[int] = []
         text = ""
-        sampling |= {"seed": 1337 + self.drawn[*prompt], "dtype": self.dtype}  # a repeated prompt gets other numbers
-        self.drawn[*prompt] += 1
-        for token in generate(self.model, idx, options["max_gen_toks"], temperature, **sampling):
+        n = options["max_gen_toks"]
+        for token in generate(self.model, idx, n, temperature, top_k, top_p, seed, self.dtype):
             if int(token) == self.ours.separator:
                 break
             tokens.append(int(token))

@@ -213,7 +213,7 @@ def quick_processes() -> Iterator[None]:
     from scripts.benchmarks import timing
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["scripts.check_gpu", "scripts.benchmarks.gpu_speed"])
+    context.set_forkserver_preload(["scripts.check_gpu"])
     with pytest.MonkeyPatch.context() as patch:
         for module in (timing, check_gpu):
             patch.setattr(module, "multiprocessing", SimpleNamespace(get_context={"spawn": context}.__getitem__))

@@ -11,8 +11,7 @@ from conftest import TINY_LAYER
 
 from core.cli import run_script
 from scripts import check_gpu
-from scripts.benchmarks import gpu_speed
-from scripts.benchmarks.gpu_speed import CheckOptions
+from scripts.check_gpu import CheckOptions
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 ON_CPU = CheckOptions(device="cpu", rounds=1)
@@ -45,8 +44,7 @@ def test_parts_run_on_a_cpu_or_say_why_not_and_earlier_results_stay(
 
 
 def test_every_part_is_a_function_that_says_what_it_asks() -> None:
-    for name, module in check_gpu.PARTS.items():
-        assert getattr(importlib.import_module(module), name).__doc__, name
+    assert all(part.__doc__ for part in check_gpu.PARTS.values())
 
 
 SPOILED = """
@@ -75,7 +73,8 @@ def test_a_part_that_fails_dies_or_never_ends_leaves_the_others_alone(
     (tmp_path / "spoiled.py").write_text(SPOILED)
     monkeypatch.syspath_prepend(tmp_path)
     names = ("raises", "dies", "wrong", "good")
-    parts = {"device": check_gpu.PARTS["device"], **dict.fromkeys((*names, "waits"), "spoiled")}
+    spoiled = importlib.import_module("spoiled")
+    parts = {"device": check_gpu.device, **{name: getattr(spoiled, name) for name in (*names, "waits")}}
     monkeypatch.setattr(check_gpu, "PARTS", parts)
     asked = replace(ON_CPU, out=str(tmp_path / "out"), parts=names)
     assert check_gpu.check(asked, []) == 1
@@ -96,15 +95,15 @@ def test_a_part_that_fails_dies_or_never_ends_leaves_the_others_alone(
 
 
 def test_overlapping_kernels_are_busy_once() -> None:
-    assert gpu_speed.covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
-    assert gpu_speed.covered([]) == 0
+    assert check_gpu.covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+    assert check_gpu.covered([]) == 0
 
 
 def test_decoding_norms_and_workers_are_measured() -> None:
     layer = [word for word in TINY_LAYER if not word.startswith("device")]
-    (row,) = gpu_speed.decode(replace(ON_CPU, contexts=(48,)), layer).values()
+    (row,) = check_gpu.decode(replace(ON_CPU, contexts=(48,)), layer).values()
     assert row["MLA, ms"] > 0 and row["GB/s"] > 0 and "paper: %" not in row
-    norms = gpu_speed.norms(ON_CPU, SMALL)
+    norms = check_gpu.norms(ON_CPU, SMALL)
     assert len(norms) == 9 and "median" not in norms["p=2"] and all(row["ms"] > 0 for row in norms.values())
-    row = gpu_speed.workers(2, gpu_speed.model_overrides(ON_CPU, "baby_gpt", SMALL))
+    row = check_gpu.workers(2, check_gpu.model_overrides(ON_CPU, "baby_gpt", SMALL))
     assert row["workers"] == 2 and row["tokens/s"] > 0

@@ -30,7 +30,8 @@ from core.process import StopSignal
 from core.schema import ConfigError, build
 from model import ops
 from model.gpt import GPT
-from scripts.benchmarks import bench_train, gpu_speed
+from scripts import check_gpu
+from scripts.benchmarks import bench_train
 from sweeps.plan import compose
 from training import checks
 from training.config import TrainConfig, load_config
@@ -187,7 +188,7 @@ def test_a_device_is_made_current_and_its_generator_alone_is_seeded() -> None:
 
 def check_the_part_device() -> None:
     with fake_cuda():
-        (row,) = gpu_speed.device(build(gpu_speed.CheckOptions, {"device": "cuda"}), []).values()
+        (row,) = check_gpu.device(build(check_gpu.CheckOptions, {"device": "cuda"}), []).values()
         assert (row["GPUs"], row["capability"], row["processors"], row["GiB"]) == (2, "9.0", 132, 80)
 
 

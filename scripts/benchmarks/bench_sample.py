@@ -12,24 +12,23 @@ import sys
 from functools import partial
 from typing import Annotated, Any
 
+import torch
+
 from core.schema import AtLeast, Help, options
 from data.tokens import load_corpus
+from model.generate import generate
 from scripts.benchmarks import timing
 from scripts.benchmarks.nanogpt import check_model, load_model, set_up
 from scripts.benchmarks.timing import Built, Turn
 from sweeps.plan import compose
 from training.config import load_config
+from training.session import setup
 
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 200}
 
 
 def ours(overrides: list[str], n_tokens: int) -> Built:
     """Sequences of n_tokens by generate()."""
-    import torch
-
-    from model.generate import generate
-    from training.session import setup
-
     session = setup(load_config(compose(overrides)))
     model, machine = session.model.eval(), session.machine
 
@@ -44,8 +43,6 @@ def ours(overrides: list[str], n_tokens: int) -> Built:
 
 def nanogpt(peer: str, overrides: list[str], n_tokens: int) -> Built:
     """The same by nanoGPT, in one batch: its sample.py has a slower loop over sequences."""
-    import torch
-
     config = load_config(compose(overrides))
     vocab_size = load_corpus(config.data, config.model.block_size).tokenizer.vocab_size
     model, device, autocast = set_up(peer, config, vocab_size)

@@ -18,27 +18,26 @@ import time
 from functools import partial
 from typing import Annotated, Any
 
+import torch
+
+from core.device import seed_generator
 from core.schema import AtLeast, Help, options, require
 from scripts.benchmarks import timing
 from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
 from scripts.benchmarks.timing import Built, Turn, gpu_memory
 from sweeps.plan import compose
 from training.config import AdamWOptions, load_config
+from training.meter import Meter
+from training.qk_clip import qk_clip
 from training.schedule import learning_rate
+from training.session import setup
+from training.updates import accumulate_gradients, seed_of_update, set_learning_rate, step_optimizer
 
 SECONDS = 5.0  # of a turn, where iters= is not given
 
 
 def ours(overrides: list[str]) -> Built:
     """The update of train.py, with its numbers kept and read as there."""
-    import torch
-
-    from core.device import seed_generator
-    from training.meter import Meter
-    from training.qk_clip import qk_clip
-    from training.session import setup
-    from training.updates import accumulate_gradients, seed_of_update, set_learning_rate, step_optimizer
-
     config = load_config(compose(overrides))
     session = setup(config)
     machine, model, optimizer = session.machine, session.model.train(), session.optimizer
@@ -100,7 +99,7 @@ def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
         require(type(config.optim) is AdamWOptions, "peer= needs nanoGPT's own settings: optim=adamw")
         load_model(values.peer)
     if values.together:
-        sides = [timing.start("all", together, timing.variants(values.variants, overrides))]
+        sides = [timing.Side("all", together, timing.variants(values.variants, overrides))]
     else:
         sides = timing.start_sides(values, overrides, "bench_train.py", ours, nanogpt)
     infos = sides[0].info["of"] if values.together else {side.name: side.info for side in sides}

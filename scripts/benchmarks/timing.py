@@ -15,12 +15,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
 from core.cli import run_script
+from core.device import device_name, resolve_device
+from core.git import commit
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, options, require
 from sweeps.plan import compose
 from training.config import load_config
@@ -52,14 +55,17 @@ class SidesOptions:
 # Sides
 
 
-@dataclass
 class Side:
-    """A process that builds its work once and does n units of it in each turn."""
+    """A process in which `build(*arguments)` returns the work and the side's info; each turn does n units of it."""
 
-    name: str
-    process: Any
-    pipe: Connection
-    info: dict[str, Any]
+    def __init__(self, name: str, build: Build, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self.pipe, there = context.Pipe()
+        self.process: Any = context.Process(target=serve, args=(name, there, build, arguments), daemon=True)
+        self.process.start()
+        there.close()
+        self.info = self.receive()
 
     def take_turn(self, n: int) -> Turn:
         with suppress(BrokenPipeError):  # receive() reports how it died
@@ -70,7 +76,7 @@ class Side:
         self.pipe.close()
         self.process.join()
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Any:
         try:
             result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -78,26 +84,11 @@ class Side:
             raise RuntimeError(f"{self.name} died (exit status {self.process.exitcode})") from None
         if isinstance(result, Exception):
             raise result
-        assert isinstance(result, dict)
         return result
-
-
-def start(name: str, build: Build, *arguments: Any) -> Side:
-    """Start a side. `build(*arguments)` runs in the new process and returns the work and the side's info."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(name, there, build, arguments), daemon=True)
-    process.start()
-    there.close()
-    side = Side(name, process, here, {})
-    side.info = side.receive()
-    return side
 
 
 def serve(name: str, pipe: Connection, build: Build, arguments: tuple[Any, ...]) -> None:
     """The process of a side: build the work, then do as much of it as each message asks for."""
-    import torch
-
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # no side chooses its threads by the load
     try:
         work, info = build(*arguments)
@@ -126,23 +117,25 @@ def start_sides(
     ours(overrides, *more) and peer(path, overrides, *more) build them; old='s is built by ours() in its file `program`.
     """
     if asked.variants:
-        return [start(name, ours, own, *more) for name, own in variants(asked.variants, overrides).items()]
-    file = program_of(asked.old, program) if asked.old else None
-    sides = [start("ours", ours, overrides, *more)]
+        return [Side(name, ours, own, *more) for name, own in variants(asked.variants, overrides).items()]
+    built: dict[str, tuple[Any, ...]] = {"ours": (ours, overrides)}
     if asked.old:
-        sides.append(start("old", old, Path(asked.old).resolve(), file, overrides, *more))
+        checkout = Path(asked.old).resolve()
+        files = [*checkout.glob(f"scripts/**/{program}")]  # it has not always been in scripts/benchmarks/
+        require(len(files) == 1, f"old={asked.old} must be a checkout of this repository: it has no {program}")
+        module = ".".join(files[0].relative_to(checkout).with_suffix("").parts)
+        built["old"] = (old, checkout, module, overrides)
     if asked.peer:
-        sides.append(start("peer", peer, asked.peer, overrides, *more))
-    return sides
+        built["peer"] = (peer, asked.peer, overrides)
+    return [Side(name, *how, *more) for name, how in built.items()]
 
 
-def old(checkout: Path, program: Path, overrides: list[str], *more: Any) -> Built:
+def old(checkout: Path, module: str, overrides: list[str], *more: Any) -> Built:
     """ours() of another checkout of this repository. It replaces our modules in this process."""
     for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
         del sys.modules[name]
     sys.path.insert(0, str(checkout))  # its packages have the names of ours
-    module = importlib.import_module(".".join(program.relative_to(checkout).with_suffix("").parts))
-    return module.ours(overrides, *more)
+    return importlib.import_module(module).ours(overrides, *more)
 
 
 def by_name(variants: str) -> dict[str, str]:
@@ -160,13 +153,6 @@ def variants(named: str, overrides: list[str]) -> dict[str, list[str]]:
     for variant in chosen.values():
         load_config(compose(variant))
     return chosen
-
-
-def program_of(checkout: str, name: str) -> Path:
-    """The file of the benchmark `name` in another checkout of this repository. Raises: ConfigError."""
-    files = [*Path(checkout).resolve().glob(f"scripts/**/{name}")]  # it has not always been in scripts/benchmarks/
-    require(len(files) == 1, f"old={checkout} must be a checkout of this repository: it has no {name}")
-    return files[0]
 
 
 # -----------------------------------------------------------------------------
@@ -221,11 +207,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
     """The conditions of a measurement. device, threads: as in train.py's settings."""
-    import torch
-
-    from core.device import device_name, resolve_device
-    from core.git import commit
-
     return {
         "commit": commit(),
         "device": device_name(resolve_device(device), threads),
@@ -237,8 +218,6 @@ def machine(device: str = "auto", threads: int | None = None) -> dict[str, Any]:
 
 def gpu_memory(device: Any) -> Turn:
     """What a turn reports of a GPU: the most that tensors have taken there, in place of the resident memory."""
-    import torch
-
     return {"peak_memory_mib": torch.cuda.max_memory_allocated(device) / 2**20} if device.type == "cuda" else {}
 
 
