@@ -37,13 +37,13 @@ NODE_PATIENCE = 30  # seconds that torchrun gives the ranks of a node when anoth
 
 
 def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
-    """train.run(config) in launch.ranks processes. Returns 0 done, 3 diverged, 1 failed, 128 + n stopped by signal n.
-
-    torchrun's own exit status does not tell how the run ended: status.json does.
-    """
+    """train.run(config) in launch.ranks processes. Returns 0 done, 3 diverged, 1 failed, 128 + n stopped by signal n:
+    by status.json, since torchrun's own exit status does not tell how the run ended."""
     arguments = ["--standalone", f"--nproc_per_node={launch.ranks}"]
     if launch.nodes:
-        order = {"host": socket.gethostname(), "port": free_port(), "config": asdict(config)}
+        with socket.socket() as probe:
+            probe.bind(("", 0))  # at a free port
+            order = {"host": socket.gethostname(), "port": probe.getsockname()[1], "config": asdict(config)}
         give_order(launch, order)
         arguments = meeting(launch, order, node=0)
     before = read_status(config.run_dir)
@@ -65,12 +65,6 @@ def torchrun(arguments: list[str], config: dict[str, Any], on_slurm: bool) -> su
     environment |= {ON_SLURM: "1"} if on_slurm else {}
     command = [sys.executable, RANKS, "launch", str(os.getpid()), json.dumps(arguments), json.dumps(config)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 # -----------------------------------------------------------------------------
@@ -98,10 +92,8 @@ def meeting(launch: Launch, order: dict[str, Any], node: int) -> list[str]:
 
 
 def follow_orders(launch: Launch, node: int) -> int:
-    """On a node other than 0: start the ranks of each order, until there is nothing more to do.
-
-    Raises: RuntimeError where its ranks have died and node 0 does not notice; SLURM then ends the whole task.
-    """
+    """On a node other than 0: start the ranks of each order, until there is nothing more to do. Raises: RuntimeError
+    where its ranks have died and node 0 does not notice; SLURM then ends the whole task."""
     done, process, alive = 0, None, time.monotonic()
     while True:
         if process is None or process.poll() in (None, 0):

@@ -31,9 +31,7 @@ RESTART = 4  # exit status of a worker that asks for a new process in its place
 def work(sweep_dir: Path, launch_name: str, received: Collection[int] = ()) -> int:
     """Train the runs of a launch that no other process has. Returns 0 when no run is left to try, 128 + n when signal
     n stopped a run, RESTART after a failed try: an error, as of CUDA, can make every later run of a process fail.
-
-    received: signals that a SLURM task has got; with one no further run begins, and a try has not failed.
-    """
+    received: signals that a SLURM task has got; with one no further run begins, and a try has not failed."""
     launch = Launch.read(sweep_dir, launch_name)
     runs = {run.id: run for run in read_plan(sweep_dir)}
     for run_id in launch.runs:
@@ -122,10 +120,6 @@ def output_to(file: Path) -> Iterator[None]:
             for number, descriptor in kept.items():
                 os.dup2(descriptor, number)
                 os.close(descriptor)
-
-
-# -----------------------------------------------------------------------------
-# Processes
 
 
 def start_worker(sweep_dir: str, launch_name: str, launcher: str) -> int:
