@@ -346,5 +346,9 @@ class ShardWriter:
         return {**{key: self.total(key) for key in self.current}, "shards": self.shards}
 
 
-if __name__ == "__main__":
+def main() -> None:
     sys.exit(run_script(PrepareFineWebConfig, prepare, __doc__))
+
+
+if __name__ == "__main__":
+    main()
