@@ -20,7 +20,7 @@ from core.process import EXIT_DIVERGED, StopSignal
 from core.schema import ConfigError
 from core.wandb_run import wandb_mode
 from model.diagnostics import diagnose
-from training.checks import first_not_finite, future_seen_when_trained, start_up_checks
+from training.checks import first_not_finite, future_seen, start_up_checks
 from training.config import TrainConfig
 from training.estimate import dry_run
 from training.evaluate import diagnosed_batch, sample_within_budget, sampled_losses, spike_score, validation_loss
@@ -189,7 +189,7 @@ def finish(run: Run, line: dict[str, Any], failure: str = "") -> int:
     """Record the last `line` and the summary of a run that is done, or that diverged: `failure`."""
     config, meter, facts, step = run.session.config, run.meter, run.facts, line["iter"]
     status, seconds = "diverged" if failure else "done", meter.seconds
-    leaks = [] if failure or config.fault.name != "none" else future_seen_when_trained(run.session)
+    leaks = [] if failure or config.fault.name != "none" else future_seen(run.session)
     if leaks:
         run.dir.log(f"warning: when trained, {leaks[0]}: the losses of this run are wrong")
         facts = replace(facts, sees_future=leaks[0])

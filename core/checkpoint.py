@@ -99,9 +99,8 @@ def save(
 
 def link(folder: Path, name: str, step: int) -> None:
     """Point the symlink `folder/name` at the checkpoint of `step`, atomically. Raises: FileNotFoundError."""
-    target = folder / f"step_{step:06d}"
+    target, path = folder / f"step_{step:06d}", folder / name
     target.stat()
-    path = folder / name
     if path.is_dir() and not path.is_symlink():  # a copy by scp -r, which follows links
         remove_atomically(path)
     temporary = temporary_name(path)
@@ -112,10 +111,8 @@ def link(folder: Path, name: str, step: int) -> None:
 
 
 def prune(folder: Path, step: int, keep_step: int | None) -> None:
-    """Keep the newest checkpoints up to `step`, the best, and that of `keep_step`.
-
-    Those beyond `step` go, too: a run resumes from its newest valid checkpoint, so later ones are corrupt.
-    """
+    """Keep the newest checkpoints up to `step`, the best, and that of `keep_step`. Those beyond `step` go, too: a run
+    resumes from its newest valid checkpoint, so later ones are corrupt."""
     kept = [path for path in step_dirs(folder) if number(path) <= step][:KEEP]
     kept += [] if keep_step is None else [folder / f"step_{keep_step:06d}"]
     if (folder / "best").is_symlink():
@@ -207,8 +204,7 @@ def load(path: Path) -> Checkpoint:
     try:
         state = parse_object((path / STATE).read_bytes())
     except (OSError, ValueError) as error:  # changed, and its manifest written anew
-        if isinstance(error, OSError):
-            raise_unless_damage(error)
+        raise_unless_damage(error)
         raise CorruptCheckpoint(f"{path / STATE}: {error}") from error
     return Checkpoint(path, step, tensors, state)
 
@@ -246,10 +242,10 @@ def verify(path: Path) -> tuple[int, list[str]]:
     return step, list(files)
 
 
-def raise_unless_damage(error: OSError) -> None:
+def raise_unless_damage(error: Exception) -> None:
     """Raise an error that does not prove damage (network disk, permissions, too many open files). Taken for damage, it
     would lose a good checkpoint."""
-    if error.errno not in DAMAGE:
+    if isinstance(error, OSError) and error.errno not in DAMAGE:
         raise error
 
 
@@ -276,10 +272,10 @@ def load_latest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
             checkpoint = load(path)
         except CorruptCheckpoint as error:
             reasons.append(str(error))
-            continue
-        for reason in reasons:
-            warn(f"corrupt checkpoint {reason}; using {checkpoint.path.name} instead")
-        return checkpoint
+        else:
+            for reason in reasons:
+                warn(f"corrupt checkpoint {reason}; using {checkpoint.path.name} instead")
+            return checkpoint
     if reasons:
         raise CorruptCheckpoint(f"no valid checkpoint in {folder}: {'; '.join(reasons)}")
     return None
@@ -296,10 +292,8 @@ def peek(folder: Path) -> dict[str, Any]:
 
 
 def resolve(run: Path, which: str, key: str = "run") -> Path:
-    """The checkpoint directory that `run` names: itself, or the `best` or `latest` one of a run directory.
-
-    key: the setting that names it. Raises: ConfigError naming what was not found, and the checkpoints that exist.
-    """
+    """The checkpoint directory that `run` names: itself, or the `best` or `latest` one of a run directory. key: the
+    setting that names it. Raises: ConfigError naming what was not found, and the checkpoints that exist."""
     require(os.path.exists(run), f"{key}={run} does not exist")
     if (run / MANIFEST).is_file():
         return run.resolve()
@@ -310,7 +304,6 @@ def resolve(run: Path, which: str, key: str = "run") -> Path:
     chosen = found[0] if which == "latest" and found else run / "ckpt" / which
     if not chosen.is_dir():
         names = ", ".join(path.name for path in reversed(found))
-        there = f"has no ckpt/{which}: name one of {run}/ckpt/: {names}"
-        none = "has none: name a run's directory"
-        raise ConfigError(f"{key}={run} is not a checkpoint and {there if found else none}")
+        advice = f"no ckpt/{which}: name one of {run}/ckpt/: {names}" if found else "none: name a run's directory"
+        raise ConfigError(f"{key}={run} is not a checkpoint and has {advice}")
     return chosen.resolve()

@@ -29,10 +29,8 @@ def autocast(device: str, dtype: torch.dtype) -> torch.autocast:
 
 
 def resolve_device(name: str, world: World = ALONE) -> torch.device:
-    """`auto` is CUDA, else MPS, else the CPU. Each rank of torchrun has its own CUDA device.
-
-    A CUDA device becomes the process's current one, on which Triton launches. Raises: ConfigError.
-    """
+    """`auto` is CUDA, else MPS, else the CPU. Each rank of torchrun has its own CUDA device. A CUDA device becomes the
+    process's current one, on which Triton launches. Raises: ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     one_each = name == "cuda" and world.size > 1
@@ -54,9 +52,7 @@ def resolve_device(name: str, world: World = ALONE) -> torch.device:
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float, float]:
     """Seconds of the clock, of CPU time of this process, and of CPU time of all processes on the CPUs that it may use.
-
-    Niced processes do not count; one that is niced itself has 0.
-    """
+    Niced processes do not count; one that is niced itself has 0."""
     used = 0.0
     with contextlib.suppress(OSError):  # Linux alone has it
         lines = stat.read_text().splitlines()
@@ -73,11 +69,8 @@ AT_IMPORT = cpu_seconds()
 
 @functools.cache
 def idle_cpus() -> float | None:
-    """How many of this process's CPUs other programs leave idle; None where that cannot be told.
-
-    Their use is the mean since this module was imported, or that of the last minute where that is less: what has just
-    begun may end soon.
-    """
+    """How many of this process's CPUs other programs leave idle; None where that cannot be told. Their use is the mean
+    since this module was imported, or that of the last minute where that is less: what has just begun may end soon."""
     seconds, own, used = (now - then for now, then in zip(cpu_seconds(), AT_IMPORT, strict=True))
     if not used or has_quota():
         return None
@@ -146,8 +139,9 @@ def has_bfloat16(device: torch.device) -> bool:
 @functools.lru_cache
 def cpu_info() -> str:
     """The system's description of its CPUs; empty where there is none."""
-    file = Path("/proc/cpuinfo")
-    return file.read_text() if file.exists() else ""
+    with contextlib.suppress(OSError):
+        return Path("/proc/cpuinfo").read_text()
+    return ""
 
 
 def cpu_flags() -> set[str]:

@@ -6,6 +6,7 @@ B: windows in a batch, T: block_size.
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from itertools import islice
 from typing import Literal
 
@@ -38,18 +39,12 @@ class Batches:
     ) -> None:  # fmt: skip
         self.tokens, self.split = tokens, split
         self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
-        self._windows: dict[Ranges, tuple[np.ndarray, int]] = {}
         longest = max((end - start for start, end in split.train), default=0)
         held_out = max((end - start for start, end in split.val), default=0)
-        require(
-            longest > block_size,
-            f"model.block_size={block_size} needs a training range of more than {block_size} tokens; "
-            f"the longest has {longest}",
-        )
-        require(
-            held_out >= 2,
-            f"data.folds leaves a held-out block of {held_out} of {len(tokens)} tokens; it must have at least 2",
-        )
+        rule = f"needs a training range of more than {block_size} tokens; the longest has {longest}"
+        require(longest > block_size, f"model.block_size={block_size} {rule}")
+        block = f"a held-out block of {held_out} of {len(tokens)} tokens; it must have at least 2"
+        require(held_out >= 2, f"data.folds leaves {block}")
         self.resident = None if device is None else copy_tokens(tokens, device)
 
     def get_batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
@@ -59,24 +54,17 @@ class Batches:
 
     def prefetch(self, steps: Iterable[tuple[int, int]]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """get_batch(step, micro_step) for each of `steps`, prepared by threads while the caller uses the ones before.
-
-        Passing a small batch between threads takes longer than making it, so a task makes several. A device that holds
-        the tokens needs no threads.
-        """
+        Passing a small batch between threads takes longer than making it, so a task makes several."""
         steps = iter(steps)
-        if self.resident is not None:
+        if self.resident is not None:  # the device cuts them at once
             yield from (self.get_batch(step, micro_step) for step, micro_step in steps)
             return
         per_task = BATCHES_PER_TASK if self.batch_size * self.block_size <= SMALL_BATCH else 1
-
-        def make(task: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
-            return [self.get_batch(step, micro_step) for step, micro_step in task]
-
         threads = ThreadPoolExecutor(THREADS)  # they mostly wait for a disk
         tasks: deque[Future[list[tuple[Tensor, Tensor]]]] = deque()
         try:
             while task := list(islice(steps, per_task)):
-                tasks.append(threads.submit(make, task))
+                tasks.append(threads.submit(lambda steps: [self.get_batch(*one) for one in steps], task))
                 if len(tasks) > PREFETCHED_TASKS:
                     yield from tasks.popleft().result()
             while tasks:
@@ -92,18 +80,13 @@ class Batches:
         return np.concatenate([self.tokens[i : i + 2**10] for i in np.linspace(start, end - 2**10, 2**6, dtype=int)])
 
     def sampled_batch(self, split: Literal["train", "val"], index: int) -> tuple[Tensor, Tensor]:
-        """x, y (B, T) for nanoGPT's sampled evaluation, a pure function of (seed, split, index).
-
-        Raises: ConfigError where the held-out block holds no window.
-        """
+        """x, y (B, T) for nanoGPT's sampled evaluation, a pure function of (seed, split, index)."""
         ranges = self.split.train if split == "train" else self.split.val
         return self._read(self._draw(ranges, purpose=SAMPLED_STREAMS[split], step=index, micro_step=0))
 
     def eval_batches(self, max_batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """x, y (B, T), B <= max_batch, in which every held-out token but a range's first is a target exactly once.
-
-        The windows of a range are consecutive. All batches have one shape: padding has input 0 and target -1.
-        """
+        """x, y (B, T), B <= max_batch, in which every held-out token but a range's first is a target exactly once. All
+        batches have one shape: padding has input 0 and target -1."""
         T = self.block_size
         windows = [(at, min(at + T + 1, end)) for start, end in self.split.val for at in range(start, end - 1, T)]
         n_batches = -(-len(windows) // max_batch)
@@ -117,12 +100,10 @@ class Batches:
 
     def _draw(self, ranges: Ranges, purpose: int, step: int, micro_step: int) -> np.ndarray:
         """The first positions of a batch's windows, (B,)."""
-        firsts, total = self._count_windows(ranges)
-        require(
-            total > 0,
-            f"model.block_size={self.block_size} needs a held-out block of more than {self.block_size} tokens "
-            "to sample from; eval_iters=0 evaluates it exactly",
-        )
+        T = self.block_size
+        firsts, total = count_windows(ranges, T)
+        rule = f"needs a held-out block of more than {T} tokens to sample from; eval_iters=0 evaluates it exactly"
+        require(total > 0, f"model.block_size={T} {rule}")
         # Philox is a function of (key, counter). A draw advances only the first word of the counter.
         bits = np.random.Philox(key=[self.seed, purpose], counter=[0, micro_step, step, 0])
         drawn = np.random.Generator(bits).integers(total, size=self.batch_size)  # (B,)
@@ -136,15 +117,15 @@ class Batches:
             x[row], y[row] = window[:-1], window[1:]
         return torch.from_numpy(x), torch.from_numpy(y)
 
-    def _count_windows(self, ranges: Ranges) -> tuple[np.ndarray, int]:
-        """For each range that holds a window the number of windows before it and its start, (n, 2); their total."""
-        if ranges not in self._windows:
-            bounds = np.array(ranges, dtype=np.int64).reshape(-1, 2)
-            counts = bounds[:, 1] - bounds[:, 0] - self.block_size
-            bounds, counts = bounds[counts > 0], counts[counts > 0]
-            before = np.cumsum(counts) - counts
-            self._windows[ranges] = np.stack([before, bounds[:, 0]], axis=1), int(counts.sum())
-        return self._windows[ranges]
+
+@lru_cache
+def count_windows(ranges: Ranges, block_size: int) -> tuple[np.ndarray, int]:
+    """For each range that holds a window the number of windows before it and its start, (n, 2); their total."""
+    bounds = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+    counts = bounds[:, 1] - bounds[:, 0] - block_size
+    bounds, counts = bounds[counts > 0], counts[counts > 0]
+    before = np.cumsum(counts) - counts
+    return np.stack([before, bounds[:, 0]], axis=1), int(counts.sum())
 
 
 def copy_tokens(tokens: Tokens, device: torch.device) -> Tensor:

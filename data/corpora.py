@@ -27,6 +27,7 @@ PROBE_SECONDS = 2.0  # together with the start of the program it must stay under
 
 TINY_SHAKESPEARE_BYTES = 1_115_394
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+ANY_TEXT = "data=text data.path=FILE takes any text"
 
 
 def load_text(config: options.FoldedTextOptions) -> str:
@@ -42,18 +43,14 @@ def load_python_docs(config: options.PythonDocsOptions) -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise ConfigError(
-            f"data={config.name} needs the module pydoc_data.topics, which this Python lacks; "
-            "data=text data.path=FILE takes any text"
-        ) from error
+        need = "the module pydoc_data.topics, which this Python lacks"
+        raise ConfigError(f"data={config.name} needs {need}; {ANY_TEXT}") from error
     return "\n".join(topics[name] for name in sorted(topics))
 
 
 def load_python_source(config: options.PythonSourceOptions) -> str:
-    """The standard library's *.py files with its tests, in the order of their paths.
-
-    Installed packages and build settings are left out: they differ between machines with the same Python.
-    """
+    """The standard library's *.py files with its tests, in the order of their paths. Installed packages and build
+    settings are left out: they differ between machines with the same Python."""
     root = Path(sysconfig.get_path("stdlib"))
     files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
     added = re.compile(r"(.*/)?(site-packages|dist-packages|config-[^/]*)/.*|_sysconfigdata_[^/]*")
@@ -61,11 +58,8 @@ def load_python_source(config: options.PythonSourceOptions) -> str:
     for name in sorted(name for name in files if not added.fullmatch(name)):
         with contextlib.suppress(UnicodeDecodeError):  # a few files test other encodings
             texts.append(read_bytes(files[name], str(files[name])).decode())
-    require(
-        len(texts) > 0,
-        f"data={config.name} needs the standard library's source files, and {root} has none; "
-        "data=text data.path=FILE takes any text",
-    )
+    need = f"the standard library's source files, and {root} has none"
+    require(len(texts) > 0, f"data={config.name} needs {need}; {ANY_TEXT}")
     return "\n".join(texts)
 
 
@@ -116,12 +110,10 @@ def load_tiny_shakespeare(config: options.TinyShakespeareOptions) -> str:
     if (text := find_tiny_shakespeare(files)) is not None:
         return text
     problem = probe_hub()
-    require(
-        problem is None,
-        f"data={config.name} is not at {' or '.join(map(str, files))}, and the Hugging Face Hub is out of reach "
-        f"({problem}): set data.path or NANOQK_DATA to a folder with tiny_shakespeare/input.txt, "
-        "or use data=python_docs",
-    )
+    places = " or ".join(map(str, files))
+    absent = f"data={config.name} is not at {places}, and the Hugging Face Hub is out of reach ({problem})"
+    advice = "set data.path or NANOQK_DATA to a folder with tiny_shakespeare/input.txt, or use data=python_docs"
+    require(problem is None, f"{absent}: {advice}")
     with creating(files[-1]):
         if (text := find_tiny_shakespeare(files)) is not None:  # another process downloaded it
             return text
@@ -149,11 +141,9 @@ def read_tiny_shakespeare(path: str) -> bytes:
 
 def check_tiny_shakespeare(raw: bytes, source: str) -> str:
     digest = hashlib.sha256(raw).hexdigest()
-    require(
-        digest == TINY_SHAKESPEARE_SHA256,
-        f"{source} is not Tiny Shakespeare: it has {len(raw)} bytes and SHA-256 {digest}, not {TINY_SHAKESPEARE_BYTES} "
-        f"and {TINY_SHAKESPEARE_SHA256}; data=text data.path=FILE takes any text",
-    )
+    expected = f"{TINY_SHAKESPEARE_BYTES} and {TINY_SHAKESPEARE_SHA256}"
+    found = f"it has {len(raw)} bytes and SHA-256 {digest}, not {expected}"
+    require(digest == TINY_SHAKESPEARE_SHA256, f"{source} is not Tiny Shakespeare: {found}; {ANY_TEXT}")
     return raw.decode()
 
 
@@ -172,11 +162,8 @@ def download_tiny_shakespeare() -> bytes:
 
 
 def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION) -> str | None:
-    """Why the Hub cannot be used, or None if it can.
-
-    The Hub's own client knows HF_ENDPOINT, HF_HUB_OFFLINE, proxies and certificates. load_dataset is not asked: it
-    retries for minutes if a server accepts and never answers.
-    """
+    """Why the Hub cannot be used, or None if it can. load_dataset is not asked: it retries for minutes if a server
+    accepts and never answers."""
     from huggingface_hub import HfApi
 
     # without `expand` the answer lists every file, which takes too long for FineWeb
@@ -184,10 +171,8 @@ def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION) -> str 
 
 
 def probe(ask: Callable[[], object]) -> str | None:
-    """Why the request `ask()` fails or takes longer than PROBE_SECONDS; None if it succeeds.
-
-    It runs in a thread that is abandoned after that time, since name resolution can outlast every timeout.
-    """
+    """Why the request `ask()` fails or takes longer than PROBE_SECONDS; None if it succeeds. Its thread is abandoned
+    after that time, since name resolution can outlast every timeout."""
     answer: queue.Queue[str | None] = queue.Queue()
 
     def run() -> None:

@@ -114,17 +114,9 @@ class RandomOptions:
         require(fits, f"data.val_tokens={self.val_tokens} must be < data.n_tokens={self.n_tokens}")
 
 
-CORPORA: dict[str, type] = {
-    "tiny_shakespeare": TinyShakespeareOptions,
-    "python_docs": PythonDocsOptions,
-    "python_source": PythonSourceOptions,
-    "text": TextFileOptions,
-    "fineweb": FineWebOptions,
-    "random": RandomOptions,
-}
-
-
 CorpusOptions = FoldedTextOptions | FineWebOptions | RandomOptions
+TEXTS: list[Any] = [TinyShakespeareOptions, PythonDocsOptions, PythonSourceOptions, TextFileOptions]
+CORPORA: dict[str, type] = {corpus.name: corpus for corpus in [*TEXTS, FineWebOptions, RandomOptions]}
 
 
 @options
@@ -164,7 +156,5 @@ class PrepareFineWebConfig:
 
 
 def check_vocab_size(prefix: str, tokenizer: str, vocab_size: int | None) -> None:
-    require(
-        vocab_size is None or tokenizer == "bpe",
-        f"{prefix}vocab_size={vocab_size} needs {prefix}tokenizer=bpe: {prefix}tokenizer={tokenizer} has its own",
-    )
+    rule = f"needs {prefix}tokenizer=bpe: {prefix}tokenizer={tokenizer} has its own"
+    require(vocab_size is None or tokenizer == "bpe", f"{prefix}vocab_size={vocab_size} {rule}")

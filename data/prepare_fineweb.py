@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -42,12 +42,8 @@ LEARN_BYTES = 100_000_000  # of text that tokenizer=bpe learns from
 BATCH_CHARS, BATCH_DOCUMENTS = 2**20, 1024  # a thread's task ends at the first limit that it reaches
 
 Position = dict[str, Any]  # of the stream of `datasets`, between two documents
-
-
-class Document(NamedTuple):
-    tokens: np.ndarray
-    n_bytes: int  # of its text in UTF-8
-    held_out: bool
+Document = tuple[np.ndarray, int, bool]  # tokens, bytes of its text in UTF-8, whether it is held out
+Batches = Iterable[tuple[list[Document], Position]]  # some documents at a time, and the position after them
 
 
 def prepare(config: PrepareFineWebConfig) -> int:
@@ -69,10 +65,8 @@ def prepare(config: PrepareFineWebConfig) -> int:
 
 
 def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
-    """Whether all shards are there; then leftovers are removed, and a summary is printed.
-
-    Raises: ConfigError for a folder with other files, or one that was begun with other settings.
-    """
+    """Whether all shards are there; then leftovers are removed, and a summary is printed. Raises: ConfigError for a
+    folder with other files, or one that was begun with other settings."""
     try:
         names = set(os.listdir(out)) if out.exists() else set()
         begun = parse_object((out / (INDEX if INDEX in names else PROGRESS)).read_bytes())["settings"]
@@ -116,10 +110,8 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents"
 def load_progress(out: Path, config: PrepareFineWebConfig, documents: "Documents") -> dict[str, Any]:
     """The content of progress.json, which is written where there is none. stream: a Position after `documents`."""
     if state := read_json(out / PROGRESS):
-        require(
-            state.get("source") == documents.source,
-            f"dataset={config.dataset} is not what {out} was begun on: its files have changed; use another folder",
-        )
+        other = f"is not what {out} was begun on: its files have changed; use another folder"
+        require(state.get("source") == documents.source, f"dataset={config.dataset} {other}")
         return state
     state = {"settings": config.settings, "source": documents.source, "documents": 0, "stream": None}
     state |= {split: {"shards": [], "tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
@@ -128,11 +120,7 @@ def load_progress(out: Path, config: PrepareFineWebConfig, documents: "Documents
 
 
 def write_documents(
-    out: Path,
-    max_tokens: int | None,
-    state: dict[str, Any],
-    writers: dict[str, "ShardWriter"],
-    batches: Iterable[tuple[list[Document], Position]],
+    out: Path, max_tokens: int | None, state: dict[str, Any], writers: dict[str, "ShardWriter"], batches: Batches
 ) -> None:
     """Write the documents up to the one that reaches `max_tokens`, and save the progress now and then."""
     n_tokens = sum(writer.total("tokens") for writer in writers.values())
@@ -173,11 +161,9 @@ def clean_up(out: Path) -> None:
 
 
 class Documents:
-    """The texts of a data set, streamed in its own order.
+    """The texts of a data set, streamed in its own order. source: {"revision": …} on the Hub, or the files of a folder.
 
-    source: identifies the data set, by {"revision": …} on the Hub, or by the files of a folder. `begun` is the source
-    of the preparation that continues: its revision is used again.
-    Raises: ConfigError where the data set cannot be loaded, or its first row has no such text.
+    begun: the source of the preparation that continues, whose revision is used again. Raises: ConfigError.
     """
 
     def __init__(self, config: PrepareFineWebConfig, begun: dict[str, Any]) -> None:
@@ -185,23 +171,17 @@ class Documents:
         folder, name = expand(config.dataset), config.settings["name"]
         if not folder.is_dir():
             problem = probe_hub(config.dataset, None)
-            require(
-                problem is None,
-                f"dataset={config.dataset} is no folder here, and the Hugging Face Hub does not give it ({problem}): "
-                "dataset=FOLDER takes parquet files",
-            )
+            absent = f"is no folder here, and the Hugging Face Hub does not give it ({problem})"
+            require(problem is None, f"dataset={config.dataset} {absent}: dataset=FOLDER takes parquet files")
         try:
             import datasets
             from huggingface_hub import HfApi
 
             datasets.disable_progress_bars()
-            self.source: dict[str, Any]
-            if folder.is_dir():
-                path, revision, self.source = str(folder), None, source_of(folder)
-            else:
-                path, revision = config.dataset, begun.get("revision")
-                revision = revision or HfApi().dataset_info(config.dataset, expand=["sha"], timeout=10).sha
-                self.source = {"revision": revision}
+            self.source: dict[str, Any] = source_of(folder) if folder.is_dir() else {"revision": begun.get("revision")}
+            if not folder.is_dir() and not self.source["revision"]:
+                self.source["revision"] = HfApi().dataset_info(config.dataset, expand=["sha"], timeout=10).sha
+            path, revision = str(folder) if folder.is_dir() else config.dataset, self.source.get("revision")
             self.rows = datasets.load_dataset(path, name, split=config.split, streaming=True, revision=revision)
             first = next(iter(self.rows.take(1)), None)
         except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
@@ -252,15 +232,11 @@ def is_held_out(text: bytes, fraction: float) -> bool:
 
 
 def open_or_learn_tokenizer(out: Path, config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
+    """A BPE tokenizer is learnt from the first training documents, none of them held out."""
     if (out / TOKENIZER).exists():
         return read_tokenizer(out / TOKENIZER)
-    if config.tokenizer == "bpe":
-        return learn(config, documents)
-    return GPT2Tokenizer(fetch_gpt2("tokenizer"), has_separator=True)
-
-
-def learn(config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
-    """A BPE tokenizer learnt from the first training documents, none of them held out."""
+    if config.tokenizer == "gpt2":
+        return GPT2Tokenizer(fetch_gpt2("tokenizer"), has_separator=True)
     vocab_size, learnt_from, size = config.settings["vocab_size"], [], 0
     for texts, _ in documents.batches(None):
         for text in texts:
@@ -283,7 +259,7 @@ def learn(config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
 def tokenised(
     documents: Documents, stream: Position | None, tokenizer: Tokenizer, config: PrepareFineWebConfig
 ) -> Generator[tuple[list[Document], Position], None, None]:
-    """The documents from the position `stream` on, some at a time, and the position after them."""
+    """The documents from the position `stream` on."""
     workers = config.workers or available_cpus()
     pending: deque[tuple[Future[list[Document]], Position]] = deque()
     with ThreadPoolExecutor(workers) as pool:  # tiktoken releases Python's lock
@@ -302,7 +278,7 @@ def encode(texts: list[str], tokenizer: Tokenizer, val_fraction: float) -> list[
     for text in texts:
         raw = text.encode(errors="surrogatepass")
         tokens = np.concatenate([tokenizer.encode(text), end])
-        documents.append(Document(tokens, len(raw), is_held_out(raw, val_fraction)))
+        documents.append((tokens, len(raw), is_held_out(raw, val_fraction)))
     return documents
 
 
@@ -311,10 +287,8 @@ def encode(texts: list[str], tokenizer: Tokenizer, val_fraction: float) -> list[
 
 
 class ShardWriter:
-    """The shards of one split. `state` lists the complete ones and says how much of the current one is valid.
-
-    Bytes beyond that were written after the state was saved. They are cut off, and the same documents written again.
-    """
+    """The shards of one split. `state` lists the complete ones and says how much of the current one is valid: what was
+    written after the state was saved is cut off, and the same documents are written again."""
 
     def __init__(self, out: Path, split: str, dtype: np.dtype, limit: int, state: dict[str, Any]) -> None:
         self.out, self.split, self.dtype, self.limit = out, split, dtype, limit

@@ -58,22 +58,17 @@ Tokens = np.ndarray | Shards
 
 
 def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
-    """SHA-256 of the index, the tokenizer, all tokens, and the number of training tokens, which come first.
-
-    Raises: ConfigError where the shards are absent, unfinished, or differ from their index.
-    """
+    """SHA-256 of the index, the tokenizer, all tokens, and the number of training tokens, which come first. Raises:
+    ConfigError where the shards are absent, unfinished, or differ from their index."""
     folder = find_shards(config)
     raw = read_bytes(folder / INDEX, str(folder / INDEX))
     index = parse_index(folder, raw)
     arrays = []
     for shard in (shard for split in SPLITS for shard in index[split]["shards"]):
         file, dtype = folder / shard["file"], np.dtype(index["dtype"])
-        size = file.stat().st_size if file.is_file() else -1
-        require(
-            size == shard["tokens"] * dtype.itemsize,
-            f"{file} is {'absent' if size < 0 else f'{size} bytes long'}, its index says "
-            f"{shard['tokens'] * dtype.itemsize} bytes: {CHANGED}",
-        )
+        size, expected = file.stat().st_size if file.is_file() else None, shard["tokens"] * dtype.itemsize
+        found = "absent" if size is None else f"{size} bytes long"
+        require(size == expected, f"{file} is {found}, its index says {expected} bytes: {CHANGED}")
         arrays.append(np.memmap(file, dtype=dtype, mode="r"))
         verify_shard(file, arrays[-1], shard["sha256"], index["vocab_size"], again=config.verify)
     for split in SPLITS:

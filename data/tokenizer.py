@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """Base class. name: in data.tokenizer= and in checkpoints. pieces: the UTF-8 bytes of each token.
-
-    separator: the token that ends a document, the last of the vocabulary, or None; encode() never returns it.
-    """
+    """name: in data.tokenizer= and in checkpoints. pieces: the UTF-8 bytes of each token. separator: the token that
+    ends a document, the last of the vocabulary, or None; encode() never returns it."""
 
     name: str
     vocab_size: int
@@ -105,7 +103,6 @@ class NoText(Tokenizer):
         raise ConfigError("data=random has tokens that stand for no text")
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Raises: ConfigError."""
         raise ConfigError("data=random has tokens that stand for no text")
 
 
@@ -203,10 +200,7 @@ def printable_to_bytes(token: str) -> bytes:
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
-    """The tokens of a byte-level BPE, the 256 bytes first. They depend on the texts only, not on the threads.
-
-    Raises: ConfigError where the texts have fewer than vocab_size tokens.
-    """
+    """The tokens of a byte-level BPE, the 256 bytes first. They depend on the texts only, not on the threads."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, the library warns if the process forks later
     from tokenizers import Tokenizer as Learner
     from tokenizers import models, pre_tokenizers, trainers
@@ -221,10 +215,8 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     ids = learner.get_vocab()
     tokens = [printable_to_bytes(token) for token in sorted(ids, key=lambda token: ids[token])]
     assert tokens[:256] == BYTES
-    require(
-        len(tokens) == vocab_size,
-        f"data.vocab_size={vocab_size} is more than the {len(tokens)} tokens that the text has for data.tokenizer=bpe",
-    )
+    most = f"the {len(tokens)} tokens that the text has for data.tokenizer=bpe"
+    require(len(tokens) == vocab_size, f"data.vocab_size={vocab_size} is more than {most}")
     return tokens
 
 
@@ -261,11 +253,9 @@ def fetch_gpt2(key: str = "data.tokenizer") -> list[bytes]:
         import requests  # tiktoken uses it without a timeout
 
         problem = probe(lambda: requests.head(GPT2_FILES[0], timeout=PROBE_SECONDS).raise_for_status())
-        require(
-            problem is None,
-            f"{key}=gpt2 is not in tiktoken's cache, and its server is out of reach ({problem}): set "
-            f"TIKTOKEN_CACHE_DIR to a folder that has it, or use {key}=bpe, which is learnt from the text",
-        )
+        absent = f"{key}=gpt2 is not in tiktoken's cache, and its server is out of reach ({problem})"
+        advice = f"set TIKTOKEN_CACHE_DIR to a folder that has it, or use {key}=bpe, which is learnt from the text"
+        require(problem is None, f"{absent}: {advice}")
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # requests, the file system, a wrong checksum
@@ -299,11 +289,10 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {
 
 
 def build_tokenizer(name: str, text: str, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer `data.tokenizer=name` for the corpus `text`. vocab_size is for bpe only.
+    """The tokenizer `data.tokenizer=name` for the corpus `text`. vocab_size is for bpe only. Raises: ConfigError.
 
     It is learnt from the whole text, held-out part included, as nanoGPT's vocabulary is. So every fold and seed has the
     same tokens and their losses compare. All that leaks of the held-out part is which characters or merges exist.
-    Raises: ConfigError, of bpe where the text is too short for so many tokens, of gpt2 where it cannot be fetched.
     """
     if name == "bpe":
         assert vocab_size is not None

@@ -37,11 +37,8 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
-    """The tokens of a corpus, and which of them are held out.
-
-    saved: the state of a checkpoint. A run that resumes on the same text keeps its merges, even if a newer library
-    would learn others, or GPT-2's cannot be fetched. Raises: ConfigError.
-    """
+    """saved: the state of a checkpoint. A run that resumes on the same text keeps its merges, even if a newer library
+    would learn others, or GPT-2's cannot be fetched. Raises: ConfigError."""
     if isinstance(config, FineWebOptions):
         return load_fineweb(config)
     if isinstance(config, RandomOptions):
@@ -79,12 +76,10 @@ def split_of(config: FoldedTextOptions | RandomOptions, n_tokens: int, block_siz
 
 def load_fineweb(config: FineWebOptions) -> Corpus:
     sha256, tokenizer, tokens, n_train = open_shards(config)
-    end = len(tokens) if config.val_tokens is None else n_train + config.val_tokens
-    require(
-        end <= len(tokens),
-        f"data.val_tokens={config.val_tokens} must be <= {len(tokens) - n_train}, the tokens that are held out",
-    )
-    return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, end),)))
+    held_out = len(tokens) - n_train
+    n_val = held_out if config.val_tokens is None else config.val_tokens
+    require(n_val <= held_out, f"data.val_tokens={n_val} must be <= {held_out}, the tokens that are held out")
+    return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, n_train + n_val),)))
 
 
 def random_tokens(config: RandomOptions) -> Corpus:
@@ -111,11 +106,9 @@ def size_of_text(tokenizer: Tokenizer, tokens: Tokens, ranges: Ranges) -> tuple[
 
 
 def learnt_tokenizer(text: str, sha256: str, vocab_size: int) -> Tokenizer:
-    def learn() -> bytes:
-        return json.dumps(build_tokenizer("bpe", text, vocab_size).to_dict()).encode()
-
     key = f"bpe/{sha256[:32]}-{vocab_size}-{version('tokenizers')}"  # another version may learn other merges
-    return from_dict(json.loads(cached(key, learn).tobytes()))
+    learnt = cached(key, lambda: json.dumps(build_tokenizer("bpe", text, vocab_size).to_dict()).encode())
+    return from_dict(json.loads(learnt.tobytes()))
 
 
 def encoded(text: str, sha256: str, tokenizer: Tokenizer) -> np.ndarray:

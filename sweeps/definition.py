@@ -51,10 +51,7 @@ PLACES = Rule(lambda of: all(isinstance(x, int | float) and x > 0 for x in of.va
 
 @options
 class Part:
-    """A named part of a sweep, with overrides and a grid of its own, and with folds and seeds where given.
-
-    on_request: only sweep.parts selects it.
-    """
+    """A named part of a sweep. on_request: only sweep.parts selects it."""
 
     title: str = ""
     overrides: Annotated[tuple[str, ...], OVERRIDES] = ()
@@ -164,10 +161,7 @@ def sweep_tag(name: str) -> str:
 
 
 def load_sweep(name: str, changes: Mapping[str, Any]) -> Definition:
-    """The sweep of configs/sweep/`name`.yaml, or of the file `name`. changes: {"folds": [0], "grid.qk_norm.p": [2, 3]}.
-
-    Raises: ConfigError naming key, value and rule.
-    """
+    """The sweep of configs/sweep/`name`.yaml, or of the file `name`. changes: {"folds": [0], "grid.qk_norm.p": [2]}."""
     source, changes = read_definition(name), dict(changes)
     parts: dict[str, Any] = source["parts"]
     if "parts" in changes:
@@ -200,10 +194,8 @@ def select_parts(sweep: str, parts: dict[str, Any], value: Any) -> dict[str, Any
 
 
 def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The content of a sweep's YAML file, merged into that of the sweep it extends.
-
-    extending: the chain of sweeps that led here through `extends`.
-    """
+    """The content of a sweep's YAML file, merged into that of the sweep it extends. extending: the chain of sweeps that
+    led here."""
     chain = (*extending, name)
     require(name not in extending, f"sweep={chain[0]} extends itself: {' -> '.join(chain)}")
     known = {path.stem: path for path in sorted((CONFIG_DIR / "sweep").glob("*.yaml"))}

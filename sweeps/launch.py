@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -120,21 +120,19 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Definition
 
 def unknown_points(sweep: Definition, points: Collection[str], left_out: Collection[str]) -> Iterator[str]:
     """A line for each comparison of which one side is no point of the sweep, nor of a part that was left out."""
-
-    def is_left_out(point: str) -> bool:
-        return point.partition("/")[0] in left_out
-
-    known = f"no setting of this sweep; it has {', '.join(sorted(points)[:12])}{', …' * (len(points) > 12)}"
+    known = ", ".join(sorted(points)[:12]) + (", …" if len(points) > 12 else "")
     for name, family in sweep.families.items():
-        matched = [any(fnmatchcase(point, pattern) for point in points) for pattern in family.settings]
-        if family.baseline is not None and (family.baseline in points) != any(matched):
-            missing = [family.baseline] if any(matched) else family.settings
-            if not all(map(is_left_out, missing)):
-                yield f"compare.{name}: {', '.join(missing)} is {known}"
+        matched = any(fnmatchcase(point, pattern) for point in points for pattern in family.settings)
+        absent: list[Sequence[str]] = []
+        if family.baseline is not None and (family.baseline in points) != matched:
+            absent.append([family.baseline] if matched else family.settings)
         for terms in family.named:
             missing = [setting for setting, _ in terms if setting not in points]
-            if len(missing) < len(terms) and not all(map(is_left_out, missing)):
-                yield f"compare.{name}: {', '.join(missing)} is {known}"
+            if len(missing) < len(terms):
+                absent.append(missing)
+        for settings in absent:
+            if not all(point.partition("/")[0] in left_out for point in settings):
+                yield f"compare.{name}: {', '.join(settings)} is no setting of this sweep; it has {known}"
 
 
 def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRun]:
@@ -153,10 +151,8 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
         raise ConfigError(f"from={folder} has no runs.csv that can be read: {error}") from error
     for run in (run for run in runs if run.id in enough):
         every, asked = rows[run.id].get("eval_interval"), run.config.eval_interval
-        require(
-            str(every) == str(asked),
-            f"from={folder}: {run.id} was evaluated every {every} iterations; this sweep has eval_interval={asked}",
-        )
+        differ = f"was evaluated every {every} iterations; this sweep has eval_interval={asked}"
+        require(str(every) == str(asked), f"from={folder}: {run.id} {differ}")
     say(f"{len(enough)} of {len(runs)} runs are stored in {folder}")
     return [run for run in runs if run.id not in enough]
 
@@ -197,7 +193,9 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
     cost: dict[str, tuple[float, int]] = {}
     seconds, size = 0.0, 0
     for run in runs:
-        key = cost_key(run)
+        # equal for runs that cost the same: they differ in fold, seed, and the values of their QK norm
+        same = {name: value for name, value in asdict(run.config).items() if name not in ("seed", "data", "qk_norm")}
+        key = json.dumps([same, run.config.data.name, run.config.qk_norm.name])
         if key not in cost:
             config = config_here(run.config, asked)
             cost[key] = estimate.estimate(replace(config, threads=config.threads or launcher.threads))
@@ -206,23 +204,15 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
         seconds, size = seconds + left, size + run_bytes
         print(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.points)}")
     at_once = max(1, min(launcher.workers, sum(state.state not in FINAL for state in states.values())))
-    print(
-        f"{len(runs)} runs ({tally(states.values())}) in {sweep_dir}: about "
-        f"{tqdm.format_interval(seconds / at_once / asked.launcher.ranks)} on "
-        f"{workers(asked, launcher)}{' with CPUs as here' * (asked.launcher.name == 'slurm')}, "
-        f"{size / 2**30:.1f} GiB of disk"
-    )
+    about = tqdm.format_interval(seconds / at_once / asked.launcher.ranks)
+    where = workers(asked, launcher) + (" with CPUs as here" if asked.launcher.name == "slurm" else "")
+    said = f"{len(runs)} runs ({tally(states.values())}) in {sweep_dir}"
+    print(f"{said}: about {about} on {where}, {size / 2**30:.1f} GiB of disk")
 
 
 def workers(asked: LaunchOptions, launcher: Launcher) -> str:
     ranks = asked.launcher.ranks
     return f"{launcher.workers} worker{'s' * (launcher.workers > 1)}" + (f" of {ranks} ranks" if ranks > 1 else "")
-
-
-def cost_key(run: PlannedRun) -> str:
-    """Equal for runs that cost the same: they differ in fold, seed, and the values of their QK norm."""
-    config = {key: value for key, value in asdict(run.config).items() if key not in ("seed", "data", "qk_norm")}
-    return json.dumps([config, run.config.data.name, run.config.qk_norm.name], sort_keys=True)
 
 
 # -----------------------------------------------------------------------------
@@ -278,10 +268,8 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
 def supervise(
     runs: list[PlannedRun], states: dict[str, State], launcher: Launcher, tries: int, fail_fast: bool, stop: StopSignal
 ) -> str | None:
-    """Keep workers alive while there are runs for them, and `states` up to date; then stop the workers.
-
-    tries: of each run. Returns why no further worker can live, or None.
-    """
+    """Keep workers alive while there are runs for them, and `states` up to date; then stop the workers. Returns why no
+    further worker can live, or None."""
     sweep_dir = launcher.sweep_dir
     began, before = time.monotonic(), trained(runs, states, sweep_dir)
     while True:

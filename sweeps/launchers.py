@@ -42,11 +42,10 @@ class LocalOptions:
         cpus = os.cpu_count() or 1
         require((self.threads or 1) <= cpus, f"launcher.threads={self.threads} must be <= {cpus}, the CPUs here")
         if self.ranks > 1:
-            wanted, gpus = self.ranks * (self.workers or 1), len(visible_gpus())
-            require(
-                gpus == 0 or wanted <= gpus,
-                f"launcher.ranks={self.ranks} and launcher.workers={self.workers or 1} need {wanted} GPUs of {gpus}",
-            )
+            workers, gpus = self.workers or 1, len(visible_gpus())
+            need = f"need {self.ranks * workers} GPUs of {gpus}"
+            fit = gpus == 0 or self.ranks * workers <= gpus
+            require(fit, f"launcher.ranks={self.ranks} and launcher.workers={workers} {need}")
 
 
 @options
@@ -65,19 +64,13 @@ class SlurmOptions:
     setup: Annotated[list, Help('shell lines before python, as ["module load cuda"]')] = field(default_factory=list)
 
     @property
-    def ranks_of_node(self) -> int:
-        return max(1, self.gpus)
-
-    @property
     def ranks(self) -> int:
         """Processes that train one run."""
-        return self.nodes * self.ranks_of_node
+        return self.nodes * max(1, self.gpus)
 
     def check(self) -> None:
-        require(
-            60 * self.timeout_min > self.save_s + 60,  # SLURM can be a minute early
-            f"launcher.timeout_min={self.timeout_min} must be more than launcher.save_s={self.save_s} and a minute",
-        )
+        rule = f"must be more than launcher.save_s={self.save_s} and a minute"  # SLURM can be so early
+        require(60 * self.timeout_min > self.save_s + 60, f"launcher.timeout_min={self.timeout_min} {rule}")
         good = all(isinstance(key, str) and isinstance(value, str | int) for key, value in self.options.items())
         require(good, f"launcher.options={show(self.options)} must be names and values, as {{account: lab}}")
         good = all(isinstance(line, str) for line in self.setup)
@@ -88,9 +81,8 @@ class SlurmOptions:
 class Local:
     """Worker processes on this machine, each with a share of the CPUs and of a GPU, or with one GPU a rank.
 
-    They stop when their launcher dies, since it holds the other end of their standard input. workers: the most that
-    live at a time. threads: of a rank. deaths: how many workers died one after the other; sweeps/launch.py sets it to 0
-    when one takes a run.
+    They stop when their launcher dies. workers: the most that live at a time. threads: of a rank. deaths: how many
+    workers died one after the other; sweeps/launch.py sets it to 0 when one takes a run.
     """
 
     def __init__(self, options: LocalOptions, sweep_dir: Path, launch: str) -> None:
@@ -117,10 +109,10 @@ class Local:
             if self.slots[i] is None and self.alive() < n:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
                 environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-                command = [sys.executable, WORKER, str(self.sweep_dir), self.launch]
+                command = [sys.executable, WORKER, str(self.sweep_dir), self.launch, str(os.getpid())]
                 with open(self.log(i), "ab") as log:
                     self.slots[i] = subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
+                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
                         start_new_session=True,  # Ctrl-C reaches the launcher alone, which sends one SIGTERM
                     )  # fmt: skip
 
@@ -171,10 +163,8 @@ def visible_gpus() -> list[str]:
 
 
 class Slurm:
-    """Tasks of SLURM job arrays, submitted by submitit, each a worker. They outlive a launcher that is killed.
-
-    squeue tells which tasks live. A task that it does not list has ended; SLURM's accounting is not needed.
-    """
+    """Tasks of SLURM job arrays, submitted by submitit, each a worker. They outlive a launcher that is killed. A task
+    that squeue does not list has ended; SLURM's accounting is not needed."""
 
     def __init__(self, options: SlurmOptions, sweep_dir: Path, launch: str) -> None:
         self.options, self.sweep_dir, self.launch = options, sweep_dir, launch
@@ -211,7 +201,7 @@ class Slurm:
         import submitit
 
         c = self.options
-        cpus = c.threads * c.ranks_of_node
+        cpus = c.threads * c.ranks // c.nodes
         executor = submitit.SlurmExecutor(self.sweep_dir / "slurm", max_num_timeout=MAX_REQUEUES)
         executor.update_parameters(
             job_name=self.name,
@@ -240,8 +230,6 @@ class Slurm:
         if not self.tasks or time.monotonic() - self.asked < SQUEUE_EVERY:
             return len(self.tasks)
         queue, self.asked = self.queue(), time.monotonic()
-        if queue is None:
-            return len(self.tasks)
         for job_id in [job_id for job_id in self.tasks if job_id not in queue]:
             task = self.tasks.pop(job_id)
             died = not task.paths.result_pickle.exists() or task.exception() is not None
@@ -249,15 +237,15 @@ class Slurm:
             self.log = task.paths.stdout
         return len(self.tasks)
 
-    def queue(self) -> set[str] | None:
-        """The ids of the jobs that have this sweep's name; None when SLURM does not answer."""
+    def queue(self) -> set[str]:
+        """The ids of the jobs that have this sweep's name; those known before where SLURM does not answer."""
         command = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", f"--name={self.name}", "--format=%i"]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
         try:
             asked = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
         except subprocess.TimeoutExpired:
-            return None
-        return set(asked.stdout.split()) if asked.returncode == 0 else None
+            return {*self.tasks}
+        return {*(asked.stdout.split() if asked.returncode == 0 else self.tasks)}
 
     def failure(self) -> str | None:
         if self.refusals >= 3 and not self.tasks:
@@ -270,14 +258,12 @@ class Slurm:
     def stop(self) -> None:
         (self.sweep_dir / "launches" / f"{self.launch}.stop").touch()  # for tasks that are about to start
         deadline = time.monotonic() + PATIENCE
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             while self.tasks and time.monotonic() < deadline:
                 self.scancel("--state=PENDING")
                 self.scancel("--state=RUNNING", "--signal=TERM")  # to the worker, not to its shell
                 time.sleep(SQUEUE_EVERY)
                 self.alive()
-        except KeyboardInterrupt:
-            pass
         if self.tasks:
             self.scancel()
 

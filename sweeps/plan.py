@@ -56,11 +56,8 @@ class PlannedRun:
 
 
 def plan_runs(sweep: Definition, overrides: list[str]) -> list[PlannedRun]:
-    """Every run of a sweep, composed and checked; `overrides` apply to all of them.
-
-    The runs of one fold stand together, so that an unfinished sweep compares over whole folds.
-    Raises: ConfigError for the first run that is not valid.
-    """
+    """All runs of a sweep, composed and checked. `overrides` apply to all of them. The runs of one fold stand together,
+    so that an unfinished sweep compares over whole folds."""
     check_overrides(sweep, overrides)
     composed = functools.cache(compose)  # slow: once for each choice of options
     runs: dict[str, PlannedRun] = {}
@@ -189,12 +186,8 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
 def freeze(
     sweep_dir: Path, name: str, sweep: Definition, overrides: list[str], runs: list[PlannedRun], trains: bool
 ) -> None:
-    """Write the plan; a plan that exists may grow, but the configs of its runs never change. trains: whether one of
-    these runs is left to train.
-
-    What concerns the report alone (REPORT_KEYS, titles of parts) may change.
-    Raises: ConfigError where the plan has a point, fold and seed of these runs with another config.
-    """
+    """Write the plan. One that exists may grow, and change what concerns the report alone (REPORT_KEYS, titles of
+    parts); the configs of its runs never change. trains: whether one of these runs is left to train."""
     try:
         sweep_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,7 +1,7 @@
 """One run in several processes: torchrun on this machine, or on every node of a SLURM task.
 
 On SLURM node 0 has the worker. For each run it writes an order, which the other nodes follow: launches/NAME.TASK.json.
-Commands: launch TORCHRUN_ARGUMENTS CONFIG | rank CONFIG
+Commands: launch WORKER_PID TORCHRUN_ARGUMENTS CONFIG | rank CONFIG
 """
 
 import json
@@ -28,7 +28,7 @@ from training.config import TrainConfig
 RANKS = str(Path(__file__).resolve())
 PATIENCE = 600  # seconds that a run has to finish its iteration and save
 ON_SLURM = "NANOQK_SLURM_RANKS"  # set for the ranks of a SLURM task
-LOOK = 0.5  # seconds between two looks at the order of node 0
+LOOK = 0.5  # seconds between two looks at the order of node 0, or at the parent
 ORDER_PATIENCE = 120  # seconds that a node whose ranks have died waits for the next order
 NODE_PATIENCE = 30  # seconds that torchrun gives the ranks of a node when another node's have died
 
@@ -37,13 +37,13 @@ NODE_PATIENCE = 30  # seconds that torchrun gives the ranks of a node when anoth
 
 
 def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
-    """train.run(config) in launch.ranks processes. Returns 0 done, 3 diverged, 1 failed, 128 + n stopped by signal n.
-
-    torchrun's own exit status does not tell how the run ended: status.json does.
-    """
+    """train.run(config) in launch.ranks processes. Returns 0 done, 3 diverged, 1 failed, 128 + n stopped by signal n:
+    by status.json, since torchrun's own exit status does not tell how the run ended."""
     arguments = ["--standalone", f"--nproc_per_node={launch.ranks}"]
     if launch.nodes:
-        order = {"host": socket.gethostname(), "port": free_port(), "config": asdict(config)}
+        with socket.socket() as probe:
+            probe.bind(("", 0))  # at a free port
+            order = {"host": socket.gethostname(), "port": probe.getsockname()[1], "config": asdict(config)}
         give_order(launch, order)
         arguments = meeting(launch, order, node=0)
     before = read_status(config.run_dir)
@@ -63,14 +63,8 @@ def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
 def torchrun(arguments: list[str], config: dict[str, Any], on_slurm: bool) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NODE_PATIENCE if on_slurm else PATIENCE)}
     environment |= {ON_SLURM: "1"} if on_slurm else {}
-    command = [sys.executable, RANKS, "launch", json.dumps(arguments), json.dumps(config)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    command = [sys.executable, RANKS, "launch", str(os.getpid()), json.dumps(arguments), json.dumps(config)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
 
 
 # -----------------------------------------------------------------------------
@@ -98,10 +92,8 @@ def meeting(launch: Launch, order: dict[str, Any], node: int) -> list[str]:
 
 
 def follow_orders(launch: Launch, node: int) -> int:
-    """On a node other than 0: start the ranks of each order, until there is nothing more to do.
-
-    Raises: RuntimeError where its ranks have died and node 0 does not notice; SLURM then ends the whole task.
-    """
+    """On a node other than 0: start the ranks of each order, until there is nothing more to do. Raises: RuntimeError
+    where its ranks have died and node 0 does not notice; SLURM then ends the whole task."""
     done, process, alive = 0, None, time.monotonic()
     while True:
         if process is None or process.poll() in (None, 0):
@@ -146,28 +138,18 @@ def stop_once(*numbers: int) -> set[int]:
 # Processes
 
 
-def stop_with_parent() -> None:
-    """Send this process SIGTERM, so that it saves and stops, when its parent dies, even by SIGKILL.
-
-    The parent holds the other end of standard input and writes nothing: the end of file is its death.
-    """
+def stop_with_parent(parent: int) -> None:
+    """Send this process SIGTERM, so that it saves and stops, when its parent, of this id, dies, even by SIGKILL."""
 
     def watch() -> None:
-        while os.read(0, 1):
-            pass
+        while os.getppid() == parent:
+            time.sleep(LOOK)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # interrupts what it waits for
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def stop_when_gone(parent: int) -> None:
-    """Send this process SIGTERM, so that it saves and stops, when its parent process has ended."""
-    while os.getppid() == parent:
-        time.sleep(LOOK)
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-
-def launch_ranks(arguments: str, config: str) -> None:
+def launch_ranks(worker: str, arguments: str, config: str) -> None:
     """torchrun, which stops with the worker that started it.
 
     SLURM signals every process of a task. torchrun would pass that on, and a rank that is told twice ends at once; so
@@ -177,7 +159,7 @@ def launch_ranks(arguments: str, config: str) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
     else:
-        stop_with_parent()
+        stop_with_parent(int(worker))
     from torch.distributed.run import main
 
     main([*json.loads(arguments), RANKS, "rank", config])
@@ -188,7 +170,7 @@ def train_rank(config: str) -> int:
     if ON_SLURM in os.environ:
         stop_once(signal.SIGTERM, signal.SIGUSR2)
     else:
-        threading.Thread(target=stop_when_gone, args=(os.getppid(),), daemon=True).start()
+        stop_with_parent(os.getppid())
     import train
 
     try:

@@ -24,9 +24,7 @@ FINAL = ("done", "diverged")
 @dataclass(frozen=True)
 class State:
     """state: one of STATES; a stopped run has begun, and no process trains it now. iter: of its last checkpoint.
-
-    launch_tries: how often the launch in question has tried it.
-    """
+    launch_tries: how often the launch in question has tried it."""
 
     state: str
     iter: int | None = None

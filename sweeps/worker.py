@@ -1,7 +1,7 @@
 """A worker of a sweep: it trains one run after the other until none is left. sweeps/launchers.py starts it.
 
 One process trains many runs, so that it imports and compiles once. If it dies, the run in hand goes on elsewhere, from
-its checkpoint. Arguments: SWEEP_DIR LAUNCH
+its checkpoint. Arguments: SWEEP_DIR LAUNCH LAUNCHER_PID
 """
 
 import contextlib
@@ -31,9 +31,7 @@ RESTART = 4  # exit status of a worker that asks for a new process in its place
 def work(sweep_dir: Path, launch_name: str, received: Collection[int] = ()) -> int:
     """Train the runs of a launch that no other process has. Returns 0 when no run is left to try, 128 + n when signal
     n stopped a run, RESTART after a failed try: an error, as of CUDA, can make every later run of a process fail.
-
-    received: signals that a SLURM task has got; with one no further run begins, and a try has not failed.
-    """
+    received: signals that a SLURM task has got; with one no further run begins, and a try has not failed."""
     launch = Launch.read(sweep_dir, launch_name)
     runs = {run.id: run for run in read_plan(sweep_dir)}
     for run_id in launch.runs:
@@ -124,15 +122,11 @@ def output_to(file: Path) -> Iterator[None]:
                 os.close(descriptor)
 
 
-# -----------------------------------------------------------------------------
-# Processes
-
-
-def start_worker(sweep_dir: str, launch_name: str) -> int:
+def start_worker(sweep_dir: str, launch_name: str, launcher: str) -> int:
     if Launch.read(Path(sweep_dir), launch_name).ranks == 1:
         import train  # noqa: F401  # before the handler: an import may swallow the SystemExit that it raises
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    stop_with_parent()
+    stop_with_parent(int(launcher))
     return work(Path(sweep_dir), launch_name)
 
 

@@ -18,7 +18,7 @@ from core.schema import ConfigError, options
 from model.gpt import GPT
 from model.kernels import operators as kernels
 from model.options import LpNormOptions, MLAOptions, QKNormOptions, RMSNormOptions
-from training import estimate, optim
+from training import estimate, optim, updates
 from training.config import AdamWOptions, MuonOptions, OptimizerOptions, TrainConfig
 from training.optim import (
     AdamW,
@@ -28,7 +28,7 @@ from training.optim import (
     optimizer_bytes,
     parameter_groups,
 )
-from training.session import Machine, checked_meta_model, setup
+from training.session import Machine, checked_meta_model, read_data, setup
 from training.updates import applying_weights_variant, step_optimizer, update_ratios
 
 
@@ -438,12 +438,12 @@ def test_the_estimated_rate_counts_clipping_and_the_optimizers_step(monkeypatch:
 
         return timed
 
-    for n, owner, name in ((1, GPT, "forward"), (3, estimate, "clip_grad_norm_"), (5, optim.AdamW, "step")):
+    for n, owner, name in ((1, GPT, "forward"), (3, updates, "clip_gradients"), (5, optim.AdamW, "step")):
         monkeypatch.setattr(owner, name, takes(n, getattr(owner, name)))
     monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     config = dataclasses.replace(tiny_config(), batch_size=4, gradient_accumulation_steps=2)
     machine = Machine(World(), torch.device("cpu"), torch.float32)
-    rate, _ = estimate.training_rate(checked_meta_model(config, V), config, machine)
+    rate, _ = estimate.training_rate(checked_meta_model(config, V), config, machine, read_data(config))
     assert rate == config.tokens_per_iter / (2 * 1 + 3 + 5)
 
 

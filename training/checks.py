@@ -77,16 +77,13 @@ def first_not_finite(session: Session, step: int) -> str:
 
 
 def start_up_checks(session: Session) -> list[str]:
-    """A warning for each check that fails.
-
-    Raises: ConfigError where the model sees the future or another window, its logits are not finite, or batches repeat;
-    not with a `fault`.
-    """
+    """A warning for each check that fails. Raises: ConfigError where the model sees the future or another window, its
+    logits are not finite, or batches repeat; not with a `fault`."""
     batches = session.data.batches
     text = batches.some_tokens()
     x, y = batches.get_batch(0)  # (B, T)
     fatal = [
-        *future_seen(session, x),
+        *future_seen(session),
         *windows_mixed(session, x),
         *(f"training repeats one batch: {r}" for r in repetition(batches, text)),
     ]
@@ -97,9 +94,13 @@ def start_up_checks(session: Session) -> list[str]:
     return warnings
 
 
-def future_seen(session: Session, x: Tensor) -> list[str]:
-    """A warning if a token of x (B, T) moves an earlier logit, in evaluation or in training mode; else none."""
+def future_seen(session: Session) -> list[str]:
+    """A warning if a token of the first batch moves an earlier logit, in evaluation or in training mode; else none.
+
+    Trained weights are checked again: a part that begins at zero hides a leak from the check at the start.
+    """
     model, device = session.model, session.machine.device
+    x, _ = session.data.batches.get_batch(0)  # (B, T)
     if x.size(1) == 1 or model.vocab_size == 1:
         return []
     forward: nn.Module = model
@@ -110,18 +111,12 @@ def future_seen(session: Session, x: Tensor) -> list[str]:
         with torch.no_grad():  # as evaluation is
             leak = future_leak(model.eval(), x[:1].to(device))
         leak = max(leak, future_leak(forward.train(), x[:rows].to(device), long))
+    drop_max_logits(session)
     if leak < LEAK_TOLERANCE:
         return []
     if not math.isfinite(leak):
         return ["the first logits are not finite: a setting is too large, or the attention layout is wrong"]
     return [f"{variants_of(session)} sees the future: a token moves the logits before it ({leak:.1e})"]
-
-
-def future_seen_when_trained(session: Session) -> list[str]:
-    """future_seen() of the trained weights: a part that begins at zero hides a leak from the check at the start."""
-    found = future_seen(session, session.data.batches.get_batch(0)[0])
-    drop_max_logits(session)
-    return found
 
 
 def windows_mixed(session: Session, x: Tensor) -> list[str]:
@@ -159,10 +154,8 @@ def repetition(batches: Batches, tokens: np.ndarray) -> list[str]:
         return []
     n = math.ceil(math.log(1e-9) / (batches.batch_size * math.log(same)))
     x, _ = batches.get_batch(0)
-    for what, steps in (
-        ("iterations", [(i, 0) for i in range(1, n + 1)]),
-        ("micro-batches", [(0, i) for i in range(1, n + 1)]),
-    ):
+    others = {"iterations": [(i, 0) for i in range(1, n + 1)], "micro-batches": [(0, i) for i in range(1, n + 1)]}
+    for what, steps in others.items():
         if all(torch.equal(batches.get_batch(*step)[0], x) for step in steps):
             return [f"{what} 0 to {n} are equal"]
     return []
@@ -250,11 +243,7 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor, text: np.ndarray) -> l
     model.zero_grad(set_to_none=True)
     lead = (logits[0].float().gather(-1, x[0, :few, None]).mean() - logits[0].float().mean()).item()
     below, above = initial_loss_margins(model, text, lead)
-    for name, value in losses.items():
-        if not -below <= value - model.expected_initial_loss <= above:
-            warnings.append(
-                f"the initial {name} is {value:.3f} instead of {model.expected_initial_loss:.3f} "
-                f"(a uniform guess among {model.vocab_size} tokens has ln V = {math.log(model.vocab_size):.3f})"
-            )
-            break
-    return warnings
+    expected, guess = model.expected_initial_loss, math.log(model.vocab_size)
+    about = f"instead of {expected:.3f} (a uniform guess among {model.vocab_size} tokens has ln V = {guess:.3f})"
+    wrong = [name for name, value in losses.items() if not -below <= value - expected <= above]
+    return warnings + [f"the initial {name} is {losses[name]:.3f} {about}" for name in wrong[:1]]

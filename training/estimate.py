@@ -1,11 +1,9 @@
 """What a run would be and what it would cost, without training it: dry_run=true, and a sweep's estimate."""
 
-import math
 import time
 from typing import NamedTuple
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from core import checkpoint
@@ -17,8 +15,8 @@ from training.config import TrainConfig, to_yaml
 from training.init_from import load_initial_weights
 from training.optim import Optimizer, check_optimizer, optimizer_bytes
 from training.schedule import n_evaluations
-from training.session import Data, Machine, checked_meta_model, read_data, set_up_machine
-from training.updates import applying_weights_variant, rows_at_once
+from training.session import Data, Machine, Session, checked_meta_model, read_data, set_up_machine
+from training.updates import accumulate_gradients, rows_at_once, step_optimizer
 
 GUESSED_MFU = 0.4  # where a few updates would take long
 
@@ -86,7 +84,7 @@ def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
 
 def cost(config: TrainConfig, machine: Machine, data: Data, model: GPT) -> Cost:
     """model: on the meta device."""
-    rate, how = training_rate(model, config, machine)
+    rate, how = training_rate(model, config, machine, data)
     rate *= machine.world.size
     # an evaluation is a forward pass, a third of the work
     evaluated = data.held_out_tokens + 2 * config.eval_iters * config.batch_size * config.model.block_size
@@ -94,7 +92,7 @@ def cost(config: TrainConfig, machine: Machine, data: Data, model: GPT) -> Cost:
     return Cost(tokens / rate, rate, how, 4 * model.num_params() + optimizer_bytes(model, config))
 
 
-def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine) -> tuple[float, str]:
+def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine, data: Data) -> tuple[float, str]:
     """Tokens a second of an update, and the source: timed on a few sequences where that takes only seconds."""
     T, device = config.model.block_size, machine.device
     flops = meta_model.flops_per_token() * T  # a sequence
@@ -104,19 +102,14 @@ def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine) -> tup
         return GUESSED_MFU * peak / flops * T, f"{100 * GUESSED_MFU:g} % of the peak"
     model = GPT(config.gpt, meta_model.vocab_size)
     model.init_weights(config.seed)
-    optimizer = Optimizer(model, config)
+    session = Session(config, machine, data, model, model, Optimizer(model, config), peak)
     idx = torch.randint(model.vocab_size, (rows, T))
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        with machine.autocast():
-            loss = model(idx, idx)[1]
-        loss.backward()
+        loss = accumulate_gradients(model, iter([(idx, idx)]), 1, machine)
         between = time.perf_counter()
-        clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        with applying_weights_variant(model):
-            optimizer.step()
-        optimizer.zero_grad()
+        step_optimizer(session, loss, frozen=torch.zeros(()))
         times.append((between - start, time.perf_counter() - between))
     backward_seconds, step_seconds = (min(seconds) for seconds in zip(*times, strict=True))
     tokens = config.tokens_per_iter / machine.world.size  # of an update, on this rank
