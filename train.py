@@ -56,14 +56,14 @@ def run(config: TrainConfig) -> int:
         return dry_run(config)
     machine = set_up_machine(config)
     dist.init(machine.world, machine.device)
-    if look(config, machine.world) and not config.eval_only:
+    if look(config, machine.world) and not config.eval_only:  # refuses a run in use, or of other settings
         with open_run_dir(config, machine.world) as run_dir:
             if run_dir.finished:
                 return say_how_it_ended(config, machine, run_dir)
     session = setup(config, machine)
     session.join_ranks()
     warnings = start_up_checks(session)  # before init_from: they expect the loss of random weights
-    warnings += load_initial_weights(config, session.model, session.data.corpus)
+    warnings += load_initial_weights(config, session.model, session.data.corpus)  # none where there is a checkpoint
     with open_run_dir(config, machine.world) as run_dir:  # looks again; ranks other than 0 only read it
         if run_dir.finished and not config.eval_only:
             return say_how_it_ended(config, machine, run_dir)
@@ -86,12 +86,14 @@ def train_to_the_end(run: Run) -> int:
         try:
             line = train(run, dist.AgreedStop(received))
         except Diverged as end:
-            found = dict.fromkeys(dist.gather(first_not_finite(run.session, end.step)))
+            found = dict.fromkeys(dist.gather(first_not_finite(run.session, end.step)))  # each answer of a rank once
             run.dir.log(f"first value that is not finite: {'; '.join(found)}")
             status = finish(run, end.line, f"{end.reason} at iteration {end.step}")
         else:
             if line["iter"] < run.session.config.max_iters:
-                status = record_stop(run, line["iter"], received.signal or signal.SIGTERM)  # 0: another rank got it
+                status = record_stop(
+                    run, line["iter"], received.signal or signal.SIGTERM
+                )  # 0 where another rank got it
             else:
                 status = finish(run, line)
         dist.barrier()  # rank 0 saves: torchrun ends the others soon after the first has gone
@@ -113,12 +115,12 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
         run.dir.progress_bar(config.max_iters, run.start) as bar,
     ):
         model.train()
-        order_buckets(session)
+        order_buckets(session)  # of DDP, so that a resumed run rounds as before
         for step in steps:
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
             ends = stop.agreed or step == config.max_iters
-            # eval_interval may have changed since the run was stopped
+            # of the first step the checkpoint knows it: eval_interval may have changed since
             due = step % config.eval_interval == 0 or (step == run.start and run.evaluation_due)
             if step == config.max_iters or (due and not stop.agreed):
                 line |= evaluate(run, step)
@@ -136,12 +138,13 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
             set_learning_rate(session.optimizer, line["lr"])
             loss = accumulate_gradients(session.forward, train_batches, len(session.micro_steps), machine)
             norm, frozen = step_optimizer(session, loss, frozen)  # clips, steps, drops the gradients
-            maxima = qk_clip(model.attentions, config.qk_clip, frozen)  # before the clip, (n_layer, n_head)
+            maxima = qk_clip(model.attentions, config.qk_clip, frozen)  # largest logits before it, (n_layer, n_head)
             meter.add(step, loss, norm, maxima)
             bar.update()
             stop.agree()  # all ranks stop after the same update
 
-            # Read the losses and norms since the last read (a wait): at log lines, before an evaluation or a save.
+            # Read the losses and norms since the last read (a wait): at log lines, and where the next pass evaluates or
+            # saves, so that nothing is saved after an update that was not finite.
             logs = "val/loss" in line or step % config.log_interval == 0
             if logs or stop.agreed or evaluates_or_saves(step + 1, config):
                 line |= meter.read(line)

@@ -34,7 +34,7 @@ def show_progress(run_dir: RunDir, bar: tqdm, line: Mapping[str, Any], seconds_l
     """seconds_left: None where it is not known yet, as the first update of a process is slow."""
     bar.set_postfix_str(f"loss {line['train/loss']:.4f}, {line['tok_per_sec']:,.0f} tok/s", refresh=False)
     left = "" if seconds_left is None else f", {tqdm.format_interval(seconds_left)} left"
-    shown = {key: line[key] for key in shown_in("log")}
+    shown = {key: line[key] for key in shown_in("log") if key in line}  # some are known at evaluations alone
     run_dir.log(f"{in_words(shown)}{left}", show=bool(bar.disable))  # the bar shows it already
 
 

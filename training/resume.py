@@ -17,7 +17,7 @@ from training.config import DecayOptions, TrainConfig, load_config, to_yaml
 from training.session import Machine, Session, read_corpus
 from training.state import RunState
 
-DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # a device's name has its threads
+DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # a CPU's name has its threads
 
 
 def run_request(config: TrainConfig) -> RunRequest:
@@ -74,7 +74,7 @@ def open_run_dir(config: TrainConfig, world: World) -> RunDir:
 
     Raises: ConfigError, on every rank.
     """
-    opened: list[RunDir] = []
+    opened: list[RunDir] = []  # stays on rank 0; the ranks share the answer alone
 
     def is_finished() -> bool:
         opened.append(rundir.open_run(run_request(config)))
@@ -154,7 +154,7 @@ def check_resumable(session: Session, run_dir: RunDir, saved: RunState) -> None:
         f"max_iters={config.max_iters} must be >= {saved.step}, the iteration that {path} has reached",
     )
     pairs = {key: (getattr(then, key), getattr(here, key)) for key in DECIDES_BITS}
-    if changed := [f"{key} {old} -> {new}" for key, (old, new) in pairs.items() if old not in (None, new)]:
+    if changed := [f"{key} {old} -> {new}" for key, (old, new) in pairs.items() if old is not None and old != new]:
         run_dir.log(f"warning: {', '.join(changed)}: the rest of the run will not be equal bit for bit")
     for change in changed_plugins(then.plugins or {}):
         run_dir.log(f"warning: {change}")

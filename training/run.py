@@ -14,8 +14,7 @@ from training.tracking import wandb_settings
 
 @dataclass
 class Run:
-    """A run that trains. start: the iteration that it goes on from; evaluation_due: it was stopped before that was
-    evaluated."""
+    """A run that trains. start: the iteration that it goes on from; evaluation_due: the checkpoint's, of that."""
 
     session: Session
     dir: RunDir
@@ -26,17 +25,14 @@ class Run:
     evaluation_due: bool = False
 
     def state(self, step: int, evaluation_due: bool) -> RunState:
-        """What a checkpoint has beside its tensors. lowest: before this step, as a resumed run evaluates it again."""
+        """What a checkpoint has beside its tensors. lowest excludes this step's loss, which a resume computes again."""
         return RunState(
             step, asdict(self.session.config), self.session.data.corpus.tokenizer.to_dict(), self.facts,
             evaluation_due, self.meter.readings(), self.lowest.before_step(step),
         )  # fmt: skip
 
     def save(self, step: int, evaluation_due: bool) -> None:
-        """Write a checkpoint. evaluation_due: a run that stops skips the evaluation, and makes it when it is resumed.
-
-        Raises: Diverged instead where a weight is not finite.
-        """
+        """Write a checkpoint. Raises: Diverged instead where a weight is not finite."""
         if not all(p.isfinite().all() for p in self.session.model.parameters()):
             raise Diverged({"iter": step}, "a weight is not finite")
         state = self.state(step, evaluation_due).to_json()
@@ -50,11 +46,11 @@ def begin(session: Session, run_dir: RunDir, saved: RunState | None, warnings: l
         facts = replace(facts, fault=config.fault.name, start_up_warnings=warnings)
     if saved is not None:
         facts = replace(facts, commit=", ".join(dict.fromkeys([*saved.facts.commits, *facts.commits])) or None)
-    start, records = (saved.step, saved.records) if saved else (0, {})
+    start, records, due = (saved.step, saved.records, saved.evaluation_due) if saved else (0, {}, False)
     run_dir.begin(to_yaml(config), start, wandb_settings(config, run_dir.path, facts), records)
     resumed = f", resumed at iteration {start}" if saved else ""
     run_dir.log(f"{run_dir.path}: {headline(session)}{resumed}")
     lowest = find_lowest(run_dir, saved)
     run_dir.restore_best(lowest.step)
     meter = Meter(session, saved.readings) if saved else Meter(session)
-    return Run(session, run_dir, meter, lowest, facts, start, saved is not None and saved.evaluation_due)
+    return Run(session, run_dir, meter, lowest, facts, start, due)

@@ -23,7 +23,8 @@ class LowestLoss:
 
     def update(self, step: int, loss: float, extra: bool) -> None:
         """Take the loss of an evaluation."""
-        self.keep_step, self.before = self.step if extra else None, (self.loss, self.step)
+        self.keep_step = self.step if extra else None
+        self.before = (self.loss, self.step)
         if loss < self.loss:
             self.loss, self.step = loss, step
 
@@ -93,8 +94,11 @@ KINDS = {**get_type_hints(Facts), "start_up_warnings": list | None}
 
 @dataclass(frozen=True)
 class RunState:
-    """step: updates made. evaluation_due: a stop came before the evaluation of this step. lowest: the lowest val/loss
-    before this step, and its iteration. config, tokenizer: their content. records: file -> SHA-256 of what it then had.
+    """What state.json has; the tensors, of model and optimizer, are those of Session.tensors().
+
+    step: updates made. evaluation_due: eval_interval asks for an evaluation of this step; a resume makes it, or makes
+    it again, as the records are cut back to before it. lowest: the lowest val/loss before this step, and its iteration.
+    config, tokenizer: their content. records: file -> SHA-256 of what it then had.
     """
 
     step: int
