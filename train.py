@@ -91,9 +91,8 @@ def train_to_the_end(run: Run) -> int:
             status = finish(run, end.line, f"{end.reason} at iteration {end.step}")
         else:
             if line["iter"] < run.session.config.max_iters:
-                status = record_stop(
-                    run, line["iter"], received.signal or signal.SIGTERM
-                )  # 0 where another rank got it
+                number = received.signal or signal.SIGTERM  # 0 where another rank got it
+                status = record_stop(run, line["iter"], number)
             else:
                 status = finish(run, line)
         dist.barrier()  # rank 0 saves: torchrun ends the others soon after the first has gone
