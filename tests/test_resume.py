@@ -29,6 +29,7 @@ from core.rundir import RunDir
 from core.schema import ConfigError
 from training import session
 from training.meter import Diverged
+from training.run import Run
 
 ROPE = {**SETTINGS["model"], "norm": "rmsnorm", "position": "rope", "rope_theta": 100.0}
 GQA = {"model": ROPE, "attention": {"name": "gqa", "n_kv_head": 1}}
@@ -274,7 +275,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_says_that_it_begins_anew(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(train, "save", None)
+        patch.setattr(Run, "save", None)
         train.run(configured(corpus, tmp_path / "run", max_iters=3))
     assert train.run(configured(corpus, tmp_path / "run", max_iters=3)) == 0
     said = "the run was stopped before its first checkpoint: it starts again at iteration 0"
