@@ -90,10 +90,6 @@ def test_a_part_that_fails_dies_or_never_ends_leaves_the_others_alone(
     assert (late["state"], late["reason"]) == ("failed", "took more than 0.05 minutes")
 
 
-# -----------------------------------------------------------------------------
-# Parts
-
-
 def test_overlapping_kernels_are_busy_once() -> None:
     assert check_gpu.covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
     assert check_gpu.covered([]) == 0

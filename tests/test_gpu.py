@@ -49,7 +49,6 @@ def trained(corpus: Path, device: str, out_dir: Path, more: str) -> Path:
 VOCAB = 65
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of loss and gradient, relative to the CPU's in float32
 TIES = 0.5  # p = inf in bf16: rounding decides which entries are the largest, and these alone have a gradient
-BY_NAME = {"lp_learned": "lplearned"}  # of NORMS
 COMPILED = {
     ("mha", "none"), ("mha", "lp3"), ("mha", "lp_learned"), ("gqa", "rms"), ("mqa", "layernorm"), ("mla", "none"),
     ("mla_q_rank", "lp3"), ("mla_unified", "rms"),
@@ -84,7 +83,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def check_pair(layout: str, norm: str, device: str, compiled: bool) -> None:
-    of_both = f"{LAYOUTS[layout]} {NORMS[BY_NAME.get(norm, norm)]} model.dropout=0.0"
+    of_both = f"{LAYOUTS[layout]} {NORMS[norm.replace('_', '')]} model.dropout=0.0"
     config = load_config(compose(words(Path("unused"), device, of_both)))
     batch = torch.randint(VOCAB, (2, 4, config.model.block_size), generator=torch.Generator().manual_seed(0))
     exact = outcome(config, Machine(World(), torch.device("cpu"), torch.float32), batch)
