@@ -40,7 +40,6 @@ from model.generate import decoding_weights, kv_cache_dtype
 from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope
 from model.ops import causal_attention
 from scripts.benchmarks.timing import Side, Turn, Turns, Work, alternate, machine, median, ratio, run_benchmark
-from scripts.reporting.tables import Table
 from sweeps.plan import compose
 from training.config import TrainConfig, load_config
 
@@ -383,6 +382,7 @@ def table(result: dict[str, Any]) -> str:
     heads = ["batch", "context", "starts × rounds", NAMES["absorbed"], NAMES["rms"], "overhead", NAMES["lp"],
              "overhead", NAMES["full_keys"], NAMES["reexpanded"], "cache MiB", "attend with RMS, GB/s (of copying)",
              "paper: MLA", "paper: + QK norm", "overhead"]  # fmt: skip
+    rows = [heads, ["---:"] * len(heads), *map(cells, result["points"])]
     lines = [
         "# Decode speed of MLA with a QK norm", "", "```", *result["command"].split("; "), "```", "",
         f"{result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token. Times are ms a step,",
@@ -391,7 +391,8 @@ def table(result: dict[str, Any]) -> str:
         "An overhead is the median of the ratios within rounds with its 95 % interval, not the ratio of the medians.",
         "With several starts it is the median over starts of their medians. Each start has new processes.",
         "Fewer than six values have no interval: bench.json has their lowest and highest.",
-        "", Table(heads, [*map(cells, result["points"])], text_columns=0).markdown(),
+        "",
+        *("| " + " | ".join(r) + " |" for r in rows), "",
         f"Cache: {' / '.join(NAMES[n] for n in CACHED)}; Lp's is that of RMS. On a CPU full keys are in fp32.",
         "– marks a side that was not measured.",
     ]  # fmt: skip
