@@ -100,11 +100,8 @@ def seed_generator(seed: int, device: torch.device) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed CPU tensors for the next ones.
-
-    By default it returns large blocks to the system, and each later use costs a page fault per 4 KiB: up to a sixth of
-    a training step. Without glibc nothing happens.
-    """
+    """Make glibc keep the memory of freed CPU tensors for the next ones: blocks from the system cost a page fault per
+    4 KiB. Without glibc nothing happens."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory
