@@ -81,8 +81,9 @@ class SlurmOptions:
 class Local:
     """Worker processes on this machine, each with a share of the CPUs and of a GPU, or with one GPU a rank.
 
-    They stop when their launcher dies. workers: the most that live at a time. threads: of a rank. deaths: how many
-    workers died one after the other; sweeps/launch.py sets it to 0 when one takes a run.
+    They stop when their launcher dies, since it holds the other end of their standard input. workers: the most that
+    live at a time. threads: of a rank. deaths: how many workers died one after the other; sweeps/launch.py sets it to 0
+    when one takes a run.
     """
 
     def __init__(self, options: LocalOptions, sweep_dir: Path, launch: str) -> None:
@@ -109,10 +110,10 @@ class Local:
             if self.slots[i] is None and self.alive() < n:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
                 environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-                command = [sys.executable, WORKER, str(self.sweep_dir), self.launch, str(os.getpid())]
+                command = [sys.executable, WORKER, str(self.sweep_dir), self.launch]
                 with open(self.log(i), "ab") as log:
                     self.slots[i] = subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                        command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
                         start_new_session=True,  # Ctrl-C reaches the launcher alone, which sends one SIGTERM
                     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """One run in several processes: torchrun on this machine, or on every node of a SLURM task.
 
 On SLURM node 0 has the worker. For each run it writes an order, which the other nodes follow: launches/NAME.TASK.json.
-Commands: launch WORKER_PID TORCHRUN_ARGUMENTS CONFIG | rank CONFIG
+Commands: launch TORCHRUN_ARGUMENTS CONFIG | rank CONFIG
 """
 
 import json
@@ -63,8 +63,8 @@ def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
 def torchrun(arguments: list[str], config: dict[str, Any], on_slurm: bool) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NODE_PATIENCE if on_slurm else PATIENCE)}
     environment |= {ON_SLURM: "1"} if on_slurm else {}
-    command = [sys.executable, RANKS, "launch", str(os.getpid()), json.dumps(arguments), json.dumps(config)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+    command = [sys.executable, RANKS, "launch", json.dumps(arguments), json.dumps(config)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
 
 
 # -----------------------------------------------------------------------------
@@ -138,18 +138,20 @@ def stop_once(*numbers: int) -> set[int]:
 # Processes
 
 
-def stop_with_parent(parent: int) -> None:
-    """Send this process SIGTERM, so that it saves and stops, when its parent, of this id, dies, even by SIGKILL."""
+def stop_with_parent(holds_input: bool = True) -> None:
+    """Send this process SIGTERM, so that it saves and stops, when its parent dies, even by SIGKILL. holds_input: the
+    parent has the other end of standard input, and writes nothing: the end of file is its death."""
+    parent = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.read(0, 1) if holds_input else os.getppid() == parent:
             time.sleep(LOOK)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # interrupts what it waits for
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def launch_ranks(worker: str, arguments: str, config: str) -> None:
+def launch_ranks(arguments: str, config: str) -> None:
     """torchrun, which stops with the worker that started it.
 
     SLURM signals every process of a task. torchrun would pass that on, and a rank that is told twice ends at once; so
@@ -159,7 +161,7 @@ def launch_ranks(worker: str, arguments: str, config: str) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
     else:
-        stop_with_parent(int(worker))
+        stop_with_parent()
     from torch.distributed.run import main
 
     main([*json.loads(arguments), RANKS, "rank", config])
@@ -170,7 +172,7 @@ def train_rank(config: str) -> int:
     if ON_SLURM in os.environ:
         stop_once(signal.SIGTERM, signal.SIGUSR2)
     else:
-        stop_with_parent(os.getppid())
+        stop_with_parent(holds_input=False)  # torchrun's
     import train
 
     try:

@@ -1,7 +1,7 @@
 """A worker of a sweep: it trains one run after the other until none is left. sweeps/launchers.py starts it.
 
 One process trains many runs, so that it imports and compiles once. If it dies, the run in hand goes on elsewhere, from
-its checkpoint. Arguments: SWEEP_DIR LAUNCH LAUNCHER_PID
+its checkpoint. Arguments: SWEEP_DIR LAUNCH
 """
 
 import contextlib
@@ -122,11 +122,11 @@ def output_to(file: Path) -> Iterator[None]:
                 os.close(descriptor)
 
 
-def start_worker(sweep_dir: str, launch_name: str, launcher: str) -> int:
+def start_worker(sweep_dir: str, launch_name: str) -> int:
     if Launch.read(Path(sweep_dir), launch_name).ranks == 1:
         import train  # noqa: F401  # before the handler: an import may swallow the SystemExit that it raises
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    stop_with_parent(int(launcher))
+    stop_with_parent()
     return work(Path(sweep_dir), launch_name)
 
 
