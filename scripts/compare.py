@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-import altair as alt
 import numpy as np
 import torch
 from torch import Tensor
@@ -45,8 +44,8 @@ from model.generate import generate
 from model.gpt import GPT
 from model.ops import visible_logits
 from sample import LoadedRun, RunPath, SampleConfig, Which, load_asked_run
-from scripts.reporting.charts import VIRIDIS, Figure, tooltips
-from scripts.reporting.page import Markup, Section, page
+from scripts.reporting.charts import VIRIDIS, Figure, Spec, marks, quantity, tooltips
+from scripts.reporting.page import Content, Markup, Section, page
 from scripts.reporting.tables import Table, number
 from training.config import Device, Seed
 
@@ -193,10 +192,13 @@ def side_by_side(a: Side, b: Side, contents: Sequence[str]) -> Markup:
     return Markup(f'<div class="pair">{"".join(parts)}</div>')
 
 
-def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[float]]]]) -> alt.ConcatChart:
+def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[float]]]]) -> Spec:
     """Attention weights beside one another. maps: title -> the tokens' texts, and a row of weights for each query."""
-    colour = alt.Color("weight:Q", title="weight", scale=alt.Scale(type="sqrt", domain=[0, 1], range=VIRIDIS))
-    bare = alt.Axis(labels=False, ticks=False)
+    colour = quantity("weight", title="weight", scale={"type": "sqrt", "domain": [0, 1], "range": VIRIDIS})
+    bare = {"labels": False, "ticks": False}
+    tooltip = tooltips("query:Q", "of:N", "key:Q", "to:N", "weight:.4f", of="the query's token", to="the key's token")
+    x, y = ({"field": field, "type": "ordinal", "axis": bare} for field in ("key", "query"))
+    cells = {"x": x, "y": y, "color": colour, "tooltip": tooltip}
     charts = []
     for title, (texts, weights) in maps.items():
         rows = [
@@ -204,15 +206,9 @@ def attention_chart(maps: Mapping[str, tuple[Sequence[str], Sequence[Sequence[fl
             for i, row in enumerate(weights)
             for j in range(i + 1)
         ]
-        tooltip = tooltips(
-            "query:Q", "of:N", "key:Q", "to:N", "weight:.4f", of="the query's token", to="the key's token"
-        )
-        cells = alt.Chart(alt.Data(values=rows)).mark_rect().encode(
-            x=alt.X("key:O", axis=bare), y=alt.Y("query:O", axis=bare), color=colour, tooltip=tooltip
-        )  # fmt: skip
-        limited = alt.TitleParams(title, limit=400)
-        charts.append(cells.properties(title=limited, width=400, height=400))
-    return alt.concat(*charts, columns=2, spacing=40)
+        size = {"title": {"text": title, "limit": 400}, "width": 400, "height": 400}
+        charts.append({**marks("rect", cells), "data": {"values": rows}, **size})
+    return {"concat": charts, "columns": 2, "spacing": 40}
 
 
 def sections_of(asked: "CompareOptions", text: str, a: Side, b: Side, spans: Spans) -> list[Section]:
@@ -352,7 +348,7 @@ def compare_runs(asked: CompareOptions) -> int:
     cut = ", the most that are read" * (len(text) == LONGEST)
     about = {"text": asked.text or "what both runs hold out", "compared": f"its first {len(text):,} characters{cut}"}
     title, state = f"{asked.a} and {asked.b}", "Two checkpoints on the same text"
-    write_atomic(out, page(title, state, about, sections_of(asked, text, a, b, spans), HINT).encode())
+    write_atomic(out, page(Content(title, state, about, sections_of(asked, text, a, b, spans), HINT)).encode())
     print(summary(a, b, spans).markdown())
     print(largest(spans, PRINTED).markdown())
     print(out)

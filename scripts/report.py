@@ -6,7 +6,8 @@ without network) and provenance.json. The same runs give the same bytes. Neither
 python scripts/report.py from=results/NAME writes it again from the first two and provenance.json, without the runs:
 in results/, Git keeps neither the page nor most figures.
 wandb=true sends it to W&B, as one run of job_type sweep, which a later report updates.
-python scripts/report.py sweep=NAME watch=true, or run=RUN watch=true, writes nothing: it serves a page that is live.
+python scripts/report.py run=RUN writes RUN/report.html: the curves, attention heads, samples and settings of one run.
+watch=true, with sweep= or run=, writes nothing: it serves that page, which then shows what is new every few seconds.
 """
 
 import csv
@@ -28,8 +29,9 @@ from core.wandb_follower import open_wandb
 from core.wandb_run import INIT_TIMEOUT, wandb_mode
 from scripts.reporting.charts import svg
 from scripts.reporting.comparisons import compared_families
-from scripts.reporting.live import watch
-from scripts.reporting.page import figures_of, markdown, outline, page, was_planned
+from scripts.reporting.live import run_content, watch
+from scripts.reporting.one_run import single_run
+from scripts.reporting.page import Content, figures_of, markdown, outline, page, was_planned
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.stored import common_config, curves_csv, joined, number_or_text, read_stored, runs_csv
 from scripts.reporting.tables import every_conclusion, facts
@@ -53,7 +55,7 @@ def report(sweep: Sweep, out: Path, argv: Sequence[str]) -> None:
         "table.md": markdown(sweep.title, about, sections).encode(),
     }
     drawn = {
-        "report.html": page(sweep.title, done, about, sections).encode(),
+        "report.html": page(Content(sweep.title, done, about, sections)).encode(),
         **{f"{figure.name}.svg": svg(figure) for figure in figures},
     }
     write_files(out, stored | drawn, provenance(sweep, stored, drawn, argv))
@@ -150,15 +152,15 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
 
 @options
 class ReportOptions(SweepPlace):
-    out: Annotated[str | None, NOT_EMPTY, Help("folder of the report; null: that of from= alone, or results/NAME")] = (
-        None
-    )
+    out: Annotated[
+        str | None, NOT_EMPTY, Help("folder of the report; null: that of from= or run= alone, or results/NAME")
+    ] = None
     from_: Annotated[
         str | None,
         NOT_EMPTY,
         Help("folder of a report; with sweep=: its runs are added to those here; alone: write that report again"),
     ] = None
-    run: Annotated[str | None, NOT_EMPTY, Help("directory of a single run, with watch=true")] = None
+    run: Annotated[str | None, NOT_EMPTY, Help("directory of a single run")] = None
     watch: Annotated[bool, Help("serve a page on 127.0.0.1 that shows the runs while they train")] = False
     port: Annotated[
         int, Rule(lambda port: 0 <= port < 65536, "must be a port"), Help("of watch=true; 0: a free one")
@@ -169,17 +171,33 @@ class ReportOptions(SweepPlace):
         given = bool(self.sweep or self.sweep_dir)
         if self.wandb:
             wandb_mode("auto")  # refuses an unknown $WANDB_MODE
+        require(
+            not self.run or not (given or self.from_ or self.wandb), "run= is given without sweep=, from= and wandb="
+        )
         if self.watch:
-            require(given != bool(self.run) and not self.from_, "watch=true takes either sweep= or run=")
-            require(self.out is None and not self.wandb, "watch=true writes no out= and sends no wandb=true")
+            require(given or bool(self.run), "watch=true takes either sweep= or run=")
+            require(not (self.out or self.from_ or self.wandb), "watch=true takes no out=, from= or wandb=true")
         else:
-            require(self.run is None and self.port == 0, "run= and port= are settings of watch=true")
-            require(given or bool(self.from_), "sweep= or from= must be given")
+            require(self.port == 0, "port= is a setting of watch=true")
+            require(given or bool(self.from_ or self.run), "sweep=, run= or from= must be given")
+
+
+def write_run(path: Path, out: str | None) -> int:
+    run = single_run(path)
+    run.update()
+    folder = expand(out) if out else path
+    require(not folder.exists() or folder.is_dir(), f"out={out} is not a directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "report.html", page(run_content(run)).encode())
+    print(f"open {folder / 'report.html'}")
+    return 0
 
 
 def write_report(asked: ReportOptions, argv: list[str]) -> int:
     if asked.watch:
         return watch(asked.directory, expand(asked.run) if asked.run else None, asked.port)
+    if asked.run:
+        return write_run(expand(asked.run).resolve(), asked.out)
     name = sweep_name(str(expand(asked.sweep or asked.sweep_dir or asked.from_ or "").resolve()))
     again = not (asked.sweep or asked.sweep_dir)  # from= alone: the report in that folder is made again
     out = expand(asked.out or (asked.from_ if again else None) or Path("results") / name)

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-import altair as alt
 import pytest
 from helpers.reports import words_of
 
@@ -60,7 +59,7 @@ def test_many_settings_have_a_panel_each_with_all_others_in_grey() -> None:
     assert {*curves} <= {*words_of(picture)}
     colours = Counter(re.findall(r'<path [^>]*stroke="(#[0-9a-fA-F]{6})" stroke-width="[\d.]+"', picture))
     assert colours["#b4bac4"] == 10 * 11 and colours["#0072B2"] == 10 + 2  # a line and the cross of the diverged run
-    assert isinstance(curves_chart(series[:9], LOSS), alt.LayerChart)
+    assert "layer" in curves_chart(series[:9], LOSS)
     dashed = [svg(Figure("x", "t", curves_chart(series, "A − B", zero), "")).count(b"4,3") for zero in (False, True)]
     assert dashed[1] - dashed[0] == 10  # a line at 0 in each panel
 

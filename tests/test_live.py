@@ -1,5 +1,6 @@
 """The live page of scripts/report.py watch=true: its server, its data while files grow, the page in a browser."""
 
+import itertools
 import json
 import os
 import signal
@@ -8,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from helpers.sweeps import frozen, tiny_sweep
 
 from core.files import FileLock
 from scripts.report import main
-from scripts.reporting.live import WatchedRun, page
+from scripts.reporting.live import run_content
+from scripts.reporting.one_run import RunFiles
 from sweeps import status
 from sweeps.launch import trained
 from sweeps.plan import read_plan
@@ -83,8 +84,10 @@ def test_the_server_answers_two_paths_to_its_own_host_alone(sweep: Made, tmp_pat
             return response.status
 
         assert answer("/") == answer("/data.json") == answer("/", f"localhost:{port}") == 200
+        assert answer("/p%3D2-fold0-s1/") == answer("/p=2-fold0-s1/data.json") == 200  # a run of the sweep
         paths = ["/../../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/plan.jsonl", "/data.json/", "/data.json?x=1",
-                 "/.", "/live.html", "/runs/made/plan.jsonl", "*", f"http://127.0.0.1:{port}/", "/\\..\\x"]  # fmt: skip
+                 "/.", "/page.html", "*", f"http://127.0.0.1:{port}/", "/\\..\\x", "/p=9/", "/p=2-fold0-s1", "/%2F",
+                 "/p=2-fold0-s1/metrics.jsonl", "/p=2-fold0-s1/../data.json"]  # fmt: skip
         assert {path: answer(path) for path in paths} == dict.fromkeys(paths, 404)
         hosts = ["", "evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port}.evil.example", "127.0.0.2"]
         assert {(host, path): answer(path, host) for host in hosts for path in ("/", "/data.json")} == {
@@ -99,9 +102,9 @@ def test_the_server_answers_two_paths_to_its_own_host_alone(sweep: Made, tmp_pat
 
 def test_only_new_lines_are_read_and_damaged_ones_are_dropped(sweep: Made) -> None:
     path = running(sweep, "p=2")
-    run = WatchedRun(sweep.path, read_plan(sweep.path)[0])
+    run = RunFiles(sweep.path, read_plan(sweep.path)[0])
     append(path / "metrics.jsonl", **{"iter": 0, "val/loss": 4.0})
-    assert run.update() and not run.update()
+    assert run.update() == run.update() == 1
     first = (path / "metrics.jsonl").read_bytes()
     with (path / "metrics.jsonl").open("r+b") as file:
         file.write(first.replace(b"4.0", b"9.0"))  # not read again
@@ -113,44 +116,29 @@ def test_only_new_lines_are_read_and_damaged_ones_are_dropped(sweep: Made) -> No
         "samples": {"iter": 7, "text": "\ud800 and"},
     }.items():
         (path / f"{name}.jsonl").write_text("".join(f"{text}\n" for text in [*TEXTS, json.dumps(line)]))
-    assert run.update()
-    shown = json.loads(run.json, parse_constant=pytest.fail)
-    assert shown["curves"] == {"val/loss": [[0, 4.0], [10, 3.0]]} and shown["best"] == [3.0, 10]
-    assert shown["heads"] == {"attn/max_logit": [], "attn/entropy": [{"layer": 0, "head": 1, "value": 2.5}]}
-    assert shown["samples"] == [{"iter": 7, "text": "\ud800 and"}]
+    assert run.update() == 2
+    assert run.curves() == {"val/loss": {0: 4.0, 10: 3.0}} and run.progress()[2] == (3.0, 10)
+    assert run.heads() == {"attn/entropy": [{"layer": 0, "head": 1, "value": 2.5}]}
+    content = run_content(run).shown()
+    assert "Iteration 7</summary><pre>\ud800 and</pre>" in content["body"] and {*content["charts"]} == {
+        "loss", "heads_attn_entropy"
+    }  # fmt: skip
+    json.loads(json.dumps(content), parse_constant=pytest.fail)
     with (path / "metrics.jsonl").open("ab") as file:
         file.write(b'loss": 2.0}\n')
-    assert run.update() and json.loads(run.json)["best"] == [2.0, 20]  # the torn line is whole
+    assert run.update() == 3 and run.progress()[2] == (2.0, 20)  # the torn line is whole
     (path / "new").write_bytes(first)
     (path / "new").replace(path / "metrics.jsonl")  # as a resumed run cuts it back
-    assert run.update() and json.loads(run.json)["curves"] == {"val/loss": [[0, 4.0]]}
+    assert run.update() == 4 and run.curves() == {"val/loss": {0: 4.0}}
 
 
 def test_runs_that_the_plan_gains_later_are_shown(sweep: Made, tmp_path: Path) -> None:
     sweep.plan("p=2", 1, 0)
     with served(tmp_path, "sweep=made") as port:
         sweep.plan("p=3", 1, 0)
-        for path, said in (("/", "p=3"), ("/data.json", '"2 pending"')):
+        for path, said in (("/", "p=3"), ("/data.json", "2 pending")):
             with urlopen(f"http://127.0.0.1:{port}{path}") as answer:
                 assert said in answer.read().decode()
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["a/p=2", "a/p=3", "b/p=2", "b/p=3", "c/p=2"],
-        ["none,n_kv_head=1", "none,n_kv_head=4", "rms,n_kv_head=1", "rms,n_kv_head=4"],
-    ],
-)
-def test_no_two_settings_look_alike(sweep: Made, names: list[str]) -> None:
-    sweep.plan("p=2", 1, 0)
-    (plan,) = read_plan(sweep.path)
-    plans = [replace(plan, id=name, points=[name]) for name in names]
-    text = page("made", plans, ["a", "b", "c"] if "/" in names[0] else [])
-    charts, _ = json.JSONDecoder().raw_decode(text.partition("const charts = ")[2])
-    spec = charts["val/loss"]
-    look = [spec["usermeta"]["light"], *(spec["encoding"][key]["scale"]["range"] for key in ("strokeDash", "shape"))]
-    assert len({str(one) for one in zip(*look, strict=True)}) == len(names)
 
 
 def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(sweep: Made, tmp_path: Path, browser: Page) -> None:
@@ -169,60 +157,65 @@ def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(sweep: Made, tmp_pa
     failed = sweep.lines[-2]["id"]
     (sweep.path / "logs").mkdir()
     (sweep.path / "logs" / f"{failed}.log").write_text(f"Traceback {HOSTILE}\n")
+    ready, text = "document.documentElement?.dataset.ready === 'true'", "document.body.innerText"
     browser.dark(False)
     with served(tmp_path, "sweep=made") as port, FileLock(path / "lock"):
         browser.send("Page.navigate", url=f"http://127.0.0.1:{port}/")
-        browser.wait("document.documentElement?.dataset.ready === 'true'")
-        text = "document.body.innerText"
+        browser.wait(ready)
         assert browser.evaluate("document.querySelectorAll('#runs tbody tr').length") == 70
-        for says in ("1 running, 67 stopped, 1 failed, 1 pending", f"To be {HOSTILE}", "iteration 4500"):
-            assert says in browser.evaluate(text)
-        assert browser.evaluate("views['heads attn/max_logit'].data('rows').length") == 4
-        assert browser.evaluate("views['train/loss'].data('rows').length") == 68 * 90  # 100 spans less a tenth
+        assert "1 running, 67 stopped, 1 failed, 1 pending" in browser.evaluate(text)
         first = browser.evaluate("document.querySelector('#runs tbody tr').innerText").split()
         assert "running" in first and first[-1] == "min" and f"{HOSTILE}/p=12".split()[-1] in first
+        browser.evaluate("document.querySelector('details').open = true")
 
         append(path / "metrics.jsonl", **{"iter": 4900, "val/loss": 400.0})
         append(path / "metrics.jsonl", **{"iter": 5000, "val/loss": 0.5, "train/loss": 0.4})
-        browser.wait("views['val/loss'].data('rows').some(row => row.value === 0.5)", seconds=5)
-        assert "0.5000" in browser.evaluate(text)
-        risen = "views['val/loss'].data('rows').find(row => row.value === 400).drawn"
-        assert browser.evaluate(risen) == 4.1  # the first value
-        first, heads = (
-            "document.querySelector('#runs tbody tr').innerText",
-            "[...document.querySelectorAll('th button')]",
-        )
-        for column, comes_first in (("run", "p=1"), ("lowest validation loss", "0.5000"), ("state", "running")):
-            browser.evaluate(f"{heads}.find(head => head.innerText === '{column}').click()")
-            browser.wait(f"{first}.includes('{comes_first}')")
-
-        browser.evaluate(f"document.querySelector('[data-run=\"{failed}\"]').click()")
-        browser.wait(f"{text}.includes('Traceback {HOSTILE}')")
-        assert f"out of memory {HOSTILE}" in browser.evaluate(text) and "qk_norm.p=4" in browser.evaluate(text)
-        assert browser.evaluate("views['val/loss'].signal('chosen')") == failed
-        assert browser.evaluate("document.images.length") == 0  # names are text
-        assert browser.evaluate("getComputedStyle(document.body).color") == "rgb(26, 28, 32)"
+        drawn = "views['loss'].data('curves')"
+        browser.wait(f"{drawn}.some(row => row.value === 0.5)", seconds=5)
+        assert "0.5000" in browser.evaluate(text) and browser.evaluate("document.querySelector('details').open")
         browser.dark(True)  # while the page is open
         browser.wait("getComputedStyle(document.body).color === 'rgb(230, 232, 235)'")
-        browser.wait("views['val/loss']?.data('rows').some(row => row.value === 0.5)")
+        browser.wait(f"{drawn}?.some(row => row.value === 0.5)")
+
+        browser.evaluate("document.querySelector('#runs a').click()")  # the page of the run that trains
+        browser.wait(f"{ready} && {text}.includes('Attention heads at iteration 4,500')")
+        assert browser.evaluate("views['heads_attn_max_logit'].data('heads').length") == 4
+        assert (
+            len(browser.evaluate("views['loss'].data('curves').filter(row => row.setting === 'training')")) == 198
+        )  # 100 spans, of which two have no rest
+        assert browser.evaluate("[...document.querySelectorAll('pre')].map(one => one.textContent)") == [
+            f"To be {HOSTILE}", "first"
+        ]  # fmt: skip
+        browser.send("Page.navigate", url=f"http://127.0.0.1:{port}/{failed}/")
+        browser.wait(f"{ready} && {text}.includes('Traceback {HOSTILE}')")
+        assert f"out of memory {HOSTILE}" in browser.evaluate(text)
+        assert "qk_norm.p4" in browser.evaluate("document.querySelector('section:last-child').textContent")
+        assert browser.evaluate("document.images.length") == 0  # names are text
         assert browser.problems == [] and {url.split("/")[2] for url in browser.requests} == {f"127.0.0.1:{port}"}
 
 
-def test_a_setting_of_several_runs_has_a_row_and_a_run_that_ends_early_does_not_set_the_axis(
-    sweep: Made, tmp_path: Path, browser: Page
-) -> None:
-    for setting, seed, loss in (("p=2", 1, 1.5), ("p=2", 2, 1.7), ("p=3", 1, 1.4)):
-        sweep.run(setting, 0, falling(loss), seed=seed)
-    append(running(sweep, "p=3", 2, 40) / "metrics.jsonl", **{"iter": 0, "val/loss": 99.0})
+def test_what_a_reader_chose_in_a_chart_stays_when_new_lines_come(sweep: Made, tmp_path: Path, browser: Page) -> None:
+    for fold, p in itertools.product(range(3), (2, 3)):
+        sweep.run(f"p={p}", fold, falling(1.5 + 0.1 * fold))
+    path = running(sweep, "p=2", 3)
+    append(path / "metrics.jsonl", **{"iter": 0, "val/loss": 99.0})
     with served(tmp_path, "sweep=made") as port:
         browser.send("Page.navigate", url=f"http://127.0.0.1:{port}/")
         browser.wait("document.documentElement?.dataset.ready === 'true'")
-        rows = browser.evaluate("[...document.querySelectorAll('#settings tbody tr')].map(row => row.innerText)")
-        assert [row.split() for row in rows] == [
-            ["p=3", "1", "of", "2", "1.4000"],
-            ["p=2", "2", "of", "2", "1.5000"],  # of the seed that p=3 has, too
-        ]
-        assert not browser.evaluate("views['val/loss'].data('rows').some(row => row.value === 99)")
+        domain = "views['loss'].scale('y').domain()"
+        assert browser.evaluate(domain)[1] < 4  # a run that begins does not set the axis
+        choices = {"which": "every run", "band": False, "zoom_iteration": [5, 40], "zoom_low": [1, 3]}
+        for name, value in choices.items():
+            browser.evaluate(f"views.loss.signal('{name}', {json.dumps(value)}).run() && 1")
+        click = "dispatchEvent(new MouseEvent('click', {bubbles: true}))"
+        browser.evaluate(f"document.querySelector('.role-legend-symbol path').{click}")
+        of_loss = ("signal('which')", "signal('band')", "data('shown_store').length", "scale('x').domain()[0]")
+        chosen = f"[{', '.join(f'views.loss.{one}' for one in of_loss)}]"
+        browser.wait(f"{chosen}[2] === 1")
+        append(path / "metrics.jsonl", **{"iter": 20, "val/loss": 1.25})
+        browser.wait("views['loss'].data('curves').some(row => row.value === 1.25)", seconds=10)
+        assert browser.evaluate(chosen) == ["every run", False, 1, 5]
+        assert browser.evaluate("document.querySelector('select').value") == "every run"
         assert browser.problems == []
 
 
@@ -231,15 +224,16 @@ def test_a_single_run_is_watched_and_what_cannot_be_is_refused(
 ) -> None:
     path = sweep.run("p=2", 0, falling(1.5))
     (path / "config.yaml").write_text(to_yaml(read_plan(sweep.path)[0].config))
+    assert main([f"run={path}"]) == 0 and "1.5000 at iteration 40" in (path / "report.html").read_text()
+    capsys.readouterr()
     with served(tmp_path, f"run={path}") as port:
-        connection = HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/data.json")
-        data = json.loads(connection.getresponse().read())
-        assert data["state"] == "1 done" and data["runs"][0]["best"] == [1.5, 40]
+        with urlopen(f"http://127.0.0.1:{port}/data.json") as answer:
+            data = json.load(answer)
+        assert "lowest validation loss 1.5000 at iteration 40" in data["state"] and "loss" in data["charts"]
         refused = {
             f"port={port} run={path} watch=true": "is in use", "watch=true": "either sweep= or run=",
-            f"run={path}": "settings of watch=true", f"run={tmp_path} watch=true": "holds no run",
-            f"run={path} watch=true port=70000": "must be a port", f"run={path} sweep=x watch=true": "either",
+            f"run={path} port={port}": "setting of watch=true", f"run={tmp_path} watch=true": "holds no run",
+            f"run={path} watch=true port=70000": "must be a port", f"run={path} sweep=x watch=true": "without sweep=",
         }  # fmt: skip
         for words, says in refused.items():
             assert main(words.split()) == 2

@@ -127,9 +127,10 @@ def test_a_difference_is_drawn_with_its_verdict_and_the_least_worth_having(tmp_p
         sweep.run("a/p=3", fold, falling(1.2 + 0.1 * fold + 0.01 * (fold % 2)))  # lower
         sweep.run("a/p=4", fold, falling(1.4 + 0.1 * fold + 0.02 * (-1) ** fold))  # as low
     (family,) = compared_families(sweep_of(sweep.path))
-    ground, *_, filled, hollow = charts.difference_chart(family).to_dict()["layer"]
+    spec = charts.difference_chart(family)
+    ground, *_, filled, hollow = spec["layer"]
     assert ground["data"]["values"] == [{"low": -0.01, "high": 0.01}]
-    assert {row["pair"]: row["told"] for row in filled["data"]["values"]} == {"a/p=3": True, "a/p=4": False}
+    assert {row["pair"]: row["told"] for row in spec["datasets"]["means"]} == {"a/p=3": True, "a/p=4": False}
     assert [(of["transform"][-1]["filter"], of["mark"]["filled"]) for of in (filled, hollow)] == [
         ("datum.told", True), ("!datum.told", False)
     ]  # fmt: skip

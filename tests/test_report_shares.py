@@ -163,7 +163,7 @@ def test_final_losses_stand_over_the_words_of_the_settings(tmp_path: Path) -> No
     sweep = sweep_of(made.path)
     report.report(sweep, tmp_path / "out", [])
     chart = charts_of(tmp_path / "out")["final_x"]
-    rows = {(row["setting"], row["x"]): row for row in chart["data"]["values"]}
+    rows = {(row["setting"], row["x"]): row for row in chart["datasets"]["rows"]}
     assert list(rows) == [("p=2", 0.5), ("p=3", 0.5), ("p=2", 2), ("p=3", 2)]
     for (line, x), row in rows.items():
         word = next(word for word, place in PLACES.items() if place == x)
@@ -180,7 +180,7 @@ def test_final_losses_of_two_parts_have_a_line_each(tmp_path: Path) -> None:
     for name in (name for pair in pairs for name in pair):
         finish(made.plan(name, 1, 0), {0: 4.0, 40: 1.5})
     figures = family_figures(sweep_of(made.path), compared_families(sweep_of(made.path)))["x"]
-    rows = next(figure for figure in figures if figure.name == "final_x").chart.to_dict()["data"]["values"]
+    rows = next(figure for figure in figures if figure.name == "final_x").spec["datasets"]["rows"]
     assert {(row["setting"], row["x"]) for row in rows} == {(f"{part}/p=2", x) for part in "ab" for x in (0.5, 2)}
 
 
@@ -276,12 +276,12 @@ def test_short_names_leave_out_what_all_compared_settings_share(tmp_path: Path) 
 def test_a_line_at_zero_is_on_the_axis_and_sums_are_drawn_per_update() -> None:
     series = [Series("a", styles({"": {"a": "a"}})["a"], {(1, None): {0: 100.0, 10: 10_000.0}})]
     assert value_axis(series, "x")["scale"]["type"] == "log"
-    scale = value_axis(series, "x", zero=True)["scale"].to_dict()
+    scale = value_axis(series, "x", zero=True)["scale"]
     assert scale["domain"][0] < 0 < 10_000 < scale["domain"][1] and "type" not in scale
     never_negative: dict[Replicate, dict[int, float]] = {
         (seed, None): {10: value} for seed, value in enumerate((0.0, 0.1, 2.0))
     }
-    scale = value_axis([Series("a", styles({"": {"a": "a"}})["a"], never_negative)], "x")["scale"].to_dict()
+    scale = value_axis([Series("a", styles({"": {"a": "a"}})["a"], never_negative)], "x")["scale"]
     assert -0.2 < scale["domain"][0] <= 0 and scale["domain"][1] > 3  # the interval goes from -2.1 to 3.5
     sums = {0: 3.0, 10: 20.0, 15: 20.0}
     assert per_update(sums, 15) == {0: 3.0, 10: 2.0, 15: 5.0}  # updates 11 to 14

@@ -279,7 +279,7 @@ def test_a_contrast_is_the_test_of_its_weighted_sums(tmp_path: Path) -> None:
     assert (first["A"], first["B"]) == ("b/p=3 + a/p=2", "b/p=2 + a/p=3") and first["pairs"] == "5 of 5"
     assert (second["A"], second["B"]) == ("0.5 × a/p=2 + 0.5 × b/p=2", "a/p=3")
     assert first["claim: A is lower (least worth having: 0.01)"] == "reproduced"
-    title = {figure.title: figure.chart.to_dict() for figure in family_figures(sweep, [family])["gain"]}
+    title = {figure.title: figure.spec for figure in family_figures(sweep, [family])["gain"]}
     assert "b/p=3 + a/p=2 − (b/p=2 + a/p=3)" in json.dumps(title, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""The charts of a report in Vega-Lite, by Altair: report.html draws them, and vl-convert saves the same ones as SVG."""
+"""The charts of a report in Vega-Lite: report.html draws them, and vl-convert saves the same ones as SVG."""
 
 import math
 import re
@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import altair as alt
 import vl_convert
 
 from scripts.reporting.comparisons import Family
@@ -18,17 +17,21 @@ from scripts.reporting.numbers import Estimate, mean_curve
 from scripts.reporting.runs import Curve, Replicate, replicate_name
 from training.metrics import METRICS
 
-VEGA_LITE = "6.4"  # the version that Altair writes
+VEGA_LITE = "6.4"
 LOSS = METRICS["val/loss"].title
 OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 VIRIDIS = ["#440154", "#472D7B", "#3B528B", "#2C728E", "#21918C", "#28AE80", "#5EC962", "#ADDC30", "#FDE725"]
 SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-left"]
 DASHES = [[1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 1], [1, 2], [8, 2, 2, 2, 2, 2]]
 CROWD = 9  # more curves cannot be told apart in one chart
-COLUMNS, SPACING = 4, alt.RowColnumber(row=64, column=52)  # of panels
+COLUMNS = 4  # of panels
+ENDS = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}  # of bands and bars
+# drag to move; the wheel zooms with Ctrl alone, as without it the page scrolls
+ZOOM = {"name": "zoom", "select": {"type": "interval", "zoom": "wheel![event.ctrlKey]"}, "bind": "scales"}
 CROSS = "M-1,-1L1,1M-1,1L1,-1"
 
 Row = dict[str, Any]  # of the data that Vega-Lite draws
+Spec = dict[str, Any]  # a chart in Vega-Lite's JSON
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,23 @@ class Style:
 class Series:
     """The runs of one setting. `curves` are those of runs that are done; only these set the mean and the axes.
 
-    estimates: iteration -> what to draw, where it is not the mean of curves.
+    running: of runs that are not done, on a live page. estimates: iteration -> what to draw in place of the mean.
     """
 
     name: str
     style: Style
     curves: Mapping[Replicate, Curve]
     diverged: Mapping[Replicate, Curve] = field(default_factory=dict)
+    running: Mapping[Replicate, Curve] = field(default_factory=dict)
     estimates: Mapping[int, Estimate] = field(default_factory=dict)
 
     @cached_property
     def mean(self) -> Mapping[int, Estimate]:
         return self.estimates or mean_curve(self.curves)
+
+    @property
+    def unfinished(self) -> list[Curve]:
+        return [*self.diverged.values(), *self.running.values()]
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Figure:
 
     name: str
     title: str
-    chart: alt.LayerChart | alt.ConcatChart
+    spec: Spec
     caption: str
 
 
@@ -164,7 +172,7 @@ def palette(series: Iterable[Series]) -> dict[str, list[str]]:
 def svg(figure: Figure) -> bytes:
     """The figure in the light theme on white. The same figure gives the same bytes."""
     title = {"text": textwrap.wrap(figure.title, 66), "fontSize": 14, "anchor": "start", "offset": 12}
-    spec = {**figure.chart.to_dict(), "background": "white", "title": title}
+    spec = {**figure.spec, "background": "white", "title": title}
     if spec.get("width") == "container":
         spec["width"] = 560
     colours = spec.get("usermeta", {}).get("light", OKABE_ITO)
@@ -187,15 +195,48 @@ def wide_font() -> str:
 
 
 # -----------------------------------------------------------------------------
+# Words of Vega-Lite
+
+
+def quantity(field: str, **how: Any) -> Spec:
+    """A channel of numbers. how: its title, scale, axis, format."""
+    return {"field": field, "type": "quantitative", **how}
+
+
+def nominal(field: str, **how: Any) -> Spec:
+    """A channel of names."""
+    return {"field": field, "type": "nominal", **how}
+
+
+def marks(kind: str, encoding: Spec, *transform: Spec, **how: Any) -> Spec:
+    """A layer: marks of one kind."""
+    return {"mark": {"type": kind, **how}, "encoding": encoding, "transform": transform}
+
+
+def where(predicate: str | Spec) -> Spec:
+    return {"filter": predicate}
+
+
+def tooltips(*shown: str, **titles: str) -> list[Spec]:
+    """shown: "name:N", "name:Q", or "name:FORMAT" for a number."""
+    found = []
+    for name, how in (text.split(":") for text in shown):
+        title = titles.get(name, name)
+        number = quantity(name, title=title, format=how.replace("Q", ","))
+        found.append(nominal(name, title=title) if how == "N" else number)
+    return found
+
+
+# -----------------------------------------------------------------------------
 # Curves
 
 
-def curves_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.LayerChart | alt.ConcatChart:
+def curves_chart(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
     """Curves of a metric in one chart, or of more than CROWD settings in a panel each."""
     return (crowd_chart if len(series) > CROWD else curve_chart)(series, key, zero)
 
 
-def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.LayerChart:
+def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
     """Means with their intervals, or single runs by choice, with a legend that switches settings off and on.
 
     zero: of differences or shares, with a line at 0.
@@ -203,87 +244,91 @@ def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.L
     rows, axis = curve_rows(series), value_axis(series, key, zero)
     names = [s.name for s in series]
     choices = list(dict.fromkeys(["mean", *(row["run"] for row in rows), "every run"]))
-    which = alt.param(name="which", value="mean", bind=alt.binding_select(options=choices, name="Curves "))
-    checkbox = alt.binding_checkbox(name="95 % interval of the mean ")
-    band = alt.param(name="band", value=not is_log(axis), bind=checkbox)  # a t interval looks lopsided there
-    shown = legend_selection(names)
-    chosen = "which === 'every run' ? datum.run !== 'mean' : datum.run === which || which === 'mean' && datum.diverged"
-    base = (
-        encoded(rows, series, axis)
-        .encode(color=colours(series, outline=0))
-        .transform_filter(shown)
-        .transform_filter(chosen)
-    )
-    bands = base.transform_filter("band && isValid(datum.low) && datum.n > 2").mark_area(opacity=0.1, clip=True)
-    bands = bands.transform_calculate(low=f"max(datum.low, {axis['scale']['domain'][0]})")  # a logarithm has no 0
+    which: Spec = {"name": "which", "value": "mean"}
+    band: Spec = {"name": "band", "value": not is_log(axis)}  # a t interval looks lopsided there
+    if any(row.get("n", 1) > 1 or "thin" in row for row in rows):
+        which["bind"] = {"input": "select", "options": choices, "name": "Curves "}
+        band["bind"] = {"input": "checkbox", "name": "95 % interval of the mean "}
+    chosen = "which === 'every run' ? datum.run !== 'mean' : datum.run === which || which === 'mean' && datum.thin"
+    shown = [where({"param": "shown", "empty": False}), where(chosen)]
+    base = encoded(rows, series, axis) | {"color": colours(series, outline=0)}
+    in_band = where("band && isValid(datum.low) && datum.n > 2")
+    low = {"calculate": f"max(datum.low, {axis['scale']['domain'][0]})", "as": "low"}  # a logarithm has no 0
+    bands = marks("area", base | ENDS, *shown, in_band, low, opacity=0.1, clip=True)
     named = {"run": "curve", "value": key, "low": "95 % from", "high": "95 % to", "n": "values"}
     tooltip = tooltips("setting:N", "run:N", "iteration:Q", "value:.4f", "low:.4f", "high:.4f", "n:Q", **named)
-    symbols = alt.Scale(domain=names, range=[s.style.symbol for s in series])
+    of_points = base | {"tooltip": tooltip, "shape": symbols(series)}
     size = 45 if max((len(s.mean) for s in series), default=0) <= 30 else 16
-    points = base.transform_filter("!datum.diverged").mark_point(size=size, filled=True, opacity=1, clip=True)
-    points = points.encode(tooltip=tooltip, shape=alt.Shape("setting:N", title=None, scale=symbols))
-    layers = alt.layer(bands.encode(y="low:Q", y2="high:Q"), *lines(base, series), points)
-    layers = layers.add_params(which, band, shown, zoom())
-    layers.layer = [*zero_line(zero), *layers.layer]
-    return layers.properties(width="container", height=360, usermeta=palette(series))
+    points = marks("point", of_points, *shown, where("!datum.thin"), size=size, filled=True, opacity=1, clip=True)
+    layers = [{**bands, "params": [legend_selection(names), ZOOM]}, *lines(base, series, *shown), points]
+    return {
+        "layer": [*zero_line(zero), *layers], "params": [which, band], "data": {"name": "curves"},
+        "datasets": {"curves": rows}, "width": "container", "height": 360, "usermeta": palette(series),
+    }  # fmt: skip
 
 
-def zero_line(zero: bool) -> list[alt.Chart]:
-    line = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(y="zero:Q")
-    return [line] * zero
+def zero_line(zero: bool) -> list[Spec]:
+    line = marks("rule", {"y": quantity("zero")}, strokeDash=[4, 3])
+    return [{**line, "data": {"values": [{"zero": 0}]}}] if zero else []
 
 
-def legend_selection(names: Sequence[str]) -> alt.Parameter:
+def legend_selection(names: Sequence[str]) -> Spec:
     """The settings that the legend has not switched off."""
-    every = [{"setting": name} for name in names]
-    return alt.selection_point(
-        name="shown", fields=["setting"], bind="legend", toggle="true", clear=False, empty=False, value=every
-    )
+    selection = {"type": "point", "fields": ["setting"], "toggle": "true", "clear": False}
+    return {"name": "shown", "select": selection, "bind": "legend", "value": [{"setting": name} for name in names]}
 
 
-def zoom() -> alt.Parameter:
-    """Drag to move; the wheel zooms with Ctrl alone, as without it the page scrolls."""
-    return alt.selection_interval(name="zoom", bind="scales", zoom="wheel![event.ctrlKey]")
-
-
-def crowd_chart(series: Sequence[Series], key: str, zero: bool = False) -> alt.ConcatChart:
+def crowd_chart(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
     """A panel for each setting: its mean with the interval, and in grey the means of all settings."""
-    rows = [row for row in curve_rows(series) if row["run"] == "mean" or "diverged" in row]
+    rows = [row for row in curve_rows(series) if row["run"] == "mean" or "thin" in row]
     iterations = sorted({row["iteration"] for row in rows})
-    coarse = {*iterations[:: 1 + len(iterations) // 25], *iterations[-1:]}
+    few = {*iterations[:: 1 + len(iterations) // 25], *iterations[-1:]}
+    coarse = [row for row in rows if row["iteration"] in few]
     axis = value_axis(series, key, zero)
     axis["title"] = textwrap.wrap(axis["title"], 16)  # as high as a panel
-    panels = []
+    of_curve, panels = [nominal("setting"), nominal("run")], []
     for i, s in enumerate(series):
         titles = {"title_x": i + COLUMNS >= len(series), "title_y": i % COLUMNS == 0}
-        others = encoded([row for row in rows if row["iteration"] in coarse], series, axis, **titles)
-        colour = alt.Color("setting:N", scale=alt.Scale(domain=[s.name]), legend=None)
-        own = encoded(rows, series, axis, **titles).encode(color=colour).transform_filter(alt.datum.setting == s.name)
-        band = own.transform_filter("datum.n > 2").mark_area(opacity=0.25, clip=True).encode(y="low:Q", y2="high:Q")
-        grey = others.encode(color=alt.value("#b4bac4"), detail=["setting:N", "run:N"])
-        line = own.encode(detail="run:N").mark_line(clip=True)
-        layers = [grey.mark_line(strokeWidth=0.7, clip=True), band, line, *crosses(own, [s])]
-        panels.append(alt.layer(*zero_line(zero), *layers).properties(title=panel_title(s.name), width=170, height=110))
-    grid = alt.concat(*panels, columns=COLUMNS, usermeta=palette(series[:1]), bounds="flush", spacing=SPACING)
-    return grid.resolve_scale(color="independent")
+        others = encoded(coarse, series, axis, **titles) | {"color": {"value": "#b4bac4"}, "detail": of_curve}
+        own = encoded(rows, series, axis, **titles)
+        own["color"] = nominal("setting", scale={"domain": [s.name]}, legend=None)
+        of_setting = where({"field": "setting", "equal": s.name})
+        layers = [
+            {**marks("line", others, strokeWidth=0.7, clip=True), "data": {"name": "coarse"}},
+            marks("area", own | ENDS, of_setting, where("datum.n > 2"), opacity=0.25, clip=True),
+            marks("line", own | {"detail": nominal("run")}, of_setting, clip=True),
+            *crosses(own, [s], of_setting),
+        ]
+        panels.append(panel(s.name, [*zero_line(zero), *layers], "curves", height=110))
+    return grid(panels, series[:1], {"curves": rows, "coarse": coarse}) | {
+        "resolve": {"scale": {"color": "independent"}}
+    }
 
 
-def panel_chart(panels: Mapping[str, Sequence[Series]], key: str) -> alt.ConcatChart:
+def panel_chart(panels: Mapping[str, Sequence[Series]], key: str) -> Spec:
     """A small chart of means for each panel, without intervals, with one legend and one axis."""
     every = list({s.name: s for series in panels.values() for s in series}.values())
     axis = value_axis([s for series in panels.values() for s in series], key)
     axis["title"] = textwrap.wrap(axis["title"], 20)  # as high as a panel
     charts = []
+    data: dict[str, list[Row]] = {}
     for i, (name, series) in enumerate(panels.items()):
-        rows = [row for row in curve_rows(series) if row["run"] == "mean" or "diverged" in row]
+        rows = data[f"panel{i}"] = [row for row in curve_rows(series) if row["run"] == "mean" or "thin" in row]
         base = encoded(rows, every, axis, title_x=i + COLUMNS >= len(panels), title_y=i % COLUMNS == 0)
-        charts.append(alt.layer(*lines(base, every)).properties(title=panel_title(name), width=170, height=140))
-    return alt.concat(*charts, columns=COLUMNS, usermeta=palette(every), bounds="flush", spacing=SPACING)
+        charts.append(panel(name, lines(base, every), f"panel{i}", height=140))
+    return grid(charts, every, data)
 
 
-def panel_title(name: str) -> alt.Title:
-    """A name in lines that end before the next panel's begin."""
-    return alt.Title(textwrap.wrap(name, 33), limit=216)
+def panel(name: str, layers: Sequence[Spec], data: str, height: int) -> Spec:
+    """One of a grid's charts. Its name has lines that end before the next panel's begin."""
+    title = {"text": textwrap.wrap(name, 33), "limit": 216}
+    return {"layer": layers, "data": {"name": data}, "title": title, "width": 170, "height": height}
+
+
+def grid(panels: Sequence[Spec], series: Sequence[Series], data: Mapping[str, list[Row]]) -> Spec:
+    spacing = {"row": 64, "column": 52}
+    layout = {"columns": COLUMNS, "spacing": spacing, "bounds": "flush"}
+    return {"concat": panels, **layout, "datasets": data, "usermeta": palette(series)}
 
 
 def curve_rows(series: Sequence[Series]) -> list[Row]:
@@ -301,7 +346,9 @@ def curve_rows(series: Sequence[Series]) -> list[Row]:
         for replicate, curve in s.curves.items():
             add(s, replicate_name(replicate), curve)
         for replicate, curve in s.diverged.items():
-            add(s, f"{replicate_name(replicate)}, diverged", curve, diverged=True)
+            add(s, f"{replicate_name(replicate)}, diverged", curve, thin=True, diverged=True)
+        for replicate, curve in s.running.items():
+            add(s, f"{replicate_name(replicate)}, not done", curve, thin=True)
     return rows
 
 
@@ -312,47 +359,54 @@ def row_of(estimate: Estimate) -> Row:
 
 
 def encoded(
-    rows: list[Row], series: Sequence[Series], axis: Mapping[str, Any], title_x: bool = True, title_y: bool = True
-) -> alt.Chart:
-    """A chart of curves without a mark: axes and colours. axis: of the values."""
+    rows: Sequence[Row], series: Sequence[Series], axis: Spec, title_x: bool = True, title_y: bool = True
+) -> Spec:
+    """The axes and colours of curves. axis: of the values."""
     iterations = [row["iteration"] for row in rows] or [0]
-    scale = alt.Scale(domain=[min(iterations), max(iterations)], nice=False, padding=6)
-    labels = alt.Axis(tickCount=5, labelOverlap=True, labelSeparation=6)
-    x = alt.X("iteration:Q", title="iteration" if title_x else None, scale=scale, axis=labels)
-    return alt.Chart(alt.InlineData(values=rows)).encode(  # a chart holds equal InlineData once
-        x=x, y=alt.Y("value:Q", **axis if title_y else {**axis, "title": None}), color=colours(series)
-    )
+    scale = {"domain": [min(iterations), max(iterations)], "nice": False, "padding": 6}
+    labels = {"tickCount": 5, "labelOverlap": True, "labelSeparation": 6}
+    x = quantity("iteration", title="iteration" if title_x else None, scale=scale, axis=labels)
+    y = quantity("value", **axis if title_y else {**axis, "title": None})
+    return {"x": x, "y": y, "color": colours(series)}
 
 
-def colours(series: Sequence[Series], outline: float = 1.5) -> alt.Color:
+def colours(series: Sequence[Series], outline: float = 1.5) -> Spec:
     """outline: of the legend's symbols; it is dashed as the lines are, which filled symbols must not be."""
-    names, legend = [s.name for s in series], alt.Legend(symbolOpacity=1, symbolStrokeWidth=outline)
+    names = [s.name for s in series]
+    legend: Spec = {"symbolOpacity": 1, "symbolStrokeWidth": outline}
     if max(map(len, names), default=0) > 60:  # the end tells them apart, which labelLimit would cut
-        legend.labelExpr = (
+        legend["labelExpr"] = (
             "length(datum.label) > 60 ? slice(datum.label, 0, 28) + '…' + slice(datum.label, -30) : datum.label"
         )
-    return alt.Color("setting:N", title=None, scale=alt.Scale(domain=names), legend=legend)
+    return nominal("setting", title=None, scale={"domain": names}, legend=legend)
 
 
-def lines(base: alt.Chart, series: Sequence[Series]) -> list[alt.Chart]:
-    """A line for each curve; that of a diverged run is thin and ends in a cross."""
-    scale = alt.Scale(domain=[s.name for s in series], range=[s.style.dashes for s in series])
-    width = alt.condition("datum.diverged", alt.value(0.7), alt.value(1.6))
-    dashes = alt.StrokeDash("setting:N", title=None, scale=scale)
-    line = base.mark_line(clip=True).encode(detail="run:N", strokeDash=dashes, strokeWidth=width)
-    return [line, *crosses(base, series)]
+def symbols(series: Sequence[Series]) -> Spec:
+    look = {"domain": [s.name for s in series], "range": [s.style.symbol for s in series]}
+    return nominal("setting", title=None, scale=look)
 
 
-def crosses(base: alt.Chart, series: Iterable[Series]) -> list[alt.Chart]:
+def lines(base: Spec, series: Sequence[Series], *transform: Spec) -> list[Spec]:
+    """A line for each curve; that of a run that is not done is thin, and ends in a cross where it diverged."""
+    look = {"domain": [s.name for s in series], "range": [s.style.dashes for s in series]}
+    width = {"condition": {"test": "datum.thin", "value": 0.7}, "value": 1.6}
+    dashes = nominal("setting", title=None, scale=look)
+    line = marks(
+        "line", base | {"detail": nominal("run"), "strokeDash": dashes, "strokeWidth": width}, *transform, clip=True
+    )
+    return [line, *crosses(base, series, *transform)]
+
+
+def crosses(base: Spec, series: Iterable[Series], *transform: Spec) -> list[Spec]:
     """The ends of diverged runs."""
     if not any(s.diverged for s in series):
         return []
-    ends = base.transform_filter("datum.diverged")
-    ends = ends.transform_joinaggregate(end="max(iteration)", groupby=["setting", "run"])
-    return [ends.transform_filter("datum.iteration === datum.end").mark_point(shape=CROSS, size=30, clip=True)]
+    end = {"joinaggregate": [{"op": "max", "field": "iteration", "as": "end"}], "groupby": ["setting", "run"]}
+    last = [where("datum.diverged"), end, where("datum.iteration === datum.end")]
+    return [marks("point", base, *transform, *last, shape=CROSS, size=30, clip=True)]
 
 
-def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> dict[str, Any]:
+def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
     """The y axis of a metric: logarithmic where it spans more than a factor of 50, but never for the validation loss,
     nor around a line at zero.
 
@@ -360,29 +414,29 @@ def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> dict[s
     before it, the loss falls from ln V and would set the scale.
     """
     drawn = [point.mean for s in series for point in s.mean.values()]
-    drawn += [value for s in series for curve in s.diverged.values() for value in curve.values()]
+    drawn += [value for s in series for curve in s.unfinished for value in curve.values()]
     drawn = [value for value in drawn if math.isfinite(value)]
     if key != LOSS and not zero and min(drawn, default=0) > 0 and max(drawn) > 50 * min(drawn):
         low, high = 0.9 * min(drawn), 1.1 * max(drawn)
         steps = (1, 2, 5) if high < 500 * low else (1,)
         ticks = [m * 10.0**k for k in range(-12, 13) for m in steps if low <= m * 10.0**k <= high]
-        scale = alt.Scale(type="log", domain=[low, high], nice=False)
-        return {"title": f"{key}, log scale", "scale": scale, "axis": alt.Axis(values=ticks, format="~g")}
+        scale = {"type": "log", "domain": [low, high], "nice": False}
+        return {"title": f"{key}, log scale", "scale": scale, "axis": {"values": ticks, "format": "~g"}}
     start = 0.1 if is_loss(key) else -1  # the share of the run that does not set the range
     points = [point for s in series for i, point in s.mean.items() if i > start * max(s.mean)]
     floor = 0.0 if not zero and min(drawn, default=0) >= 0 else -math.inf  # what is never negative has no such axis
     ends = [max(end, floor) for point in points if point.n > 2 for end in (point.low, point.high) if end is not None]
     values = [*(point.mean for point in points), *ends, *[0.0] * zero]
     if not values:
-        of_diverged = [curve for s in series for curve in s.diverged.values()]
-        values = [value for curve in of_diverged for i, value in curve.items() if i > start * max(curve)] or [0.0, 1.0]
+        thin = [curve for s in series for curve in s.unfinished]
+        values = [value for curve in thin for i, value in curve.items() if i > start * max(curve)] or [0.0, 1.0]
     margin = 0.04 * (max(values) - min(values)) or 0.01
-    scale = alt.Scale(domain=[min(values) - margin, max(values) + margin], nice=False, zero=False)
-    return {"title": key, "scale": scale, "axis": alt.Axis(tickCount=5, format="%" if key.startswith("share") else "")}
+    scale = {"domain": [min(values) - margin, max(values) + margin], "nice": False, "zero": False}
+    return {"title": key, "scale": scale, "axis": {"tickCount": 5, "format": "%" if key.startswith("share") else ""}}
 
 
 def is_log(axis: Mapping[str, Any]) -> bool:
-    return axis["scale"]["type"] == "log"
+    return bool(axis["scale"].get("type") == "log")
 
 
 def is_loss(key: str) -> bool:
@@ -398,46 +452,41 @@ def remarks(series: Sequence[Series], key: str) -> str:
     return " The start of the run lies above the axis." * above + crosses + grey
 
 
-def tooltips(*shown: str, **titles: str) -> list[alt.Tooltip]:
-    """shown: "name:N", "name:Q", or "name:FORMAT" for a number."""
-    found = []
-    for name, how in (text.split(":") for text in shown):
-        kind = {"type": "nominal"} if how == "N" else {"type": "quantitative", "format": how.replace("Q", ",")}
-        found.append(alt.Tooltip(name, title=titles.get(name, name), **kind))
-    return found
-
-
 # -----------------------------------------------------------------------------
 # Learning rates, differences
 
 
-def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> alt.LayerChart:
+def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> Spec:
     """Final losses over doublings of x, a line for each series, with a bar at each value.
 
     rows: setting, x, value, low, high, n, and ringed where the value has a ring. title: of the x axis.
     """
-    y = alt.Y("value:Q", title="final " + LOSS, scale=alt.Scale(zero=False))
     ticks = sorted({row["x"] for row in rows})
-    axis = alt.Axis(values=ticks, labelExpr="format(datum.value, '~g')", labelOverlap=True)
-    x = alt.X("drawn:Q", title=title, scale=alt.Scale(type="log", base=2, nice=False, padding=12), axis=axis)
+    axis = {"values": ticks, "labelExpr": "format(datum.value, '~g')", "labelOverlap": True}
     place = {s.name: i - (len(series) - 1) / 2 for i, s in enumerate(series)}  # bars at one x stand side by side
     step = min(1.03, 1.12 ** (1 / len(series)))
     rows = [{**row, "drawn": row["x"] * step ** place[row["setting"]]} for row in rows]
-    base = alt.Chart(alt.Data(values=rows)).encode(x=x, y=y, color=colours(series, outline=0))
-    bars = base.mark_rule().encode(y="low:Q", y2="high:Q")
-    symbols = alt.Scale(domain=[s.name for s in series], range=[s.style.symbol for s in series])
+    base = {
+        "x": quantity("drawn", title=title, scale={"type": "log", "base": 2, "nice": False, "padding": 12}, axis=axis),
+        "y": quantity("value", title="final " + LOSS, scale={"zero": False}),
+        "color": colours(series, outline=0),
+    }
     tooltip = tooltips("setting:N", "x:~g", "value:.4f", "low:.4f", "high:.4f", "n:Q", x=title)
-    points = base.mark_point(size=45, filled=True, opacity=1)
-    points = points.encode(shape=alt.Shape("setting:N", title=None, scale=symbols), tooltip=tooltip)
-    ringed = base.transform_filter("datum.ringed").mark_point(size=160, filled=False, opacity=1)
-    rings = [ringed] if any(row.get("ringed") for row in rows) else []  # Vega warns of a layer without rows
-    chart = alt.layer(bars, *lines(base, series), points, *rings)
-    return chart.properties(width="container", height=360, usermeta=palette(series))
+    of_points = base | {"shape": symbols(series), "tooltip": tooltip}
+    layers = [
+        marks("rule", base | ENDS),
+        *lines(base, series),
+        marks("point", of_points, size=45, filled=True, opacity=1),
+    ]
+    if any(row.get("ringed") for row in rows):  # Vega warns of a layer without rows
+        layers.append(marks("point", base, where("datum.ringed"), size=160, filled=False, opacity=1))
+    return {
+        "layer": layers, "data": {"name": "rows"}, "datasets": {"rows": rows}, "width": "container", "height": 360,
+        "usermeta": palette(series),
+    }  # fmt: skip
 
 
-def stability_chart(
-    finals: Mapping[str, Mapping[float, Sequence[float]]], stable: Mapping[str, float]
-) -> alt.LayerChart:
+def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]], stable: Mapping[str, float]) -> Spec:
     """Mean of the final losses by learning rate, a line a variant; a ring: above its highest stable rate.
 
     finals: variant -> learning rate -> final losses.
@@ -460,7 +509,7 @@ def stability_chart(
     return final_chart(rows, [Series(variant, look[variant], {}) for variant in finals], "learning rate")
 
 
-def difference_chart(family: Family) -> alt.LayerChart:
+def difference_chart(family: Family) -> Spec:
     """A point for each fold or seed of each comparison; a bar for the mean's 95 % interval; a diamond for the mean,
     filled where the verdict tells A and B apart. Differences below `least` lie on a grey ground."""
     points, means, names, metric = [], [], family.short_names(), family.metrics[0]
@@ -472,25 +521,37 @@ def difference_chart(family: Family) -> alt.LayerChart:
             means.append({"pair": pair, "verdict on A": verdict, "told": told, **asdict(c.deciding)})
             for replicate, (x, y) in c.values.items():
                 points.append({"pair": pair, "run": replicate_name(replicate), "difference": x - y, "A": x, "B": y})
-    y = alt.Y("pair:N", sort=[mean["pair"] for mean in means], title=None)
     pair = f"A − {names[family.against]}" if family.against else "A − B"
     title = ["difference in lowest validation loss", f"({pair}, nats per token; left of 0: A is lower)"]
-    x = alt.X("difference:Q", title=title, axis=alt.Axis(tickCount=8, titleAnchor="end"))  # a narrow page cuts it else
-    zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(strokeDash=[4, 3]).encode(x="zero:Q")
-    dots = alt.Chart(alt.Data(values=points)).mark_point(filled=True, size=45, opacity=0.55).encode(
-        y=y, x=x, tooltip=tooltips("pair:N", "run:N", "difference:.4f", "A:.4f", "B:.4f"),
-    )  # fmt: skip
-    tooltip = tooltips("pair:N", "verdict on A:N", "mean:.4f", "low:.4f", "high:.4f", "n:Q")
-    base = alt.Chart(alt.Data(values=means)).encode(y=y, tooltip=tooltip)
-    bars = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=3).encode(x="low:Q", x2="high:Q")
-    intervals = [bars] if any(mean["low"] is not None for mean in means) else []  # a single pair has none
-    diamonds = []
-    for told in sorted({mean["told"] for mean in means}, reverse=True):  # Vega warns of a layer without rows
-        which = base.transform_filter("datum.told" if told else "!datum.told").encode(x="mean:Q")
-        diamonds.append(which.mark_point(shape="diamond", filled=told, size=110, opacity=1))
-    ground = []
+    axis = {"tickCount": 8, "titleAnchor": "end"}  # a narrow page cuts it else
+    of_pair = {"y": nominal("pair", sort=[mean["pair"] for mean in means], title=None)}
+    difference = {"x": quantity("difference", title=title, axis=axis)}
+    tooltip = {"tooltip": tooltips("pair:N", "run:N", "difference:.4f", "A:.4f", "B:.4f")}
+    dots = marks("point", of_pair | difference | tooltip, filled=True, size=45, opacity=0.55)
+    zero = marks("rule", {"x": quantity("zero")}, strokeDash=[4, 3])
+    layers = [zero | {"data": {"values": [{"zero": 0}]}}, dots | {"data": {"name": "pairs"}}]
     if (least := family.asked.least) is not None:
-        of_no_worth = alt.Chart(alt.Data(values=[{"low": -least, "high": least}]))
-        ground = [of_no_worth.mark_rect(color="#888888", opacity=0.12).encode(x="low:Q", x2="high:Q")]
-    layers = alt.layer(*ground, zero, dots, *intervals, *diamonds)
-    return layers.properties(width="container", height=34 * len(means))
+        ground = marks("rect", {"x": quantity("low"), "x2": {"field": "high"}}, color="#888888", opacity=0.12)
+        layers.insert(0, ground | {"data": {"values": [{"low": -least, "high": least}]}})
+    base = of_pair | {"tooltip": tooltips("pair:N", "verdict on A:N", "mean:.4f", "low:.4f", "high:.4f", "n:Q")}
+    if any(mean["low"] is not None for mean in means):  # a single pair has no interval
+        ends = {"x": quantity("low"), "x2": {"field": "high"}}
+        layers.append(marks("rule", base | ends, where("isValid(datum.low)"), strokeWidth=3))
+    for told in sorted({mean["told"] for mean in means}, reverse=True):  # Vega warns of a layer without rows
+        which = where("datum.told" if told else "!datum.told")
+        at_mean = base | {"x": quantity("mean")}
+        layers.append(marks("point", at_mean, which, shape="diamond", filled=told, size=110, opacity=1))
+    return {
+        "layer": layers, "data": {"name": "means"}, "datasets": {"pairs": points, "means": means},
+        "width": "container", "height": 34 * len(means),
+    }  # fmt: skip
+
+
+def head_chart(rows: list[Row], key: str) -> Spec:
+    """A heat map by layer and head. rows: layer, head, value."""
+    colour = quantity("value", title=None, scale={"scheme": "viridis"}, legend={"format": "~g"})
+    x = {"field": "head", "type": "ordinal", "axis": {"labelAngle": 0}}
+    y = {"field": "layer", "type": "ordinal"}
+    cells = {"x": x, "y": y, "color": colour, "tooltip": tooltips("layer:Q", "head:Q", "value:.5g", value=key)}
+    about = {"data": {"name": "heads"}, "datasets": {"heads": rows}, "title": key}
+    return {**marks("rect", cells), **about, "width": "container", "height": 200}

@@ -43,7 +43,7 @@ def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     for part, names in parts.items():
         title, end = sweep.title_of(part), suffix(part)
         losses = series_of(sweep, names, look, "val/loss")
-        found[part] = [loss_figure(losses, title, end)] if worth_drawing(losses) else []
+        found[part] = [loss_figure(losses, title, end)] if worth_drawing(losses, 0 if sweep.live else FEW) else []
         for key, panels in metric_panels(sweep, names, look).items():
             by_panels = bool(rates) and [*panels] == [key]  # rate_figures() has a panel for each rate
             if not by_panels and worth_drawing(s for series in panels.values() for s in series):
@@ -78,12 +78,12 @@ def counted(numbers: Iterable[int]) -> str:
     return f"n = {' to '.join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))} runs a setting"
 
 
-def worth_drawing(series: Iterable[Series]) -> bool:
-    """Whether a chart says more than a table: at most MANY settings, some curve has more than FEW values, and they are
-    not all equal."""
+def worth_drawing(series: Iterable[Series], few: int = FEW) -> bool:
+    """Whether a chart says more than a table: at most MANY settings, some curve has more than `few` values, and they
+    are not all equal."""
     series = [*series]
-    curves = [curve for s in series for curve in [*s.curves.values(), *s.diverged.values()]]
-    several = max(map(len, curves), default=0) > FEW and len({v for curve in curves for v in curve.values()}) > 1
+    curves = [curve for s in series for curve in [*s.curves.values(), *s.unfinished]]
+    several = max(map(len, curves), default=0) > few and len({v for curve in curves for v in curve.values()}) > 1
     return several and len({s.name for s in series}) <= MANY
 
 
@@ -213,14 +213,14 @@ def series_of(
     several updates per update."""
     found = []
     for setting, name in names.items():
-        done: dict[Replicate, Curve] = {}
-        diverged: dict[Replicate, Curve] = {}
+        of_state: dict[str, dict[Replicate, Curve]] = {"done": {}, "diverged": {}, "running": {}}
         for run in sweep.runs_of(setting).values():
             if key in run.curves:
                 curve = per_update(run.curves[key], run.config["max_iters"]) if sums else run.curves[key]
-                (done if run.done else diverged)[run.replicate] = curve
-        found.append(Series(name, look[setting], done, diverged))
-    return [s for s in found if s.curves or s.diverged]
+                state = run.state.state if run.state.state in of_state else "running"
+                of_state[state][run.replicate] = curve
+        found.append(Series(name, look[setting], of_state["done"], of_state["diverged"], of_state["running"]))
+    return [s for s in found if s.curves or s.unfinished]
 
 
 def metric_panels(

@@ -9,6 +9,7 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import vl_convert
 
@@ -52,10 +53,27 @@ class Markup:
 
 @dataclass(frozen=True)
 class Section:
-    """items: paragraphs (with words in **, * or `), tables, figures and markup."""
+    """items: paragraphs (with words in **, * or `), tables, figures and markup. grid: side by side."""
 
     title: str
     items: Sequence[str | Table | Figure | Markup]
+    grid: bool = False
+
+
+@dataclass(frozen=True)
+class Content:
+    """A page. about: label -> value of what was run; hint: how to use its charts."""
+
+    title: str
+    state: str
+    about: Mapping[str, str]
+    sections: Sequence[Section]
+    hint: str = HINT
+
+    def shown(self) -> dict[str, Any]:
+        """What a live page gets anew."""
+        charts = {figure.name: figure.spec for figure in figures_of(self.sections)}
+        return {"state": self.state, "body": body(self.sections), "charts": charts}
 
 
 def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
@@ -148,8 +166,8 @@ def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) 
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", "\n".join(blocks))  # names may hold tags
 
 
-def page(title: str, state: str, about: Mapping[str, str], sections: Sequence[Section], hint: str = HINT) -> str:
-    """report.html: one page that needs no other file and no network. Its charts and Vega's runtime are compressed."""
+def body(sections: Sequence[Section]) -> str:
+    """The sections in HTML, with a place for each chart."""
 
     def text(item: str | Table | Figure | Markup) -> str:
         if isinstance(item, Markup):
@@ -168,18 +186,27 @@ def page(title: str, state: str, about: Mapping[str, str], sections: Sequence[Se
             marked = re.sub(f"{mark}(.+?){mark}", rf"<{tag}>\1</{tag}>", marked)
         return f"<p>{marked}</p>"
 
-    body = [
-        "\n".join([f'<section id="section-{i}">\n<h2>{html.escape(section.title)}</h2>', *map(text, section.items)])
-        for i, section in enumerate(sections)
-    ]
-    charts = {figure.name: figure.chart.to_dict() for figure in figures_of(sections)}
+    found = []
+    for i, section in enumerate(sections):
+        items = "\n".join(map(text, section.items))
+        inner = f'<div class="grid">\n{items}\n</div>' if section.grid else items
+        found.append(f'<section id="section-{i}">\n<h2>{html.escape(section.title)}</h2>\n{inner}\n</section>\n')
+    return "".join(found)
+
+
+def page(content: Content, live: bool = False) -> str:
+    """report.html: one page that needs no other file and no network. Its charts and Vega's runtime are compressed.
+
+    live: it asks for data.json, which has Content.shown(), every few seconds.
+    """
     runtime = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]  # its stub asks for more
+    shown = content.shown()
+    facts = "".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in content.about.items())
     return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=html.escape(title), state=html.escape(state), hint=html.escape(hint),
-        body="\n</section>\n".join([*body, ""]),
-        facts="".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in about.items()),
-        themes=json.dumps({"light": theme(dark=False), "dark": theme(dark=True)}),
-        charts=packed(json.dumps(charts)), runtime=packed(runtime),
+        title=html.escape(content.title), state=html.escape(content.state), hint=html.escape(content.hint),
+        body=shown["body"], facts=facts and f"<details><summary>What was run</summary><dl>{facts}</dl></details>",
+        themes=json.dumps({"light": theme(dark=False), "dark": theme(dark=True)}), live=json.dumps(live),
+        charts=packed(json.dumps(shown["charts"])), runtime=packed(runtime),
     )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from core.schema import ConfigError, flatten, require, show
 from sweeps.definition import Definition, Part, check_sweep, part_and_name
 from sweeps.plan import PlannedRun, read_plan
 from sweeps.status import State, state_of
-from training.metrics import REDUCTIONS, in_words
+from training.metrics import METRICS as METRIC_ROWS
+from training.metrics import REDUCTIONS, in_words, shown_in
 
 Replicate = tuple[int, int | None]  # (seed, fold): two runs with the same one are a pair
 Curve = Mapping[int, float]  # iteration -> value
@@ -94,12 +95,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """name: of the folder in results/. about: sweep.json, which has the definition, and the commits that planned it."""
+    """name: of the folder in results/. about: sweep.json, which has the definition, and the commits that planned it.
+
+    live: for a page that shows runs while they train.
+    """
 
     name: str
     about: dict[str, Any]
     definition: Definition
     runs: list[Run]
+    live: bool = False
 
     @cached_property
     def by_setting(self) -> dict[str, dict[Replicate, Run]]:
@@ -174,8 +179,9 @@ class Sweep:
     def logged(self) -> dict[str, str]:
         """The entries of `also` that metrics.jsonl has: key or pattern of keys -> the reduction that thins a curve."""
         found = {key: [one for one in how if one != "summary"] for key, how in self.also.items()}
+        watched = {key: METRIC_ROWS[key].thins for key in shown_in("live")} if self.live else {}
         # the roughness of a span is no value of the metric
-        return {key: "last" if how[0] == "roughness" else how[0] for key, how in found.items() if how}
+        return watched | {key: "last" if how[0] == "roughness" else how[0] for key, how in found.items() if how}
 
     def paper(self, setting: str, metric: str = "val_loss") -> float | None:
         """The paper's number for a setting: under its name, or under the first pattern that matches."""
@@ -189,17 +195,22 @@ class Sweep:
 
 def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     """Raises: ConfigError where there is no sweep, or its files cannot be read."""
-    plan, about = read_plan(sweep_dir), read_json(sweep_dir / "sweep.json")
+    plan, sweep = read_plan(sweep_dir), read_definition(sweep_dir, name)
+    sweep.runs.extend(read_run(sweep_dir, run, sweep) for run in plan)
+    for key, value in ((m.key, run.value(m)) for m in sweep.metrics for run in sweep.runs):
+        require(value is None or isinstance(value, int | float), f"also.{key}: {show(value)} is not a number")
+    return sweep
+
+
+def read_definition(sweep_dir: Path, name: str, live: bool = False) -> Sweep:
+    """A sweep without its runs. Raises: ConfigError."""
+    about = read_json(sweep_dir / "sweep.json")
     require(is_intact(about), f"sweep_dir={sweep_dir} has a sweep.json that was changed")
     frozen = about.setdefault("frozen", [])
     good = isinstance(frozen, list) and all(isinstance(one, dict) and "overrides" in one for one in frozen)
     good &= isinstance(about.get("sweep"), dict)
     require(good, f"sweep_dir={sweep_dir} has no sweep.json that can be read")
-    sweep = Sweep(name, about, check_sweep(about["sweep"]), [])
-    sweep.runs.extend(read_run(sweep_dir, run, sweep) for run in plan)
-    for key, value in ((m.key, run.value(m)) for m in sweep.metrics for run in sweep.runs):
-        require(value is None or isinstance(value, int | float), f"also.{key}: {show(value)} is not a number")
-    return sweep
+    return Sweep(name, about, check_sweep(about["sweep"]), [], live)
 
 
 def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:

@@ -12,11 +12,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import altair as alt
-
 from core.files import read_json
 from core.schema import require
-from scripts.reporting.charts import LOSS, OKABE_ITO, Figure
+from scripts.reporting.charts import LOSS, OKABE_ITO, Figure, Spec, marks, nominal, quantity, where
 from scripts.reporting.comparisons import Comparison, compare
 from scripts.reporting.numbers import Estimate, interval, n_needed
 from scripts.reporting.rates import best_rate, final_means, highest_stable, runs_by_rate
@@ -235,7 +233,7 @@ def figures(found: Sequence[Entry]) -> list[Figure]:
     return made
 
 
-def overhead_chart(found: Sequence[Entry]) -> alt.LayerChart:
+def overhead_chart(found: Sequence[Entry]) -> Spec:
     ends = [end for e in found for end in (e.loss.mean, e.loss.low, e.loss.high) if end is not None]
     times = [100 * (e.ratios[0]["median"] - 1) for e in found]
     domain_x, domain_y = [min(times) - 2, max(times) + 3], [min(ends) - 0.002, max(ends) + 0.002]
@@ -249,17 +247,15 @@ def overhead_chart(found: Sequence[Entry]) -> alt.LayerChart:
         {"name": e.name, "loss": e.loss.mean, "low": e.loss.low, "high": e.loss.high, "time": time, "side": side}
         for e, time, side in zip(found, times, label_sides(points, [e.name for e in found]), strict=True)
     ]
-    scale_y = alt.Scale(domain=domain_y, nice=False, zero=False)
-    base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("time:Q", title="time of an update over none (%)", scale=alt.Scale(domain=domain_x, nice=False)),
-        y=alt.Y("loss:Q", title=LOSS, scale=scale_y),
-    )
-    layers = [base.mark_rule(color="#b4bac4").encode(y=alt.Y("low:Q", title=LOSS, scale=scale_y), y2="high:Q")]
-    layers.append(base.mark_point(filled=True, size=50, opacity=1))
+    scale = {"domain": domain_y, "nice": False, "zero": False}
+    x = quantity("time", title="time of an update over none (%)", scale={"domain": domain_x, "nice": False})
+    base = {"x": x, "y": quantity("loss", title=LOSS, scale=scale)}
+    bar = {"y": quantity("low", title=LOSS, scale=scale), "y2": {"field": "high"}}
+    layers = [marks("rule", base | bar, color="#b4bac4"), marks("point", base, filled=True, size=50, opacity=1)]
     for side, align, dx in (("right", "left", 7), ("left", "right", -7)):
-        text = base.transform_filter(f"datum.side === '{side}'").mark_text(align=align, dx=dx, fontSize=11)
-        layers.append(text.encode(text="name:N"))
-    return alt.layer(*layers).properties(width=width, height=height)
+        of_side = where(f"datum.side === '{side}'")
+        layers.append(marks("text", base | {"text": nominal("name")}, of_side, align=align, dx=dx, fontSize=11))
+    return {"layer": layers, "data": {"values": rows}, "width": width, "height": height}
 
 
 def label_sides(points: Sequence[tuple[float, float]], names: Sequence[str]) -> list[str]:
@@ -278,23 +274,24 @@ def label_sides(points: Sequence[tuple[float, float]], names: Sequence[str]) -> 
     return found
 
 
-def rates_chart(found: Sequence[Entry]) -> alt.ConcatChart:
+def rates_chart(found: Sequence[Entry]) -> Spec:
     """A panel for each contestant: its mean losses and, in grey, those of BASELINE. Losses far above are cut off."""
     lowest = min(min(e.means.values()) for e in found)
     ticks = sorted({rate for e in found for rate in e.means})
     baseline = next((e.means for e in found if e.name == BASELINE), {})
     columns, panels = 4, []
     for i, e in enumerate(found):
-        log2 = alt.Scale(type="log", base=2, nice=False, padding=8)
+        axis = {"values": ticks, "labelAngle": -45}
         title = "learning rate" if i + columns >= len(found) else None
-        x = alt.X("rate:Q", title=title, scale=log2, axis=alt.Axis(values=ticks, labelAngle=-45))
-        scale = alt.Scale(domain=[lowest - 0.01, lowest + 0.3], nice=False)
-        y = alt.Y("loss:Q", title="loss (nats)" if i % columns == 0 else None, scale=scale, axis=alt.Axis(tickCount=4))
+        log2 = {"type": "log", "base": 2, "nice": False, "padding": 8}
+        x = quantity("rate", title=title, scale=log2, axis=axis)
+        scale = {"domain": [lowest - 0.01, lowest + 0.3], "nice": False}
+        y = quantity("loss", title="loss (nats)" if i % columns == 0 else None, scale=scale, axis={"tickCount": 4})
         lines = []
         for means, colour in ((baseline, "#b4bac4"), (e.means, OKABE_ITO[0])):
             rows = [{"rate": rate, "loss": loss} for rate, loss in sorted(means.items())]
-            base = alt.Chart(alt.Data(values=rows)).encode(x=x, y=y)
-            marks = alt.OverlayMarkDef(size=24, color=colour, filled=True, clip=True)
-            lines.append(base.mark_line(color=colour, clip=True, point=marks))
-        panels.append(alt.layer(*lines).properties(title=e.name, width=150, height=110))
-    return alt.concat(*panels, columns=columns, spacing=24)
+            points = {"size": 24, "color": colour, "filled": True, "clip": True}
+            line = marks("line", {"x": x, "y": y}, color=colour, clip=True, point=points)
+            lines.append(line | {"data": {"values": rows}})
+        panels.append({"layer": lines, "title": e.name, "width": 150, "height": 110})
+    return {"concat": panels, "columns": columns, "spacing": 24}

@@ -1,0 +1,162 @@
+"""The page of one run, done or not: its curves, attention by layer and head, samples, the end of its log, settings."""
+
+import html
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from core.cli import parse_yaml
+from core.record import Lines, is_number
+from core.schema import ConfigError, flatten, require, show
+from scripts.reporting.charts import Figure, Row, Series, curve_chart, head_chart, styles_of_names
+from scripts.reporting.page import Markup, Section
+from scripts.reporting.runs import Curve, Run, Sweep, kept, read_run, thinned
+from scripts.reporting.tables import Table
+from sweeps.plan import PlannedRun
+from sweeps.status import FINAL, State, state_of
+from training.config import load_config
+from training.metrics import METRICS, in_words, shown_in
+
+SAMPLES = 20  # the last ones
+LOG = 8192  # bytes of its end
+
+
+class RunFiles:
+    """A run's files, which grow. update() reads what is new."""
+
+    def __init__(self, sweep_dir: Path, plan: PlannedRun) -> None:
+        self.sweep_dir, self.plan, self.state = sweep_dir, plan, State("pending")
+        folder = sweep_dir / plan.id
+        self.metrics = Lines(folder / "metrics.jsonl")
+        self.diagnostics = Lines(folder / "diagnostics.jsonl", keep=1)
+        self.samples = Lines(folder / "samples.jsonl", keep=SAMPLES)
+        self.version = 0
+        self._row: tuple[int, Run] | None = None
+
+    def update(self) -> int:
+        """A number that grows where something has changed."""
+        before, self.state = self.state, state_of(self.sweep_dir, self.plan)
+        new = [lines.update() for lines in (self.metrics, self.diagnostics, self.samples)]
+        self.version += self.version == 0 or self.state != before or any(new)
+        return self.version
+
+    def row(self, sweep: Sweep) -> Run:
+        """The run in its sweep's report; one that is not at its end with its curves so far."""
+        if self._row is None or self._row[0] != self.version:
+            run = read_run(self.sweep_dir, self.plan, sweep)
+            if self.state.state not in FINAL:
+                curves = {key: self.metrics.curve(key) for key in {key for line in self.metrics.lines for key in line}}
+                drawn = {key: curve for key, curve in kept({}, curves, sweep)[1].items() if curve}
+                run = Run(run.id, run.settings, run.seed, run.fold, run.config, run.state, {}, drawn)
+            self._row = (self.version, run)
+        return self._row[1]
+
+    def curves(self) -> dict[str, Curve]:
+        """What is shown of it, thinned."""
+        found = {key: self.metrics.curve(key) for key in shown_in("live")}
+        return {key: curve if key == "val/loss" else thinned(curve, METRICS[key].thins)
+                for key, curve in found.items() if curve}  # fmt: skip
+
+    def progress(self) -> "Progress":
+        losses = self.metrics.curve("val/loss")
+        step = max((line["iter"] for line in self.metrics.lines), default=0)
+        speed = next(reversed(self.metrics.curve("tok_per_sec").values()), 0.0)
+        tokens = (self.plan.config.max_iters - step) * self.plan.config.tokens_per_iter
+        left = tokens / speed if self.state.state == "running" and speed > 0 else None
+        return step, left, min(((loss, i) for i, loss in losses.items()), default=None)
+
+    def heads(self) -> dict[str, list[Row]]:
+        """The last line of diagnostics.jsonl, as rows of heat maps."""
+        rows: dict[str, list[Row]] = {key: [] for key in shown_in("heads")}
+        for name, value in self.diagnostics.lines[-1].items() if self.diagnostics.lines else ():
+            found = re.fullmatch(r"(.+)/layer_(\d{1,5})/head_(\d{1,5})", name)
+            if found and found[1] in rows and is_number(value):
+                rows[found[1]].append({"layer": int(found[2]), "head": int(found[3]), "value": value})
+        return {key: of for key, of in rows.items() if of}
+
+    def log(self) -> str:
+        """The end of the log of a run that did not end well."""
+        if self.state.state not in ("failed", "diverged", "stopped"):
+            return ""
+        for file in (self.sweep_dir / "logs" / f"{self.plan.id}.log", self.sweep_dir / self.plan.id / "train.log"):
+            with suppress(OSError), open(file, "rb") as opened:
+                opened.seek(max(0, file.stat().st_size - LOG))
+                return opened.read().decode(errors="replace")
+        return ""
+
+
+Progress = tuple[int, float | None, tuple[float, int] | None]  # iteration, seconds left, lowest loss and its iteration
+
+
+def single_run(path: Path) -> RunFiles:
+    """A run directory. Raises: ConfigError."""
+    try:
+        text = (path / "config.yaml").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"run={path} holds no run (its config.yaml cannot be read)") from error
+    content = parse_yaml(text, f"run={path} has a config.yaml that cannot be read")
+    require(isinstance(content, dict), f"run={path} has a config.yaml without settings")
+    config = load_config(content)
+    return RunFiles(path.parent, PlannedRun(path.name, [path.name], config.seed, None, [], config))
+
+
+def headline(run: RunFiles) -> str:
+    step, left, best = run.progress()
+    parts = [run.state.state + (f": {run.state.reason}" if run.state.reason else "")]
+    parts.append(f"iteration {step:,} of {run.plan.config.max_iters:,}")
+    if left is not None:
+        parts.append(f"{duration(left)} left")
+    if best is not None:
+        parts.append(f"lowest validation loss {best[0]:.4f} at iteration {best[1]:,}")
+    return "; ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def run_outline(run: RunFiles) -> list[Section]:
+    """What the page says, in order."""
+    curves, sections = run.curves(), []
+    losses = {name: curves.pop(key) for name, key in NAMES.items() if key in curves}
+    if losses:
+        sections.append(Section("Loss", [curves_figure("loss", losses, "loss", LOSSES)]))
+    if curves:
+        figures = [
+            curves_figure(re.sub(r"\W+", "_", key), {key: curve}, in_words(key)) for key, curve in curves.items()
+        ]
+        sections.append(Section("Other metrics", figures, grid=True))
+    if heads := run.heads():
+        title = f"Attention heads at iteration {run.diagnostics.lines[-1]['iter']:,}"
+        maps = [Figure(re.sub(r"\W+", "_", f"heads {key}"), key, head_chart(rows, in_words(key)), "")
+                for key, rows in heads.items()]  # fmt: skip
+        sections.append(Section(title, maps, grid=True))
+    if run.samples.lines:
+        sections.append(Section("Samples", [*map(sample, reversed(run.samples.lines))]))
+    if log := run.log():
+        sections.append(Section("The end of its log", [Markup(f"<pre>{html.escape(log)}</pre>")]))
+    settings = flatten(asdict(run.plan.config))
+    table = Table(["setting", "value"], [[key, show(value)] for key, value in settings.items()], text_columns=2)
+    return [*sections, Section("Settings", [table])]
+
+
+NAMES = {"validation": "val/loss", "training": "train/loss"}
+LOSSES = "In nats per token: validation loss over every held-out token, training loss of the updates' own batches."
+
+
+def curves_figure(name: str, curves: Mapping[str, Curve], title: str, caption: str = "") -> Figure:
+    look = styles_of_names(curves)
+    series = [Series(key, look[key], {(0, None): curve}) for key, curve in curves.items()]
+    spec = curve_chart(series, title)
+    if len(series) == 1:
+        spec |= {"height": 220, "config": {"legend": {"disable": True}}}
+    return Figure(name, title, spec, caption)
+
+
+def sample(line: Mapping[str, object]) -> Markup:
+    text = html.escape(str(line.get("text")))
+    return Markup(f"<details><summary>Iteration {line['iter']}</summary><pre>{text}</pre></details>")
