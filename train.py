@@ -211,7 +211,7 @@ def finish(run: Run, line: dict[str, Any], failure: str = "") -> int:
         run.dir.log(f"diverged: {failure}; checkpoints from before: {', '.join(kept) or 'none'}")
         return EXIT_DIVERGED
     run.dir.status(status, iter=step)
-    for row in closing_rows(run.dir, summary, config.plot):
+    for row in closing_rows(run.dir, summary, bool(config.plot)):
         run.dir.log(row)
     return 0
 

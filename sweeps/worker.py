@@ -100,7 +100,8 @@ def config_in_sweep(run: PlannedRun, sweep_dir: Path) -> TrainConfig:
     media = "off" if wandb.media == "auto" else wandb.media
     group = wandb.group or f"{name}: {run.points[0]}"[:128]
     wandb = replace(wandb, tags=(*wandb.tags, sweep_tag(name), *parts), media=media, group=group)
-    return replace(run.config, out_dir=str(sweep_dir / run.id), dry_run=False, wandb=wandb)
+    plot = run.config.plot is True  # auto: not here
+    return replace(run.config, out_dir=str(sweep_dir / run.id), dry_run=False, wandb=wandb, plot=plot)
 
 
 @contextlib.contextmanager

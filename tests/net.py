@@ -28,7 +28,8 @@ from typing import Any
 # 4 x 64 tokens of 64 channels are the fewest elements for which kernels replace PyTorch's operations; in bfloat16
 # attention has a kernel where the channels of a head are a multiple of 16.
 TINY = """model.n_layer=2 model.n_head=4 model.n_embd=64 model.block_size=64 batch_size=4 max_iters=20 compile=false
-    schedule.warmup_iters=5 optim.learning_rate=0.01 log_interval=1 eval_interval=10 device=cpu threads=1 data=text"""
+    schedule.warmup_iters=5 optim.learning_rate=0.01 log_interval=1 eval_interval=10 device=cpu threads=1 plot=false
+    data=text"""
 ROPE = "model.norm=rmsnorm model.position=rope model.rope_theta=100"
 MLA = f"{ROPE} attention=mla attention.kv_rank=32 attention.nope_dim=16 attention.rope_dim=16 attention.v_dim=16"
 LAYOUTS = {

@@ -86,6 +86,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sweep = tiny_sweep(folder, folder / "corpus.txt")
     output = launched(sweep)
     assert "8 done" in output and "[8/8]" in output
+    assert not [*(folder / "sweep").glob("*/curve.png")]  # plot=auto
     return sweep
 
 

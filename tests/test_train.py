@@ -1,6 +1,5 @@
 import ctypes
 import functools
-import json
 import math
 import os
 import resource
@@ -32,7 +31,6 @@ from model.diagnostics import diagnose
 from model.gpt import GPT
 from model.options import LpNormOptions
 from training import estimate, optim, updates
-from training.config import load_config
 from training.evaluate import mean_loss, spike_score
 from training.meter import Meter
 from training.optim import Optimizer
@@ -45,11 +43,17 @@ def test_a_run_learns_and_leaves_what_the_design_promises(corpus: Path, tmp_path
     run = tmp_path / "run"
     schedule = {"name": "cosine", "warmup_iters": 10, "min_lr": 1e-3}
     optim = {"name": "adamw", "learning_rate": 1e-2}
-    config = configured(corpus, run, max_iters=150, eval_interval=50, log_interval=10, plot=True, schedule=schedule)
-    assert train.run(load_config({**json.loads(json.dumps(asdict(config))), "optim": optim})) == 0
+    asked: dict[str, Any] = {"max_iters": 150, "schedule": schedule, "optim": optim}
+    config = configured(corpus, run, eval_interval=50, log_interval=10, plot="auto", **asked)
+    assert train.run(config) == 0
     names = "ckpt config.yaml curve.png diagnostics.jsonl lock metrics.jsonl status.json summary.json train.log"
     assert sorted(p.name for p in run.iterdir()) == names.split()
-    assert (run / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    curve = (run / "curve.png").read_bytes()
+    assert curve[:8] == b"\x89PNG\r\n\x1a\n"
+    for plot in ("auto", True):  # of a finished run it is drawn where it is asked for
+        (run / "curve.png").write_bytes(b"old")
+        assert train.run(configured(corpus, run, plot=plot, **asked)) == 0
+        assert (run / "curve.png").read_bytes() == (curve if plot is True else b"old")
     logged = Metrics.read(run / "metrics.jsonl")
     assert [line["iter"] for line in logged] == list(range(0, 151, 10))
     evaluated = [line for line in logged if "val/loss" in line]

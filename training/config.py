@@ -316,7 +316,9 @@ class RootOptions:
     ] = 0
     log_interval: Annotated[int, FREE, AtLeast(1), Help("iterations between lines of metrics.jsonl")] = 10
     checkpoint_interval: Annotated[int, FREE, AtLeast(1), Help("iterations between checkpoints")] = 250
-    plot: Annotated[bool, FREE, Help("draw the loss curve into the run directory at the end")] = False
+    plot: Annotated[
+        bool | Literal["auto"], FREE, Help("draw the loss curve into the run directory at the end; auto: not in sweeps")
+    ] = "auto"
     dry_run: Annotated[bool, FREE, Help("print what the run would be and cost; write nothing")] = False
     eval_only: Annotated[bool, FREE, Help("evaluate the latest checkpoint, then stop")] = False
     plugins: Annotated[

@@ -16,6 +16,7 @@ from core.schema import ConfigError, differences, require, with_earlier_defaults
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
 from training.session import Machine, Session, read_corpus
 from training.state import RunState
+from training.tracking import draw_curve
 
 DECIDES_BITS = ("device", "compile", "deterministic", "ranks", "torch", "kernels")  # a CPU's name has its threads
 
@@ -167,6 +168,8 @@ def say_how_it_ended(config: TrainConfig, machine: Machine, run_dir: RunDir) -> 
     damage = find_damage(run_dir.path)
     if not damage:  # of a damaged summary.json neither dtype nor text can be trusted
         check_finished(config, machine, run_dir)
+    if config.plot is True and not damage and machine.world.rank == 0:
+        draw_curve(run_dir.path)
     but = f", but {damage}" if damage else ""
     run_dir.log(f"{run_dir.path} is {run_dir.state}{but}; fresh=true starts it anew")
     return 1 if damage else EXIT_DIVERGED if run_dir.state == "diverged" else 0

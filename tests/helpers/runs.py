@@ -35,7 +35,7 @@ TIMED = {"tok_per_sec", "mfu"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "threads": 1, "batch_size": 4, "max_iters": 6, "log_interval": 1,
-    "eval_interval": 2, "checkpoint_interval": 2,
+    "eval_interval": 2, "checkpoint_interval": 2, "plot": False,
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.2},
     "schedule": {"name": "cosine", "warmup_iters": 1, "lr_decay_iters": 6}, "wandb": {"mode": "disabled"},
 }  # fmt: skip
