@@ -25,6 +25,7 @@ SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross
 DASHES = [[1, 0], [6, 2], [2, 2], [8, 2, 2, 2], [4, 1], [1, 2], [8, 2, 2, 2, 2, 2]]
 CROWD = 9  # more curves cannot be told apart in one chart
 COLUMNS = 4  # of panels
+FEW_LATE = 5
 ENDS = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}  # of bands and bars
 # drag to move; the wheel zooms with Ctrl alone, as without it the page scrolls
 ZOOM = {"name": "zoom", "select": {"type": "interval", "zoom": "wheel![event.ctrlKey]"}, "bind": "scales"}
@@ -57,6 +58,7 @@ class Series:
     diverged: Mapping[Replicate, Curve] = field(default_factory=dict)
     running: Mapping[Replicate, Curve] = field(default_factory=dict)
     estimates: Mapping[int, Estimate] = field(default_factory=dict)
+    goes_on: bool = False  # curves holds that of a run that is not done
 
     @cached_property
     def mean(self) -> Mapping[int, Estimate]:
@@ -410,8 +412,9 @@ def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
     """The y axis of a metric: logarithmic where it spans more than a factor of 50, but never for the validation loss,
     nor around a line at zero.
 
-    Its range is that of the means and of the intervals of three values or more; of a loss, past a tenth of the run:
-    before it, the loss falls from ln V and would set the scale.
+    Its range is that of the means; around a line at zero also that of the intervals of more than three values. That of
+    a loss is of what comes after a tenth of the run, of one that goes on once there are FEW_LATE values: it falls from
+    ln V at first.
     """
     drawn = [point.mean for s in series for point in s.mean.values()]
     drawn += [value for s in series for curve in s.unfinished for value in curve.values()]
@@ -422,17 +425,26 @@ def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
         ticks = [m * 10.0**k for k in range(-12, 13) for m in steps if low <= m * 10.0**k <= high]
         scale = {"type": "log", "domain": [low, high], "nice": False}
         return {"title": f"{key}, log scale", "scale": scale, "axis": {"values": ticks, "format": "~g"}}
-    start = 0.1 if is_loss(key) else -1  # the share of the run that does not set the range
-    points = [point for s in series for i, point in s.mean.items() if i > start * max(s.mean)]
-    floor = 0.0 if not zero and min(drawn, default=0) >= 0 else -math.inf  # what is never negative has no such axis
-    ends = [max(end, floor) for point in points if point.n > 2 for end in (point.low, point.high) if end is not None]
-    values = [*(point.mean for point in points), *ends, *[0.0] * zero]
-    if not values:
-        thin = [curve for s in series for curve in s.unfinished]
-        values = [value for curve in thin for i, value in curve.items() if i > start * max(curve)] or [0.0, 1.0]
+    means: list[Curve] = [{i: point.mean for i, point in s.mean.items()} for s in series]
+    few = math.inf
+    if is_loss(key):
+        few = FEW_LATE if any(s.goes_on or s.running for s in series) else 0
+    values = late_values(means, few) or late_values([curve for s in series for curve in s.unfinished], few) or [0, 1]
+    if zero:
+        points = [point for s in series for point in s.mean.values() if point.n > 3]
+        values += [0.0, *(end for point in points for end in (point.low, point.high) if end is not None)]
     margin = 0.04 * (max(values) - min(values)) or 0.01
     scale = {"domain": [min(values) - margin, max(values) + margin], "nice": False, "zero": False}
     return {"title": key, "scale": scale, "axis": {"tickCount": 5, "format": "%" if key.startswith("share") else ""}}
+
+
+def late_values(curves: Iterable[Curve], few: float) -> list[float]:
+    """The values after a tenth of each curve; all of them where a curve has fewer than `few` after it."""
+    curves = [curve for curve in curves if curve]
+    late = [[value for i, value in curve.items() if i > 0.1 * max(curve)] for curve in curves]
+    if min(map(len, late), default=0) < few:
+        late = [[*curve.values()] for curve in curves]
+    return [value for values in late for value in values]
 
 
 def is_log(axis: Mapping[str, Any]) -> bool:

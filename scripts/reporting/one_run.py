@@ -12,6 +12,7 @@ from core.cli import parse_yaml
 from core.record import Lines, is_number
 from core.schema import ConfigError, flatten, require, show
 from scripts.reporting.charts import Figure, Row, Series, curve_chart, head_chart, styles_of_names
+from scripts.reporting.figures import file_name
 from scripts.reporting.page import Markup, Section
 from scripts.reporting.runs import Curve, Run, Sweep, kept, read_run, thinned
 from scripts.reporting.tables import Table
@@ -123,16 +124,15 @@ def run_outline(run: RunFiles) -> list[Section]:
     """What the page says, in order."""
     curves, sections = run.curves(), []
     losses = {name: curves.pop(key) for name, key in NAMES.items() if key in curves}
+    goes_on = run.state.state not in FINAL
     if losses:
-        sections.append(Section("Loss", [curves_figure("loss", losses, "loss", LOSSES)]))
+        sections.append(Section("Loss", [curves_figure("loss", losses, "loss", goes_on, LOSSES)]))
     if curves:
-        figures = [
-            curves_figure(re.sub(r"\W+", "_", key), {key: curve}, in_words(key)) for key, curve in curves.items()
-        ]
+        figures = [curves_figure(file_name(key), {key: of}, in_words(key), goes_on) for key, of in curves.items()]
         sections.append(Section("Other metrics", figures, grid=True))
     if heads := run.heads():
         title = f"Attention heads at iteration {run.diagnostics.lines[-1]['iter']:,}"
-        maps = [Figure(re.sub(r"\W+", "_", f"heads {key}"), key, head_chart(rows, in_words(key)), "")
+        maps = [Figure(f"heads_{file_name(key)}", key, head_chart(rows, in_words(key)), "")
                 for key, rows in heads.items()]  # fmt: skip
         sections.append(Section(title, maps, grid=True))
     if run.samples.lines:
@@ -148,9 +148,9 @@ NAMES = {"validation": "val/loss", "training": "train/loss"}
 LOSSES = "In nats per token: validation loss over every held-out token, training loss of the updates' own batches."
 
 
-def curves_figure(name: str, curves: Mapping[str, Curve], title: str, caption: str = "") -> Figure:
+def curves_figure(name: str, curves: Mapping[str, Curve], title: str, goes_on: bool, caption: str = "") -> Figure:
     look = styles_of_names(curves)
-    series = [Series(key, look[key], {(0, None): curve}) for key, curve in curves.items()]
+    series = [Series(key, look[key], {(0, None): curve}, goes_on=goes_on) for key, curve in curves.items()]
     spec = curve_chart(series, title)
     if len(series) == 1:
         spec |= {"height": 220, "config": {"legend": {"disable": True}}}
