@@ -48,7 +48,7 @@ def run(config: TrainConfig) -> int:
     """Train, resume or evaluate the run that `config` describes.
 
     Returns the exit status: 0, 1 (a finished run whose files are damaged), 3 (diverged: a loss, gradient or weight is
-    not finite) or 128 + the signal that stopped it. Raises: ConfigError before anything of the run changes.
+    not finite) or 128 + the signal that came. Raises: ConfigError (status 2) before anything of the run changes.
     """
     wandb_mode(config.wandb.mode)  # refuses an unknown $WANDB_MODE
     config = with_init_sha256(config)
@@ -64,7 +64,7 @@ def run(config: TrainConfig) -> int:
     session.join_ranks()
     warnings = start_up_checks(session)  # before init_from: they expect the loss of random weights
     warnings += load_initial_weights(config, session.model, session.data.corpus)  # none where there is a checkpoint
-    with open_run_dir(config, machine.world) as run_dir:  # looks again; ranks other than 0 only read it
+    with open_run_dir(config, machine.world) as run_dir:  # looks again: another process may have trained it
         if run_dir.finished and not config.eval_only:
             return say_how_it_ended(config, machine, run_dir)
         saved = resume(session, run_dir)
@@ -81,17 +81,18 @@ def run(config: TrainConfig) -> int:
 
 
 def train_to_the_end(run: Run) -> int:
-    """Train, and record how it ended. Returns the exit status."""
-    with StopSignal(hangup=True) as received:  # after the last update a signal only sets the exit status
+    """Train, and record how it ended. Returns the exit status. A first signal stops the run at a checkpoint (after the
+    last update it only sets the status), a second one ends the process at once."""
+    with StopSignal(hangup=True) as received:
         try:
             line = train(run, dist.AgreedStop(received))
         except Diverged as end:
-            found = dict.fromkeys(dist.gather(first_not_finite(run.session, end.step)))  # each answer of a rank once
+            found = dict.fromkeys(dist.gather(first_not_finite(run.session, end.step)))  # the ranks' different answers
             run.dir.log(f"first value that is not finite: {'; '.join(found)}")
             status = finish(run, end.line, f"{end.reason} at iteration {end.step}")
         else:
-            if line["iter"] < run.session.config.max_iters:
-                number = received.signal or signal.SIGTERM  # 0 where another rank got it
+            if line["iter"] < run.session.config.max_iters:  # stopped
+                number = received.signal or signal.SIGTERM  # 0 where another rank got one
                 status = record_stop(run, line["iter"], number)
             else:
                 status = finish(run, line)
@@ -100,13 +101,14 @@ def train_to_the_end(run: Run) -> int:
 
 
 def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
-    """Make the updates up to max_iters, or until the ranks agree to stop. Returns the last iteration's metrics.
-
-    Raises: Diverged.
+    """Make the updates up to max_iters, or until the ranks agree to stop. Returns the metrics of the last iteration: of
+    a stop its number alone. Raises: Diverged.
     """
     session, meter, lowest = run.session, run.meter, run.lowest
     config, machine, model = session.config, session.machine, session.model
-    frozen = torch.zeros((), device=machine.device)  # 1 once an update was not finite: the weights then stay
+    frozen = torch.zeros(
+        (), device=machine.device
+    )  # 1 once an update was not finite: the weights stay until it is read
     steps = range(run.start, config.max_iters + 1)  # + 1: the last pass only evaluates and saves
     batch_ids = ((step, micro_step) for step in steps[:-1] for micro_step in session.micro_steps)
     with (
@@ -118,19 +120,21 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
         for step in steps:
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
-            ends = stop.agreed or step == config.max_iters
-            # of the first step the checkpoint knows it: eval_interval may have changed since
+            last = step == config.max_iters
+            ends = last or stop.agreed
+            # the checkpoint knows whether one was due at its step: eval_interval may have changed since
             due = step % config.eval_interval == 0 or (step == run.start and run.evaluation_due)
-            if step == config.max_iters or (due and not stop.agreed):
+            evaluates = last or (due and not ends)  # a stop saves at once: what is due is evaluated after a resume
+            if evaluates:
                 line |= evaluate(run, step)
                 lowest.update(step, line["val/loss"], extra=not due)  # extra: only because the run ends here
             if lowest.step == step or ends or (step % config.checkpoint_interval == 0 and step > run.start):
-                run.save(step, due)
+                run.save(line, due)
             if ends:
                 break
 
             # One update. Its random numbers follow from (seed, step, rank): there is no generator to save.
-            old_weights = copied_weights(model) if "val/loss" in line else {}
+            old_weights = copied_weights(model) if evaluates else {}
             meter.start()  # copying is not timed
             seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
             line["lr"] = learning_rate(step, config)
@@ -140,11 +144,11 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
             maxima = qk_clip(model.attentions, config.qk_clip, frozen)  # largest logits before it, (n_layer, n_head)
             meter.add(step, loss, norm, maxima)
             bar.update()
-            stop.agree()  # all ranks stop after the same update
+            stop.agree()  # all ranks stop after the same update, two later than the signal where there are several
 
             # Read the losses and norms since the last read (a wait): at log lines, and where the next pass evaluates or
             # saves, so that nothing is saved after an update that was not finite.
-            logs = "val/loss" in line or step % config.log_interval == 0
+            logs = evaluates or step % config.log_interval == 0
             if logs or stop.agreed or evaluates_or_saves(step + 1, config):
                 line |= meter.read(line)
             if logs:

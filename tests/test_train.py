@@ -334,10 +334,11 @@ def test_how_to_sample_is_said_in_words_that_a_shell_and_sample_py_take(
 ) -> None:
     assert train.run(configured(corpus, tmp_path / name, max_iters=2)) == 0
     log = (tmp_path / name / "train.log").read_text()
-    table = [line.split()[2] for line in log.splitlines()[-5:]]
-    assert table == ["done:", "best:", "time:", "kept:", "next:"]
-    said = log.rpartition("python sample.py ")[2]
-    assert name != "é dir" or said == f"'run={tmp_path / name}'\n"
+    table = [line.split()[2] for line in log.splitlines()[-6:]]
+    assert table == ["done:", "best:", "time:", "kept:", "next:", "next:"]
+    said, page = log.rpartition("python sample.py ")[2].splitlines()
+    assert name != "é dir" or said == f"'run={tmp_path / name}'"
+    assert page.endswith(f"python scripts/report.py {said} watch=true")
     done = forked("sample.py", *shlex.split(said), "num_samples=1", "max_new_tokens=1", "start=to")
     assert done.stdout.startswith("to")
 
@@ -400,7 +401,9 @@ def test_a_multirun_makes_one_run_each_and_its_option_may_stand_anywhere(
 
 
 def test_imports_are_lazy(program: Program, tiny_run: list[str]) -> None:
-    done = program("train.py", *tiny_run, "max_iters=2", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
+    done = program(
+        "train.py", *tiny_run, "max_iters=2", "plot=false", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    )
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "torch" in imported
     assert not imported & {"wandb", "datasets", "matplotlib", "pandas", "transformers", "tokenizers", "tiktoken"}

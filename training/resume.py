@@ -168,7 +168,7 @@ def say_how_it_ended(config: TrainConfig, machine: Machine, run_dir: RunDir) -> 
     damage = find_damage(run_dir.path)
     if not damage:  # of a damaged summary.json neither dtype nor text can be trusted
         check_finished(config, machine, run_dir)
-    if config.plot is True and not damage and machine.world.rank == 0:
+    if config.plot is True and run_dir.state == "done" and not damage and machine.world.rank == 0:
         draw_curve(run_dir.path)
     but = f", but {damage}" if damage else ""
     run_dir.log(f"{run_dir.path} is {run_dir.state}{but}; fresh=true starts it anew")

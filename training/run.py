@@ -1,6 +1,7 @@
 """A run that trains: how it begins, and what it saves."""
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from core.rundir import RunDir
 from training.config import to_yaml
@@ -31,10 +32,11 @@ class Run:
             evaluation_due, self.meter.readings(), self.lowest.before_step(step),
         )  # fmt: skip
 
-    def save(self, step: int, evaluation_due: bool) -> None:
-        """Write a checkpoint. Raises: Diverged instead where a weight is not finite."""
+    def save(self, line: dict[str, Any], evaluation_due: bool) -> None:
+        """Write the checkpoint of an iteration. line: its metrics. Raises: Diverged where a weight is not finite."""
+        step = line["iter"]
         if not all(p.isfinite().all() for p in self.session.model.parameters()):
-            raise Diverged({"iter": step}, "a weight is not finite")
+            raise Diverged(line, "a weight is not finite")
         state = self.state(step, evaluation_due).to_json()
         self.dir.save(step, self.session.tensors(), state, self.lowest.step == step, self.lowest.keep_step)
 
