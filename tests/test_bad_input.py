@@ -374,21 +374,13 @@ REFUSED: dict[str, dict[str, list[str]]] = {  # by program
     "scripts/compare.py": COMPARE,
     "scripts/report.py": REPORT,
     "scripts/benchmarks/bench_decode.py": BENCH_DECODE,
-    "scripts/dashboard.py": {
-        "": ["sweep=", "given"],
-        "sweep=nowhere": ["entity=", "given"],
-    },
-    "scripts/docs.py": {
-        "foo=1": ["foo=1", "unknown"],
-    },
+    "scripts/dashboard.py": {"": ["sweep=", "given"], "sweep=nowhere": ["entity=", "given"]},
+    "scripts/docs.py": {"foo=1": ["foo=1", "unknown"]},
     "scripts/evaluate_lm.py": {
         "run=nowhere tasks=[]": ["run=nowhere does not exist"],
         "run=folder": ["tasks=", "given"],
     },
-    "scripts/export_hf.py": {
-        "run=folder": ["out=", "given"],
-        "run=nowhere out=x": ["run=nowhere does not exist"],
-    },
+    "scripts/export_hf.py": {"run=folder": ["out=", "given"], "run=nowhere out=x": ["run=nowhere does not exist"]},
     "scripts/benchmarks/bench_train.py": {
         "": ["one of peer=, old= and variants=", "given"],
         "peer=folder": ["peer=folder", "no model.py"],
@@ -413,9 +405,7 @@ REFUSED: dict[str, dict[str, list[str]]] = {  # by program
         "device=gpu": ["device=gpu must be auto, cpu"],
         "minutes=0": ["minutes=0.0 must be > 0 and at most 1e+30"],
     },
-    "sweeps/status.py": {
-        "sweep_dir=corpus.txt": ["sweep_dir=corpus.txt", "no sweep"],
-    },
+    "sweeps/status.py": {"sweep_dir=corpus.txt": ["sweep_dir=corpus.txt", "no sweep"]},
 }
 
 
@@ -549,9 +539,7 @@ CORPORA: dict[str, tuple[bytes, list[str]]] = {
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe data.vocab_size=260"])
 @pytest.mark.parametrize("text", CORPORA)
-def test_a_strange_text_is_read_as_it_is_or_refused_in_one_line(
-    text: str, tokenizer: str, folder: Path, outcome: Outcome
-) -> None:
+def test_a_strange_text_is_read_as_it_is_or_refused(text: str, tokenizer: str, folder: Path, outcome: Outcome) -> None:
     content, expected = CORPORA[text]
     (folder / "text.txt").write_bytes(content)
     words = [*TINY, "data=text", "data.path=text.txt", *f"data.tokenizer={tokenizer}".split(), "dry_run=true"]

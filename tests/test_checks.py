@@ -101,9 +101,7 @@ def test_a_validation_loss_of_zero_is_a_loss(corpus: Path, tmp_path: Path, monke
     assert saved_json(tmp_path / "run", "summary")["iter_of_min"] == 0
 
 
-def test_a_validation_loss_that_is_not_finite_ends_the_run(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_loss_of_nan_ends_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted_losses(monkeypatch, [3.0, math.nan])
     assert train.run(configured(corpus, tmp_path / "run", eval_interval=2)) == 3
     assert saved_json(tmp_path / "run", "summary")["reason"] == "val/loss nan at iteration 2"
@@ -131,9 +129,7 @@ def test_bits_per_character_count_characters_and_not_bytes(tmp_path: Path) -> No
     assert bytes_per_char > 1.5
 
 
-def test_weights_that_are_not_finite_are_never_saved(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_nan_or_inf_are_never_saved(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "learning_rate", lambda step, config: 1e38 if step == 2 else 1e-3)
     assert train.run(configured(corpus, tmp_path / "run", checkpoint_interval=1, eval_interval=100)) == 3
     saved = checkpoint.load(tmp_path / "run" / "ckpt" / "latest")

@@ -101,9 +101,7 @@ def test_data_path_takes_the_file_its_folder_or_the_folder_above(shakespeare: by
     assert load_text(TinyShakespeareOptions(path=os.path.join(REAL_DATA or "", place))).encode() == shakespeare
 
 
-def test_nanoqk_data_and_the_cache_are_found(
-    shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nanoqk_data_and_cache_are_found(shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_cache = write(tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt", shakespeare)
     monkeypatch.setenv("NANOQK_DATA", str(tmp_path / "nothing_here"))
     assert load_text(TinyShakespeareOptions()).encode() == shakespeare
@@ -134,9 +132,7 @@ def test_one_changed_byte_is_refused(shakespeare: bytes, tmp_path: Path) -> None
         load_text(TinyShakespeareOptions(path=str(file)))
 
 
-def test_an_explicit_path_is_never_replaced_by_another_source(
-    shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_explicit_path_is_not_replaced(shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOQK_DATA", str(REAL_DATA))
     with pytest.raises(ConfigError, match=r"^data.path=nowhere does not exist$"):
         load_text(TinyShakespeareOptions(path="nowhere"))

@@ -164,9 +164,7 @@ def test_a_damaged_file_of_a_sweep_is_noticed_or_without_effect(corpus: Path, tm
             assert all(run in before for run in found[1]), what  # a damaged run is not done
 
 
-def test_a_damaged_shard_is_noticed_or_without_effect(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_shard_is_noticed_or_harmless(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "copy"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

@@ -83,9 +83,7 @@ def test_agents_train_the_runs_of_the_plan(sweep: str, capsys: pytest.CaptureFix
         assert config.trajectory == run.config.trajectory and config.wandb.tags == (f"sweep:{sweep}",)
 
 
-def test_a_server_that_is_not_there_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_gone_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("wandb.apis.public.api.Api._HTTP_TIMEOUT", 1)  # seconds; W&B's own is 20
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

@@ -308,9 +308,7 @@ def flat(x: Any) -> list[Any]:
     return [z for y in x for z in flat(y)] if isinstance(x, list | tuple) else [x]
 
 
-def test_examples_limits_and_batches_are_what_was_asked_for(
-    run: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_limits_and_batches_are_as_asked(run: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"run={run}", "tasks=who_says", f"include_path={tasks}", "device=cpu", "limit=4"]
     found = []
     for more in (["num_fewshot=2", "batch_size=1"], ["num_fewshot=2", "batch_size=7"], []):
@@ -379,9 +377,7 @@ def untrained(tmp_path: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.usefixtures("hub")
-def test_the_papers_eight_tasks_run_with_three_examples_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_papers_tasks_run_with_three_examples_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 512, "dropout": 0.0}
     run, out = untrained(tmp_path, model=model), tmp_path / "found.json"
     capsys.readouterr()
@@ -487,9 +483,7 @@ def test_without_lm_eval_the_pip_command_is_said(
     assert error.count("\n") == 1 and "pip install -c constraints.txt -e '.[eval]'" in error
 
 
-def test_what_a_task_asks_for_in_vain_is_named(
-    run: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_tasks_lack_is_named(run: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More examples than there are documents, and text that the vocabulary lacks."""
     text = (tasks / "who_says.yaml").read_text().replace("{{q}}", "{{q}} €").replace("who_says\n", "euro\n")
     (tmp_path / "euro.yaml").write_text(text)

@@ -118,9 +118,7 @@ def test_the_angles_are_hugging_faces_to_the_last_bits() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-mha", "qwen3-gqa", "deepseek_v3-q_rank-untied"])
-def test_a_run_becomes_a_folder_that_generates_the_same_greedy_text(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exported_run_generates_the_same_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = VARIANTS[name][1]
     config = replace(config, model=replace(config.model, tied=False))  # tied random weights repeat the last token
     run = save_run(random_model(config), CHARS, tmp_path / "run")
@@ -197,9 +195,7 @@ MISFITS: dict[str, tuple[TrainConfig, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_a_variant_that_no_architecture_has_is_refused_by_name(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_variant_of_no_architecture_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, words = MISFITS[name]
     run = save_run(random_model(config), CHARS, tmp_path / "run")
     assert main([f"run={run}", f"out={tmp_path / 'hf'}"]) == 2

@@ -158,9 +158,7 @@ def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pyte
     ("fault", "tied"),
     [*((fault, True) for fault in [*FAULTS][1:]), ("unshifted_labels", False), ("padding_in_mean", False)],
 )
-def test_a_run_with_a_fault_says_so_everywhere(
-    fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_is_said_everywhere(fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 16, "dropout": 0.2, "tied": tied}
     run, config = tmp_path / "run", faulty(fault, tmp_path / "run", max_iters=2, model=model)
     assert train.run(config) == 0

@@ -41,10 +41,8 @@ GREEDY: list[tuple[str, str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("layout", "norm", "prompt", "settings"), GREEDY)
-def test_greedy_decoding_equals_full_forwards_also_past_block_size(
-    layout: str, norm: str, prompt: int, settings: dict[str, Any]
-) -> None:
-    """Also of a model in training mode, which decodes with its cache."""
+def test_greedy_decoding_equals_full_forwards(layout: str, norm: str, prompt: int, settings: dict[str, Any]) -> None:
+    """Also past block_size, and of a model in training mode, which decodes with its cache."""
     model, idx = build(config_of(layout, norm, **settings)), random_tokens(3, prompt)
     model.train("activation_checkpointing" in settings)
     tokens = torch.stack(list(generate(model, idx, 45, temperature=0, dtype=torch.float64)), 1)

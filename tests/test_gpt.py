@@ -98,9 +98,7 @@ def test_every_parameter_is_initialised_from_the_seed_and_trained(qk_norm: QKNor
 
 @pytest.mark.parametrize("layout, name", PAIRS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_as_a_run_begins_every_row_gain_alpha_and_learned_p_has_a_gradient(
-    dtype: torch.dtype, layout: str, name: str
-) -> None:
+def test_at_first_every_row_gain_alpha_and_learned_p_has_a_gradient(dtype: torch.dtype, layout: str, name: str) -> None:
     gpt = GPT(config_of(layout, QK_NORM_VARIANTS[name], dropout=0.1).gpt, V)
     gpt.init_weights(0)
     idx, targets = random_tokens(8, 16), random_tokens(8, 16, seed=3)
@@ -195,9 +193,7 @@ def test_lp_norm_passes_gradcheck_in_x_and_in_a_learned_p(p: Any) -> None:
 
 @pytest.mark.parametrize("p", [1.2, *PS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # operations in both
-def test_the_scale_of_an_lp_norm_has_its_derivative_at_zeros_too(
-    p: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_lp_norms_scale_has_its_derivative(p: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "loaded", lambda: False)
     x = torch.randn(6, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
     x[1, ::3], x[2, 1:], x[3] = 0, 0, 0

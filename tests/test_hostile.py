@@ -44,9 +44,7 @@ FILES = ["plan.jsonl", "sweep.json", "status.json", "summary.json", "metrics.jso
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
-def test_json_of_the_wrong_shape_is_reported_or_refused_in_one_line(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_of_a_wrong_shape_is_one_line(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the file's whole content, as one more line, and as the value of each key in turn."""
     made = Made(tmp_path / "sweep", parts={"a": {}}, compare=COMPARE, paper={"name": "x", "val_loss": {"*/p=2": 1.4}})
     for p, fold in itertools.product((2, 3), (0, 1)):

@@ -154,9 +154,7 @@ def test_a_run_that_does_not_fit_is_refused_by_name(name: str, origin: Path, cor
     assert not (tmp_path / "new").exists()
 
 
-def test_dropout_may_differ_with_rope_the_context_too_and_a_text_seen_before_is_warned_of(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_dropout_may_differ_with_rope_the_context_and_a_text_seen_before_is_told(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "rope", model=ROPE)) == 0
     longer = {**ROPE, "block_size": 32, "dropout": 0.0}
     data = {"name": "text", "path": str(corpus), "fold": 0}
@@ -171,9 +169,7 @@ def test_dropout_may_differ_with_rope_the_context_too_and_a_text_seen_before_is_
     )
 
 
-def test_an_origin_that_saw_more_random_tokens_or_an_older_text_is_warned_of(
-    origin: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_an_origin_of_more_tokens_or_of_an_older_text_is_warned_of(origin: Path, corpus: Path, tmp_path: Path) -> None:
     def new(name: str, init_from: Path | None, data: dict[str, Any]) -> str:
         settings = asdict(configured(corpus, tmp_path / name, init_from=init_from and str(init_from)))
         assert train.run(load_config({**settings, "data": data})) == 0

@@ -226,9 +226,7 @@ def test_a_setting_of_several_runs_has_a_row_and_a_run_that_ends_early_does_not_
         assert browser.problems == []
 
 
-def test_a_single_run_is_watched_and_what_cannot_be_is_refused(
-    sweep: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_watched_or_refused_in_a_line(sweep: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = sweep.run("p=2", 0, falling(1.5))
     (path / "config.yaml").write_text(to_yaml(read_plan(sweep.path)[0].config))
     with served(tmp_path, f"run={path}") as port:
@@ -247,9 +245,7 @@ def test_a_single_run_is_watched_and_what_cannot_be_is_refused(
             assert (says in error or "already in use" in error) and error.count("\n") == 1, (words, error)
 
 
-def test_status_draws_a_bar_and_the_best_loss_for_the_sweep_and_each_point(
-    sweep: Made, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_draws_bars_and_the_best_loss_of_each_point(sweep: Made, capsys: pytest.CaptureFixture[str]) -> None:
     done = sweep.run("a/p=2", 0, falling(1.5, 30))
     append(running(sweep, "a/p=3", max_iters=100) / "metrics.jsonl", **{"iter": 40, "val/loss": 1.75})
     sweep.plan("a/p=3", 1, 1, max_iters=100)

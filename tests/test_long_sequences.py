@@ -141,9 +141,7 @@ class LossAlone(nn.Module):
 
 
 @pytest.mark.parametrize(("T", "seen"), [*product([2, 3], ["next", "all"]), *product([640], SEEN)])
-def test_a_model_that_sees_the_future_is_found_at_any_length(
-    T: int, seen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_seeing_the_future_is_found_at_any_length(T: int, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it starts, in bf16, where one of 640 tokens hardly moves the others: with logits, by the last block's output
     and from the loss alone, whether the first 128 of 640 tokens are tried or all."""
     gpt = GPT(config_of("gqa", "rms", block_size=T, n_layer=1).gpt, V).train()

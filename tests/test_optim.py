@@ -20,14 +20,7 @@ from model.kernels import operators as kernels
 from model.options import LpNormOptions, MLAOptions, QKNormOptions, RMSNormOptions
 from training import estimate, optim, updates
 from training.config import AdamWOptions, MuonOptions, OptimizerOptions, TrainConfig
-from training.optim import (
-    AdamW,
-    Muon,
-    Optimizer,
-    check_optimizer,
-    optimizer_bytes,
-    parameter_groups,
-)
+from training.optim import AdamW, Muon, Optimizer, check_optimizer, optimizer_bytes, parameter_groups
 from training.session import Machine, checked_meta_model, read_data, setup
 from training.updates import applying_weights_variant, step_optimizer, update_ratios
 
@@ -355,9 +348,7 @@ def test_the_announced_bytes_of_state_are_those_in_use(variant: type[AdamWOption
     assert optimizer_bytes(model, config) == sum(t.nbytes for name, t in tensors.items() if not name.startswith("step"))
 
 
-def test_gradients_are_released_and_a_step_without_any_moves_nothing(
-    stack: tuple[TrainConfig, dict[str, list[int]]],
-) -> None:
+def test_gradients_are_freed_and_a_step_without_moves_nothing(stack: tuple[TrainConfig, dict[str, list[int]]]) -> None:
     config, _ = stack
     model = new_model(config)
     optimizer = Optimizer(model, config)
@@ -539,9 +530,7 @@ def check(config: TrainConfig) -> None:
         (PlainOptions(), Factored), (HalfOptions(), HalfMuon),
     ],
 )  # fmt: skip
-def test_an_optimizer_of_ones_own_continues_bit_for_bit(
-    o: OptimizerOptions, kind: type[torch.optim.Optimizer], own: Own
-) -> None:
+def test_an_own_optimizer_goes_on_bit_for_bit(o: OptimizerOptions, kind: type[torch.optim.Optimizer], own: Own) -> None:
     config = own(o, kind)
     check(config)
     saved = continued(config)[1]
@@ -590,9 +579,7 @@ def test_it_gets_groups_as_ours_and_the_names(own: Own) -> None:
 
 
 @pytest.mark.parametrize(("o", "kind"), [(SGDOptions(), torch.optim.SGD), (HalfOptions(), HalfMuon)])
-def test_an_update_that_is_not_finite_leaves_the_weights(
-    o: OptimizerOptions, kind: type[torch.optim.Optimizer], own: Own
-) -> None:
+def test_an_update_of_nan_leaves_the_weights(o: OptimizerOptions, kind: type[torch.optim.Optimizer], own: Own) -> None:
     config = own(o, kind)
     model = new_model(config)
     session: Any = SimpleNamespace(

@@ -182,9 +182,7 @@ def test_the_next_command_runs_where_results_has_a_report_of_other_runs(
         (lambda folder: (folder / "sweep.json").write_text(""), "has a sweep.json that was changed"),
     ],
 )
-def test_a_folder_that_is_no_sweeps_is_left_alone(
-    change: Callable[[Path], Any], says: str, tmp_path: Path, corpus: Path
-) -> None:
+def test_another_folder_is_left_alone(change: Callable[[Path], Any], says: str, tmp_path: Path, corpus: Path) -> None:
     file, folder = tiny_sweep(tmp_path, corpus), tmp_path / "sweep"
     if says.startswith(("logs", "has a")):
         frozen(file)

@@ -76,9 +76,7 @@ def words(tmp_path: Path, corpus: Path) -> list[str]:
     return ["data=text", f"data.path={corpus}", *tiny, *chosen]
 
 
-def test_a_run_is_named_after_the_plugins_values_and_resumed_only_with_them(
-    words: list[str], tmp_path: Path, forked: Program
-) -> None:
+def test_a_run_is_named_after_its_plugins_and_needs_them(words: list[str], tmp_path: Path, forked: Program) -> None:
     both = [*words, "attention=reversed"]
     forked("train.py", *both)
     (run,) = (tmp_path / "runs").iterdir()
@@ -160,9 +158,7 @@ def test_a_plugin_that_is_recorded_and_not_loaded_counts_as_changed() -> None:
 
 
 @pytest.mark.parametrize("held", [["config.yaml", "status.json"], ["config.yaml", "ckpt"], ["plan.jsonl"]])
-def test_nothing_is_imported_from_a_run_directory(
-    held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_imported_from_a_run_dir(held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "runs" / "xyz"
     inside = run / "ckpt_copy"
     inside.mkdir(parents=True)
@@ -246,9 +242,7 @@ def test_a_layout_without_a_place_for_a_variant_is_refused(monkeypatch: pytest.M
             built(layout, contestant)
 
 
-def test_a_layout_that_shares_a_parameter_is_refused(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_parameter_is_refused(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Shared(GroupedQueryAttention):
         def __init__(self, config: Any):
             super().__init__(config)
@@ -260,9 +254,7 @@ def test_a_layout_that_shares_a_parameter_is_refused(
         setup(load_config(compose([*chosen, "qk_norm=rms", f"out_dir={tmp_path / 'run'}"])))
 
 
-def test_a_sweep_with_qk_clip_needs_a_layout_that_can_scale_logits(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_qk_clip_needs_a_layout_that_scales(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = tiny_sweep(tmp_path, corpus, "qk_norm=none", grid={"qk_clip": ["clip", "none"]}, folds=[0])
     clip, none = plan_runs(load_sweep(str(sweep), {}), [])
     monkeypatch.delattr(GroupedQueryAttention, "scale_logits")
@@ -459,9 +451,7 @@ def parts(words: list[str], tmp_path: Path) -> list[str]:
         ("weights=unit_rows qk_clip=clip", "qk_clip=clip: weights=unit_rows undoes the scaling"),
     ],
 )
-def test_a_variant_that_breaks_the_interface_is_refused(
-    chosen: str, message: str, parts: list[str], forked: Program
-) -> None:
+def test_a_variant_breaking_its_slot_is_refused(chosen: str, message: str, parts: list[str], forked: Program) -> None:
     refused = forked("train.py", *parts, *chosen.split(), "out_dir=o", status=2)
     assert refused.stderr.splitlines()[-1].startswith(f"error: {message}")
 
@@ -587,9 +577,7 @@ def test_a_recipe_of_ones_own_goes_on_bit_for_bit_after_a_kill_at_a_checkpoint(
     assert f"-{optim}-{schedule}-" in straight.label
 
 
-def test_a_recipe_of_ones_own_is_listed_swept_and_refused_in_one_line(
-    recipe: Path, corpus: Path, forked: Program
-) -> None:
+def test_a_recipe_of_ones_own_is_listed_swept_or_refused_in_a_line(recipe: Path, corpus: Path, forked: Program) -> None:
     tiny = [*TINY, "data=text", f"data.path={corpus}", "plugins=[recipe]", "wandb.mode=disabled"]
     listed = forked("train.py", "plugins=[recipe]", "--help").stdout
     assert all(word in listed for word in ("optim=noisy", "schedule=root", "schedule.timescale=2"))

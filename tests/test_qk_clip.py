@@ -172,9 +172,7 @@ def test_a_clipped_run_logs_its_clips_keeps_below_the_threshold_and_resumes(corp
 
 
 @pytest.mark.slow
-def test_a_line_tells_of_all_updates_since_the_one_before_and_no_clip_goes_unlogged(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_line_tells_of_all_updates_since_the_one_before_and_no_clip_is_unlogged(corpus: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"qk_clip": QK_CLIP, "optim": {"name": "adamw", "learning_rate": 1e-2}}
     often = {**changes, "eval_interval": 100, "checkpoint_interval": 1}
     assert train.run(configured(corpus, tmp_path / "each", **often)) == 0

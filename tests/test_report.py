@@ -227,9 +227,7 @@ def test_runs_csv_has_a_line_a_run_and_the_varied_settings(made: Made) -> None:
     assert "qk_norm.alpha_init" not in first and "max_iters" not in first
 
 
-def test_a_report_is_made_again_from_what_it_stored(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_is_made_anew_from_what_it_stored(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the runs; with a run that diverged and one that never began, metrics of every kind, and an odd name."""
     made.definition["also"] = {"train/loss": ["last", "mean"], "parameters": "summary"}
     finish(made.plan("a/p=3", 1, 5), {0: 4.0, 10: 3.0}, status="diverged", reason='a "quoted", reason')
@@ -248,9 +246,7 @@ def test_a_report_is_made_again_from_what_it_stored(
 @pytest.mark.parametrize(
     ("alpha", "compare", "n"), [(1.0, {}, 1), (1.0, {"p": {"baseline": "p=2"}}, 1), ("matched", {}, 0)]
 )
-def test_a_report_says_where_p_changes_the_temperature(
-    alpha: Any, compare: dict[str, Any], n: int, tmp_path: Path
-) -> None:
+def test_a_report_says_where_p_changes_temperature(alpha: Any, compare: dict[str, Any], n: int, tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep", compare=compare)
     for p in (2.0, math.inf):
         made.plan(f"p={p:g}", 1, 0, qk_norm=LpNormOptions(p=p, alpha_init=alpha))

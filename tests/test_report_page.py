@@ -171,9 +171,7 @@ def test_the_page_draws_its_charts_without_an_error_or_a_request(whole: Path, br
 
 
 @pytest.mark.parametrize("font", ["DejaVu Sans", "Liberation Sans", "Open Sans"])
-def test_no_text_of_a_picture_is_cut_off_or_lies_on_another(
-    font: str, whole: Path, browser: Page, tmp_path: Path
-) -> None:
+def test_no_text_of_a_picture_is_cut_or_lies_on_another(font: str, whole: Path, browser: Page, tmp_path: Path) -> None:
     """In any common sans-serif: Linux's widest, one with the widths of Arial and Helvetica, one with Noto's."""
     wrong = """[...document.querySelectorAll('svg')].flatMap(svg => {
         const whole = svg.getBoundingClientRect()

@@ -97,9 +97,7 @@ def test_a_resumed_compiled_run_is_bit_exact(corpus: Path, tmp_path: Path) -> No
     assert compiled == pytest.approx(eager, rel=1e-5)
 
 
-def test_other_code_is_warned_of_and_every_commit_is_kept(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_code_is_told_and_commits_are_kept(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     for max_iters, commit in ((2, "a"), (4, "b+12"), (5, "b+12"), (6, "a")):
         monkeypatch.setattr(session, "commit", lambda commit=commit: commit)
@@ -109,9 +107,7 @@ def test_other_code_is_warned_of_and_every_commit_is_kept(
     assert log.count("warning: commit") == log.count("warning: commit a -> b+12: other code trains the rest") == 1
 
 
-def test_a_machine_that_rounds_otherwise_is_warned_of(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_rounds_otherwise_is_told(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     for max_iters in (2, 3):
         assert train.run(configured(corpus, run, max_iters=max_iters)) == 0
@@ -164,9 +160,7 @@ def test_idle_cpus_are_those_that_no_other_program_used_and_uses(monkeypatch: py
     assert device.idle_cpus.__wrapped__() is None
 
 
-def test_cpu_time_is_that_of_our_cpus_without_idle_and_low_priority(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_time_is_of_our_cpus_without_idle_and_low_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stat, quota = tmp_path / "stat", tmp_path / "cpu.max"
     stat.write_text("cpu 9 9 9 9 9 9 9\ncpu0 1 50 2 900 70 3 4 0\ncpu1 10 50 20 900 70 30 40 0\ncpu2 7 7 7 7 7 7 7\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
@@ -193,9 +187,7 @@ def test_a_finished_run_is_not_handed_back_for_another_dtype_or_text(corpus: Pat
         train.run(configured(corpus, tmp_path / "run"))
 
 
-def test_what_would_change_the_numbers_is_refused_and_named_and_a_moved_corpus_is_not(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_what_changes_the_numbers_is_refused_and_named_and_a_moved_corpus_is_not(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train.run(configured(corpus, run, max_iters=3)) == 0
     with pytest.raises(ConfigError, match=r"seed 1337 -> 7.*batch_size 4 -> 8|batch_size 4 -> 8.*seed 1337 -> 7"):
@@ -227,9 +219,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", ["metrics.jsonl", "diagnostics.jsonl"])
-def test_a_damaged_record_is_noticed_when_a_run_goes_on_and_when_it_is_done(
-    corpus: Path, tmp_path: Path, file: str, damage: str
-) -> None:
+def test_a_damaged_record_is_noticed_on_any_next_start(corpus: Path, tmp_path: Path, file: str, damage: str) -> None:
     run = tmp_path / "run"
     assert train.run(configured(corpus, run, max_iters=3, eval_interval=1, log_interval=1)) == 0
     raw = (run / file).read_bytes()
@@ -352,9 +342,7 @@ def test_a_run_whose_terminal_is_gone_is_saved(tiny_run: list[str], tmp_path: Pa
     assert checkpoint.load(tmp_path / "run" / "ckpt" / "latest").step == state["iter"] >= 19
 
 
-def test_a_stopped_run_leaves_its_evaluation_to_the_next_start(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_evaluates_as_it_resumes(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train.run(configured(corpus, tmp_path / "straight", max_iters=6, eval_interval=2)) == 0
     whole, evaluated = train.evaluate, []
 

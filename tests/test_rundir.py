@@ -116,10 +116,7 @@ def test_config_yaml_holds_every_variant_odd_numbers_and_names(path: Path, chang
 
 @pytest.mark.parametrize(
     ("file", "says"),
-    [
-        ("thesis.tex", "is neither empty nor a run directory"),
-        ("plan.jsonl", "holds a sweep: write another out_dir"),
-    ],
+    [("thesis.tex", "is neither empty nor a run directory"), ("plan.jsonl", "holds a sweep: write another out_dir")],
 )
 def test_the_folder_of_a_user_or_a_sweep_is_refused_untouched(file: str, says: str, path: Path) -> None:
     path.mkdir()
@@ -177,9 +174,7 @@ def test_other_ranks_read_the_directory_and_write_nothing(path: Path) -> None:
 # The lock
 
 
-def test_run_in_use_is_refused_naming_its_owner_and_the_lock_dies_with_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_use_names_its_owner_and_the_lock_dies_with_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rundir, "LOCK_TIMEOUT", 0.05)
     with held_elsewhere(path) as owner:
         before = snapshot(path)
@@ -324,9 +319,7 @@ def test_partial_run_goes_on_with_the_new_free_settings(path: Path) -> None:
         ("running", 40, 100, False),
     ],
 )
-def test_finished_runs_are_recognised(
-    path: Path, state: str, iteration: int | None, max_iters: int, finished: bool
-) -> None:
+def test_a_finished_run_is_known(path: Path, state: str, iteration: int | None, max_iters: int, finished: bool) -> None:
     schedule = CosineOptions(warmup_iters=10, lr_decay_iters=100)
     before = leave(path, state, iteration, max_iters=100, schedule=schedule)
     with pytest.raises(ConfigError, match="seed 1337 -> 2"):  # finished or not

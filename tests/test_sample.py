@@ -65,9 +65,7 @@ def samples(out: str) -> list[str]:
     return out.removesuffix("\n---------------\n").split("\n---------------\n")
 
 
-def test_samples_are_the_models_own_by_every_way_of_calling(
-    run: Path, program: Program, sampled: Sampled, tmp_path: Path
-) -> None:
+def test_samples_are_the_models_own_by_any_call(run: Path, program: Program, sampled: Sampled, tmp_path: Path) -> None:
     words = ["start=to be", "num_samples=3", "max_new_tokens=40", "temperature=0.7", "top_k=5", "top_p=0.9"]
     words += ["dtype=float32"]  # as below
     done = program("sample.py", "run=run", *words)
@@ -130,9 +128,7 @@ def test_a_terminal_that_lacks_a_character_gets_a_question_mark(
     assert terminal.getvalue() == b"???\n---------------\n"
 
 
-def test_prompts_are_taken_as_they_are_unknown_characters_named_and_corrupt_checkpoints_refused(
-    run: Path, sampled: Sampled
-) -> None:
+def test_prompts_stay_unknown_characters_are_named_corrupt_checkpoints_refused(run: Path, sampled: Sampled) -> None:
     out = sampled("run=run", "start='tis the", "num_samples=1", "max_new_tokens=1")
     assert out.startswith("'tis the")
     for prompt, named in (("'tis, {or}", "',' (U+002C)"), ("to be {or}, 'ñ'", "'{' (U+007B)")):  # Hydra's syntax

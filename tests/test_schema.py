@@ -174,9 +174,7 @@ def test_help_lists_every_setting_once_with_its_default_and_a_line() -> None:
         (["--help"], 0, "Settings, written key=value:"),
     ],
 )
-def test_a_script_gets_its_settings(
-    argv: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_gets_settings(argv: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_script(Drawing, lambda drawing: print(drawing) or 0, "Draws.", argv) == status
     out, err = capsys.readouterr()
     assert said in out + err and err.count("\n") == (status == 2)

@@ -224,9 +224,7 @@ def test_ctrl_c_stops_the_tasks_at_a_checkpoint_and_the_same_command_goes_on(swe
     sweep.assert_same_as(undisturbed)
 
 
-def test_a_launcher_killed_leaves_its_tasks_going_and_the_next_goes_on_beside_them(
-    sweep: OnSlurm, undisturbed: Path
-) -> None:
+def test_a_killed_launcher_leaves_its_tasks_and_the_next_goes_on_beside_them(sweep: OnSlurm, undisturbed: Path) -> None:
     launcher = sweep.launch(TWO_RUNS)
     first = sweep.hold(4)  # its run lasts until the second launcher is there
     launcher.kill()
@@ -404,9 +402,7 @@ def test_tasks_stay_alive_while_slurm_does_not_answer(tmp_path: Path, monkeypatc
     assert launcher.alive() == 2
 
 
-def test_a_dry_run_needs_nothing_that_only_the_nodes_have(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_needs_nothing_of_the_nodes(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -93,9 +93,7 @@ def test_merges_and_tokens_are_computed_once(greek: Path, monkeypatch: pytest.Mo
     assert again.tokenizer.to_dict() == first.tokenizer.to_dict() and again.split == first.split
 
 
-def test_tokens_of_another_rule_or_library_are_not_taken_from_the_cache(
-    greek: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_of_another_rule_or_library_are_made_anew(greek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_corpus(bpe_of(greek), 16)
     made: list[str] = []
     monkeypatch.setattr(tokens, "write_cache", lambda path, content, cost: made.append(path.parent.name))
@@ -118,9 +116,7 @@ def test_a_run_of_gpt2_tokens_goes_on_without_the_download(greek: Path, monkeypa
     assert corpus.tokenizer.to_dict() == gpt2.to_dict() and text_of(corpus) == text
 
 
-def test_a_cache_that_cannot_be_written_costs_a_warning_only(
-    greek: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_costs_a_warning_only(greek: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
     with pytest.warns(UserWarning, match="cannot be written, the next run computes it again"):

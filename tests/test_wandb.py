@@ -50,9 +50,7 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Which mode
 
 
-def test_auto_is_online_with_a_key_for_the_server_and_offline_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_online_with_a_key_of_the_server_else_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wandb_mode("auto") == "offline"
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
     assert wandb_mode("auto") == "online"
@@ -141,9 +139,7 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
 
 
 def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_for(
-    tmp_path: Path,
-    tiny_run: list[str],
-    forked: Program,
+    tmp_path: Path, tiny_run: list[str], forked: Program
 ) -> None:
     words = [*tiny_run, "data.folds=3", "data.fold=1", "qk_norm=lp", "qk_norm.p=3", "wandb.mode=offline"]
     words += ["wandb.tags=[night]", "wandb.notes=a look", "wandb.artifacts=true", "max_iters=2000", "out_dir=run"]
@@ -190,9 +186,7 @@ def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_
     assert any(r["type"] == "stats" for r in first)
 
 
-def test_a_run_that_diverges_is_failed_in_w_and_b_with_its_reason(
-    tmp_path: Path, tiny_run: list[str], forked: Program
-) -> None:
+def test_a_run_that_diverges_has_failed_with_its_reason(tmp_path: Path, tiny_run: list[str], forked: Program) -> None:
     words = ["optim.learning_rate=1e30", "grad_clip=0", "max_iters=20", "wandb.mode=offline", "out_dir=run"]
     forked("train.py", *tiny_run, *words, status=3)
     eventually(lambda: any(r["type"] == "exit" for r in inspect(tmp_path / "run")[0]))  # it may end after train.py
@@ -379,9 +373,7 @@ def test_offline_recordings_of_a_run_that_was_killed_hold_each_line_once(tmp_pat
     assert arrived(server) == [*range(1000)]
 
 
-def test_a_run_that_is_killed_online_and_goes_on_offline_and_online_has_no_doubled_point(
-    tmp_path: Path, server: Server
-) -> None:
+def test_a_run_killed_online_that_goes_on_offline_and_online_doubles_no_point(tmp_path: Path, server: Server) -> None:
     run = tmp_path / "run"
     # more lines than W&B's recording holds back in memory
     kill_with_wandb(trainer(run, "online", 20, pause=0.008), lambda: len(arrived(server)) > 300)
@@ -393,9 +385,7 @@ def test_a_run_that_is_killed_online_and_goes_on_offline_and_online_has_no_doubl
     assert arrived(server) == [*range(1000)]
 
 
-def test_a_sweep_is_one_run_that_a_later_launch_updates(
-    tmp_path: Path, program: Program, request: pytest.FixtureRequest
-) -> None:
+def test_a_sweep_is_a_run_kept_up_to_date(tmp_path: Path, program: Program, request: pytest.FixtureRequest) -> None:
     shutil.copytree(ROOT / "tests" / "fixtures" / "v0", tmp_path, symlinks=True, dirs_exist_ok=True)
     place = ("sweep=grid.yaml", "sweep_dir=sweep")
     done = program("scripts/report.py", *place, "out=report", "wandb=true")  # offline: there is no key
