@@ -9,20 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import variants
 from torch import Tensor
 from torch.nn import functional as F
-from variants import (
-    ENTRIES,
-    NORMS,
-    PAIRS,
-    V,
-    attended,
-    build,
-    config_of,
-    random_tokens,
-    raw_queries_and_keys,
-    rope_of,
-)  # fmt: skip
+from variants import ENTRIES, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
 
 from core.schema import validate
 from model import ops
@@ -112,7 +102,7 @@ def defined_logits(gpt: GPT, x: Tensor, name: str) -> Tensor:
         return torch.cat([y[..., :dn], turn(y[..., dn:])], -1)
 
     heads = []
-    for h, (q, k) in enumerate(zip(*(part.unbind(1) for part in raw_queries_and_keys(attn, x)), strict=True)):
+    for h, (q, k) in enumerate(zip(*(part.unbind(1) for part in variants.raw_queries_and_keys(attn, x)), strict=True)):
         alpha = gain_of.get("logit_scale.alpha.raw")
         scale = 1 / math.sqrt(q.size(-1)) if alpha is None else alpha[h % len(alpha)].exp()
         heads.append(scale * key_or_query(q, "q", h) @ key_or_query(k, "k", h).mT)

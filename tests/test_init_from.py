@@ -9,18 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, write_corpus
+from helpers import runs
 from helpers.hugging_face import VARIANTS
-from helpers.runs import (
-    CHARS,
-    SETTINGS,
-    assert_same_run,
-    configured,
-    lines,
-    random_model,
-    random_tokens,
-    saved_json,
-    weights,
-)
+from helpers.runs import CHARS, SETTINGS, assert_same_run, configured, lines, random_model, random_tokens, weights
 
 import train
 from core import checkpoint
@@ -67,7 +58,7 @@ def test_the_first_validation_loss_is_the_origins(place: str, origin: Path, corp
     loss = next(line["val/loss"] for line in lines(origin) if line["iter"] == checkpoint.load(named).step)
     began = lines(tmp_path / "new")[0]
     assert began["val/loss"] == loss and began["lr"] != lines(origin)[0]["lr"]
-    assert saved_json(tmp_path / "new", "summary")["init_from"] == {str(origin / place): sha256(named)}
+    assert runs.saved_json(tmp_path / "new", "summary")["init_from"] == {str(origin / place): sha256(named)}
     config = load_run(tmp_path / "new" / "ckpt" / "latest", torch.device("cpu")).config
     assert config.init_sha256 == sha256(named)
     name = replace(config, out_dir=None).run_dir.name

@@ -9,21 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.reports import (
-    COMPARE,
-    LOSSES,
-    STEPS,
-    Made,
-    charts_of,
-    csv_of,
-    falling,
-    finish,
-    made,
-    rows_of,
-    state,
-    sweep_of,
-    text_of,
-)
+from helpers import reports
+from helpers.reports import Made, falling, finish, made, rows_of, state, sweep_of, text_of
 from scipy import stats
 
 from core.schema import ConfigError
@@ -51,7 +38,7 @@ def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
     (family,) = compared_families(sweep)
     loss = family.comparisons[0]
     assert [(c.a, c.b) for c in loss] == [("a/p=3", "a/p=2"), ("a/p=4", "a/p=2")]
-    expected = [stats.ttest_rel(LOSSES[p], LOSSES[2]) for p in (3, 4)]
+    expected = [stats.ttest_rel(reports.LOSSES[p], reports.LOSSES[2]) for p in (3, 4)]
     assert [c.p["t"] for c in loss] == pytest.approx([t.pvalue for t in expected])
     assert loss[0].adjusted["t"] == pytest.approx(2 * expected[0].pvalue)
     three, four = rows_of(comparison_table(sweep, loss, METRICS[0]))
@@ -81,7 +68,7 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
         "train/loss": ["last", "roughness"], "parameters": "summary", "eval/cloze/acc": "summary", "val/loss": "last"
     }  # fmt: skip
     for accuracy, p in ((0.5, 2), (0.75, 3)):
-        run = made.run(f"a/p={p}", 5, {i: 2 - i / 100 for i in STEPS})
+        run = made.run(f"a/p={p}", 5, {i: 2 - i / 100 for i in reports.STEPS})
         about = {"iter": 40, "metrics": {"cloze": {"acc": accuracy}}}
         (run / "evaluation.json").write_text(json.dumps({"about": about}))
     sweep = sweep_of(made.path)
@@ -175,7 +162,7 @@ def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: 
     report.report(read_sweep(made.path, "made"), out, [])
     text = (out / "report.html").read_text()
     assert text.count("ends in a cross is a run that diverged") == 2  # loss and train/loss
-    assert "fold 5, seed 1, diverged" in json.dumps(charts_of(out)["loss_a"])
+    assert "fold 5, seed 1, diverged" in json.dumps(reports.charts_of(out)["loss_a"])
 
 
 def test_deliberate_faults_stand_in_a_table_of_their_own(made: Made, tmp_path: Path) -> None:
@@ -217,7 +204,7 @@ def test_both_readings_of_an_averaged_minimum_are_given(tmp_path: Path) -> None:
 
 
 def test_runs_csv_has_a_line_a_run_and_the_varied_settings(made: Made) -> None:
-    rows = csv_of(sweep_of(made.path))
+    rows = reports.csv_of(sweep_of(made.path))
     assert len(rows) == 15
     assert [row["qk_norm.p"] for row in rows[:3]] == ["2.0", "3.0", "4.0"]
     first = rows[0]
@@ -258,7 +245,7 @@ def test_a_report_says_where_p_changes_temperature(alpha: Any, compare: dict[str
 
 def test_runs_whose_directories_are_gone_count_as_they_were_stored(made: Made, tmp_path: Path) -> None:
     report.report(sweep_of(made.path), tmp_path / "out", [])
-    later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=COMPARE)
+    later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=reports.COMPARE)
     later.run("a/p=2", 7, falling(1.0))
     later.plan("a/p=2", 1, 0)  # done before, not here
     sweep = joined(read_stored(tmp_path / "out", "made"), sweep_of(later.path))
@@ -268,7 +255,7 @@ def test_runs_whose_directories_are_gone_count_as_they_were_stored(made: Made, t
 
 def test_a_stored_run_of_other_settings_stands_in_for_none(made: Made, tmp_path: Path) -> None:
     report.report(sweep_of(made.path), tmp_path / "out", [])
-    later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=COMPARE)
+    later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=reports.COMPARE)
     later.plan("a/p=2", 1, 0)
     plan = later.path / "plan.jsonl"
     plan.write_text(plan.read_text().replace('"id": "', '"id": "other-'))
@@ -322,9 +309,9 @@ def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
     text = text_of(sweep)
     assert all(run in text for run in reasons) and "disk \\| full" in text
     assert "| 5 of 7, 1 failed, 1 pending |" in text and "| 5 of 7, 1 diverged, 1 running |" in text
-    statuses = {row["id"]: (row["status"], row["reason"]) for row in csv_of(sweep)}
+    statuses = {row["id"]: (row["status"], row["reason"]) for row in reports.csv_of(sweep)}
     assert {run: statuses[run] for run in reasons} == reasons
-    diverged = next(row for row in csv_of(sweep) if row["id"] == "a-p=3-fold5-s1")
+    diverged = next(row for row in reports.csv_of(sweep) if row["id"] == "a-p=3-fold5-s1")
     assert (diverged["val/loss_min"], diverged["iter"]) == ("3.0", "10")
     loss = compared_families(sweep)[0].comparisons[0]
     assert [f"{len(c.differences)} of {c.planned}" for c in loss] == ["5 of 7", "5 of 6"]
@@ -366,4 +353,4 @@ def test_a_run_may_belong_to_several_settings(made: Made) -> None:
     made.run("b/p=3", 0, falling(1.2))
     sweep = sweep_of(made.path)
     assert list(sweep.parts) == ["a", "b"] and len(sweep.done("b/p=2")) == 5
-    assert csv_of(sweep)[0]["settings"] == "a/p=2;b/p=2"
+    assert reports.csv_of(sweep)[0]["settings"] == "a/p=2;b/p=2"
