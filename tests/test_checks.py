@@ -205,9 +205,7 @@ def test_a_table_as_the_text_is_no_wrong_initial_loss_and_a_fault_in_it_is_one(
     assert said.startswith("the initial training loss is")
 
 
-@pytest.mark.parametrize(
-    ("length", "folds", "targets"), [(24, 10, 2), (6000, 100, 59), (4000, 10, 399), (4010, 10, 400)]
-)
+@pytest.mark.parametrize("length, folds, targets", [(24, 10, 2), (6000, 100, 59), (4000, 10, 399), (4010, 10, 400)])
 def test_too_few_held_out_targets_are_warned_of(length: int, folds: int, targets: int, tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text(("to be or not to be, that is the question. " * 200)[:length])
@@ -219,12 +217,7 @@ def test_too_few_held_out_targets_are_warned_of(length: int, folds: int, targets
 
 @pytest.mark.parametrize(("fails", "seen"), [(3, 4), (4, 4), (6, 8), (9, 9)])
 def test_a_run_that_diverged_between_two_lines_ends_where_it_did(
-    fails: int,
-    seen: int,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fails: int, seen: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Read at iterations 0, 4, 8 and 9, before a checkpoint; told as if every one had been read. Then all is over."""
     learning_rate, forward, asked = train.learning_rate, GPT.forward, []

@@ -29,9 +29,6 @@ from training.config import FaultOptions
 
 __all__ = ["made"]  # a fixture
 
-# -----------------------------------------------------------------------------
-# Sweeps made by hand
-
 
 def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
     sweep = sweep_of(made.path)
@@ -276,10 +273,8 @@ def test_a_report_of_fewer_runs_replaces_none_unless_out_says_so(
     before = Path("results/sweep/runs.csv").read_bytes()
     shutil.rmtree(made.path / read_plan(made.path)[0].id)
     assert report.main([place]) == 2
-    assert (
-        "results/sweep has finished runs that this report lacks (1): from=results/sweep adds them"
-        in capsys.readouterr().err
-    )
+    lacks = "results/sweep has finished runs that this report lacks (1): from=results/sweep adds them"
+    assert lacks in capsys.readouterr().err
     assert report.main([place, "from=results/sweep"]) == 0
     assert Path("results/sweep/runs.csv").read_bytes() == before
     Path("results/sweep/runs.csv").write_bytes(b"id,status\n\xff")
@@ -317,7 +312,10 @@ def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
     assert [f"{len(c.differences)} of {c.planned}" for c in loss] == ["5 of 7", "5 of 6"]
 
 
-@pytest.mark.parametrize("damage", ["no summary", "no curve", "torn curve", "another curve", "no minimum", 20, 60])
+DAMAGES = ["no summary", "no curve", "torn curve", "another curve", "another hash", "no minimum", 20, 60]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_done_run_with_damaged_files_or_another_length_is_not_done(made: Made, damage: str | int) -> None:
     path = made.run("a/p=2", 5, {0: 4.0, damage: 1.0} if isinstance(damage, int) else falling(1.0))
     if damage == "no summary":
@@ -328,6 +326,10 @@ def test_a_done_run_with_damaged_files_or_another_length_is_not_done(made: Made,
         (path / "metrics.jsonl").write_text('{"iter": 0, "val/loss": 4.0}\n{"iter": 40, "val/loss": 1')
     elif damage == "another curve":
         shutil.copy(made.path / "a-p=2-fold0-s1" / "metrics.jsonl", path)
+    elif damage == "another hash":
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps(summary | {"records": {"metrics.jsonl": "0" * 64}}))
+        assert "has changed since" in sweep_of(made.path).runs_of("a/p=2")[1, 5].state.reason
     elif damage == "no minimum":
         (path / "summary.json").write_text(json.dumps({"status": "done", "iter": 40, "val/loss": 1.0}))
     sweep = sweep_of(made.path)

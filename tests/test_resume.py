@@ -176,15 +176,12 @@ def test_cpu_time_is_of_our_cpus_without_idle_and_low_priority(tmp_path: Path, m
         assert device.has_quota(quota) == limited
 
 
-def test_a_finished_run_is_not_handed_back_for_another_dtype_or_text(corpus: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_handed_back_for_another_dtype(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "run")) == 0
     with pytest.raises(ConfigError, match=r"dtype=bfloat16: .*run is done in torch.float32; .*fresh=true"):
         train.run(configured(corpus, tmp_path / "run", dtype="bfloat16"))
     for dtype in ("float32", "auto"):
         assert train.run(configured(corpus, tmp_path / "run", dtype=dtype)) == 0
-    corpus.write_text(corpus.read_text()[::-1])
-    with pytest.raises(ConfigError, match=r"is not the text that .*run was begun on: .*; use another out_dir"):
-        train.run(configured(corpus, tmp_path / "run"))
 
 
 def test_what_changes_the_numbers_is_refused_and_named_and_a_moved_corpus_is_not(corpus: Path, tmp_path: Path) -> None:
@@ -235,16 +232,9 @@ def test_a_damaged_record_is_noticed_on_any_next_start(corpus: Path, tmp_path: P
     assert "was damaged" not in (run / "train.log").read_text().removeprefix(log)
 
 
-def test_a_finished_run_whose_last_checkpoint_was_deleted_is_done(corpus: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    config = configured(corpus, run, max_iters=3, eval_interval=1)
-    assert train.run(config) == 0
-    shutil.rmtree((run / "ckpt" / "latest").resolve())
-    assert [*(run / "ckpt").glob("step_*")] and train.run(config) == 0
-    assert "is done; fresh=true starts it anew" in (run / "train.log").read_text()
-
-
-def test_a_finished_run_with_a_damaged_summary_or_damaged_weights_says_so(corpus: Path, tmp_path: Path) -> None:
+def test_a_finished_run_with_damaged_files_says_so_and_without_its_last_weights_is_done(
+    corpus: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     assert train.run(configured(corpus, run, max_iters=3)) == 0
     whole = (run / "summary.json").read_bytes()
@@ -259,6 +249,9 @@ def test_a_finished_run_with_a_damaged_summary_or_damaged_weights_says_so(corpus
     flip(weights)
     assert train.run(configured(corpus, run, max_iters=3)) == 1
     assert f"is done, but {weights}: checksum is wrong" in (run / "train.log").read_text()
+    shutil.rmtree(weights.parent)
+    assert [*(run / "ckpt").glob("step_*")] and train.run(configured(corpus, run, max_iters=3)) == 0
+    assert "is done; fresh=true starts it anew" in (run / "train.log").read_text()
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_says_that_it_begins_anew(
@@ -279,8 +272,10 @@ def test_a_run_whose_checkpoints_are_lost_or_corrupt_is_not_begun_anew_unasked(c
     with pytest.raises(ConfigError, match="cannot go on.*fresh=true"):
         train.run(configured(corpus, tmp_path / "run"))
     shutil.rmtree(tmp_path / "run" / "ckpt")
-    with pytest.raises(ConfigError, match="reached iteration 3 but holds no checkpoint; fresh=true"):
-        train.run(configured(corpus, tmp_path / "run"))
+    for max_iters in (6, 3):  # unfinished, and finished
+        with pytest.raises(ConfigError, match="reached iteration 3 but holds no checkpoint; fresh=true"):
+            train.run(configured(corpus, tmp_path / "run", max_iters=max_iters))
+        (tmp_path / "run" / "status.json").write_text("")
     assert train.run(configured(corpus, tmp_path / "run", fresh=True)) == 0
 
 
@@ -327,9 +322,8 @@ def test_a_run_whose_terminal_is_gone_is_saved(tiny_run: list[str], tmp_path: Pa
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     command = [sys.executable, str(ROOT / "train.py"), *tiny_run, "max_iters=100000", "out_dir=run"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdin=its, stdout=its, stderr=its, start_new_session=True, preexec_fn=in_its_terminal
-    )
+    pipes: Any = {"stdin": its, "stdout": its, "stderr": its}
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes, start_new_session=True, preexec_fn=in_its_terminal)
     os.close(its)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 20):
