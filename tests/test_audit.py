@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import Program
+from helpers import runs
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
 from variants import ALL_PAIRS, FULL, V, config_of, looking_ahead
 
-from core import checkpoint
 from data.tokenizer import NoText
 from model import cross_entropy, ops
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
@@ -31,9 +31,7 @@ def save_run(config: TrainConfig, folder: Path) -> Path:
     """A run directory with fresh weights, V tokens."""
     model = GPT(config.gpt, V)
     model.init_weights(0)
-    state = {"config": asdict(config), "tokenizer": NoText(V).to_dict(), "step": 1}
-    checkpoint.save(folder / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
-    return folder
+    return runs.save_run(model, NoText(V), folder)
 
 
 def audited(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:

@@ -5,6 +5,7 @@ The first is the MLA paper's appendix E. Shapes: B batch, nh heads, T queries, S
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,9 +181,8 @@ def test_latents_of_long_sequences_are_read_one_by_one(layout: str, name: str, m
 )
 def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_with_a_qk_norm(name: str, qk_norm_layout: Any) -> None:
     shape = ModelOptions(n_layer=1, n_head=16, n_embd=1536, position="rope", rope_theta=1e4, norm="rmsnorm")
-    attention = MLAOptions(
-        kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128, qk_norm_layout=qk_norm_layout
-    )
+    attention = MLAOptions(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128)
+    attention = replace(attention, qk_norm_layout=qk_norm_layout)
     config = TrainConfig(model=shape, attention=attention, qk_norm=NORMS[name])
     validate(config)
     with torch.device("meta"):
@@ -192,10 +192,6 @@ def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_with_a_qk_norm(n
     scalars = 0 if name == "none" else 64 if (qk_norm_layout, name) == ("unified", "layernorm") else 32
     assert gpt.cache_bytes_per_token(torch.bfloat16) == 1152 + scalars
     assert sum(t.nbytes for t in vars(cache).values() if t is not None) == 64 * (1152 + scalars)
-
-
-# -----------------------------------------------------------------------------
-# GQA and MHA
 
 
 @torch.no_grad()

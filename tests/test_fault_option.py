@@ -37,10 +37,6 @@ def batches_of(config: TrainConfig) -> Batches:
     return Batches(corpus.tokens, corpus.split, 16, 2, seed=1)
 
 
-# -----------------------------------------------------------------------------
-# data=random
-
-
 def test_random_tokens_are_uniform_and_a_function_of_the_seed() -> None:
     config = RandomOptions(n_tokens=200_000, vocab_size=50, val_tokens=1000)
     corpus, again = load_corpus(config, 16), load_corpus(config, 16)

@@ -81,9 +81,7 @@ def test_top_k_keeps_the_k_likeliest_and_renormalises() -> None:
     assert torch.equal(frequencies(LOGITS, top_k=99), frequencies(LOGITS))
 
 
-@pytest.mark.parametrize(
-    ("top_p", "n"), [(1e-46, 1), (1e-9, 1), (0.4, 1), (0.5, 2), (0.7, 2), (0.9, 3), (0.95, 4), (1.0, 5)]
-)
+@pytest.mark.parametrize("top_p, n", [(1e-46, 1), (1e-9, 1), (0.4, 1), (0.5, 2), (0.7, 2), (0.9, 3), (0.95, 4), (1, 5)])
 def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, n: int) -> None:
     probs = LOGITS.softmax(-1)
     order = probs.argsort(descending=True)

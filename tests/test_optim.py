@@ -89,9 +89,8 @@ def test_a_kernel_clips_as_pytorch_does(limit: float) -> None:
     for mine, again, theirs in zip(*found, [norm, *(p.grad for p in expected)], strict=True):
         assert torch.equal(mine, again)
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
-    assert all(
-        not kernels.nanoqk.clip_grad_norm_([*given, torch.tensor([x])], limit).isfinite() for x in (math.nan, math.inf)
-    )
+    for value in (math.nan, math.inf):
+        assert not kernels.nanoqk.clip_grad_norm_([*given, torch.tensor([value])], limit).isfinite()
 
 
 def test_a_parameter_may_lack_a_gradient_and_a_state_may_be_replaced() -> None:
@@ -469,10 +468,7 @@ class CountsInNumbers(torch.optim.SGD):
 
 
 class Factored(torch.optim.Adafactor):
-    state_shapes: ClassVar = {
-        "row_var": lambda shape: (*shape[:-1], 1),
-        "col_var": lambda shape: (*shape[:-2], 1, shape[-1]),
-    }
+    state_shapes: ClassVar = {"row_var": lambda s: (*s[:-1], 1), "col_var": lambda s: (*s[:-2], 1, s[-1])}
     moments = 0
 
 

@@ -5,18 +5,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Program, flip, write_corpus
-from helpers.runs import configured
+from conftest import ROOT, Program, flip, run_python, write_corpus
+from helpers.runs import configured, save_run
 from variants import build, config_of
 
 import sample
 import train
-from core import checkpoint
 from core.schema import ConfigError
 from data.tokenizer import ByteTokenizer, CharTokenizer, build_tokenizer
 from model.generate import generate
@@ -107,11 +106,8 @@ def test_sampling_does_not_load_pytorchs_compiler(tmp_path: Path) -> None:
         config = config_of(attention, qk_norm)
         config = replace(config, model=replace(config.model, norm="rmsnorm", mlp="swiglu", mlp_hidden=48))
         model, characters = build(config, dtype=torch.float32), CharTokenizer("\nabcdefghij")
-        state = {"config": asdict(config), "tokenizer": characters.to_dict(), "step": 1}
-        runs.append(str(tmp_path / attention))
-        checkpoint.save(tmp_path / attention / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
-    command = [sys.executable, "-c", IMPORTS, *runs]
-    imported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        runs.append(str(save_run(model, characters, tmp_path / attention)))
+    imported = run_python(IMPORTS, *runs).stdout.split()
     assert "torch" in imported and not {*imported} & {"torch._dynamo", "sympy", "transformers", "tokenizers"}
 
 

@@ -5,8 +5,6 @@ import math
 import os
 import resource
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, ROOT, Program, needs_compiler, tiny_config
+from conftest import QK_NORM_VARIANTS, Program, needs_compiler, run_python, tiny_config
 from helpers.runs import FP32, SETTINGS, configured, lines, saved_json, weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -267,15 +265,6 @@ def test_grad_clip_bounds_the_update_but_not_the_logged_norm(
     assert all(line["grad_norm"] > 0.1 for line in lines(tmp_path / "run")[:-1])
 
 
-def test_folds_are_held_out_and_give_different_losses(corpus: Path, tmp_path: Path) -> None:
-    last = []
-    for fold in (None, 0, 9):
-        data = {"name": "text", "path": str(corpus), "fold": fold}
-        assert train.run(configured(corpus, tmp_path / f"{fold}", data=data)) == 0
-        last.append(lines(tmp_path / f"{fold}")[-1]["val/loss"])
-    assert len(set(last)) == 2 and last[0] == last[2]  # fold 9 of 10 is the last 10 %
-
-
 def test_sampled_evaluation_is_logged_beside_the_exact_one_and_changes_nothing(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "a")) == 0
     assert train.run(configured(corpus, tmp_path / "b", eval_iters=3)) == 0
@@ -420,9 +409,8 @@ def test_memory_that_is_freed_is_used_again_without_page_faults() -> None:
         pytest.skip("the setting is glibc's")
 
     def page_faults(word: str) -> int:
-        command = [sys.executable, "-c", PAGE_FAULTS, word]
-        env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": f"{2**20}"}  # else it grows with what a process frees
-        return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env).stdout)
+        limit = {"MALLOC_MMAP_THRESHOLD_": f"{2**20}"}  # else it grows with what a process frees
+        return int(run_python(PAGE_FAULTS, word, env=limit).stdout)
 
     assert 20 * page_faults("keep") < page_faults("give back")
 
