@@ -20,9 +20,8 @@ def series_with(curve: Curve) -> list[Series]:
 @pytest.mark.parametrize("panels", [False, True])
 def test_log_axes_have_plain_numbers(panels: bool) -> None:
     series = series_with({i: 10.0 ** (i / 10) for i in range(0, 50, 10)})
-    chart = (
-        charts.panel_chart({"one": series, "two": series}, "grad_norm") if panels else curve_chart(series, "grad_norm")
-    )
+    two = {"one": series, "two": series}
+    chart = charts.panel_chart(two, "grad_norm") if panels else curve_chart(series, "grad_norm")
     words = words_of(svg(Figure("x", "steep", chart, "")).decode())
     assert {"steep", "grad_norm, log scale", "iteration", "a"} <= {*words} and {"1", "100", "10000"} <= {*words}
 

@@ -143,10 +143,8 @@ def test_the_page_opens_without_an_error_and_shows_a_hostile_text_as_text(
     for column in (1, 2):
         shown = browser.evaluate(f"document.querySelector('.pair > div:nth-child({column}) pre').textContent")
         assert shown.replace("⏎", "") == HOSTILE  # with the first byte, which is not predicted
-    colours = browser.evaluate(
-        "[...document.querySelectorAll('.pair span')].map(e => getComputedStyle(e).backgroundColor)"
-    )
-    assert len({*colours}) > 20
+    spans = "[...document.querySelectorAll('.pair span')]"
+    assert len({*browser.evaluate(f"{spans}.map(e => getComputedStyle(e).backgroundColor)")}) > 20
     assert browser.evaluate("document.querySelectorAll('#attention .role-mark path').length") == 2 * 16 * 17 // 2
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
     listed = source.partition("Where they differ most</h2>")[2].partition("</section>")[0]
@@ -186,10 +184,8 @@ def test_without_a_text_it_is_what_both_hold_out(
         data = {"name": "text", "path": str(corpus), **tokenizer}
         assert train.run(load_config({**asdict(configured(corpus, tmp_path / name)), "data": data})) == 0
     assert main(["a=d", "b=e", "checkpoint=latest"]) == 0  # of characters, and of tokens
-    asked = CompareOptions(a="d", b="e")
-    text = chosen_text(
-        asked, {name: load_run(tmp_path / name / "ckpt" / "latest", torch.device("cpu")) for name in "de"}
-    )
+    loaded = {name: load_run(tmp_path / name / "ckpt" / "latest", torch.device("cpu")) for name in "de"}
+    text = chosen_text(CompareOptions(a="d", b="e"), loaded)
     assert corpus.read_text().endswith(text) and len(text) > 0.08 * len(corpus.read_text())
     corpus.write_text("other" * 1000)
     assert main(["a=a", "b=b"]) == 2

@@ -35,9 +35,8 @@ def test_a_study_has_a_workspace_and_a_report(
     sections = view["section"]["panelBankConfig"]["sections"]
     panels = [panel for section in sections for panel in section["panels"]]
     grids = [block["metadata"] for block in text["blocks"] if block["type"] == "panel-grid"]
-    assert [p["viewType"] for p in panels] == [
-        p["viewType"] for grid in grids for p in grid["panelBankSectionConfig"]["panels"]
-    ]
+    of_grids = [panel for grid in grids for panel in grid["panelBankSectionConfig"]["panels"]]
+    assert [panel["viewType"] for panel in panels] == [panel["viewType"] for panel in of_grids]
     for runs in (view["section"]["runSets"][0], *(grid["runSets"][0] for grid in grids)):
         (chosen,) = runs["filters"]["filters"]
         assert (chosen["key"]["name"], chosen["op"], chosen["value"]) == ("tags", "IN", [f"sweep:{sweep}"])

@@ -248,13 +248,6 @@ def test_known_answers_are_right_and_shuffled_ones_are_right_by_chance(
     assert saved["about"] == about and len(saved["samples"]["who_says"]) == 6
 
 
-def results_of(lm: Any, tasks: Path, num_fewshot: int) -> Any:
-    manager = TaskManager(include_path=[tasks], include_defaults=False)
-    return lm_eval.simple_evaluate(
-        lm, tasks=ALL, num_fewshot=num_fewshot, task_manager=manager, bootstrap_iters=0, batch_size=4
-    )
-
-
 def random_bpe_model(attention: str, text: str) -> tuple[GPT, Tokenizer]:
     """Qwen3's blocks (gqa) or DeepSeek-V3's (mla), and a tokenizer of a few merges whose separator is often said."""
     tokenizer = BPETokenizer(learn_bpe([text], 275), has_separator=True)
@@ -289,7 +282,9 @@ def test_every_sample_is_scored_as_by_lm_evals_own_hugging_face_adapter(
     assert theirs.max_length == ours.max_length == model.block_size
     pairs = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]
     assert flat(ours.loglikelihood(pairs)) == pytest.approx(flat(theirs.loglikelihood(pairs)), abs=2e-4, rel=1e-5)
-    mine, expected = (results_of(lm, tasks, num_fewshot) for lm in (ours, theirs))
+    manager = TaskManager(include_path=[tasks], include_defaults=False)
+    asked = {"tasks": ALL, "num_fewshot": num_fewshot, "task_manager": manager, "bootstrap_iters": 0, "batch_size": 4}
+    mine, expected = (lm_eval.simple_evaluate(lm, **asked) for lm in (ours, theirs))
     compared = 0
     for task in ALL:
         for a, b in zip(mine["samples"][task], expected["samples"][task], strict=True):

@@ -28,9 +28,6 @@ from data.prepare_fineweb import prepare
 from data.shards import open_shards
 from data.tokenizer import BYTES, BPETokenizer, learn_bpe
 
-# -----------------------------------------------------------------------------
-# What is written
-
 
 def test_shards_hold_every_document_once_in_order_with_its_separator(parquet: Parquet, shards: Path) -> None:
     index = index_of(shards)
@@ -289,10 +286,6 @@ def test_nothing_is_learnt_from_held_out_documents(parquet: Parquet, shards: Pat
     tokenizer = tokenizer_of(shards)
     texts = [text for text in parquet[1] if not held_out(text, 0.1)]
     assert tokenizer.pieces[:-1] == learn_bpe(texts, 299)
-
-
-# -----------------------------------------------------------------------------
-# Bad input
 
 
 def test_a_later_row_that_is_no_text_is_named(tmp_path: Path) -> None:

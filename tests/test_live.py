@@ -188,11 +188,9 @@ def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(sweep: Made, tmp_pa
         assert "0.5000" in browser.evaluate(text)
         risen = "views['val/loss'].data('rows').find(row => row.value === 400).drawn"
         assert browser.evaluate(risen) == 4.1  # the first value
-        first, heads = (
-            "document.querySelector('#runs tbody tr').innerText",
-            "[...document.querySelectorAll('th button')]",
-        )
+        first = "document.querySelector('#runs tbody tr').innerText"
         for column, comes_first in (("run", "p=1"), ("lowest validation loss", "0.5000"), ("state", "running")):
+            heads = "[...document.querySelectorAll('th button')]"
             browser.evaluate(f"{heads}.find(head => head.innerText === '{column}').click()")
             browser.wait(f"{first}.includes('{comes_first}')")
 

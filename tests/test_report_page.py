@@ -27,10 +27,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs/made, two parts with runs of every state, and its report in results/made."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "runs").mkdir()
-    compare = {
-        **COMPARE,
-        "parts": {"title": "<b>parts</b>", "pairs": [[f"b/</script>p={p}", f"a/p={p}"] for p in (2, 3)]},
-    }
+    pairs = [[f"b/</script>p={p}", f"a/p={p}"] for p in (2, 3)]
+    compare = {**COMPARE, "parts": {"title": "<b>parts</b>", "pairs": pairs}}
     parts = {"a": {"title": "part a"}, "b": {"title": "part b"}, "c": {"title": "nothing done"}}
     made = Made(folder / "runs" / "made", title="A </script><script>throw 1</script> & title", parts=parts,
                 compare=compare)  # fmt: skip

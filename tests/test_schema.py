@@ -12,19 +12,7 @@ from conftest import ROOT, Program
 from core import schema
 from core.cli import read_value, run_script
 from core.help import help_text
-from core.schema import (
-    FREE,
-    REQUIRED,
-    AtLeast,
-    Between,
-    ConfigError,
-    DefaultWas,
-    Help,
-    Loads,
-    Variants,
-    options,
-    settings_of,
-)
+from core.schema import FREE, AtLeast, ConfigError, DefaultWas, Help, Loads, Variants, options, settings_of
 from sample import SampleConfig
 from training.config import load_config
 
@@ -54,11 +42,11 @@ class Ring(Circle):
 
 @options
 class Drawing:
-    title: Annotated[str, schema.NOT_EMPTY, Help("above it")] = REQUIRED
+    title: Annotated[str, schema.NOT_EMPTY, Help("above it")] = schema.REQUIRED
     files: Annotated[tuple[str, ...], FREE, Loads(LOADED.append), Help("read first")] = ()
     copies: Annotated[int, AtLeast(1), DefaultWas(3), Help("sheets")] = 1
     size: Annotated[tuple[float, float], Help("width and height")] = (2.0, 3.0)
-    grey: Annotated[float | None, Between(0, 1, "[)"), schema.BeforeItExisted(None), Help("null: none")] = None
+    grey: Annotated[float | None, schema.Between(0, 1, "[)"), schema.BeforeItExisted(None), Help("null: none")] = None
     paper: Annotated[Literal["thin", "thick"], FREE, Help("of the sheets")] = "thin"
     draft: Annotated[bool, FREE, Help("fast")] = False
     shape: Annotated[Circle, Variants({"circle": Circle, "ring": Ring}), Help("what is drawn")] = Circle()
@@ -81,7 +69,7 @@ def load(**source: Any) -> Drawing:
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "title= must be given": {"title": REQUIRED},
+    "title= must be given": {"title": schema.REQUIRED},
     "title= must not be empty": {"title": ""},
     "copies=0 must be >= 1 and < 2**31": {"copies": 0},
     "copies=true must be an integer": {"copies": True},

@@ -51,10 +51,6 @@ def text_of(found: Corpus) -> str:
     return found.tokenizer.decode(found.tokens[:])
 
 
-# -----------------------------------------------------------------------------
-# Names of runs
-
-
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -145,9 +141,8 @@ def test_a_resumed_run_keeps_its_merges_and_is_refused_where_they_are_lost(
     saved = [checkpoint.load(run / "ckpt" / "latest").state["tokenizer"] for run in (whole, halves)]
     assert saved[0] == saved[1] != other.to_dict()
     asked = TextFileOptions(path=str(greek), tokenizer="bpe", vocab_size=299)  # a dry run in the same directory
-    assert (
-        load_corpus(asked, 16, checkpoint.load(whole / "ckpt" / "latest").state).tokenizer.to_dict() == other.to_dict()
-    )
+    found = load_corpus(asked, 16, checkpoint.load(whole / "ckpt" / "latest").state).tokenizer
+    assert found.to_dict() == other.to_dict()
     monkeypatch.setattr(checkpoint, "peek", lambda folder: {})
     with pytest.raises(ConfigError, match="has other tokens here than .*halves was begun with; fresh=true"):
         train.run(bpe_run(greek, halves, max_iters=9))
@@ -187,18 +182,13 @@ def test_the_size_of_a_text_is_counted_in_chunks(greek: Path, monkeypatch: pytes
     assert size_of_text(found.tokenizer, found.tokens, ((0, len(found.tokens)),)) == (len(text.encode()), len(text))
 
 
-# -----------------------------------------------------------------------------
-# python_source
-
-
 @pytest.mark.slow
 def test_python_source_is_the_standard_library_in_the_order_of_its_paths() -> None:
     text = load_text(PythonSourceOptions())
     root = Path(sysconfig.get_path("stdlib"))
     assert len(text) > 5_000_000
-    where = [
-        text.index((root / name).read_text(encoding="utf-8")) for name in ("abc.py", "json/decoder.py", "zipapp.py")
-    ]
+    files = [root / name for name in ("abc.py", "json/decoder.py", "zipapp.py")]
+    where = [text.index(file.read_text(encoding="utf-8")) for file in files]
     assert where == sorted(where)
 
 

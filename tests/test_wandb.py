@@ -46,10 +46,6 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-# -----------------------------------------------------------------------------
-# Which mode
-
-
 def test_auto_is_online_with_a_key_of_the_server_else_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wandb_mode("auto") == "offline"
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
@@ -74,10 +70,6 @@ def test_wandb_mode_variable_decides_for_auto_only(monkeypatch: pytest.MonkeyPat
         assert wandb_mode("auto") == mode
 
 
-# -----------------------------------------------------------------------------
-# W&B for real
-
-
 def inspect(run_dir: Path, kind: str = "offline-run-*") -> list[list[dict[str, Any]]]:
     """The records of every recording in the run directory, oldest first."""
     recordings = []
@@ -100,16 +92,14 @@ def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: Path) -> None:
-    config = TrainConfig(
-        out_dir=str(tmp_path / "a run: #1"), qk_norm=LpNormOptions(p=math.inf), wandb=WandbOptions(mode="offline")
-    )
+    out_dir, offline = str(tmp_path / "a run: #1"), WandbOptions(mode="offline")
+    config = TrainConfig(out_dir=out_dir, qk_norm=LpNormOptions(p=math.inf), wandb=offline)
     run, settings = open_run(run_request(config)), wandb_settings(config, config.run_dir, Facts(commit="abc"))
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     run.begin("", 0, settings)
     for i in range(30):
-        run.record.write(
-            {"iter": i, "train/loss": 1 / (i + 1), "val/loss": None if i % 10 else 0.1 * i, "mfu": math.nan}
-        )
+        loss = None if i % 10 else 0.1 * i
+        run.record.write({"iter": i, "train/loss": 1 / (i + 1), "val/loss": loss, "mfu": math.nan})
     run.finish({"status": "stopped", "iter": 25})
     assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     before = Metrics.read(run.path / "metrics.jsonl")
@@ -398,11 +388,9 @@ def test_a_sweep_is_a_run_kept_up_to_date(tmp_path: Path, program: Program, requ
     assert figures == {key.split("/")[1].split(".")[0] for key in item if key.startswith("figures/")} != set()
     table = next(r["summary"]["update"] for r in records if "runs" in str(r.get("summary", {}).get("update", {})))
     assert (table["runs.nrows"], table["runs._type"]) == (4, "table-file") and table["conclusions.nrows"] > 0
-    artifacts = {
-        r["artifact"]["type"]: r["artifact"]["manifest"]["contents"] for r in records if r["type"] == "artifact"
-    }
+    (report,) = [r["artifact"] for r in records if r["type"] == "artifact" and r["artifact"]["type"] == "report"]
     files = {"table.md", "report.html", "runs.csv", "curves.csv.gz", *(f"{name}.svg" for name in figures)}
-    assert files == {file["path"] for file in artifacts["report"]}
+    assert files == {file["path"] for file in report["manifest"]["contents"]}
 
     server: Server = request.getfixturevalue("server")
     for n in (1, 2):
@@ -455,15 +443,9 @@ def test_killed_trainer_has_its_lines_sent_and_leaves_no_process(tmp_path: Path)
 
 
 def test_interrupted_trainer_without_terminal_or_key_is_recorded_offline_in_full(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        trainer(tmp_path / "run", "auto", end="interrupted"),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        text=True,
-    )
+    command = trainer(tmp_path / "run", "auto", end="interrupted")
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("logged"):
