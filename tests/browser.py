@@ -33,10 +33,8 @@ class Page:
             os.dup2(spare[1], 4)
 
         command = [CHROMIUM, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        devnull = subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            command, stdin=devnull, stdout=devnull, stderr=devnull, close_fds=False, preexec_fn=connect
-        )
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        self.process = subprocess.Popen(command, **pipes, close_fds=False, preexec_fn=connect)
         for fd in (to_child, from_child, *spare):
             os.close(fd)
         self._buffer = b""

@@ -31,8 +31,8 @@ from variants import NORMS, config_of
 
 from core.files import cache_folder
 from model.kernels import operators
-from model.options import LpNormOptions, QKNormOptions
-from training.config import TrainConfig
+from model.options import LogitsOptions, LpNormOptions, QKNormOptions
+from training.config import OptimizerOptions, ScheduleOptions, TrainConfig
 
 __all__ = ["folder", "outcome", "parquet", "shards"]  # fixtures of every test file
 
@@ -154,6 +154,30 @@ def heed_ctrl_c() -> None:
 
 def exit_status(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def run_python(
+    code: str, *words: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, which finds this repository's modules."""
+    command, whole = [sys.executable, "-c", code, *words], {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    done = subprocess.run(command, cwd=cwd, env=whole, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
+
+
+@pytest.fixture
+def plugins_undone() -> Iterator[None]:
+    """What plugins register in this process is undone when the test ends, and their modules are forgotten."""
+    bases: tuple[Any, ...] = (QKNormOptions, LogitsOptions, OptimizerOptions, ScheduleOptions)
+    tables = [table for base in bases for table in (base.slot, base.slot.options)]
+    before = [dict(table) for table in tables]
+    yield
+    for name in ("my_norm", "my_asinh", "my_sign", "recipe"):
+        sys.modules.pop(name, None)
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
 
 
 @pytest.fixture

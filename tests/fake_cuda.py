@@ -10,7 +10,6 @@ import functools
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any, Self
 
 import pytest
 import torch
+from conftest import ROOT, run_python
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -30,7 +30,6 @@ from model.options import GPTConfig
 from training import session
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
 aten = torch.ops.aten
 PROPERTIES = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30)
 
@@ -55,12 +54,7 @@ def on_fake_cuda(function: str, *arguments: Any) -> str:
     code = f"import ctypes; ctypes.CDLL({str(library())!r}); import {module}; {module}.{name}(*{arguments!r})"
     # end at once: a thread of the backward pass that then asks for Python's lock would abort the process
     code += "; import os, sys; sys.stdout.flush(); os._exit(0)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{HERE}:{ROOT}"},
-        capture_output=True, text=True, timeout=1200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout
+    return run_python(code, env={"PYTHONPATH": f"{HERE}:{ROOT}"}).stdout
 
 
 class Waits(TorchDispatchMode):

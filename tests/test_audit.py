@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import Program
+from helpers import runs
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, Qwen3Config
 from variants import ALL_PAIRS, FULL, V, config_of, looking_ahead
 
-from core import checkpoint
 from data.tokenizer import NoText
 from model import cross_entropy, ops
 from model.diagnostics import LEAK_TOLERANCE, future_leaks
@@ -31,9 +31,7 @@ def save_run(config: TrainConfig, folder: Path) -> Path:
     """A run directory with fresh weights, V tokens."""
     model = GPT(config.gpt, V)
     model.init_weights(0)
-    state = {"config": asdict(config), "tokenizer": NoText(V).to_dict(), "step": 1}
-    checkpoint.save(folder / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
-    return folder
+    return runs.save_run(model, NoText(V), folder)
 
 
 def audited(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -68,9 +66,7 @@ def small(attention: str, qk_norm: str, fault: str = "none") -> TrainConfig:
 @pytest.mark.parametrize(
     ("fault", "tied"), [*((fault, True) for fault in FAULTS), ("unshifted_labels", False), ("padding_in_mean", False)]
 )
-def test_the_audit_catches_each_fault_by_what_it_breaks(
-    fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_fault_is_caught(fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small("gqa", "rms", fault)
     run = save_run(replace(config, model=replace(config.model, tied=tied)), tmp_path / "run")
     status, found = audited(capsys, f"run={run}", "steps=40")
@@ -85,9 +81,7 @@ def test_the_audit_catches_each_fault_by_what_it_breaks(
 @pytest.mark.parametrize(
     ("layout", "name"), ALL_PAIRS if FULL else [("mha", "lp3"), ("mla_q_rank", "rms"), ("mla_unified", "layernorm")]
 )
-def test_the_audit_finds_nothing_in_an_honest_model(
-    layout: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_honest_model_passes(layout: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     subject = audit.Run(str(save_run(small(layout, name), tmp_path / "run")), "best", torch.device("cpu"))
     findings = audit.audit(subject, 20)
     assert [f.check for f in findings] == CHECKS and not any(f.caught for f in findings), capsys.readouterr().out
@@ -154,9 +148,7 @@ def test_a_leak_in_one_mode_alone_is_found(training: bool) -> None:
 
 
 @pytest.mark.parametrize("fault", ["none", "no_mask"])
-def test_a_leak_is_told_from_none_where_the_logits_are_not_held(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leak_is_told_without_whole_logits(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 4 * V)
     run = save_run(small("mha", "none", fault), tmp_path / "run")
     finding = audit.future_leakage(audit.Run(str(run), "best", torch.device("cpu")))
@@ -261,9 +253,7 @@ THEIRS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_hugging_face_models_are_audited_from_their_folder(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_of_hugging_face_are_audited(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """BERT is one without a causal mask."""
     torch.manual_seed(0)
     model = BertLMHeadModel(THEIRS[name]) if name[0] == "B" else AutoModelForCausalLM.from_config(THEIRS[name])

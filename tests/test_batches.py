@@ -58,9 +58,7 @@ def test_train_windows_are_uniform_over_all_starts(fold: int | None) -> None:
 
 
 def test_a_range_too_short_for_a_window_is_left_out() -> None:
-    batches = Batches(
-        np.arange(60), Split(train=((0, 8), (20, 60)), val=((8, 20),)), block_size=8, batch_size=500, seed=0
-    )
+    batches = Batches(np.arange(60), Split(((0, 8), (20, 60)), ((8, 20),)), block_size=8, batch_size=500, seed=0)
     starts = batches.get_batch(0)[0][:, 0]
     assert [int(starts.min()), int(starts.max())] == [20, 51]
 
@@ -181,15 +179,10 @@ def test_a_memmap_and_shards_give_the_batches_of_the_array(tmp_path: Path, dtype
 
 def test_too_few_tokens_are_a_config_error() -> None:
     tokens = np.zeros(200, dtype=np.uint8)
-    with pytest.raises(
-        ConfigError,
-        match=r"^model.block_size=100 needs a training range of more than 100 tokens; the longest has 100$",
-    ):
+    with pytest.raises(ConfigError, match="^model.block_size=100 needs a training range of more than 100 .* has 100$"):
         Batches(tokens, split(200, 2, 0), block_size=100, batch_size=1, seed=0)
     Batches(tokens, split(200, 2, 0), block_size=99, batch_size=1, seed=0)
-    with pytest.raises(
-        ConfigError, match="^data.folds leaves a held-out block of 1 of 10 tokens; it must have at least 2$"
-    ):
+    with pytest.raises(ConfigError, match="^data.folds leaves .* of 1 of 10 tokens; it must have at least 2$"):
         Batches(tokens[:10], split(10, 10, None), block_size=4, batch_size=1, seed=0)
     with pytest.raises(ConfigError, match="longest has 0$"):
         Batches(tokens[:0], split(0, 10, None), block_size=4, batch_size=1, seed=0)
@@ -229,9 +222,7 @@ def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: 
 
 
 @pytest.mark.parametrize("dtype, highest", [(np.uint8, 255), (np.uint16, 65535), (np.uint32, 2**20), (np.int64, 70000)])
-def test_batches_cut_from_a_copy_of_all_tokens_are_the_same(
-    dtype: Any, highest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_from_a_copy_of_all_tokens_are_equal(dtype: Any, highest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.batches.TOKENS_PER_COPY", 100)
     tokens = np.random.default_rng(0).integers(highest + 1, size=1000).astype(dtype)
     tokens[::7] = highest

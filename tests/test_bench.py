@@ -40,9 +40,7 @@ def peer() -> str:
     return f"peer={path}"
 
 
-def test_updates_of_nanogpt_and_of_another_checkout_alternate_with_ours(
-    benchmark: Benchmark, tiny_run: list[str], peer: str
-) -> None:
+def test_updates_of_peers_alternate_with_ours(benchmark: Benchmark, tiny_run: list[str], peer: str) -> None:
     words = [peer, f"old={ROOT}", "rounds=3", "iters=2", *tiny_run]
     result, _ = benchmark(bench_train, *words)
     for side in ("ours", "old", "peer"):
@@ -80,9 +78,7 @@ def test_a_name_of_two_variants_is_refused() -> None:
         by_name("a: qk_norm=none;b: qk_norm=none;a: qk_norm=rms")
 
 
-def test_sampling_of_nanogpt_and_of_another_checkout_alternates_with_ours(
-    benchmark: Benchmark, tiny_run: list[str], peer: str
-) -> None:
+def test_sampling_of_peers_alternates_with_ours(benchmark: Benchmark, tiny_run: list[str], peer: str) -> None:
     words = [peer, f"old={ROOT}", "tokens=50", "rounds=1", *tiny_run]
     result, _ = benchmark(bench_sample, *words)
     for n in (1, 10):

@@ -7,18 +7,8 @@ from dataclasses import replace
 import pytest
 from helpers.reports import words_of
 
-from scripts.reporting.charts import (
-    LOSS,
-    Figure,
-    Series,
-    curve_chart,
-    curves_chart,
-    panel_chart,
-    remarks,
-    styles,
-    svg,
-    value_axis,
-)
+from scripts.reporting import charts
+from scripts.reporting.charts import LOSS, Figure, Series, curve_chart, curves_chart, styles, svg, value_axis
 from scripts.reporting.runs import Curve
 
 
@@ -29,7 +19,8 @@ def series_with(curve: Curve) -> list[Series]:
 @pytest.mark.parametrize("panels", [False, True])
 def test_log_axes_have_plain_numbers(panels: bool) -> None:
     series = series_with({i: 10.0 ** (i / 10) for i in range(0, 50, 10)})
-    chart = panel_chart({"one": series, "two": series}, "grad_norm") if panels else curve_chart(series, "grad_norm")
+    two = {"one": series, "two": series}
+    chart = charts.panel_chart(two, "grad_norm") if panels else curve_chart(series, "grad_norm")
     words = words_of(svg(Figure("x", "steep", chart, "")).decode())
     assert {"steep", "grad_norm, log scale", "iteration", "a"} <= {*words} and {"1", "100", "10000"} <= {*words}
 
@@ -47,7 +38,7 @@ def test_the_axis_of_a_loss_is_that_of_its_later_part(key: str) -> None:
         low, high = value_axis(series, key)["scale"]["domain"]
         late = [value for i, value in curve.items() if i > 10 or curve is early]
         assert low < min(late) < low + 3 and max(late) < high < max(late) + 3
-        assert ("above the axis" in remarks(series, key)) == above
+        assert ("above the axis" in charts.remarks(series, key)) == above
 
 
 def test_the_same_chart_has_the_same_bytes_whatever_was_drawn_before() -> None:

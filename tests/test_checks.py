@@ -101,9 +101,7 @@ def test_a_validation_loss_of_zero_is_a_loss(corpus: Path, tmp_path: Path, monke
     assert saved_json(tmp_path / "run", "summary")["iter_of_min"] == 0
 
 
-def test_a_validation_loss_that_is_not_finite_ends_the_run(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_loss_of_nan_ends_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted_losses(monkeypatch, [3.0, math.nan])
     assert train.run(configured(corpus, tmp_path / "run", eval_interval=2)) == 3
     assert saved_json(tmp_path / "run", "summary")["reason"] == "val/loss nan at iteration 2"
@@ -131,9 +129,7 @@ def test_bits_per_character_count_characters_and_not_bytes(tmp_path: Path) -> No
     assert bytes_per_char > 1.5
 
 
-def test_weights_that_are_not_finite_are_never_saved(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_nan_or_inf_are_never_saved(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "learning_rate", lambda step, config: 1e38 if step == 2 else 1e-3)
     assert train.run(configured(corpus, tmp_path / "run", checkpoint_interval=1, eval_interval=100)) == 3
     saved = checkpoint.load(tmp_path / "run" / "ckpt" / "latest")
@@ -209,9 +205,7 @@ def test_a_table_as_the_text_is_no_wrong_initial_loss_and_a_fault_in_it_is_one(
     assert said.startswith("the initial training loss is")
 
 
-@pytest.mark.parametrize(
-    ("length", "folds", "targets"), [(24, 10, 2), (6000, 100, 59), (4000, 10, 399), (4010, 10, 400)]
-)
+@pytest.mark.parametrize("length, folds, targets", [(24, 10, 2), (6000, 100, 59), (4000, 10, 399), (4010, 10, 400)])
 def test_too_few_held_out_targets_are_warned_of(length: int, folds: int, targets: int, tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text(("to be or not to be, that is the question. " * 200)[:length])
@@ -223,12 +217,7 @@ def test_too_few_held_out_targets_are_warned_of(length: int, folds: int, targets
 
 @pytest.mark.parametrize(("fails", "seen"), [(3, 4), (4, 4), (6, 8), (9, 9)])
 def test_a_run_that_diverged_between_two_lines_ends_where_it_did(
-    fails: int,
-    seen: int,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    fails: int, seen: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Read at iterations 0, 4, 8 and 9, before a checkpoint; told as if every one had been read. Then all is over."""
     learning_rate, forward, asked = train.learning_rate, GPT.forward, []

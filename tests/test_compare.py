@@ -13,6 +13,7 @@ from browser import Page
 from helpers.runs import CHARS, configured, random_model, save_run
 from variants import attention_products, config_of
 
+import scripts.compare
 import train
 from core.schema import ConfigError
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer, learn_bpe
@@ -20,18 +21,7 @@ from data.tokens import Corpus, Split
 from model.gpt import GPT
 from model.options import SinkOptions
 from sample import LoadedRun, load_run
-from scripts.compare import (
-    MAPPED,
-    CompareOptions,
-    Side,
-    attention_map,
-    chosen_text,
-    compare,
-    held_out_text,
-    held_out_tokens,
-    main,
-    tokens_of,
-)  # fmt: skip
+from scripts.compare import CompareOptions, Side, chosen_text, compare, held_out_tokens, main, tokens_of
 from training.config import load_config
 
 TEXT = "a bad egg, a fad!\nfade\na cafe face a dead bee faced a gaffe\n" * 2
@@ -66,10 +56,10 @@ def test_nats_and_attention_maps_are_those_of_a_computation_by_hand(pair: tuple[
         assert nats.tolist() == pytest.approx(by_hand(model, CHARS.encode(TEXT).tolist(), 16), rel=1e-4, abs=1e-5)
 
     with attention_products() as seen:
-        texts, rows = attention_map(a, layer=1, head=2)
+        texts, rows = scripts.compare.attention_map(a, layer=1, head=2)
     q, k, _, scale = seen[1]
     key_head = 2 * k.size(1) // q.size(1)
-    assert texts[:4] == list("a␣ba") and len(rows) == 16 <= MAPPED
+    assert texts[:4] == list("a␣ba") and len(rows) == 16 <= scripts.compare.MAPPED
     for i, row in enumerate(rows):
         weights = [math.exp(scale * (q[0, 2, i] @ k[0, key_head, j]).item()) for j in range(i + 1)]
         assert row[: i + 1] == pytest.approx([w / sum(weights) for w in weights], rel=1e-3, abs=1e-6)
@@ -77,7 +67,7 @@ def test_nats_and_attention_maps_are_those_of_a_computation_by_hand(pair: tuple[
 
 def test_a_sink_takes_its_share_of_the_attention() -> None:
     model = random_model(replace(config_of("gqa", "rms"), softmax=SinkOptions(logit=0.0)))
-    _, rows = attention_map(side("a", model, CHARS, TEXT), layer=1, head=2)
+    _, rows = scripts.compare.attention_map(side("a", model, CHARS, TEXT), layer=1, head=2)
     assert all(0 < sum(row) < 0.99 for row in rows) and sum(rows[-1]) > sum(rows[0])
 
 
@@ -153,10 +143,8 @@ def test_the_page_opens_without_an_error_and_shows_a_hostile_text_as_text(
     for column in (1, 2):
         shown = browser.evaluate(f"document.querySelector('.pair > div:nth-child({column}) pre').textContent")
         assert shown.replace("⏎", "") == HOSTILE  # with the first byte, which is not predicted
-    colours = browser.evaluate(
-        "[...document.querySelectorAll('.pair span')].map(e => getComputedStyle(e).backgroundColor)"
-    )
-    assert len({*colours}) > 20
+    spans = "[...document.querySelectorAll('.pair span')]"
+    assert len({*browser.evaluate(f"{spans}.map(e => getComputedStyle(e).backgroundColor)")}) > 20
     assert browser.evaluate("document.querySelectorAll('#attention .role-mark path').length") == 2 * 16 * 17 // 2
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
     listed = source.partition("Where they differ most</h2>")[2].partition("</section>")[0]
@@ -196,10 +184,8 @@ def test_without_a_text_it_is_what_both_hold_out(
         data = {"name": "text", "path": str(corpus), **tokenizer}
         assert train.run(load_config({**asdict(configured(corpus, tmp_path / name)), "data": data})) == 0
     assert main(["a=d", "b=e", "checkpoint=latest"]) == 0  # of characters, and of tokens
-    asked = CompareOptions(a="d", b="e")
-    text = chosen_text(
-        asked, {name: load_run(tmp_path / name / "ckpt" / "latest", torch.device("cpu")) for name in "de"}
-    )
+    loaded = {name: load_run(tmp_path / name / "ckpt" / "latest", torch.device("cpu")) for name in "de"}
+    text = chosen_text(CompareOptions(a="d", b="e"), loaded)
     assert corpus.read_text().endswith(text) and len(text) > 0.08 * len(corpus.read_text())
     corpus.write_text("other" * 1000)
     assert main(["a=a", "b=b"]) == 2
@@ -217,4 +203,4 @@ def test_a_literal_separator_in_the_held_out_text_is_refused() -> None:
     tokens = tokenizer.encode(text)
     corpus = Corpus("", tokenizer, tokens, Split(((0, 10),), ((10, len(tokens)),)))
     with pytest.raises(ConfigError, match=re.escape("the held-out text has the characters <|endoftext|>")):
-        held_out_text(corpus)
+        scripts.compare.held_out_text(corpus)

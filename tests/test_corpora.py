@@ -2,7 +2,6 @@ import hashlib
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -11,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import HANGING_DNS, ROOT
+from conftest import HANGING_DNS, run_python
+from helpers.fineweb import write_parquet
 
 from core.schema import ConfigError
 from data import corpora
@@ -50,14 +50,9 @@ def write(path: Path, raw: bytes) -> Path:
 
 def hub_folder(root: Path, text: str) -> Path:
     """A local copy of the Hub's repository as refs/convert/parquet lays it out, of `text` cut in unequal parts."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     cuts = [0, int(0.9 * len(text)), int(0.95 * len(text)), len(text)]
     for i, split in enumerate(("train", "validation", "test")):
-        file = root / "default" / split / "0000.parquet"
-        file.parent.mkdir(parents=True)
-        pq.write_table(pa.table({"text": [text[cuts[i] : cuts[i + 1]]]}), file)
+        write_parquet(root / "default" / split / "0000.parquet", text=[text[cuts[i] : cuts[i + 1]]])
     return root
 
 
@@ -101,9 +96,7 @@ def test_data_path_takes_the_file_its_folder_or_the_folder_above(shakespeare: by
     assert load_text(TinyShakespeareOptions(path=os.path.join(REAL_DATA or "", place))).encode() == shakespeare
 
 
-def test_nanoqk_data_and_the_cache_are_found(
-    shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nanoqk_data_and_cache_are_found(shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_cache = write(tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt", shakespeare)
     monkeypatch.setenv("NANOQK_DATA", str(tmp_path / "nothing_here"))
     assert load_text(TinyShakespeareOptions()).encode() == shakespeare
@@ -134,9 +127,7 @@ def test_one_changed_byte_is_refused(shakespeare: bytes, tmp_path: Path) -> None
         load_text(TinyShakespeareOptions(path=str(file)))
 
 
-def test_an_explicit_path_is_never_replaced_by_another_source(
-    shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_explicit_path_is_not_replaced(shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOQK_DATA", str(REAL_DATA))
     with pytest.raises(ConfigError, match=r"^data.path=nowhere does not exist$"):
         load_text(TinyShakespeareOptions(path="nowhere"))
@@ -190,9 +181,6 @@ def test_processes_that_start_together_download_once(hub: list[str], monkeypatch
     assert len(downloads) == len(texts) == 1
 
 
-# -----------------------------------------------------------------------------
-# No network
-
 LOAD = """
 import sys
 from data.corpora import load_text
@@ -229,20 +217,13 @@ def servers() -> Iterator[dict[str, str]]:
 def test_without_a_network_one_line_says_what_to_do_within_5_seconds(
     variable: str, value: str, reason: str, servers: dict[str, str], tmp_path: Path
 ) -> None:
-    settings = {variable: servers.get(value, value)}
     code = HANGING_DNS + LOAD if "hanging" in value else LOAD
     began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    message, datasets_imported = run_python(code, env={variable: servers.get(value, value)}).stdout.splitlines()
     seconds = time.perf_counter() - began  # of the whole process: an abandoned probe must not hold up its exit
-    assert done.returncode == 0, done.stderr
-    message, datasets_imported = done.stdout.splitlines()
     assert message.startswith(f"data=tiny_shakespeare is not at {tmp_path}/cache/nanoqk/tiny_shakespeare/input.txt")
-    assert message.endswith(
-        "set data.path or NANOQK_DATA to a folder with tiny_shakespeare/input.txt, or use data=python_docs"
-    )
+    folder = "a folder with tiny_shakespeare/input.txt"
+    assert message.endswith(f"set data.path or NANOQK_DATA to {folder}, or use data=python_docs")
     assert re.search(reason, message), message
     assert datasets_imported == "False"
     assert seconds < 5

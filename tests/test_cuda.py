@@ -5,8 +5,6 @@ Each check_…() runs in a process of its own: see fake_cuda.py.
 
 import os
 import re
-import subprocess
-import sys
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import product
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_python
 from fake_cuda import FakeGPT, Waits, fake_cuda, on_fake_cuda
 from helpers.runs import assert_same_run, configured
 from torch.overrides import TorchFunctionMode
@@ -46,10 +44,8 @@ FOLDERS = ("core", "data", "model", "training", "sweeps", "scripts")
 
 def settings(**changes: Any) -> TrainConfig:
     """A run on the fake device. Nothing is compiled, where it does not say so."""
-
-    return build(
-        TrainConfig, {"device": "cuda", "compile": False, "batch_size": 4, "model": MODEL, "data": DATA, **changes}
-    )
+    plain = {"device": "cuda", "compile": False, "batch_size": 4, "model": MODEL, "data": DATA}
+    return build(TrainConfig, {**plain, **changes})
 
 
 class TwoLines:
@@ -70,9 +66,6 @@ class TwoLines:
         if self.lines == 2:
             raise EOFError
 
-
-# -----------------------------------------------------------------------------
-# What an update asks for
 
 MLA = {"name": "mla", "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
 ROPE = {**MODEL, "position": "rope", "rope_theta": 100.0}
@@ -102,10 +95,6 @@ def check_updates() -> None:
 def test_the_host_waits_for_the_device_at_log_lines_alone() -> None:
     """Of AdamW, Muon, QK-Clip, its log, and several micro-batches: the loop of train.py, eight updates, two lines."""
     on_fake_cuda("test_cuda.check_updates")
-
-
-# -----------------------------------------------------------------------------
-# Every pair of layout and norm
 
 
 def check_pairs(pairs: list[tuple[str, str]]) -> None:
@@ -161,6 +150,8 @@ def check_devices() -> None:
             resolve_device("cuda", World(0, 4, 0, 4))
 
         assert torch.are_deterministic_algorithms_enabled()
+        (row,) = check_gpu.device(build(check_gpu.CheckOptions, {"device": "cuda"}), []).values()
+        assert (row["GPUs"], row["capability"], row["processors"], row["GiB"]) == (2, "9.0", 132, 80)
 
         q = torch.empty(1, 2, 8, 16, device="cuda")
         waits.asked.clear()
@@ -181,19 +172,9 @@ def check_devices() -> None:
 
 
 def test_a_device_is_made_current_and_its_generator_alone_is_seeded() -> None:
-    """Also what a process must set for deterministic=true, which products are exact where TF32 is allowed, and which
-    corpora a GPU keeps."""
+    """Also what a process must set for deterministic=true, what check_gpu.py reads of the machine, which products are
+    exact where TF32 is allowed, and which corpora a GPU keeps."""
     on_fake_cuda("test_cuda.check_devices")
-
-
-def check_the_part_device() -> None:
-    with fake_cuda():
-        (row,) = check_gpu.device(build(check_gpu.CheckOptions, {"device": "cuda"}), []).values()
-        assert (row["GPUs"], row["capability"], row["processors"], row["GiB"]) == (2, "9.0", 132, 80)
-
-
-def test_the_part_of_check_gpu_that_reads_the_machine() -> None:
-    on_fake_cuda("test_cuda.check_the_part_device")
 
 
 def test_a_gpu_is_warned_of_attention_that_holds_t_x_t(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,14 +299,8 @@ print("ran", *ran)
 def test_a_run_executes_the_same_graphs_alone_and_third_in_a_worker(tiny_run: list[str], tmp_path: Path) -> None:
     """An evaluation's batch has another size than training's."""
     words = [*tiny_run, "compile=true", "max_iters=3", "model.n_layer=1", "plot=false"]
-    runs = [
-        " ".join([*words, f"out_dir=run{i}", *change]) for i, change in enumerate((["qk_norm=rms"], [], ["seed=5"]))
-    ]
-    alone, third = (
-        subprocess.run(
-            [sys.executable, "-c", GRAPHS, *runs_of], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, check=True,
-        ).stdout.splitlines()[-1]
-        for runs_of in ([f"{runs[2]} out_dir=alone"], runs)
-    )  # fmt: skip
+    changes = ("qk_norm=rms", "", "seed=5")
+    runs = [" ".join([*words, f"out_dir=run{i}", change]) for i, change in enumerate(changes)]
+    both = ([f"{runs[2]} out_dir=alone"], runs)
+    alone, third = (run_python(GRAPHS, *of, cwd=tmp_path).stdout.splitlines()[-1] for of in both)
     assert alone == third and len(set(alone.split())) == 3  # "ran", training's and evaluation's

@@ -3,7 +3,6 @@ or the first."""
 
 import json
 import random
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,18 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
-from helpers.runs import TIMED, configured, lines, weights
+from helpers.runs import TIMED, configured, fresh_copy, lines, weights
+from helpers.sweeps import launched, tiny_sweep
 from variants import FULL
 
 import train
 from core import checkpoint
 from core.schema import ConfigError
-from data.options import FineWebOptions
+from data.options import FineWebOptions, TextFileOptions
 from data.shards import open_shards
 from data.tokens import load_corpus
 from scripts.reporting.runs import read_done, read_sweep
-from sweeps.launch import main as launch
 
 SHARE = 10 if FULL else 1  # of the damages below
 HARMLESS = {"curve.png", "lock", "train.log", "samples.jsonl"}  # nothing reads a number from them
@@ -36,8 +34,7 @@ def damages(pristine: Path, copy: Path, n: int) -> Iterator[tuple[str, Path]]:
     files = [file for file in files if file.name not in HARMLESS and (pristine / file).stat().st_size]
     kinds: Counter[str] = Counter()
     for i in range(n):
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(pristine, copy, symlinks=True)
+        fresh_copy(pristine, copy)
         file = files[i % len(files)]
         kinds[file.name] += 1
         content = bytearray((copy / file).read_bytes())
@@ -124,15 +121,6 @@ def test_a_lost_record_loses_neither_the_best_checkpoint_nor_its_loss(corpus: Pa
     assert (broken / "ckpt" / "best").resolve().name == f"step_{a['iter_of_min']:06d}"
 
 
-def test_a_finished_run_without_checkpoints_and_status_is_not_trained_over(corpus: Path, tmp_path: Path) -> None:
-    config = configured(corpus, tmp_path / "run", max_iters=2)
-    assert train.run(config) == 0
-    shutil.rmtree(tmp_path / "run" / "ckpt")
-    (tmp_path / "run" / "status.json").write_text("")
-    with pytest.raises(ConfigError, match="has reached iteration 2 but holds no checkpoint"):
-        train.run(config)
-
-
 def test_a_config_that_was_edited_by_hand_is_not_believed(corpus: Path, tmp_path: Path) -> None:
     config = configured(corpus, tmp_path / "run", max_iters=2, schedule={"name": "constant", "warmup_iters": 1})
     assert train.run(config) == 0
@@ -143,16 +131,13 @@ def test_a_config_that_was_edited_by_hand_is_not_believed(corpus: Path, tmp_path
 
 
 def test_a_damaged_file_of_a_sweep_is_noticed_or_without_effect(corpus: Path, tmp_path: Path) -> None:
-    pristine, copy = tmp_path / "pristine", tmp_path / "copy"
-    definition = tmp_path / "two.yaml"
-    definition.write_text(
-        f"title: two\noverrides: {json.dumps(['data=text', f'data.path={corpus}', *TINY, 'max_iters=4'])}\n"
-        "seeds: [1, 2]\ngrid: {qk_norm: [none, rms]}\ncompare: {a: {baseline: qk_norm=none, claim: lower}}\n"
-    )
-    assert launch([f"sweep={definition}", f"sweep_dir={pristine}", "launcher.workers=1"]) == 0
+    pristine, copy = tmp_path / "sweep", tmp_path / "copy"
+    compare = {"a": {"baseline": "qk_norm=none", "claim": "lower"}}
+    changes = {"grid": {"qk_norm": ["none", "rms"]}, "folds": None, "seeds": [1, 2], "compare": compare}
+    launched(tiny_sweep(tmp_path, corpus, "max_iters=4", **changes), "launcher.workers=1")
 
     def look(path: Path) -> Any:
-        sweep = read_sweep(path, "two")
+        sweep = read_sweep(path, "tiny")
         runs = [(r.id, r.seed, r.fold, r.settings, r.config, r.summary, r.curves) for r in sweep.runs if r.done]
         return sweep.definition, runs
 
@@ -164,9 +149,7 @@ def test_a_damaged_file_of_a_sweep_is_noticed_or_without_effect(corpus: Path, tm
             assert all(run in before for run in found[1]), what  # a damaged run is not done
 
 
-def test_a_damaged_shard_is_noticed_or_without_effect(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_shard_is_noticed_or_harmless(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "copy"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -181,9 +164,7 @@ def test_a_damaged_shard_is_noticed_or_without_effect(
 
 def test_damaged_cached_tokens_are_made_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "pristine"))
-    options = configured(
-        corpus, tmp_path / "run", data={"name": "text", "path": str(corpus), "tokenizer": "bpe", "vocab_size": 280}
-    ).data
+    options = TextFileOptions(path=str(corpus), tokenizer="bpe", vocab_size=280)
     before = load_corpus(options, 16)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copy"))
     for what, file in damages(tmp_path / "pristine", tmp_path / "copy", 10 * SHARE):

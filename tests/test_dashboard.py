@@ -35,9 +35,8 @@ def test_a_study_has_a_workspace_and_a_report(
     sections = view["section"]["panelBankConfig"]["sections"]
     panels = [panel for section in sections for panel in section["panels"]]
     grids = [block["metadata"] for block in text["blocks"] if block["type"] == "panel-grid"]
-    assert [p["viewType"] for p in panels] == [
-        p["viewType"] for grid in grids for p in grid["panelBankSectionConfig"]["panels"]
-    ]
+    of_grids = [panel for grid in grids for panel in grid["panelBankSectionConfig"]["panels"]]
+    assert [panel["viewType"] for panel in panels] == [panel["viewType"] for panel in of_grids]
     for runs in (view["section"]["runSets"][0], *(grid["runSets"][0] for grid in grids)):
         (chosen,) = runs["filters"]["filters"]
         assert (chosen["key"]["name"], chosen["op"], chosen["value"]) == ("tags", "IN", [f"sweep:{sweep}"])
@@ -83,9 +82,7 @@ def test_agents_train_the_runs_of_the_plan(sweep: str, capsys: pytest.CaptureFix
         assert config.trajectory == run.config.trajectory and config.wandb.tags == (f"sweep:{sweep}",)
 
 
-def test_a_server_that_is_not_there_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_gone_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("wandb.apis.public.api.Api._HTTP_TIMEOUT", 1)  # seconds; W&B's own is 20
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

@@ -161,9 +161,7 @@ def test_a_bad_setting_is_one_line_from_one_rank(tiny_run: list[str], tmp_path: 
     assert done.stderr.count("error: gradient_accumulation_steps=3 must be divisible by 2 ranks") == 1
 
 
-def test_ranks_that_find_different_checkpoints_are_refused(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_two_checkpoints_are_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train.run(configured(corpus, tmp_path / "run", max_iters=4)) == 0
     (tmp_path / "run" / "summary.json").unlink()  # it goes on
     monkeypatch.setattr(dist, "gather", lambda value: [value, -1] if type(value) is int else [value])

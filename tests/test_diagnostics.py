@@ -151,9 +151,7 @@ def state_of(gpt: GPT) -> dict[str, Any]:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("layout", ["mha", "gqa", "mla"])
-def test_the_model_the_generator_and_what_qk_clip_tracks_stay_as_they_are(
-    layout: str, fails: bool, training: bool
-) -> None:
+def test_the_model_the_generator_and_what_qk_clip_tracks_stay(layout: str, fails: bool, training: bool) -> None:
     """Also where the pass breaks off half-way."""
     gpt = build(config_of(layout, "lp_learned", dropout=0.3)).train()
     for attn in gpt.attentions:

@@ -21,11 +21,11 @@ from scripts import report
 from training.config import TrainConfig
 
 NOBODY = 65534
-Resize = Callable[[int], None]
+Disk = tuple[Path, Callable[[int], None]]  # a folder, and what sets its size in KiB
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[tuple[Path, Resize]]:
+def disk(tmp_path: Path) -> Iterator[Disk]:
     """A folder on a disk of its own in memory, and a function that sets its size in KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -48,7 +48,7 @@ def used(folder: Path) -> int:
     return sum(-(-path.stat().st_size // 4096) * 4 for path in folder.rglob("*") if path.is_file())  # KiB
 
 
-def test_that_fills_up_during_a_run(corpus: Path, tmp_path: Path, disk: tuple[Path, Resize]) -> None:
+def test_that_fills_up_during_a_run(corpus: Path, tmp_path: Path, disk: Disk) -> None:
     """Sizes from hardly anything to almost enough, so that each kind of file is the one that does not fit."""
     folder, resize = disk
     schedule = {"name": "cosine", "warmup_iters": 1}
@@ -75,11 +75,7 @@ def test_that_fills_up_during_a_run(corpus: Path, tmp_path: Path, disk: tuple[Pa
 
 
 def test_that_fills_up_during_a_sweep_and_its_report(
-    corpus: Path,
-    tmp_path: Path,
-    disk: tuple[Path, Resize],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    corpus: Path, tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, resize = disk
     resize(8192)

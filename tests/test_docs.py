@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 import core.cli
-import model.gpt
-import model.options
-import model.slots
 import scripts.benchmarks.timing as timing
 from core.schema import validate
 from scripts.reporting.numbers import interval
 from scripts.reporting.tables import number
 from sweeps.launch import LaunchOptions, read_request
 from sweeps.plan import PlannedRun
-from training.config import OptimizerOptions, TrainConfig, load_config
+from training.config import TrainConfig, load_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LEDGER = ROOT / "results" / "README.md"
@@ -175,8 +172,8 @@ def parse_only(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A current folder with the files that the pages tell a user to write; what a plugin registers is undone."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_undone: None) -> Path:
+    """A current folder with the files that the pages tell a user to write."""
     docs = ROOT / "docs"
     (tmp_path / "my_norm.py").write_text(blocks(docs / "your_own_variant.md", "python")[0])
     (tmp_path / "my_sign.py").write_text(blocks(docs / "your_own_variant.md", "python")[1])
@@ -185,16 +182,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "my_sweep.yaml").write_text(blocks(docs / "sweeps.md", "yaml")[0])
     (tmp_path / "RUN").mkdir()
     monkeypatch.chdir(tmp_path)
-    tables: list[dict[str, Any]] = [model.gpt.QK_NORMS, model.options.QK_NORM_OPTIONS]
-    tables += [model.slots.LOGITS, model.options.LOGITS_OPTIONS]
-    tables += [OptimizerOptions.slot, OptimizerOptions.slot.options]
-    before = [dict(table) for table in tables]
-    yield tmp_path
-    for plugin in ("my_norm", "my_asinh", "my_sign"):
-        sys.modules.pop(plugin, None)
-    for table, content in zip(tables, before, strict=True):
-        table.clear()
-        table.update(content)
+    return tmp_path
 
 
 @pytest.mark.parametrize("part", ["kills", "damage", "input", "disk", "hostile", "sweep", "pairs"])
@@ -304,7 +292,7 @@ def test_generated_parts_are_fresh(tmp_path: Path) -> None:
         "assert docs.with_block(page, docs.METRICS, docs.END, f'\\n{docs.table()}\\n') == page\n"
         "assert docs.readme() == docs.README.read_text(encoding='utf-8')"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, env={"PYTHONPATH": str(ROOT)})
+    run_python(code, cwd=tmp_path)
     assert (tmp_path / "page.md").read_bytes() == LISTED[0].read_bytes()
     for study in ("p_baby", "p_nano"):
         stored = (ROOT / "results" / study / "along.svg").read_bytes()

@@ -5,24 +5,15 @@ The first is the MLA paper's appendix E. Shapes: B batch, nh heads, T queries, S
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import variants
 from torch import Tensor
 from torch.nn import functional as F
-from variants import (
-    ENTRIES,
-    NORMS,
-    PAIRS,
-    V,
-    attended,
-    build,
-    config_of,
-    random_tokens,
-    raw_queries_and_keys,
-    rope_of,
-)  # fmt: skip
+from variants import ENTRIES, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
 
 from core.schema import validate
 from model import ops
@@ -112,7 +103,7 @@ def defined_logits(gpt: GPT, x: Tensor, name: str) -> Tensor:
         return torch.cat([y[..., :dn], turn(y[..., dn:])], -1)
 
     heads = []
-    for h, (q, k) in enumerate(zip(*(part.unbind(1) for part in raw_queries_and_keys(attn, x)), strict=True)):
+    for h, (q, k) in enumerate(zip(*(part.unbind(1) for part in variants.raw_queries_and_keys(attn, x)), strict=True)):
         alpha = gain_of.get("logit_scale.alpha.raw")
         scale = 1 / math.sqrt(q.size(-1)) if alpha is None else alpha[h % len(alpha)].exp()
         heads.append(scale * key_or_query(q, "q", h) @ key_or_query(k, "k", h).mT)
@@ -131,9 +122,7 @@ def test_explicit_and_absorbed_logits_agree_in_float64(layout: str, name: str) -
 @torch.no_grad()
 @each_mla_pair
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_absorbed_logits_have_the_round_off_of_the_explicit_ones(
-    layout: str, name: str, dtype: torch.dtype, bound: float
-) -> None:
+def test_absorbed_logits_round_as_the_explicit_ones(layout: str, name: str, dtype: torch.dtype, bound: float) -> None:
     """bf16 as generation has it: weights in fp32, autocast, and a bf16 cache.
 
     Measured: explicit 2e-7 and 6e-3, absorbed at most 1.11 and 1.24 times that.
@@ -153,9 +142,7 @@ def test_absorbed_logits_have_the_round_off_of_the_explicit_ones(
 
 @torch.no_grad()
 @each_entry
-def test_prefill_and_cached_steps_equal_the_full_forward(
-    layout: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefill_and_cached_steps_equal_full_forwards(layout: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gpt, idx = build(config_of(layout, name)), random_tokens(3, 16)
     full = gpt(idx)[0]
     for chunks in ((16,), (1,) * 16, (5, 1, 1, 4, 5)):
@@ -171,9 +158,7 @@ def test_prefill_and_cached_steps_equal_the_full_forward(
 
 @torch.no_grad()
 @each_mla_pair
-def test_latents_of_long_sequences_are_read_one_sequence_at_a_time(
-    layout: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latents_of_long_sequences_are_read_one_by_one(layout: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attend, read = ops.latent_attention_reference, list[int]()
 
     def spied(q_latent: Tensor, *others: Any) -> Any:
@@ -194,13 +179,10 @@ def test_latents_of_long_sequences_are_read_one_sequence_at_a_time(
 @pytest.mark.parametrize(
     "qk_norm_layout, name", [(a, n) for a in ("blockwise", "unified") for n in NORMS if (a, n) != ("unified", "none")]
 )
-def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_more_with_a_qk_norm(
-    name: str, qk_norm_layout: Any
-) -> None:
+def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_with_a_qk_norm(name: str, qk_norm_layout: Any) -> None:
     shape = ModelOptions(n_layer=1, n_head=16, n_embd=1536, position="rope", rope_theta=1e4, norm="rmsnorm")
-    attention = MLAOptions(
-        kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128, qk_norm_layout=qk_norm_layout
-    )
+    attention = MLAOptions(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128)
+    attention = replace(attention, qk_norm_layout=qk_norm_layout)
     config = TrainConfig(model=shape, attention=attention, qk_norm=NORMS[name])
     validate(config)
     with torch.device("meta"):
@@ -210,10 +192,6 @@ def test_deepseek_v3_caches_1152_bytes_a_token_and_layer_and_32_more_with_a_qk_n
     scalars = 0 if name == "none" else 64 if (qk_norm_layout, name) == ("unified", "layernorm") else 32
     assert gpt.cache_bytes_per_token(torch.bfloat16) == 1152 + scalars
     assert sum(t.nbytes for t in vars(cache).values() if t is not None) == 64 * (1152 + scalars)
-
-
-# -----------------------------------------------------------------------------
-# GQA and MHA
 
 
 @torch.no_grad()

@@ -248,13 +248,6 @@ def test_known_answers_are_right_and_shuffled_ones_are_right_by_chance(
     assert saved["about"] == about and len(saved["samples"]["who_says"]) == 6
 
 
-def results_of(lm: Any, tasks: Path, num_fewshot: int) -> Any:
-    manager = TaskManager(include_path=[tasks], include_defaults=False)
-    return lm_eval.simple_evaluate(
-        lm, tasks=ALL, num_fewshot=num_fewshot, task_manager=manager, bootstrap_iters=0, batch_size=4
-    )
-
-
 def random_bpe_model(attention: str, text: str) -> tuple[GPT, Tokenizer]:
     """Qwen3's blocks (gqa) or DeepSeek-V3's (mla), and a tokenizer of a few merges whose separator is often said."""
     tokenizer = BPETokenizer(learn_bpe([text], 275), has_separator=True)
@@ -289,7 +282,9 @@ def test_every_sample_is_scored_as_by_lm_evals_own_hugging_face_adapter(
     assert theirs.max_length == ours.max_length == model.block_size
     pairs = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]
     assert flat(ours.loglikelihood(pairs)) == pytest.approx(flat(theirs.loglikelihood(pairs)), abs=2e-4, rel=1e-5)
-    mine, expected = (results_of(lm, tasks, num_fewshot) for lm in (ours, theirs))
+    manager = TaskManager(include_path=[tasks], include_defaults=False)
+    asked = {"tasks": ALL, "num_fewshot": num_fewshot, "task_manager": manager, "bootstrap_iters": 0, "batch_size": 4}
+    mine, expected = (lm_eval.simple_evaluate(lm, **asked) for lm in (ours, theirs))
     compared = 0
     for task in ALL:
         for a, b in zip(mine["samples"][task], expected["samples"][task], strict=True):
@@ -308,9 +303,7 @@ def flat(x: Any) -> list[Any]:
     return [z for y in x for z in flat(y)] if isinstance(x, list | tuple) else [x]
 
 
-def test_examples_limits_and_batches_are_what_was_asked_for(
-    run: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_limits_and_batches_are_as_asked(run: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"run={run}", "tasks=who_says", f"include_path={tasks}", "device=cpu", "limit=4"]
     found = []
     for more in (["num_fewshot=2", "batch_size=1"], ["num_fewshot=2", "batch_size=7"], []):
@@ -379,9 +372,7 @@ def untrained(tmp_path: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.usefixtures("hub")
-def test_the_papers_eight_tasks_run_with_three_examples_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_papers_tasks_run_with_three_examples_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 512, "dropout": 0.0}
     run, out = untrained(tmp_path, model=model), tmp_path / "found.json"
     capsys.readouterr()
@@ -487,9 +478,7 @@ def test_without_lm_eval_the_pip_command_is_said(
     assert error.count("\n") == 1 and "pip install -c constraints.txt -e '.[eval]'" in error
 
 
-def test_what_a_task_asks_for_in_vain_is_named(
-    run: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_tasks_lack_is_named(run: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More examples than there are documents, and text that the vocabulary lacks."""
     text = (tasks / "who_says.yaml").read_text().replace("{{q}}", "{{q}} €").replace("who_says\n", "euro\n")
     (tmp_path / "euro.yaml").write_text(text)

@@ -37,10 +37,6 @@ def batches_of(config: TrainConfig) -> Batches:
     return Batches(corpus.tokens, corpus.split, 16, 2, seed=1)
 
 
-# -----------------------------------------------------------------------------
-# data=random
-
-
 def test_random_tokens_are_uniform_and_a_function_of_the_seed() -> None:
     config = RandomOptions(n_tokens=200_000, vocab_size=50, val_tokens=1000)
     corpus, again = load_corpus(config, 16), load_corpus(config, 16)
@@ -158,9 +154,7 @@ def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pyte
     ("fault", "tied"),
     [*((fault, True) for fault in [*FAULTS][1:]), ("unshifted_labels", False), ("padding_in_mean", False)],
 )
-def test_a_run_with_a_fault_says_so_everywhere(
-    fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_is_said_everywhere(fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 16, "dropout": 0.2, "tied": tied}
     run, config = tmp_path / "run", faulty(fault, tmp_path / "run", max_iters=2, model=model)
     assert train.run(config) == 0

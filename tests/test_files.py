@@ -42,9 +42,7 @@ def test_a_lock_excludes_other_processes_until_its_owner_is_killed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_content(
-    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_content(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 

@@ -28,9 +28,6 @@ from data.prepare_fineweb import prepare
 from data.shards import open_shards
 from data.tokenizer import BYTES, BPETokenizer, learn_bpe
 
-# -----------------------------------------------------------------------------
-# What is written
-
 
 def test_shards_hold_every_document_once_in_order_with_its_separator(parquet: Parquet, shards: Path) -> None:
     index = index_of(shards)
@@ -62,9 +59,7 @@ def test_the_number_of_workers_and_the_size_of_batches_change_nothing(
     assert files(tmp_path / "out") == files(shards)
 
 
-def test_a_token_budget_stops_after_the_document_that_reaches_it(
-    parquet: Parquet, shards: Path, tmp_path: Path
-) -> None:
+def test_a_token_budget_stops_after_the_document_reaching_it(parquet: Parquet, shards: Path, tmp_path: Path) -> None:
     assert prepare(settings_of(parquet, tmp_path / "out", max_tokens=9000)) == 0
     index = index_of(tmp_path / "out")
     tokenizer = tokenizer_of(shards)
@@ -86,9 +81,7 @@ def test_rows_without_a_text_are_left_out(parquet: Parquet, tmp_path: Path, caps
     assert "warning: val is empty: data=fineweb refuses these shards" in capsys.readouterr().out
 
 
-def test_a_large_vocabulary_makes_shards_of_four_bytes_a_token(
-    parquet: Parquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_vocabulary_takes_four_bytes(parquet: Parquet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = BPETokenizer([*BYTES, *(a + b for a in BYTES for b in BYTES)], has_separator=True)
     monkeypatch.setattr(prepare_fineweb, "open_or_learn_tokenizer", lambda *args: large)
     assert prepare(settings_of(parquet, tmp_path / "out")) == 0
@@ -163,9 +156,7 @@ if __name__ == "__main__":
 """
 
 
-def test_kill_9_at_random_moments_neither_doubles_nor_loses_a_document(
-    parquet: Parquet, shards: Path, tmp_path: Path
-) -> None:
+def test_kills_at_random_moments_double_and_lose_no_document(parquet: Parquet, shards: Path, tmp_path: Path) -> None:
     (tmp_path / "slowly.py").write_text(SLOWLY)
     out = tmp_path / "out"
     words = [f"dataset={parquet[0]}", f"out={out}", "tokenizer=bpe", "vocab_size=300", "shard_tokens=5000"]
@@ -295,10 +286,6 @@ def test_nothing_is_learnt_from_held_out_documents(parquet: Parquet, shards: Pat
     tokenizer = tokenizer_of(shards)
     texts = [text for text in parquet[1] if not held_out(text, 0.1)]
     assert tokenizer.pieces[:-1] == learn_bpe(texts, 299)
-
-
-# -----------------------------------------------------------------------------
-# Bad input
 
 
 def test_a_later_row_that_is_no_text_is_named(tmp_path: Path) -> None:

@@ -50,9 +50,8 @@ def test_a_stopped_run_resumes_to_the_numbers_of_the_uninterrupted_one(run: str,
     assert len(resumed) == len(stored)
     for before, after in zip(stored, resumed, strict=True):
         assert after == pytest.approx(before, rel=TOLERANCE)
-    weights = {
-        name: load_file(old / name / "ckpt" / "latest" / "model.safetensors") for name in (run, f"{run}_stopped")
-    }
+    files = {name: old / name / "ckpt" / "latest" / "model.safetensors" for name in (run, f"{run}_stopped")}
+    weights = {name: load_file(file) for name, file in files.items()}
     for name, tensor in weights[run].items():
         assert weights[f"{run}_stopped"][name] == pytest.approx(tensor, rel=TOLERANCE, abs=TOLERANCE), name
     if new == stored:

@@ -39,9 +39,7 @@ def test_token_counts_past_32_bits_are_exact() -> None:
 
 
 @given(n_tokens=st.integers(0, 300), folds=st.integers(2, 10), window=st.integers(1, 20))
-def test_shuffled_folds_are_whole_windows_and_hold_out_every_token_exactly_once(
-    n_tokens: int, folds: int, window: int
-) -> None:
+def test_shuffled_folds_are_whole_windows_and_hold_out_every_token_once(n_tokens: int, folds: int, window: int) -> None:
     splits = [split(n_tokens, folds, fold, window) for fold in range(folds)]
     held_out = [tokens_of(one.val) for one in splits]
     assert sorted(token for tokens in held_out for token in tokens) == list(range(n_tokens))

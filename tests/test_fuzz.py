@@ -1,6 +1,7 @@
 """Any words and any YAML end in success or in one clean line, with nothing written."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,9 @@ def test_any_words_of_sample_end_in_success_or_one_line(words: list[str], folder
     assert contents(folder) == before
 
 
-def show_status(words: list[str]) -> int:
-    return run_script(status.SweepPlace, status.print_status, "", words)
-
-
 OTHERS: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
     "launch": (lambda words: launch.main([*words, "dry_run=true"]), ["sweep", "sweep_dir", "sweep.parts", "launcher"]),
-    "status": (show_status, ["sweep", "sweep_dir"]),
+    "status": (partial(run_script, status.SweepPlace, status.print_status, ""), ["sweep", "sweep_dir"]),
     "report": (report.main, ["sweep", "sweep_dir", "from", "run", "out", "watch", "wandb"]),
     "compare": (compare.main, ["a", "b", "data", "path"]),
 }

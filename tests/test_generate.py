@@ -41,10 +41,8 @@ GREEDY: list[tuple[str, str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("layout", "norm", "prompt", "settings"), GREEDY)
-def test_greedy_decoding_equals_full_forwards_also_past_block_size(
-    layout: str, norm: str, prompt: int, settings: dict[str, Any]
-) -> None:
-    """Also of a model in training mode, which decodes with its cache."""
+def test_greedy_decoding_equals_full_forwards(layout: str, norm: str, prompt: int, settings: dict[str, Any]) -> None:
+    """Also past block_size, and of a model in training mode, which decodes with its cache."""
     model, idx = build(config_of(layout, norm, **settings)), random_tokens(3, prompt)
     model.train("activation_checkpointing" in settings)
     tokens = torch.stack(list(generate(model, idx, 45, temperature=0, dtype=torch.float64)), 1)
@@ -83,9 +81,7 @@ def test_top_k_keeps_the_k_likeliest_and_renormalises() -> None:
     assert torch.equal(frequencies(LOGITS, top_k=99), frequencies(LOGITS))
 
 
-@pytest.mark.parametrize(
-    ("top_p", "n"), [(1e-46, 1), (1e-9, 1), (0.4, 1), (0.5, 2), (0.7, 2), (0.9, 3), (0.95, 4), (1.0, 5)]
-)
+@pytest.mark.parametrize("top_p, n", [(1e-46, 1), (1e-9, 1), (0.4, 1), (0.5, 2), (0.7, 2), (0.9, 3), (0.95, 4), (1, 5)])
 def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p: float, n: int) -> None:
     probs = LOGITS.softmax(-1)
     order = probs.argsort(descending=True)

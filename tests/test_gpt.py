@@ -9,15 +9,14 @@ import torch
 from conftest import QK_NORM_VARIANTS, tiny_config
 from helpers.oracles import attention_reference
 from torch import Tensor
-from torch.nn import functional as F
 from variants import PAIRS, V, build, config_of, random_tokens
 
 from core.schema import ConfigError
 from model import ops
-from model.gpt import GPT, QK_NORMS, Alpha, LpNorm, QKRMSNorm, initial_alpha, mean_norm_ratio
+from model.gpt import GPT, QK_NORMS, Alpha, LpNorm, initial_alpha, mean_norm_ratio
 from model.kernels import operators
 from model.ops import causal_attention, dropout_mask
-from model.options import GPTConfig, LpNormOptions, ModelOptions, QKNormOptions, RMSNormOptions
+from model.options import GPTConfig, LpNormOptions, ModelOptions, QKNormOptions
 from training.config import TrainConfig
 
 PS = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 7.3, math.inf]
@@ -58,11 +57,9 @@ def nanogpt() -> Any:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_nanogpts_weights_give_nanogpts_logits_loss_gradients_and_flops(nanogpt: Any, bias: bool) -> None:
-    config = TrainConfig(model=ModelOptions(n_layer=3, n_head=4, n_embd=64, block_size=32, dropout=0.0, bias=bias))
-    peer = nanogpt.GPT(
-        nanogpt.GPTConfig(block_size=32, vocab_size=V, n_layer=3, n_head=4, n_embd=64, dropout=0.0, bias=bias)
-    )
-    ours = GPT(config.gpt, V)
+    sizes: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_embd": 64, "block_size": 32, "dropout": 0.0, "bias": bias}
+    peer = nanogpt.GPT(nanogpt.GPTConfig(vocab_size=V, **sizes))
+    ours = GPT(TrainConfig(model=ModelOptions(**sizes)).gpt, V)
     weights = {name: value for name, value in peer.state_dict().items() if name != "lm_head.weight"}  # tied to wte
     ours.load_state_dict(weights)
     idx, targets = random_tokens(3, 32), random_tokens(3, 32, seed=3)
@@ -98,9 +95,7 @@ def test_every_parameter_is_initialised_from_the_seed_and_trained(qk_norm: QKNor
 
 @pytest.mark.parametrize("layout, name", PAIRS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_as_a_run_begins_every_row_gain_alpha_and_learned_p_has_a_gradient(
-    dtype: torch.dtype, layout: str, name: str
-) -> None:
+def test_at_first_every_row_gain_alpha_and_learned_p_has_a_gradient(dtype: torch.dtype, layout: str, name: str) -> None:
     gpt = GPT(config_of(layout, QK_NORM_VARIANTS[name], dropout=0.1).gpt, V)
     gpt.init_weights(0)
     idx, targets = random_tokens(8, 16), random_tokens(8, 16, seed=3)
@@ -195,9 +190,7 @@ def test_lp_norm_passes_gradcheck_in_x_and_in_a_learned_p(p: Any) -> None:
 
 @pytest.mark.parametrize("p", [1.2, *PS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # operations in both
-def test_the_scale_of_an_lp_norm_has_its_derivative_at_zeros_too(
-    p: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_lp_norms_scale_has_its_derivative(p: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "loaded", lambda: False)
     x = torch.randn(6, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
     x[1, ::3], x[2, 1:], x[3] = 0, 0, 0
@@ -246,13 +239,6 @@ def test_lp_norm_is_finite_at_zero_and_at_the_ends_of_the_number_format(p: Any, 
     torch.testing.assert_close(norms, torch.ones(4).double(), rtol=2 * info.eps + 1e-6, atol=0)
 
 
-def test_l2_norm_with_alpha_sqrt_d_is_rms_norm() -> None:
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).double()
-    rms = QKRMSNorm(RMSNormOptions(eps=1e-30), 64, 1).double()
-    rms.init_weights()
-    torch.testing.assert_close(LpNorm(LpNormOptions(p=2.0), 64, 1)(x) * 8, rms(x), rtol=1e-13, atol=0)
-
-
 @pytest.mark.parametrize("name", QK_NORM_VARIANTS)
 def test_every_norm_is_gain_times_x_times_one_scalar(name: str) -> None:
     config = QK_NORM_VARIANTS[name]
@@ -271,13 +257,9 @@ def test_every_norm_is_gain_times_x_times_one_scalar(name: str) -> None:
         assert torch.equal(norm(x), y)
 
 
-def test_alpha_init_henry_is_log2_of_L_squared_minus_L() -> None:
-    assert initial_alpha(LpNormOptions(alpha_init="henry"), (64,), 256) == pytest.approx(15.994, abs=1e-3)
-
-
-def test_alpha_init_sqrt_d_and_number() -> None:
-    assert initial_alpha(LpNormOptions(alpha_init="sqrt_d"), (64,), 256) == 8
-    assert initial_alpha(LpNormOptions(alpha_init=3.25), (64,), 256) == 3.25
+def test_alpha_init_henry_is_log2_of_L_squared_minus_L_and_sqrt_d_and_a_number_what_they_say() -> None:
+    for alpha_init, alpha in (("henry", pytest.approx(15.994, abs=1e-3)), ("sqrt_d", 8), (3.25, 3.25)):
+        assert initial_alpha(LpNormOptions(alpha_init=alpha_init), (64,), 256) == alpha  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("p", PS)
@@ -359,34 +341,6 @@ def test_bf16_queries_meet_keys_of_an_fp32_cache_in_fp32(T: int, S: int) -> None
     assert y.dtype == torch.bfloat16
     expected = causal_attention(q.double(), k.double(), v.double(), 8.0)
     torch.testing.assert_close(y.double(), expected, rtol=1.001 * 2.0**-8, atol=1e-4)
-
-
-@pytest.mark.parametrize(("T", "spread"), [(64, 1.0), (256, 4.0), (300, 10.0)])
-@pytest.mark.usefixtures("each_implementation")
-def test_attention_that_trains_in_bf16_is_as_exact_as_sdpa(T: int, spread: float) -> None:
-    """Output and gradients against float64; logits of up to 50 must not be rounded to bf16, where steps are 0.25."""
-    g = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(2, 3, T, 16, generator=g).bfloat16() for _ in range(4))
-    scale = spread / 4
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, scale)
-
-    def outcome(attend: Any, dtype: torch.dtype) -> list[Tensor]:
-        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        y = attend(*inputs)
-        return [y, *torch.autograd.grad(y, inputs, grad.to(dtype))]
-
-    exact = outcome(sdpa, torch.float64)
-    errors = [
-        [((x - e).norm() / e.norm()).item() for x, e in zip(outcome(attend, torch.bfloat16), exact, strict=True)]
-        for attend in (ours, sdpa)
-    ]
-    for mine, theirs in zip(*errors, strict=True):
-        assert mine < 1.5 * theirs, errors
 
 
 def test_only_the_logits_of_attention_in_bf16_may_be_multiplied_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,9 +189,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(device: str, corpus: Path, tmp_
 
 @on_each_device
 @pytest.mark.parametrize("layout", ["mha", "mla"])
-def test_a_run_has_the_same_bits_alone_and_third_in_a_process(
-    layout: str, device: str, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_run_has_the_same_bits_alone_and_in_a_process(layout: str, device: str, corpus: Path, tmp_path: Path) -> None:
     chosen = f"{LAYOUTS[layout]} {BITS} max_iters=20"
     alone = words(corpus, device, f"{chosen} qk_norm=rms out_dir={tmp_path / 'alone'}")
     subprocess.run([sys.executable, str(ROOT / "train.py"), *alone], check=True, stdout=subprocess.DEVNULL)

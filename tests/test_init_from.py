@@ -9,18 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, write_corpus
+from helpers import runs
 from helpers.hugging_face import VARIANTS
-from helpers.runs import (
-    CHARS,
-    SETTINGS,
-    assert_same_run,
-    configured,
-    lines,
-    random_model,
-    random_tokens,
-    saved_json,
-    weights,
-)
+from helpers.runs import CHARS, SETTINGS, assert_same_run, configured, lines, random_model, random_tokens, weights
 
 import train
 from core import checkpoint
@@ -67,7 +58,7 @@ def test_the_first_validation_loss_is_the_origins(place: str, origin: Path, corp
     loss = next(line["val/loss"] for line in lines(origin) if line["iter"] == checkpoint.load(named).step)
     began = lines(tmp_path / "new")[0]
     assert began["val/loss"] == loss and began["lr"] != lines(origin)[0]["lr"]
-    assert saved_json(tmp_path / "new", "summary")["init_from"] == {str(origin / place): sha256(named)}
+    assert runs.saved_json(tmp_path / "new", "summary")["init_from"] == {str(origin / place): sha256(named)}
     config = load_run(tmp_path / "new" / "ckpt" / "latest", torch.device("cpu")).config
     assert config.init_sha256 == sha256(named)
     name = replace(config, out_dir=None).run_dir.name
@@ -117,9 +108,7 @@ def test_other_weights_are_another_run(origin: Path, corpus: Path, tmp_path: Pat
     shutil.copytree(origin / "ckpt" / "latest", tmp_path / "moved")
     assert train.run(configured(corpus, run, init_from=str(tmp_path / "moved"), max_iters=3)) == 0  # the same weights
     for path in (None, str(origin / "ckpt" / "step_000005")):
-        with pytest.raises(
-            ConfigError, match=r"init_from \(SHA-256 of its weights\) [0-9a-f]{64} -> (unset|[0-9a-f]{64});"
-        ):
+        with pytest.raises(ConfigError, match=r"init_from \(SHA-256 of its weights\) \w{64} -> (unset|\w{64});"):
             train.run(configured(corpus, run, init_from=path))
     checkpoint.link(origin / "ckpt", "latest", 5)
     shutil.rmtree(origin / "ckpt" / "step_000006")
@@ -154,9 +143,7 @@ def test_a_run_that_does_not_fit_is_refused_by_name(name: str, origin: Path, cor
     assert not (tmp_path / "new").exists()
 
 
-def test_dropout_may_differ_with_rope_the_context_too_and_a_text_seen_before_is_warned_of(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_dropout_may_differ_with_rope_the_context_and_a_text_seen_before_is_told(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "rope", model=ROPE)) == 0
     longer = {**ROPE, "block_size": 32, "dropout": 0.0}
     data = {"name": "text", "path": str(corpus), "fold": 0}
@@ -165,15 +152,11 @@ def test_dropout_may_differ_with_rope_the_context_too_and_a_text_seen_before_is_
     assert "rope was trained on text that this run holds out" in (tmp_path / "new" / "train.log").read_text()
     third = asdict(config) | {"data": data, "init_from": str(tmp_path / "new"), "out_dir": str(tmp_path / "third")}
     assert train.run(load_config(third)) == 0
-    assert (
-        f"was itself begun from {tmp_path / 'rope'}, which may have seen"
-        in (tmp_path / "third" / "train.log").read_text()
-    )
+    said = f"was itself begun from {tmp_path / 'rope'}, which may have seen"
+    assert said in (tmp_path / "third" / "train.log").read_text()
 
 
-def test_an_origin_that_saw_more_random_tokens_or_an_older_text_is_warned_of(
-    origin: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_an_origin_of_more_tokens_or_of_an_older_text_is_warned_of(origin: Path, corpus: Path, tmp_path: Path) -> None:
     def new(name: str, init_from: Path | None, data: dict[str, Any]) -> str:
         settings = asdict(configured(corpus, tmp_path / name, init_from=init_from and str(init_from)))
         assert train.run(load_config({**settings, "data": data})) == 0
@@ -182,9 +165,8 @@ def test_an_origin_that_saw_more_random_tokens_or_an_older_text_is_warned_of(
     random = {"name": "random", "n_tokens": 2000, "vocab_size": 11}
     new("random", None, {**random, "val_tokens": 100})
     assert "was trained on" not in new("fewer", tmp_path / "random", {**random, "val_tokens": 90})
-    assert "was trained on text that this run holds out" in new(
-        "more", tmp_path / "random", {**random, "val_tokens": 200}
-    )
+    more = new("more", tmp_path / "random", {**random, "val_tokens": 200})
+    assert "was trained on text that this run holds out" in more
     own = tmp_path / "own.txt"
     own.write_text(corpus.read_text()[:-1])
     assert "was trained on" not in new("text", origin, {"name": "text", "path": str(own)})
@@ -195,10 +177,8 @@ def test_an_origin_that_saw_more_random_tokens_or_an_older_text_is_warned_of(
 
 def test_sizes_may_be_written_out_or_left_to_their_default(origin: Path, corpus: Path, tmp_path: Path) -> None:
     m = SETTINGS["model"]
-    written = {
-        "model": {**m, "mlp_hidden": 4 * m["n_embd"]},
-        "attention": {"name": "mha", "head_dim": m["n_embd"] // m["n_head"]},
-    }
+    heads = {"name": "mha", "head_dim": m["n_embd"] // m["n_head"]}
+    written = {"model": {**m, "mlp_hidden": 4 * m["n_embd"]}, "attention": heads}
     assert train.run(configured(corpus, tmp_path / "new", init_from=str(origin), **written)) == 0
     with pytest.raises(ConfigError, match="attention.head_dim null -> 2$"):
         wrong = {"attention": {"name": "mha", "head_dim": 2}}

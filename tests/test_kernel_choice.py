@@ -151,9 +151,7 @@ def test_decoding_takes_them(norm: str, scales: list[str], monkeypatch: pytest.M
     "layout,name",
     [("blockwise", "none"), ("blockwise", "rms"), ("blockwise", "sink"), ("unified", "rms"), ("unified", "lp3")],
 )
-def test_absorbed_decoding_in_bf16_attends_by_the_kernel(
-    layout: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absorbed_decoding_in_bf16_attends_by_a_kernel(layout: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mla = MLAOptions(kv_rank=32, nope_dim=16, rope_dim=16, v_dim=16, qk_norm_layout=layout)
     model = build(config_of(mla, name), dtype=torch.float32)
     idx, names, logits = random_tokens(3, 9), called(monkeypatch), []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CACHE, ROOT, heed_ctrl_c
+from conftest import CACHE, ROOT, heed_ctrl_c, run_python
 from helpers.oracles import draw
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,9 +24,8 @@ from model.kernels import build, operators
 fp32, bf16 = torch.float32, torch.bfloat16
 nanoqk: Any = torch.ops.nanoqk
 pytestmark = pytest.mark.usefixtures("compiled")
-needs_attention = pytest.mark.skipif(
-    not (operators.loaded() and operators.attends()), reason="attention is compiled for AVX-512 bf16"
-)
+attends = operators.loaded() and operators.attends()
+needs_attention = pytest.mark.skipif(not attends, reason="attention is compiled for AVX-512 bf16")
 
 
 x, y, weight, seed = draw(2, 3, 40, 32), draw(2, 3, 40, 32, seed=1), draw(32, seed=2), torch.tensor(7)
@@ -237,26 +236,30 @@ def test_results_depend_neither_on_threads_nor_on_how_gradients_lie(name: str) -
         assert all(torch.equal(a, b) for a, b in zip(outcome(name, grad=grad), dense, strict=True))
 
 
+def compiled_into(graphs: list[torch.fx.GraphModule], function: Callable[..., Tensor], **options: Any) -> Any:
+    """The function, compiled as a whole; its graphs, forwards and backwards, are kept and run as they are."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def collect(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", each(DIFFERENTIABLE))
 def test_a_compiler_keeps_the_kernels(name: str) -> None:
     """One graph, the operators in it, forwards and backwards, and the same bits."""
-    torch._dynamo.reset()
-    seen: set[str] = set()
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._functorch.aot_autograd import make_boxed_func
-
-        def collect(part: torch.fx.GraphModule, _: Any) -> Any:
-            seen.update(str(node.target) for node in part.graph.nodes if "nanoqk" in str(node.target))
-            return make_boxed_func(part.forward)
-
-        return aot_autograd(fw_compiler=collect, bw_compiler=collect)(graph, inputs)
-
-    function = torch.compile(DIFFERENTIABLE[name], fullgraph=True, backend=backend)
+    graphs: list[torch.fx.GraphModule] = []
+    function = compiled_into(graphs, DIFFERENTIABLE[name])
     assert all(torch.equal(a, b) for a, b in zip(outcome(name, function), outcome(name), strict=True))
     backward = "dropout" if name.startswith("dropout") else f"{name}_backward"
+    targets = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    seen = {target for target in targets if "nanoqk" in target}
     assert seen == {f"nanoqk.{name}.default", f"nanoqk.{backward}.default"}
 
 
@@ -264,20 +267,8 @@ def test_a_compiler_keeps_the_kernels(name: str) -> None:
 @needs_attention
 def test_attention_compiled_for_any_length_is_one_graph() -> None:
     """Forwards and backwards, with two queries a key head."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-
-    torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
-
-    def collect(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    function = torch.compile(
-        lambda q, k: nanoqk.attention(q, k, k, 0.25, 0.0, 0, None)[0], dynamic=True, fullgraph=True,
-        backend=aot_autograd(fw_compiler=collect, bw_compiler=collect),
-    )  # fmt: skip
+    function = compiled_into(graphs, lambda q, k: nanoqk.attention(q, k, k, 0.25, 0.0, 0, None)[0], dynamic=True)
     for length in (48, 64, 80):
         q, k = leaf(draw(2, 4, length, 32).to(bf16)), leaf(draw(2, 2, length, 32, seed=1).to(bf16))
         function(q, k).sum().backward()
@@ -320,9 +311,7 @@ def compiled_before(folder: Path) -> Path:
 def load(*library: Path, **environment: str) -> tuple[bool, str]:
     """Whether a new process has kernels, and what it says; GELU is right with and without. library: in place of a
     compiler's output."""
-    command = [sys.executable, "-c", LOADS, *map(str, library)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "CXX": FAST, **environment}, check=True,
-                          capture_output=True, text=True)  # fmt: skip
+    done = run_python(LOADS, *map(str, library), env={"CXX": FAST, **environment})
     loaded, right = done.stdout.split()
     assert right == "True"
     return loaded == "True", done.stderr
@@ -352,8 +341,7 @@ def test_kernels_compiled_for_avx2_pass_the_tests_of_ops(tmp_path: Path) -> None
     """Compiled for AVX2 alone the kernels pass the same tests, but for attention, which they leave to the reference."""
     env = {"CXX": "g++ -march=x86-64-v3", "XDG_CACHE_HOME": str(tmp_path)}
     pass_tests("norm or absorb or gelu or dropout", **env)
-    code = "from model.kernels import operators; assert operators.loaded() and not operators.attends()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **env}, check=True)
+    run_python("from model.kernels import operators; assert operators.loaded() and not operators.attends()", env=env)
 
 
 @pytest.mark.slow
@@ -374,6 +362,12 @@ def test_a_compiler_that_cannot_be_used_costs_one_line(
     assert load(CXX=broken, XDG_CACHE_HOME=str(tmp_path))[0] is False
 
 
+def ended(pids: Path) -> bool:
+    """Whether the processes whose ids a file has are gone, or zombies."""
+    statuses = [Path(f"/proc/{pid}/status") for pid in pids.read_text().split()]
+    return not any(status.exists() and "\tZ" not in status.read_text() for status in statuses)
+
+
 def test_a_compiler_that_hangs_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -382,9 +376,7 @@ def test_a_compiler_that_hangs_is_given_up(
     assert not build.load()
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "timed out" in said
-    for pid in (tmp_path / "pids").read_text().split():  # what the compiler started has ended, too
-        status = Path(f"/proc/{pid}/status")
-        assert not status.exists() or "\tZ" in status.read_text()
+    assert ended(tmp_path / "pids")  # what the compiler started has ended, too
 
 
 def test_ctrl_c_ends_the_compilers(tmp_path: Path) -> None:
@@ -396,9 +388,7 @@ def test_ctrl_c_ends_the_compilers(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) != 0
-    for pid in (tmp_path / "pids").read_text().split():
-        status = Path(f"/proc/{pid}/status")
-        assert not status.exists() or "\tZ" in status.read_text()
+    assert ended(tmp_path / "pids")
 
 
 def test_the_program_of_cxx_may_have_several_words() -> None:

@@ -86,9 +86,8 @@ def test_a_stable_rate_is_known_to_the_step_of_its_grid(results: Path, tmp_path:
         made = Made(tmp_path / f"rates_{step}_{top}")
         for seed, p in itertools.product(range(1, 11), (2, 3)):
             last = 2 if p == 3 and seed == 1 else 1  # the highest rate of the grid that this run stands
-            at_rates(
-                made, p, seed, {0.1 * step**i: falling(2.0) if i <= last else {0: 4.0} for i in range(3 if top else 4)}
-            )
+            curves = {0.1 * step**i: falling(2.0) if i <= last else {0: 4.0} for i in range(3 if top else 4)}
+            at_rates(made, p, seed, curves)
         report.report(sweep_of(made.path), results / "rates", [])
         (row,) = claims(tmp_path / "ledger.yaml")
         assert row[2] == verdict, (row, step)

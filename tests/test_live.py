@@ -180,9 +180,8 @@ def test_a_page_of_70_runs_shows_a_new_line_within_5_seconds(sweep: Made, tmp_pa
         browser.evaluate("document.querySelector('#runs a').click()")  # the page of the run that trains
         browser.wait(f"{ready} && {text}.includes('Attention heads at iteration 4,500')")
         assert browser.evaluate("views['heads_attn_max_logit'].data('heads').length") == 4
-        assert (
-            len(browser.evaluate("views['loss'].data('curves').filter(row => row.setting === 'training')")) == 198
-        )  # 100 spans, of which two have no rest
+        of_training = browser.evaluate("views['loss'].data('curves').filter(row => row.setting === 'training')")
+        assert len(of_training) == 198  # 99 spans, as a mean and as a run
         assert browser.evaluate("[...document.querySelectorAll('pre')].map(one => one.textContent)") == [
             f"To be {HOSTILE}", "first"
         ]  # fmt: skip
@@ -219,9 +218,7 @@ def test_what_a_reader_chose_in_a_chart_stays_when_new_lines_come(sweep: Made, t
         assert browser.problems == []
 
 
-def test_a_single_run_is_watched_and_what_cannot_be_is_refused(
-    sweep: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_watched_or_refused_in_a_line(sweep: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = sweep.run("p=2", 0, falling(1.5))
     (path / "config.yaml").write_text(to_yaml(read_plan(sweep.path)[0].config))
     assert main([f"run={path}"]) == 0 and "1.5000 at iteration 40" in (path / "report.html").read_text()
@@ -241,9 +238,7 @@ def test_a_single_run_is_watched_and_what_cannot_be_is_refused(
             assert (says in error or "already in use" in error) and error.count("\n") == 1, (words, error)
 
 
-def test_status_draws_a_bar_and_the_best_loss_for_the_sweep_and_each_point(
-    sweep: Made, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_draws_bars_and_the_best_loss_of_each_point(sweep: Made, capsys: pytest.CaptureFixture[str]) -> None:
     done = sweep.run("a/p=2", 0, falling(1.5, 30))
     append(running(sweep, "a/p=3", max_iters=100) / "metrics.jsonl", **{"iter": 40, "val/loss": 1.75})
     sweep.plan("a/p=3", 1, 1, max_iters=100)

@@ -26,8 +26,6 @@ from training.evaluate import EVAL_TOKENS
 from training.session import Machine
 from training.updates import accumulate_gradients
 
-CHECKPOINTED = {"activation_checkpointing": True}
-
 
 def targets_of(*shape: int) -> Tensor:
     """Some of them ignored, a whole row of 16 among them."""
@@ -118,10 +116,6 @@ def test_without_a_target_the_loss_is_that_of_whole_logits_too() -> None:
     assert F.cross_entropy(x @ weight.T, none, ignore_index=-1).isnan()
 
 
-# -----------------------------------------------------------------------------
-# The start-up check
-
-
 SEEN = {
     "next": lambda i, j: j == i + 1, "all": lambda i, j: j >= 0, "distant": lambda i, j: j >= i + 300,
     "blocks": lambda i, j: j // 64 == i // 64, "borders": lambda i, j: (j == i + 1) & (j % 64 == 0),
@@ -141,9 +135,7 @@ class LossAlone(nn.Module):
 
 
 @pytest.mark.parametrize(("T", "seen"), [*product([2, 3], ["next", "all"]), *product([640], SEEN)])
-def test_a_model_that_sees_the_future_is_found_at_any_length(
-    T: int, seen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_seeing_the_future_is_found_at_any_length(T: int, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it starts, in bf16, where one of 640 tokens hardly moves the others: with logits, by the last block's output
     and from the loss alone, whether the first 128 of 640 tokens are tried or all."""
     gpt = GPT(config_of("gqa", "rms", block_size=T, n_layer=1).gpt, V).train()
@@ -193,7 +185,7 @@ def test_checkpointing_changes_no_bit(layout: str, dropout: float, monkeypatch: 
 
 def test_activation_checkpointing_neither_names_a_run_nor_stops_its_resume(corpus: Path, tmp_path: Path) -> None:
     changes = {"model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.2}}
-    checkpointed = {"model": {**changes["model"], **CHECKPOINTED}}
+    checkpointed = {"model": {**changes["model"], "activation_checkpointing": True}}
     config = configured(corpus, tmp_path / "straight", **changes)
     assert train.run(config) == 0
     assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **checkpointed)) == 0

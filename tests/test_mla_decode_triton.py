@@ -5,10 +5,8 @@ The interpreter multiplies bf16 as integers (Triton 3.7): here fp32 and fp16 sta
 
 import contextlib
 import math
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import run_python
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -164,22 +162,14 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
 
 
-def run_python(code: str, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **env}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.skipif(version("triton").startswith("3.6."), reason="its interpreter needs NumPy before 2.4")
 def test_the_interpreted_kernel_equals_the_float64_formula() -> None:
-    assert run_python(INTERPRETED, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT)) == f"checked {len(CASES)}\n"
+    assert run_python(INTERPRETED, env={"TRITON_INTERPRET": "1"}).stdout == f"checked {len(CASES)}\n"
 
 
 def test_the_kernel_that_is_launched_spills_nothing_on_ampere_hopper_and_blackwell() -> None:
     """ptxas comes with Triton, so no GPU is needed."""
-    assert run_python(COMPILED, PYTHONPATH=str(ROOT)).count("attend_slice") == 12
+    assert run_python(COMPILED).stdout.count("attend_slice") == 12
 
 
 @pytest.mark.gpu

@@ -20,14 +20,7 @@ from model.kernels import operators as kernels
 from model.options import LpNormOptions, MLAOptions, QKNormOptions, RMSNormOptions
 from training import estimate, optim, updates
 from training.config import AdamWOptions, MuonOptions, OptimizerOptions, TrainConfig
-from training.optim import (
-    AdamW,
-    Muon,
-    Optimizer,
-    check_optimizer,
-    optimizer_bytes,
-    parameter_groups,
-)
+from training.optim import AdamW, Muon, Optimizer, check_optimizer, optimizer_bytes, parameter_groups
 from training.session import Machine, checked_meta_model, read_data, setup
 from training.updates import applying_weights_variant, step_optimizer, update_ratios
 
@@ -96,9 +89,8 @@ def test_a_kernel_clips_as_pytorch_does(limit: float) -> None:
     for mine, again, theirs in zip(*found, [norm, *(p.grad for p in expected)], strict=True):
         assert torch.equal(mine, again)
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
-    assert all(
-        not kernels.nanoqk.clip_grad_norm_([*given, torch.tensor([x])], limit).isfinite() for x in (math.nan, math.inf)
-    )
+    for value in (math.nan, math.inf):
+        assert not kernels.nanoqk.clip_grad_norm_([*given, torch.tensor([value])], limit).isfinite()
 
 
 def test_a_parameter_may_lack_a_gradient_and_a_state_may_be_replaced() -> None:
@@ -355,9 +347,7 @@ def test_the_announced_bytes_of_state_are_those_in_use(variant: type[AdamWOption
     assert optimizer_bytes(model, config) == sum(t.nbytes for name, t in tensors.items() if not name.startswith("step"))
 
 
-def test_gradients_are_released_and_a_step_without_any_moves_nothing(
-    stack: tuple[TrainConfig, dict[str, list[int]]],
-) -> None:
+def test_gradients_are_freed_and_a_step_without_moves_nothing(stack: tuple[TrainConfig, dict[str, list[int]]]) -> None:
     config, _ = stack
     model = new_model(config)
     optimizer = Optimizer(model, config)
@@ -478,10 +468,7 @@ class CountsInNumbers(torch.optim.SGD):
 
 
 class Factored(torch.optim.Adafactor):
-    state_shapes: ClassVar = {
-        "row_var": lambda shape: (*shape[:-1], 1),
-        "col_var": lambda shape: (*shape[:-2], 1, shape[-1]),
-    }
+    state_shapes: ClassVar = {"row_var": lambda s: (*s[:-1], 1), "col_var": lambda s: (*s[:-2], 1, s[-1])}
     moments = 0
 
 
@@ -539,9 +526,7 @@ def check(config: TrainConfig) -> None:
         (PlainOptions(), Factored), (HalfOptions(), HalfMuon),
     ],
 )  # fmt: skip
-def test_an_optimizer_of_ones_own_continues_bit_for_bit(
-    o: OptimizerOptions, kind: type[torch.optim.Optimizer], own: Own
-) -> None:
+def test_an_own_optimizer_goes_on_bit_for_bit(o: OptimizerOptions, kind: type[torch.optim.Optimizer], own: Own) -> None:
     config = own(o, kind)
     check(config)
     saved = continued(config)[1]
@@ -590,9 +575,7 @@ def test_it_gets_groups_as_ours_and_the_names(own: Own) -> None:
 
 
 @pytest.mark.parametrize(("o", "kind"), [(SGDOptions(), torch.optim.SGD), (HalfOptions(), HalfMuon)])
-def test_an_update_that_is_not_finite_leaves_the_weights(
-    o: OptimizerOptions, kind: type[torch.optim.Optimizer], own: Own
-) -> None:
+def test_an_update_of_nan_leaves_the_weights(o: OptimizerOptions, kind: type[torch.optim.Optimizer], own: Own) -> None:
     config = own(o, kind)
     model = new_model(config)
     session: Any = SimpleNamespace(

@@ -1,7 +1,5 @@
 """The contestant of docs/attention_track.md, one file and a line in a sweep: it trains, decodes and is reported."""
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ from conftest import ROOT
 from variants import LAYOUTS, build, random_tokens
 
 from core.schema import ConfigError
-from model import options, slots
 from sweeps.definition import load_sweep
 from sweeps.plan import plan_runs
 from training.config import load_config
@@ -20,18 +17,15 @@ PAGE = (ROOT / "docs" / "attention_track.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The page's file and sweep; what the file registers is undone."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_undone: None) -> None:
+    """The page's file and sweep, in the current folder."""
     for language, name in (("python", "my_asinh.py"), ("yaml", "my_track.yaml")):
         (tmp_path / name).write_text(PAGE.split(f"```{language}\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    for table in (options.LOGITS_OPTIONS, slots.LOGITS):
-        table.pop("asinh", None)
-    sys.modules.pop("my_asinh", None)
 
 
-def test_it_takes_one_file_and_a_line_in_a_sweep(folder: Path) -> None:
+@pytest.mark.usefixtures("folder")
+def test_it_takes_one_file_and_a_line_in_a_sweep() -> None:
     with pytest.raises(ConfigError, match="logits.name=asinh must be one of none, softcap, ssmax"):
         load_config({"logits": {"name": "asinh"}})
     runs = plan_runs(load_sweep("my_track.yaml", {}), [])
@@ -42,7 +36,8 @@ def test_it_takes_one_file_and_a_line_in_a_sweep(folder: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["mha", "gqa", "mla"])
-def test_it_decodes_with_every_layout_to_the_logits_of_the_full_pass(layout: str, folder: Path) -> None:
+@pytest.mark.usefixtures("folder")
+def test_it_decodes_with_every_layout_to_the_logits_of_the_full_pass(layout: str) -> None:
     model = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, "position": "rope"}
     given: dict[str, Any] = {
         "plugins": ["my_asinh"], "model": {**model, "rope_theta": 100.0}, "attention": vars(LAYOUTS[layout]),

@@ -109,6 +109,7 @@ SAME = "p differs and α starts from one value, so this comparison measures temp
 AT_ONE_ALPHA: list[tuple[str, dict[str, Any]]] = [  # where the note says that α is one, and a sweep's definition
     ("this sweep", {"grid": {"qk_norm.p": [2, 4], "qk_norm.alpha_init": [alpha]}}) for alpha in (1, "sqrt_d", "henry")
 ]
+APART = {f"p={p}": [f"qk_norm.p={p}", f"qk_norm.alpha_init={a}"] for p, a in ((2, 8), (4, 1.69))}
 AT_ONE_ALPHA += [
     ("", {"grid": {"qk_norm.p": [2, 4], "qk_norm.alpha_init": ["matched"]}}),
     ("", {"grid": {"qk_norm.p": [2, 4]}}),
@@ -116,10 +117,7 @@ AT_ONE_ALPHA += [
     ("", {"grid": {"qk_norm.p": ["learned"], "qk_norm.alpha_init": [1], "qk_norm.alpha_per": ["layer", "head"]}}),
     ("", {"grid": {"qk_norm.p": [2, "learned"], "qk_norm.alpha_init": [1]}}),  # a learned p starts at 2
     ("this sweep", {"grid": {"qk_norm.p": [3, "learned"], "qk_norm.alpha_init": [1]}}),
-    (
-        "",
-        {"grid": {"words": {f"p={p}": [f"qk_norm.p={p}", f"qk_norm.alpha_init={a}"] for p, a in ((2, 8), (4, 1.69))}}},
-    ),
+    ("", {"grid": {"words": APART}}),
     ("", {"grid": {"words": {"rms": ["qk_norm=rms"], "p=3": ["qk_norm.p=3", "qk_norm.alpha_init=1"]}}}),
 ]
 ONE_EACH = {f"p{p}": {"overrides": [f"qk_norm.p={p}", "qk_norm.alpha_init=1"]} for p in (2, 4)}
@@ -182,9 +180,7 @@ def test_the_next_command_runs_where_results_has_a_report_of_other_runs(
         (lambda folder: (folder / "sweep.json").write_text(""), "has a sweep.json that was changed"),
     ],
 )
-def test_a_folder_that_is_no_sweeps_is_left_alone(
-    change: Callable[[Path], Any], says: str, tmp_path: Path, corpus: Path
-) -> None:
+def test_another_folder_is_left_alone(change: Callable[[Path], Any], says: str, tmp_path: Path, corpus: Path) -> None:
     file, folder = tiny_sweep(tmp_path, corpus), tmp_path / "sweep"
     if says.startswith(("logs", "has a")):
         frozen(file)
@@ -334,10 +330,8 @@ def test_a_new_point_joins_no_frozen_run_of_other_settings(tmp_path: Path, corpu
 
 
 def test_parts_are_chosen_before_their_grids_change(tmp_path: Path, corpus: Path) -> None:
-    parts: dict[str, Any] = {
-        "a": {"grid": {"qk_norm": ["rms"]}},
-        "b": {"grid": {"optim.learning_rate": [0.1]}, "on_request": True},
-    }
+    parts: dict[str, Any] = {"a": {"grid": {"qk_norm": ["rms"]}}}
+    parts["b"] = {"grid": {"optim.learning_rate": [0.1]}, "on_request": True}
     file = str(tiny_sweep(tmp_path, corpus, grid={}, parts=parts))
     words = {"grid.optim.learning_rate": [0.2], "parts": ["a"]}
     for changes in (words, dict(reversed(words.items())), {"grid.optim.learning_rate": [0.2]}):
@@ -368,9 +362,8 @@ def test_a_sweeps_name_keeps_its_dots() -> None:
 
 
 def test_a_plan_that_grows_by_a_part_keeps_the_others_definition(tmp_path: Path, corpus: Path) -> None:
-    parts: dict[str, Any] = {
-        name: {"title": name.upper(), "overrides": [f"qk_norm={name}"]} for name in ("none", "rms")
-    }
+    names = "none", "rms"
+    parts: Any = {name: {"title": name.upper(), "overrides": [f"qk_norm={name}"]} for name in names}
     file = tiny_sweep(tmp_path, corpus, grid={}, parts=parts)
     frozen(file, {"parts": "none"}, "max_iters=5")
     frozen(file, {"parts": "rms"})

@@ -2,24 +2,19 @@
 
 import json
 import math
-import os
 import re
-import signal
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, TINY, Program, exit_status, fork
-from helpers.runs import assert_same_run, configured, lines
+from conftest import QK_NORM_VARIANTS, TINY, Program
+from helpers.runs import assert_halves_equal_straight, configured, lines
 from helpers.sweeps import tiny_sweep
 from variants import ALL_PAIRS, LAYOUTS, config_of
 
-import train
-from core import checkpoint, cli, plugins
+from core import cli, plugins
 from core.schema import ConfigError, options
 from model import slots
 from model.diagnostics import logit_bound
@@ -29,7 +24,7 @@ from model.options import QKNormOptions, RMSNormOptions, add_options
 from sweeps.definition import load_sweep
 from sweeps.launch import check_runs
 from sweeps.plan import compose, plan_runs
-from training.config import OptimizerOptions, ScheduleOptions, TrainConfig, load_config
+from training.config import TrainConfig, load_config
 from training.session import setup
 
 PLUGIN = '''
@@ -76,9 +71,7 @@ def words(tmp_path: Path, corpus: Path) -> list[str]:
     return ["data=text", f"data.path={corpus}", *tiny, *chosen]
 
 
-def test_a_run_is_named_after_the_plugins_values_and_resumed_only_with_them(
-    words: list[str], tmp_path: Path, forked: Program
-) -> None:
+def test_a_run_is_named_after_its_plugins_and_needs_them(words: list[str], tmp_path: Path, forked: Program) -> None:
     both = [*words, "attention=reversed"]
     forked("train.py", *both)
     (run,) = (tmp_path / "runs").iterdir()
@@ -103,18 +96,6 @@ def test_a_run_is_named_after_the_plugins_values_and_resumed_only_with_them(
         missing = forked(*command, status=2)
         assert missing.stderr.count("\n") == 1
         assert missing.stderr.startswith("error: plugins=[halves]: no module halves in ")
-
-
-def test_a_sweep_names_a_plugin_and_its_workers_and_report_find_it(
-    words: list[str], tmp_path: Path, program: Program, forked: Program
-) -> None:
-    sweep = {"overrides": [word for word in words if word != "qk_norm=half"], "grid": {"qk_norm": ["none", "half"]}}
-    (tmp_path / "tiny.yaml").write_text(json.dumps(sweep))
-    done = forked("sweeps/launch.py", "sweep=tiny.yaml", "launcher.workers=1")
-    assert "2 done" in done.stdout
-    forked("sweeps/status.py", "sweep=tiny.yaml")
-    program("scripts/report.py", "sweep=tiny.yaml")
-    assert (tmp_path / "results" / "tiny" / "report.html").exists()
 
 
 def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +141,7 @@ def test_a_plugin_that_is_recorded_and_not_loaded_counts_as_changed() -> None:
 
 
 @pytest.mark.parametrize("held", [["config.yaml", "status.json"], ["config.yaml", "ckpt"], ["plan.jsonl"]])
-def test_nothing_is_imported_from_a_run_directory(
-    held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_imported_from_a_run_dir(held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "runs" / "xyz"
     inside = run / "ckpt_copy"
     inside.mkdir(parents=True)
@@ -177,10 +156,6 @@ def test_nothing_is_imported_from_a_run_directory(
     for name in ("runs.xyz.evil", "runs.xyz.ckpt_copy.evil"):  # by way of folders without code
         with pytest.raises(ConfigError, match="is in the run directory .*, from which nothing is imported"):
             plugins.load_plugins([name])
-
-
-# -----------------------------------------------------------------------------
-# A norm with which the logits cannot spread
 
 
 def test_no_norm_of_ours_is_said_to_keep_attention_uniform() -> None:
@@ -246,9 +221,7 @@ def test_a_layout_without_a_place_for_a_variant_is_refused(monkeypatch: pytest.M
             built(layout, contestant)
 
 
-def test_a_layout_that_shares_a_parameter_is_refused(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_parameter_is_refused(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Shared(GroupedQueryAttention):
         def __init__(self, config: Any):
             super().__init__(config)
@@ -260,9 +233,7 @@ def test_a_layout_that_shares_a_parameter_is_refused(
         setup(load_config(compose([*chosen, "qk_norm=rms", f"out_dir={tmp_path / 'run'}"])))
 
 
-def test_a_sweep_with_qk_clip_needs_a_layout_that_can_scale_logits(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_qk_clip_needs_a_layout_that_scales(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = tiny_sweep(tmp_path, corpus, "qk_norm=none", grid={"qk_clip": ["clip", "none"]}, folds=[0])
     clip, none = plan_runs(load_sweep(str(sweep), {}), [])
     monkeypatch.delattr(GroupedQueryAttention, "scale_logits")
@@ -273,16 +244,16 @@ def test_a_sweep_with_qk_clip_needs_a_layout_that_can_scale_logits(
         setup(clip.config)
 
 
-def test_a_plugin_that_registers_nothing_is_named(words: list[str], tmp_path: Path, forked: Program) -> None:
-    (tmp_path / "halves.py").write_text("x = 1\n")
-    error = forked("train.py", *words, "out_dir=run", status=2).stderr
-    assert error.endswith("; the plugins register no such option\n") and not (tmp_path / "run").exists()
+LACKING = {
+    "x = 1\n": r"error: .*; the plugins register no such option\n",
+    PLUGIN.replace("def scale(", "def scal("): r"error: qk_norm=\w+: the class \w+ defines no scale\(x\)\n",
+}
 
 
-def test_a_norm_without_scale_is_named(words: list[str], tmp_path: Path, forked: Program) -> None:
-    (tmp_path / "halves.py").write_text(PLUGIN.replace("def scale(", "def scal("))
-    error = forked("train.py", *words, "out_dir=run", status=2).stderr
-    assert re.fullmatch(r"error: qk_norm=\w+: the class \w+ defines no scale\(x\)\n", error)
+@pytest.mark.parametrize("text", LACKING, ids=["registers nothing", "has no scale"])
+def test_what_a_plugin_lacks_is_named(text: str, words: list[str], tmp_path: Path, forked: Program) -> None:
+    (tmp_path / "halves.py").write_text(text)
+    assert re.fullmatch(LACKING[text], forked("train.py", *words, "out_dir=run", status=2).stderr)
     assert not (tmp_path / "run").exists()
 
 
@@ -345,9 +316,8 @@ def test_a_label_has_every_value_in_letters_that_a_path_can_have() -> None:
     table: dict[str, Any] = dict(OPTIONS)
     assert add_options(table, OddOptions) == "odd" and table["odd"] is OddOptions
     assert OddOptions().label == "odd_q0.5_wayabc_flagtrue"
-    assert (
-        replace(load_config({}), qk_norm=OddOptions()).label == "baby_gpt-mha-odd_q0.5_wayabc_flagtrue-tiny_shakespeare"
-    )
+    label = replace(load_config({}), qk_norm=OddOptions()).label
+    assert label == "baby_gpt-mha-odd_q0.5_wayabc_flagtrue-tiny_shakespeare"
 
 
 PARTS = """
@@ -459,9 +429,7 @@ def parts(words: list[str], tmp_path: Path) -> list[str]:
         ("weights=unit_rows qk_clip=clip", "qk_clip=clip: weights=unit_rows undoes the scaling"),
     ],
 )
-def test_a_variant_that_breaks_the_interface_is_refused(
-    chosen: str, message: str, parts: list[str], forked: Program
-) -> None:
+def test_a_variant_breaking_its_slot_is_refused(chosen: str, message: str, parts: list[str], forked: Program) -> None:
     refused = forked("train.py", *parts, *chosen.split(), "out_dir=o", status=2)
     assert refused.stderr.splitlines()[-1].startswith(f"error: {message}")
 
@@ -474,6 +442,7 @@ def test_a_leak_that_training_learns_is_found_at_the_end_and_no_result(
     assert "2 done" in forked("sweeps/launch.py", "sweep=peeks.yaml", "launcher.workers=1").stdout
     logs = "".join(file.read_text() for file in (tmp_path / "runs" / "peeks" / "logs").iterdir())
     assert logs.count("warning: when trained, attention=mha output=peek sees the future") == 1
+    forked("sweeps/status.py", "sweep=peeks.yaml")
     said = program("scripts/report.py", "sweep=peeks.yaml", "out=results").stdout
     table = (tmp_path / "results" / "table.md").read_text()
     assert "1 failed" in said + table and "done, but when trained, attention=mha output=peek sees the future" in table
@@ -483,18 +452,6 @@ def test_a_plugin_named_as_a_loaded_module_is_refused(parts: list[str], tmp_path
     (tmp_path / "random.py").write_text(PARTS)
     refused = forked("train.py", "plugins=[random]", *parts[1:], "out_dir=o", status=2)
     assert "has the name of a module that is loaded already" in refused.stderr
-
-
-def test_a_report_says_that_a_plugin_changed_between_runs(
-    parts: list[str], tmp_path: Path, program: Program, forked: Program
-) -> None:
-    sweep = {"overrides": [*parts, "output=mix", "batch_size=1"], "seeds": [1]}
-    for seeds in ([1], [1, 2]):
-        (tmp_path / "changes.yaml").write_text(json.dumps({**sweep, "seeds": seeds}))
-        forked("sweeps/launch.py", "sweep=changes.yaml", "launcher.workers=1")
-        (tmp_path / "parts.py").write_text(PARTS + "# changed\n")
-    program("scripts/report.py", "sweep=changes.yaml", "out=results")
-    assert "parts (2 versions: its file changed between runs)" in (tmp_path / "results" / "table.md").read_text()
 
 
 # -----------------------------------------------------------------------------
@@ -548,48 +505,25 @@ register(SquareOptions)
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file, in the current folder; what it registers is undone."""
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_undone: None) -> Path:
+    """The folder of the file, which is the current one."""
     (tmp_path / "recipe.py").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
-    tables = [slot for one in (OptimizerOptions, ScheduleOptions) for slot in (one.slot, one.slot.options)]
-    before = [dict(table) for table in tables]
-    yield tmp_path
-    sys.modules.pop("recipe", None)
-    for table, content in zip(tables, before, strict=True):
-        table.clear()
-        table.update(content)
+    return tmp_path
 
 
-@pytest.mark.parametrize(("optim", "schedule"), [("noisy", "root"), ("own_muon", "square")])
-def test_a_recipe_of_ones_own_goes_on_bit_for_bit_after_a_kill_at_a_checkpoint(
-    optim: str, schedule: str, corpus: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin = {"plugins": ["recipe"], "optim": {"name": optim}, "schedule": {"name": schedule, "warmup_iters": 1}}
-    straight, killed = (configured(corpus, recipe / name, **plugin) for name in ("straight", "killed"))
-    assert train.run(straight) == 0
-    save = checkpoint.save
-
-    def deadly(folder: Path, step: int, *given: Any) -> Path:
-        path = save(folder, step, *given)
-        if step == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return path
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", deadly)
-        assert exit_status(fork(lambda: train.run(killed))) == -signal.SIGKILL
-    assert (recipe / "killed" / "ckpt" / "step_000004").is_dir() and train.run(killed) == 0
-    assert_same_run(straight.run_dir, killed.run_dir)
-    rates = {line["iter"]: line.get("lr") for line in lines(straight.run_dir)}
+@pytest.mark.parametrize(("optim", "name"), [("noisy", "root"), ("own_muon", "square")])
+def test_a_recipe_of_ones_own_resumes_bit_for_bit(optim: str, name: str, corpus: Path, recipe: Path) -> None:
+    schedule = {"name": name, "warmup_iters": 1} | ({"lr_decay_iters": 6} if name == "square" else {})
+    plugin = {"plugins": ["recipe"], "optim": {"name": optim}, "schedule": schedule}
+    assert_halves_equal_straight(corpus, recipe, **plugin)
+    rates = {line["iter"]: line.get("lr") for line in lines(recipe / "straight")}
     heights = {"root": [0.5, 1, 1, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5], "square": [0.5, 1, 0.64, 0.36, 0.16, 0.04]}
-    assert [rates[step] for step in range(6)] == pytest.approx([1e-3 * height for height in heights[schedule]])
-    assert f"-{optim}-{schedule}-" in straight.label
+    assert [rates[step] for step in range(6)] == pytest.approx([1e-3 * height for height in heights[name]])
+    assert f"-{optim}-{name}-" in configured(corpus, recipe / "straight", **plugin).label
 
 
-def test_a_recipe_of_ones_own_is_listed_swept_and_refused_in_one_line(
-    recipe: Path, corpus: Path, forked: Program
-) -> None:
+def test_a_recipe_of_ones_own_is_listed_swept_or_refused_in_a_line(recipe: Path, corpus: Path, forked: Program) -> None:
     tiny = [*TINY, "data=text", f"data.path={corpus}", "plugins=[recipe]", "wandb.mode=disabled"]
     listed = forked("train.py", "plugins=[recipe]", "--help").stdout
     assert all(word in listed for word in ("optim=noisy", "schedule=root", "schedule.timescale=2"))

@@ -135,9 +135,8 @@ def test_a_preset_chooses_its_layout_and_naming_it_changes_nothing(model: str) -
     config = load(f"model={model}")
     assert config.attention == LAYOUTS.get(model, MHAOptions())
     assert config == load(f"attention={config.attention.name}", f"model={model}")
-    assert load(f"model={model}", "qk_norm=rms") == load(
-        f"model={model}", f"attention={config.attention.name}", "qk_norm=rms"
-    )
+    rms = [f"model={model}", "qk_norm=rms"]
+    assert load(*rms) == load(*rms, f"attention={config.attention.name}")
 
 
 def test_attention_on_the_command_line_wins_over_the_preset() -> None:
@@ -145,9 +144,8 @@ def test_attention_on_the_command_line_wins_over_the_preset() -> None:
         assert load(f"model={model}", "attention=mha").attention == MHAOptions()
     assert load("model=mla_nano", "attention=gqa").attention == GQAOptions(n_kv_head=2)
     assert load("model=gqa_nano", "attention.n_kv_head=1").attention == GQAOptions(n_kv_head=1)
-    assert load("model=mla_nano", "attention.kv_rank=16").attention == MLAOptions(
-        kv_rank=16, nope_dim=24, rope_dim=8, v_dim=32
-    )
+    smaller = MLAOptions(kv_rank=16, nope_dim=24, rope_dim=8, v_dim=32)
+    assert load("model=mla_nano", "attention.kv_rank=16").attention == smaller
     assert load("model=gqa_nano", "attention=mla", "attention.kv_rank=16").attention == MLAOptions(kv_rank=16)
 
 

@@ -152,10 +152,6 @@ seeds = st.integers(0, 2**32)
 magnitudes = st.integers(-12, 12).map(lambda e: 10.0**e)
 
 
-# -----------------------------------------------------------------------------
-# FALSIFY-QKN-001: unit RMS
-
-
 @each_mean_norm
 @PROPERTY
 @given(x=vectors(), eps=st.sampled_from(EPS))
@@ -212,10 +208,6 @@ def test_falsify_qkn_001_to_003_in_every_layout(layout: str, name: str, seed: in
             torch.testing.assert_close(norm(unit) / norm.gain, unit / (m1 + norm.eps).sqrt(), rtol=1e-11, atol=1e-12)
 
 
-# -----------------------------------------------------------------------------
-# FALSIFY-QKN-002: bounded amplitude
-
-
 @each_mean_norm
 @PROPERTY
 @given(x=vectors(), eps=st.sampled_from(EPS))
@@ -252,10 +244,6 @@ def test_falsify_qkn_002_layernorm_of_a_constant_vector_is_bounded(d: int, value
     assert mean_norm("layernorm", d, 1e-12)(torch.full((1, 1, 1, d), value)).abs().max() <= math.sqrt(d) * (1 + 99 * U)
 
 
-# -----------------------------------------------------------------------------
-# FALSIFY-QKN-003: idempotent
-
-
 @each_mean_norm
 @PROPERTY
 @given(x=vectors(), eps=st.sampled_from(EPS))
@@ -277,10 +265,6 @@ def test_falsify_qkn_003_a_second_application_divides_by_a_known_number(name: st
     m, off = moment(x, name)
     if m > 1e8 * eps and eps <= 1e-6 and off < 1e-3 * math.sqrt(m):  # the contract's statement, where it is true
         torch.testing.assert_close(twice, once, rtol=0, atol=2e-6 * math.sqrt(d))
-
-
-# -----------------------------------------------------------------------------
-# FALSIFY-QKN-004: zero stability
 
 
 @each_norm
@@ -309,10 +293,6 @@ def test_falsify_qkn_004_in_every_layout(layout: str, name: str) -> None:
     assert (q == 0).all() and (k == 0).all()
     gpt.attentions[0](x, (gpt.cos, gpt.sin) if gpt.transformer.wpe is None else None).sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
-
-
-# -----------------------------------------------------------------------------
-# FALSIFY-QKN-005: vectorised against scalar
 
 
 def ulps(a: np.ndarray, b: np.ndarray) -> int:
@@ -383,10 +363,6 @@ def scalar_lp_norm(x: np.ndarray, p: Any) -> np.ndarray:
     return np.array([a * (f32(1) / size) for a in u])
 
 
-# -----------------------------------------------------------------------------
-# FALSIFY-QKN-006: across backends
-
-
 def all_norms(norms: list[QKNorm], x: Tensor) -> list[Tensor]:
     return [norm(x) for norm in norms]
 
@@ -425,10 +401,6 @@ def test_falsify_qkn_006_gpu_and_cpu_agree_in_every_layout() -> None:
         actual = queries_and_keys(copy.deepcopy(gpt).cuda(), inputs(0).cuda())
         for y, reference in zip(actual, expected, strict=True):
             torch.testing.assert_close(y.cpu(), reference, rtol=1e-11, atol=1e-12)
-
-
-# -----------------------------------------------------------------------------
-# FALSIFY-QKN-007: per-head independence
 
 
 @each_norm

@@ -9,21 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.reports import (
-    COMPARE,
-    LOSSES,
-    STEPS,
-    Made,
-    charts_of,
-    csv_of,
-    falling,
-    finish,
-    made,
-    rows_of,
-    state,
-    sweep_of,
-    text_of,
-)
+from helpers import reports
+from helpers.reports import Made, falling, finish, made, rows_of, state, sweep_of, text_of
 from scipy import stats
 
 from core.schema import ConfigError
@@ -42,16 +29,13 @@ from training.config import FaultOptions
 
 __all__ = ["made"]  # a fixture
 
-# -----------------------------------------------------------------------------
-# Sweeps made by hand
-
 
 def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
     sweep = sweep_of(made.path)
     (family,) = compared_families(sweep)
     loss = family.comparisons[0]
     assert [(c.a, c.b) for c in loss] == [("a/p=3", "a/p=2"), ("a/p=4", "a/p=2")]
-    expected = [stats.ttest_rel(LOSSES[p], LOSSES[2]) for p in (3, 4)]
+    expected = [stats.ttest_rel(reports.LOSSES[p], reports.LOSSES[2]) for p in (3, 4)]
     assert [c.p["t"] for c in loss] == pytest.approx([t.pvalue for t in expected])
     assert loss[0].adjusted["t"] == pytest.approx(2 * expected[0].pvalue)
     three, four = rows_of(comparison_table(sweep, loss, METRICS[0]))
@@ -81,7 +65,7 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
         "train/loss": ["last", "roughness"], "parameters": "summary", "eval/cloze/acc": "summary", "val/loss": "last"
     }  # fmt: skip
     for accuracy, p in ((0.5, 2), (0.75, 3)):
-        run = made.run(f"a/p={p}", 5, {i: 2 - i / 100 for i in STEPS})
+        run = made.run(f"a/p={p}", 5, {i: 2 - i / 100 for i in reports.STEPS})
         about = {"iter": 40, "metrics": {"cloze": {"acc": accuracy}}}
         (run / "evaluation.json").write_text(json.dumps({"about": about}))
     sweep = sweep_of(made.path)
@@ -176,7 +160,7 @@ def test_a_diverged_run_is_drawn_up_to_its_end_and_is_no_part_of_the_mean(made: 
     report.report(read_sweep(made.path, "made"), out, [])
     text = (out / "report.html").read_text()
     assert text.count("ends in a cross is a run that diverged") == 2  # loss and train/loss
-    assert "fold 5, seed 1, diverged" in json.dumps(charts_of(out)["loss_a"])
+    assert "fold 5, seed 1, diverged" in json.dumps(reports.charts_of(out)["loss_a"])
 
 
 def test_deliberate_faults_stand_in_a_table_of_their_own(made: Made, tmp_path: Path) -> None:
@@ -218,7 +202,7 @@ def test_both_readings_of_an_averaged_minimum_are_given(tmp_path: Path) -> None:
 
 
 def test_runs_csv_has_a_line_a_run_and_the_varied_settings(made: Made) -> None:
-    rows = csv_of(sweep_of(made.path))
+    rows = reports.csv_of(sweep_of(made.path))
     assert len(rows) == 15
     assert [row["qk_norm.p"] for row in rows[:3]] == ["2.0", "3.0", "4.0"]
     first = rows[0]
@@ -228,9 +212,7 @@ def test_runs_csv_has_a_line_a_run_and_the_varied_settings(made: Made) -> None:
     assert "qk_norm.alpha_init" not in first and "max_iters" not in first
 
 
-def test_a_report_is_made_again_from_what_it_stored(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_is_made_anew_from_what_it_stored(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the runs; with a run that diverged and one that never began, metrics of every kind, and an odd name."""
     made.definition["also"] = {"train/loss": ["last", "mean"], "parameters": "summary"}
     finish(made.plan("a/p=3", 1, 5), {0: 4.0, 10: 3.0}, status="diverged", reason='a "quoted", reason')
@@ -249,9 +231,7 @@ def test_a_report_is_made_again_from_what_it_stored(
 @pytest.mark.parametrize(
     ("alpha", "compare", "n"), [(1.0, {}, 1), (1.0, {"p": {"baseline": "p=2"}}, 1), ("matched", {}, 0)]
 )
-def test_a_report_says_where_p_changes_the_temperature(
-    alpha: Any, compare: dict[str, Any], n: int, tmp_path: Path
-) -> None:
+def test_a_report_says_where_p_changes_temperature(alpha: Any, compare: dict[str, Any], n: int, tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep", compare=compare)
     for p in (2.0, math.inf):
         made.plan(f"p={p:g}", 1, 0, qk_norm=LpNormOptions(p=p, alpha_init=alpha))
@@ -263,7 +243,7 @@ def test_a_report_says_where_p_changes_the_temperature(
 
 def test_runs_whose_directories_are_gone_count_as_they_were_stored(made: Made, tmp_path: Path) -> None:
     report.report(sweep_of(made.path), tmp_path / "out", [])
-    later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=COMPARE)
+    later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=reports.COMPARE)
     later.run("a/p=2", 7, falling(1.0))
     later.plan("a/p=2", 1, 0)  # done before, not here
     sweep = joined(read_stored(tmp_path / "out", "made"), sweep_of(later.path))
@@ -273,7 +253,7 @@ def test_runs_whose_directories_are_gone_count_as_they_were_stored(made: Made, t
 
 def test_a_stored_run_of_other_settings_stands_in_for_none(made: Made, tmp_path: Path) -> None:
     report.report(sweep_of(made.path), tmp_path / "out", [])
-    later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=COMPARE)
+    later = Made(tmp_path / "later", parts={"a": {"title": "part a"}}, compare=reports.COMPARE)
     later.plan("a/p=2", 1, 0)
     plan = later.path / "plan.jsonl"
     plan.write_text(plan.read_text().replace('"id": "', '"id": "other-'))
@@ -294,10 +274,8 @@ def test_a_report_of_fewer_runs_replaces_none_unless_out_says_so(
     before = Path("results/sweep/runs.csv").read_bytes()
     shutil.rmtree(made.path / read_plan(made.path)[0].id)
     assert report.main([place]) == 2
-    assert (
-        "results/sweep has finished runs that this report lacks (1): from=results/sweep adds them"
-        in capsys.readouterr().err
-    )
+    lacks = "results/sweep has finished runs that this report lacks (1): from=results/sweep adds them"
+    assert lacks in capsys.readouterr().err
     assert report.main([place, "from=results/sweep"]) == 0
     assert Path("results/sweep/runs.csv").read_bytes() == before
     Path("results/sweep/runs.csv").write_bytes(b"id,status\n\xff")
@@ -327,15 +305,18 @@ def test_runs_that_are_not_done_are_named_with_their_reason(made: Made) -> None:
     text = text_of(sweep)
     assert all(run in text for run in reasons) and "disk \\| full" in text
     assert "| 5 of 7, 1 failed, 1 pending |" in text and "| 5 of 7, 1 diverged, 1 running |" in text
-    statuses = {row["id"]: (row["status"], row["reason"]) for row in csv_of(sweep)}
+    statuses = {row["id"]: (row["status"], row["reason"]) for row in reports.csv_of(sweep)}
     assert {run: statuses[run] for run in reasons} == reasons
-    diverged = next(row for row in csv_of(sweep) if row["id"] == "a-p=3-fold5-s1")
+    diverged = next(row for row in reports.csv_of(sweep) if row["id"] == "a-p=3-fold5-s1")
     assert (diverged["val/loss_min"], diverged["iter"]) == ("3.0", "10")
     loss = compared_families(sweep)[0].comparisons[0]
     assert [f"{len(c.differences)} of {c.planned}" for c in loss] == ["5 of 7", "5 of 6"]
 
 
-@pytest.mark.parametrize("damage", ["no summary", "no curve", "torn curve", "another curve", "no minimum", 20, 60])
+DAMAGES = ["no summary", "no curve", "torn curve", "another curve", "another hash", "no minimum", 20, 60]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_done_run_with_damaged_files_or_another_length_is_not_done(made: Made, damage: str | int) -> None:
     path = made.run("a/p=2", 5, {0: 4.0, damage: 1.0} if isinstance(damage, int) else falling(1.0))
     if damage == "no summary":
@@ -346,6 +327,10 @@ def test_a_done_run_with_damaged_files_or_another_length_is_not_done(made: Made,
         (path / "metrics.jsonl").write_text('{"iter": 0, "val/loss": 4.0}\n{"iter": 40, "val/loss": 1')
     elif damage == "another curve":
         shutil.copy(made.path / "a-p=2-fold0-s1" / "metrics.jsonl", path)
+    elif damage == "another hash":
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps(summary | {"records": {"metrics.jsonl": "0" * 64}}))
+        assert "has changed since" in sweep_of(made.path).runs_of("a/p=2")[1, 5].state.reason
     elif damage == "no minimum":
         (path / "summary.json").write_text(json.dumps({"status": "done", "iter": 40, "val/loss": 1.0}))
     sweep = sweep_of(made.path)
@@ -371,4 +356,4 @@ def test_a_run_may_belong_to_several_settings(made: Made) -> None:
     made.run("b/p=3", 0, falling(1.2))
     sweep = sweep_of(made.path)
     assert list(sweep.parts) == ["a", "b"] and len(sweep.done("b/p=2")) == 5
-    assert csv_of(sweep)[0]["settings"] == "a/p=2;b/p=2"
+    assert reports.csv_of(sweep)[0]["settings"] == "a/p=2;b/p=2"

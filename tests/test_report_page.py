@@ -27,10 +27,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs/made, two parts with runs of every state, and its report in results/made."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "runs").mkdir()
-    compare = {
-        **COMPARE,
-        "parts": {"title": "<b>parts</b>", "pairs": [[f"b/</script>p={p}", f"a/p={p}"] for p in (2, 3)]},
-    }
+    pairs = [[f"b/</script>p={p}", f"a/p={p}"] for p in (2, 3)]
+    compare = {**COMPARE, "parts": {"title": "<b>parts</b>", "pairs": pairs}}
     parts = {"a": {"title": "part a"}, "b": {"title": "part b"}, "c": {"title": "nothing done"}}
     made = Made(folder / "runs" / "made", title="A </script><script>throw 1</script> & title", parts=parts,
                 compare=compare)  # fmt: skip
@@ -171,9 +169,7 @@ def test_the_page_draws_its_charts_without_an_error_or_a_request(whole: Path, br
 
 
 @pytest.mark.parametrize("font", ["DejaVu Sans", "Liberation Sans", "Open Sans"])
-def test_no_text_of_a_picture_is_cut_off_or_lies_on_another(
-    font: str, whole: Path, browser: Page, tmp_path: Path
-) -> None:
+def test_no_text_of_a_picture_is_cut_or_lies_on_another(font: str, whole: Path, browser: Page, tmp_path: Path) -> None:
     """In any common sans-serif: Linux's widest, one with the widths of Arial and Helvetica, one with Noto's."""
     wrong = """[...document.querySelectorAll('svg')].flatMap(svg => {
         const whole = svg.getBoundingClientRect()

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,10 +64,8 @@ def test_what_all_settings_have_in_common_is_no_part_of_their_intervals() -> Non
     rng = np.random.default_rng(2)
     folds: list[Replicate] = [(1, k) for k in range(6)]
     level, a, b = rng.normal(0, 10, 6), rng.normal(0, 0.1, 6), rng.normal(0, 0.1, 6)
-    values = {
-        "a": {r: 1.5 + level[i] + a[i] for i, r in enumerate(folds)},
-        "b": {r: 1.2 + level[i] + b[i] for i, r in enumerate(folds)},
-    }
+    offsets = {"a": 1.5 + a, "b": 1.2 + b}
+    values = {name: dict(zip(folds, level + of, strict=True)) for name, of in offsets.items()}
     found = within({"a": values["a"], "b": {**values["b"], (1, 9): 50.0}})  # b alone has fold 9
     difference = np.array([values["a"][r] - values["b"][r] for r in folds])
     half = stats.t.isf(0.025, 5) * difference.std(ddof=1) / 2 * np.sqrt(2) / np.sqrt(6)
@@ -207,9 +206,8 @@ def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:
     ((family,), text) = compared_families(sweep), text_of(sweep)
     assert [metric.key for metric in family.metrics] == ["iter_of_min"]
     assert [*family.comparisons[0][0].differences.values()] == [-20, -10, -10, -10, -10]
-    assert re.search(
-        r"\| claim: A is earlier.* \| A − B in iteration of the lowest validation loss \(95 % interval\) \|", text
-    )
+    column = r"\| A − B in iteration of the lowest validation loss \(95 % interval\) \|"
+    assert re.search(rf"\| claim: A is earlier.* {column}", text)
     step = sweep.runs[0].config["eval_interval"]
     assert f"| p=3 | earlier | reproduced | −12.0 (−18.9 to −5.1, grid ± {2 * step}) |" in text
     (one,), asked = family.comparisons[0], family.asked
@@ -278,9 +276,7 @@ def test_a_line_at_zero_is_on_the_axis_and_sums_are_drawn_per_update() -> None:
     assert value_axis(series, "x")["scale"]["type"] == "log"
     scale = value_axis(series, "x", zero=True)["scale"]
     assert scale["domain"][0] < 0 < 10_000 < scale["domain"][1] and "type" not in scale
-    never_negative: dict[Replicate, dict[int, float]] = {
-        (seed, None): {10: value} for seed, value in enumerate((0.0, 0.1, 2.0))
-    }
+    never_negative: Any = {(seed, None): {10: value} for seed, value in enumerate((0.0, 0.1, 2.0))}
     scale = value_axis([Series("a", styles({"": {"a": "a"}})["a"], never_negative)], "x")["scale"]
     assert 0.6 < scale["domain"][0] < 0.7 < scale["domain"][1] < 0.8  # the mean's, not that of the interval to 3.5
     sums = {0: 3.0, 10: 20.0, 15: 20.0}

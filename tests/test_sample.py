@@ -5,18 +5,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Program, flip, write_corpus
-from helpers.runs import configured
+from conftest import ROOT, Program, flip, run_python, write_corpus
+from helpers.runs import configured, save_run
 from variants import build, config_of
 
 import sample
 import train
-from core import checkpoint
 from core.schema import ConfigError
 from data.tokenizer import ByteTokenizer, CharTokenizer, build_tokenizer
 from model.generate import generate
@@ -65,9 +64,7 @@ def samples(out: str) -> list[str]:
     return out.removesuffix("\n---------------\n").split("\n---------------\n")
 
 
-def test_samples_are_the_models_own_by_every_way_of_calling(
-    run: Path, program: Program, sampled: Sampled, tmp_path: Path
-) -> None:
+def test_samples_are_the_models_own_by_any_call(run: Path, program: Program, sampled: Sampled, tmp_path: Path) -> None:
     words = ["start=to be", "num_samples=3", "max_new_tokens=40", "temperature=0.7", "top_k=5", "top_p=0.9"]
     words += ["dtype=float32"]  # as below
     done = program("sample.py", "run=run", *words)
@@ -109,11 +106,8 @@ def test_sampling_does_not_load_pytorchs_compiler(tmp_path: Path) -> None:
         config = config_of(attention, qk_norm)
         config = replace(config, model=replace(config.model, norm="rmsnorm", mlp="swiglu", mlp_hidden=48))
         model, characters = build(config, dtype=torch.float32), CharTokenizer("\nabcdefghij")
-        state = {"config": asdict(config), "tokenizer": characters.to_dict(), "step": 1}
-        runs.append(str(tmp_path / attention))
-        checkpoint.save(tmp_path / attention / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
-    command = [sys.executable, "-c", IMPORTS, *runs]
-    imported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        runs.append(str(save_run(model, characters, tmp_path / attention)))
+    imported = run_python(IMPORTS, *runs).stdout.split()
     assert "torch" in imported and not {*imported} & {"torch._dynamo", "sympy", "transformers", "tokenizers"}
 
 
@@ -130,9 +124,7 @@ def test_a_terminal_that_lacks_a_character_gets_a_question_mark(
     assert terminal.getvalue() == b"???\n---------------\n"
 
 
-def test_prompts_are_taken_as_they_are_unknown_characters_named_and_corrupt_checkpoints_refused(
-    run: Path, sampled: Sampled
-) -> None:
+def test_prompts_stay_unknown_characters_are_named_corrupt_checkpoints_refused(run: Path, sampled: Sampled) -> None:
     out = sampled("run=run", "start='tis the", "num_samples=1", "max_new_tokens=1")
     assert out.startswith("'tis the")
     for prompt, named in (("'tis, {or}", "',' (U+002C)"), ("to be {or}, 'ñ'", "'{' (U+007B)")):  # Hydra's syntax

@@ -9,29 +9,10 @@ from typing import Annotated, Any, Literal
 import pytest
 from conftest import ROOT, Program
 
+from core import schema
 from core.cli import read_value, run_script
 from core.help import help_text
-from core.schema import (
-    FREE,
-    NOT_EMPTY,
-    POSITIVE,
-    REQUIRED,
-    AtLeast,
-    BeforeItExisted,
-    Between,
-    ConfigError,
-    DefaultWas,
-    Help,
-    Loads,
-    Variants,
-    convert,
-    deciding,
-    declared,
-    options,
-    require,
-    settings_of,
-    with_earlier_defaults,
-)
+from core.schema import FREE, AtLeast, ConfigError, DefaultWas, Help, Loads, Variants, options, settings_of
 from sample import SampleConfig
 from training.config import load_config
 
@@ -43,7 +24,7 @@ class Circle:
     """A round one"""
 
     name: str = "circle"
-    radius: Annotated[float, POSITIVE, Help("in metres")] = 1.0
+    radius: Annotated[float, schema.POSITIVE, Help("in metres")] = 1.0
 
 
 @options
@@ -54,16 +35,18 @@ class Ring(Circle):
     hole: Annotated[float | Literal["half"], DefaultWas(0.5), Help("its radius, or half")] = "half"
 
     def check(self) -> None:
-        require(self.hole == "half" or float(self.hole) < self.radius, f"shape.hole={self.hole} must be < shape.radius")
+        schema.require(
+            self.hole == "half" or float(self.hole) < self.radius, f"shape.hole={self.hole} must be < shape.radius"
+        )
 
 
 @options
 class Drawing:
-    title: Annotated[str, NOT_EMPTY, Help("above it")] = REQUIRED
+    title: Annotated[str, schema.NOT_EMPTY, Help("above it")] = schema.REQUIRED
     files: Annotated[tuple[str, ...], FREE, Loads(LOADED.append), Help("read first")] = ()
     copies: Annotated[int, AtLeast(1), DefaultWas(3), Help("sheets")] = 1
     size: Annotated[tuple[float, float], Help("width and height")] = (2.0, 3.0)
-    grey: Annotated[float | None, Between(0, 1, "[)"), BeforeItExisted(None), Help("null: none")] = None
+    grey: Annotated[float | None, schema.Between(0, 1, "[)"), schema.BeforeItExisted(None), Help("null: none")] = None
     paper: Annotated[Literal["thin", "thick"], FREE, Help("of the sheets")] = "thin"
     draft: Annotated[bool, FREE, Help("fast")] = False
     shape: Annotated[Circle, Variants({"circle": Circle, "ring": Ring}), Help("what is drawn")] = Circle()
@@ -86,7 +69,7 @@ def load(**source: Any) -> Drawing:
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "title= must be given": {"title": REQUIRED},
+    "title= must be given": {"title": schema.REQUIRED},
     "title= must not be empty": {"title": ""},
     "copies=0 must be >= 1 and < 2**31": {"copies": 0},
     "copies=true must be an integer": {"copies": True},
@@ -125,19 +108,19 @@ def test_good_values_keep_their_types_and_integers_become_floats_where_those_are
 
 
 def test_what_decides_the_numbers_leaves_out_free_settings_and_what_others_were_named_without() -> None:
-    assert deciding(Drawing("A", files=("x",), paper="thick")) == {
+    assert schema.deciding(Drawing("A", files=("x",), paper="thick")) == {
         "title": "A", "copies": 1, "size": [2.0, 3.0], "shape.name": "circle", "shape.radius": 1.0,
     }  # fmt: skip
-    assert deciding(Drawing("A", grey=0.5))["grey"] == 0.5
+    assert schema.deciding(Drawing("A", grey=0.5))["grey"] == 0.5
 
 
 def test_earlier_defaults_replace_todays_and_the_words_name_them() -> None:
     drawing, earlier = load(shape={"name": "ring"}), Drawing("A", copies=3, shape=Ring(hole=0.5))
-    assert with_earlier_defaults(drawing) == (earlier, ["copies=3", "shape.hole=0.5"])
-    only_copies = with_earlier_defaults(drawing, Drawing("B", copies=3, shape=Ring(radius=2.0)))
+    assert schema.with_earlier_defaults(drawing) == (earlier, ["copies=3", "shape.hole=0.5"])
+    only_copies = schema.with_earlier_defaults(drawing, Drawing("B", copies=3, shape=Ring(radius=2.0)))
     assert only_copies == (Drawing("A", copies=3, shape=Ring()), ["copies=3"])
     given = load(copies=2, shape={"name": "ring", "hole": 0.1})
-    assert with_earlier_defaults(given) == (given, [])
+    assert schema.with_earlier_defaults(given) == (given, [])
 
 
 def test_a_setting_that_loads_is_converted_first_wherever_it_stands_in_the_source() -> None:
@@ -174,9 +157,7 @@ def test_help_lists_every_setting_once_with_its_default_and_a_line() -> None:
         (["--help"], 0, "Settings, written key=value:"),
     ],
 )
-def test_a_script_gets_its_settings(
-    argv: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_gets_settings(argv: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_script(Drawing, lambda drawing: print(drawing) or 0, "Draws.", argv) == status
     out, err = capsys.readouterr()
     assert said in out + err and err.count("\n") == (status == 2)
@@ -213,12 +194,12 @@ def test_a_short_runs_warm_up_is_a_tenth_of_it(changes: dict[str, Any], warmup: 
 def test_text_that_no_file_could_hold_is_refused() -> None:
     """Python's own reading of bytes that are not UTF-8, as in out_dir='"\\xe9"'."""
     with pytest.raises(ConfigError, match=r"out_dir='\\udce9' must be Unicode text"):
-        convert("\udce9", str, "out_dir")
+        schema.convert("\udce9", str, "out_dir")
 
 
 def test_an_integer_of_a_script_is_read_in_decimal() -> None:
     """To YAML 010 is 8, and 1:30 is 90."""
-    seed = declared(SampleConfig)["seed"]
+    seed = schema.declared(SampleConfig)["seed"]
     found = {text: read_value("seed", text, seed) for text in ("7", "-7", "010", "1_000")}
     assert found == {"7": 7, "-7": -7, "010": 10, "1_000": 1000}
     for text in ("1:30", "_1", "1__0"):

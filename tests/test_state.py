@@ -86,7 +86,7 @@ def test_a_finished_run_reads_its_text_and_builds_no_model(
     monkeypatch.setattr(session, "GPT", never)
     assert train.run(config) == 0 and "is done; fresh=true starts it anew" in capsys.readouterr().out
     corpus.write_text(corpus.read_text() + "more")
-    with pytest.raises(ConfigError, match="is not the text that"):
+    with pytest.raises(ConfigError, match=r"is not the text that .*run was begun on: .*; use another out_dir"):
         train.run(config)
 
 
@@ -102,9 +102,7 @@ def test_a_refusal_by_settings_reads_no_text(corpus: Path, tmp_path: Path, monke
         train.run(replace(config, out_dir=str(tmp_path / "mine")))
 
 
-def test_of_two_starters_one_trains_and_the_other_is_told(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_starters_one_trains_one_is_told(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one looks before the first has the directory, and opens it after: the lock decides."""
     config = configured(corpus, tmp_path / "run")
     looked = resume.look(config, session.World())

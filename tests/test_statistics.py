@@ -49,9 +49,8 @@ def test_p_values_and_intervals_are_students_and_scipys() -> None:
 
 @pytest.mark.parametrize("which", ["contiguous", "near", "far"])
 def test_the_correction_takes_the_amounts_of_text_that_the_split_has(which: str) -> None:
-    runs: Any = [
-        SimpleNamespace(replicate=(1, fold), config={"data.folds": 10, "data.split": which}) for fold in (0, 1)
-    ]
+    config = {"data.folds": 10, "data.split": which}
+    runs: Any = [SimpleNamespace(replicate=(1, fold), config=config) for fold in (0, 1)]
     one = split(10**6, 10, 1) if which == "contiguous" else leak_split(10**6, 10, 1, 64, which == "far")
     held_out, trained = (sum(end - start for start, end in ranges) for ranges in (one.val, one.train))
     assert shared_text(runs) == pytest.approx(held_out / trained, rel=0.05)
@@ -152,16 +151,11 @@ def test_folds_that_share_text_need_more_pairs(effect: float) -> None:
     assert n_needed(1.0, shared) == math.inf  # of ten folds there is no eleventh
 
 
-def test_a_mean_curve_has_the_iterations_that_all_runs_have() -> None:
+def test_a_mean_curve_has_the_iterations_that_all_runs_have_and_the_seeds_of_a_fold_as_one_value() -> None:
     curve = mean_curve({(1, None): {0: 4.0, 100: 2.0, 200: 1.0}, (2, None): {0: 4.0, 50: 3.0, 200: 2.0}})
     assert {i: estimate.mean for i, estimate in curve.items()} == {0: 4.0, 200: 1.5}
     assert curve[200] == interval([1.0, 2.0]) and mean_curve({}) == {}
-
-
-def test_a_mean_curve_counts_the_seeds_of_a_fold_as_one_value() -> None:
-    curves: dict[Replicate, dict[int, float]] = {
-        (seed, fold): {0: 10.0 * fold + seed} for seed in (1, 2, 3) for fold in (0, 1)
-    }
+    curves: Any = {(seed, fold): {0: 10.0 * fold + seed} for seed in (1, 2, 3) for fold in (0, 1)}
     assert mean_curve(curves)[0] == interval([2.0, 12.0])
     assert mean_curve({r: curve for r, curve in curves.items() if r[1] == 0})[0] == interval([1.0, 2.0, 3.0])
 
@@ -242,9 +236,8 @@ def test_a_size_that_holds_is_not_ruled_out_by_the_grid_that_it_is_read_off() ->
 
 def test_equal_values_have_equal_readings_so_a_grid_leaves_the_test_against_zero() -> None:
     readings, moved = [1.0, 0.0, 1.0, 2.0, 1.0], [1.0, 0.0, 1.0, 2.0, 3.0]
-    assert (
-        paired_p(readings, 0.0, 0.0, 5.0) == paired_p(readings) == pytest.approx(stats.ttest_1samp(readings, 0).pvalue)
-    )
+    plain = stats.ttest_1samp(readings, 0).pvalue
+    assert paired_p(readings, 0.0, 0.0, 5.0) == paired_p(readings) == pytest.approx(plain)
     for values, grid in ((readings, 0.25), (moved, 0.5)):
         shifted = stats.ttest_1samp(values, 4.0 - grid).pvalue  # the nearest that the grid leaves open
         assert paired_p(values, 0.0, 4.0, grid) == pytest.approx(shifted)
@@ -255,10 +248,7 @@ def test_equal_values_have_equal_readings_so_a_grid_leaves_the_test_against_zero
 
 def test_a_contrast_is_the_test_of_its_weighted_sums(tmp_path: Path) -> None:
     """A difference of differences, and a sum with other weights, against scipy's test of the sums of each fold."""
-    sums: list[dict[str, float]] = [
-        {"b/p=3": 1, "b/p=2": -1, "a/p=3": -1, "a/p=2": 1},
-        {"a/p=2": 0.5, "b/p=2": 0.5, "a/p=3": -1},
-    ]
+    sums: list[Any] = [{"b/p=3": 1, "b/p=2": -1, "a/p=3": -1, "a/p=2": 1}, {"a/p=2": 0.5, "b/p=2": 0.5, "a/p=3": -1}]
     asked = {"contrast": sums, "claim": "lower", "least": 0.01}
     made = Made(tmp_path / "sweep", parts={"a": {}, "b": {}}, compare={"gain": asked})
     losses = {s: 1.5 + 0.02 * np.random.default_rng(i).normal(size=5) for i, s in enumerate(sums[0])}
@@ -305,11 +295,8 @@ def test_a_sweep_with_fewer_than_two_pairs_says_so(tmp_path: Path) -> None:
     made.plan("p=4", 1, None)
     sweep = sweep_of(made.path)
     rows = rows_of(comparison_table(sweep, compared_families(sweep)[0].comparisons[0], METRICS[0]))
-    assert [row["verdict on A"] for row in rows] == [
-        "fewer than 2 complete pairs: no test",
-        "no pairs of one seed and one held-out text",
-        "fewer than 2 complete pairs: no test",
-    ]
+    few, none = "fewer than 2 complete pairs: no test", "no pairs of one seed and one held-out text"
+    assert [row["verdict on A"] for row in rows] == [few, none, few]
     assert rows[0]["mean of A − B"] == "−0.1000" and rows[0]["t: p"] == "–"
     (row,) = rows_of(part_table(sweep, ["p=2"]))
     assert (row["minimum of the mean curve"], row["SD"]) == ("1.5000", "–")

@@ -394,9 +394,7 @@ def test_a_run_whose_worker_always_dies_is_given_up_and_the_others_are_not(undis
     assert times_finished(folder / run.id) == times_finished(folder / other.id) == 1
 
 
-def test_a_worker_ends_after_a_failed_try_which_counts_as_no_death(
-    sweep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_ends_after_a_failed_try_which_is_no_death(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a CUDA error, every later run of the process would fail too."""
     folder, broken = sweep.parent / "sweep", frozen(sweep)[0]
     break_run(folder, broken, refused=False)
@@ -418,9 +416,7 @@ def test_a_worker_ends_after_a_failed_try_which_counts_as_no_death(
     assert deaths == [(0, True), (3, False)]
 
 
-def test_a_run_that_ends_between_two_looks_is_done_and_not_dead(
-    undisturbed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ends_between_two_looks_is_done_not_dead(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = undisturbed.parent / "sweep"
     run = read_plan(folder)[0]
     looks = [False, True]  # and in between its worker has let go of it
@@ -428,9 +424,7 @@ def test_a_run_that_ends_between_two_looks_is_done_and_not_dead(
     assert state_of(folder, run).state == "done"
 
 
-def test_a_checkout_edited_while_the_sweep_runs_does_not_change_later_configs(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_checkout_edited_while_a_sweep_runs_does_not_change_later_configs(undisturbed: Path, tmp_path: Path) -> None:
     grid = {"qk_norm": ["none", "rms"], "model.dropout": [0.2]}  # two of its runs
     sweep = tiny_sweep(tmp_path, undisturbed.parent / "corpus.txt", grid=grid, folds=[1])
     code, folder = tmp_path / "code", tmp_path / "sweep"

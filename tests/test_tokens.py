@@ -51,10 +51,6 @@ def text_of(found: Corpus) -> str:
     return found.tokenizer.decode(found.tokens[:])
 
 
-# -----------------------------------------------------------------------------
-# Names of runs
-
-
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -93,9 +89,7 @@ def test_merges_and_tokens_are_computed_once(greek: Path, monkeypatch: pytest.Mo
     assert again.tokenizer.to_dict() == first.tokenizer.to_dict() and again.split == first.split
 
 
-def test_tokens_of_another_rule_or_library_are_not_taken_from_the_cache(
-    greek: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_of_another_rule_or_library_are_made_anew(greek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_corpus(bpe_of(greek), 16)
     made: list[str] = []
     monkeypatch.setattr(tokens, "write_cache", lambda path, content, cost: made.append(path.parent.name))
@@ -118,9 +112,7 @@ def test_a_run_of_gpt2_tokens_goes_on_without_the_download(greek: Path, monkeypa
     assert corpus.tokenizer.to_dict() == gpt2.to_dict() and text_of(corpus) == text
 
 
-def test_a_cache_that_cannot_be_written_costs_a_warning_only(
-    greek: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_costs_a_warning_only(greek: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
     with pytest.warns(UserWarning, match="cannot be written, the next run computes it again"):
@@ -149,9 +141,8 @@ def test_a_resumed_run_keeps_its_merges_and_is_refused_where_they_are_lost(
     saved = [checkpoint.load(run / "ckpt" / "latest").state["tokenizer"] for run in (whole, halves)]
     assert saved[0] == saved[1] != other.to_dict()
     asked = TextFileOptions(path=str(greek), tokenizer="bpe", vocab_size=299)  # a dry run in the same directory
-    assert (
-        load_corpus(asked, 16, checkpoint.load(whole / "ckpt" / "latest").state).tokenizer.to_dict() == other.to_dict()
-    )
+    found = load_corpus(asked, 16, checkpoint.load(whole / "ckpt" / "latest").state).tokenizer
+    assert found.to_dict() == other.to_dict()
     monkeypatch.setattr(checkpoint, "peek", lambda folder: {})
     with pytest.raises(ConfigError, match="has other tokens here than .*halves was begun with; fresh=true"):
         train.run(bpe_run(greek, halves, max_iters=9))
@@ -191,18 +182,13 @@ def test_the_size_of_a_text_is_counted_in_chunks(greek: Path, monkeypatch: pytes
     assert size_of_text(found.tokenizer, found.tokens, ((0, len(found.tokens)),)) == (len(text.encode()), len(text))
 
 
-# -----------------------------------------------------------------------------
-# python_source
-
-
 @pytest.mark.slow
 def test_python_source_is_the_standard_library_in_the_order_of_its_paths() -> None:
     text = load_text(PythonSourceOptions())
     root = Path(sysconfig.get_path("stdlib"))
     assert len(text) > 5_000_000
-    where = [
-        text.index((root / name).read_text(encoding="utf-8")) for name in ("abc.py", "json/decoder.py", "zipapp.py")
-    ]
+    files = [root / name for name in ("abc.py", "json/decoder.py", "zipapp.py")]
+    where = [text.index(file.read_text(encoding="utf-8")) for file in files]
     assert where == sorted(where)
 
 

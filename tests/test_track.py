@@ -16,8 +16,8 @@ from scipy.optimize import brentq
 from core.cli import run_script
 from core.schema import ConfigError, flatten
 from scripts import track
-from scripts.reporting.comparisons import Comparison, adjust
-from scripts.reporting.runs import Replicate, Run, Sweep
+from scripts.reporting.comparisons import Comparison, adjust, compare
+from scripts.reporting.runs import METRICS, Replicate, Run, Sweep
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
 from scripts.reporting.track import at_the_edge, entries, label_sides, mean_losses, noise, plateau, widened
 from scripts.track import TrackOptions, final_definition, make, small_definition
@@ -27,11 +27,7 @@ from sweeps.status import State
 
 WORDS = {"none": ["qk_norm=none"], "rms": ["qk_norm=rms"], "sink": ["softmax=sink"]}
 RATES = [0.001, 0.002, 0.004, 0.008]
-GRID = {  # mean loss at each rate
-    "none": [2.20, 2.00, 2.015, 2.5],
-    "rms": [2.10, 1.95, 1.92, 1.93],
-    "sink": [2.30, 2.10, 2.00, 1.97],
-}
+GRID = {"none": [2.2, 2.0, 2.015, 2.5], "rms": [2.1, 1.95, 1.92, 1.93], "sink": [2.3, 2.1, 2.0, 1.97]}  # mean losses
 SPREAD = [0.01, -0.02, 0.005, 0.0, 0.015, -0.01, -0.005, 0.005]  # of eight seeds, with mean 0
 OFFSET = {"none": 0.05, "rms": 0.0, "sink": -0.002}
 OWN = {  # of a contestant's own, on top
@@ -48,9 +44,8 @@ def run_of(point: str, seed: int, rate: float, loss: float) -> Run:
         "max attn/max_logit": 10.0 + seed, "cache_bytes_per_token": 2048, "parameters": 1000,
     }  # fmt: skip
     config = {"optim.learning_rate": rate, "seed": seed, "model.name": "track_nano"}
-    return Run(
-        f"{point}-{seed}", [point], seed, None, config, State("done", 100), summary, {"val/loss": {0: 7.0, 100: loss}}
-    )
+    curves: Any = {"val/loss": {0: 7.0, 100: loss}}
+    return Run(f"{point}-{seed}", [point], seed, None, config, State("done", 100), summary, curves)
 
 
 def sweeps() -> tuple[Sweep, Sweep]:
@@ -67,11 +62,8 @@ def sweeps() -> tuple[Sweep, Sweep]:
         for name, offset in OFFSET.items()
         for seed, shared in enumerate(SPREAD)
     ]
-    made = [
-        Sweep(name, {}, check_sweep(definition), runs)
-        for name, definition, runs in zip(("grid", "final"), definitions, (grid, final), strict=True)
-    ]
-    return made[0], made[1]
+    of_grid, of_final = map(check_sweep, definitions)
+    return Sweep("grid", {}, of_grid, grid), Sweep("final", {}, of_final, final)
 
 
 def stored(folder: Path, of: tuple[Sweep, Sweep] | None = None) -> Path:
@@ -138,11 +130,10 @@ def test_a_rejected_step_is_one_whose_interval_excludes_zero() -> None:
     """Of Holm's steps, whatever the differences are."""
     _, final = sweeps()
     for shift in (0.0, 0.002, 0.004, 0.006, 0.01):
-        moved = [
-            run_of(r.settings[0], r.seed, 0, r.summary["val/loss_min"] + shift * (r.settings == ["sink"]))
-            for r in final.runs
-        ]
-        family = track_family(Sweep("final", {}, final.definition, moved))
+        losses = [run.summary["val/loss_min"] + shift * (run.settings == ["sink"]) for run in final.runs]
+        moved = [run_of(r.settings[0], r.seed, 0, loss) for r, loss in zip(final.runs, losses, strict=True)]
+        pairs = [pair("none", "rms"), pair("sink", "rms")]
+        family = compare(Sweep("final", {}, final.definition, moved), pairs, METRICS[0])
         for c in family:
             wide = widened(family)[c.a]
             assert wide.low is not None and wide.high is not None and c.adjusted["t"] is not None
@@ -156,18 +147,18 @@ def test_of_folds_the_boards_interval_is_that_of_the_test_that_decides() -> None
     assert widened(family)["sink"] == family[0].deciding != family[0].estimate
 
 
-def test_a_board_of_final_runs_at_another_rate_than_the_grids_best_is_refused(tmp_path: Path) -> None:
+def test_a_board_that_does_not_fit_its_grid_is_refused(tmp_path: Path) -> None:
     grid, final = sweeps()
-    runs = [replace(r, config={**r.config, "optim.learning_rate": 0.016}) for r in final.runs]
-    with pytest.raises(ConfigError, match="final has none at the learning rate 0.016; the grid's best is 0.002"):
-        entries(grid, replace(final, runs=runs), tmp_path)
-
-
-def track_family(final: Sweep) -> Any:
-    from scripts.reporting.comparisons import compare
-    from scripts.reporting.runs import METRICS
-
-    return compare(final, [pair("none", "rms"), pair("sink", "rms")], METRICS[0])
+    at_another = [replace(run, config={**run.config, "optim.learning_rate": 0.016}) for run in final.runs]
+    others = [run for run in grid.runs if "sink" not in run.settings[0]]
+    diverged = [run if run in others else replace(run, state=State("diverged")) for run in grid.runs]
+    for of_grid, of_final, says in (
+        (others, final.runs, "grid lacks some of none, rms, sink"),
+        (diverged, final.runs, "grid has no learning rate at which all runs of sink are done"),
+        (grid.runs, at_another, "final has none at the learning rate 0.016; the grid's best is 0.002"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            entries(replace(grid, runs=of_grid), replace(final, runs=of_final), tmp_path)
 
 
 def test_the_noise_floor_is_the_spread_over_seeds(tmp_path: Path) -> None:
@@ -204,9 +195,8 @@ def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> Non
         made = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     text = made["README.md"].decode()
     assert text.startswith("# Board\n") and text.endswith("\nAfter.\n") and "STALE" not in text
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
-    ]
+    cells = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in row] for row in cells]
     assert [row[0] for row in rows if row[0] in WORDS] == ["sink", "rms", "none"]
     assert next(row for row in rows if row[0] == "rms")[10:12] == ["1.10 (1.00 to 1.20)", "1.25 (1.00 to 2.00)"]
     assert b"rms" in made["overhead.svg"] and made["rates.svg"].count(b"sink") >= 1
@@ -229,11 +219,7 @@ def test_the_final_sweep_takes_each_contestants_best_rate(tmp_path: Path) -> Non
     file.write_text(final_definition("grid.yaml", WORDS, mean_losses(grid)))
     runs = plan_runs(load_sweep(str(file), {}), [])
     assert len(runs) == 3 * 8 and {run.seed for run in runs} == {*range(11, 19)}
-    assert {run.points[0]: run.config.optim.learning_rate for run in runs} == {
-        "none": 0.002,
-        "rms": 0.004,
-        "sink": 0.008,
-    }
+    assert {run.points[0]: run.config.optim.learning_rate for run in runs} == BEST
 
 
 def test_the_small_sweep_has_the_best_ones_and_rms(tmp_path: Path) -> None:
@@ -266,34 +252,14 @@ def test_a_track_of_ones_own_writes_its_sweeps_beside_it(tmp_path: Path) -> None
         make(TrackOptions(folder=str(board), sweep=str(sweep)))
 
 
-def test_a_contestant_that_is_done_at_no_rate_is_named() -> None:
-    grid, _ = sweeps()
-    runs = [
-        replace(run, state=replace(run.state, state="diverged")) if "sink" in run.settings[0] else run
-        for run in grid.runs
-    ]
-    with pytest.raises(ConfigError, match="no learning rate at which all runs of sink are done"):
-        mean_losses(Sweep("grid", {}, grid.definition, runs))
-
-
-def test_a_contestant_without_a_grid_is_refused(tmp_path: Path) -> None:
-    grid, final = sweeps()
-    grid = Sweep("grid", {}, grid.definition, [run for run in grid.runs if "sink" not in run.settings[0]])
-    with pytest.raises(ConfigError, match="grid lacks some of none, rms, sink"):
-        entries(grid, final, tmp_path)
-
-
 @pytest.mark.slow
 def test_every_run_of_the_track_composes_with_the_same_recipe() -> None:
     sweep = load_sweep("attention_track", {})
     runs = plan_runs(sweep, [])
     assert len(runs) == len(sweep.grid["words"]) * 5 * 2 >= 16 * 10
     slots = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "optim.learning_rate", "seed")
-    recipes = [
-        {key: value for key, value in flatten(run.config.trajectory).items() if not key.startswith(slots)}
-        for run in runs
-    ]
-    assert all(recipe == recipes[0] for recipe in recipes)
+    first, *others = (flatten(run.config.trajectory).items() for run in runs)
+    assert all(key.startswith(slots) for other in others for key, _ in first ^ other)
 
 
 def test_a_name_in_the_figure_covers_no_point_and_no_other_name() -> None:

@@ -4,8 +4,6 @@ import math
 import os
 import resource
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, ROOT, Program, needs_compiler, tiny_config
+from conftest import QK_NORM_VARIANTS, Program, needs_compiler, run_python, tiny_config
 from helpers.runs import FP32, SETTINGS, configured, lines, saved_json, weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -116,9 +114,7 @@ def test_every_layout_and_every_norm_trains_below_the_entropy_of_single_characte
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(10**9, [7, 7]), (48, [3, 3, 1] * 2), (1, [1] * 14)])
-def test_on_a_cpu_few_windows_go_through_the_model_at_a_time(
-    tokens: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_cpu_few_windows_go_through_at_once(tokens: int, rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches of seven windows of 16 tokens: the loss and the gradient are those of all 14 together."""
     network = GPT(tiny_config().gpt, vocab_size=11).double()
     network.init_weights(0)
@@ -273,15 +269,6 @@ def test_grad_clip_bounds_the_update_but_not_the_logged_norm(
     assert all(line["grad_norm"] > 0.1 for line in lines(tmp_path / "run")[:-1])
 
 
-def test_folds_are_held_out_and_give_different_losses(corpus: Path, tmp_path: Path) -> None:
-    last = []
-    for fold in (None, 0, 9):
-        data = {"name": "text", "path": str(corpus), "fold": fold}
-        assert train.run(configured(corpus, tmp_path / f"{fold}", data=data)) == 0
-        last.append(lines(tmp_path / f"{fold}")[-1]["val/loss"])
-    assert len(set(last)) == 2 and last[0] == last[2]  # fold 9 of 10 is the last 10 %
-
-
 def test_sampled_evaluation_is_logged_beside_the_exact_one_and_changes_nothing(corpus: Path, tmp_path: Path) -> None:
     assert train.run(configured(corpus, tmp_path / "a")) == 0
     assert train.run(configured(corpus, tmp_path / "b", eval_iters=3)) == 0
@@ -329,9 +316,7 @@ def test_too_little_memory_is_one_line(program: Program, tiny_run: list[str], tm
 
 
 @pytest.mark.parametrize("name", ["é dir", "it's {x}=1"])
-def test_how_to_sample_is_said_in_words_that_a_shell_and_sample_py_take(
-    name: str, corpus: Path, tmp_path: Path, forked: Program
-) -> None:
+def test_how_to_sample_is_said_in_words_of_a_shell(name: str, corpus: Path, tmp_path: Path, forked: Program) -> None:
     assert train.run(configured(corpus, tmp_path / name, max_iters=2)) == 0
     log = (tmp_path / name / "train.log").read_text()
     table = [line.split()[2] for line in log.splitlines()[-6:]]
@@ -348,9 +333,7 @@ def files(run: Path) -> dict[Path, bytes]:
     return {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "train.log"}
 
 
-def test_the_program_trains_says_so_when_finished_evaluates_and_starts_afresh(
-    forked: Program, tiny_run: list[str], tmp_path: Path
-) -> None:
+def test_the_program_trains_evaluates_and_starts_afresh(forked: Program, tiny_run: list[str], tmp_path: Path) -> None:
     words, run = [*tiny_run, "max_iters=4", "out_dir=run"], tmp_path / "run"
     done = forked("train.py", *words)
     assert "done: val/loss" in done.stdout
@@ -373,9 +356,7 @@ def test_default_run_directories_differ_by_what_decides_the_numbers(corpus: Path
     assert names[2].parent == Path("runs") and "-lp_p2_matched-text-fold3-s1337-" in names[2].name
 
 
-def test_dry_run_prints_settings_and_costs_and_writes_nothing(
-    forked: Program, tiny_run: list[str], tmp_path: Path
-) -> None:
+def test_dry_run_prints_costs_and_writes_nothing(forked: Program, tiny_run: list[str], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     done = forked("train.py", *tiny_run, "dry_run=true", "qk_norm=lp", "qk_norm.p=inf")
     for part in ("p: .inf", "parameters:", "FLOPs:", "memory:", "KV cache:     ", "256 bytes", "estimate:", "runs/"):
@@ -393,9 +374,7 @@ def test_the_estimate_counts_sampled_evaluations(corpus: Path, tmp_path: Path, m
     assert seconds[1] - seconds[0] == pytest.approx(tokens / 3 / 1000)
 
 
-def test_a_multirun_makes_one_run_each_and_its_option_may_stand_anywhere(
-    forked: Program, tiny_run: list[str], tmp_path: Path
-) -> None:
+def test_a_multirun_is_a_run_each_wherever_m_stands(forked: Program, tiny_run: list[str], tmp_path: Path) -> None:
     forked("train.py", *tiny_run, "max_iters=2", "-m", "seed=1,2", "qk_norm=none,rms")
     assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 4
 
@@ -437,9 +416,8 @@ def test_memory_that_is_freed_is_used_again_without_page_faults() -> None:
         pytest.skip("the setting is glibc's")
 
     def page_faults(word: str) -> int:
-        command = [sys.executable, "-c", PAGE_FAULTS, word]
-        env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": f"{2**20}"}  # else it grows with what a process frees
-        return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env).stdout)
+        limit = {"MALLOC_MMAP_THRESHOLD_": f"{2**20}"}  # else it grows with what a process frees
+        return int(run_python(PAGE_FAULTS, word, env=limit).stdout)
 
     assert 20 * page_faults("keep") < page_faults("give back")
 

@@ -37,18 +37,8 @@ HF: dict[str, Any] = {
 ROPE: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0}
 
 
-def gpt_of(layout: str, name: str, dtype: torch.dtype = torch.float64, **model: Any) -> GPT:
-    return build(config_of(layout, name, **{**ROPE, **model}), dtype=dtype)
-
-
 def hidden(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(B, T, C, dtype=dtype, generator=torch.Generator().manual_seed(3))
-
-
-def qkv(attn: Any, x: Tensor) -> list[Tensor]:
-    """Queries (B, nh, T, hs), keys and values (B, nkv, T, hs) of x (B, T, C), as projected."""
-    parts = (x @ attn.c_attn.weight.T).split(attn.c_attn.split_sizes, -1)
-    return [part.unflatten(-1, (-1, hs)).transpose(1, 2) for part in parts]
 
 
 def rms(x: Tensor) -> Tensor:
@@ -63,10 +53,6 @@ def attended(logits: Tensor, v: Tensor, attn: Any, extra: Tensor | float | None 
     return y.transpose(1, 2).flatten(2) @ attn.c_proj.weight.T
 
 
-# -----------------------------------------------------------------------------
-# Hugging Face's layers
-
-
 def hugging_faces(kind: str) -> Any:
     """An attention layer with random weights."""
     import transformers.models as m
@@ -76,9 +62,8 @@ def hugging_faces(kind: str) -> Any:
         gemma = Gemma2Config(**HF, attn_logit_softcapping=1.0, query_pre_attn_scalar=hs)
         layer: Any = m.gemma2.modeling_gemma2.Gemma2Attention(gemma, 0)
     elif kind == "rms_whole":
-        layer = m.olmo2.modeling_olmo2.Olmo2Attention(
-            Olmo2Config(**{k: v for k, v in HF.items() if k != "head_dim"}), 0
-        )
+        olmo = Olmo2Config(**{k: v for k, v in HF.items() if k != "head_dim"})
+        layer = m.olmo2.modeling_olmo2.Olmo2Attention(olmo, 0)
     elif kind == "sink":
         layer = m.gpt_oss.modeling_gpt_oss.GptOssAttention(GptOssConfig(**HF), 0)
     else:
@@ -130,7 +115,8 @@ def test_a_layer_computes_what_hugging_faces_does(kind: str) -> None:
 
 def expected(name: str, attn: Any, x: Tensor, rope: Any) -> Tensor:
     """The layer's output by the contestant's paper."""
-    q, k, v = qkv(attn, x)
+    parts = (x @ attn.c_attn.weight.T).split(attn.c_attn.split_sizes, -1)
+    q, k, v = (part.unflatten(-1, (-1, hs)).transpose(1, 2) for part in parts)  # (B, nh or nkv, T, hs), as projected
     group = nh // k.size(1)
     turned = [rotate(part, rope) for part in (q, k.repeat_interleave(group, 1))]
     logits = turned[0] @ turned[1].mT / math.sqrt(hs)
@@ -171,7 +157,7 @@ FORMULAS = ["rms_scaled", "ngpt", "ssmax", "sink", "off_by_one", "value_norm", "
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("layout", ["mha", "gqa", "mqa"])
 def test_a_layer_computes_its_papers_formula(layout: str, name: str) -> None:
-    gpt, x = gpt_of(layout, name), hidden()
+    gpt, x = build(config_of(layout, name, **ROPE)), hidden()
     attn, rope = gpt.attentions[0], rope_of(gpt)
     torch.testing.assert_close(attn(x, rope), expected(name, attn, x, rope), rtol=1e-5, atol=1e-7)
 
@@ -187,18 +173,28 @@ def test_attention_its_log_sum_exp_and_gradients_are_as_exact_as_bf16_allows(
     inputs = [torch.randn(size, generator=g).bfloat16() for size in sizes]
     grad, grad_lse = torch.randn(sizes[0], generator=g).bfloat16(), torch.randn(sizes[0][:3], generator=g)
 
-    def outcome(dtype: torch.dtype, exact: bool) -> list[Tensor]:
-        q, k, v = (x.to(dtype).requires_grad_() for x in inputs)
-        if exact:
-            logits = causal_logits(q, k, spread / 4, cap)
-            y, lse = logits.softmax(-1) @ v.repeat_interleave(4 // n_kv_head, 1), logits.logsumexp(-1)
-        else:
-            y, lse = ops.attention_and_lse(q, k, v, spread / 4, 0.0, None if cap is None else ops.Softcap(cap))
-        return [y, lse, *torch.autograd.grad([y, lse], [q, k, v], [grad.to(dtype), grad_lse.to(lse.dtype)])]
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        logits = causal_logits(q, k, spread / 4, cap)
+        return logits.softmax(-1) @ v.repeat_interleave(4 // n_kv_head, 1), logits.logsumexp(-1)
 
-    found, right = outcome(torch.bfloat16, False), outcome(torch.float64, True)
-    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True)]
-    assert errors[1] < 1e-6 and max(errors) < 5e-3, errors
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return ops.attention_and_lse(q, k, v, spread / 4, 0.0, None if cap is None else ops.Softcap(cap))
+
+    def outcome(dtype: torch.dtype, attend: Any, n: int) -> list[Tensor]:
+        """The first n results, and the gradients by them."""
+        qkv = [x.to(dtype).requires_grad_() for x in inputs]
+        out = attend(*qkv)[:n]
+        grads = [g.to(y.dtype) for g, y in zip((grad, grad_lse), out, strict=False)]
+        return [*out, *torch.autograd.grad(out, qkv, grads)]
+
+    def errors(attend: Any, n: int) -> list[float]:
+        pairs = zip(outcome(torch.bfloat16, attend, n), outcome(torch.float64, exact, n), strict=True)
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+
+    with_lse = errors(ours, 2)
+    assert with_lse[1] < 1e-6 and max(with_lse) < 5e-3, with_lse
+    if cap is None:  # as exact as SDPA, at most: logits of up to 50 are not rounded to bf16, where steps are 0.25
+        assert max(errors(lambda q, k, v: [ops.causal_attention(q, k, v, spread / 4)], 1)) < 4e-3 + 2e-4 * spread
 
 
 def test_dropout_acts_on_the_weights_and_not_on_the_log_sum_exp() -> None:
@@ -251,9 +247,8 @@ def test_sigma_reparam_has_the_gradient_of_gamma_w_over_its_norm() -> None:
     grad = torch.randn_like(linear.weight)
     found = torch.autograd.grad(linear.reparam(linear.weight), [linear.weight, linear.reparam.gamma], grad)
     norm = torch.linalg.matrix_norm(linear.weight, 2)
-    right = torch.autograd.grad(
-        linear.reparam.gamma / norm * linear.weight, [linear.weight, linear.reparam.gamma], grad
-    )
+    scaled = linear.reparam.gamma / norm * linear.weight
+    right = torch.autograd.grad(scaled, [linear.weight, linear.reparam.gamma], grad)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
@@ -316,10 +311,8 @@ def test_quack_scales_the_learning_rates_by_its_papers_algorithms(layout: str, o
                 p.mul_(1 + torch.rand(of_rows, generator=torch.Generator().manual_seed(p.numel())))
     plain.load_state_dict({k: v for k, v in gpt.state_dict().items() if not k.endswith("weights.start")})
     before = {k: v.clone() for k, v in gpt.state_dict().items()}
-    rates = [
-        (rates_of_mla if layout.startswith("mla") else rates_of_mha)(*pair)
-        for pair in zip(gpt.attentions, first.attentions, strict=True)
-    ]
+    rates_of = rates_of_mla if layout.startswith("mla") else rates_of_mha
+    rates = [rates_of(*pair) for pair in zip(gpt.attentions, first.attentions, strict=True)]
     for model in (gpt, plain):
         optimizer = Optimizer(model, config)
         for group in optimizer.param_groups:
@@ -354,18 +347,13 @@ def test_quack_gives_the_biases_of_queries_and_keys_the_rates_of_their_rows() ->
 
 
 def test_quack_changes_no_rate_at_the_start_but_by_tau() -> None:
-    config = load_config(
-        {"weights": {"name": "quack", "tau": 0.25}, "model": {"n_layer": 1, "n_embd": 48, "n_head": 6}}
-    )
+    shape = {"n_layer": 1, "n_embd": 48, "n_head": 6}
+    config = load_config({"weights": {"name": "quack", "tau": 0.25}, "model": shape})
     gpt = GPT(config.gpt, 11)
     gpt.init_weights(0)
     block: Any = gpt.transformer.h[0]
     factors = block.weights.update_factors()
     assert len(factors) == 2 and all(torch.allclose(f, torch.tensor(0.25)) for _, f in factors)
-
-
-# -----------------------------------------------------------------------------
-# Training
 
 
 @pytest.mark.slow
@@ -390,10 +378,6 @@ def test_whatever_fills_the_slots_the_other_weights_start_the_same() -> None:
         assert all(torch.equal(w, other[key]) for key, w in plain.state_dict().items()), name
 
 
-# -----------------------------------------------------------------------------
-# What is refused
-
-
 @pytest.mark.parametrize("name", CONTESTANTS)
 def test_a_contestant_is_not_exported_as_an_architecture_that_lacks_it(name: str) -> None:
     with pytest.raises(ConfigError, match="no Hugging Face architecture fits this run"):
@@ -401,7 +385,6 @@ def test_a_contestant_is_not_exported_as_an_architecture_that_lacks_it(name: str
 
 
 def test_settings_that_are_at_their_defaults_are_in_no_name_and_no_hash() -> None:
-    assert TrainConfig().run_dir.name == "baby_gpt-mha-none-tiny_shakespeare-s1337-75b99823"
     sink = replace(TrainConfig(), softmax=SinkOptions())
     assert sink.run_dir.name.startswith("baby_gpt-mha-none-sink_logitlearned-tiny_shakespeare-s1337-")
     assert not {"logits", "softmax", "output", "weights"} & {key.split(".")[0] for key in TrainConfig().trajectory}

@@ -46,13 +46,7 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-# -----------------------------------------------------------------------------
-# Which mode
-
-
-def test_auto_is_online_with_a_key_for_the_server_and_offline_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_online_with_a_key_of_the_server_else_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wandb_mode("auto") == "offline"
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
     assert wandb_mode("auto") == "online"
@@ -74,10 +68,6 @@ def test_wandb_mode_variable_decides_for_auto_only(monkeypatch: pytest.MonkeyPat
     for word, mode in {"dryrun": "offline", "run": "online"}.items():
         monkeypatch.setenv("WANDB_MODE", word)
         assert wandb_mode("auto") == mode
-
-
-# -----------------------------------------------------------------------------
-# W&B for real
 
 
 def inspect(run_dir: Path, kind: str = "offline-run-*") -> list[list[dict[str, Any]]]:
@@ -102,16 +92,14 @@ def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: Path) -> None:
-    config = TrainConfig(
-        out_dir=str(tmp_path / "a run: #1"), qk_norm=LpNormOptions(p=math.inf), wandb=WandbOptions(mode="offline")
-    )
+    out_dir, offline = str(tmp_path / "a run: #1"), WandbOptions(mode="offline")
+    config = TrainConfig(out_dir=out_dir, qk_norm=LpNormOptions(p=math.inf), wandb=offline)
     run, settings = open_run(run_request(config)), wandb_settings(config, config.run_dir, Facts(commit="abc"))
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     run.begin("", 0, settings)
     for i in range(30):
-        run.record.write(
-            {"iter": i, "train/loss": 1 / (i + 1), "val/loss": None if i % 10 else 0.1 * i, "mfu": math.nan}
-        )
+        loss = None if i % 10 else 0.1 * i
+        run.record.write({"iter": i, "train/loss": 1 / (i + 1), "val/loss": loss, "mfu": math.nan})
     run.finish({"status": "stopped", "iter": 25})
     assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     before = Metrics.read(run.path / "metrics.jsonl")
@@ -141,9 +129,7 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
 
 
 def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_for(
-    tmp_path: Path,
-    tiny_run: list[str],
-    forked: Program,
+    tmp_path: Path, tiny_run: list[str], forked: Program
 ) -> None:
     words = [*tiny_run, "data.folds=3", "data.fold=1", "qk_norm=lp", "qk_norm.p=3", "wandb.mode=offline"]
     words += ["wandb.tags=[night]", "wandb.notes=a look", "wandb.artifacts=true", "max_iters=2000", "out_dir=run"]
@@ -190,9 +176,7 @@ def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_
     assert any(r["type"] == "stats" for r in first)
 
 
-def test_a_run_that_diverges_is_failed_in_w_and_b_with_its_reason(
-    tmp_path: Path, tiny_run: list[str], forked: Program
-) -> None:
+def test_a_run_that_diverges_has_failed_with_its_reason(tmp_path: Path, tiny_run: list[str], forked: Program) -> None:
     words = ["optim.learning_rate=1e30", "grad_clip=0", "max_iters=20", "wandb.mode=offline", "out_dir=run"]
     forked("train.py", *tiny_run, *words, status=3)
     eventually(lambda: any(r["type"] == "exit" for r in inspect(tmp_path / "run")[0]))  # it may end after train.py
@@ -379,9 +363,7 @@ def test_offline_recordings_of_a_run_that_was_killed_hold_each_line_once(tmp_pat
     assert arrived(server) == [*range(1000)]
 
 
-def test_a_run_that_is_killed_online_and_goes_on_offline_and_online_has_no_doubled_point(
-    tmp_path: Path, server: Server
-) -> None:
+def test_a_run_killed_online_that_goes_on_offline_and_online_doubles_no_point(tmp_path: Path, server: Server) -> None:
     run = tmp_path / "run"
     # more lines than W&B's recording holds back in memory
     kill_with_wandb(trainer(run, "online", 20, pause=0.008), lambda: len(arrived(server)) > 300)
@@ -393,9 +375,7 @@ def test_a_run_that_is_killed_online_and_goes_on_offline_and_online_has_no_doubl
     assert arrived(server) == [*range(1000)]
 
 
-def test_a_sweep_is_one_run_that_a_later_launch_updates(
-    tmp_path: Path, program: Program, request: pytest.FixtureRequest
-) -> None:
+def test_a_sweep_is_a_run_kept_up_to_date(tmp_path: Path, program: Program, request: pytest.FixtureRequest) -> None:
     shutil.copytree(ROOT / "tests" / "fixtures" / "v0", tmp_path, symlinks=True, dirs_exist_ok=True)
     place = ("sweep=grid.yaml", "sweep_dir=sweep")
     done = program("scripts/report.py", *place, "out=report", "wandb=true")  # offline: there is no key
@@ -408,11 +388,9 @@ def test_a_sweep_is_one_run_that_a_later_launch_updates(
     assert figures == {key.split("/")[1].split(".")[0] for key in item if key.startswith("figures/")} != set()
     table = next(r["summary"]["update"] for r in records if "runs" in str(r.get("summary", {}).get("update", {})))
     assert (table["runs.nrows"], table["runs._type"]) == (4, "table-file") and table["conclusions.nrows"] > 0
-    artifacts = {
-        r["artifact"]["type"]: r["artifact"]["manifest"]["contents"] for r in records if r["type"] == "artifact"
-    }
+    (report,) = [r["artifact"] for r in records if r["type"] == "artifact" and r["artifact"]["type"] == "report"]
     files = {"table.md", "report.html", "runs.csv", "curves.csv.gz", *(f"{name}.svg" for name in figures)}
-    assert files == {file["path"] for file in artifacts["report"]}
+    assert files == {file["path"] for file in report["manifest"]["contents"]}
 
     server: Server = request.getfixturevalue("server")
     for n in (1, 2):
@@ -465,15 +443,9 @@ def test_killed_trainer_has_its_lines_sent_and_leaves_no_process(tmp_path: Path)
 
 
 def test_interrupted_trainer_without_terminal_or_key_is_recorded_offline_in_full(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        trainer(tmp_path / "run", "auto", end="interrupted"),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        text=True,
-    )
+    command = trainer(tmp_path / "run", "auto", end="interrupted")
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("logged"):

@@ -32,11 +32,10 @@ def words(corpus: Path, layout: str, *more: str) -> list[str]:
     return ["data=text", f"data.path={corpus}", *tiny, *chosen, *LAYOUTS[layout], *more]
 
 
-@pytest.mark.parametrize(
-    ("my_norm", "layout"),
-    [*(("docs/your_own_variant.md", layout) for layout in LAYOUTS), ("README.md", "mla")],
-    indirect=["my_norm"],
-)
+PAGES = [*(("docs/your_own_variant.md", layout) for layout in LAYOUTS), ("README.md", "mla")]
+
+
+@pytest.mark.parametrize(("my_norm", "layout"), PAGES, indirect=["my_norm"])
 def test_a_qk_norm_of_ones_own_trains_samples_and_decodes_as_the_page_says(
     layout: str, my_norm: Path, corpus: Path, forked: Program
 ) -> None:

@@ -14,72 +14,51 @@ import torch
 from torch import Tensor
 
 from core.schema import validate
-from model import ops
+from model import ops, options
 from model.gpt import GPT, MultiHeadLatentAttention
-from model.options import (
-    AttentionOptions,
-    GateOptions,
-    GQAOptions,
-    LayerNormOptions,
-    LpNormOptions,
-    MHAOptions,
-    MLAOptions,
-    ModelOptions,
-    NGPTNormOptions,
-    NoNormOptions,
-    QKNormOptions,
-    QuackOptions,
-    RMSNormOptions,
-    ScaledRMSNormOptions,
-    SigmaReparamOptions,
-    SinkOptions,
-    SoftcapOptions,
-    SSMaxOptions,
-    ValueNormOptions,
-    WholeRMSNormOptions,
-)
+from model.options import AttentionOptions, QKNormOptions
 from training.config import TrainConfig
 
 FULL = os.environ.get("NANOQK_FAULTS") == "full"  # make test-faults: at length
 V = 11
 NORMS: dict[str, QKNormOptions] = {
-    "none": NoNormOptions(),
-    "rms": RMSNormOptions(),
-    "layernorm": LayerNormOptions(),
-    "lp1": LpNormOptions(p=1.0),
-    "lp1.5": LpNormOptions(p=1.5),
-    "lp2": LpNormOptions(p=2.0),
-    "lp3": LpNormOptions(p=3.0, alpha_per="head"),
-    "lpinf": LpNormOptions(p=float("inf")),
-    "lp_learned": LpNormOptions(p="learned"),
+    "none": options.NoNormOptions(),
+    "rms": options.RMSNormOptions(),
+    "layernorm": options.LayerNormOptions(),
+    "lp1": options.LpNormOptions(p=1.0),
+    "lp1.5": options.LpNormOptions(p=1.5),
+    "lp2": options.LpNormOptions(p=2.0),
+    "lp3": options.LpNormOptions(p=3.0, alpha_per="head"),
+    "lpinf": options.LpNormOptions(p=float("inf")),
+    "lp_learned": options.LpNormOptions(p="learned"),
 }
-BLOCKWISE = MLAOptions(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6)
+BLOCKWISE = options.MLAOptions(kv_rank=12, nope_dim=8, rope_dim=4, v_dim=6)
 LAYOUTS: dict[str, AttentionOptions] = {
-    "mha": MHAOptions(),
-    "gqa": GQAOptions(n_kv_head=2),
-    "mqa": GQAOptions(n_kv_head=1),
+    "mha": options.MHAOptions(),
+    "gqa": options.GQAOptions(n_kv_head=2),
+    "mqa": options.GQAOptions(n_kv_head=1),
     "mla": BLOCKWISE,
     "mla_q_rank": replace(BLOCKWISE, q_rank=10),
     "mla_unified": replace(BLOCKWISE, qk_norm_layout="unified"),
 }
 CONTESTANTS: dict[str, dict[str, Any]] = {  # groups of settings beside the layout; a cap that bends these tests' logits
-    "rms_scaled": {"qk_norm": ScaledRMSNormOptions()},
-    "rms_whole": {"qk_norm": WholeRMSNormOptions()},
-    "ngpt": {"qk_norm": NGPTNormOptions()},
-    "softcap": {"logits": SoftcapOptions(cap=1.0)},
-    "ssmax": {"logits": SSMaxOptions()},
-    "sink": {"softmax": SinkOptions()},
-    "off_by_one": {"softmax": SinkOptions(logit=0.0)},
-    "gate_head": {"output": GateOptions()},
-    "gate_channel": {"output": GateOptions(per="channel")},
-    "value_norm": {"output": ValueNormOptions()},
-    "sigma_reparam": {"weights": SigmaReparamOptions()},
-    "quack": {"weights": QuackOptions()},
-    "softcap+rms": {"logits": SoftcapOptions(cap=1.0), "qk_norm": RMSNormOptions()},
-    "gate+sink": {"output": GateOptions(per="channel"), "softmax": SinkOptions()},
+    "rms_scaled": {"qk_norm": options.ScaledRMSNormOptions()},
+    "rms_whole": {"qk_norm": options.WholeRMSNormOptions()},
+    "ngpt": {"qk_norm": options.NGPTNormOptions()},
+    "softcap": {"logits": options.SoftcapOptions(cap=1.0)},
+    "ssmax": {"logits": options.SSMaxOptions()},
+    "sink": {"softmax": options.SinkOptions()},
+    "off_by_one": {"softmax": options.SinkOptions(logit=0.0)},
+    "gate_head": {"output": options.GateOptions()},
+    "gate_channel": {"output": options.GateOptions(per="channel")},
+    "value_norm": {"output": options.ValueNormOptions()},
+    "sigma_reparam": {"weights": options.SigmaReparamOptions()},
+    "quack": {"weights": options.QuackOptions()},
+    "softcap+rms": {"logits": options.SoftcapOptions(cap=1.0), "qk_norm": options.RMSNormOptions()},
+    "gate+sink": {"output": options.GateOptions(per="channel"), "softmax": options.SinkOptions()},
     "all": {
-        "qk_norm": RMSNormOptions(), "logits": SoftcapOptions(cap=1.0), "softmax": SinkOptions(),
-        "output": GateOptions(), "weights": SigmaReparamOptions(),
+        "qk_norm": options.RMSNormOptions(), "logits": options.SoftcapOptions(cap=1.0),
+        "softmax": options.SinkOptions(), "output": options.GateOptions(), "weights": options.SigmaReparamOptions(),
     },
 }  # fmt: skip
 ALL_PAIRS = [(a, n) for a in LAYOUTS for n in NORMS if (a, n) != ("mla_unified", "none")]  # which the config refuses
@@ -109,9 +88,9 @@ def config_of(attention: str | AttentionOptions, qk_norm: str | QKNormOptions, *
     of_name = {**{name: {"qk_norm": norm} for name, norm in NORMS.items()}, **CONTESTANTS}
     chosen = of_name[qk_norm] if isinstance(qk_norm, str) else {"qk_norm": qk_norm}
     settings = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, **settings}
-    if type(attention) is not MHAOptions:
+    if type(attention) is not options.MHAOptions:
         settings = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0, **settings}
-    config = TrainConfig(model=ModelOptions(**settings), attention=attention, **chosen)
+    config = TrainConfig(model=options.ModelOptions(**settings), attention=attention, **chosen)
     validate(config)
     return config
 

@@ -46,13 +46,7 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> Parquet:
 
 
 def settings_of(parquet: Parquet, out: Path, **changes: Any) -> PrepareFineWebConfig:
-    defaults: dict[str, Any] = {
-        "tokenizer": "bpe",
-        "vocab_size": 300,
-        "shard_tokens": 5000,
-        "val_fraction": 0.1,
-        "workers": 2,
-    }
+    defaults: Any = {"tokenizer": "bpe", "vocab_size": 300, "shard_tokens": 5000, "val_fraction": 0.1, "workers": 2}
     return PrepareFineWebConfig(dataset=str(parquet[0]), out=str(out), **(defaults | changes))
 
 

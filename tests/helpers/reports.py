@@ -45,12 +45,8 @@ class Made:
         run_id = f"{setting.replace('/', '-')}-fold{fold}-s{seed}"
         line = {"id": run_id, "settings": [setting], "seed": seed, "fold": fold, "overrides": []}
         self.lines.append({**line, "config": asdict(config)})
-        about = {
-            "name": "made",
-            "title": "A sweep",
-            "frozen": [{"commit": "c0ffee", "overrides": [], "runs": 1}],
-            "sweep": self.definition,
-        }
+        frozen = [{"commit": "c0ffee", "overrides": [], "runs": 1}]
+        about = {"name": "made", "title": "A sweep", "frozen": frozen, "sweep": self.definition}
         (self.path / "sweep.json").write_text(json.dumps(about))
         (self.path / "plan.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         return self.path / run_id

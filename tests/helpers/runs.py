@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -80,6 +81,12 @@ def assert_halves_equal_straight(corpus: Path, folder: Path, **changes: Any) -> 
     assert checkpoint.load(folder / "halves" / "ckpt" / "latest").step == 3
     assert train.run(configured(corpus, folder / "halves", **changes)) == 0
     assert_same_run(folder / "straight", folder / "halves")
+
+
+def fresh_copy(folder: Path, copy: Path) -> Path:
+    """Of a folder with its links, in place of what is there."""
+    shutil.rmtree(copy, ignore_errors=True)
+    return shutil.copytree(folder, copy, symlinks=True)
 
 
 CHARS = CharTokenizer("\n !,.abcdefgé€😀")
