@@ -25,19 +25,21 @@ if TYPE_CHECKING:
 
 class Tokenizer:
     """name: in data.tokenizer= and in checkpoints. pieces: the UTF-8 bytes of each token. separator: the token that
-    ends a document, the last of the vocabulary, or None; encode() never returns it."""
+    ends a document, the last of the vocabulary, or None; encode() never returns it. saved: the attributes from which it
+    is built again."""
 
     name: str
+    saved: tuple[str, ...] = ()
     vocab_size: int
     pieces: list[bytes]
     separator: int | None = None
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Self:
-        return cls()
+        return cls(**{key: saved[key] for key in cls.saved})
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name}
+        return {"name": self.name, **{key: getattr(self, key) for key in self.saved}}
 
     def encode(self, text: str) -> np.ndarray:
         """(n,) token ids, unsigned. Raises: ConfigError."""
@@ -51,6 +53,7 @@ class CharTokenizer(Tokenizer):
     """One token per character. The vocabulary is the sorted set of the characters of the whole corpus."""
 
     name = "char"
+    saved = ("chars",)
 
     def __init__(self, chars: str) -> None:
         self.chars = chars
@@ -59,13 +62,6 @@ class CharTokenizer(Tokenizer):
         points = code_points(chars)
         self.table = np.full(points.max(initial=0) + 2, -1, dtype=np.int32)  # code point -> token, or -1
         self.table[points] = np.arange(self.vocab_size)
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Self:
-        return cls(saved["chars"])
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "chars": self.chars}
 
     def encode(self, text: str) -> np.ndarray:
         """(len(text),) token ids. Raises: ConfigError naming the first character that the vocabulary lacks."""
@@ -87,17 +83,11 @@ class NoText(Tokenizer):
     """vocab_size tokens without a text: data=random."""
 
     name = "none"
+    saved = ("vocab_size",)
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.pieces = [b""] * vocab_size
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Self:
-        return cls(saved["vocab_size"])
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "vocab_size": self.vocab_size}
 
     def encode(self, text: str) -> np.ndarray:
         raise ConfigError("data=random has tokens that stand for no text")

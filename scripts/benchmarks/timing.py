@@ -6,6 +6,7 @@ the sides on the same machine and report the median over rounds of the ratio wit
 
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -189,16 +190,12 @@ def against_ours(turns: Turns) -> dict[str, dict[str, float]]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, lowest and highest, and with 6 values or more the 95 % interval of the median: low, high."""
-    from scipy.stats import binom
+    """Median, lowest and highest, and with 6 values or more the 95 % interval of the median (sign test): low, high."""
+    from scipy.stats import quantile_test
 
-    values = sorted(values)
-    found = {"median": statistics.median(values), "lowest": values[0], "highest": values[-1]}
-    # the k-th lowest and the k-th highest enclose the median of any distribution with 95 % or more (sign test)
-    k = int(binom.ppf(0.025, len(values), 0.5))
-    if k > 0:
-        found |= {"low": values[k - 1], "high": values[-k]}
-    return found
+    found = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+    low, high = quantile_test(values, p=0.5).confidence_interval()
+    return found if math.isnan(low) else found | {"low": float(low), "high": float(high)}
 
 
 # -----------------------------------------------------------------------------

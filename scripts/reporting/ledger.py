@@ -115,28 +115,16 @@ def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
     study's own comparison."""
     if row.verdict is not None or not found or (row.direction is None and row.limit is None):
         return row.verdict or "–"
+    direction, origin = row.direction or "lower", row.limit or 0.0  # below a limit: lower than it
     adjusted: list[dict[float, float | None]] = [{} for _ in found]
     for limit in tested_against(row):
         for one, of_one, p in zip(found, adjusted, holm([one.p.get(limit) for one in found]), strict=True):
-            of_one[limit] = None if p is None else max(p, one.p_in_study.get(limit, 0.0))
-    words: list[str] = []
-    for one, of_one in zip(found, adjusted, strict=True):
-        if row.limit is not None:
-            words.append(against_limit(one.estimate, row.limit, of_one[row.limit]))
-        else:
-            assert row.direction is not None
-            words.append(judge(one.estimate, row.direction, row.size, row.least, of_one))
+            of_one[limit - origin] = None if p is None else max(p, one.p_in_study.get(limit, 0.0))
+    judged = [(one.estimate.minus(origin), p) for one, p in zip(found, adjusted, strict=True)]
+    words = [judge(estimate, direction, row.size, row.least, p) for estimate, p in judged]
     if len(set(words)) == 1:
         return words[0]
     return "; ".join(f"{part.label} {word}" for part, word in zip(parts, words, strict=True))
-
-
-def against_limit(estimate: Estimate, limit: float, p: float | None) -> str:
-    if estimate.low is None or estimate.high is None or estimate.low == estimate.high:
-        return "not tested"
-    if p is not None and p > 0.05:
-        return "no power"
-    return "reproduced" if estimate.high < limit else "excluded" if estimate.low > limit else "no power"
 
 
 def written(part: Part, estimate: Estimate) -> str:

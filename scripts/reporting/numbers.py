@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 from statistics import fmean, stdev
 from types import MappingProxyType
@@ -27,6 +27,10 @@ class Estimate:
     high: float | None
     n: int
     grid: float = 0.0
+
+    def minus(self, number: float) -> "Estimate":
+        low, high = (None if end is None else end - number for end in (self.low, self.high))
+        return replace(self, mean=self.mean - number, low=low, high=high)
 
 
 def interval(values: Sequence[float], shared: float = 0.0, alpha: float = 0.05, grid: float = 0.0) -> Estimate:

@@ -88,8 +88,9 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     def mean_of_runs(metric: Metric) -> Callable[[str], str]:
         return lambda s: number(mean_of(sweep.done(s), metric.column), metric.spec.lstrip("+"))
 
-    def of_paper(key: str, spec: str) -> Callable[[str], str]:
-        return lambda s: number(sweep.paper(s, key), spec)
+    def of_paper(key: str, name: str, spec: str) -> Columns[str]:
+        known = any(sweep.paper(setting, key) is not None for setting in settings)
+        return {f"{name}, at its own scale": lambda s: number(sweep.paper(s, key), spec)} if known else {}
 
     columns: Columns[str] = {
         "setting": sweep.label,
@@ -106,11 +107,9 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     for metric in more:
         name = f"mean of {metric.name}" if metric.reduction in ("last", "max", "min") else metric.name
         columns[f"{name} ({metric.key})" if name in columns else name] = mean_of_runs(metric)
-    if any(sweep.paper(setting) is not None for setting in settings):
-        columns["paper, at its own scale"] = of_paper("val_loss", ".5f")
-    for key in (metric.key for metric in more):
-        if any(sweep.paper(setting, key) is not None for setting in settings):
-            columns[f"paper's {key}, at its own scale"] = of_paper(key, ".5g")
+    columns |= of_paper("val_loss", "paper", ".5f")
+    for metric in more:
+        columns |= of_paper(metric.key, f"paper's {metric.key}", ".5g")
     return filled(columns, settings, text_columns=2)
 
 
@@ -120,13 +119,9 @@ def made_and_lost(runs: Sequence[Run]) -> str:
 
 
 def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric) -> Table:
-    def p_of(test: str) -> Callable[[Comparison], str]:
-        return lambda c: p_value(c.p.get(test))
+    def p_of(test: str) -> Columns[Comparison]:
+        return {f"{test}: Holm p": lambda c: p_value(c.adjusted[test]), f"{test}: p": lambda c: p_value(c.p.get(test))}
 
-    def holm_p_of(test: str) -> Callable[[Comparison], str]:
-        return lambda c: p_value(c.adjusted.get(test))
-
-    corrected = any(c.shared for c in family)
     columns: Columns[Comparison] = {
         "A": lambda c: c.a,
         "B": lambda c: c.b,
@@ -134,18 +129,14 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
         "pairs": pairs_of,
         "mean of A − B": lambda c: number(c.estimate.mean if c.estimate else None, metric.spec),
     }
-    if corrected:
-        columns["corrected 95 % interval"] = lambda c: ends(c.deciding, metric.spec)
-        columns["corrected t: Holm p"] = holm_p_of("corrected t")
-        columns["corrected t: p"] = p_of("corrected t")
+    if any(c.shared for c in family):
+        columns |= {"corrected 95 % interval": lambda c: ends(c.deciding, metric.spec), **p_of("corrected t")}
     columns["95 % interval"] = lambda c: ends(c.estimate, metric.spec)
     if metric.key == "seconds":
         columns["% of B"] = lambda c: number(percent_of_b(c), "+.2f")
     if metric.key == "val/loss_min" and any(paper_difference(sweep, c) is not None for c in family):
         columns["paper's A − B"] = lambda c: number(paper_difference(sweep, c), "+.4f")
-    for test in ("t", "Wilcoxon"):
-        columns |= {f"{test}: Holm p": holm_p_of(test), f"{test}: p": p_of(test)}
-    columns["pairs for 80 % power"] = needed
+    columns |= {**p_of("t"), **p_of("Wilcoxon"), "pairs for 80 % power": needed}
     return filled(columns, family, text_columns=3)
 
 
