@@ -1,8 +1,8 @@
 """What the documentation takes from elsewhere: python scripts/docs.py
 
-Writes docs/configuration.md, from the declarations of the settings; the figures along.svg of results/p_baby and
-results/p_nano; the tables of results/README.md, from results/ledger.yaml and the studies' files; from the same files,
-the three answers and the first rows of the board in README.md; and the metrics of docs/tracking.md, from their rows.
+Writes docs/configuration.md, from the declarations of the settings; the tables of results/README.md, from
+results/ledger.yaml and the studies' files; from the same files, the three answers and the first rows of the board in
+README.md; and the metrics of docs/tracking.md, from their rows.
 """
 
 import sys
@@ -15,15 +15,11 @@ from core.help import describe
 from core.schema import options
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
-from scripts.reporting.charts import Figure, Series, Style, curve_chart, svg
-from scripts.reporting.comparisons import compare, losses_along
 from scripts.reporting.ledger import Part, ledger, measured, written
 from scripts.reporting.page import with_block
-from scripts.reporting.runs import METRICS as COMPARED
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Columns, filled, mean_and_ends
 from scripts.reporting.track import BASELINE, Entry, entries, noise_floor, times
-from sweeps.definition import pair
 from training.config import TrainConfig
 from training.metrics import table
 
@@ -45,34 +41,6 @@ def configuration() -> str:
         lines = "\n".join(describe(settings, presets(settings) if settings is TrainConfig else {}))
         pages.append(f"## {program}\n\n```text\n{lines}\n```\n")
     return "\n".join(pages)
-
-
-# -----------------------------------------------------------------------------
-# The figure of results/README.md, and the same of p_nano
-
-# study -> title, and the lines: name -> setting, what is subtracted from it, colour, symbol, dashes
-FIGURES: dict[str, tuple[str, dict[str, tuple[str, str, str, str, list[int]]]]] = {
-    "p_baby": ("Validation loss minus that of p = 2 with α from 1, paired over 10 folds", {
-        "p = 4, α from 1": ("alpha_1/p=4", "alpha_1/p=2", "#D55E00", "square", [1, 0]),
-        "p = 4, matched temperature": ("matched/p=4", "alpha_1/p=2", "#E69F00", "diamond", [4, 3]),
-        "p = 2, matched temperature": ("matched/p=2", "alpha_1/p=2", "#0072B2", "circle", [1, 0]),
-    }),
-    "p_nano": ("Validation loss of p = 3 and p = 4 minus that of p = 2, paired over 10 folds", {
-        "p = 3, α from 1": ("alpha_1/p=3", "alpha_1/p=2", "#0072B2", "circle", [1, 0]),
-        "p = 4, α from 1": ("alpha_1/p=4", "alpha_1/p=2", "#D55E00", "square", [1, 0]),
-        "p = 3, matched temperature": ("matched/p=3", "matched/p=2", "#56B4E9", "triangle-up", [4, 3]),
-        "p = 4, matched temperature": ("matched/p=4", "matched/p=2", "#E69F00", "diamond", [4, 3]),
-    }),
-}  # fmt: skip
-
-
-def figure(study: str) -> Figure:
-    sweep, series = read_stored(ROOT / "results" / study, study), []
-    title, lines = FIGURES[study]
-    for name, (setting, baseline, colour, symbol, dashes) in lines.items():
-        (c,) = compare(sweep, [pair(setting, baseline)], COMPARED[0])
-        series.append(Series(name, Style(colour, colour, symbol, dashes), losses_along(sweep, c)))
-    return Figure("along", title, curve_chart(series, "difference in validation loss (nats per token)", zero=True), "")
 
 
 TRACKING, METRICS = ROOT / "docs" / "tracking.md", "<!-- made by scripts/docs.py from training/metrics.py -->\n"
@@ -156,7 +124,6 @@ class NoSettings:
 def write(_: NoSettings) -> int:
     made = {
         ROOT / "docs" / "configuration.md": configuration().encode(),
-        **{ROOT / "results" / study / "along.svg": svg(figure(study)) for study in FIGURES},
         LEDGER: with_block(LEDGER.read_text(encoding="utf-8"), BEGIN, END, f"\n{ledger()}\n").encode(),
         TRACKING: with_block(TRACKING.read_text(encoding="utf-8"), METRICS, END, f"\n{table()}\n").encode(),
         README: readme().encode(),
