@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from conftest import CACHE, ROOT, Program, eventually
 from wandb_server import Server
 
@@ -25,6 +26,7 @@ from core import wandb_follower
 from core.files import read_json, sealed
 from core.record import Metrics
 from core.rundir import RunDir, RunRequest, open_run
+from core.schema import flatten
 from core.wandb_run import wandb_mode
 from model.options import LpNormOptions
 from sweeps.plan import compose
@@ -391,6 +393,49 @@ def test_a_run_that_is_killed_online_and_goes_on_offline_and_online_has_no_doubl
     assert arrived(server) == [*range(1000)]
     sync(run)  # what is recorded offline counts as sent
     assert arrived(server) == [*range(1000)]
+
+
+AGENTS = {"WANDB_SWEEP_ID": "sweep-1", "WANDB_RUN_ID": "agents-1", "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team"}
+
+
+def test_a_run_of_an_agent_has_the_agents_id_and_each_line_once_over_kills(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in AGENTS.items():
+        monkeypatch.setenv(name, value)
+    run = tmp_path / "run"
+    kill_with_wandb(trainer(run, "offline", pause=0.02), lambda: recorded(run) > 0)
+    assert finished(run, "offline").returncode == 0
+    lines = [[line["iter"] for line in history(records)] for records in inspect(run)]
+    assert sum(lines, []) == [*range(1000)] and 0 < len(lines[0]) < 1000
+    for name in AGENTS:
+        monkeypatch.delenv(name)
+    sync(run)
+    assert [*server.history] == ["agents-1"]
+    sent_later(run)  # by hand
+    assert [json.loads(line)["iter"] for line in server.history["agents-1"]] == [*range(1000)]
+    told = server.runs["agents-1"]
+    assert (told["project"], told["entity"], told["sweep"]) == ("theirs", "team", "sweep-1")
+
+
+def test_an_agent_trains_runs_of_the_sweep_in_configs(
+    tmp_path: Path, tiny_run: list[str], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = yaml.safe_load((ROOT / "configs" / "wandb_sweep.yaml").read_text())
+    at = sweep["command"].index("model=nano_cpu")
+    sweep["command"][at : at + 1] = [*tiny_run, "max_iters=4", f"out_dir={tmp_path / 'run'}"]
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    values = {name: {"value": options["values"][-1]} for name, options in sweep["parameters"].items()}
+    server.commands = [{"type": "run", "run_id": "agents-1", "program": "train.py", "args": values}]
+    for words in (["sweep", str(tmp_path / "sweep.yaml")], ["agent", "--count", "1", "me/nanoqk/sweep-1"]):
+        done = subprocess.run(["wandb", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    config = load_config(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
+    assert {name: {"value": flatten(asdict(config))[name]} for name in values} == values
+    eventually(lambda: [json.loads(line)["iter"] for line in server.history["agents-1"]] == [*range(5)], 120)
+    assert server.runs["agents-1"]["sweep"] == "sweep-1"
 
 
 def test_a_sweep_is_one_run_that_a_later_launch_updates(
