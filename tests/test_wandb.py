@@ -26,8 +26,8 @@ from core import wandb_follower
 from core.files import read_json, sealed
 from core.record import Metrics
 from core.rundir import RunDir, RunRequest, open_run
-from core.schema import flatten
-from core.wandb_run import wandb_mode
+from core.schema import ConfigError, flatten
+from core.wandb_run import wandb_mode, wandb_options
 from model.options import LpNormOptions
 from sweeps.plan import compose
 from training.config import TrainConfig, WandbOptions, load_config
@@ -76,6 +76,34 @@ def test_wandb_mode_variable_decides_for_auto_only(monkeypatch: pytest.MonkeyPat
     for word, mode in {"dryrun": "offline", "run": "online"}.items():
         monkeypatch.setenv("WANDB_MODE", word)
         assert wandb_mode("auto") == mode
+
+
+def test_wandbs_variables_count_where_a_setting_is_at_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {
+        "PROJECT": "ours",
+        "ENTITY": "team",
+        "NAME": "first",
+        "RUN_GROUP": "all",
+        "TAGS": "a,b",
+        "NOTES": "new",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    given = WandbOptions("offline", "mine", "me", "this", "these", ("c",), "why")
+    for wandb, expected in (
+        (WandbOptions(), [*variables.values()]),
+        (given, ["mine", "me", "this", "these", "c", "why"]),
+    ):
+        init = wandb_settings(TrainConfig(wandb=wandb), tmp_path, Facts())["init"]
+        tags = ",".join(tag for tag in init["tags"] if ":" not in tag)
+        assert [*(init[key] for key in ("project", "entity", "name", "group")), tags, init["notes"]] == expected
+    monkeypatch.setenv("WANDB_PROJECT", "a/b")
+    with pytest.raises(ConfigError, match="WANDB_PROJECT=a/b must be 1 to 128 characters"):
+        train.run(TrainConfig(out_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+    assert wandb_options(WandbOptions(mode="disabled")).project == WandbOptions.project
 
 
 # -----------------------------------------------------------------------------
@@ -282,7 +310,8 @@ def test_dead_server_neither_slows_nor_holds_the_trainer_and_loses_nothing(tmp_p
     seconds = time.monotonic() - began
     assert float(done.stdout.split("logged in ")[1].split()[0]) < 5  # of 12 that W&B is given to answer
     if patience == 1:
-        assert seconds < 10 and "goes on in the background" in done.stdout
+        later = f"if no server answers, to upload it then: wandb sync {tmp_path}/run/wandb/offline-run-*"
+        assert seconds < 10 and f"goes on in the background; {later}\n" in done.stdout
     else:
         assert done.stdout.count("recorded offline") == 1
     assert (done.returncode, done.stderr) == (0, "")
