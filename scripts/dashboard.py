@@ -94,7 +94,7 @@ def report(asked: DashboardOptions, definition: Definition, drawn: Panels) -> An
 
 
 def show(asked: DashboardOptions) -> int:
-    found = wandb_options(WandbOptions(project=asked.project, entity=asked.entity))
+    found = wandb_options(WandbOptions(mode="online", project=asked.project, entity=asked.entity))
     require(asked.dry_run or found.entity is not None, "entity= must be given")
     asked = replace(asked, project=found.project, entity=found.entity or "ENTITY")
     definition = load_sweep(asked.sweep, {"parts": "all"})

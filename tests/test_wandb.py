@@ -81,21 +81,12 @@ def test_wandb_mode_variable_decides_for_auto_only(monkeypatch: pytest.MonkeyPat
 def test_wandbs_variables_count_where_a_setting_is_at_its_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variables = {
-        "PROJECT": "ours",
-        "ENTITY": "team",
-        "NAME": "first",
-        "RUN_GROUP": "all",
-        "TAGS": "a,b",
-        "NOTES": "new",
-    }
+    variables = {"PROJECT": "ours", "ENTITY": "team", "NAME": "one", "RUN_GROUP": "all", "TAGS": "a,b", "NOTES": "new"}
     for name, value in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    given = WandbOptions("offline", "mine", "me", "this", "these", ("c",), "why")
-    for wandb, expected in (
-        (WandbOptions(), [*variables.values()]),
-        (given, ["mine", "me", "this", "these", "c", "why"]),
-    ):
+    given = ["mine", "me", "this", "these", "c", "why"]
+    of_command = WandbOptions("offline", *given[:4], tags=("c",), notes="why")
+    for wandb, expected in ((WandbOptions(), [*variables.values()]), (of_command, given)):
         init = wandb_settings(TrainConfig(wandb=wandb), tmp_path, Facts())["init"]
         tags = ",".join(tag for tag in init["tags"] if ":" not in tag)
         assert [*(init[key] for key in ("project", "entity", "name", "group")), tags, init["notes"]] == expected

@@ -35,10 +35,8 @@ class Server(ThreadingHTTPServer):
         """To a GraphQL request with the variables v."""
         if "query Viewer" in query:
             return {"viewer": {"id": "x", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
-        name, owner = (
-            v.get("name", ""),
-            {"id": "p", "name": v.get("project"), "entity": {"id": "e", "name": v.get("entity") or "me"}},
-        )
+        name, entity = v.get("name", ""), {"id": "e", "name": v.get("entity") or "me"}
+        owner = {"id": "p", "name": v.get("project"), "entity": entity}
         run, lines = self.runs.get(name, {}), self.history.get(name, [])
         bucket = {"id": "b", "name": name, "displayName": name, "config": "{}", "historyLineCount": len(lines)}
         if "RunResumeStatus" in query:
