@@ -174,8 +174,8 @@ def test_samples_of_equal_runs_are_equal_text_and_settings_that_differ_are_liste
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[int] = []
-    for name, value in {"session.DEFAULT_THREADS": 4, "session.idle_cpus": lambda: 2.6}.items():
-        monkeypatch.setattr(f"training.{name}", value)
+    monkeypatch.setattr("training.session.DEFAULT_THREADS", 4)
+    monkeypatch.setattr("training.session.idle_cpus", lambda: 2.6)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     monkeypatch.delenv("OMP_NUM_THREADS")
     tags = CharTokenizer("<>bi")

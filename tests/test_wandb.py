@@ -81,20 +81,19 @@ def test_wandb_mode_variable_decides_for_auto_only(monkeypatch: pytest.MonkeyPat
 def test_wandbs_variables_count_where_a_setting_is_at_its_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variables = {"PROJECT": "ours", "ENTITY": "team", "NAME": "one", "RUN_GROUP": "all", "TAGS": "a,b", "NOTES": "new"}
-    for name, value in variables.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    given = ["mine", "me", "this", "these", "c", "why"]
-    of_command = WandbOptions("offline", *given[:4], tags=("c",), notes="why")
-    for wandb, expected in ((WandbOptions(), [*variables.values()]), (of_command, given)):
+    def told(wandb: WandbOptions) -> list[Any]:
         init = wandb_settings(TrainConfig(wandb=wandb), tmp_path, Facts())["init"]
-        tags = ",".join(tag for tag in init["tags"] if ":" not in tag)
-        assert [*(init[key] for key in ("project", "entity", "name", "group")), tags, init["notes"]] == expected
+        return [init[key] for key in ("project", "entity", "name", "group", "notes")] + init["tags"][:-3]
+
+    for name in ("PROJECT", "ENTITY", "NAME", "RUN_GROUP", "NOTES", "TAGS"):
+        monkeypatch.setenv(f"WANDB_{name}", f"{name},b")
+    assert told(WandbOptions()) == ["PROJECT,b", "ENTITY,b", "NAME,b", "RUN_GROUP,b", "NOTES,b", "TAGS", "b"]
+    given = WandbOptions("offline", "p", "e", "n", "g", ("t",), "why")
+    assert told(given) == ["p", "e", "n", "g", "why", "t"]
     monkeypatch.setenv("WANDB_PROJECT", "a/b")
     with pytest.raises(ConfigError, match="WANDB_PROJECT=a/b must be 1 to 128 characters"):
         train.run(TrainConfig(out_dir=str(tmp_path / "run")))
-    assert not (tmp_path / "run").exists()
-    assert wandb_options(WandbOptions(mode="disabled")).project == WandbOptions.project
+    assert not (tmp_path / "run").exists() and wandb_options(WandbOptions("disabled")).project == "nanoqk"
 
 
 # -----------------------------------------------------------------------------
@@ -320,8 +319,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.shutdown()
 
 
-def arrived(server: Server) -> list[int]:
-    return [json.loads(line)["iter"] for line in server.history["run-1"]]
+def arrived(server: Server, run: str = "run-1") -> list[int]:
+    return [json.loads(line)["iter"] for line in server.history[run]]
 
 
 def sent_later(*folders: Path, status: int = 0) -> str:
@@ -415,27 +414,21 @@ def test_a_run_that_is_killed_online_and_goes_on_offline_and_online_has_no_doubl
     assert arrived(server) == [*range(1000)]
 
 
-AGENTS = {"WANDB_SWEEP_ID": "sweep-1", "WANDB_RUN_ID": "agents-1", "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team"}
-
-
 def test_a_run_of_an_agent_has_the_agents_id_and_each_line_once_over_kills(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in AGENTS.items():
-        monkeypatch.setenv(name, value)
-    run = tmp_path / "run"
-    kill_with_wandb(trainer(run, "offline", pause=0.02), lambda: recorded(run) > 0)
-    assert finished(run, "offline").returncode == 0
+    run, agents = tmp_path / "run", {"SWEEP_ID": "s-1", "RUN_ID": "agents-1", "PROJECT": "theirs", "ENTITY": "team"}
+    with monkeypatch.context() as under_the_agent:
+        for name, value in agents.items():
+            under_the_agent.setenv(f"WANDB_{name}", value)
+        kill_with_wandb(trainer(run, "offline", pause=0.02), lambda: recorded(run) > 0)
+        assert finished(run, "offline").returncode == 0
     lines = [[line["iter"] for line in history(records)] for records in inspect(run)]
     assert sum(lines, []) == [*range(1000)] and 0 < len(lines[0]) < 1000
-    for name in AGENTS:
-        monkeypatch.delenv(name)
     sync(run)
-    assert [*server.history] == ["agents-1"]
-    sent_later(run)  # by hand
-    assert [json.loads(line)["iter"] for line in server.history["agents-1"]] == [*range(1000)]
-    told = server.runs["agents-1"]
-    assert (told["project"], told["entity"], told["sweep"]) == ("theirs", "team", "sweep-1")
+    sent_later(run)
+    assert arrived(server, "agents-1") == [*range(1000)] and [*server.runs] == ["agents-1"]
+    assert [server.runs["agents-1"][key] for key in ("project", "entity", "sweep")] == ["theirs", "team", "s-1"]
 
 
 def test_an_agent_trains_runs_of_the_sweep_in_configs(
@@ -454,7 +447,7 @@ def test_an_agent_trains_runs_of_the_sweep_in_configs(
         assert done.returncode == 0, done.stderr
     config = load_config(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
     assert {name: {"value": flatten(asdict(config))[name]} for name in values} == values
-    eventually(lambda: [json.loads(line)["iter"] for line in server.history["agents-1"]] == [*range(5)], 120)
+    eventually(lambda: arrived(server, "agents-1") == [*range(5)], 120)
     assert server.runs["agents-1"]["sweep"] == "sweep-1"
 
 
