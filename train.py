@@ -18,7 +18,7 @@ from core.cli import run_app
 from core.device import seed_generator
 from core.process import EXIT_DIVERGED, StopSignal
 from core.schema import ConfigError
-from core.wandb_run import wandb_mode
+from core.wandb_run import wandb_options
 from model.diagnostics import diagnose
 from training.checks import first_not_finite, future_seen, start_up_checks
 from training.config import TrainConfig
@@ -50,7 +50,7 @@ def run(config: TrainConfig) -> int:
     Returns the exit status: 0, 1 (a finished run whose files are damaged), 3 (diverged: a loss, gradient or weight is
     not finite) or 128 + the signal that came. Raises: ConfigError (status 2) before anything of the run changes.
     """
-    wandb_mode(config.wandb.mode)  # refuses an unknown $WANDB_MODE
+    wandb_options(config.wandb)  # refuses what W&B would refuse of its environment variables
     config = with_init_sha256(config)
     if config.dry_run:
         return dry_run(config)

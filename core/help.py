@@ -37,7 +37,7 @@ def describe_options(group: str, setting: Setting) -> Iterator[str]:
     seen: set[str] = set()
     variants = setting.one(Variants)
     for option, cls in (setting.options or {"": setting.kind}).items():
-        inner = {key: one for key, one in declared(cls).items() if key != "name"}
+        inner = {key: one for key, one in declared(cls).items() if key != "name" or one.help}
         lines = {key: line(f"{group}.{key}", one, 4 if option else 2) for key, one in inner.items()}
         known = [key for key, text in lines.items() if text in seen]
         seen |= {*lines.values()}

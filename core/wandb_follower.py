@@ -180,14 +180,18 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
         say(f"W&B has not got all of this run; later: python -m core.wandb_follower send {shlex.quote(str(run_dir))}")
     else:
         folders = [str(file.parent) for file in unsent if file.parent.name.startswith("offline-")]
-        several = f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"
-        say(f"W&B is offline; {UPLOAD} {shlex.join(folders) if len(folders) < 2 else several}")
+        say(f"W&B is offline; {UPLOAD} {shlex.join(folders) if len(folders) < 2 else offline_recordings(run_dir)}")
 
 
 def recordings(run_dir: Path) -> list[Path]:
     """W&B's files of a run. A link to a file elsewhere is skipped."""
     found = sorted((run_dir / "wandb").glob("*run-*/*.wandb"))
     return [file for file in found if file.is_file() and file.resolve().is_relative_to(run_dir.resolve())]
+
+
+def offline_recordings(run_dir: Path) -> str:
+    """What `wandb sync` takes to send them all."""
+    return f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"
 
 
 def mark_synced(files: Sequence[Path]) -> None:

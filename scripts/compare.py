@@ -48,6 +48,8 @@ from scripts.reporting.charts import VIRIDIS, Figure, Spec, marks, quantity, too
 from scripts.reporting.page import Content, Markup, Section, page
 from scripts.reporting.tables import Table, number
 from training.config import Device, Seed
+from training.session import idle_threads
+from training.updates import CPU_TOKENS
 
 LONGEST = 10_000  # characters that are compared
 MAPPED = 64  # tokens of an attention map
@@ -81,15 +83,15 @@ class Spans:
 @torch.no_grad()
 def token_nats(model: GPT, tokens: np.ndarray, window: int) -> np.ndarray:
     """-ln p of each token but the first, (n - 1,), in consecutive windows, whose first tokens see little context."""
-    device = model.transformer.wte.weight.device
-    idx = torch.from_numpy(tokens.astype(np.int64)).to(device)  # (n,)
+    device, n = model.transformer.wte.weight.device, len(tokens) - 1
+    padded = F.pad(torch.from_numpy(tokens.astype(np.int64)), (0, -n % window))
     parts = []
-    for at in range(0, len(idx) - 1, window):
-        y = idx[at + 1 : at + window + 1]
-        logits = model(idx[None, at : at + len(y)])[0]
+    for rows in padded.unfold(0, window + 1, window).split(max(1, CPU_TOKENS // window)):  # (B, window + 1)
+        x, y = rows[:, :-1].to(device), rows[:, 1:].to(device)
+        logits = model(x)[0]
         assert logits is not None
-        parts.append(F.cross_entropy(logits[0].float(), y, reduction="none"))
-    return torch.cat(parts).cpu().double().numpy()
+        parts.append(F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="none"))
+    return torch.cat(parts)[:n].cpu().double().numpy()
 
 
 def compare(text: str, a: Side, b: Side, *, name: str = "the text") -> Spans:
@@ -326,6 +328,7 @@ def tokens_of(text: str, tokenizer: Tokenizer, separated: bool) -> np.ndarray:
 
 def compare_runs(asked: CompareOptions) -> int:
     out, device = expand(asked.out), resolve_device(asked.device)
+    torch.set_num_threads(idle_threads(device))
     named = {"a": asked.a, "b": asked.b}
     places = {checkpoint.resolve(expand(run), asked.checkpoint, name) for name, run in named.items()}
     same = f"b={asked.b} is the same checkpoint as a={asked.a}"

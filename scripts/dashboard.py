@@ -1,20 +1,18 @@
 """Dashboards of a sweep in W&B: python scripts/dashboard.py sweep=NAME entity=TEAM
 
 Makes a workspace and a W&B Report of the runs that carry the sweep's tag. dry_run=true prints what would be sent.
-agents=true prints a W&B Sweep instead, for those who run agents: ... agents=true > sweep.yaml; wandb sweep sweep.yaml.
 Needs wandb-workspaces: pip install -e '.[dashboard]'.
 """
 
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
-
-import yaml
 
 from core.cli import run_script
 from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, one_line, options, require
+from core.wandb_run import wandb_options
 from scripts.reporting.figures import suffix
 from sweeps.definition import Definition, load_sweep, sweep_name, sweep_tag
 from sweeps.plan import plan_runs
@@ -25,13 +23,9 @@ from training.metrics import HEAT_MAPS, METRICS, in_words
 @options
 class DashboardOptions:
     sweep: Annotated[str, NOT_EMPTY, Help("its name, or its file")] = REQUIRED
-    entity: Annotated[str | None, NOT_EMPTY, Help("the user or team in W&B")] = None
+    entity: Annotated[str | None, NOT_EMPTY, Help("the user or team in W&B; null: $WANDB_ENTITY")] = None
     project: Annotated[str, NOT_EMPTY, Help("of the runs")] = WandbOptions.project
     dry_run: Annotated[bool, Help("print what would be sent, as JSON")] = False
-    agents: Annotated[bool, Help("print a W&B Sweep, as YAML")] = False
-
-    def check(self) -> None:
-        require(self.dry_run or self.agents or self.entity is not None, "entity= must be given")
 
 
 def sections(definition: Definition) -> Iterator[tuple[str, list[Any]]]:
@@ -77,7 +71,7 @@ def workspace(asked: DashboardOptions, drawn: Panels) -> Any:
     import wandb_workspaces.workspaces as ws
 
     return ws.Workspace(
-        entity=asked.entity or "ENTITY",
+        entity=asked.entity,
         project=asked.project,
         name=f"nanoQK {asked.sweep}",
         sections=[ws.Section(name=name, panels=panels, is_open=True) for name, panels in drawn],
@@ -93,28 +87,17 @@ def report(asked: DashboardOptions, definition: Definition, drawn: Panels) -> An
 
     # a runset with a project asks the server for its number
     project, tag = {} if asked.dry_run else {"project": asked.project}, sweep_tag(sweep_name(asked.sweep))
-    runs = wr.Runset(entity=asked.entity or "ENTITY", **project, filters=f"Tags() in [{tag!r}]", groupby=["Group"])
+    runs = wr.Runset(entity=asked.entity, **project, filters=f"Tags() in [{tag!r}]", groupby=["Group"])
     blocks = [block for name, panels in drawn for block in (wr.H1(name), wr.PanelGrid(runsets=[runs], panels=panels))]
     title = f"{definition.title or asked.sweep}"[:128]
-    return wr.Report(asked.project, asked.entity or "ENTITY", title, "Made by scripts/dashboard.py", blocks)
-
-
-def agent_sweep(asked: DashboardOptions, definition: Definition) -> dict[str, Any]:
-    """A W&B Sweep with a value for each run: its overrides of train.py, which the command splits into words."""
-    tags = f'wandb.tags=["{sweep_tag(sweep_name(asked.sweep))}"]'
-    values = [shlex.join([*run.overrides, tags]) for run in plan_runs(definition, [])]
-    command = ["${env}", "sh", "-c", 'eval "python train.py ${1#overrides=}"', "sh", "${args_no_hyphens}"]
-    return {
-        "program": "train.py", "project": asked.project, "method": "grid", "command": command,
-        "parameters": {"overrides": {"values": values}},
-    }  # fmt: skip
+    return wr.Report(asked.project, asked.entity, title, "Made by scripts/dashboard.py", blocks)
 
 
 def show(asked: DashboardOptions) -> int:
+    found = wandb_options(WandbOptions(mode="online", project=asked.project, entity=asked.entity))
+    require(asked.dry_run or found.entity is not None, "entity= must be given")
+    asked = replace(asked, project=found.project, entity=found.entity or "ENTITY")
     definition = load_sweep(asked.sweep, {"parts": "all"})
-    if asked.agents:
-        print(yaml.safe_dump(agent_sweep(asked, definition), sort_keys=False, width=1000), end="")
-        return 0
     if asked.dry_run:
         os.environ.setdefault("WANDB_API_KEY", "0" * 40)  # the library asks for one when it is imported
     try:

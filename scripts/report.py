@@ -26,7 +26,7 @@ from core.cli import run_script
 from core.files import expand, read_json, write_atomic
 from core.schema import NOT_EMPTY, ConfigError, Help, Rule, one_line, options, require
 from core.wandb_follower import open_wandb
-from core.wandb_run import INIT_TIMEOUT, wandb_mode
+from core.wandb_run import INIT_TIMEOUT, wandb_options
 from scripts.reporting.charts import svg
 from scripts.reporting.comparisons import compared_families
 from scripts.reporting.live import run_content, watch
@@ -37,6 +37,7 @@ from scripts.reporting.stored import common_config, curves_csv, joined, number_o
 from scripts.reporting.tables import every_conclusion, facts
 from sweeps.definition import sweep_name, sweep_tag
 from sweeps.status import FINAL, SweepPlace, tally
+from training.config import WandbOptions
 
 FINISH_TIMEOUT = 300  # seconds for W&B to get the report's files
 
@@ -116,16 +117,18 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
     """
     config, place = sweep.runs[0].config, sweep_name(str(folder.resolve()))
     name = sweep.name if place == sweep.name else f"{sweep.name}-{place}"
-    mode, run_id = wandb_mode(config["wandb.mode"]), re.sub(r"[^A-Za-z0-9_.-]", "-", f"sweep-{name}")
-    if mode == "disabled":
+    run_id = re.sub(r"[^A-Za-z0-9_.-]", "-", f"sweep-{name}")
+    given = {key.removeprefix("wandb."): value for key, value in config.items() if key.startswith("wandb.")}
+    wandb_settings = wandb_options(WandbOptions(**given))
+    if wandb_settings.mode == "disabled":
         return "W&B is disabled"
     init = {
-        "project": config["wandb.project"], "job_type": "sweep", "name": name, "id": run_id, "resume": "allow",
-        "tags": [sweep_tag(sweep.about.get("name", sweep.name))],
+        "project": wandb_settings.project, "entity": wandb_settings.entity, "job_type": "sweep", "name": name,
+        "id": run_id, "resume": "allow", "tags": [sweep_tag(sweep.about.get("name", sweep.name))],
         "config": dict(sweep.about), "dir": str(folder.resolve()),
     }  # fmt: skip
     limits = {"init_timeout": INIT_TIMEOUT, "finish_timeout": FINISH_TIMEOUT, "finish_timeout_raises": True}
-    run = open_wandb(init, mode, ["scripts/report.py", *argv], **limits)
+    run = open_wandb(init, wandb_settings.mode, ["scripts/report.py", *argv], **limits)
     import vl_convert
     import wandb
     from PIL import Image
@@ -147,7 +150,7 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
     run.log_artifact(artifact)
     run.finish()
     here = shlex.quote(str(Path(run.dir).parent))
-    return f"W&B: {run.url}" if mode == "online" else f"W&B is offline: wandb sync {here}"
+    return f"W&B: {run.url}" if wandb_settings.mode == "online" else f"W&B is offline: wandb sync {here}"
 
 
 @options
@@ -170,7 +173,7 @@ class ReportOptions(SweepPlace):
     def check(self) -> None:
         given = bool(self.sweep or self.sweep_dir)
         if self.wandb:
-            wandb_mode("auto")  # refuses an unknown $WANDB_MODE
+            wandb_options(WandbOptions())  # refuses what W&B would refuse of its environment variables
         require(
             not self.run or not (given or self.from_ or self.wandb), "run= is given without sweep=, from= and wandb="
         )

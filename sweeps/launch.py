@@ -28,7 +28,7 @@ from core.files import ROOT, FileLock, expand, file_sha256, read_json
 from core.process import StopSignal, say
 from core.rundir import at_end
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
-from core.wandb_run import wandb_mode
+from core.wandb_run import wandb_mode, wandb_options
 from sweeps.claims import Launch
 from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
@@ -65,8 +65,8 @@ def main(argv: list[str]) -> int:
 
 def run(asked: LaunchOptions, overrides: list[str]) -> int:
     sweep, runs, overrides = read_request(asked, overrides)
-    for mode in {run.config.wandb.mode for run in runs}:
-        wandb_mode(mode)  # refuses an unknown $WANDB_MODE
+    for wandb in {run.config.wandb for run in runs}:
+        wandb_options(wandb)  # refuses what W&B would refuse of its environment variables
     sweep_dir = asked.directory.resolve()
     check_usable(sweep_dir)
     unstored = without_stored(runs, asked.from_)

@@ -98,8 +98,8 @@ def config_in_sweep(run: PlannedRun, sweep_dir: Path) -> TrainConfig:
     parts = [part_and_name(point, about.get("sweep", {}).get("parts", {}))[0] for point in run.points]
     parts = [f"part:{part}"[:64] for part in dict.fromkeys(parts) if part]
     media = "off" if wandb.media == "auto" else wandb.media
-    group = wandb.group or f"{name}: {run.points[0]}"[:128]
-    wandb = replace(wandb, tags=(*wandb.tags, sweep_tag(name), *parts), media=media, group=group)
+    tags, group = (*wandb.tags, sweep_tag(name), *parts), wandb.group or f"{name}: {run.points[0]}"[:128]
+    wandb = replace(wandb, name=wandb.name or run.id, group=group, tags=tags, media=media)
     plot = run.config.plot is True  # auto: not here
     return replace(run.config, out_dir=str(sweep_dir / run.id), dry_run=False, wandb=wandb, plot=plot)
 

@@ -46,10 +46,16 @@ def by_hand(model: GPT, tokens: Sequence[int], window: int) -> list[float]:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_nats_and_attention_maps_are_those_of_a_computation_by_hand(pair: tuple[str, str]) -> None:
+def test_nats_and_attention_maps_are_those_of_a_computation_by_hand(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.compare.CPU_TOKENS", 40)  # two windows of 16 tokens go through the model together
     models = [random_model(config_of(*pair)), random_model(config_of("mha", "rms", block_size=24))]
     a, b = (side(name, model, CHARS, TEXT) for name, model in zip("ab", models, strict=True))
+    passes: list[int] = []
+    models[0].register_forward_hook(lambda _, args, __: passes.append(len(args[0])))
     spans = compare(TEXT, a, b)
+    assert passes == [2, 2, 2, 2]
     assert spans.first == TEXT[0] and "".join(spans.texts) == TEXT[1:]
     assert spans.n_tokens == (len(TEXT) - 1, len(TEXT) - 1)
     for model, nats in zip(models, spans.nats, strict=True):
@@ -152,7 +158,14 @@ def test_the_page_opens_without_an_error_and_shows_a_hostile_text_as_text(
     assert gaps == sorted(gaps, reverse=True) and len(gaps) == 20
 
 
-def test_samples_of_equal_runs_are_equal_text_and_settings_that_differ_are_listed(runs: Path) -> None:
+def test_samples_of_equal_runs_are_equal_text_and_settings_that_differ_are_listed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr("training.session.DEFAULT_THREADS", 4)
+    monkeypatch.setattr("training.session.idle_cpus", lambda: 2.6)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.delenv("OMP_NUM_THREADS")
     tags = CharTokenizer("<>bi")
     for name, dropout in (("tags", 0.0), ("other", 0.1)):
         save_run(random_model(config_of("mha", "none", dropout=dropout), tags), tags, runs / name)
@@ -163,6 +176,7 @@ def test_samples_of_equal_runs_are_equal_text_and_settings_that_differ_are_liste
     assert len(samples) == 2 and samples[0] == samples[1] and "&lt;" in samples[0]
     assert "<td>model.dropout 0.0 -&gt; 0.1</td>" in source
     assert source.count("+0.0000") == 2  # nats a token, bits a byte
+    assert used == [3]  # other programs keep a core busy
 
 
 def test_without_a_text_it_is_what_both_hold_out(

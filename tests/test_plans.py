@@ -426,6 +426,7 @@ def test_a_diverged_run_is_a_result_and_not_a_failure(tmp_path: Path, corpus: Pa
     for run in read_plan(tmp_path / "sweep"):  # W&B's tags, and no media
         wandb = load_config(yaml.safe_load((tmp_path / "sweep" / run.id / "config.yaml").read_text())).wandb
         assert wandb.tags == (f"sweep:{sweep.stem}", "part:hot") and wandb.media == "off"
+        assert (wandb.name, wandb.group) == (run.id, f"{sweep.stem}: {run.points[0]}")  # whatever W&B's variables say
         summary = read_json(tmp_path / "sweep" / run.id / "summary.json")
         assert ("reason" in summary) == (summary["status"] == "diverged")
     (line,) = (line for line in output.splitlines() if line.startswith("diverged: "))

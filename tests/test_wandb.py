@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from conftest import CACHE, ROOT, Program, eventually
 from wandb_server import Server
 
@@ -25,7 +26,8 @@ from core import wandb_follower
 from core.files import read_json, sealed
 from core.record import Metrics
 from core.rundir import RunDir, RunRequest, open_run
-from core.wandb_run import wandb_mode
+from core.schema import ConfigError, flatten
+from core.wandb_run import wandb_mode, wandb_options
 from model.options import LpNormOptions
 from sweeps.plan import compose
 from training.config import TrainConfig, WandbOptions, load_config
@@ -68,6 +70,28 @@ def test_wandb_mode_variable_decides_for_auto_only(monkeypatch: pytest.MonkeyPat
     for word, mode in {"dryrun": "offline", "run": "online"}.items():
         monkeypatch.setenv("WANDB_MODE", word)
         assert wandb_mode("auto") == mode
+
+
+def test_wandbs_variables_count_where_a_setting_is_at_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(wandb: WandbOptions) -> list[Any]:
+        init = wandb_settings(TrainConfig(wandb=wandb), tmp_path, Facts())["init"]
+        return [init[key] for key in ("project", "entity", "name", "group", "notes")] + init["tags"][:-3]
+
+    for name in ("PROJECT", "ENTITY", "NAME", "RUN_GROUP", "NOTES", "TAGS"):
+        monkeypatch.setenv(f"WANDB_{name}", f"{name},b")
+    assert told(WandbOptions()) == ["PROJECT,b", "ENTITY,b", "NAME,b", "RUN_GROUP,b", "NOTES,b", "TAGS", "b"]
+    given = WandbOptions("offline", "p", "e", "n", "g", ("t",), "why")
+    assert told(given) == ["p", "e", "n", "g", "why", "t"]
+    monkeypatch.setenv("WANDB_PROJECT", "a/b")
+    with pytest.raises(ConfigError, match="WANDB_PROJECT=a/b must be 1 to 128 characters"):
+        train.run(TrainConfig(out_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists() and wandb_options(WandbOptions("disabled")).project == "nanoqk"
+
+
+# -----------------------------------------------------------------------------
+# W&B for real
 
 
 def inspect(run_dir: Path, kind: str = "offline-run-*") -> list[list[dict[str, Any]]]:
@@ -264,7 +288,8 @@ def test_dead_server_neither_slows_nor_holds_the_trainer_and_loses_nothing(tmp_p
     seconds = time.monotonic() - began
     assert float(done.stdout.split("logged in ")[1].split()[0]) < 5  # of 12 that W&B is given to answer
     if patience == 1:
-        assert seconds < 10 and "goes on in the background" in done.stdout
+        later = f"if no server answers, to upload it then: wandb sync {tmp_path}/run/wandb/offline-run-*"
+        assert seconds < 10 and f"goes on in the background; {later}\n" in done.stdout
     else:
         assert done.stdout.count("recorded offline") == 1
     assert (done.returncode, done.stderr) == (0, "")
@@ -282,8 +307,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.shutdown()
 
 
-def arrived(server: Server) -> list[int]:
-    return [json.loads(line)["iter"] for line in server.history["run-1"]]
+def arrived(server: Server, run: str = "run-1") -> list[int]:
+    return [json.loads(line)["iter"] for line in server.history[run]]
 
 
 def sent_later(*folders: Path, status: int = 0) -> str:
@@ -373,6 +398,43 @@ def test_a_run_killed_online_that_goes_on_offline_and_online_doubles_no_point(tm
     assert arrived(server) == [*range(1000)]
     sync(run)  # what is recorded offline counts as sent
     assert arrived(server) == [*range(1000)]
+
+
+def test_a_run_of_an_agent_has_the_agents_id_and_each_line_once_over_kills(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, agents = tmp_path / "run", {"SWEEP_ID": "s-1", "RUN_ID": "agents-1", "PROJECT": "theirs", "ENTITY": "team"}
+    with monkeypatch.context() as under_the_agent:
+        for name, value in agents.items():
+            under_the_agent.setenv(f"WANDB_{name}", value)
+        kill_with_wandb(trainer(run, "offline", pause=0.02), lambda: recorded(run) > 0)
+        assert finished(run, "offline").returncode == 0
+    lines = [[line["iter"] for line in history(records)] for records in inspect(run)]
+    assert sum(lines, []) == [*range(1000)] and 0 < len(lines[0]) < 1000
+    sync(run)
+    sent_later(run)
+    assert arrived(server, "agents-1") == [*range(1000)] and [*server.runs] == ["agents-1"]
+    assert [server.runs["agents-1"][key] for key in ("project", "entity", "sweep")] == ["theirs", "team", "s-1"]
+
+
+def test_an_agent_trains_runs_of_the_sweep_in_configs(
+    tmp_path: Path, tiny_run: list[str], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = yaml.safe_load((ROOT / "configs" / "wandb_sweep.yaml").read_text())
+    at = sweep["command"].index("model=nano_cpu")
+    sweep["command"][at : at + 1] = [*tiny_run, "max_iters=4", f"out_dir={tmp_path / 'run'}"]
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    values = {name: {"value": options["values"][-1]} for name, options in sweep["parameters"].items()}
+    server.commands = [{"type": "run", "run_id": "agents-1", "program": "train.py", "args": values}]
+    for words in (["sweep", str(tmp_path / "sweep.yaml")], ["agent", "--count", "1", "me/nanoqk/sweep-1"]):
+        done = subprocess.run(["wandb", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    config = load_config(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
+    assert {name: {"value": flatten(asdict(config))[name]} for name in values} == values
+    eventually(lambda: arrived(server, "agents-1") == [*range(5)], 120)
+    assert server.runs["agents-1"]["sweep"] == "sweep-1"
 
 
 def test_a_sweep_is_a_run_kept_up_to_date(tmp_path: Path, program: Program, request: pytest.FixtureRequest) -> None:

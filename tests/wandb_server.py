@@ -10,7 +10,8 @@ from typing import Any
 
 
 class Server(ThreadingHTTPServer):
-    """history: run id -> its lines, as the server has them. exits: its exit codes. dies_after: lines of any run."""
+    """history: run id -> its lines, as the server has them. exits: its exit codes. dies_after: lines of any run.
+    sweep: the configuration of the sweep there is; commands: for its agents, the first one first."""
 
     daemon_threads = allow_reuse_address = True
 
@@ -20,6 +21,7 @@ class Server(ThreadingHTTPServer):
         self.runs: dict[str, dict[str, Any]] = {}
         self.exits: dict[str, list[int]] = defaultdict(list)
         self.down, self.dies_after = False, 10**9
+        self.sweep, self.commands = "", list[dict[str, Any]]()
         Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -33,7 +35,8 @@ class Server(ThreadingHTTPServer):
         """To a GraphQL request with the variables v."""
         if "query Viewer" in query:
             return {"viewer": {"id": "x", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
-        name, owner = v.get("name", ""), {"id": "p", "name": v.get("project"), "entity": {"id": "e", "name": "me"}}
+        name, entity = v.get("name", ""), {"id": "e", "name": v.get("entity") or "me"}
+        owner = {"id": "p", "name": v.get("project"), "entity": entity}
         run, lines = self.runs.get(name, {}), self.history.get(name, [])
         bucket = {"id": "b", "name": name, "displayName": name, "config": "{}", "historyLineCount": len(lines)}
         if "RunResumeStatus" in query:
@@ -49,6 +52,16 @@ class Server(ThreadingHTTPServer):
         if "CreateArtifact" in query:  # as if it had the files already
             sequence = {"id": "s", "latestArtifact": None}
             return {"createArtifact": {"artifact": {"id": "a", "state": "COMMITTED", "artifactSequence": sequence}}}
+        if "UpsertSweep" in query:
+            self.sweep = v["config"]
+            return {"upsertSweep": {"sweep": {"name": "sweep-1", "project": owner}, "configValidationWarnings": []}}
+        if "SweepWithRuns" in query:
+            return {"project": {"sweep": {"config": self.sweep, "runs": {"edges": []}}}}
+        if "CreateAgent" in query:
+            return {"createAgent": {"agent": {"id": "a"}}}
+        if "Heartbeat" in query:
+            commands, self.commands = self.commands[:1], self.commands[1:]
+            return {"agentHeartbeat": {"agent": {"id": "a"}, "commands": json.dumps(commands)}}
         return {"project": None} if "query ArtifactType" in query else {}
 
     def stream(self, run: str, sent: dict[str, Any]) -> None:

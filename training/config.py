@@ -234,6 +234,10 @@ class WandbOptions:
         AlsoCalled(["wandb_project"]),
         Help("name of the W&B project"),
     ] = "nanoqk"
+    entity: Annotated[str | None, NOT_EMPTY, Help("user or team; null: the account's own choice")] = None
+    name: Annotated[
+        str | None, NOT_EMPTY, AlsoCalled(["wandb_run_name"]), Help("of the run; null: the directory's name")
+    ] = None
     group: Annotated[str | None, Help("null: one group for all folds and seeds of the same settings")] = None
     tags: Annotated[
         tuple[str, ...],

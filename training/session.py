@@ -200,14 +200,18 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
     saved, why = saved_state(config), ""
     if saved.get("threads") and saved.get("ranks") == world.size:  # before $OMP_NUM_THREADS, which launches set
         threads, why = min(saved["threads"], max(1, available_cpus() // world.local_size)), "as it began"
-    # a run of an earlier version does not say its threads; sweeps and torchrun set OMP_NUM_THREADS
-    elif saved or device.type != "cpu" or world.size > 1 or "OMP_NUM_THREADS" in os.environ:
+    elif saved or world.size > 1:  # a run of an earlier version does not say its threads
         threads = DEFAULT_THREADS
     else:
-        idle = idle_cpus()
-        threads = DEFAULT_THREADS if idle is None else max(1, min(DEFAULT_THREADS, round(idle)))
-        why = "other programs use the CPUs"
+        threads, why = idle_threads(device), "other programs use the CPUs"
     return threads, f"{threads} of {DEFAULT_THREADS} threads, {why} (threads=N)" if threads < DEFAULT_THREADS else ""
+
+
+def idle_threads(device: torch.device) -> int:
+    """Torch's number of CPU threads, but on a CPU none for CPUs that other programs keep busy."""
+    asked = "OMP_NUM_THREADS" in os.environ  # sweeps and torchrun set it
+    idle = None if asked or device.type != "cpu" else idle_cpus()
+    return DEFAULT_THREADS if idle is None else max(1, min(DEFAULT_THREADS, round(idle)))
 
 
 def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from core.files import read_json
 from core.git import uncommitted
 from core.plots import plot
-from core.wandb_run import wandb_mode
+from core.wandb_run import wandb_mode, wandb_options
 from training.config import TrainConfig
 from training.metrics import EVALUATION, HEAT_MAPS, shown_in
 from training.state import Facts
@@ -25,7 +25,7 @@ def draw_curve(path: Path) -> None:
 
 def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, Any]:
     """The mode, the arguments of wandb.init(), and what else the process that sends needs."""
-    name, settings = path.resolve().name, asdict(config)
+    wandb, name, settings = wandb_options(config.wandb), path.resolve().name, asdict(config)
     known = read_json(path / "wandb" / "job.json").get("init")  # a run that goes on is the same run at W&B
     known_id = known.get("id") if isinstance(known, Mapping) else None
     columns = {"layout": config.attention.name, "norm": config.qk_norm.name, "fold": settings["data"].get("fold")}
@@ -33,12 +33,13 @@ def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, A
     tags = columns | {"precision": str(facts.dtype).removeprefix("torch."), "fault": config.fault.name}
     shown = ("layout", "norm", "p", "fold", "precision", "fault")
     init = {
-        "project": config.wandb.project,
-        "group": config.wandb.group or config.group,  # W&B then averages folds and seeds by itself
+        "project": wandb.project,
+        "entity": wandb.entity,
+        "group": wandb.group or config.group,  # W&B then averages folds and seeds by itself
         "job_type": "train",
-        "name": name,
-        "notes": config.wandb.notes,
-        "tags": [*config.wandb.tags, *(f"{key}:{tags[key]}" for key in shown if tags[key] not in (None, "none"))],
+        "name": wandb.name or name,
+        "notes": wandb.notes,
+        "tags": [*wandb.tags, *(f"{key}:{tags[key]}" for key in shown if tags[key] not in (None, "none"))],
         "id": known_id or f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100]}-{secrets.token_hex(4)}",
         "dir": str(path.resolve()),
         "config": {**settings, **columns, "info": facts.to_json()},
@@ -46,8 +47,8 @@ def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, A
     }
     media = {"title": HEAT_MAPS, "maps": shown_in("heads"), "layers": shown_in("layers")}
     return {
-        "mode": wandb_mode(config.wandb.mode), "init": init, "media": media if shows_media(config) else None,
-        "evaluation": EVALUATION, "curves": CURVES, "artifacts": config.wandb.artifacts,
+        "mode": wandb.mode, "init": init, "media": media if shows_media(config) else None,
+        "evaluation": EVALUATION, "curves": CURVES, "artifacts": wandb.artifacts,
         "diff": uncommitted().decode(errors="replace"),
     }  # fmt: skip
 
