@@ -2,12 +2,10 @@
 
 import codecs
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from core import checkpoint
 from core.cli import run_script
@@ -37,6 +35,7 @@ class SampleConfig:
     top_p: Annotated[
         float | None, Between(0, 1, "(]"), Help("sample from the fewest tokens with so much probability; null: off")
     ] = None
+    stop: Annotated[str | None, NOT_EMPTY, Help("end a sample before this text; null: at max_new_tokens")] = None
     seed: Seed = 1337
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -52,12 +51,45 @@ def sample(config: SampleConfig) -> int:
     tokens = generate(
         model, idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed, dtype
     )
-    columns = list(print_first(prompt, tokens, tokenizer) if config.stream else tokens)
-    rows = torch.stack(columns, 1).tolist()  # (B, max_new_tokens)
-    for i, row in enumerate(rows):
-        print("" if config.stream and i == 0 else prompt + tokenizer.decode(row))
+    texts = [Ending(tokenizer, config.stop) for _ in range(config.num_samples)]
+    if config.stream:
+        print(prompt, end="", flush=True)
+    for column in tokens:
+        for i, (text, token) in enumerate(zip(texts, column.tolist(), strict=True)):
+            added = text.add(token)
+            if config.stream and i == 0:
+                print(added, end="", flush=True)
+        if all(text.ended for text in texts):  # max_new_tokens are not needed
+            break
+    for i, text in enumerate(texts):
+        rest = text.add(None)
+        print(rest if config.stream and i == 0 else prompt + text.text)
         print("---------------")
     return 0
+
+
+class Ending:
+    """The text of one sample while its tokens come: up to `stop`, and up to the token that ends a document."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: str | None) -> None:
+        self.tokenizer, self.stop = tokenizer, stop or ""
+        self.text, self.held, self.ended = "", "", False
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int | None) -> str:
+        """What a token adds to the text; None: there are no more. What may be the start of `stop` waits."""
+        if self.ended:
+            return ""
+        self.ended = token is None or token == self.tokenizer.separator
+        piece = b"" if self.ended or token is None else self.tokenizer.pieces[token]
+        self.held += self.utf8.decode(piece, final=self.ended)
+        before, found, _ = self.held.partition(self.stop) if self.stop else (self.held, "", "")
+        self.ended |= bool(found)
+        begun = [n for n in range(1, len(self.stop)) if before.endswith(self.stop[:n])]
+        ready = len(before) - (0 if self.ended else max(begun, default=0))
+        self.held = before[ready:]
+        self.text += before[:ready]
+        return before[:ready]
 
 
 class LoadedRun(NamedTuple):
@@ -107,16 +139,6 @@ def read_prompt(start: str) -> str:
         start = read_text(start.removeprefix("FILE:"), f"start={start}")
     require(start != "", "start= must hold at least one character")
     return start
-
-
-def print_first(prompt: str, tokens: Iterable[Tensor], tokenizer: Tokenizer) -> Iterator[Tensor]:
-    """Yield the tokens (B,), and print the first row while they come, a character as soon as its last byte is there."""
-    print(prompt, end="", flush=True)
-    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        print(utf8.decode(tokenizer.pieces[int(token[0])]), end="", flush=True)
-        yield token
-    print(utf8.decode(b"", final=True), end="", flush=True)
 
 
 def main() -> None:

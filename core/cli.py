@@ -108,6 +108,8 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    if hasattr(schema, "left_open"):
+        overrides = [*schema.left_open(named_settings(schema, overrides)), *overrides]
     parsed = [parse(word) for word in overrides]
     for word in overrides:
         require(not word.lstrip("+").startswith("hydra"), f"{word} has no effect: Hydra composes the settings, no more")
@@ -130,9 +132,8 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in nested.items()}
 
 
-def load_early(schema: type, overrides: list[str]) -> None:
-    """Import the plugins that the command line names, else those of the chosen presets' files: Hydra must know their
-    options before it composes."""
+def given_and_preset(schema: type, overrides: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the command line names, with its values, and the contents of the chosen presets' files."""
     given: dict[str, Any] = {}
     for word in overrides:
         with contextlib.suppress(ConfigError):  # beside --help anything may stand
@@ -144,6 +145,24 @@ def load_early(schema: type, overrides: list[str]) -> None:
         with contextlib.suppress(OSError, UnicodeDecodeError):  # Hydra says what is wrong with it
             content = parse_yaml(file.read_text(encoding="utf-8"), str(file))
             contents += [content] if isinstance(content, dict) else []
+    return given, contents
+
+
+def named_settings(schema: type, overrides: list[str]) -> dict[str, Any]:
+    """Flat {key: value} of what the command line and its presets name."""
+    given, contents = given_and_preset(schema, overrides)
+    found: dict[str, Any] = {}
+    for content in contents:
+        chosen = [entry for entry in content.pop("defaults", []) if isinstance(entry, dict)]
+        found |= {key.removeprefix("override /"): value for entry in chosen for key, value in entry.items()}
+        found |= flatten(content)
+    return found | given
+
+
+def load_early(schema: type, overrides: list[str]) -> None:
+    """Import the plugins that the command line names, else those of the chosen presets' files: Hydra must know their
+    options before it composes."""
+    given, contents = given_and_preset(schema, overrides)
     for key, setting in declared(schema).items():
         sources = [given] if key in given else [content for content in contents if key in content]
         for loads in setting.all(Loads):

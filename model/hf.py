@@ -20,8 +20,8 @@ State = dict[str, Tensor]
 LLAMA = {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu",), "model.position": ("rope",)}
 ARCHITECTURES: dict[str, dict[str, tuple[Any, ...]]] = {  # setting -> the values that it supports
     "GPT2": {
-        "attention.name": ("mha",), "qk_norm.name": ("none",), "model.norm": ("layernorm",), "model.mlp": ("gelu",),
-        "model.position": ("learned",),
+        "attention.name": ("mha",), "qk_norm.name": ("none",), "model.norm": ("layernorm",),
+        "model.mlp": ("gelu", "gelu_tanh"),        "model.position": ("learned",),
     },
     "DeepseekV3": {"attention.name": ("mla",), "qk_norm.name": ("none",), **LLAMA},
     "Qwen3": {"attention.name": ("mha", "gqa"), "qk_norm.name": ("rms",), **LLAMA, "model.bias": (False,)},
@@ -88,7 +88,8 @@ def gpt2(model: GPT) -> tuple[Config, State]:
     m = model.config.model
     config = {
         "n_embd": m.n_embd, "n_layer": m.n_layer, "n_head": m.n_head, "n_positions": m.block_size,
-        "n_inner": m.mlp_hidden, "layer_norm_epsilon": m.norm_eps, "activation_function": "gelu",
+        "n_inner": m.mlp_hidden, "layer_norm_epsilon": m.norm_eps,
+        "activation_function": {"gelu_tanh": "gelu_new"}.get(m.mlp, m.mlp),
         "resid_pdrop": m.dropout, "embd_pdrop": m.dropout, "attn_pdrop": m.dropout,
     }  # fmt: skip
     state = {}
@@ -167,29 +168,117 @@ def mla(attn: Any, norm_eps: float) -> State:
 
 
 # -----------------------------------------------------------------------------
-# The other way
+# The other way: settings and weights of ours
+
+GPT2_DEFAULTS: Config = {  # of transformers' GPT2Config, for keys that a config.json leaves out
+    "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new", "resid_pdrop": 0.1, "tie_word_embeddings": True, "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
+}  # fmt: skip
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # kept as (in, out)
 
 
-def load_hugging_face(model: GPT, theirs: State) -> list[str]:
-    """Load a state with the names and shapes of hugging_face(model). Returns the names of what the model cannot hold:
-    biases that it lacks and that are not zero.
+def from_hugging_face(config: Config, theirs: State) -> tuple[dict[str, Any], State]:
+    """The settings of the model's groups, and the weights under our names, of a folder's config.json and weights: GPT-2
+    as the Hub has it, and what hugging_face() gives. Raises: ConfigError, KeyError for what is missing."""
+    readers = {"gpt2": from_gpt2, "llama": from_llama, "qwen3": from_llama, "deepseek_v3": from_llama}
+    kind = config.get("model_type")
+    require(kind in readers, f"model_type={show(kind)} must be one of {', '.join(readers)}")
+    return readers[str(kind)](config, theirs)
 
-    hugging_face() moves each weight x to another place, and scales it by some c. Its transpose, by autograd, moves
-    entries back: y = c x becomes c^2 x, and c, the image of 1, becomes c^2. Their quotient is x.
-    """
-    parameters = [*model.parameters()]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.fill_(1)
-    of_ones = hugging_face(model)[1]
-    theirs = {name: theirs[name].to(w) for name, w in of_ones.items()}
-    used = [name for name, w in of_ones.items() if w.requires_grad]
-    outputs = [of_ones[name] for name in used]
-    values, squares = (
-        torch.autograd.grad(outputs, parameters, [y[name] for name in used], retain_graph=True)
-        for y in (theirs, {name: w.detach() for name, w in of_ones.items()})
-    )
-    with torch.no_grad():
-        for parameter, value, square in zip(parameters, values, squares, strict=True):
-            parameter.copy_(value / square)
-    return [name for name, w in of_ones.items() if not w.requires_grad and not torch.equal(w, theirs[name])]
+
+def supported(config: Config, **values: Any) -> None:
+    """Raise ConfigError where a key of config.json has another value than the one that our model computes."""
+    for key, value in values.items():
+        require(config.get(key, value) == value, f"config.json: {key}={show(config.get(key))} must be {show(value)}")
+
+
+def from_gpt2(config: Config, theirs: State) -> tuple[dict[str, Any], State]:
+    c = {**GPT2_DEFAULTS, **config}
+    supported(c, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    activation, known = c["activation_function"], " or ".join(ACTIVATIONS)
+    require(activation in ACTIVATIONS, f"config.json: activation_function={show(activation)} must be {known}")
+    state = {}
+    for name, w in theirs.items():
+        name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # masks
+            state[name] = w.T if name.endswith(CONV1D) else w
+    biases = [name for name in state if name.endswith(".bias")]
+    bias = any(bool(state[name].any()) for name in biases)  # an exported model without biases has zeros
+    state = {name: w for name, w in state.items() if bias or name not in biases}
+    if c["tie_word_embeddings"]:
+        state.pop("lm_head.weight", None)
+    model = {
+        "n_layer": c["n_layer"], "n_head": c["n_head"], "n_embd": c["n_embd"], "block_size": c["n_positions"],
+        "dropout": c["resid_pdrop"], "bias": bias, "norm_eps": c["layer_norm_epsilon"], "mlp": ACTIVATIONS[activation],
+        "mlp_hidden": c["n_inner"], "tied": c["tie_word_embeddings"],
+    }  # fmt: skip
+    return {"model": model}, state
+
+
+def from_llama(config: Config, theirs: State) -> tuple[dict[str, Any], State]:
+    """Llama, Qwen3 and DeepSeek-V3, whose latent norms and QK norms then have the eps of the other norms."""
+    kind, bias = config["model_type"], config["attention_bias"]
+    supported(config, hidden_act="silu", mlp_bias=bias, rope_scaling=None)
+    rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
+    supported(rope, rope_type="default")
+    model = {
+        "n_layer": config["num_hidden_layers"], "n_head": config["num_attention_heads"],
+        "n_embd": config["hidden_size"], "block_size": config["max_position_embeddings"], "dropout": 0.0, "bias": bias,
+        "norm": "rmsnorm", "norm_eps": config["rms_norm_eps"], "mlp": "swiglu",
+        "mlp_hidden": config["intermediate_size"], "position": "rope", "rope_theta": float(rope["rope_theta"]),
+        "tied": config["tie_word_embeddings"],
+    }  # fmt: skip
+    settings: dict[str, Any] = {"model": model}
+    if kind == "deepseek_v3":
+        supported(config, first_k_dense_replace=model["n_layer"], rope_interleave=False)
+        names = {"kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "nope_dim": "qk_nope_head_dim",
+                 "rope_dim": "qk_rope_head_dim", "v_dim": "v_head_dim"}  # fmt: skip
+        settings["attention"] = {"name": "mla", **{ours: config[key] for ours, key in names.items()}}
+    else:
+        heads, kv_heads = model["n_head"], config["num_key_value_heads"]
+        shared = {"name": "gqa", "n_kv_head": kv_heads} if kv_heads < heads else {"name": "mha"}
+        settings["attention"] = {**shared, "head_dim": config["head_dim"]}
+    if kind == "qwen3":
+        settings["qk_norm"] = {"name": "rms", "eps": model["norm_eps"]}
+    state = {"transformer.wte.weight": theirs["model.embed_tokens.weight"]}
+    state["transformer.ln_f.weight"] = theirs["model.norm.weight"]
+    if not model["tied"]:
+        state["lm_head.weight"] = theirs["lm_head.weight"]
+    for i in range(model["n_layer"]):
+        prefix = f"model.layers.{i}."
+        layer = {key.removeprefix(prefix): w for key, w in theirs.items() if key.startswith(prefix)}
+        attn = {key.removeprefix("self_attn."): w for key, w in layer.items() if key.startswith("self_attn.")}
+        block = from_mla(attn, settings) if kind == "deepseek_v3" else from_gqa(attn)
+        block = {f"attn.{key}": w for key, w in block.items()}
+        for ours, norm in (("ln_1", "input_layernorm"), ("ln_2", "post_attention_layernorm")):
+            block[f"{ours}.weight"] = layer[f"{norm}.weight"]
+        for of in ("weight", "bias") if bias else ("weight",):
+            block[f"mlp.c_fc.{of}"] = torch.cat([layer[f"mlp.gate_proj.{of}"], layer[f"mlp.up_proj.{of}"]])
+            block[f"mlp.c_proj.{of}"] = layer[f"mlp.down_proj.{of}"]
+        state |= {f"transformer.h.{i}.{key}": w for key, w in block.items()}
+    return settings, state
+
+
+def from_gqa(attn: State) -> State:
+    kinds = {key.rpartition(".")[2] for key in attn if key.startswith("o_proj.")}  # weight, bias
+    state = {f"c_proj.{of}": attn[f"o_proj.{of}"] for of in kinds}
+    state |= {f"c_attn.{of}": torch.cat([attn[f"{x}_proj.{of}"] for x in "qkv"]) for of in kinds}
+    return state | {f"{x}_norm.gain": attn[f"{x}_norm.weight"] for x in "qk" if f"{x}_norm.weight" in attn}
+
+
+def from_mla(attn: State, settings: dict[str, Any]) -> State:
+    a = settings["attention"]
+    c = math.sqrt(LATENT_EPS / settings["model"]["norm_eps"])
+    latent, k_rope = attn["kv_a_proj_with_mqa.weight"].split([a["kv_rank"], a["rope_dim"]])
+    up = attn["kv_b_proj.weight"].unflatten(0, (-1, a["nope_dim"] + a["v_dim"]))  # a head's keys, then its values
+    state = {
+        "c_kv_a.weight": torch.cat([latent / c, k_rope]), "kv_a_norm.weight": attn["kv_a_layernorm.weight"],
+        "c_kv_b.weight": torch.cat([part.flatten(0, 1) for part in up.split([a["nope_dim"], a["v_dim"]], 1)]),
+        "c_proj.weight": attn["o_proj.weight"],
+    }  # fmt: skip
+    if a["q_rank"] is None:
+        return {**state, "c_q.weight": attn["q_proj.weight"]}
+    q_a = {"c_q_a.weight": attn["q_a_proj.weight"] / c, "q_a_norm.weight": attn["q_a_layernorm.weight"]}
+    return {**state, **q_a, "c_q.weight": attn["q_b_proj.weight"]}

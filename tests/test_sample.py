@@ -18,9 +18,9 @@ import sample
 import train
 from core import checkpoint
 from core.schema import ConfigError
-from data.tokenizer import ByteTokenizer, CharTokenizer, build_tokenizer
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, build_tokenizer
 from model.generate import generate
-from sample import load_run, print_first, read_prompt
+from sample import Ending, load_run, read_prompt
 
 
 @pytest.fixture(scope="module")
@@ -161,25 +161,30 @@ def test_prompt_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             read_prompt(f"FILE:{tmp_path / name}")
 
 
-def test_streaming_prints_a_character_when_its_last_byte_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_comes_a_character_at_a_time() -> None:
     text = "naïve €5 — 😀!"
-    tokens = [torch.tensor([b, 0]) for b in text.encode()]
-    seen: list[str] = []
-    for token in print_first("> ", iter(tokens), ByteTokenizer()):
-        assert token is tokens[len(seen)]
-        seen.append(capsys.readouterr().out)
-    prefixes = [text.encode()[: i + 1].decode(errors="ignore") for i in range(len(tokens))]
-    assert ["".join(seen[: i + 1]) for i in range(len(tokens))] == ["> " + prefix for prefix in prefixes]
-
-
-def test_streamed_tokens_of_many_bytes_are_the_decoded_text(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "naïve naïve €5 €5 — 😀😀! " * 3
-    tokenizer = build_tokenizer("bpe", text, 270)
-    assert any(len(piece) > 1 and piece.decode(errors="ignore").encode() != piece for piece in tokenizer.pieces)
+    ending = Ending(ByteTokenizer(), None)
+    seen = [ending.add(byte) for byte in text.encode()]
+    prefixes = [text.encode()[: i + 1].decode(errors="ignore") for i in range(len(seen))]
+    assert ["".join(seen[: i + 1]) for i in range(len(seen))] == prefixes
+    tokenizer = build_tokenizer("bpe", text * 9, 262)
     generator = torch.Generator().manual_seed(0)
-    for ids in (tokenizer.encode(text).tolist(), torch.randint(270, (500,), generator=generator).tolist()):
-        list(print_first("", [torch.tensor([i]) for i in ids], tokenizer))
-        assert capsys.readouterr().out == tokenizer.decode(ids)
+    for ids in (tokenizer.encode(text).tolist(), torch.randint(262, (500,), generator=generator).tolist()):
+        ending = Ending(tokenizer, None)
+        assert "".join(ending.add(token) for token in (*ids, None)) == ending.text == tokenizer.decode(ids)
+
+
+def test_a_sample_ends_before_the_stop_text_and_with_its_document() -> None:
+    for text, stop, shown in (
+        ("a\n\nb", "\n\n", "a"), ("a\nb", "\n\n", "a\nb"), ("ababac", "abac", "ab"), ("x", "x", ""),
+    ):  # fmt: skip
+        ending = Ending(ByteTokenizer(), stop)
+        parts = [ending.add(byte) for byte in (*text.encode(), None)]
+        assert "".join(parts) == ending.text == shown and ending.ended
+        assert all("".join(parts[:i]) == shown[: len("".join(parts[:i]))] for i in range(len(parts)))
+    documents = BPETokenizer(build_tokenizer("bpe", "abc " * 99, 257).pieces, has_separator=True)
+    ending = Ending(documents, None)
+    assert [ending.add(int(t)) for t in (*documents.encode("a"), 257, *documents.encode("b"))] == ["a", "", ""]
 
 
 def test_standard_input_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,6 +341,15 @@ class TrainConfig(GPTConfig, RootOptions):
     wandb: Annotated[WandbOptions, FREE, Help("Weights & Biases")] = WandbOptions()
     elsewhere: ClassVar = dict.fromkeys(("sweep", "sweep_dir", "launcher"), "sweeps/launch.py")  # who takes these
 
+    @staticmethod
+    def left_open(named: Mapping[str, Any]) -> list[str]:
+        """Overrides for what a command does not name. named: the keys that it and its presets give."""
+        if named.get("init_from") is None:
+            return []
+        from training.init_from import left_open  # which loads torch
+
+        return left_open(named)
+
     @property
     def gpt(self) -> GPTConfig:
         """The groups of the model alone."""

@@ -35,6 +35,7 @@ from model.kernels import operators
 from training import faults
 from training.config import TrainConfig
 from training.optim import Optimizer, check_optimizer, optimizer_bytes
+from training.origin import read_origin
 from training.state import Facts
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) each
@@ -223,7 +224,10 @@ def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> Non
 
 
 def read_corpus(config: TrainConfig) -> Corpus:
-    return load_corpus(config.data, config.model.block_size, saved_state(config))  # a resumed run keeps its merges
+    """The tokens are those of the run that goes on, or those of init_from where a run begins."""
+    saved = saved_state(config)
+    given = None if saved or config.init_from is None else read_origin(config.init_from).tokenizer
+    return load_corpus(config.data, config.model.block_size, saved, given)
 
 
 def read_data(config: TrainConfig, device: torch.device | None = None) -> Data:
