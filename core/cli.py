@@ -108,8 +108,6 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if hasattr(schema, "left_open"):
-        overrides = [*schema.left_open(named_settings(schema, overrides)), *overrides]
     parsed = [parse(word) for word in overrides]
     for word in overrides:
         require(not word.lstrip("+").startswith("hydra"), f"{word} has no effect: Hydra composes the settings, no more")
@@ -132,37 +130,26 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in nested.items()}
 
 
-def given_and_preset(schema: type, overrides: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the command line names, with its values, and the contents of the chosen presets' files."""
+def values_of(overrides: list[str]) -> dict[str, Any]:
+    """What the command line names, with its values."""
     given: dict[str, Any] = {}
     for word in overrides:
         with contextlib.suppress(ConfigError):  # beside --help anything may stand
             parsed = parse(word)
             given[parsed.key_or_group] = parsed.value()
+    return given
+
+
+def load_early(schema: type, overrides: list[str]) -> None:
+    """Import the plugins that the command line names, else those of the chosen presets' files: Hydra must know their
+    options before it composes."""
+    given = values_of(overrides)
     presets = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in preset_files(schema) if group in given]
     contents = []
     for file in presets:
         with contextlib.suppress(OSError, UnicodeDecodeError):  # Hydra says what is wrong with it
             content = parse_yaml(file.read_text(encoding="utf-8"), str(file))
             contents += [content] if isinstance(content, dict) else []
-    return given, contents
-
-
-def named_settings(schema: type, overrides: list[str]) -> dict[str, Any]:
-    """Flat {key: value} of what the command line and its presets name."""
-    given, contents = given_and_preset(schema, overrides)
-    found: dict[str, Any] = {}
-    for content in contents:
-        chosen = [entry for entry in content.pop("defaults", []) if isinstance(entry, dict)]
-        found |= {key.removeprefix("override /"): value for entry in chosen for key, value in entry.items()}
-        found |= flatten(content)
-    return found | given
-
-
-def load_early(schema: type, overrides: list[str]) -> None:
-    """Import the plugins that the command line names, else those of the chosen presets' files: Hydra must know their
-    options before it composes."""
-    given, contents = given_and_preset(schema, overrides)
     for key, setting in declared(schema).items():
         sources = [given] if key in given else [content for content in contents if key in content]
         for loads in setting.all(Loads):
@@ -174,22 +161,28 @@ def register_with_hydra(schema: type, overrides: list[str]) -> None:
     """Load plugins, then tell Hydra the defaults and the options of every group, so that YAML files hold presets alone.
 
     configs/GROUP/NAME.yaml is a preset; configs/GROUP/OPTION/MODEL.yaml holds the values of an option for model=MODEL.
+    What schema.begun_with() has of a group stands for its defaults, and for the preset of model=.
     """
     from hydra.core.config_store import ConfigStore
 
     load_early(schema, overrides)
-    store, known = ConfigStore.instance(), declared(schema)
+    store, known, given = ConfigStore.instance(), declared(schema), values_of(overrides)
+    begun = schema.begun_with(given) if hasattr(schema, "begun_with") else {}
     chosen: dict[str, str | None] = {}
     for group, setting in known.items():
+        values = begun.get(group, {})
         for option, cls in setting.options.items():
             node = asdict(cls(name=option))
-            if (CONFIG_DIR / group / option).is_dir():
+            if values.keys() <= node.keys() and values.get("name", option) == option:
+                node |= values
+            if (CONFIG_DIR / group / option).is_dir() and ("model" in given or not begun):
                 node["defaults"] = ["_self_", {f"optional {option}@_here_": "${model}"}]
             store.store(name=option, group=group, node=node)
-            chosen[group] = setting.default.name
-    rest = {key: value for key, value in asdict(schema()).items() if key not in chosen}
+            chosen[group] = values.get("name", setting.default.name)
+    rest = {key: begun.get(key, value) for key, value in asdict(schema()).items() if key not in chosen}
     # presets last: they may choose the option of another group
-    chosen |= {group: known[group].default.name if group in known else None for group in preset_files(schema)}
+    for group in preset_files(schema):
+        chosen[group] = known[group].default.name if group in known and group not in begun else chosen.get(group)
     defaults = ["_self_", *({group: option} for group, option in chosen.items())]
     store.store(name=schema.__name__, node={"defaults": defaults, **rest})
 

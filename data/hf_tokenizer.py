@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from core.files import read_json
-from core.schema import ConfigError, require
+from core.schema import require
 from data.corpora import read_text
 from data.tokenizer import (
     SEPARATOR,
@@ -50,35 +50,22 @@ def merges(tokens: list[bytes]) -> list[tuple[str, str]]:
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder: what tokenizer_json() writes, or GPT-2's files; None where it has none.
-
-    Raises: ConfigError for another tokenizer.
-    """
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        vocab, joins = read_json(folder / "vocab.json"), read_text(str(folder / "merges.txt"), "merges.txt").split("\n")
-        special = vocab.pop(SEPARATOR, None) is not None
-        pairs = [line.replace(" ", "") for line in joins if line and not line.startswith("#version")]
-        made = sorted(vocab, key=vocab.__getitem__)[256:]
-        require(made == pairs, "its vocab.json does not have merges.txt's tokens in their order")
-    elif (folder / "tokenizer.json").is_file():
-        content = read_json(folder / "tokenizer.json")
-        model, added = content.get("model", {}), [token["content"] for token in content.get("added_tokens", [])]
-        vocab, special = {k: v for k, v in model.get("vocab", {}).items() if k not in added}, SEPARATOR in added
-        if model.get("type") == "WordLevel" and all(len(token) == 1 for token in vocab) and not added:
-            return CharTokenizer("".join(sorted(vocab, key=vocab.__getitem__)))
-        level = content.get("pre_tokenizer") or {}
-        plain = model.get("type") == "BPE" and level.get("type") == "ByteLevel" and not level.get("add_prefix_space")
-        require(
-            plain and {*added} <= {SEPARATOR}, "its tokenizer.json is not of characters, bytes or GPT-2's kind of BPE"
-        )
-    else:
+    """The tokenizer of a Hugging Face folder: GPT-2's vocab.json and merges.txt, or what tokenizer_json() writes; None
+    without one. Raises: ConfigError for another."""
+    pair, content = folder / "merges.txt", read_json(folder / "tokenizer.json")
+    vocab = read_json(folder / "vocab.json") if pair.is_file() else content.get("model", {}).get("vocab", {})
+    if not vocab:
         return None
-    try:
-        learnt = [printable_to_bytes(token) for token in sorted(vocab, key=vocab.__getitem__)]
-        dense = sorted(vocab.values()) == [*range(len(vocab))]
-    except (KeyError, TypeError) as error:
-        raise ConfigError("its vocabulary is not one of byte-level BPE") from error
-    require(dense, "its vocabulary does not number its tokens from 0 on")
-    if learnt == ByteTokenizer.pieces and not special:
-        return ByteTokenizer()
-    return BPETokenizer(learnt, has_separator=special)
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    if content.get("model", {}).get("type") == "WordLevel":
+        return CharTokenizer("".join(tokens))
+    special = SEPARATOR in vocab or any(token["content"] == SEPARATOR for token in content.get("added_tokens", []))
+    learnt = [printable_to_bytes(token) for token in tokens if token != SEPARATOR]
+    made: Tokenizer = BPETokenizer(learnt, special) if special or learnt != ByteTokenizer.pieces else ByteTokenizer()
+    if pair.is_file():
+        joins = [line.replace(" ", "") for line in read_text(str(pair), pair.name).split("\n")]
+        good = [join for join in joins if join and not join.startswith("#version")] == tokens[256:][: len(learnt) - 256]
+    else:
+        good = tokenizer_json(made) == content
+    require(good, f"{folder} has a tokenizer that is neither GPT-2's nor one of scripts/export_hf.py")
+    return made

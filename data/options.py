@@ -80,13 +80,7 @@ class TextFileOptions(FoldedTextOptions):
 
     name: str = "text"
     path: Annotated[str, MOVABLE, NOT_EMPTY, Help("the file")] = REQUIRED
-    val_path: Annotated[
-        str | None,
-        MOVABLE,
-        NOT_EMPTY,
-        BeforeItExisted(None),
-        Help("a file to hold out; null: the last 10 %, or a fold"),
-    ] = None
+    val_path: Annotated[str | None, MOVABLE, NOT_EMPTY, Help("a file to hold out; null: a part of data.path")] = None
 
     def check(self) -> None:
         super().check()

@@ -22,7 +22,7 @@ from data.options import (
     RandomOptions,
     TextFileOptions,
 )
-from data.shards import Tokens, open_shards
+from data.shards import Shards, Tokens, open_shards
 from data.tokenizer import (
     PRE_TOKENS,
     NoText,
@@ -44,42 +44,48 @@ class Corpus(NamedTuple):
     split: Split
 
 
-def load_corpus(
-    config: CorpusOptions, block_size: int, saved: dict[str, Any] | None = None, given: Tokenizer | None = None
-) -> Corpus:
-    """saved: the state of a checkpoint. A run that resumes on the same text keeps its tokens, even if a newer library
-    would learn other merges, or GPT-2's cannot be fetched. given: the tokens of init_from. Raises: ConfigError."""
+def load_corpus(config: CorpusOptions, block_size: int, known: dict[str, Any] | None = None) -> Corpus:
+    """known: the state of a checkpoint, whose tokens a run that resumes on the same text keeps, even if a newer library
+    would learn others, or GPT-2's cannot be fetched; or {"tokenizer": …} of init_from. Raises: ConfigError."""
     if isinstance(config, FineWebOptions):
         return load_fineweb(config)
     if isinstance(config, RandomOptions):
         return random_tokens(config)
     if isinstance(config, BinOptions):
-        return load_bins(config, from_dict(saved["tokenizer"]) if saved else given)
+        return in_two(*open_bins(config, from_dict(known["tokenizer"]) if known else None))
     texts = [load_text(config)]
     if isinstance(config, TextFileOptions) and config.val_path is not None:
         texts.append(read_text(config.val_path, f"data.val_path={config.val_path}"))
-        require(texts[1] != "", f"data.val_path={config.val_path} is empty")
-    text = "".join(texts)
-    sha256 = hashlib.sha256((text if len(texts) == 1 else f"{len(texts[0])}:{text}").encode()).hexdigest()
-    known = saved.get("tokenizer") if saved and saved.get("corpus_sha256") == sha256 else given and given.to_dict()
-    tokenizer = asked_for(config, known or {})
+    hashes = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+    sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    tokenizer = kept(config, known or {}, sha256)
     if tokenizer is None and config.tokenizer == "bpe":
-        tokenizer = learnt_tokenizer(text, sha256, config.bpe_vocab_size)
+        tokenizer = learnt_tokenizer("".join(texts), sha256, config.bpe_vocab_size)
     elif tokenizer is None:
-        tokenizer = build_tokenizer(config.tokenizer, text)
+        tokenizer = build_tokenizer(config.tokenizer, "".join(texts))
     slow = config.tokenizer in ("bpe", "gpt2")
-    tokens, *held_out = (encoded(part, tokenizer) if slow else tokenizer.encode(part) for part in texts)
-    if not held_out:
-        return Corpus(sha256, tokenizer, tokens, split_of(config, len(tokens), block_size))
-    both = np.concatenate([tokens, *held_out])
-    return Corpus(sha256, tokenizer, both, Split(train=((0, len(tokens)),), val=((len(tokens), len(both)),)))
+    tokens = [
+        encoded(text, part, tokenizer) if slow else tokenizer.encode(text)
+        for text, part in zip(texts, hashes, strict=True)
+    ]
+    if len(tokens) == 2:
+        return in_two(sha256, tokenizer, tokens)
+    return Corpus(sha256, tokenizer, tokens[0], split_of(config, len(tokens[0]), block_size))
 
 
-def asked_for(config: FoldedTextOptions, known: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer of to_dict()'s content, if it is of the kind and size that the settings ask for."""
-    if known.get("name") != config.tokenizer:
+def in_two(sha256: str, tokenizer: Tokenizer, parts: list[np.ndarray]) -> Corpus:
+    """A corpus of two parts: train on the first, hold out the second."""
+    tokens, n_train = Shards(parts), len(parts[0])
+    return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, len(tokens)),)))
+
+
+def kept(config: FoldedTextOptions, known: dict[str, Any], sha256: str) -> Tokenizer | None:
+    """The known tokenizer, if it is of the kind and size that the settings ask for, and not learnt from another text
+    than the run has now."""
+    saved = known.get("tokenizer", {})
+    if saved.get("name") != config.tokenizer or known.get("corpus_sha256", sha256) != sha256:
         return None
-    tokenizer = from_dict(known)
+    tokenizer = from_dict(saved)
     return tokenizer if config.tokenizer != "bpe" or tokenizer.vocab_size == config.bpe_vocab_size else None
 
 
@@ -99,11 +105,6 @@ def load_fineweb(config: FineWebOptions) -> Corpus:
     n_val = held_out if config.val_tokens is None else config.val_tokens
     require(n_val <= held_out, f"data.val_tokens={n_val} must be <= {held_out}, the tokens that are held out")
     return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, n_train + n_val),)))
-
-
-def load_bins(config: BinOptions, given: Tokenizer | None) -> Corpus:
-    sha256, tokenizer, tokens, n_train = open_bins(config, given)
-    return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, len(tokens)),)))
 
 
 def random_tokens(config: RandomOptions) -> Corpus:
@@ -135,9 +136,8 @@ def learnt_tokenizer(text: str, sha256: str, vocab_size: int) -> Tokenizer:
     return from_dict(json.loads(learnt.tobytes()))
 
 
-def encoded(text: str, tokenizer: Tokenizer) -> np.ndarray:
+def encoded(text: str, sha256: str, tokenizer: Tokenizer) -> np.ndarray:
     """The text's tokens, memory-mapped where the cache has them."""
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
     rule = hashlib.sha256(PRE_TOKENS.encode()).hexdigest()[:8]
     key = f"tokens/{sha256[:32]}-{tokenizer_sha256(tokenizer)[:32]}-{rule}"
     return cached(key, lambda: tokenizer.encode(text).tobytes()).view(token_dtype(tokenizer.vocab_size))

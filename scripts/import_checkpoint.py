@@ -35,7 +35,7 @@ def import_run(asked: ImportOptions) -> int:
     if tokenizer is None:
         raise ConfigError(f"from={asked.from_} has no tokenizer: neither tokenizer.json nor vocab.json and merges.txt")
     model = GPT(origin.config, tokenizer.vocab_size)
-    model.load_state_dict(origin.weights)
+    origin.load_into(model)
     groups = {name: getattr(origin.config, name) for name in asdict(origin.config)}
     vocab_size = tokenizer.vocab_size if tokenizer.name == "bpe" else None
     data = TextFileOptions(path=asked.from_, tokenizer=tokenizer.name, vocab_size=vocab_size)  # type: ignore[arg-type]

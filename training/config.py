@@ -342,13 +342,13 @@ class TrainConfig(GPTConfig, RootOptions):
     elsewhere: ClassVar = dict.fromkeys(("sweep", "sweep_dir", "launcher"), "sweeps/launch.py")  # who takes these
 
     @staticmethod
-    def left_open(named: Mapping[str, Any]) -> list[str]:
-        """Overrides for what a command does not name. named: the keys that it and its presets give."""
-        if named.get("init_from") is None:
-            return []
-        from training.init_from import left_open  # which loads torch
+    def begun_with(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """group -> values that replace its defaults: those of init_from. given: what the command line names."""
+        if given.get("init_from") is None:
+            return {}
+        from training.init_from import begun_with  # which loads torch
 
-        return left_open(named)
+        return begun_with(given)
 
     @property
     def gpt(self) -> GPTConfig:
@@ -403,7 +403,8 @@ class TrainConfig(GPTConfig, RootOptions):
             return expand(self.out_dir)
         fold_number = self.data.fold if isinstance(self.data, FoldedTextOptions) else None
         fold = "" if fold_number is None else f"-fold{fold_number}"
-        file = Path(getattr(self.data, "path", None) or "").name
+        files = (getattr(self.data, key, None) or "" for key in ("path", "val_path"))
+        file = " ".join(Path(file).name for file in files).rstrip()
         return Path("runs") / f"{self.label}{fold}-s{self.seed}-{digest({**self.trajectory, 'data.path': file})}"
 
     def check(self) -> None:

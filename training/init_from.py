@@ -1,26 +1,26 @@
 """init_from=: a new run begins with weights of another one, or of what others keep (training/origin.py)."""
 
-import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-import yaml
-from torch import Tensor
-
 from core import checkpoint
-from core.files import expand, load_yaml
-from core.schema import ConfigError, differences, flatten, require
-from data.options import CORPORA, BinOptions, FineWebOptions, FoldedTextOptions, TextFileOptions
-from data.tokenizer import Tokenizer
+from core.files import expand
+from core.schema import ConfigError, differences, flatten, one_line, require
+from data.options import BinOptions, FineWebOptions, TextFileOptions
+from data.tokenizer import TOKENIZERS, Tokenizer, from_dict
 from data.tokens import Corpus, split_of
 from model.gpt import GPT
-from model.options import GPTConfig, RMSNormOptions
+from model.options import ModelOptions
 from training.config import TrainConfig, load_config
 from training.origin import Origin, read_origin, sha256_of
 from training.session import saved_state
+
+# setting -> the value that its null means
+DERIVED: dict[str, Callable[[ModelOptions], int]] = {
+    "model.mlp_hidden": lambda model: 4 * model.n_embd,
+    "attention.head_dim": lambda model: model.n_embd // model.n_head,
+}
 
 
 def with_init_sha256(config: TrainConfig) -> TrainConfig:
@@ -59,71 +59,38 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
         f"init_from={config.init_from} has changed: its SHA-256 is {here[:12]}, not init_sha256={config.init_sha256}",
     )
     origin = read_origin(config.init_from)
-    misfits = misfits_of(origin, config, model, corpus.tokenizer)
+    misfits = misfits_of(origin, config, corpus.tokenizer)
     require(not misfits, f"init_from={config.init_from} does not fit (its value -> this run's): {', '.join(misfits)}")
-    model.load_state_dict(fitted(origin, config.gpt, model))
+    try:
+        origin.load_into(model)
+    except RuntimeError as error:  # its settings promise other weights
+        raise ConfigError(f"init_from={config.init_from} cannot be loaded: {one_line(error)}") from error
     blocks: list[Any] = [*model.transformer.h]
     for block in blocks:
         block.weights.restart()
     return [f"init_from={config.init_from} {warning}" for warning in warnings_of(origin, config, corpus)]
 
 
-def misfits_of(origin: Origin, config: TrainConfig, model: GPT, tokenizer: Tokenizer) -> list[str]:
+def misfits_of(origin: Origin, config: TrainConfig, tokenizer: Tokenizer) -> list[str]:
     """The settings in which the origin's model is another function than this run's."""
-    free = ["model.name", "model.dropout", "model.activation_checkpointing"]
+    free = ["model.name", "model.dropout", "model.activation_checkpointing", *origin.free]
     if config.model.position == "rope":  # nothing is learned for each position
         free.append("model.block_size")
-    if not origin.state and None not in (eps_of(origin.config), eps_of(config.gpt)):
-        free.append("qk_norm.eps")
-    if not origin.state and config.model.bias and origin.config.model.norm == "layernorm":
-        free.append("model.bias")  # a folder that lacks them has zeros
-    theirs, ours = flatten(asdict(origin.config)), flatten(asdict(config.gpt))
-    derived = {
-        "model.mlp_hidden": 4 * config.model.n_embd,
-        "attention.head_dim": config.model.n_embd // config.model.n_head,
-    }
-    for key, default in derived.items():
-        if (theirs.get(key) or default) == (ours.get(key) or default):
+    both = flatten(asdict(origin.config)), flatten(asdict(config.gpt))
+    for key, derive in DERIVED.items():
+        if (both[0].get(key) or derive(origin.config.model)) == (both[1].get(key) or derive(config.model)):
             free.append(key)
-    misfits = differences(*({key: one[key] for key in one if key not in free} for one in (theirs, ours)))
-    if origin.tokenizer is not None and not same_tokens(origin.tokenizer, tokenizer):
-        misfits.append(
-            f"the tokens of {origin.tokenizer.name} -> the {tokenizer.vocab_size} of data.tokenizer={tokenizer.name}"
-        )
-    if not misfits:  # a vocabulary that is unknown has a size
-        shapes = ({name: [*w.shape] for name, w in named.items()} for named in (origin.weights, model.state_dict()))
-        theirs, ours = shapes
-        misfits = differences(theirs, {name: ours.get(name) for name in theirs})[:3]
+    misfits = differences(*({key: one[key] for key in one if key not in free} for one in both))
+    known, ours = origin.tokenizer, f"the {tokenizer.vocab_size} of data.tokenizer={tokenizer.name}"
+    if known is None and origin.rows != tokenizer.vocab_size:
+        misfits.append(f"its {origin.rows} tokens -> {ours}")
+    if known is not None and (known.pieces, known.separator) != (tokenizer.pieces, tokenizer.separator):
+        misfits.append(f"the tokens of {known.name} -> {ours}")
     return misfits
 
 
-def same_tokens(a: Tokenizer, b: Tokenizer) -> bool:
-    return a.pieces == b.pieces and a.separator == b.separator and (a.name == "none") == (b.name == "none")
-
-
-def eps_of(config: GPTConfig) -> float | None:
-    """Of the QK norm, where the rows of queries and keys can be scaled instead: see fitted()."""
-    return config.qk_norm.eps if isinstance(config.qk_norm, RMSNormOptions) else None
-
-
-def fitted(origin: Origin, config: GPTConfig, model: GPT) -> Mapping[str, Tensor]:
-    """The origin's weights for a model of `config`. RMSNorm of c x with c^2 eps is that of x with eps: where the eps of
-    QK norms differ, the rows of queries and keys are scaled. Biases that a folder lacks are zero."""
-    weights = dict(origin.weights)
-    theirs, ours = eps_of(origin.config), eps_of(config)
-    if theirs is not None and ours is not None and theirs != ours:
-        c = math.sqrt(ours / theirs)
-        for i, attention in enumerate(model.attentions):
-            name = f"transformer.h.{i}.attn.c_attn.weight"
-            q, k, v = weights[name].split(attention.c_attn.split_sizes)
-            weights[name] = torch.cat([q * c, k * c, v])
-    return {name: weights.get(name, torch.zeros_like(w)) for name, w in model.state_dict().items()}
-
-
 def warnings_of(origin: Origin, config: TrainConfig, corpus: Corpus) -> list[str]:
-    warnings = list(origin.notes)
-    if origin.tokenizer is None:
-        warnings.append("has no vocabulary to compare with this run's")
+    warnings = [*origin.notes]
     if not origin.state:
         return warnings
     theirs = load_config(origin.state["config"])
@@ -157,39 +124,21 @@ def trained_on_held_out(origin: TrainConfig, corpus: Corpus) -> bool:
 # What a command leaves open
 
 
-def left_open(named: Mapping[str, Any]) -> list[str]:
-    """Overrides for what a command with init_from= does not name: the settings of the origin's model and, where the
-    corpus is a text, its kind of tokens. named: the keys that the command and its presets give, with their values.
+def begun_with(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """group -> the origin's settings of it, and of the data its kind of tokens. given: what the command line names.
 
-    Raises: ConfigError where init_from cannot be read, unless the run in out_dir began from it: that has them.
+    Where the origin is gone they are those of the run in out_dir, which it goes on; {} without one: see sha256_of().
     """
-    init_from = str(named["init_from"])
     try:
-        origin = read_origin(init_from)
+        origin = read_origin(str(given["init_from"]))
         config, tokenizer = origin.config, origin.tokenizer
-        tokens = {} if tokenizer is None else {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     except ConfigError:
-        begun = config_in(named.get("out_dir"))
-        if begun is None or begun.init_from != init_from:
-            raise
-        config, tokens = begun.gpt, {key: getattr(begun.data, key, None) for key in ("tokenizer", "vocab_size")}
-    words = []
-    for group, options in asdict(config).items():
-        if group not in named:  # what is named, a preset or another variant, must fit
-            values = {f"{group}.{key}": value for key, value in options.items() if (group, key) != ("model", "name")}
-            name = values.pop(f"{group}.name", None)
-            words += [] if name is None else [f"{group}={name}"]
-            words += [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    kind = CORPORA.get(named.get("data", TrainConfig.data.name), object)
-    if issubclass(kind, FoldedTextOptions) and tokens.get("tokenizer") is not None:
-        words.append(f"data.tokenizer={tokens['tokenizer']}")
-        words += [f"data.vocab_size={tokens['vocab_size']}"] if tokens["tokenizer"] == "bpe" else []
-    return [word for word in words if word.partition("=")[0] not in named]
-
-
-def config_in(out_dir: Any) -> TrainConfig | None:
-    """The settings of the run in a directory; None where there is none."""
-    try:
-        return load_config(load_yaml((expand(str(out_dir)) / "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError):
-        return None
+        saved = checkpoint.peek(expand(str(given.get("out_dir"))) / "ckpt")
+        if saved.get("config", {}).get("init_from") != given["init_from"]:
+            return {}
+        config, tokenizer = load_config(saved["config"]).gpt, from_dict(saved["tokenizer"])
+    begun = asdict(config)
+    if tokenizer is not None and tokenizer.name in TOKENIZERS:
+        size = tokenizer.vocab_size if tokenizer.name == "bpe" else None
+        begun["data"] = {"tokenizer": tokenizer.name, "vocab_size": size}
+    return begun

@@ -225,9 +225,11 @@ def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> Non
 
 def read_corpus(config: TrainConfig) -> Corpus:
     """The tokens are those of the run that goes on, or those of init_from where a run begins."""
-    saved = saved_state(config)
-    given = None if saved or config.init_from is None else read_origin(config.init_from).tokenizer
-    return load_corpus(config.data, config.model.block_size, saved, given)
+    known = saved_state(config)
+    if not known and config.init_from is not None:
+        tokenizer = read_origin(config.init_from).tokenizer
+        known = {} if tokenizer is None else {"tokenizer": tokenizer.to_dict()}
+    return load_corpus(config.data, config.model.block_size, known)
 
 
 def read_data(config: TrainConfig, device: torch.device | None = None) -> Data:
