@@ -51,45 +51,45 @@ def sample(config: SampleConfig) -> int:
     tokens = generate(
         model, idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed, dtype
     )
-    texts = [Ending(tokenizer, config.stop) for _ in range(config.num_samples)]
-    if config.stream:
-        print(prompt, end="", flush=True)
+    texts = [Text(tokenizer, config.stop or "") for _ in range(config.num_samples)]
+    print(prompt if config.stream else "", end="", flush=True)
     for column in tokens:
-        for i, (text, token) in enumerate(zip(texts, column.tolist(), strict=True)):
-            added = text.add(token)
-            if config.stream and i == 0:
-                print(added, end="", flush=True)
-        if all(text.ended for text in texts):  # max_new_tokens are not needed
+        for text, token in zip(texts, column.tolist(), strict=True):
+            text.add(token)
+        print(texts[0].new() if config.stream else "", end="", flush=True)
+        if all(text.ended for text in texts):
             break
     for i, text in enumerate(texts):
-        rest = text.add(None)
-        print(rest if config.stream and i == 0 else prompt + text.text)
+        text.add(None)
+        print(text.new() if config.stream and i == 0 else prompt + text.text)
         print("---------------")
     return 0
 
 
-class Ending:
-    """The text of one sample while its tokens come: up to `stop`, and up to the token that ends a document."""
+class Text:
+    """The text of a sample while its tokens come: up to `stop`, or to the separator, with which its document ends."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | None) -> None:
-        self.tokenizer, self.stop = tokenizer, stop or ""
-        self.text, self.held, self.ended = "", "", False
+    def __init__(self, tokenizer: Tokenizer, stop: str) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        self.text, self.shown, self.ended = "", 0, False
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def add(self, token: int | None) -> str:
-        """What a token adds to the text; None: there are no more. What may be the start of `stop` waits."""
+    def add(self, token: int | None) -> None:
+        """token: None after the last one."""
         if self.ended:
-            return ""
-        self.ended = token is None or token == self.tokenizer.separator
-        piece = b"" if self.ended or token is None else self.tokenizer.pieces[token]
-        self.held += self.utf8.decode(piece, final=self.ended)
-        before, found, _ = self.held.partition(self.stop) if self.stop else (self.held, "", "")
-        self.ended |= bool(found)
-        begun = [n for n in range(1, len(self.stop)) if before.endswith(self.stop[:n])]
-        ready = len(before) - (0 if self.ended else max(begun, default=0))
-        self.held = before[ready:]
-        self.text += before[:ready]
-        return before[:ready]
+            return
+        last = token is None or token == self.tokenizer.separator
+        before = len(self.text)
+        self.text += self.utf8.decode(b"" if last else self.tokenizer.pieces[token or 0], final=last)
+        at = self.text.find(self.stop, max(0, before - len(self.stop))) if self.stop else -1
+        self.text = self.text if at < 0 else self.text[:at]
+        self.ended = last or at >= 0
+
+    def new(self) -> str:
+        """What was added since the last call, but for an end in which `stop` may begin."""
+        begin, held = self.shown, 0 if self.ended else len(self.stop) - 1
+        self.shown = max(begin, len(self.text) - max(0, held))
+        return self.text[begin : self.shown]
 
 
 class LoadedRun(NamedTuple):

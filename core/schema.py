@@ -91,10 +91,6 @@ class Variants:
     says: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-class AlsoCalled(tuple[str, ...]):
-    """What other programs call the setting: AlsoCalled(["lr"])."""
-
-
 @dataclass(frozen=True)
 class Loads:
     """Called with the setting's value before settings without this note are converted."""

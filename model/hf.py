@@ -40,27 +40,35 @@ def architecture_of(config: GPTConfig) -> str:
         closest = "GPT2"
     else:
         closest = "Llama" if config.qk_norm.name == "none" else "Qwen3"
-    reasons = misfits(config, closest)
-    require(
-        not reasons,
-        f"no Hugging Face architecture fits this run; the closest, {closest}, does not have {', '.join(reasons)}",
+    wrong, settings = misfits(config, closest), flatten(asdict(config))
+    reasons = ", ".join(
+        f"{key}={show(settings.get(key, settings.get(f'{key}.name')))} (only {only})"
+        for key, (only, _) in wrong.items()
     )
+    better = {key: value for key, (_, value) in wrong.items()}
+    if "model.position" in better:
+        better["model.rope_theta"] = 1e4 if better["model.position"] == "rope" else None
+    if "qk_norm" in better and "attention.qk_norm_layout" in settings:
+        better["attention.qk_norm_layout"] = "blockwise"  # unified needs a QK norm
+    nearest = " ".join(f"{key}={show(value)}" for key, value in {"model": config.model.name, **better}.items())
+    told = f"no Hugging Face architecture fits this run; the closest, {closest}, does not have {reasons}"
+    require(not wrong, f"{told}; the nearest settings that can be exported: {nearest}")
     return closest
 
 
-def misfits(config: GPTConfig, architecture: str) -> list[str]:
-    """The settings of the run that an architecture does not support."""
+def misfits(config: GPTConfig, architecture: str) -> dict[str, tuple[str, Any]]:
+    """The settings of the run that an architecture does not support -> what it supports, and one such value."""
     settings = flatten(asdict(config))
-    found = [
-        f"{key.removesuffix('.name')}={show(settings[key])} (only {' or '.join(map(show, values))})"
+    found: dict[str, tuple[str, Any]] = {
+        key.removesuffix(".name"): (" or ".join(map(show, values)), values[0])
         for key, values in {**ARCHITECTURES[architecture], **SLOTS}.items()
         if settings[key] not in values
-    ]
+    }
     m, head_dim = config.model, settings.get("attention.head_dim")
     if architecture in ("GPT2", "Llama") and m.n_embd % m.n_head:
-        found.append(f"model.n_embd={m.n_embd} (only multiples of model.n_head={m.n_head})")
-    elif architecture == "GPT2" and head_dim not in (None, m.n_embd // m.n_head):
-        found.append(f"attention.head_dim={head_dim} (only model.n_embd / model.n_head)")
+        found["model.n_embd"] = f"multiples of model.n_head={m.n_head}", m.n_embd + -m.n_embd % m.n_head
+    if architecture == "GPT2" and head_dim not in (None, m.n_embd / m.n_head):
+        found["attention.head_dim"] = "model.n_embd / model.n_head", None
     return found
 
 

@@ -252,8 +252,8 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     for folder, config, tokens, words in (
         ("plain", shorter, CHARS, r"n_layer 2 -> 1$"),
         ("plain", plain, others, "the tokens of char -> the 15 of data.tokenizer=char$"),
-        ("plain", VARIANTS["qwen3-gqa"][1], CHARS, "model_type gpt2 -> qwen3"),
-        ("bias", no_bias, CHARS, "attn.c_attn.bias is not zero"),
+        ("plain", VARIANTS["qwen3-gqa"][1], CHARS, "attention.name mha -> gqa"),
+        ("bias", no_bias, CHARS, "model.bias true -> false"),
         ("bare", plain, CHARS, "bare has no model.safetensors"),
         ("nowhere", plain, CHARS, "nowhere does not exist"),
     ):

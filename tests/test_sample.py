@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,9 +18,9 @@ import sample
 import train
 from core import checkpoint
 from core.schema import ConfigError
-from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, build_tokenizer
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer
 from model.generate import generate
-from sample import Ending, load_run, read_prompt
+from sample import Text, load_run, read_prompt
 
 
 @pytest.fixture(scope="module")
@@ -161,30 +161,35 @@ def test_prompt_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             read_prompt(f"FILE:{tmp_path / name}")
 
 
+def texts_while_tokens_come(tokenizer: Tokenizer, stop: str, tokens: Iterable[int | None]) -> tuple[Text, list[str]]:
+    text, parts = Text(tokenizer, stop), []
+    for token in tokens:
+        text.add(token)
+        parts.append(text.new())
+    return text, parts
+
+
 def test_a_sample_comes_a_character_at_a_time() -> None:
-    text = "naïve €5 — 😀!"
-    ending = Ending(ByteTokenizer(), None)
-    seen = [ending.add(byte) for byte in text.encode()]
-    prefixes = [text.encode()[: i + 1].decode(errors="ignore") for i in range(len(seen))]
-    assert ["".join(seen[: i + 1]) for i in range(len(seen))] == prefixes
-    tokenizer = build_tokenizer("bpe", text * 9, 262)
+    said = "naïve €5 — 😀!"
+    _, parts = texts_while_tokens_come(ByteTokenizer(), "", said.encode())
+    prefixes = [said.encode()[: i + 1].decode(errors="ignore") for i in range(len(parts))]
+    assert ["".join(parts[: i + 1]) for i in range(len(parts))] == prefixes
+    tokenizer = build_tokenizer("bpe", said * 9, 262)
     generator = torch.Generator().manual_seed(0)
-    for ids in (tokenizer.encode(text).tolist(), torch.randint(262, (500,), generator=generator).tolist()):
-        ending = Ending(tokenizer, None)
-        assert "".join(ending.add(token) for token in (*ids, None)) == ending.text == tokenizer.decode(ids)
+    for ids in (tokenizer.encode(said).tolist(), torch.randint(262, (500,), generator=generator).tolist()):
+        text, parts = texts_while_tokens_come(tokenizer, "", [*ids, None])
+        assert "".join(parts) == text.text == tokenizer.decode(ids)
 
 
 def test_a_sample_ends_before_the_stop_text_and_with_its_document() -> None:
-    for text, stop, shown in (
-        ("a\n\nb", "\n\n", "a"), ("a\nb", "\n\n", "a\nb"), ("ababac", "abac", "ab"), ("x", "x", ""),
+    for said, stop, shown in (
+        ("a\n\nb", "\n\n", "a"), ("a\nb", "\n\n", "a\nb"), ("ababac", "abac", "ab"), ("x", "x", ""), ("aab", "ab", "a"),
     ):  # fmt: skip
-        ending = Ending(ByteTokenizer(), stop)
-        parts = [ending.add(byte) for byte in (*text.encode(), None)]
-        assert "".join(parts) == ending.text == shown and ending.ended
-        assert all("".join(parts[:i]) == shown[: len("".join(parts[:i]))] for i in range(len(parts)))
+        text, parts = texts_while_tokens_come(ByteTokenizer(), stop, [*said.encode(), None])
+        assert "".join(parts) == text.text == shown and text.ended
     documents = BPETokenizer(build_tokenizer("bpe", "abc " * 99, 257).pieces, has_separator=True)
-    ending = Ending(documents, None)
-    assert [ending.add(int(t)) for t in (*documents.encode("a"), 257, *documents.encode("b"))] == ["a", "", ""]
+    tokens = [*documents.encode("a").tolist(), 257, *documents.encode("b").tolist()]
+    assert texts_while_tokens_come(documents, "", tokens)[1] == ["a", "", ""]
 
 
 def test_standard_input_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

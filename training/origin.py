@@ -148,7 +148,7 @@ def read_folder(file: Path) -> Origin:
 def read_nanogpt(file: Path, meta: str | None) -> Origin:
     """Without `meta` its tokens are GPT-2's if it has so many, else unknown."""
     try:
-        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        saved = torch.load(file, map_location="cpu", weights_only=True)
         args = {"bias": True, "dropout": 0.0, **saved["model_args"]}
         weights, step = gpt2_names(saved["model"], tied=False), int(saved["iter_num"])
         embedding = weights[EMBEDDINGS[0]]
