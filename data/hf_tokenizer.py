@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from core.files import read_json
-from core.schema import require
+from core.schema import ConfigError, require
 from data.corpora import read_text
 from data.tokenizer import (
     SEPARATOR,
@@ -53,19 +53,25 @@ def folder_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer of a Hugging Face folder: GPT-2's vocab.json and merges.txt, or what tokenizer_json() writes; None
     without one. Raises: ConfigError for another."""
     pair, content = folder / "merges.txt", read_json(folder / "tokenizer.json")
-    vocab = read_json(folder / "vocab.json") if pair.is_file() else content.get("model", {}).get("vocab", {})
+    model = {"vocab": read_json(folder / "vocab.json")} if pair.is_file() else content.get("model", {})
+    vocab, told = (
+        model.get("vocab"),
+        f"{folder} has a tokenizer that is neither GPT-2's nor one of scripts/export_hf.py",
+    )
     if not vocab:
         return None
-    tokens = sorted(vocab, key=vocab.__getitem__)
-    if content.get("model", {}).get("type") == "WordLevel":
-        return CharTokenizer("".join(tokens))
-    special = SEPARATOR in vocab or any(token["content"] == SEPARATOR for token in content.get("added_tokens", []))
-    learnt = [printable_to_bytes(token) for token in tokens if token != SEPARATOR]
-    made: Tokenizer = BPETokenizer(learnt, special) if special or learnt != ByteTokenizer.pieces else ByteTokenizer()
+    try:
+        tokens = sorted(vocab, key=vocab.__getitem__)
+        learnt = [] if model.get("type") == "WordLevel" else [printable_to_bytes(t) for t in tokens if t != SEPARATOR]
+        special = SEPARATOR in json.dumps([vocab, content.get("added_tokens")])
+        made: Tokenizer = BPETokenizer(learnt, special) if learnt else CharTokenizer("".join(tokens))
+    except (AttributeError, TypeError, KeyError, AssertionError) as error:
+        raise ConfigError(told) from error
+    if learnt == ByteTokenizer.pieces and not special:
+        made = ByteTokenizer()
     if pair.is_file():
         joins = [line.replace(" ", "") for line in read_text(str(pair), pair.name).split("\n")]
-        good = [join for join in joins if join and not join.startswith("#version")] == tokens[256:][: len(learnt) - 256]
-    else:
-        good = tokenizer_json(made) == content
-    require(good, f"{folder} has a tokenizer that is neither GPT-2's nor one of scripts/export_hf.py")
+        in_order = [join for join in joins if join and not join.startswith("#version")] == tokens[256 : len(learnt)]
+        require(in_order and [vocab[token] for token in tokens] == [*range(len(vocab))], told)
+    require(pair.is_file() or tokenizer_json(made) == content, told)
     return made

@@ -1,8 +1,8 @@
-"""A foreign checkpoint as a finished run: python scripts/import_checkpoint.py from=ckpt.pt out=RUN [meta=meta.pkl]
+"""A foreign checkpoint as a finished run: python scripts/import_checkpoint.py from=ckpt.pt out=RUN meta=meta.pkl
 
-from: nanoGPT's ckpt.pt, a Hugging Face folder (GPT-2, Llama, Qwen3, DeepSeek-V3), gpt2, gpt2-medium, gpt2-large or
-gpt2-xl. sample.py, compare.py, evaluate_lm.py and export_hf.py take the run, and train.py init_from=RUN trains it on.
-meta: nanoGPT's meta.pkl, which says what the tokens of a character-level model are; without it they are GPT-2's.
+from: what train.py's init_from= reads, as nanoGPT's ckpt.pt, a Hugging Face folder or gpt2. sample.py, compare.py,
+export_hf.py and evaluate_lm.py take the run. meta: nanoGPT's meta.pkl, the characters; without it the tokens of a
+ckpt.pt are GPT-2's.
 """
 
 import sys
@@ -12,8 +12,8 @@ from typing import Annotated
 from core.cli import run_script
 from core.files import expand
 from core.rundir import RunRequest, open_run
-from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, options, require
-from data.options import TextFileOptions
+from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, declared, options, require
+from data.options import RandomOptions
 from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.origin import read_origin, sha256_of
@@ -29,29 +29,26 @@ class ImportOptions:
 
 def import_run(asked: ImportOptions) -> int:
     origin = read_origin(asked.from_, asked.meta, "from")
-    require(not origin.state, f"from={asked.from_} is a run of this project already")
     out, tokenizer = expand(asked.out), origin.tokenizer
+    require(not origin.state, f"from={asked.from_} is a run of this project already")
     require(not out.exists() or (out.is_dir() and not any(out.iterdir())), f"out={asked.out} exists, and is not empty")
     if tokenizer is None:
-        raise ConfigError(f"from={asked.from_} has no tokenizer: neither tokenizer.json nor vocab.json and merges.txt")
+        raise ConfigError(f"from={asked.from_} has no tokens that are known: give meta=FILE, nanoGPT's meta.pkl")
     model = GPT(origin.config, tokenizer.vocab_size)
     origin.load_into(model)
-    groups = {name: getattr(origin.config, name) for name in asdict(origin.config)}
-    vocab_size = tokenizer.vocab_size if tokenizer.name == "bpe" else None
-    data = TextFileOptions(path=asked.from_, tokenizer=tokenizer.name, vocab_size=vocab_size)  # type: ignore[arg-type]
-    config = TrainConfig(**groups, data=data, max_iters=max(1, origin.step), out_dir=asked.out)
+    groups = {name: getattr(origin.config, name) for name in declared(type(origin.config))}
+    config = TrainConfig(**groups, data=RandomOptions(vocab_size=tokenizer.vocab_size), out_dir=asked.out)
     facts = Facts(
-        init_from={asked.from_: sha256_of(asked.from_)}, dtype="torch.float32", parameters=model.num_params(),
-        vocab_size=tokenizer.vocab_size,
-    )  # fmt: skip
+        init_from={asked.from_: sha256_of(asked.from_)}, corpus_sha256="unknown", parameters=model.num_params()
+    )
     state = RunState(origin.step, asdict(config), tokenizer.to_dict(), facts)
     with open_run(RunRequest(out, to_yaml(config), lambda _: "", 0)) as run:
         run.begin(to_yaml(config), origin.step)
-        for note in origin.notes:
-            run.log(f"from={asked.from_} {note}")
         run.save(origin.step, {"model": dict(model.state_dict()), "optimizer": {}}, state.to_json(), True, None)
         run.finish({"status": "done", "iter": origin.step, **facts.to_json()})
         run.status("done", iter=origin.step)
+        for note in origin.notes:
+            run.log(f"from={asked.from_} {note}")
         run.log(f"{run.path}: {model.num_params():,} parameters, {tokenizer.vocab_size} tokens ({tokenizer.name})")
         run.log(f"next: python sample.py run={run.path}")
     return 0

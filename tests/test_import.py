@@ -13,38 +13,29 @@ from conftest import TINY, Program
 from helpers.runs import lines
 from torch import Tensor
 from torch.nn import functional as F
+from variants import build
 
 import train
 from core.schema import ConfigError
 from data.tokenizer import PRINTABLE
 from model.gpt import GPT
+from model.options import ModelOptions
 from sample import load_asked_run
 from scripts import import_checkpoint
 from sweeps.plan import compose
-from training.config import load_config
+from training.config import TrainConfig, load_config
 from training.origin import read_origin
 
 CHARS = "\n !abcdefgh"
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": True, "dropout": 0.1}
 
 
-def nanogpt_weights(vocab_size: int, bias: bool = True) -> dict[str, Tensor]:
+def nanogpt_weights(rows: int, **settings: Any) -> dict[str, Tensor]:
     """Random, under nanoGPT's names, with what torch.compile and older versions add."""
-    g = torch.Generator().manual_seed(0)
-    C = 16
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (vocab_size, C), "wpe.weight": (12, C)}
-    shapes |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
-    for i in range(2):
-        linears = {"attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
-        layer: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linears.items()}
-        layer |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
-        layer |= {f"{ln}.{of}": (C,) for ln in ("ln_1", "ln_2") for of in ("weight", "bias")}
-        shapes |= {f"h.{i}.{name}": shape for name, shape in layer.items()}
-    state = {f"_orig_mod.transformer.{k}": 0.3 * torch.randn(shape, generator=g) for k, shape in shapes.items()}
-    state = {k: w for k, w in state.items() if bias or not k.endswith(".bias")}
-    state["_orig_mod.lm_head.weight"] = state["_orig_mod.transformer.wte.weight"]
-    state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12).tril()
-    return state
+    config = TrainConfig(model=ModelOptions(**SIZES | settings))
+    state = {f"_orig_mod.{name}": w for name, w in build(config, 0, torch.float32, rows).state_dict().items()}
+    masks = {"_orig_mod.transformer.h.0.attn.bias": torch.ones(1, 1, 12, 12).tril()}
+    return state | masks | {"_orig_mod.lm_head.weight": state["_orig_mod.transformer.wte.weight"]}
 
 
 def nanogpt_logits(state: dict[str, Tensor], idx: Tensor) -> Tensor:
@@ -67,22 +58,25 @@ def nanogpt_logits(state: dict[str, Tensor], idx: Tensor) -> Tensor:
     return norm(x, "ln_f") @ w["wte.weight"].T
 
 
-@pytest.fixture
-def nanogpt(tmp_path: Path) -> Path:
+def write_nanogpt(folder: Path, rows: int = len(CHARS), **settings: Any) -> Path:
     """A folder with ckpt.pt, as nanoGPT's train.py writes it, and meta.pkl."""
-    folder = tmp_path / "nano"
-    folder.mkdir()
-    args = {**SIZES, "vocab_size": len(CHARS)}
-    saved = {
-        "model": nanogpt_weights(len(CHARS)),
-        "model_args": args,
+    folder.mkdir(exist_ok=True)
+    saved = {"model": nanogpt_weights(rows, **settings), "model_args": {**SIZES, **settings, "vocab_size": rows}}
+    progress = {
         "iter_num": 7,
         "best_val_loss": torch.tensor(2.5),
+        "optimizer": {"state": {}},
+        "config": {"dataset": "x"},
     }
-    torch.save({**saved, "optimizer": {"state": {}}, "config": {"dataset": "x"}}, folder / "ckpt.pt")
+    torch.save(saved | progress, folder / "ckpt.pt")
     meta = {"vocab_size": len(CHARS), "itos": dict(enumerate(CHARS)), "stoi": {c: i for i, c in enumerate(CHARS)}}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
     return folder
+
+
+@pytest.fixture
+def nanogpt(tmp_path: Path) -> Path:
+    return write_nanogpt(tmp_path / "nano")
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
@@ -165,24 +159,26 @@ def test_anything_else_gets_one_line_that_says_what_can_be_read(
     assert "nanoGPT's ckpt.pt, a Hugging Face folder" in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "rows, notes", [(64, ["has 64 rows for 11 tokens: the last 53 are cut"]), (11, []), (300, None)]
-)
-def test_rows_past_the_tokenizer_are_cut_and_named(rows: int, notes: list[str] | None, nanogpt: Path) -> None:
-    saved = torch.load(nanogpt / "ckpt.pt")
-    torch.save(
-        {**saved, "model": nanogpt_weights(rows, bias=False), "model_args": {**SIZES, "bias": False}},
-        nanogpt / "ckpt.pt",
-    )
-    if notes is None:
-        with pytest.raises(ConfigError, match="its embedding has 300 rows, its tokenizer 11 tokens"):
-            read_origin(str(nanogpt / "ckpt.pt"), str(nanogpt / "meta.pkl"))
-        return
-    origin = read_origin(str(nanogpt / "ckpt.pt"), str(nanogpt / "meta.pkl"))
-    assert origin.notes == notes and origin.rows == rows
-    model = GPT(origin.config, 11)
-    origin.load_into(model)  # which has 11 rows
-    assert not origin.config.model.bias
+def test_rows_past_the_tokenizer_are_cut_and_named(tmp_path: Path) -> None:
+    for rows, notes in ((64, ["has 64 rows for 11 tokens: the last 53 are cut"]), (11, [])):
+        folder = write_nanogpt(tmp_path / "nano", rows, bias=False)
+        origin = read_origin(f"{folder}/ckpt.pt", f"{folder}/meta.pkl")
+        assert origin.notes == notes and not origin.config.model.bias
+        model = GPT(origin.config, 11)
+        origin.load_into(model)
+        theirs = nanogpt_weights(rows, bias=False)["_orig_mod.transformer.wte.weight"]
+        assert torch.equal(model.transformer.wte.weight, theirs[:11])
+    for rows in (10, 300):
+        write_nanogpt(tmp_path / "nano", rows)
+        with pytest.raises(ConfigError, match=f"its embedding has {rows} rows, its tokenizer 11 tokens"):
+            read_origin(f"{folder}/ckpt.pt", f"{folder}/meta.pkl")
+    with pytest.raises(ConfigError, match=r"Unexpected key.*q_norm"):  # a model that is not nanoGPT's any more
+        saved = torch.load(folder / "ckpt.pt")
+        torch.save(
+            {**saved, "model": saved["model"] | {"transformer.h.0.attn.q_norm.gain": torch.ones(8)}}, folder / "x.pt"
+        )
+        config = load_config(compose([*TINY, "data=text", f"data.path={__file__}", f"init_from={folder}/x.pt"]))
+        train.run(config)
 
 
 def gpt2_folder(folder: Path, base: bool = False, **settings: Any) -> Any:
@@ -225,17 +221,36 @@ def test_gpt2_as_the_hub_has_it_gives_its_logits(settings: dict[str, Any], base:
 
 def test_gpt2_is_trained_on_on_ones_own_text_by_one_command(tmp_path: Path, forked: Program) -> None:
     gpt2_folder(tmp_path / "gpt2")
-    (tmp_path / "my.txt").write_text("a bad cab faced a dead bed\n" * 100)
-    forked(
-        "train.py", "init_from=gpt2", "data=text", "data.path=my.txt", *free_of_model(TINY), "max_iters=2", "out_dir=o"
-    )
+    (tmp_path / "my.txt").write_text("a bad cab<|endoftext|> faced a dead bed\n" * 100)
+    words = ["init_from=gpt2", "data=text", "data.path=my.txt", *free_of_model(TINY), "max_iters=2"]
+    told = forked("train.py", *words, "out_dir=o").stderr
+    assert told.count("<|endoftext|> in a text is ordinary text: it ends no document") == 1
     run = load_asked_run(str(tmp_path / "o"), "latest", torch.device("cpu"))
     assert run.config.model.mlp == "gelu_tanh" and run.tokenizer.vocab_size == 300
-
-
-def test_a_model_of_the_hub_that_cannot_be_fetched_is_one_line(forked: Program) -> None:
-    refused = forked("train.py", "init_from=gpt2-medium", "out_dir=o", status=2, env={"HF_HUB_OFFLINE": "1"})
+    refused = forked("train.py", "init_from=gpt2-medium", "out_dir=x", status=2, env={"HF_HUB_OFFLINE": "1"})
     assert "init_from=gpt2-medium is not in the Hub's cache, and the Hub is out of reach" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("config.json", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true -> false"),
+        ("config.json", {"activation_function": "relu"}, "activation_function=relu must be gelu"),
+        ("config.json", {"n_layer": 1}, "transformer.h.1"),
+        ("config.json", {"model_type": "bert"}, "model_type=bert must be one of gpt2, llama"),
+        ("vocab.json", {"<|endoftext|>": -1}, "neither GPT-2's nor one of"),
+        ("vocab.json", {" a": 299, "<|endoftext|>": 300}, "is not"),
+    ],
+)
+def test_a_folder_of_another_model_or_tokenizer_is_refused(
+    file: str, change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    gpt2_folder(tmp_path / "gpt2")
+    content = json.loads((tmp_path / "gpt2" / file).read_text())
+    (tmp_path / "gpt2" / file).write_text(json.dumps(content | change))
+    with pytest.raises(ConfigError) as error:
+        read_origin(str(tmp_path / "gpt2"))
+    assert says in str(error.value) and "\n" not in str(error.value)
 
 
 # -----------------------------------------------------------------------------
@@ -272,5 +287,11 @@ def test_a_text_may_have_a_validation_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_import_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert import_checkpoint.main([f"out={tmp_path / 'run'}"]) == 2
-    assert "from= must be given" in capsys.readouterr().err
+    nano = write_nanogpt(tmp_path / "nano")
+    for words, said in (
+        ([], "from= must be given"),
+        ([f"from={nano}/ckpt.pt"], "has no tokens that are known: give meta=FILE"),
+        ([f"from={nano}/no.pt"], "no.pt does not exist"),
+    ):
+        assert import_checkpoint.main([f"out={tmp_path / 'run'}", *words]) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
