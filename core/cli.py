@@ -108,7 +108,7 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     for word, after in itertools.pairwise([*overrides, ""]):
-        if word.startswith("--") or word.endswith(".py"):
+        if word.startswith("--") or ("=" not in word and word.endswith(".py")):
             better = hint(word, schema, "" if "=" in after else after)
             require(better is None, f"{word} is unknown: write {better}")
     parsed = [parse(word) for word in overrides]

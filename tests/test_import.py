@@ -168,17 +168,15 @@ def test_rows_past_the_tokenizer_are_cut_and_named(tmp_path: Path) -> None:
         origin.load_into(model)
         theirs = nanogpt_weights(rows, bias=False)["_orig_mod.transformer.wte.weight"]
         assert torch.equal(model.transformer.wte.weight, theirs[:11])
+    saved = torch.load(folder / "ckpt.pt")
+    changed = saved["model"] | {"transformer.h.0.attn.q_norm.gain": torch.ones(8)}  # a model that is not nanoGPT's
+    torch.save({**saved, "model": changed}, folder / "x.pt")
+    with pytest.raises(ConfigError, match=r"not those of the checkpoint's settings: .*Unexpected key.*q_norm"):
+        read_origin(f"{folder}/x.pt", f"{folder}/meta.pkl").load_into(model)
     for rows in (10, 300):
         write_nanogpt(tmp_path / "nano", rows)
         with pytest.raises(ConfigError, match=f"its embedding has {rows} rows, its tokenizer 11 tokens"):
             read_origin(f"{folder}/ckpt.pt", f"{folder}/meta.pkl")
-    with pytest.raises(ConfigError, match=r"Unexpected key.*q_norm"):  # a model that is not nanoGPT's any more
-        saved = torch.load(folder / "ckpt.pt")
-        torch.save(
-            {**saved, "model": saved["model"] | {"transformer.h.0.attn.q_norm.gain": torch.ones(8)}}, folder / "x.pt"
-        )
-        config = load_config(compose([*TINY, "data=text", f"data.path={__file__}", f"init_from={folder}/x.pt"]))
-        train.run(config)
 
 
 def gpt2_folder(folder: Path, base: bool = False, **settings: Any) -> Any:
@@ -223,7 +221,7 @@ def test_gpt2_is_trained_on_on_ones_own_text_by_one_command(tmp_path: Path, fork
     gpt2_folder(tmp_path / "gpt2")
     (tmp_path / "my.txt").write_text("a bad cab<|endoftext|> faced a dead bed\n" * 100)
     words = ["init_from=gpt2", "data=text", "data.path=my.txt", *free_of_model(TINY), "max_iters=2"]
-    told = forked("train.py", *words, "out_dir=o").stderr
+    told = forked("train.py", *words, "out_dir=o", env={"XDG_CACHE_HOME": str(tmp_path)}).stderr
     assert told.count("<|endoftext|> in a text is ordinary text: it ends no document") == 1
     run = load_asked_run(str(tmp_path / "o"), "latest", torch.device("cpu"))
     assert run.config.model.mlp == "gelu_tanh" and run.tokenizer.vocab_size == 300
@@ -239,7 +237,7 @@ def test_gpt2_is_trained_on_on_ones_own_text_by_one_command(tmp_path: Path, fork
         ("config.json", {"n_layer": 1}, "transformer.h.1"),
         ("config.json", {"model_type": "bert"}, "model_type=bert must be one of gpt2, llama"),
         ("vocab.json", {"<|endoftext|>": -1}, "neither GPT-2's nor one of"),
-        ("vocab.json", {" a": 299, "<|endoftext|>": 300}, "is not"),
+        ("vocab.json", {" a": 299, "<|endoftext|>": 300}, "neither GPT-2's nor one of"),
     ],
 )
 def test_a_folder_of_another_model_or_tokenizer_is_refused(
@@ -270,7 +268,7 @@ def test_bins_are_read_as_nanogpt_wrote_them(nanogpt: Path, tmp_path: Path, fork
     tokens[:900].tofile(nanogpt / "train.bin")
     high = forked("train.py", *words, "out_dir=high", status=2).stderr
     assert "train.bin holds token 11, and its tokenizer, char, has 11" in high
-    tokens[:9].tofile(nanogpt / "train.bin")
+    tokens[:5].tofile(nanogpt / "train.bin")
     (nanogpt / "val.bin").unlink()
     assert "has no val.bin" in forked("train.py", *words, "out_dir=high", status=2).stderr
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from core import checkpoint
 from core.files import expand
-from core.schema import ConfigError, differences, flatten, one_line, require
+from core.schema import ConfigError, differences, flatten, require
 from data.options import BinOptions, FineWebOptions, TextFileOptions
 from data.tokenizer import TOKENIZERS, Tokenizer, from_dict
 from data.tokens import Corpus, split_of
@@ -61,10 +61,7 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
     origin = read_origin(config.init_from)
     misfits = misfits_of(origin, config, corpus.tokenizer)
     require(not misfits, f"init_from={config.init_from} does not fit (its value -> this run's): {', '.join(misfits)}")
-    try:
-        origin.load_into(model)
-    except RuntimeError as error:  # its settings promise other weights
-        raise ConfigError(f"init_from={config.init_from} cannot be loaded: {one_line(error)}") from error
+    origin.load_into(model)
     blocks: list[Any] = [*model.transformer.h]
     for block in blocks:
         block.weights.restart()

@@ -51,11 +51,14 @@ class Origin:
     step: int = 0
 
     def load_into(self, model: GPT) -> None:
-        """Rows past the tokenizer are cut."""
+        """Rows past the tokenizer are cut. Raises: ConfigError where the weights are not those of the settings."""
         weights = {**self.weights(model)}
         for name in weights.keys() & EMBEDDINGS:
             weights[name] = weights[name][: model.vocab_size]
-        model.load_state_dict(weights)
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ConfigError(f"the weights are not those of the checkpoint's settings: {one_line(error)}") from error
 
 
 def read_origin(name: str, meta: str | None = None, key: str = "init_from") -> Origin:
