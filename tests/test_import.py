@@ -12,7 +12,7 @@ import torch
 from conftest import TINY, Program
 from helpers.runs import lines
 from torch import Tensor
-from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 from variants import build
 
 import train
@@ -21,12 +21,12 @@ from data.tokenizer import PRINTABLE
 from model.gpt import GPT
 from model.options import ModelOptions
 from sample import load_asked_run
-from scripts import import_checkpoint
 from sweeps.plan import compose
 from training.config import TrainConfig, load_config
-from training.origin import read_origin
+from training.origin import read_file, read_origin
 
 CHARS = "\n !abcdefgh"
+NO_MODEL = [word for word in TINY if not word.startswith("model.")]
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": True, "dropout": 0.1}
 
 
@@ -39,36 +39,20 @@ def nanogpt_weights(rows: int, **settings: Any) -> dict[str, Tensor]:
 
 
 def nanogpt_logits(state: dict[str, Tensor], idx: Tensor) -> Tensor:
-    """The forward pass of nanoGPT's model.py, written out, in float64. idx: (B, T) -> (B, T, V)."""
-    w = {k.removeprefix("_orig_mod.").removeprefix("transformer."): x.double() for k, x in state.items()}
-    x = w["wte.weight"][idx] + w["wpe.weight"][: idx.size(1)]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w.get(f"{name}.bias"))
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
-
-    for i in range(2):
-        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in qkv.chunk(3, -1))  # (B, nh, T, hs)
-        att = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(torch.ones(idx.size(1), idx.size(1)).triu(1) > 0, -torch.inf)
-        x = x + linear((att.softmax(-1) @ v).transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
-        x = x + linear(F.gelu(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")), f"h.{i}.mlp.c_proj")
-    return norm(x, "ln_f") @ w["wte.weight"].T
+    """By transformers: GPT-2 with the exact GELU is nanoGPT's model.py, with linear weights transposed."""
+    sizes = {key: SIZES[key] for key in ("n_layer", "n_head", "n_embd")}
+    theirs = GPT2LMHeadModel(GPT2Config(len(CHARS), SIZES["block_size"], activation_function="gelu", **sizes)).eval()
+    named = {name.removeprefix("_orig_mod."): w for name, w in state.items()}
+    linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    theirs.load_state_dict({name: w.T if name.endswith(linear) else w for name, w in named.items()}, strict=False)
+    return theirs(idx).logits
 
 
 def write_nanogpt(folder: Path, rows: int = len(CHARS), **settings: Any) -> Path:
     """A folder with ckpt.pt, as nanoGPT's train.py writes it, and meta.pkl."""
     folder.mkdir(exist_ok=True)
     saved = {"model": nanogpt_weights(rows, **settings), "model_args": {**SIZES, **settings, "vocab_size": rows}}
-    progress = {
-        "iter_num": 7,
-        "best_val_loss": torch.tensor(2.5),
-        "optimizer": {"state": {}},
-        "config": {"dataset": "x"},
-    }
-    torch.save(saved | progress, folder / "ckpt.pt")
+    torch.save(saved | {"iter_num": 7, "best_val_loss": torch.tensor(2.5), "optimizer": {}}, folder / "ckpt.pt")
     meta = {"vocab_size": len(CHARS), "itos": dict(enumerate(CHARS)), "stoi": {c: i for i, c in enumerate(CHARS)}}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
     return folder
@@ -89,16 +73,18 @@ def test_a_nanogpt_checkpoint_becomes_a_run_with_its_logits(nanogpt: Path, tmp_p
     model, tokenizer, config, state = load_asked_run(str(tmp_path / "run"), "best", torch.device("cpu"))
     idx = torch.randint(len(CHARS), (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        assert close(model(idx)[0].double(), nanogpt_logits(nanogpt_weights(len(CHARS)), idx))
+        assert close(model(idx)[0], nanogpt_logits(nanogpt_weights(len(CHARS)), idx))
     assert tokenizer.decode(range(len(CHARS))) == CHARS and state["step"] == 7
     assert (config.model.bias, config.model.dropout, config.model.n_layer) == (True, 0.1, 2)
     assert forked("sample.py", "run=run", "start=a", "num_samples=1", "max_new_tokens=5").stdout.startswith("a")
-    again = forked("scripts/import_checkpoint.py", "from=nano/ckpt.pt", "out=run", "meta=nano/meta.pkl", status=2)
-    assert "out=run exists, and is not empty" in again.stderr
-
-
-def free_of_model(words: list[str]) -> list[str]:
-    return [word for word in words if not word.startswith("model.")]
+    for words, says in (
+        (["from=nano/ckpt.pt", "meta=nano/meta.pkl", "out=run"], "out=run exists, and is not empty"),
+        (["out=new"], "from= must be given"),
+        (["from=nano/ckpt.pt", "out=new"], "has no tokens that are known: give meta=FILE"),
+    ):
+        assert (
+            says in forked("scripts/import_checkpoint.py", *words, status=2).stderr and not (tmp_path / "new").exists()
+        )
 
 
 def test_a_command_takes_the_model_and_the_tokens_of_what_it_begins_from(
@@ -106,7 +92,7 @@ def test_a_command_takes_the_model_and_the_tokens_of_what_it_begins_from(
 ) -> None:
     forked("scripts/import_checkpoint.py", "from=nano/ckpt.pt", "out=run", "meta=nano/meta.pkl")
     (tmp_path / "own.txt").write_text("abc abd\n" * 200)  # fewer characters than the model has
-    words = ["init_from=run", "data=text", "data.path=own.txt", *free_of_model(TINY), "max_iters=2"]
+    words = ["init_from=run", "data=text", "data.path=own.txt", *NO_MODEL, "max_iters=2"]
     forked("train.py", *words, "out_dir=own")
     config = load_asked_run(str(tmp_path / "own"), "latest", torch.device("cpu"))
     assert config.tokenizer.pieces == [c.encode() for c in CHARS] and config.config.model.n_embd == 16
@@ -136,27 +122,22 @@ def test_no_pickle_of_a_stranger_runs(nanogpt: Path, tmp_path: Path, monkeypatch
     assert not (tmp_path / "evil").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("x.pt", {"weights": 1}, "it is not what nanoGPT writes: KeyError: 'model_args'"),
-        ("x.pt", {"model": {}, "model_args": {}, "iter_num": 0}, "KeyError: 'transformer.wte.weight'"),
-        ("x.bin", None, "cannot be read; what can be read: a run"),
-        ("x.pt", b"text", "it is not what nanoGPT writes"),
-    ],
-)
 def test_anything_else_gets_one_line_that_says_what_can_be_read(
-    name: str, content: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if isinstance(content, dict):
-        torch.save(content, name)
-    else:
-        Path(name).write_bytes(content or b"")
-    with pytest.raises(ConfigError) as error:
-        read_origin(name)
-    assert str(error.value).startswith(f"init_from={name}") and says in str(error.value)
-    assert "nanoGPT's ckpt.pt, a Hugging Face folder" in str(error.value) and "\n" not in str(error.value)
+    torch.save({"weights": 1}, "a.pt")
+    torch.save({"model": {}, "model_args": {}, "iter_num": 0}, "b.pt")
+    for name in ("c.pt", "d.bin"):
+        Path(name).write_bytes(b"text")
+    for name, says in (
+        ("a.pt", "is not what nanoGPT writes: KeyError: 'model_args'"), ("b.pt", "KeyError: 'transformer.wte.weight'"),
+        ("c.pt", "is not what nanoGPT writes"), ("d.bin", "cannot be read; what can be read: a run"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            read_origin(name)
+        assert str(error.value).startswith(f"init_from={name}") and says in str(error.value)
+        assert "nanoGPT's ckpt.pt, a Hugging Face folder" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_rows_past_the_tokenizer_are_cut_and_named(tmp_path: Path) -> None:
@@ -181,8 +162,6 @@ def test_rows_past_the_tokenizer_are_cut_and_named(tmp_path: Path) -> None:
 
 def gpt2_folder(folder: Path, base: bool = False, **settings: Any) -> Any:
     """What the Hub has of GPT-2, in small: 300 tokens. Returns transformers' model."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=2, n_head=2, **settings)
     model = GPT2LMHeadModel(config).eval()
@@ -220,7 +199,7 @@ def test_gpt2_as_the_hub_has_it_gives_its_logits(settings: dict[str, Any], base:
 def test_gpt2_is_trained_on_on_ones_own_text_by_one_command(tmp_path: Path, forked: Program) -> None:
     gpt2_folder(tmp_path / "gpt2")
     (tmp_path / "my.txt").write_text("a bad cab<|endoftext|> faced a dead bed\n" * 100)
-    words = ["init_from=gpt2", "data=text", "data.path=my.txt", *free_of_model(TINY), "max_iters=2"]
+    words = ["init_from=gpt2", "data=text", "data.path=my.txt", *NO_MODEL, "max_iters=2"]
     told = forked("train.py", *words, "out_dir=o", env={"XDG_CACHE_HOME": str(tmp_path)}).stderr
     assert told.count("<|endoftext|> in a text is ordinary text: it ends no document") == 1
     run = load_asked_run(str(tmp_path / "o"), "latest", torch.device("cpu"))
@@ -229,26 +208,23 @@ def test_gpt2_is_trained_on_on_ones_own_text_by_one_command(tmp_path: Path, fork
     assert "init_from=gpt2-medium is not in the Hub's cache, and the Hub is out of reach" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "says"),
-    [
+def test_a_folder_of_another_model_or_tokenizer_is_refused(tmp_path: Path) -> None:
+    gpt2_folder(tmp_path)
+    for name, change, says in (
         ("config.json", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true -> false"),
         ("config.json", {"activation_function": "relu"}, "activation_function=relu must be gelu"),
         ("config.json", {"n_layer": 1}, "transformer.h.1"),
         ("config.json", {"model_type": "bert"}, "model_type=bert must be one of gpt2, llama"),
         ("vocab.json", {"<|endoftext|>": -1}, "neither GPT-2's nor one of"),
         ("vocab.json", {" a": 299, "<|endoftext|>": 300}, "neither GPT-2's nor one of"),
-    ],
-)
-def test_a_folder_of_another_model_or_tokenizer_is_refused(
-    file: str, change: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    gpt2_folder(tmp_path / "gpt2")
-    content = json.loads((tmp_path / "gpt2" / file).read_text())
-    (tmp_path / "gpt2" / file).write_text(json.dumps(content | change))
-    with pytest.raises(ConfigError) as error:
-        read_origin(str(tmp_path / "gpt2"))
-    assert says in str(error.value) and "\n" not in str(error.value)
+    ):
+        content = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(json.dumps(json.loads(content) | change))
+        with pytest.raises(ConfigError) as error:
+            read_origin(str(tmp_path))
+        assert says in str(error.value) and "\n" not in str(error.value)
+        (tmp_path / name).write_text(content)
+        read_file.cache_clear()
 
 
 # -----------------------------------------------------------------------------
@@ -282,14 +258,3 @@ def test_a_text_may_have_a_validation_file_of_its_own(tmp_path: Path) -> None:
     assert (summary["vocab_size"], summary["tokens"], summary["held_out_tokens"]) == (4, 480, 80)
     with pytest.raises(ConfigError, match="is what is held out: there are no folds"):
         load_config(compose([*words, "data.fold=1"]))
-
-
-def test_the_import_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nano = write_nanogpt(tmp_path / "nano")
-    for words, said in (
-        ([], "from= must be given"),
-        ([f"from={nano}/ckpt.pt"], "has no tokens that are known: give meta=FILE"),
-        ([f"from={nano}/no.pt"], "no.pt does not exist"),
-    ):
-        assert import_checkpoint.main([f"out={tmp_path / 'run'}", *words]) == 2
-        assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
