@@ -40,8 +40,8 @@ def nanogpt_weights(rows: int, **settings: Any) -> dict[str, Tensor]:
 
 def nanogpt_logits(state: dict[str, Tensor], idx: Tensor) -> Tensor:
     """By transformers: GPT-2 with the exact GELU is nanoGPT's model.py, with linear weights transposed."""
-    sizes = {key: SIZES[key] for key in ("n_layer", "n_head", "n_embd")}
-    theirs = GPT2LMHeadModel(GPT2Config(len(CHARS), SIZES["block_size"], activation_function="gelu", **sizes)).eval()
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 12, "vocab_size": len(CHARS)}
+    theirs = GPT2LMHeadModel(GPT2Config(activation_function="gelu", **sizes)).eval()
     named = {name.removeprefix("_orig_mod."): w for name, w in state.items()}
     linear = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     theirs.load_state_dict({name: w.T if name.endswith(linear) else w for name, w in named.items()}, strict=False)
