@@ -2,12 +2,10 @@
 
 import codecs
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from core import checkpoint
 from core.cli import run_script
@@ -37,6 +35,7 @@ class SampleConfig:
     top_p: Annotated[
         float | None, Between(0, 1, "(]"), Help("sample from the fewest tokens with so much probability; null: off")
     ] = None
+    stop: Annotated[str | None, NOT_EMPTY, Help("end a sample before this text; null: at max_new_tokens")] = None
     seed: Seed = 1337
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -52,12 +51,45 @@ def sample(config: SampleConfig) -> int:
     tokens = generate(
         model, idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed, dtype
     )
-    columns = list(print_first(prompt, tokens, tokenizer) if config.stream else tokens)
-    rows = torch.stack(columns, 1).tolist()  # (B, max_new_tokens)
-    for i, row in enumerate(rows):
-        print("" if config.stream and i == 0 else prompt + tokenizer.decode(row))
+    texts = [Text(tokenizer, config.stop or "") for _ in range(config.num_samples)]
+    print(prompt if config.stream else "", end="", flush=True)
+    for column in tokens:
+        for text, token in zip(texts, column.tolist(), strict=True):
+            text.add(token)
+        print(texts[0].new() if config.stream else "", end="", flush=True)
+        if all(text.ended for text in texts):
+            break
+    for i, text in enumerate(texts):
+        text.add(None)
+        print(text.new() if config.stream and i == 0 else prompt + text.text)
         print("---------------")
     return 0
+
+
+class Text:
+    """The text of a sample while its tokens come: up to `stop`, or to the separator, with which its document ends."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: str) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        self.text, self.shown, self.ended = "", 0, False
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int | None) -> None:
+        """token: None after the last one."""
+        if self.ended:
+            return
+        last = token is None or token == self.tokenizer.separator
+        before = len(self.text)
+        self.text += self.utf8.decode(b"" if last else self.tokenizer.pieces[token or 0], final=last)
+        at = self.text.find(self.stop, max(0, before - len(self.stop))) if self.stop else -1
+        self.text = self.text if at < 0 else self.text[:at]
+        self.ended = last or at >= 0
+
+    def new(self) -> str:
+        """What was added since the last call, but for an end in which `stop` may begin."""
+        begin, held = self.shown, 0 if self.ended else len(self.stop) - 1
+        self.shown = max(begin, len(self.text) - max(0, held))
+        return self.text[begin : self.shown]
 
 
 class LoadedRun(NamedTuple):
@@ -107,16 +139,6 @@ def read_prompt(start: str) -> str:
         start = read_text(start.removeprefix("FILE:"), f"start={start}")
     require(start != "", "start= must hold at least one character")
     return start
-
-
-def print_first(prompt: str, tokens: Iterable[Tensor], tokenizer: Tokenizer) -> Iterator[Tensor]:
-    """Yield the tokens (B,), and print the first row while they come, a character as soon as its last byte is there."""
-    print(prompt, end="", flush=True)
-    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        print(utf8.decode(tokenizer.pieces[int(token[0])]), end="", flush=True)
-        yield token
-    print(utf8.decode(b"", final=True), end="", flush=True)
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ from core.files import ROOT, load_yaml
 from core.help import Presets, help_text
 from core.process import guarded
 from core.schema import (
-    AlsoCalled,
     ConfigError,
     Loads,
     Setting,
@@ -108,6 +107,10 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    for word, after in itertools.pairwise([*overrides, ""]):
+        if word.startswith("--") or ("=" not in word and word.endswith(".py")):
+            better = hint(word, schema, "" if "=" in after else after)
+            require(better is None, f"{word} is unknown: write {better}")
     parsed = [parse(word) for word in overrides]
     for word in overrides:
         require(not word.lstrip("+").startswith("hydra"), f"{word} has no effect: Hydra composes the settings, no more")
@@ -130,14 +133,20 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in nested.items()}
 
 
-def load_early(schema: type, overrides: list[str]) -> None:
-    """Import the plugins that the command line names, else those of the chosen presets' files: Hydra must know their
-    options before it composes."""
+def values_of(overrides: list[str]) -> dict[str, Any]:
+    """What the command line names, with its values."""
     given: dict[str, Any] = {}
     for word in overrides:
         with contextlib.suppress(ConfigError):  # beside --help anything may stand
             parsed = parse(word)
             given[parsed.key_or_group] = parsed.value()
+    return given
+
+
+def load_early(schema: type, overrides: list[str]) -> None:
+    """Import the plugins that the command line names, else those of the chosen presets' files: Hydra must know their
+    options before it composes."""
+    given = values_of(overrides)
     presets = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in preset_files(schema) if group in given]
     contents = []
     for file in presets:
@@ -155,22 +164,28 @@ def register_with_hydra(schema: type, overrides: list[str]) -> None:
     """Load plugins, then tell Hydra the defaults and the options of every group, so that YAML files hold presets alone.
 
     configs/GROUP/NAME.yaml is a preset; configs/GROUP/OPTION/MODEL.yaml holds the values of an option for model=MODEL.
+    What schema.begun_with() has of a group stands for its defaults, and for the preset of model=.
     """
     from hydra.core.config_store import ConfigStore
 
     load_early(schema, overrides)
-    store, known = ConfigStore.instance(), declared(schema)
+    store, known, given = ConfigStore.instance(), declared(schema), values_of(overrides)
+    begun = schema.begun_with(given) if hasattr(schema, "begun_with") else {}
     chosen: dict[str, str | None] = {}
     for group, setting in known.items():
+        values = begun.get(group, {})
         for option, cls in setting.options.items():
             node = asdict(cls(name=option))
-            if (CONFIG_DIR / group / option).is_dir():
+            if values.keys() <= node.keys() and values.get("name", option) == option:
+                node |= values
+            if (CONFIG_DIR / group / option).is_dir() and ("model" in given or not begun):
                 node["defaults"] = ["_self_", {f"optional {option}@_here_": "${model}"}]
             store.store(name=option, group=group, node=node)
-            chosen[group] = setting.default.name
-    rest = {key: value for key, value in asdict(schema()).items() if key not in chosen}
+            chosen[group] = values.get("name", setting.default.name)
+    rest = {key: begun.get(key, value) for key, value in asdict(schema()).items() if key not in chosen}
     # presets last: they may choose the option of another group
-    chosen |= {group: known[group].default.name if group in known else None for group in preset_files(schema)}
+    for group in preset_files(schema):
+        chosen[group] = known[group].default.name if group in known and group not in begun else chosen.get(group)
     defaults = ["_self_", *({group: option} for group, option in chosen.items())]
     store.store(name=schema.__name__, node={"defaults": defaults, **rest})
 
@@ -233,7 +248,7 @@ def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
     unknown = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
     if unknown:
         override = next((o for o in overrides if o.lstrip("+~").split("=")[0] == unknown[1]), unknown[1])
-        return f"{override} {unknown_key(unknown[1], schema, overrides)}"
+        return f"{override} {unknown_key(unknown[1], schema, overrides, override)}"
     for override in overrides:
         group, _, option = override.lstrip("+").partition("=")
         known = options_of(schema).get(group, [option])
@@ -243,8 +258,8 @@ def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
     return text
 
 
-def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
-    """What there is to say of a key that no chosen option has."""
+def unknown_key(key: str, schema: type, overrides: list[str], word: str) -> str:
+    """What there is to say of a key that no chosen option has. word: the override, key=value."""
     program = getattr(schema, "elsewhere", {}).get(key.split(".")[0])
     if program is not None:
         return f"is an override for {program}"
@@ -254,13 +269,26 @@ def unknown_key(key: str, schema: type, overrides: list[str]) -> str:
     owners = [option for option, cls in options.items() if leaf in declared(cls)]
     if owners:
         return f"is unknown: {leaf} belongs to {' and '.join(f'{group}={option}' for option in owners)}"
+    if (better := hint(word, schema)) is not None:
+        return f"is unknown; did you mean {better}?"
     chosen = dict(o.lstrip("+").partition("=")[::2] for o in overrides).get(group, "")
-    for name, setting in settings.items():  # nanoGPT's flat names, and those of another group
-        if leaf == name.rpartition(".")[2] or leaf in (setting.one(AlsoCalled) or ()):
-            return f"is unknown; did you mean {name}?"
     if chosen in options:
         return f"is unknown{did_you_mean(leaf, declared(options[chosen]), group + '.')}"
     return f"is unknown{did_you_mean(key, [k for k in settings if k.rpartition('.')[0] == group])}"
+
+
+def hint(word: str, schema: type, after: str = "") -> str | None:
+    """What to write for a word that another program takes: n_layer=4, --n-layer 4, config/train_gpt2.py, or a key that
+    is in another group; None for others. after: the next word."""
+    key, equals, value = word.lstrip("-+").partition("=")
+    value = value if equals else after or "..."
+    key = key if key.endswith(".py") else key.rpartition(".")[2].replace("-", "_")
+    table = getattr(schema, "foreign", {})
+    for wanted in (f"{key}={value.lower()}", key, Path(key).suffix):
+        if wanted in table:
+            return str(table[wanted]).format(value)
+    name = next((name for name in every_setting(schema) if name.rpartition(".")[2] == key), None)
+    return None if name is None else f"{name}={value}"
 
 
 # -----------------------------------------------------------------------------

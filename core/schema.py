@@ -91,10 +91,6 @@ class Variants:
     says: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-class AlsoCalled(tuple[str, ...]):
-    """What other programs call the setting: AlsoCalled(["lr"])."""
-
-
 @dataclass(frozen=True)
 class Loads:
     """Called with the setting's value before settings without this note are converted."""
@@ -225,7 +221,7 @@ TYPE_NAMES: dict[Any, list[str]] = {
 
 def convert(value: Any, hint: Any, key: str) -> Any:
     """`value` as the type `hint`: exact, but for an integer where a float is asked for and a list where a tuple is."""
-    require(value != REQUIRED, f"{key}= must be given")
+    require(value != REQUIRED, f"{key.removesuffix('_')}= must be given")  # as from=, whose field is from_
     if isinstance(value, str):
         good = not any("\ud800" <= letter <= "\udfff" for letter in value)  # what Python makes of other bytes
         require(good, f"{key}={value!a} must be Unicode text")

@@ -161,13 +161,14 @@ def download_tiny_shakespeare() -> bytes:
         raise ConfigError(f"{what} cannot be loaded: {one_line(error)}") from error
 
 
-def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION) -> str | None:
-    """Why the Hub cannot be used, or None if it can. load_dataset is not asked: it retries for minutes if a server
-    accepts and never answers."""
+def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION, kind: str = "dataset") -> str | None:
+    """Why the Hub cannot be used, or None if it can. kind: of the repository, dataset or model. load_dataset is not
+    asked: it retries for minutes if a server accepts and never answers."""
     from huggingface_hub import HfApi
 
     # without `expand` the answer lists every file, which takes too long for FineWeb
-    return probe(lambda: HfApi().dataset_info(repo, revision=revision, expand=["sha"], timeout=PROBE_SECONDS))
+    wanted: Any = {"revision": revision, "repo_type": kind, "expand": ["sha"], "timeout": PROBE_SECONDS}
+    return probe(lambda: HfApi().repo_info(repo, **wanted))
 
 
 def probe(ask: Callable[[], object]) -> str | None:

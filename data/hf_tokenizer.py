@@ -1,9 +1,21 @@
-"""Our tokenizers as tokenizer.json, the format of the library `tokenizers`."""
+"""Our tokenizers as tokenizer.json, the format of the library `tokenizers`, and back; GPT-2's own files."""
 
 import json
+from pathlib import Path
 from typing import Any
 
-from data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, bytes_to_printable
+from core.files import read_json
+from core.schema import ConfigError, require
+from data.corpora import read_text
+from data.tokenizer import (
+    SEPARATOR,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    bytes_to_printable,
+    printable_to_bytes,
+)
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -35,3 +47,31 @@ def merges(tokens: list[bytes]) -> list[tuple[str, str]]:
     known = set(tokens)
     cuts = ((token[:i], token[i:]) for token in tokens for i in range(1, len(token)))
     return [(bytes_to_printable(a), bytes_to_printable(b)) for a, b in cuts if a in known and b in known]
+
+
+def folder_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face folder: GPT-2's vocab.json and merges.txt, or what tokenizer_json() writes; None
+    without one. Raises: ConfigError for another."""
+    pair, content = folder / "merges.txt", read_json(folder / "tokenizer.json")
+    model = {"vocab": read_json(folder / "vocab.json")} if pair.is_file() else content.get("model", {})
+    vocab, told = (
+        model.get("vocab"),
+        f"{folder} has a tokenizer that is neither GPT-2's nor one of scripts/export_hf.py",
+    )
+    if not vocab:
+        return None
+    try:
+        tokens = sorted(vocab, key=vocab.__getitem__)
+        learnt = [] if model.get("type") == "WordLevel" else [printable_to_bytes(t) for t in tokens if t != SEPARATOR]
+        special = SEPARATOR in json.dumps([vocab, content.get("added_tokens")])
+        made: Tokenizer = BPETokenizer(learnt, special) if learnt else CharTokenizer("".join(tokens))
+    except (AttributeError, TypeError, KeyError, AssertionError) as error:
+        raise ConfigError(told) from error
+    if learnt == ByteTokenizer.pieces and not special:
+        made = ByteTokenizer()
+    if pair.is_file():
+        joins = [line.replace(" ", "") for line in read_text(str(pair), pair.name).split("\n")]
+        in_order = [join for join in joins if join and not join.startswith("#version")] == tokens[256 : len(learnt)]
+        require(in_order and [vocab[token] for token in tokens] == [*range(len(vocab))], told)
+    require(pair.is_file() or tokenizer_json(made) == content, told)
+    return made

@@ -80,6 +80,22 @@ class TextFileOptions(FoldedTextOptions):
 
     name: str = "text"
     path: Annotated[str, MOVABLE, NOT_EMPTY, Help("the file")] = REQUIRED
+    val_path: Annotated[str | None, MOVABLE, NOT_EMPTY, Help("a file to hold out; null: a part of data.path")] = None
+
+    def check(self) -> None:
+        super().check()
+        told = f"data.val_path={self.val_path} is what is held out: there are no folds"
+        require(self.val_path is None or self.fold is None, told)
+
+
+@options
+class BinOptions:
+    """nanoGPT's train.bin, val.bin and meta.pkl (without it GPT-2's tokens)"""
+
+    name: str = "bin"
+    path: Annotated[str, MOVABLE, NOT_EMPTY, Help("their folder")] = REQUIRED
+    verify: Annotated[bool, FREE, Help("hash both files at each start; false: once a machine")] = False
+    on_device: OnDevice = "auto"
 
 
 @options
@@ -114,9 +130,9 @@ class RandomOptions:
         require(fits, f"data.val_tokens={self.val_tokens} must be < data.n_tokens={self.n_tokens}")
 
 
-CorpusOptions = FoldedTextOptions | FineWebOptions | RandomOptions
+CorpusOptions = FoldedTextOptions | FineWebOptions | BinOptions | RandomOptions
 TEXTS: list[Any] = [TinyShakespeareOptions, PythonDocsOptions, PythonSourceOptions, TextFileOptions]
-CORPORA: dict[str, type] = {corpus.name: corpus for corpus in [*TEXTS, FineWebOptions, RandomOptions]}
+CORPORA: dict[str, type] = {corpus.name: corpus for corpus in [*TEXTS, BinOptions, FineWebOptions, RandomOptions]}
 
 
 @options

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from core.files import cache_folder, expand, file_sha256, parse_object
+from core.files import cache_folder, expand, file_sha256, parse_object, read_json, write_json
 from core.schema import ConfigError, require, show
 from data.corpora import data_folders, read_bytes
 from data.options import FineWebOptions
@@ -80,18 +80,24 @@ def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
 
 
 def verify_shard(file: Path, tokens: np.ndarray, sha256: str, vocab_size: int, again: bool) -> None:
-    """Raise ConfigError for a file whose content is not what its index says. Remembers the files that are good."""
-    stat = file.stat()
-    identity = json.dumps([str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, sha256, vocab_size])
-    seen = cache_folder() / "verified" / hashlib.sha256(identity.encode()).hexdigest()
-    if seen.exists() and not again:
-        return
-    require(file_sha256(file) == sha256, f"{file} has another SHA-256: {CHANGED}")
-    highest = int(tokens.max(initial=0))
+    """Raise ConfigError for a file whose content is not what its index says."""
+    found, highest = measured(file, tokens, again)
+    require(found == sha256, f"{file} has another SHA-256: {CHANGED}")
     require(highest < vocab_size, f"{file} holds token {highest}, its tokenizer has {vocab_size}")
-    with suppress(OSError):  # a read-only cache: the next start verifies it again
-        seen.parent.mkdir(parents=True, exist_ok=True)
-        seen.touch()
+
+
+def measured(file: Path, tokens: np.ndarray, again: bool) -> tuple[str, int]:
+    """SHA-256 and highest token of a file, computed once a machine, or `again`."""
+    stat = file.stat()
+    identity = json.dumps([str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
+    seen = cache_folder() / "verified" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
+    found = {} if again else read_json(seen)
+    if not found:
+        found = {"sha256": file_sha256(file), "highest": int(tokens.max(initial=0))}
+        with suppress(OSError):  # a read-only cache: the next start reads the file again
+            seen.parent.mkdir(parents=True, exist_ok=True)
+            write_json(seen, found)
+    return found["sha256"], found["highest"]
 
 
 def find_shards(config: FineWebOptions) -> Path:

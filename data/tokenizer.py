@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
@@ -137,7 +138,9 @@ class BPETokenizer(Tokenizer):
         return {"name": self.name, "separator": self.separator is not None, "tokens": tokens}
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of the text. A "<|endoftext|>" in it is encoded as ordinary text."""
+        """Token ids of the text. A "<|endoftext|>" in it is encoded as ordinary text, with a warning."""
+        if SEPARATOR in text:
+            warnings.warn(f"{SEPARATOR} in a text is ordinary text: it ends no document", stacklevel=2)
         try:
             text.encode()
         except UnicodeEncodeError:  # bytes of the command line that are not UTF-8 arrive as lone surrogates

@@ -11,10 +11,18 @@ import numpy as np
 
 from core.files import cache_folder
 from core.schema import require
-from data.corpora import creating, load_text, write_cache
+from data.corpora import creating, load_text, read_text, write_cache
 from data.folds import Ranges, Split, leak_split, split
-from data.options import CorpusOptions, FineWebOptions, FoldedTextOptions, RandomOptions
-from data.shards import Tokens, open_shards
+from data.nanogpt import open_bins
+from data.options import (
+    BinOptions,
+    CorpusOptions,
+    FineWebOptions,
+    FoldedTextOptions,
+    RandomOptions,
+    TextFileOptions,
+)
+from data.shards import Shards, Tokens, open_shards
 from data.tokenizer import (
     PRE_TOKENS,
     NoText,
@@ -36,32 +44,49 @@ class Corpus(NamedTuple):
     split: Split
 
 
-def load_corpus(config: CorpusOptions, block_size: int, saved: dict[str, Any] | None = None) -> Corpus:
-    """saved: the state of a checkpoint. A run that resumes on the same text keeps its merges, even if a newer library
-    would learn others, or GPT-2's cannot be fetched. Raises: ConfigError."""
+def load_corpus(config: CorpusOptions, block_size: int, known: dict[str, Any] | None = None) -> Corpus:
+    """known: the state of a checkpoint, whose tokens a run that resumes on the same text keeps, even if a newer library
+    would learn others, or GPT-2's cannot be fetched; or {"tokenizer": …} of init_from. Raises: ConfigError."""
     if isinstance(config, FineWebOptions):
         return load_fineweb(config)
     if isinstance(config, RandomOptions):
         return random_tokens(config)
-    text = load_text(config)
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    tokenizer = kept_merges(config, saved or {}, sha256)
+    if isinstance(config, BinOptions):
+        return in_two(*open_bins(config, from_dict(known["tokenizer"]) if known else None))
+    texts = [load_text(config)]
+    if isinstance(config, TextFileOptions) and config.val_path is not None:
+        texts.append(read_text(config.val_path, f"data.val_path={config.val_path}"))
+    hashes = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+    sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+    tokenizer = kept(config, known or {}, sha256)
     if tokenizer is None and config.tokenizer == "bpe":
-        tokenizer = learnt_tokenizer(text, sha256, config.bpe_vocab_size)
+        tokenizer = learnt_tokenizer("".join(texts), sha256, config.bpe_vocab_size)
     elif tokenizer is None:
-        tokenizer = build_tokenizer(config.tokenizer, text)
-    tokens = encoded(text, sha256, tokenizer) if config.tokenizer in ("bpe", "gpt2") else tokenizer.encode(text)
-    return Corpus(sha256, tokenizer, tokens, split_of(config, len(tokens), block_size))
+        tokenizer = build_tokenizer(config.tokenizer, "".join(texts))
+    slow = config.tokenizer in ("bpe", "gpt2")
+    tokens = [
+        encoded(text, part, tokenizer) if slow else tokenizer.encode(text)
+        for text, part in zip(texts, hashes, strict=True)
+    ]
+    if len(tokens) == 2:
+        return in_two(sha256, tokenizer, tokens)
+    return Corpus(sha256, tokenizer, tokens[0], split_of(config, len(tokens[0]), block_size))
 
 
-def kept_merges(config: FoldedTextOptions, saved: dict[str, Any], sha256: str) -> Tokenizer | None:
-    """The tokenizer of a checkpoint's state, if it has merges, and is of this text and size."""
-    known = saved.get("tokenizer", {})
-    name = known.get("name")
-    if name not in ("bpe", "gpt2") or name != config.tokenizer or saved.get("corpus_sha256") != sha256:
+def in_two(sha256: str, tokenizer: Tokenizer, parts: list[np.ndarray]) -> Corpus:
+    """A corpus of two parts: train on the first, hold out the second."""
+    tokens, n_train = Shards(parts), len(parts[0])
+    return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, len(tokens)),)))
+
+
+def kept(config: FoldedTextOptions, known: dict[str, Any], sha256: str) -> Tokenizer | None:
+    """The known tokenizer, if it is of the kind and size that the settings ask for, and not learnt from another text
+    than the run has now."""
+    saved = known.get("tokenizer", {})
+    if saved.get("name") != config.tokenizer or known.get("corpus_sha256", sha256) != sha256:
         return None
-    tokenizer = from_dict(known)
-    return tokenizer if config.tokenizer == "gpt2" or tokenizer.vocab_size == config.bpe_vocab_size else None
+    tokenizer = from_dict(saved)
+    return tokenizer if config.tokenizer != "bpe" or tokenizer.vocab_size == config.bpe_vocab_size else None
 
 
 def split_of(config: FoldedTextOptions | RandomOptions, n_tokens: int, block_size: int) -> Split:

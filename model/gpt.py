@@ -594,21 +594,23 @@ class RMSNorm(nn.RMSNorm):
 
 
 class MLP(nn.Module):
-    """Linear, GELU, linear (GPT-2), or SwiGLU: silu(gate) * up between the two (Llama)."""
+    """Linear, GELU (GPT-2: its tanh approximation), linear; or SwiGLU: silu(gate) * up between the two (Llama)."""
 
     def __init__(self, config: ModelOptions):
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
-        self.swiglu = config.mlp == "swiglu"
-        widths = [hidden, hidden] if self.swiglu else [hidden]  # gate and up, or one
+        self.activation = config.mlp
+        widths = [hidden, hidden] if config.mlp == "swiglu" else [hidden]  # gate and up, or one
         self.c_fc = FusedLinear(config.n_embd, widths, bias=config.bias)
         self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.c_fc(x)  # (B, T, hidden), or gate and up: (B, T, 2 hidden)
-        if self.swiglu:
+        if self.activation == "swiglu":
             gate, up = x.chunk(2, -1)
             x = F.silu(gate) * up
+        elif self.activation == "gelu_tanh":
+            x = F.gelu(x, approximate="tanh")
         else:
             x = ops.gelu(x)
         return self.c_proj(x)

@@ -1,16 +1,17 @@
-"""A GPT as Hugging Face's GPT-2, Llama, Qwen3 or DeepSeek-V3: their config.json and their names of the weights.
+"""A GPT as Hugging Face's GPT-2, Llama, Qwen3 or DeepSeek-V3, and back: config.json, and their names of the weights.
 
 Settings that no architecture has, such as an Lp QK norm, are refused.
 """
 
 import math
+import re
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.schema import flatten, require, show
+from core.schema import differences, flatten, require, settings_of, show
 from model.gpt import GPT
 from model.options import GPTConfig
 
@@ -20,8 +21,8 @@ State = dict[str, Tensor]
 LLAMA = {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu",), "model.position": ("rope",)}
 ARCHITECTURES: dict[str, dict[str, tuple[Any, ...]]] = {  # setting -> the values that it supports
     "GPT2": {
-        "attention.name": ("mha",), "qk_norm.name": ("none",), "model.norm": ("layernorm",), "model.mlp": ("gelu",),
-        "model.position": ("learned",),
+        "attention.name": ("mha",), "qk_norm.name": ("none",), "model.norm": ("layernorm",),
+        "model.mlp": ("gelu", "gelu_tanh"), "model.position": ("learned",),
     },
     "DeepseekV3": {"attention.name": ("mla",), "qk_norm.name": ("none",), **LLAMA},
     "Qwen3": {"attention.name": ("mha", "gqa"), "qk_norm.name": ("rms",), **LLAMA, "model.bias": (False,)},
@@ -39,157 +40,216 @@ def architecture_of(config: GPTConfig) -> str:
         closest = "GPT2"
     else:
         closest = "Llama" if config.qk_norm.name == "none" else "Qwen3"
-    reasons = misfits(config, closest)
-    require(
-        not reasons,
-        f"no Hugging Face architecture fits this run; the closest, {closest}, does not have {', '.join(reasons)}",
+    wrong, settings = misfits(config, closest), flatten(asdict(config))
+    reasons = ", ".join(
+        f"{key}={show(settings.get(key, settings.get(f'{key}.name')))} (only {only})"
+        for key, (only, _) in wrong.items()
     )
+    better = {key: value for key, (_, value) in wrong.items()}
+    if "model.position" in better:
+        better["model.rope_theta"] = 1e4 if better["model.position"] == "rope" else None
+    if "qk_norm" in better and "attention.qk_norm_layout" in settings:
+        better["attention.qk_norm_layout"] = "blockwise"  # unified needs a QK norm
+    nearest = " ".join(f"{key}={show(value)}" for key, value in {"model": config.model.name, **better}.items())
+    told = f"no Hugging Face architecture fits this run; the closest, {closest}, does not have {reasons}"
+    require(not wrong, f"{told}; the nearest settings that can be exported: {nearest}")
     return closest
 
 
-def misfits(config: GPTConfig, architecture: str) -> list[str]:
-    """The settings of the run that an architecture does not support."""
+def misfits(config: GPTConfig, architecture: str) -> dict[str, tuple[str, Any]]:
+    """The settings of the run that an architecture does not support -> what it supports, and one such value."""
     settings = flatten(asdict(config))
-    found = [
-        f"{key.removesuffix('.name')}={show(settings[key])} (only {' or '.join(map(show, values))})"
+    found: dict[str, tuple[str, Any]] = {
+        key.removesuffix(".name"): (" or ".join(map(show, values)), values[0])
         for key, values in {**ARCHITECTURES[architecture], **SLOTS}.items()
         if settings[key] not in values
-    ]
+    }
     m, head_dim = config.model, settings.get("attention.head_dim")
     if architecture in ("GPT2", "Llama") and m.n_embd % m.n_head:
-        found.append(f"model.n_embd={m.n_embd} (only multiples of model.n_head={m.n_head})")
-    elif architecture == "GPT2" and head_dim not in (None, m.n_embd // m.n_head):
-        found.append(f"attention.head_dim={head_dim} (only model.n_embd / model.n_head)")
+        found["model.n_embd"] = f"multiples of model.n_head={m.n_head}", m.n_embd + -m.n_embd % m.n_head
+    if architecture == "GPT2" and head_dim not in (None, m.n_embd / m.n_head):
+        found["attention.head_dim"] = "model.n_embd / model.n_head", None
     return found
 
 
 # -----------------------------------------------------------------------------
-# config.json, and the weights under Hugging Face's names
+# Settings: ours -> those of config.json
+
+MODEL_TYPES = {"gpt2": "GPT2", "llama": "Llama", "qwen3": "Qwen3", "deepseek_v3": "DeepseekV3"}
+GPT2_KEYS = {
+    "n_embd": "n_embd", "n_layer": "n_layer", "n_head": "n_head", "block_size": "n_positions", "mlp_hidden": "n_inner",
+    "norm_eps": "layer_norm_epsilon", "dropout": "resid_pdrop", "tied": "tie_word_embeddings",
+}  # fmt: skip
+LLAMA_KEYS = {
+    "n_embd": "hidden_size", "mlp_hidden": "intermediate_size", "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads", "block_size": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta", "bias": "attention_bias", "tied": "tie_word_embeddings",
+}  # fmt: skip
+MLA_KEYS = {
+    "q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+}  # fmt: skip
+GQA_KEYS = {"head_dim": "head_dim", "n_kv_head": "num_key_value_heads"}
+# transformers' values for keys that a GPT-2's config.json leaves out; of the last three it must have these
+GPT2_DEFAULTS: Config = {
+    "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_inner": None, "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new", "resid_pdrop": 0.1, "tie_word_embeddings": True, "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
+}  # fmt: skip
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+# keys that change no logits, or are there a second time
+FREE = (
+    "activation_function", "architectures", "bos_token_id", "eos_token_id", "dtype", "embd_pdrop", "attn_pdrop",
+    "rope_theta",
+)  # fmt: skip
 
 
 def hugging_face(model: GPT) -> tuple[Config, State]:
     """Raises: ConfigError where no architecture fits."""
-    architecture = architecture_of(model.config)
-    config, state = gpt2(model) if architecture == "GPT2" else llama(model, architecture)
-    m = model.config.model
-    config |= {
-        "architectures": [f"{architecture}{'LMHeadModel' if architecture == 'GPT2' else 'ForCausalLM'}"],
-        "model_type": {"DeepseekV3": "deepseek_v3"}.get(architecture, architecture.lower()),
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": m.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "dtype": str(model.transformer.wte.weight.dtype).removeprefix("torch."),
-    }
-    return config, state
+    return config_json(model), renamed(model, model.state_dict())
 
 
-def gpt2(model: GPT) -> tuple[Config, State]:
-    m = model.config.model
-    config = {
-        "n_embd": m.n_embd, "n_layer": m.n_layer, "n_head": m.n_head, "n_positions": m.block_size,
-        "n_inner": m.mlp_hidden, "layer_norm_epsilon": m.norm_eps, "activation_function": "gelu",
-        "resid_pdrop": m.dropout, "embd_pdrop": m.dropout, "attn_pdrop": m.dropout,
-    }  # fmt: skip
-    state = {}
-    for name, w in model.state_dict(keep_vars=True).items():
-        linear = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-        state[name] = w.T if linear else w  # Conv1D keeps (in, out)
-        if not m.bias and name.startswith(("transformer.h.", "transformer.ln_f.")):
-            state[name.removesuffix("weight") + "bias"] = w.new_zeros(w.size(0))
-    return config, state
-
-
-def llama(model: Any, architecture: str) -> tuple[Config, State]:
-    """Llama, Qwen3 and DeepSeek-V3."""
-    m = model.config.model
-    config: Config = {
-        "hidden_size": m.n_embd, "intermediate_size": m.mlp_hidden or 4 * m.n_embd, "num_hidden_layers": m.n_layer,
-        "num_attention_heads": m.n_head, "max_position_embeddings": m.block_size, "rms_norm_eps": m.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta}, "hidden_act": "silu",
-        "rope_theta": m.rope_theta,  # for transformers 4
-        "attention_bias": m.bias,
-    }  # fmt: skip
-    attention = model.attentions[0]
-    if architecture == "DeepseekV3":
+def config_json(model: Any) -> Config:
+    architecture, m = architecture_of(model.config), model.config.model
+    gpt2 = architecture == "GPT2"
+    config: Config = {theirs: getattr(m, ours) for ours, theirs in (GPT2_KEYS if gpt2 else LLAMA_KEYS).items()}
+    if gpt2:
+        activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == m.mlp)
+        config |= {"activation_function": activation, "embd_pdrop": m.dropout, "attn_pdrop": m.dropout}
+    else:
         config |= {
-            "num_key_value_heads": m.n_head, "q_lora_rank": model.config.attention.q_rank,
-            "kv_lora_rank": attention.kv_rank, "qk_nope_head_dim": attention.nope_dim,
-            "qk_rope_head_dim": attention.rope_dim, "v_head_dim": attention.v_dim, "rope_interleave": False,
+            "intermediate_size": m.mlp_hidden or 4 * m.n_embd, "hidden_act": "silu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},  # transformers 4: rope_theta
+        }  # fmt: skip
+    if architecture == "DeepseekV3":
+        config |= {theirs: getattr(model.config.attention, ours) for ours, theirs in MLA_KEYS.items()}
+        config |= {
+            "num_key_value_heads": m.n_head, "rope_interleave": False,
             "first_k_dense_replace": m.n_layer, "num_nextn_predict_layers": 0,  # no experts, no prediction of more
         }  # fmt: skip
-    else:
-        config |= {"head_dim": attention.head_dim, "num_key_value_heads": attention.n_kv_head}
+    elif not gpt2:
+        config |= {theirs: getattr(model.attentions[0], ours) for ours, theirs in GQA_KEYS.items()}
         config |= {"mlp_bias": m.bias} if architecture == "Llama" else {}
-    outer = model.transformer
-    state = {"model.embed_tokens.weight": outer.wte.weight, "model.norm.weight": outer.ln_f.weight}
-    if model.lm_head is not None:
-        state["lm_head.weight"] = model.lm_head.weight
-    for i, block in enumerate(outer.h):
-        layer = {"input_layernorm.weight": block.ln_1.weight, "post_attention_layernorm.weight": block.ln_2.weight}
-        attn = mla(block.attn, m.norm_eps) if architecture == "DeepseekV3" else gqa(block.attn, m.norm_eps)
-        layer |= {f"self_attn.{key}": w for key, w in attn.items()}
-        for kind, w in block.mlp.c_fc.named_parameters():
-            layer |= dict(zip([f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}"], w.chunk(2), strict=True))
-        layer |= {f"mlp.down_proj.{kind}": w for kind, w in block.mlp.c_proj.named_parameters()}
-        state |= {f"model.layers.{i}.{key}": w for key, w in layer.items()}
-    return config, state
-
-
-# Hugging Face's models have one eps where ours have several. Normalising c x with eps is normalising x with eps / c^2,
-# so the rows of the projection that computes x are scaled by c = sqrt(their eps / our eps).
-
-
-def gqa(attn: Any, norm_eps: float) -> State:
-    state = {f"o_proj.{kind}": w for kind, w in attn.c_proj.named_parameters()}
-    c = 1.0
-    if attn.q_norm.gain is not None:  # ours uses qk_norm.eps, Qwen3 uses rms_norm_eps
-        c = math.sqrt(norm_eps / attn.q_norm.eps)
-        state |= {"q_norm.weight": attn.q_norm.gain, "k_norm.weight": attn.k_norm.gain}
-    for kind, w in attn.c_attn.named_parameters():
-        q, k, v = w.split(attn.c_attn.split_sizes)
-        state |= {f"q_proj.{kind}": q * c, f"k_proj.{kind}": k * c, f"v_proj.{kind}": v}
-    return state
-
-
-def mla(attn: Any, norm_eps: float) -> State:
-    c = math.sqrt(LATENT_EPS / norm_eps)
-    latent, k_rope = attn.c_kv_a.weight.split(attn.c_kv_a.split_sizes)
-    keys, values = attn.up_projections()  # (nh, dn, kr), (nh, dv, kr)
-    state = {
-        "kv_a_proj_with_mqa.weight": torch.cat([latent * c, k_rope]), "kv_a_layernorm.weight": attn.kv_a_norm.weight,
-        "kv_b_proj.weight": torch.cat([keys, values], 1).flatten(0, 1), "o_proj.weight": attn.c_proj.weight,
+    return config | {
+        "architectures": [f"{architecture}{'LMHeadModel' if gpt2 else 'ForCausalLM'}"],
+        "model_type": next(name for name, one in MODEL_TYPES.items() if one == architecture),
+        "vocab_size": model.vocab_size, "bos_token_id": None, "eos_token_id": None,
+        "dtype": str(model.transformer.wte.weight.dtype).removeprefix("torch."),
     }  # fmt: skip
-    if not isinstance(attn.c_q_a, torch.nn.Linear):
-        return {**state, "q_proj.weight": attn.c_q.weight}
-    q_a = {"q_a_proj.weight": attn.c_q_a.weight * c, "q_a_layernorm.weight": attn.q_a_norm.weight}
-    return {**state, **q_a, "q_b_proj.weight": attn.c_q.weight}
+
+
+def settings_from(config: Config, weights: State) -> GPTConfig:
+    """The settings of the model in a folder: GPT-2 as the Hub has it (the names by gpt2_names()), or what
+    hugging_face() gives, where a QK norm has the eps of the other norms.
+
+    Raises: ConfigError for a model that is not ours, KeyError for a missing key.
+    """
+    kind = config.get("model_type")
+    require(kind in MODEL_TYPES, f"model_type={show(kind)} must be one of {', '.join(MODEL_TYPES)}")
+    gpt2 = kind == "gpt2"
+    config = {**GPT2_DEFAULTS, **config} if gpt2 else config
+    model = {ours: config[theirs] for ours, theirs in (GPT2_KEYS if gpt2 else LLAMA_KEYS).items()}
+    settings: dict[str, Any] = {"model": model}
+    if gpt2:
+        activation = config["activation_function"]
+        require(activation in ACTIVATIONS, f"activation_function={activation} must be {' or '.join(ACTIVATIONS)}")
+        # an exported model without biases has zeros
+        bias = any(bool(w.any()) for name, w in weights.items() if name.endswith(".bias"))
+        model |= {"mlp": ACTIVATIONS[activation], "bias": bias}
+    else:
+        model |= {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "dropout": 0.0}
+        mla, keys = kind == "deepseek_v3", MLA_KEYS if kind == "deepseek_v3" else GQA_KEYS
+        settings["attention"] = {"name": "mla" if mla else "gqa"} | {
+            ours: config[theirs] for ours, theirs in keys.items()
+        }
+        if not mla and config["num_key_value_heads"] == config["num_attention_heads"]:
+            settings["attention"] = {"name": "mha", "head_dim": config["head_dim"]}
+    if kind == "qwen3":
+        settings["qk_norm"] = {"name": "rms", "eps": model["norm_eps"]}
+    found: GPTConfig = settings_of(GPTConfig, settings)
+    with torch.device("meta"):
+        same = GPT(found, config["vocab_size"])
+    expected = (GPT2_DEFAULTS if gpt2 else {}) | config_json(same)
+    wrong = differences(*({key: one.get(key) for key in expected if key not in FREE} for one in (config, expected)))
+    theirs, ours = (
+        {name: [*w.shape] for name, w in one.items()} for one in (weights, renamed(same, same.state_dict()))
+    )
+    wrong = wrong or differences(theirs, ours)[:3]
+    require(not wrong, f"is not such a model of ours (its value -> ours): {', '.join(wrong)}")
+    return found
 
 
 # -----------------------------------------------------------------------------
-# The other way
+# Weights: ours -> theirs
+
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2 keeps them as (in, out)
+OUTER = {
+    "transformer.wte.weight": "model.embed_tokens.weight", "transformer.ln_f.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}  # fmt: skip
+LAYER = {  # several: ours has their rows, one after the other
+    "ln_1": ["input_layernorm"], "ln_2": ["post_attention_layernorm"],
+    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"], "mlp.c_proj": ["mlp.down_proj"],
+    "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "attn.c_proj": ["self_attn.o_proj"],
+    "attn.q_norm": ["self_attn.q_norm"], "attn.k_norm": ["self_attn.k_norm"],
+    "attn.c_kv_a": ["self_attn.kv_a_proj_with_mqa"], "attn.kv_a_norm": ["self_attn.kv_a_layernorm"],
+    "attn.c_kv_b": ["self_attn.kv_b_proj"], "attn.c_q": ["self_attn.q_proj"],
+    "attn.c_q_a": ["self_attn.q_a_proj"], "attn.q_a_norm": ["self_attn.q_a_layernorm"],
+}  # fmt: skip
 
 
-def load_hugging_face(model: GPT, theirs: State) -> list[str]:
-    """Load a state with the names and shapes of hugging_face(model). Returns the names of what the model cannot hold:
-    biases that it lacks and that are not zero.
+def renamed(model: Any, state: State, back: bool = False) -> State:
+    """Weights of ours under Hugging Face's names; back: theirs under ours. model: its settings and shapes decide."""
+    ours, found = model.state_dict(), {}
+    if architecture_of(model.config) == "GPT2":
+        for name in ours:
+            found[name] = state[name].T if name.endswith(CONV1D) else state[name]
+            if not back and not model.config.model.bias and name.startswith(("transformer.h.", "transformer.ln_f.")):
+                found[name.removesuffix("weight") + "bias"] = state[name].new_zeros(state[name].size(0))
+        return found
+    for name in ours:
+        match = re.fullmatch(r"transformer\.h\.(\d+)\.(.+)\.(\w+)", name)
+        part, kind = (match[2], match[3].replace("gain", "weight")) if match else ("", "")
+        theirs = [f"model.layers.{match[1]}.{one}.{kind}" for one in LAYER[part]] if match else [OUTER[name]]
+        if part == "attn.c_q" and model.config.attention.q_rank is not None:
+            theirs = [theirs[0].replace("q_proj", "q_b_proj")]
+        w = torch.cat([state[one] for one in theirs]) if back else state[name]
+        order = by_head(model.config) if part == "attn.c_kv_b" else torch.arange(len(w))
+        sizes = getattr(model.get_submodule(name.rpartition(".")[0]), "split_sizes", [len(w)])
+        factors = factors_of(model.config, part, len(sizes))
+        if back:
+            pieces = w[order.argsort()].split(sizes)
+            found[name] = torch.cat([piece / c for piece, c in zip(pieces, factors, strict=True)])
+        else:
+            pieces = torch.cat([piece * c for piece, c in zip(w.split(sizes), factors, strict=True)])[order]
+            found |= zip(theirs, pieces.split(sizes if len(theirs) > 1 else [len(w)]), strict=True)
+    return found
 
-    hugging_face() moves each weight x to another place, and scales it by some c. Its transpose, by autograd, moves
-    entries back: y = c x becomes c^2 x, and c, the image of 1, becomes c^2. Their quotient is x.
-    """
-    parameters = [*model.parameters()]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.fill_(1)
-    of_ones = hugging_face(model)[1]
-    theirs = {name: theirs[name].to(w) for name, w in of_ones.items()}
-    used = [name for name, w in of_ones.items() if w.requires_grad]
-    outputs = [of_ones[name] for name in used]
-    values, squares = (
-        torch.autograd.grad(outputs, parameters, [y[name] for name in used], retain_graph=True)
-        for y in (theirs, {name: w.detach() for name, w in of_ones.items()})
-    )
-    with torch.no_grad():
-        for parameter, value, square in zip(parameters, values, squares, strict=True):
-            parameter.copy_(value / square)
-    return [name for name, w in of_ones.items() if not w.requires_grad and not torch.equal(w, theirs[name])]
+
+def factors_of(config: Any, part: str, n: int) -> list[float]:
+    """What each of the n pieces of a projection is multiplied by: Hugging Face's models have one eps where ours have
+    several. Normalising c x with eps is normalising x with eps / c^2, so c = sqrt(their eps / our eps)."""
+    eps = config.model.norm_eps
+    if part == "attn.c_attn" and config.qk_norm.name == "rms":  # queries and keys: theirs is rms_norm_eps
+        return [math.sqrt(eps / config.qk_norm.eps)] * 2 + [1.0]
+    if part in ("attn.c_kv_a", "attn.c_q_a"):  # the latent
+        return [math.sqrt(LATENT_EPS / eps), 1.0][:n]
+    return [1.0] * n
+
+
+def by_head(config: Any) -> Tensor:
+    """The rows of MLA's c_kv_b as theirs has them: a head's keys, then its values; ours has all heads' keys first."""
+    heads, a = config.model.n_head, config.attention
+    keys, values = (torch.arange(heads * n).view(heads, n) for n in (a.nope_dim, a.v_dim))
+    return torch.cat([keys, keys.numel() + values], 1).flatten()
+
+
+def gpt2_names(weights: State, tied: bool) -> State:
+    """The weights of GPT-2 as nanoGPT and the Hub have them, under one set of names, without copies and masks."""
+    found = {}
+    for name, w in weights.items():
+        name = re.sub(r"^(module\.|_orig_mod\.)+", "", name)
+        name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+        if not name.endswith((".attn.bias", ".attn.masked_bias")) and not (tied and name.endswith("lm_head.weight")):
+            found[name] = w
+    return found

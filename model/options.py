@@ -36,7 +36,7 @@ class ModelOptions:
     norm_eps: Annotated[float, POSITIVE, Help("added to the variance by that norm, and by MLA's norms of latents")] = (
         1e-5
     )
-    mlp: Annotated[Literal["gelu", "swiglu"], Help("activation of the MLP")] = "gelu"
+    mlp: Annotated[Literal["gelu", "gelu_tanh", "swiglu"], Help("activation of the MLP; gelu_tanh: GPT-2's")] = "gelu"
     mlp_hidden: Annotated[int | None, AtLeast(1), Help("channels inside the MLP; null: 4 n_embd")] = None
     position: Annotated[Literal["learned", "rope"], Help("embeddings of positions")] = "learned"
     rope_theta: Annotated[float | None, Help("base of RoPE's wavelengths, with position=rope")] = None

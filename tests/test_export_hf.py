@@ -24,7 +24,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from variants import config_of
 
 from core import checkpoint
-from core.cli import compose
+from core.cli import compose, parse_yaml
 from data.corpora import load_python_docs
 from data.options import PythonDocsOptions
 from data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, Tokenizer, learn_bpe
@@ -194,6 +194,15 @@ def test_a_variant_of_no_architecture_is_refused(name: str, tmp_path: Path, caps
     assert main([f"run={run}", f"out={tmp_path / 'hf'}"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(word in error for word in words), error
+    settings = {group: asdict(getattr(config, group)) for group in ("model", "attention", "qk_norm")}
+    for word in error.split("can be exported: ")[1].split():
+        key, value = word.split("=")
+        group, _, leaf = key.partition(".")
+        if leaf:
+            settings[group][leaf] = parse_yaml(value, word)
+        elif group != "model":
+            settings[group] = {"name": value}
+    assert architecture_of(load_config(settings).gpt)
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 

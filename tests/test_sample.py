@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from variants import build, config_of
 import sample
 import train
 from core.schema import ConfigError
-from data.tokenizer import ByteTokenizer, CharTokenizer, build_tokenizer
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer
 from model.generate import generate
-from sample import load_run, print_first, read_prompt
+from sample import Text, load_run, read_prompt
 
 
 @pytest.fixture(scope="module")
@@ -153,25 +153,35 @@ def test_prompt_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             read_prompt(f"FILE:{tmp_path / name}")
 
 
-def test_streaming_prints_a_character_when_its_last_byte_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "naïve €5 — 😀!"
-    tokens = [torch.tensor([b, 0]) for b in text.encode()]
-    seen: list[str] = []
-    for token in print_first("> ", iter(tokens), ByteTokenizer()):
-        assert token is tokens[len(seen)]
-        seen.append(capsys.readouterr().out)
-    prefixes = [text.encode()[: i + 1].decode(errors="ignore") for i in range(len(tokens))]
-    assert ["".join(seen[: i + 1]) for i in range(len(tokens))] == ["> " + prefix for prefix in prefixes]
+def texts_while_tokens_come(tokenizer: Tokenizer, stop: str, tokens: Iterable[int | None]) -> tuple[Text, list[str]]:
+    text, parts = Text(tokenizer, stop), []
+    for token in tokens:
+        text.add(token)
+        parts.append(text.new())
+    return text, parts
 
 
-def test_streamed_tokens_of_many_bytes_are_the_decoded_text(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "naïve naïve €5 €5 — 😀😀! " * 3
-    tokenizer = build_tokenizer("bpe", text, 270)
-    assert any(len(piece) > 1 and piece.decode(errors="ignore").encode() != piece for piece in tokenizer.pieces)
+def test_a_sample_comes_a_character_at_a_time() -> None:
+    said = "naïve €5 — 😀!"
+    _, parts = texts_while_tokens_come(ByteTokenizer(), "", said.encode())
+    prefixes = [said.encode()[: i + 1].decode(errors="ignore") for i in range(len(parts))]
+    assert ["".join(parts[: i + 1]) for i in range(len(parts))] == prefixes
+    tokenizer = build_tokenizer("bpe", said * 9, 262)
     generator = torch.Generator().manual_seed(0)
-    for ids in (tokenizer.encode(text).tolist(), torch.randint(270, (500,), generator=generator).tolist()):
-        list(print_first("", [torch.tensor([i]) for i in ids], tokenizer))
-        assert capsys.readouterr().out == tokenizer.decode(ids)
+    for ids in (tokenizer.encode(said).tolist(), torch.randint(262, (500,), generator=generator).tolist()):
+        text, parts = texts_while_tokens_come(tokenizer, "", [*ids, None])
+        assert "".join(parts) == text.text == tokenizer.decode(ids)
+
+
+def test_a_sample_ends_before_the_stop_text_and_with_its_document() -> None:
+    for said, stop, shown in (
+        ("a\n\nb", "\n\n", "a"), ("a\nb", "\n\n", "a\nb"), ("ababac", "abac", "ab"), ("x", "x", ""), ("aab", "ab", "a"),
+    ):  # fmt: skip
+        text, parts = texts_while_tokens_come(ByteTokenizer(), stop, [*said.encode(), None])
+        assert "".join(parts) == text.text == shown and text.ended
+    documents = BPETokenizer(build_tokenizer("bpe", "abc " * 99, 257).pieces, has_separator=True)
+    tokens = [*documents.encode("a").tolist(), 257, *documents.encode("b").tolist()]
+    assert texts_while_tokens_come(documents, "", tokens)[1] == ["a", "", ""]
 
 
 def test_standard_input_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

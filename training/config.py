@@ -15,7 +15,6 @@ from core.schema import (
     NOT_EMPTY,
     NOT_NEGATIVE,
     POSITIVE,
-    AlsoCalled,
     AtLeast,
     BeforeItExisted,
     Between,
@@ -65,7 +64,7 @@ class OptimizerOptions:
 
     slot = Slot("torch.optim:Optimizer", "training.optim")
     name: str
-    learning_rate: Annotated[float, POSITIVE, AlsoCalled(["lr"]), Help("the highest one of the schedule")] = 1e-3
+    learning_rate: Annotated[float, POSITIVE, Help("the highest one of the schedule")] = 1e-3
 
 
 @options
@@ -76,7 +75,6 @@ class AdamWOptions(OptimizerOptions):
     betas: Annotated[
         tuple[float, float],
         Rule(lambda betas: all(0 <= b < 1 for b in betas), "must each be in [0, 1)"),
-        AlsoCalled(["beta1", "beta2"]),
         Help("AdamW's"),
     ] = (0.9, 0.99)
     weight_decay: Annotated[float, NOT_NEGATIVE, Help("weight decay of matrices")] = 0.1
@@ -222,7 +220,6 @@ class FaultOptions:
 class WandbOptions:
     mode: Annotated[
         Literal["auto", "online", "offline", "disabled"],
-        AlsoCalled(["wandb_log", "enabled"]),
         Help("auto: online with an API key, else offline"),
     ] = "auto"
     project: Annotated[
@@ -231,13 +228,10 @@ class WandbOptions:
             lambda name: re.fullmatch(r"[^/\\#?%:]{1,128}", name) is not None,
             "must be 1 to 128 characters, none of / \\ # ? % :",
         ),
-        AlsoCalled(["wandb_project"]),
         Help("name of the W&B project"),
     ] = "nanoqk"
     entity: Annotated[str | None, NOT_EMPTY, Help("user or team; null: the account's own choice")] = None
-    name: Annotated[
-        str | None, NOT_EMPTY, AlsoCalled(["wandb_run_name"]), Help("of the run; null: the directory's name")
-    ] = None
+    name: Annotated[str | None, NOT_EMPTY, Help("of the run; null: the directory's name")] = None
     group: Annotated[str | None, Help("null: one group for all folds and seeds of the same settings")] = None
     tags: Annotated[
         tuple[str, ...],
@@ -277,14 +271,17 @@ class RootOptions:
     """The settings that stand in no group."""
 
     out_dir: Annotated[
-        str | None, FREE, NOT_EMPTY, AlsoCalled(["run"]),
+        str | None, FREE, NOT_EMPTY,
         Help("null: runs/ + a readable name + a hash of what decides the numbers"),
     ] = None  # fmt: skip
     init_from: Annotated[
         str | None,
         FREE,
         NOT_EMPTY,
-        Help("begin with the weights of RUN (its best), RUN/ckpt/latest or a folder of export_hf.py"),
+        Rule(lambda name: name not in ("resume", "scratch"), "is not needed: a command goes on with what it began"),
+        Help(
+            "begin with the weights of RUN (its best), RUN/ckpt/latest, nanoGPT's ckpt.pt, a Hugging Face folder, gpt2"
+        ),
     ] = None
     init_sha256: Annotated[
         str | None,
@@ -309,7 +306,6 @@ class RootOptions:
     gradient_accumulation_steps: Annotated[
         int,
         AtLeast(1),
-        AlsoCalled(["grad_accum"]),
         Help("micro-batches an iteration, divided among the ranks of torchrun"),
     ] = 1
     max_iters: Annotated[int, FREE, AtLeast(1), Help("updates of the weights")] = 5000
@@ -338,14 +334,33 @@ class TrainConfig(GPTConfig, RootOptions):
     qk_clip: Annotated[NoClipOptions, Variants(QK_CLIPS), Help("a bound on the largest logits")] = NoClipOptions()
     optim: Annotated[OptimizerOptions, Help("the optimizer")] = AdamWOptions()
     schedule: Annotated[ScheduleOptions, Help("the learning rate over the run")] = CosineOptions()
-    data: Annotated[CorpusOptions, Variants(CORPORA), AlsoCalled(["dataset"]), Help("the corpus")] = (
-        TinyShakespeareOptions()
-    )
+    data: Annotated[CorpusOptions, Variants(CORPORA), Help("the corpus")] = TinyShakespeareOptions()
     fault: Annotated[
         FaultOptions, Variants(dict.fromkeys(FAULTS, FaultOptions), FAULTS), Help("train wrongly on purpose")
     ] = FaultOptions()
     wandb: Annotated[WandbOptions, FREE, Help("Weights & Biases")] = WandbOptions()
     elsewhere: ClassVar = dict.fromkeys(("sweep", "sweep_dir", "launcher"), "sweeps/launch.py")  # who takes these
+    # what nanoGPT's users, and others, write -> what to write here; {} is the value
+    foreign: ClassVar = {
+        "lr": "optim.learning_rate={}", "beta1": "optim.betas=[{},0.99]", "beta2": "optim.betas=[0.9,{}]",
+        "decay_lr": "schedule=cosine", "decay_lr=false": "schedule=constant",
+        "grad_accum": "gradient_accumulation_steps={}",
+        "dataset": "data=bin data.path=data/{}", "dataset=shakespeare_char": "data=tiny_shakespeare",
+        "always_save_checkpoint": "checkpoint_interval=250", "run": "out_dir={}", "wandb_run_name": "out_dir=runs/{}",
+        "wandb_log": "wandb.mode=online", "wandb_log=false": "wandb.mode=disabled", "enabled": "wandb.mode=auto",
+        "wandb_project": "wandb.project={}",
+        ".py": "model=baby_gpt", "config/train_gpt2.py": "model=gpt2_124m data=fineweb",
+        "config/finetune_shakespeare.py": "init_from=gpt2-xl data.tokenizer=gpt2",
+    }  # fmt: skip
+
+    @staticmethod
+    def begun_with(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """group -> values that replace its defaults: those of init_from. given: what the command line names."""
+        if given.get("init_from") is None:
+            return {}
+        from training.init_from import begun_with  # which loads torch
+
+        return begun_with(given)
 
     @property
     def gpt(self) -> GPTConfig:
@@ -400,7 +415,8 @@ class TrainConfig(GPTConfig, RootOptions):
             return expand(self.out_dir)
         fold_number = self.data.fold if isinstance(self.data, FoldedTextOptions) else None
         fold = "" if fold_number is None else f"-fold{fold_number}"
-        file = Path(getattr(self.data, "path", None) or "").name
+        files = (getattr(self.data, key, None) or "" for key in ("path", "val_path"))
+        file = " ".join(Path(file).name for file in files).rstrip()
         return Path("runs") / f"{self.label}{fold}-s{self.seed}-{digest({**self.trajectory, 'data.path': file})}"
 
     def check(self) -> None:

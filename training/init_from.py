@@ -1,32 +1,21 @@
-"""init_from=: a new run begins with the weights of another run, or of a folder that scripts/export_hf.py writes."""
+"""init_from=: a new run begins with weights of another one, or of what others keep (training/origin.py)."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
 from core import checkpoint
-from core.files import expand, file_sha256, read_json
+from core.files import expand
 from core.schema import ConfigError, differences, flatten, require
-from data.hf_tokenizer import tokenizer_json
-from data.options import FineWebOptions
-from data.tokenizer import Tokenizer
+from data.options import BinOptions, FineWebOptions, TextFileOptions
+from data.tokenizer import TOKENIZERS, Tokenizer, from_dict
 from data.tokens import Corpus, split_of
 from model.gpt import GPT
-from model.hf import hugging_face, load_hugging_face
 from model.options import ModelOptions
 from training.config import TrainConfig, load_config
+from training.origin import Origin, read_origin, sha256_of
 from training.session import saved_state
 
-# config.json's keys that change neither the logits of given weights nor their tokens
-HF_FREE = (
-    "architectures", "bos_token_id", "eos_token_id", "dtype", "resid_pdrop", "embd_pdrop", "attn_pdrop", "rope_theta",
-    "n_inner",
-)  # fmt: skip
 # setting -> the value that its null means
 DERIVED: dict[str, Callable[[ModelOptions], int]] = {
     "model.mlp_hidden": lambda model: 4 * model.n_embd,
@@ -46,26 +35,6 @@ def with_init_sha256(config: TrainConfig) -> TrainConfig:
     begun = {} if config.out_dir is None else saved_state(config).get("config", {})
     kept = begun.get("init_sha256") if begun.get("init_from") == config.init_from else None
     return replace(config, init_sha256=kept or sha256_of(config.init_from))
-
-
-def weights_file(init_from: str) -> Path:
-    """The weights of a Hugging Face folder, of a checkpoint, or of a run's best one. Raises: ConfigError."""
-    path = expand(init_from)
-    folder = path if (path / "config.json").is_file() else checkpoint.resolve(path, "best", "init_from")
-    file = folder / "model.safetensors"
-    require(file.is_file(), f"init_from={init_from} has no model.safetensors")
-    return file
-
-
-def sha256_of(init_from: str) -> str:
-    file = weights_file(init_from)
-    return sha256_at(file, file.stat().st_mtime_ns)
-
-
-@functools.cache
-def sha256_at(file: Path, mtime: int) -> str:
-    """Once for all runs of a sweep."""
-    return file_sha256(file)
 
 
 def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> list[str]:
@@ -89,47 +58,50 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
         here == config.init_sha256,
         f"init_from={config.init_from} has changed: its SHA-256 is {here[:12]}, not init_sha256={config.init_sha256}",
     )
-    file = weights_file(config.init_from)
-    load = load_folder if (file.parent / "config.json").is_file() else load_initial_checkpoint
-    try:
-        with checkpoint.errors_as_corrupt(file.parent):
-            misfits, warnings = load(file, config, model, corpus)
-    except (SafetensorError, checkpoint.CorruptCheckpoint) as error:
-        raise ConfigError(f"init_from={config.init_from} cannot be loaded: {error}") from error
+    origin = read_origin(config.init_from)
+    misfits = misfits_of(origin, config, corpus.tokenizer)
     require(not misfits, f"init_from={config.init_from} does not fit (its value -> this run's): {', '.join(misfits)}")
+    origin.load_into(model)
     blocks: list[Any] = [*model.transformer.h]
     for block in blocks:
         block.weights.restart()
-    return [f"init_from={config.init_from} {warning}" for warning in warnings]
+    return [f"init_from={config.init_from} {warning}" for warning in warnings_of(origin, config, corpus)]
 
 
-def load_initial_checkpoint(file: Path, config: TrainConfig, model: GPT, corpus: Corpus) -> tuple[list[str], list[str]]:
-    """Returns what does not fit, and warnings."""
-    saved = checkpoint.load(file.parent)
-    origin = load_config(saved.state["config"])
-    free = ["model.name", "model.dropout", "model.activation_checkpointing"]
+def misfits_of(origin: Origin, config: TrainConfig, tokenizer: Tokenizer) -> list[str]:
+    """The settings in which the origin's model is another function than this run's."""
+    free = ["model.name", "model.dropout", "model.activation_checkpointing", *origin.free]
     if config.model.position == "rope":  # nothing is learned for each position
         free.append("model.block_size")
-    theirs, ours = flatten(asdict(origin.gpt)), flatten(asdict(config.gpt))
+    both = flatten(asdict(origin.config)), flatten(asdict(config.gpt))
     for key, derive in DERIVED.items():
-        if (theirs.get(key) or derive(origin.model)) == (ours.get(key) or derive(config.model)):
+        if (both[0].get(key) or derive(origin.config.model)) == (both[1].get(key) or derive(config.model)):
             free.append(key)
-    misfits = differences(*({key: one[key] for key in one if key not in free} for one in (theirs, ours)))
-    if saved.state["tokenizer"] != corpus.tokenizer.to_dict():
-        misfits.append(other_tokens(saved.state["tokenizer"]["name"], corpus.tokenizer))
-    if not misfits:
-        model.load_state_dict(saved.tensors["model"])
-    warnings = [] if origin.fault.name == "none" else [f"was trained with fault={origin.fault.name}"]
-    if saved.state.get("corpus_sha256") == corpus.sha256:
-        if trained_on_held_out(origin, corpus):
+    misfits = differences(*({key: one[key] for key in one if key not in free} for one in both))
+    known, ours = origin.tokenizer, f"the {tokenizer.vocab_size} of data.tokenizer={tokenizer.name}"
+    if known is None and origin.rows != tokenizer.vocab_size:
+        misfits.append(f"its {origin.rows} tokens -> {ours}")
+    if known is not None and (known.pieces, known.separator) != (tokenizer.pieces, tokenizer.separator):
+        misfits.append(f"the tokens of {known.name} -> {ours}")
+    return misfits
+
+
+def warnings_of(origin: Origin, config: TrainConfig, corpus: Corpus) -> list[str]:
+    warnings = [*origin.notes]
+    if not origin.state:
+        return warnings
+    theirs = load_config(origin.state["config"])
+    if theirs.fault.name != "none":
+        warnings.append(f"was trained with fault={theirs.fault.name}")
+    if origin.state.get("corpus_sha256") == corpus.sha256:
+        if trained_on_held_out(theirs, corpus):
             warnings.append("was trained on text that this run holds out: the validation loss is too low")
-    elif place_of(origin) == place_of(config):
+    elif place_of(theirs) == place_of(config):
         warnings.append("was trained on a text that has changed since: it may have had what this run holds out")
-    if origin.init_from is not None:
-        warnings.append(
-            f"was itself begun from {origin.init_from}, which may have seen the text that this run holds out"
-        )
-    return misfits, warnings
+    if theirs.init_from is not None:
+        began = f"was itself begun from {theirs.init_from}"
+        warnings.append(f"{began}, which may have seen the text that this run holds out")
+    return warnings
 
 
 def place_of(config: TrainConfig) -> tuple[str, str | None]:
@@ -138,33 +110,32 @@ def place_of(config: TrainConfig) -> tuple[str, str | None]:
 
 def trained_on_held_out(origin: TrainConfig, corpus: Corpus) -> bool:
     """Whether the run `origin`, on the text of `corpus`, was trained on a part that `corpus` holds out."""
-    if isinstance(origin.data, FineWebOptions):  # always holds the same tokens out
+    own_files = isinstance(origin.data, TextFileOptions) and origin.data.val_path is not None
+    if own_files or isinstance(origin.data, FineWebOptions | BinOptions):  # always holds the same tokens out
         return False
     trained = split_of(origin.data, len(corpus.tokens), origin.model.block_size).train
     return any(start < end and first < last for first, end in trained for start, last in corpus.split.val)
 
 
-def load_folder(file: Path, config: TrainConfig, model: GPT, corpus: Corpus) -> tuple[list[str], list[str]]:
-    """Returns what does not fit, and warnings."""
-    theirs, tokenizer = (read_json(file.parent / name) for name in ("config.json", "tokenizer.json"))
-    ours, our_weights = hugging_face(model)
-    free = [*HF_FREE, "max_position_embeddings"] if config.model.position == "rope" else HF_FREE
-    keys = [key for key, value in ours.items() if key not in free and theirs.get(key) != value]
-    misfits = differences({key: theirs.get(key) for key in keys}, {key: ours[key] for key in keys})
-    their_vocab, our_vocab = (
-        content.get("model", {}).get("vocab") for content in (tokenizer, tokenizer_json(corpus.tokenizer) or {})
-    )
-    if not misfits and None not in (their_vocab, our_vocab) and their_vocab != our_vocab:
-        misfits.append(other_tokens("tokenizer.json", corpus.tokenizer))
-    weights = load_file(file)
-    shapes = ({name: [*w.shape] for name, w in named.items()} for named in (weights, our_weights))
-    misfits = misfits or differences(*shapes)[:3]  # the first kind of misfit is enough
-    misfits = misfits or [f"{name} is not zero" for name in load_hugging_face(model, weights)]
-    warnings = [f"was trained with fault={theirs['fault']}"] if "fault" in theirs else []
-    if None in (their_vocab, our_vocab):
-        warnings.append("has no vocabulary to compare with this run's")
-    return misfits, warnings
+# -----------------------------------------------------------------------------
+# What a command leaves open
 
 
-def other_tokens(theirs: str, ours: Tokenizer) -> str:
-    return f"the tokens of {theirs} -> the {ours.vocab_size} of data.tokenizer={ours.name}"
+def begun_with(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """group -> the origin's settings of it, and of the data its kind of tokens. given: what the command line names.
+
+    Where the origin is gone they are those of the run in out_dir, which it goes on; {} without one: see sha256_of().
+    """
+    try:
+        origin = read_origin(str(given["init_from"]))
+        config, tokenizer = origin.config, origin.tokenizer
+    except ConfigError:
+        saved = checkpoint.peek(expand(str(given.get("out_dir"))) / "ckpt")
+        if saved.get("config", {}).get("init_from") != given["init_from"]:
+            return {}
+        config, tokenizer = load_config(saved["config"]).gpt, from_dict(saved["tokenizer"])
+    begun = asdict(config)
+    if tokenizer is not None and tokenizer.name in TOKENIZERS:
+        size = tokenizer.vocab_size if tokenizer.name == "bpe" else None
+        begun["data"] = {"tokenizer": tokenizer.name, "vocab_size": size}
+    return begun

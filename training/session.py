@@ -35,6 +35,7 @@ from model.kernels import operators
 from training import faults
 from training.config import TrainConfig
 from training.optim import Optimizer, check_optimizer, optimizer_bytes
+from training.origin import read_origin
 from training.state import Facts
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) each
@@ -227,7 +228,12 @@ def set_deterministic(wanted: bool, compiled: bool, device: torch.device) -> Non
 
 
 def read_corpus(config: TrainConfig) -> Corpus:
-    return load_corpus(config.data, config.model.block_size, saved_state(config))  # a resumed run keeps its merges
+    """The tokens are those of the run that goes on, or those of init_from where a run begins."""
+    known = saved_state(config)
+    if not known and config.init_from is not None:
+        tokenizer = read_origin(config.init_from).tokenizer
+        known = {} if tokenizer is None else {"tokenizer": tokenizer.to_dict()}
+    return load_corpus(config.data, config.model.block_size, known)
 
 
 def read_data(config: TrainConfig, device: torch.device | None = None) -> Data:

@@ -1,0 +1,59 @@
+"""What nanoGPT's prepare.py writes: train.bin and val.bin, token ids as uint16, and meta.pkl, the characters."""
+
+import hashlib
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.files import expand
+from core.schema import ConfigError, one_line, require
+from data.corpora import read_bytes
+from data.options import BinOptions
+from data.shards import measured
+from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, fetch_gpt2
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Dicts, lists, text and numbers; nothing is imported or called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ConfigError(f"holds {module}.{name}: only plain dicts, text and numbers are read")
+
+
+def read_meta(file: Path, name: str) -> CharTokenizer:
+    """The characters of a meta.pkl. Raises: ConfigError that begins with `name`."""
+    content = io.BytesIO(read_bytes(file, name))
+    try:
+        itos = PlainUnpickler(content).load()["itos"]
+        chars = [itos[i] for i in range(len(itos))]
+        good = all(isinstance(char, str) and len(char) == 1 for char in chars) and len({*chars}) == len(chars) > 0
+    except Exception as error:  # whatever pickle meets in a file of another kind
+        raise ConfigError(f"{name} is not nanoGPT's meta.pkl: {one_line(error)[:150]}") from error
+    require(good, f"{name} must have itos, a character for each of 0 .. n - 1")
+    return CharTokenizer("".join(chars))
+
+
+def open_bins(config: BinOptions, known: Tokenizer | None) -> tuple[str, Tokenizer, list[np.ndarray]]:
+    """SHA-256 of both files, the tokenizer, and the tokens of each, memory-mapped.
+
+    The tokens are meta.pkl's characters; without it the `known` ones, or GPT-2's. Raises: ConfigError.
+    """
+    folder, digest = expand(config.path), hashlib.sha256()
+    arrays: list[np.ndarray] = []
+    if (folder / "meta.pkl").is_file():
+        tokenizer: Tokenizer = read_meta(folder / "meta.pkl", str(folder / "meta.pkl"))
+    else:
+        tokenizer = known or GPT2Tokenizer(fetch_gpt2("data=bin without meta.pkl: tokenizer"), has_separator=True)
+    for file in (folder / "train.bin", folder / "val.bin"):
+        require(file.is_file(), f"data.path={config.path} has no {file.name}: nanoGPT's prepare.py writes it")
+        size = file.stat().st_size
+        require(size >= 4 and size % 2 == 0, f"{file} has {size} bytes, and must hold two or more tokens of two bytes")
+        arrays.append(np.memmap(file, dtype=np.uint16, mode="r"))
+        sha256, highest = measured(file, arrays[-1], again=config.verify)
+        digest.update(sha256.encode())
+        told = f"{file} holds token {highest}, and its tokenizer, {tokenizer.name}, has {tokenizer.vocab_size}"
+        require(highest < tokenizer.vocab_size, told)
+    return digest.hexdigest(), tokenizer, arrays
