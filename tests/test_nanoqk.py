@@ -135,7 +135,8 @@ def test_threads_take_turns_and_the_process_stays_as_it_was(words: list[str], tm
     for step in (threading.Thread.start, threading.Thread.join):
         for thread in threads:
             step(thread)
-    kept, _ = torch.get_num_threads(), torch.set_num_threads(1)
+    kept = torch.get_num_threads()
+    torch.set_num_threads(1)
     assert kept == 2 and torch.get_rng_state().equal(before)
     for i in range(3):
         assert_same_run(tmp_path / "run", tmp_path / f"{i}")
