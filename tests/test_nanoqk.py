@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,6 @@ def test_a_run_is_that_of_the_command_line(words: list[str], tmp_path: Path, for
     assert [*frame["iter"]] == [*range(7)] and frame["val/loss"].count() == 4 and frame["val/loss"].min() == lowest
     assert [line["iter"] for line in run.diagnostics] == [0, 2, 4, 6]
     assert repr(run) == f"Run('run'): done, lowest val/loss {lowest}"
-
     asked: dict[str, Any] = {
         "num_samples": 2,
         "max_new_tokens": 30,
@@ -56,7 +57,7 @@ def test_a_run_is_that_of_the_command_line(words: list[str], tmp_path: Path, for
 def test_logits_and_attention_are_the_models_own(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = nanoqk.train(*words, *RMS, "softmax=sink", "logits=softcap", "logits.cap=2")
     text = "to be or not t"
-    for end in (1, 7, len(text)):  # each row by a forward of the text up to its token
+    for end in (1, len(text)):  # by a forward of the text up to its token
         idx = torch.tensor([run.tokenizer.encode(text[:end]).tolist()])
         assert run.logits(text)[end - 1].allclose(run.model(idx)[0][0, -1], atol=1e-5)
     monkeypatch.setattr(ops, "queries_at_once", lambda *_: 4)  # maps in parts, as of a long text
@@ -76,17 +77,14 @@ def test_logits_and_attention_are_the_models_own(words: list[str], monkeypatch: 
 
 
 def test_a_divergence_is_a_run_that_says_so(words: list[str]) -> None:
-    for _ in range(2):  # the second time it has ended
-        run = nanoqk.train(*words, "optim.learning_rate=1e30", "grad_clip=0")
-        assert run.state == "diverged" and "train/loss nan" in run.summary["reason"]
-        assert repr(run) == f"Run('run'): diverged, {run.summary['reason']}"
+    run = nanoqk.train(*words, "optim.learning_rate=1e30", "grad_clip=0")
+    assert run.state == "diverged" and "train/loss nan" in run.summary["reason"]
+    assert repr(run) == f"Run('run'): diverged, {run.summary['reason']}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_and_then_raises(words: list[str], monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    received: list[int] = []
-    ours = signal.default_int_handler if number == signal.SIGINT else lambda n, _: received.append(n)
-    before = signal.signal(number, ours)
+def test_a_signal_saves_and_then_raises(words: list[str], number: int) -> None:
+    before = signal.signal(number, signal.default_int_handler)
 
     def stop() -> None:
         eventually(lambda: Path("run/metrics.jsonl").exists() and nanoqk.Run("run").metrics)
@@ -95,12 +93,13 @@ def test_a_signal_saves_and_then_raises(words: list[str], monkeypatch: pytest.Mo
     thread = threading.Thread(target=stop)
     thread.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as error:
             nanoqk.train(*words, "max_iters=2000", "eval_interval=2000", "checkpoint_interval=2000")
-        assert signal.getsignal(number) is ours and received == [number] * (number == signal.SIGTERM)
+        assert signal.getsignal(number) is signal.default_int_handler
     finally:
         thread.join()
         signal.signal(number, before)
+    assert str(error.value) == ("stopped by SIGHUP" if number == signal.SIGHUP else "")  # else by the handler
     run = nanoqk.Run("run", checkpoint="latest")
     assert run.state == "stopped" and run.summary == {} and 0 < run.metrics[-1]["iter"] < 2000
     assert len(run.sample("to", num_samples=1, max_new_tokens=2)[0]) == 4
@@ -123,73 +122,43 @@ def test_errors_are_the_command_lines(words: list[str], tmp_path: Path, corpus: 
     for settings in ({"temprature": 1}, {"device": "cpu"}, {"num_samples": 0}, {"start": ""}, {"start": "é"}):
         with pytest.raises(nanoqk.ConfigError, match="temperature|takes the run's|must be|at least one|'é'"):
             run.sample(**settings)
-    with pytest.raises(nanoqk.ConfigError, match="holds no run"):
-        nanoqk.Run(tmp_path)
 
 
 def test_threads_take_turns_and_the_process_stays_as_it_was(words: list[str], tmp_path: Path) -> None:
     nanoqk.train(*words)
     before = torch.get_rng_state()
     torch.set_num_threads(2)
-    threads = [threading.Thread(target=nanoqk.train, args=[*words, f"out_dir={i}"]) for i in range(3)]
-    for step in (threading.Thread.start, threading.Thread.join):
-        for thread in threads:
-            step(thread)
+    with ThreadPoolExecutor(3) as threads:
+        runs = [*threads.map(lambda name: nanoqk.train(*words, f"out_dir={name}"), "abc")]
     kept = torch.get_num_threads()
     torch.set_num_threads(1)
     assert kept == 2 and torch.get_rng_state().equal(before)
-    for i in range(3):
-        assert_same_run(tmp_path / "run", tmp_path / f"{i}")
-
-
-def test_a_sweep_returns_its_runs(tmp_path: Path, corpus: Path) -> None:
-    sweep = tiny_sweep(tmp_path, corpus, "max_iters=2", folds=[0], grid={"qk_norm": ["none", "rms"]})
-    where = [f"sweep={sweep}", f"sweep_dir={tmp_path / 'sweep'}", "launcher.workers=1"]
-    found = nanoqk.sweep(*where)
-    assert {(run.config.qk_norm.name, run.state) for run in found} == {("none", "done"), ("rms", "done")}
-    assert [run.path for run in nanoqk.runs(tmp_path / "sweep")] == [run.path for run in found]
-
-
-def test_a_plugin_is_named_and_one_that_changed_is_refused(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "of_python.py").write_text("# no variant\n")
-    run = nanoqk.train(*words, "plugins=[of_python]")
-    assert nanoqk.Run("run", plugins=["of_python"]).config == run.config
-    (tmp_path / "of_python.py").write_text("# another one\n")
-    with pytest.raises(nanoqk.ConfigError, match="of_python. has changed since it was imported"):
-        nanoqk.train(*words, "plugins=[of_python]", "out_dir=other")
+    for run in runs:
+        assert_same_run(tmp_path / "run", run.path)
 
 
 def test_it_works_in_a_folder_with_modules_of_our_names(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for file in ("data/__init__.py", "model.py", "train.py"):
         (tmp_path / file).write_text("mine = 1\n")
-
-    def python(code: str) -> subprocess.CompletedProcess[str]:
-        here = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True)
-
-    ours = python("import nanoqk, sys; print(nanoqk.train_run, str(nanoqk.ROOT) == sys.path[0])")
+    here = {**os.environ, "PYTHONPATH": str(ROOT)}
+    python = partial(subprocess.run, cwd=tmp_path, env=here, capture_output=True, text=True)
+    code = "import nanoqk, sys; print(nanoqk.train_run, str(nanoqk.ROOT) in sys.path[:1])"
+    ours = python([sys.executable, "-c", code])
     assert ours.stdout.startswith("<function run at") and "False" in ours.stdout, ours.stderr
-    theirs = python("import model, nanoqk").stderr.splitlines()[-1]
+    theirs = python([sys.executable, "-c", "import model, nanoqk"]).stderr.splitlines()[-1]
     assert theirs.startswith("ImportError: nanoqk needs its own module model, but has got") and "model.py" in theirs
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
-    text = (ROOT / "docs" / "first_steps.ipynb").read_text(encoding="utf-8").replace("max_iters=300", "max_iters=4")
-    notebook = nbformat.reads(text.replace("=two_norms", '=two_norms\\", \\"max_iters=4\\", \\"eval_interval=4'), 4)
+    small = '"max_iters=4", "eval_interval=4", "model.n_layer=2", "model.n_embd=16", "wandb.mode=disabled"'
+    notebook = nbformat.read(ROOT / "docs" / "first_steps.ipynb", 4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell in cells:
+        cell.source = cell.source.replace('"wandb.mode=disabled"', small).replace('"max_iters=300", ', "")
     assert len(cells) == 7 and not any(cell.outputs for cell in cells)  # committed without outputs
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert [("image/png" in json.dumps(cell.outputs)) for cell in cells] == [
-        False,
-        False,
-        True,
-        False,
-        True,
-        False,
-        False,
-    ]
-    assert (
-        "rms minus none" in json.dumps(cells[5].outputs) and len([*tmp_path.glob("runs/two_norms/*/summary.json")]) == 6
-    )
+    assert sum("image/png" in json.dumps(cell.outputs) for cell in cells) == 2  # the curve and the map
+    assert "rms minus none" in json.dumps(cells[5].outputs)
+    assert {run.state for run in nanoqk.runs(tmp_path / "runs" / "two_norms")} == {"done"}
