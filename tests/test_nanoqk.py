@@ -1,6 +1,5 @@
 """nanoqk.py: from Python everything is as on the command line, and the process that calls it stays as it was."""
 
-import json
 import os
 import signal
 import subprocess
@@ -25,37 +24,29 @@ import nanoqk
 from model import ops
 from model.gpt import CausalAttention
 
-RMS = ["qk_norm=rms", "attention=gqa", "attention.n_kv_head=1"]
-
 
 @pytest.fixture
 def words(tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    return [*tiny_run, "max_iters=6", "model.dropout=0.2", "out_dir=run"]
+    return [*tiny_run, "qk_norm=rms", "attention=gqa", "attention.n_kv_head=1", "max_iters=6", "out_dir=run"]
 
 
 def test_a_run_is_that_of_the_command_line(words: list[str], tmp_path: Path, forked: Program) -> None:
-    run = nanoqk.train(*words, *RMS)
-    forked("train.py", *words, *RMS, "out_dir=other")
+    run = nanoqk.train(*words)
+    forked("train.py", *words, "out_dir=other")
     assert_same_run(tmp_path / "run", tmp_path / "other")
     assert run.config.qk_norm.name == "rms" and run.config.model.dropout == 0.2
     frame, lowest = pandas.DataFrame(run.metrics), run.summary["val/loss_min"]
     assert [*frame["iter"]] == [*range(7)] and frame["val/loss"].count() == 4 and frame["val/loss"].min() == lowest
     assert [line["iter"] for line in run.diagnostics] == [0, 2, 4, 6]
     assert repr(run) == f"Run('run'): done, lowest val/loss {lowest}"
-    asked: dict[str, Any] = {
-        "num_samples": 2,
-        "max_new_tokens": 30,
-        "temperature": 0.7,
-        "stop": "e",
-        "dtype": "float32",
-    }
+    asked: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 30, "temperature": 0.7, "stop": "e"}
     said = forked("sample.py", "run=run", "start=to be", *(f"{key}={value}" for key, value in asked.items())).stdout
     assert "".join(f"{text}\n---------------\n" for text in run.sample("to be", **asked)) == said
 
 
 def test_logits_and_attention_are_the_models_own(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = nanoqk.train(*words, *RMS, "softmax=sink", "logits=softcap", "logits.cap=2")
+    run = nanoqk.train(*words, "softmax=sink", "logits=softcap", "logits.cap=2")
     text = "to be or not t"
     for end in (1, len(text)):  # by a forward of the text up to its token
         idx = torch.tensor([run.tokenizer.encode(text[:end]).tolist()])
@@ -79,7 +70,6 @@ def test_logits_and_attention_are_the_models_own(words: list[str], monkeypatch: 
 def test_a_divergence_is_a_run_that_says_so(words: list[str]) -> None:
     run = nanoqk.train(*words, "optim.learning_rate=1e30", "grad_clip=0")
     assert run.state == "diverged" and "train/loss nan" in run.summary["reason"]
-    assert repr(run) == f"Run('run'): diverged, {run.summary['reason']}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -106,12 +96,10 @@ def test_a_signal_saves_and_then_raises(words: list[str], number: int) -> None:
 
 
 def test_errors_are_the_command_lines(words: list[str], tmp_path: Path, corpus: Path, forked: Program) -> None:
-    sweep = f"sweep={tiny_sweep(tmp_path, corpus)}"
     for script, *given in (
-        ["train.py", *words, "qk_norm=rns"],
+        ["train.py", *words, "model.n_embd=15"],
         ["train.py", "max_iters=[1\n2"],
-        ["sweeps/launch.py", sweep, "sweep.fold=[0]"],
-        ["sweeps/launch.py", sweep, "launcher.workers=0"],
+        ["sweeps/launch.py", f"sweep={tiny_sweep(tmp_path, corpus)}", "sweep.fold=[0]"],
     ):
         with pytest.raises(nanoqk.ConfigError) as error:
             (nanoqk.train if script == "train.py" else nanoqk.sweep)(*given)
@@ -130,9 +118,8 @@ def test_threads_take_turns_and_the_process_stays_as_it_was(words: list[str], tm
     torch.set_num_threads(2)
     with ThreadPoolExecutor(3) as threads:
         runs = [*threads.map(lambda name: nanoqk.train(*words, f"out_dir={name}"), "abc")]
-    kept = torch.get_num_threads()
+    assert torch.get_num_threads() == 2 and torch.get_rng_state().equal(before)
     torch.set_num_threads(1)
-    assert kept == 2 and torch.get_rng_state().equal(before)
     for run in runs:
         assert_same_run(tmp_path / "run", run.path)
 
@@ -143,9 +130,8 @@ def test_it_works_in_a_folder_with_modules_of_our_names(tmp_path: Path) -> None:
         (tmp_path / file).write_text("mine = 1\n")
     here = {**os.environ, "PYTHONPATH": str(ROOT)}
     python = partial(subprocess.run, cwd=tmp_path, env=here, capture_output=True, text=True)
-    code = "import nanoqk, sys; print(nanoqk.train_run, str(nanoqk.ROOT) in sys.path[:1])"
-    ours = python([sys.executable, "-c", code])
-    assert ours.stdout.startswith("<function run at") and "False" in ours.stdout, ours.stderr
+    ours = python([sys.executable, "-c", "import nanoqk, sys; print(nanoqk.train_run, sys.path[0])"])
+    assert ours.stdout.startswith("<function run at") and ours.stdout.endswith("> \n"), ours.stderr
     theirs = python([sys.executable, "-c", "import model, nanoqk"]).stderr.splitlines()[-1]
     assert theirs.startswith("ImportError: nanoqk needs its own module model, but has got") and "model.py" in theirs
 
@@ -159,6 +145,6 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         cell.source = cell.source.replace('"wandb.mode=disabled"', small).replace('"max_iters=300", ', "")
     assert len(cells) == 7 and not any(cell.outputs for cell in cells)  # committed without outputs
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert sum("image/png" in json.dumps(cell.outputs) for cell in cells) == 2  # the curve and the map
-    assert "rms minus none" in json.dumps(cells[5].outputs)
+    assert sum("image/png" in str(cell.outputs) for cell in cells) == 2  # the curve and the map
+    assert "rms minus none" in str(cells[5].outputs)
     assert {run.state for run in nanoqk.runs(tmp_path / "runs" / "two_norms")} == {"done"}
