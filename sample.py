@@ -1,11 +1,15 @@
 """Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3"""
 
 import codecs
+import functools
+import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from core import checkpoint
 from core.cli import run_script
@@ -45,25 +49,40 @@ class SampleConfig:
 def sample(config: SampleConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    model, tokenizer, *_ = load_asked_run(config.run, config.checkpoint, device)
+    loaded = load_asked_run(config.run, config.checkpoint, device)
     prompt = read_prompt(config.start)
+    show = functools.partial(print, end="", flush=True) if config.stream else None
+    for i, text in enumerate(continuations(config, loaded, prompt, dtype, show)):
+        print("" if show and i == 0 else text)
+        print("---------------")
+    return 0
+
+
+def continuations(
+    config: SampleConfig,
+    loaded: "LoadedRun",
+    prompt: str,
+    dtype: torch.dtype,
+    show: Callable[[str], None] | None = None,
+) -> list[str]:
+    """num_samples texts that begin with the prompt. show: is given the pieces of the first one as they come."""
+    model, tokenizer, *_ = loaded
+    device = model.transformer.wte.weight.device
     idx = torch.tensor(tokenizer.encode(prompt).tolist(), device=device).expand(config.num_samples, -1)  # (B, T)
     tokens = generate(
         model, idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed, dtype
     )
     texts = [Text(tokenizer, config.stop or "") for _ in range(config.num_samples)]
-    print(prompt if config.stream else "", end="", flush=True)
-    for column in tokens:
-        for text, token in zip(texts, column.tolist(), strict=True):
+    if show:
+        show(prompt)
+    for column in itertools.chain(map(Tensor.tolist, tokens), [[None] * config.num_samples]):
+        for text, token in zip(texts, column, strict=True):
             text.add(token)
-        print(texts[0].new() if config.stream else "", end="", flush=True)
-        if all(text.ended for text in texts):
+        if show:
+            show(texts[0].new())
+        if all(text.ended for text in texts):  # max_new_tokens are not needed
             break
-    for i, text in enumerate(texts):
-        text.add(None)
-        print(text.new() if config.stream and i == 0 else prompt + text.text)
-        print("---------------")
-    return 0
+    return [prompt + text.text for text in texts]
 
 
 class Text:

@@ -308,18 +308,24 @@ def run_script(
         return guarded(lambda: print_help(doc, settings, [], {}))
 
     def run() -> int:
-        values, others = read_settings(argv, settings)
-        for word in others:
-            key, equals, _ = word.partition("=")
-            good = bool(equals) and (passes_on or key[:1].isalpha())
-            require(good, f"{word} is unknown: settings are written key=value")
-        if others and not passes_on:
-            key = others[0].partition("=")[0]
-            raise ConfigError(f"{others[0]} is unknown{did_you_mean(key, declared(settings))}")
-        chosen: Any = settings_of(settings, values)
+        chosen, others = read_arguments(settings, argv, passes_on)
         return program(chosen, others) if passes_on else program(chosen)
 
     return guarded(run)
+
+
+def read_arguments(settings: type, argv: list[str], passes_on: bool = False) -> tuple[Any, list[str]]:
+    """The checked settings of key=value arguments, and those with an unknown key, which only passes_on allows."""
+    values, others = read_settings(argv, settings)
+    for word in others:
+        key, equals, _ = word.partition("=")
+        good = bool(equals) and (passes_on or key[:1].isalpha())
+        require(good, f"{word} is unknown: settings are written key=value")
+    if others and not passes_on:
+        key = others[0].partition("=")[0]
+        raise ConfigError(f"{others[0]} is unknown{did_you_mean(key, declared(settings))}")
+    chosen: Any = settings_of(settings, values)
+    return chosen, others
 
 
 def read_settings(argv: list[str], settings: type) -> tuple[dict[str, Any], list[str]]:

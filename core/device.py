@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -97,6 +98,21 @@ def seed_generator(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[current].manual_seed(seed)
     elif device.type == "mps":
         torch.mps.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def settings_restored() -> Iterator[None]:
+    """What a run sets in PyTorch for the whole process is as before afterwards: threads, determinism, the precision of
+    matmuls, the CPU's random numbers."""
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    precision = torch.get_float32_matmul_precision()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.set_deterministic_debug_mode(mode)
+            torch.set_float32_matmul_precision(precision)
 
 
 def keep_freed_memory() -> None:

@@ -73,6 +73,8 @@ def add_options(table: dict[str, type], options: type) -> str:
 # -----------------------------------------------------------------------------
 # Modules
 
+IMPORTED: dict[str, str] = {}  # SHA-256 of the plugins' files, of require_unchanged()
+
 
 def load_plugins(names: Iterable[str]) -> None:
     """Import the modules. Raises: ConfigError that names the one that is missing or fails."""
@@ -125,6 +127,13 @@ def plugin_hashes(names: Iterable[str]) -> dict[str, str]:
     """The SHA-256 of each loaded plugin's file: what a run records."""
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     return {name: file_sha256(Path(file)) for name, file in files.items() if file}
+
+
+def require_unchanged(names: Iterable[str]) -> None:
+    """Raise ConfigError for a plugin whose file has changed since this process first asked: the old one would train."""
+    for name, sha256 in plugin_hashes(names).items():
+        same = IMPORTED.setdefault(name, sha256) == sha256
+        require(same, f"plugins=[{name}] has changed since it was imported: start Python again")
 
 
 def changed_plugins(recorded: Mapping[str, str]) -> list[str]:

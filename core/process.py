@@ -9,7 +9,7 @@ import stat
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -88,12 +88,38 @@ def guarded(run: Callable[[], int]) -> int:
     return 1
 
 
+@contextlib.contextmanager
+def raising_one_line() -> Iterator[None]:
+    """For a caller in Python: a ConfigError has the line that the command line prints, and no handler stays changed."""
+    hangup = signal.getsignal(signal.SIGHUP)  # StopSignal leaves it ignored
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(in_one_line(str(error))) from error
+    finally:
+        if threading.current_thread() is threading.main_thread() and hangup is not None:
+            signal.signal(signal.SIGHUP, hangup)
+
+
+def pass_signal_on(status: int) -> int:
+    """For a caller in Python: a program's exit status; a signal that stopped it does what it would have done."""
+    if status > 128:
+        signal.raise_signal(status - 128)
+        raise KeyboardInterrupt(f"stopped by {signal.Signals(status - 128).name}")
+    return status
+
+
 def refuse(message: str) -> int:
     """Say in one line what is wrong with the settings. Returns the exit status for that."""
     if os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun: rank 0 speaks for all
-        line = " ".join(message.split())
-        print(f"error: {line if len(line) < 590 else f'{line[:250]} ... {line[-250:]}'}", file=sys.stderr)
+        print(f"error: {in_one_line(message)}", file=sys.stderr)
     return 2
+
+
+def in_one_line(message: str) -> str:
+    """A message without line breaks; of one that is long, both ends."""
+    line = " ".join(message.split())
+    return line if len(line) < 590 else f"{line[:250]} ... {line[-250:]}"
 
 
 def silence_terminal() -> None:

@@ -5,7 +5,7 @@ Shapes: B batch, T positions, nh query heads, nkv key heads, hs channels a head,
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from core.device import autocast, seed_generator
+from core.schema import require
 from model import cross_entropy
 from model.gpt import GPT, LpNorm, NoNorm, QKNorm
 from model.ops import Bend, visible_logits
@@ -40,21 +41,15 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     tables: list[dict[str, Tensor]] = [{} for _ in model.attentions]
     hooks = []
     for attn, table in zip(model.attentions, tables, strict=True):
-        attn.probe = functools.partial(measure_logits, table, attn.bend)
         for side, norm in qk_norms(attn).items():
             if norm.gain is not None:
                 table[f"{side}_gain"] = norm.gain.abs().mean().flatten()
             hooks.append(norm.register_forward_hook(functools.partial(measure_vectors, table, side)))
-    was_training = model.training
-    model.eval()
     try:
-        model(idx, last_only=True)  # all measurements are in the layers: one position's logits are enough
+        observe(model, idx, [functools.partial(measure_logits, table) for table in tables])
     finally:
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
-        for attn in model.attentions:
-            attn.probe = None
     values: dict[str, float] = {}
     for layer, (attn, table) in enumerate(zip(model.attentions, tables, strict=True)):
         if getattr(getattr(attn, "logit_scale", None), "alpha", None) is not None:
@@ -68,6 +63,37 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
         every = torch.cat([table[name].flatten() for table in tables])
         values[f"attn/{name}"] = (every.max() if name == "max_logit" else every.mean()).item()
     return values
+
+
+@torch.no_grad()
+def attention_weights(model: GPT, idx: Tensor) -> list[Tensor]:
+    """The weights (B, nh, T, T) of each layer on the sequences idx (B, T), in evaluation mode: row i is how position i
+    weighs positions 0 to i. Raises: ConfigError for a layout that shows no queries and keys."""
+    layers: list[list[Tensor]] = [[] for _ in model.attentions]
+
+    def add(attn: Any, rows: list[Tensor], q: Tensor, k: Tensor, scale: float, bend: Bend | None) -> None:
+        softmax = getattr(attn, "softmax", lambda att, _: att)  # a sink takes a share
+        for logits in visible_logits(q, k, scale, bend):  # (B, nh, rows, S)
+            att = softmax(logits.softmax(-1), logits.logsumexp(-1))
+            rows.append(nn.functional.pad(att, (0, idx.size(1) - att.size(-1))))
+
+    observe(model, idx, [functools.partial(add, *each) for each in zip(model.attentions, layers, strict=True)])
+    require(all(layers), "its layout does not call observe(), so that it has no attention maps")
+    return [torch.cat(rows, 2) for rows in layers]
+
+
+def observe(model: GPT, idx: Tensor, probes: Iterable[Callable[..., None]]) -> None:
+    """Forward idx (B, T) in evaluation mode; each layer calls its probe(q, k, scale, bend=...)."""
+    for attn, probe in zip(model.attentions, probes, strict=True):
+        attn.probe = functools.partial(probe, bend=attn.bend)
+    was_training = model.training
+    model.eval()
+    try:
+        model(idx, last_only=True)  # all measurements are in the layers: one position's logits are enough
+    finally:
+        model.train(was_training)
+        for attn in model.attentions:
+            attn.probe = None
 
 
 def qk_norms(attn: nn.Module) -> dict[str, Any]:
@@ -103,7 +129,7 @@ def longest_output(norm: QKNorm) -> float:
     return torch.linalg.vector_norm(norm(x.to(device)), dim=-1).max().item()
 
 
-def measure_logits(table: dict[str, Tensor], bend: Bend | None, q: Tensor, k: Tensor, scale: float) -> None:
+def measure_logits(table: dict[str, Tensor], q: Tensor, k: Tensor, scale: float, bend: Bend | None) -> None:
     """Put the values (nh,) of the logits of q (B, nh, T, hs) and k (B, nkv, T, hs) into `table`."""
     B, nh, T, _ = q.shape
     largest = torch.full((nh,), -math.inf, device=q.device)

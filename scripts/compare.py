@@ -17,7 +17,6 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from core import checkpoint
@@ -40,9 +39,9 @@ from data.corpora import read_text
 from data.folds import Split
 from data.tokenizer import SEPARATOR, NoText, Tokenizer, begins_character, text_size
 from data.tokens import Corpus, load_corpus, size_of_text
+from model.diagnostics import attention_weights
 from model.generate import generate
 from model.gpt import GPT
-from model.ops import visible_logits
 from sample import LoadedRun, RunPath, SampleConfig, Which, load_asked_run
 from scripts.reporting.charts import VIRIDIS, Figure, Spec, marks, quantity, tooltips
 from scripts.reporting.page import Content, Markup, Section, page
@@ -115,19 +114,14 @@ def compare(text: str, a: Side, b: Side, *, name: str = "the text") -> Spans:
     return Spans(first, texts, (nats[0], nats[1]), (counts[0], counts[1]))
 
 
-@torch.no_grad()
 def attention_map(side: Side, layer: int, head: int) -> tuple[list[str], list[list[float]]]:
     """The first MAPPED tokens of the text, and how much each attends to each before it, (T, T)."""
     model, tokens = side.loaded.model, side.tokens[: min(MAPPED, side.loaded.model.block_size)].tolist()
-    parts: list[Tensor] = []
-    attention = model.attentions[layer]
-    attention.probe = lambda q, k, scale: parts.extend(visible_logits(q, k, scale, attention.bend))
-    model(torch.tensor([tokens], device=model.transformer.wte.weight.device), last_only=True)
-    attention.probe = None
-    softmax = getattr(attention, "softmax", lambda att, _: att)  # a sink takes a share
-    rows = [row for part in parts for row in softmax(part.softmax(-1), part.logsumexp(-1))[0, head].tolist()]
-    require(bool(rows), f"{side.name}={side.run}: its layout does not call observe(), so that it has no attention maps")
-    return [visible(side.loaded.tokenizer.decode([token])) for token in tokens], rows
+    try:
+        weights = attention_weights(model, torch.tensor([tokens], device=model.transformer.wte.weight.device))
+    except ConfigError as error:
+        raise ConfigError(f"{side.name}={side.run}: {error}") from error
+    return [visible(side.loaded.tokenizer.decode([token])) for token in tokens], weights[layer][0, head].tolist()
 
 
 def sampled(side: Side, prompt: str, separated: bool, seed: int) -> str:

@@ -46,7 +46,7 @@ SLOW = {  # files whose tests train, start programs or load large libraries: mak
     "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_check_gpu", "test_checks",
     "test_compare", "test_corpora", "test_cuda", "test_damage", "test_dashboard", "test_ddp", "test_disk",
     "test_docs", "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb",
-    "test_fixture", "test_fuzz", "test_gpu",
+    "test_fixture", "test_fuzz", "test_gpu", "test_nanoqk",
     "test_init_from", "test_kernels", "test_ledger", "test_live", "test_long_sequences",
     "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_report", "test_report_page",
     "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards", "test_slurm",

@@ -14,6 +14,7 @@ from helpers.runs import assert_halves_equal_straight, configured, lines
 from helpers.sweeps import tiny_sweep
 from variants import ALL_PAIRS, LAYOUTS, config_of
 
+import nanoqk
 from core import cli, plugins
 from core.schema import ConfigError, options
 from model import slots
@@ -96,6 +97,19 @@ def test_a_run_is_named_after_its_plugins_and_needs_them(words: list[str], tmp_p
         missing = forked(*command, status=2)
         assert missing.stderr.count("\n") == 1
         assert missing.stderr.startswith("error: plugins=[halves]: no module halves in ")
+
+
+def test_a_plugin_that_changed_since_it_was_imported_trains_no_further_run_of_the_process(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "of_python.py").write_text("# no variant\n")
+    given = [word.replace("[halves]", "[of_python]").replace("=half", "=none") for word in words]
+    run = nanoqk.train(*given, "out_dir=run")
+    assert nanoqk.Run("run", plugins=["of_python"]).config == run.config
+    (tmp_path / "of_python.py").write_text("# another one\n")
+    with pytest.raises(ConfigError, match="of_python. has changed since it was imported"):
+        nanoqk.train(*given, "out_dir=other")
 
 
 def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,150 @@
+"""nanoQK from Python and in notebooks: nanoqk.train("model=nano_cpu", "qk_norm=rms") returns a Run.
+
+What is wrong with a setting raises ConfigError, with the line that the command line prints. Ctrl-C saves a checkpoint,
+then raises KeyboardInterrupt, in the main thread. One thread at a time trains; others wait.
+"""
+# ruff: noqa: E402
+
+import importlib
+import sys
+import threading
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+# Our modules have common names: they come from this folder, whatever the current one holds.
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+try:
+    for _name in ("core", "data", "model", "training", "train", "sample", "sweeps"):
+        _found = importlib.import_module(_name)
+        if ROOT not in Path(_found.__file__ or [*_found.__path__][0]).resolve().parents:
+            raise ImportError(f"nanoqk needs its own module {_name}, but has got {_found}: rename that one")
+finally:
+    sys.path.remove(str(ROOT))
+
+import torch
+from torch import Tensor
+
+from core.cli import read_arguments
+from core.device import resolve_device, resolve_dtype, settings_restored
+from core.files import expand, load_yaml, read_json
+from core.plugins import load_plugins, require_unchanged
+from core.process import pass_signal_on, raising_one_line
+from core.record import Metrics
+from core.rundir import is_open, read_status
+from core.schema import ConfigError, require, settings_of
+from data.tokenizer import Tokenizer
+from model.diagnostics import attention_weights
+from model.gpt import GPT
+from sample import LoadedRun, SampleConfig, continuations, load_asked_run
+from sweeps import launch
+from sweeps.plan import compose, read_plan
+from train import run as train_run
+from training.config import TrainConfig, load_config
+from training.init_from import with_init_sha256
+
+_training = threading.Lock()
+
+
+class Run:
+    """A run directory. plugins: modules to import first. checkpoint: best, latest or step_000500."""
+
+    def __init__(self, path: str | Path, plugins: Iterable[str] = (), checkpoint: str = "best", device: str = "auto"):
+        load_plugins(plugins)
+        self.path, self.checkpoint, self.device = expand(path), checkpoint, resolve_device(device)
+        require((self.path / "config.yaml").is_file(), f"run={path} holds no run (it has no config.yaml)")
+
+    def __repr__(self) -> str:
+        loss, reason = self.summary.get("val/loss_min"), self.summary.get("reason")
+        return f"Run({str(self.path)!r}): {self.state}, " + (reason or f"lowest val/loss {loss}")
+
+    @property
+    def state(self) -> str:
+        """done, diverged, stopped, failed or running."""
+        state = str(read_status(self.path).get("state"))
+        return "stopped" if state == "running" and not is_open(self.path) else state
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The final numbers, as "val/loss_min", and the "reason" of a run that diverged; {} before the end."""
+        return read_json(self.path / "summary.json")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The logged lines, for pandas.DataFrame; those of evaluations have "val/loss"."""
+        return Metrics.read(self.path / "metrics.jsonl")
+
+    @property
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """A line an evaluation, with values of each layer and head, as "attn/entropy/layer_0/head_1"."""
+        return Metrics.read(self.path / "diagnostics.jsonl")
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        return load_config(load_yaml((self.path / "config.yaml").read_text(encoding="utf-8")))
+
+    @cached_property
+    def _loaded(self) -> LoadedRun:
+        return load_asked_run(str(self.path), self.checkpoint, self.device)
+
+    @property
+    def model(self) -> GPT:
+        return self._loaded.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._loaded.tokenizer
+
+    def sample(self, start: str = "\n", **settings: Any) -> list[str]:
+        """Texts that begin with `start`. settings: sample.py's, as num_samples=3, temperature=0.5."""
+        for key in settings.keys() & {"run", "checkpoint", "device", "stream"}:
+            raise ConfigError(f"{key}={settings[key]} is no setting of one sample: nanoqk.Run() takes the run's")
+        asked = settings_of(SampleConfig, {"run": str(self.path), "start": start, **settings})
+        require(start != "", "start= must hold at least one character")
+        return continuations(asked, self._loaded, start, resolve_dtype(asked.dtype, self.device))
+
+    @torch.no_grad()
+    def logits(self, text: str) -> Tensor:
+        """The logits (T, V) of the token after each token of the text."""
+        return self.model(self._idx(text))[0][0].cpu()
+
+    def attention(self, text: str) -> list[Tensor]:
+        """The weights (n_head, T, T) of each layer: row i is how token i weighs tokens 0 to i."""
+        return [weights[0].cpu() for weights in attention_weights(self.model, self._idx(text))]
+
+    def _idx(self, text: str) -> Tensor:
+        tokens, most = self.tokenizer.encode(text).tolist(), self.model.block_size
+        require(0 < len(tokens) <= most, f"the text has {len(tokens)} tokens: give 1 to {most} (model.block_size)")
+        return torch.tensor([tokens], device=self.device)  # (1, T)
+
+
+def train(*overrides: str) -> Run:
+    """Train a run, or go on with it, as train.py does. One that diverges is returned as well: its state says so."""
+    with _training, settings_restored(), raising_one_line():
+        config = with_init_sha256(load_config(compose(overrides)))
+        require(not config.dry_run, "dry_run=true trains nothing: it is for the command line")
+        require_unchanged(config.plugins)
+        status = pass_signal_on(train_run(config))
+    if status == 1:
+        raise RuntimeError(f"{config.run_dir} is damaged, as its train.log says; fresh=true starts it anew")
+    return Run(config.run_dir)
+
+
+def sweep(*words: str) -> list[Run]:
+    """Train what is left of a sweep, as sweeps/launch.py does: nanoqk.sweep("sweep=two_norms"). Returns its runs."""
+    with _training, settings_restored(), raising_one_line():
+        asked, overrides = read_arguments(launch.LaunchOptions, [*words], passes_on=True)
+        require(not asked.dry_run, "dry_run=true trains nothing: it is for the command line")
+        status = pass_signal_on(launch.run(asked, overrides))
+    if status != 0:
+        raise RuntimeError(f"{asked.directory}: some runs have not ended: python sweeps/status.py says why")
+    return runs(asked.directory)
+
+
+def runs(sweep_dir: str | Path, plugins: Iterable[str] = ()) -> list[Run]:
+    """The runs of a sweep that have begun: nanoqk.runs("runs/two_norms")."""
+    load_plugins(plugins)
+    folders = [expand(sweep_dir) / run.id for run in read_plan(expand(sweep_dir))]
+    return [Run(folder) for folder in folders if (folder / "config.yaml").exists()]
