@@ -31,7 +31,7 @@ def save_run(config: TrainConfig, folder: Path) -> Path:
     """A run directory with fresh weights, V tokens."""
     model = GPT(config.gpt, V)
     model.init_weights(0)
-    return runs.save_run(model, NoText(V), folder)
+    return runs.save_run(model, NoText(V), folder, config)
 
 
 def audited(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:

@@ -96,8 +96,8 @@ def random_model(config: TrainConfig, tokenizer: Tokenizer = CHARS, dtype: torch
     return build(config, dtype=dtype, vocab_size=tokenizer.vocab_size)
 
 
-def save_run(model: GPT, tokenizer: Tokenizer, folder: Path) -> Path:
-    state = {"config": asdict(model.config), "tokenizer": tokenizer.to_dict(), "step": 1}
+def save_run(model: GPT, tokenizer: Tokenizer, folder: Path, config: TrainConfig | None = None) -> Path:
+    state = {"config": asdict(config or model.config), "tokenizer": tokenizer.to_dict(), "step": 1}
     checkpoint.save(folder / "ckpt", 1, {"model": model.state_dict()}, state, best=True)
     return folder
 
