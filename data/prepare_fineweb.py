@@ -238,12 +238,11 @@ def open_or_learn_tokenizer(out: Path, config: PrepareFineWebConfig, documents: 
     if config.tokenizer == "gpt2":
         return GPT2Tokenizer(fetch_gpt2("tokenizer"), has_separator=True)
     vocab_size, learnt_from, size = config.settings["vocab_size"], [], 0
-    for texts, _ in documents.batches(None):
-        for text in texts:
-            raw = text.encode(errors="surrogatepass")
-            if size < LEARN_BYTES and not is_held_out(raw, config.val_fraction):
-                learnt_from.append(text)
-                size += len(raw)
+    for text in (text for texts, _ in documents.batches(None) for text in texts):
+        raw = text.encode(errors="surrogatepass")
+        if not is_held_out(raw, config.val_fraction):
+            learnt_from.append(text)
+            size += len(raw)
         if size >= LEARN_BYTES:
             break
     try:

@@ -462,11 +462,9 @@ def latent_attention(
     B, S, kr = latent.shape
     if B == 1 or S * kr <= MAX_COPIED or not latent.is_cpu:
         return latent_attention_reference(*inputs, *settings)
-    results: list[Any] = []
-    for b in range(B):  # one matmul of all sequences would copy them first
-        one: Any = [None if x is None else x[b : b + 1] for x in inputs]
-        results.append(latent_attention_reference(*one, *settings))
-    ys, sums = zip(*results, strict=True)
+    # a sequence at a time: one matmul of all would copy them first
+    each: Any = zip(*([None] * B if x is None else x.split(1) for x in inputs), strict=True)
+    ys, sums = zip(*(latent_attention_reference(*one, *settings) for one in each), strict=True)
     return torch.cat(ys), torch.cat(sums) if with_lse else None
 
 

@@ -363,7 +363,7 @@ class GPTConfig:
             one.check_fit(self)
 
 
-OURS: tuple[type[VariantOptions], ...] = (
+for ours in (
     MHAOptions, GQAOptions, MLAOptions,
     NoNormOptions, LpNormOptions, RMSNormOptions, LayerNormOptions,
     ScaledRMSNormOptions, WholeRMSNormOptions, NGPTNormOptions,
@@ -371,8 +371,7 @@ OURS: tuple[type[VariantOptions], ...] = (
     SoftmaxOptions, SinkOptions,
     OutputOptions, GateOptions, ValueNormOptions,
     WeightsOptions, SigmaReparamOptions, QuackOptions,
-)  # fmt: skip
-for ours in OURS:
+):  # fmt: skip
     add_options(ours.slot.options, ours)
 
 ATTENTION_OPTIONS = AttentionOptions.slot.options  # the old names

@@ -91,11 +91,6 @@ def paragraph(text: str) -> str:
     return textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)
 
 
-def readme() -> str:
-    text = with_block(README.read_text(encoding="utf-8"), ANSWERS, END, f"\n{answers()}\n\n")
-    return with_block(text, BOARD, END, first_rows())
-
-
 def first_rows() -> str:
     folder = ROOT / "results" / "attention_track"
     found = entries(read_stored(folder / "grid", "grid"), read_stored(folder / "final", "final"), folder)
@@ -122,11 +117,12 @@ class NoSettings:
 
 
 def write(_: NoSettings) -> int:
+    with_answers = with_block(README.read_text(encoding="utf-8"), ANSWERS, END, f"\n{answers()}\n\n")
     made = {
         ROOT / "docs" / "configuration.md": configuration().encode(),
         LEDGER: with_block(LEDGER.read_text(encoding="utf-8"), BEGIN, END, f"\n{ledger()}\n").encode(),
         TRACKING: with_block(TRACKING.read_text(encoding="utf-8"), METRICS, END, f"\n{table()}\n").encode(),
-        README: readme().encode(),
+        README: with_block(with_answers, BOARD, END, first_rows()).encode(),
     }
     for file, content in made.items():
         write_atomic(file, content)

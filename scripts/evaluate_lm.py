@@ -171,11 +171,7 @@ def average(metrics: dict[str, dict[str, float]]) -> float | None:
 def table(metrics: dict[str, dict[str, float]], paper: bool) -> str:
     """Markdown. Accuracies are in percent, ± standard error; `paper` adds the columns of Table 1."""
     heads = ["task", "metric", "value (accuracies in %)", *(["paper: QK-Clip", "paper: QK-Norm"] if paper else [])]
-    rows: list[list[str]] = []
-
-    def add(task: str, metric: str, value: str, published: Sequence[float]) -> None:
-        rows.append([task, metric, value, *([f"{x:.2f}" for x in published] or ["", ""]) * paper])
-
+    rows: list[tuple[list[str], Sequence[float]]] = []
     for task, values in metrics.items():
         for metric, value in values.items():
             stem, comma, filtered = metric.partition(",")
@@ -185,12 +181,13 @@ def table(metrics: dict[str, dict[str, float]], paper: bool) -> str:
             unit = 100.0 if stem in ("acc", "acc_norm", "exact_match") else 1.0
             shown = f"{unit * value:.2f}" + (f" ± {unit * error:.2f}" if error is not None else "")
             published = {"acc": PAPER}.get(stem, {"lambada_openai": PAPER_PERPLEXITY} if stem == "perplexity" else {})
-            add(task, metric, shown, published.get(task, ()))
+            rows.append(([task, metric, shown], published.get(task, ())))
     mean = average(metrics)
     if mean is not None and len(metrics) > 1:
         means = [fmean(column) for column in zip(*PAPER.values(), strict=True)]
-        add("average", "acc", f"{100 * mean:.2f}", means if set(metrics) == set(PAPER) else ())
-    return Table(heads, rows, text_columns=2).markdown()
+        rows.append((["average", "acc", f"{100 * mean:.2f}"], means if set(metrics) == set(PAPER) else ()))
+    cells = [[*words, *([f"{x:.2f}" for x in published] or ["", ""]) * paper] for words, published in rows]
+    return Table(heads, cells, text_columns=2).markdown()
 
 
 @options

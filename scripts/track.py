@@ -24,6 +24,7 @@ from scripts.reporting.runs import Sweep
 from scripts.reporting.stored import read_stored
 from scripts.reporting.track import (
     BASELINE,
+    SMALL,
     Entry,
     at_the_edge,
     board,
@@ -31,7 +32,6 @@ from scripts.reporting.track import (
     figures,
     mean_losses,
     noise,
-    small_board,
 )
 from sweeps.definition import load_sweep, sweep_name
 from sweeps.status import FINAL
@@ -122,7 +122,7 @@ def board_files(folder: Path, title: str, found: Sequence[Entry], small: Sequenc
     text = page.read_text(encoding="utf-8") if page.exists() else f"# {title}\n\n{BEGIN}{END}"
     tables = f"\n{noise(found)}\n\n{board(found).markdown()}\n"
     if small:
-        tables += f"### At `track_small` scale\n\n{noise(small)}\n\n{small_board(small).markdown()}\n"
+        tables += f"### At `track_small` scale\n\n{noise(small)}\n\n{board(small, SMALL).markdown()}\n"
     made = {page: with_block(text, BEGIN, END, tables).encode()}
     return made | {folder / f"{figure.name}.svg": svg(figure) for figure in figures(found)}
 

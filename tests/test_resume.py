@@ -112,9 +112,9 @@ def test_a_machine_that_rounds_otherwise_is_told(corpus: Path, tmp_path: Path, m
     for max_iters in (2, 3):
         assert train.run(configured(corpus, run, max_iters=max_iters)) == 0
     assert "will not be equal" not in (run / "train.log").read_text()
-    old, here = checkpoint.load(run / "ckpt" / "latest").state, session.describe
+    old, here = checkpoint.load(run / "ckpt" / "latest").state, vars(session.Session)["facts"].func
     elsewhere: dict[str, Any] = {"device": "cpu (2 threads)", "torch": "9.0", "kernels": not old["kernels"]}
-    monkeypatch.setattr(session, "describe", lambda of: replace(here(of), **elsewhere))
+    monkeypatch.setattr(session.Session, "facts", property(lambda of: replace(here(of), **elsewhere)))
     assert train.run(configured(corpus, run)) == 0
     changes = ", ".join(f"{key} {old[key]} -> {value}" for key, value in elsewhere.items())
     assert f"warning: {changes}: the rest of the run will not be equal" in (run / "train.log").read_text()

@@ -2,6 +2,7 @@
 was not finite first, after it diverged."""
 
 import math
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -82,11 +83,9 @@ def start_up_checks(session: Session) -> list[str]:
     batches = session.data.batches
     text = batches.some_tokens()
     x, y = batches.get_batch(0)  # (B, T)
-    fatal = [
-        *future_seen(session),
-        *windows_mixed(session, x),
-        *(f"training repeats one batch: {r}" for r in repetition(batches, text)),
-    ]
+    fatal = [*future_seen(session), *windows_mixed(session, x)]
+    if repeated := repetition(batches, text):
+        fatal.append(f"training repeats one batch: {repeated}")
     require(session.config.fault.name != "none" or not fatal, "; ".join(fatal))
     warnings = [*fatal, *target_warnings(x, y, text), *loss_warnings(session, x, y, text), *norm_warnings(session)]
     warnings += [*attention_warnings(session), *held_out_warnings(session)]
@@ -119,10 +118,10 @@ def future_seen(session: Session) -> list[str]:
     return [f"{variants_of(session)} sees the future: a token moves the logits before it ({leak:.1e})"]
 
 
-def windows_mixed(session: Session, x: Tensor) -> list[str]:
-    """A warning if one window of x (B, T) moves the logits of another in evaluation mode; else none."""
+def windows_mixed(session: Session, x: Tensor) -> Iterator[str]:
+    """A warning if one window of x (B, T) moves the logits of another in evaluation mode."""
     if len(x) < 2 or session.model.vocab_size == 1:
-        return []
+        return
     pair = x[:2, :LEAK_PREFIX].to(session.machine.device)
     other = torch.stack([pair[0], torch.where(pair[1] > 0, 0, 1)])
     with session.machine.autocast(), torch.no_grad():
@@ -131,7 +130,8 @@ def windows_mixed(session: Session, x: Tensor) -> list[str]:
     assert before is not None and after is not None
     change = (after - before).abs().amax((1, 2))  # (2,)
     leak = relative_change(change[0], change[1]).item()
-    return [f"{variants_of(session)}: a window moves the logits of another ({leak:.1e})"] * (leak >= LEAK_TOLERANCE)
+    if leak >= LEAK_TOLERANCE:
+        yield f"{variants_of(session)}: a window moves the logits of another ({leak:.1e})"
 
 
 def variants_of(session: Session) -> str:
@@ -142,8 +142,8 @@ def variants_of(session: Session) -> str:
     return " ".join(filter(None, [f"attention={config.attention.name}", norm, *chosen]))
 
 
-def repetition(batches: Batches, tokens: np.ndarray) -> list[str]:
-    """A warning if iterations 0 to n, or micro-batches 0 to n of iteration 0, all get the same batch; else none.
+def repetition(batches: Batches, tokens: np.ndarray) -> str:
+    """What repeats if iterations 0 to n, or micro-batches 0 to n of iteration 0, all get the same batch; "" if none.
 
     n follows from `tokens`, pieces of the training text: windows drawn from it agree in all their first tokens with a
     probability of at most 1e-9. A text of one repeated token gives no warning.
@@ -151,23 +151,22 @@ def repetition(batches: Batches, tokens: np.ndarray) -> list[str]:
     starts = tokens[: max(1, len(tokens) - batches.block_size)]
     same = np.unique(starts, return_counts=True)[1].max() / len(starts)  # P(a first token is equal to the one before)
     if same == 1:
-        return []
+        return ""
     n = math.ceil(math.log(1e-9) / (batches.batch_size * math.log(same)))
     x, _ = batches.get_batch(0)
     others = {"iterations": [(i, 0) for i in range(1, n + 1)], "micro-batches": [(0, i) for i in range(1, n + 1)]}
     for what, steps in others.items():
         if all(torch.equal(batches.get_batch(*step)[0], x) for step in steps):
-            return [f"{what} 0 to {n} are equal"]
-    return []
+            return f"{what} 0 to {n} are equal"
+    return ""
 
 
-def norm_warnings(session: Session) -> list[str]:
+def norm_warnings(session: Session) -> Iterator[str]:
     """A warning of a QK norm with which the logits cannot spread."""
-    bound = max(logit_bound(attention) for attention in session.model.attentions)
-    if bound >= LEAST_LOGIT_BOUND:
-        return []
-    name = session.config.qk_norm.name
-    return [f"qk_norm={name} bounds every |logit| by {bound:.2g}, whatever the weights: attention stays nearly uniform"]
+    bound, name = max(map(logit_bound, session.model.attentions)), session.config.qk_norm.name
+    if bound < LEAST_LOGIT_BOUND:
+        told = f"qk_norm={name} bounds every |logit| by {bound:.2g}, whatever the weights"
+        yield f"{told}: attention stays nearly uniform"
 
 
 def attention_warnings(session: Session) -> list[str]:
@@ -181,21 +180,18 @@ def attention_warnings(session: Session) -> list[str]:
     return [f"{name} holds {T} x {T} numbers a head in memory: no fused kernel supports it"]
 
 
-def held_out_warnings(session: Session) -> list[str]:
+def held_out_warnings(session: Session) -> Iterator[str]:
     """A warning of a held-out text whose loss says little."""
     n = sum(end - start - 1 for start, end in session.data.corpus.split.val)
-    if n >= LEAST_TARGETS:
-        return []
-    return [f"only {n} held-out tokens are predicted, so that val/loss says little: take a longer text or fewer folds"]
+    if n < LEAST_TARGETS:
+        yield f"only {n} held-out tokens are predicted, so that val/loss says little: take a longer text or fewer folds"
 
 
-def target_warnings(x: Tensor, y: Tensor, text: np.ndarray) -> list[str]:
-    warnings = []
+def target_warnings(x: Tensor, y: Tensor, text: np.ndarray) -> Iterator[str]:
     if not torch.equal(x[:, 1:], y[:, :-1]):
-        warnings.append("the targets of the first batch are not its next tokens")
+        yield "the targets of the first batch are not its next tokens"
     if crowded := crowding(y, text):
-        warnings.append(f"one token crowds the targets: {crowded}")
-    return warnings
+        yield f"one token crowds the targets: {crowded}"
 
 
 def crowding(y: Tensor, tokens: np.ndarray) -> str:
@@ -223,7 +219,7 @@ def initial_loss_margins(model: GPT, text: np.ndarray, lead: float) -> tuple[flo
     return above + max(0.0, lead) * float((text[1:] == text[:-1]).mean()), above
 
 
-def loss_warnings(session: Session, x: Tensor, y: Tensor, text: np.ndarray) -> list[str]:
+def loss_warnings(session: Session, x: Tensor, y: Tensor, text: np.ndarray) -> Iterator[str]:
     """Warnings of a loss that is not the logits' cross-entropy with the targets, and of an initial loss that is not
     model.expected_initial_loss, in evaluation or in training. text: pieces of the training text."""
     model, machine = session.model, session.machine
@@ -233,10 +229,8 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor, text: np.ndarray) -> l
     with torch.no_grad(), machine.autocast():
         logits, loss = model.eval()(x[:1, :few], y[:1, :few])
         own = F.cross_entropy(logits[0].float(), y[0, :few]).item()
-    warnings = []
     if not abs(loss.item() - own) <= CROSS_ENTROPY_TOLERANCE:
-        rule = "the loss is not the cross-entropy of the logits with the next tokens"
-        warnings.append(f"{rule}: {loss:.3f}, not {own:.3f}")
+        yield f"the loss is not the cross-entropy of the logits with the next tokens: {loss:.3f}, not {own:.3f}"
     losses = {"loss": mean_loss(model, [(x, y)], alone)}
     micro_batches: list[Batch] = [(x[:, :128], y[:, :128])] * 2
     losses["training loss"] = accumulate_gradients(model.train(), iter(micro_batches), 2, alone).item()
@@ -246,4 +240,4 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor, text: np.ndarray) -> l
     expected, guess = model.expected_initial_loss, math.log(model.vocab_size)
     about = f"instead of {expected:.3f} (a uniform guess among {model.vocab_size} tokens has ln V = {guess:.3f})"
     wrong = [name for name, value in losses.items() if not -below <= value - expected <= above]
-    return warnings + [f"the initial {name} is {losses[name]:.3f} {about}" for name in wrong[:1]]
+    yield from (f"the initial {name} is {losses[name]:.3f} {about}" for name in wrong[:1])

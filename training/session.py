@@ -115,7 +115,29 @@ class Session:
 
     @cached_property
     def facts(self) -> Facts:
-        return describe(self)
+        """What is recorded with a run."""
+        config, machine, corpus, model = self.config, self.machine, self.data.corpus, self.model
+        return Facts(
+            sdpa=self.attention_backend,
+            plugins=plugin_hashes(config.plugins) if config.plugins else None,
+            init_from={config.init_from: config.init_sha256 or ""} if config.init_from else None,
+            dtype=str(machine.dtype),
+            corpus_sha256=corpus.sha256,
+            device=device_name(machine.device),
+            compile=is_compiled(config, machine.device),
+            deterministic=config.deterministic,
+            ranks=machine.world.size,
+            commit=commit(),
+            kernels=machine.device.type == "cpu" and operators.loaded(),
+            parameters=model.num_params(),
+            vocab_size=corpus.tokenizer.vocab_size,
+            tokens=len(corpus.tokens),
+            held_out_tokens=self.data.held_out_tokens,
+            cache_bytes_per_token=model.cache_bytes_per_token(machine.dtype),
+            torch=torch.__version__,
+            python=platform.python_version(),
+            threads=torch.get_num_threads(),
+        )
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -296,29 +318,3 @@ def compile_model(model: GPT, config: TrainConfig) -> nn.Module:
     # dynamic=False: after an evaluation's batch, of another size, the compiler would take every size as unknown, in a
     # sweep's next runs too
     return torch.compile(model, dynamic=False)  # type: ignore[return-value]
-
-
-def describe(session: Session) -> Facts:
-    """The facts that are recorded with a run."""
-    config, machine, corpus, model = session.config, session.machine, session.data.corpus, session.model
-    return Facts(
-        sdpa=session.attention_backend,
-        plugins=plugin_hashes(config.plugins) if config.plugins else None,
-        init_from={config.init_from: config.init_sha256 or ""} if config.init_from else None,
-        dtype=str(machine.dtype),
-        corpus_sha256=corpus.sha256,
-        device=device_name(machine.device),
-        compile=is_compiled(config, machine.device),
-        deterministic=config.deterministic,
-        ranks=machine.world.size,
-        commit=commit(),
-        kernels=machine.device.type == "cpu" and operators.loaded(),
-        parameters=model.num_params(),
-        vocab_size=corpus.tokenizer.vocab_size,
-        tokens=len(corpus.tokens),
-        held_out_tokens=session.data.held_out_tokens,
-        cache_bytes_per_token=model.cache_bytes_per_token(machine.dtype),
-        torch=torch.__version__,
-        python=platform.python_version(),
-        threads=torch.get_num_threads(),
-    )

@@ -191,28 +191,22 @@ DIFFERENCES: Columns[Entry] = {
     "corrected": lambda e: ends(e.wide, "+.4f"),
     "Holm p": lambda e: p_value(e.against.adjusted[e.against.deciding_test] if e.against and e.wide else None),
 }
+BOARD: Columns[Entry] = {
+    "best rate": lambda e: number(e.best, "g"),
+    "good rates, octaves": lambda e: number(plateau(e.means, e.tried), "g"),
+    "highest stable rate": lambda e: number(e.stable, "g"),
+    "largest logit": lambda e: number(e.logit, ".1f"),
+    "update time": lambda e: times(e.ratios[0]),
+    "decode time": lambda e: times(e.ratios[1]),
+    "cache, bytes a token": lambda e: number(e.cache, ",.0f"),
+    "parameters": lambda e: number(e.parameters, ",.0f"),
+}
+SMALL = ("largest logit", "parameters")  # columns of runs at one rate, which were not timed
 
 
-def small_board(found: Sequence[Entry]) -> Table:
-    """The table of runs at one rate, which were not timed."""
-    more: Columns[Entry] = {
-        "largest logit": lambda e: number(e.logit, ".1f"),
-        "parameters": lambda e: number(e.parameters, ",.0f"),
-    }
-    return filled(DIFFERENCES | more, found, text_columns=2)
-
-
-def board(found: Sequence[Entry]) -> Table:
-    more: Columns[Entry] = {
-        "best rate": lambda e: number(e.best, "g"),
-        "good rates, octaves": lambda e: number(plateau(e.means, e.tried), "g"),
-        "highest stable rate": lambda e: number(e.stable, "g"),
-        "largest logit": lambda e: number(e.logit, ".1f"),
-        "update time": lambda e: times(e.ratios[0]),
-        "decode time": lambda e: times(e.ratios[1]),
-        "cache, bytes a token": lambda e: number(e.cache, ",.0f"),
-        "parameters": lambda e: number(e.parameters, ",.0f"),
-    }
+def board(found: Sequence[Entry], columns: Collection[str] = BOARD.keys()) -> Table:
+    """columns: those of BOARD that follow DIFFERENCES."""
+    more = {head: cell for head, cell in BOARD.items() if head in columns}
     return filled(DIFFERENCES | more, found, text_columns=2)
 
 
