@@ -73,7 +73,8 @@ def plan_runs(sweep: Definition, overrides: list[str]) -> list[PlannedRun]:
             given = [*chosen, *(f"{key}={show(value)}" for key, value in values.items())]
             source = set_values(composed(tuple(chosen)), values)
             try:
-                config = replace(load_config(source), out_dir=None)
+                config = load_config(source)
+                config = replace(config, out_dir=None, plot=config.plot is True)  # auto: not in a sweep
                 if config.init_from is not None:
                     from training.init_from import with_init_sha256  # which loads torch
 

@@ -100,8 +100,7 @@ def config_in_sweep(run: PlannedRun, sweep_dir: Path) -> TrainConfig:
     media = "off" if wandb.media == "auto" else wandb.media
     tags, group = (*wandb.tags, sweep_tag(name), *parts), wandb.group or f"{name}: {run.points[0]}"[:128]
     wandb = replace(wandb, name=wandb.name or run.id, group=group, tags=tags, media=media)
-    plot = run.config.plot is True  # auto: not here
-    return replace(run.config, out_dir=str(sweep_dir / run.id), dry_run=False, wandb=wandb, plot=plot)
+    return replace(run.config, out_dir=str(sweep_dir / run.id), dry_run=False, wandb=wandb)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from scripts.reporting.comparisons import compared_families
 from scripts.reporting.figures import metric_panels, series_of
 from scripts.reporting.runs import METRICS, read_sweep, thinned
 from scripts.reporting.stored import joined, read_stored
-from scripts.reporting.tables import comparison_table, facts, fault_table, missing_tables, part_table
+from scripts.reporting.tables import comparison_table, facts, fault_table, missing_tables, part_table, readings_table
 from sweeps.plan import read_plan
 from training.config import FaultOptions
 
@@ -39,7 +39,7 @@ def test_a_family_is_compared_fold_by_fold(made: Made) -> None:
     assert [c.p["t"] for c in loss] == pytest.approx([t.pvalue for t in expected])
     assert loss[0].adjusted["t"] == pytest.approx(2 * expected[0].pvalue)
     three, four = rows_of(comparison_table(sweep, loss, METRICS[0]))
-    assert (three["verdict on A"], four["verdict on A"]) == ("lower", "not told apart")
+    assert (three["verdict on A"], four["verdict on A"]) == ("lower loss", "not told apart")
     assert (three["pairs"], three["mean of A − B"]) == ("5 of 5", "−0.0500")
     assert (three["paper's A − B"], four["paper's A − B"]) == ("−0.0405", "–")
     t = expected[0].statistic * (0.2 / (0.2 + 1 / 9)) ** 0.5  # of data.folds=10
@@ -196,9 +196,11 @@ def test_both_readings_of_an_averaged_minimum_are_given(tmp_path: Path) -> None:
     made.run("p=2", 0, {0: 4.0, 10: 1.0, 20: 2.0, 40: 3.0})
     made.run("p=2", 1, {0: 4.0, 10: 2.6, 20: 1.2, 40: 1.1})
     (row,) = rows_of(part_table(sweep_of(made.path), ["p=2"]))
-    assert (row["minimum of the mean curve"], row["at iteration"]) == ("1.6000", "20")
+    (other,) = rows_of(readings_table(sweep_of(made.path), ["p=2"]))
+    assert (other["minimum of the mean curve"], other["at iteration"]) == ("1.6000", "20")
     assert (row["mean of the runs' minima"], row["SD"]) == ("1.0500", f"{0.1 / math.sqrt(2):.4f}")
-    assert (row["mean iteration of the minimum"], row["final loss"]) == ("25", "2.0500")
+    assert (row["mean iteration of the minimum"], other["final loss"]) == ("25", "2.0500")
+    assert ("α starts", "matched") in row.items()
 
 
 def test_runs_csv_has_a_line_a_run_and_the_varied_settings(made: Made) -> None:
@@ -345,7 +347,8 @@ def test_means_count_the_seeds_of_a_fold_as_one_value(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep")
     for seed, fold, loss in ((1, 0, 1.0), (2, 0, 1.0), (3, 0, 1.0), (1, 1, 2.0)):
         made.run("p=2", fold, falling(loss), seed=seed)
-    (row,) = rows_of(part_table(sweep_of(made.path), ["p=2"]))
+    made_sweep = sweep_of(made.path)
+    row = rows_of(part_table(made_sweep, ["p=2"]))[0] | rows_of(readings_table(made_sweep, ["p=2"]))[0]
     assert {row[name] for name in ("minimum of the mean curve", "mean of the runs' minima", "final loss")} == {"1.5000"}
 
 

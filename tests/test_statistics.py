@@ -268,7 +268,7 @@ def test_a_contrast_is_the_test_of_its_weighted_sums(tmp_path: Path) -> None:
     first, second = rows_of(conclusion_table(family))
     assert (first["A"], first["B"]) == ("b/p=3 + a/p=2", "b/p=2 + a/p=3") and first["pairs"] == "5 of 5"
     assert (second["A"], second["B"]) == ("0.5 × a/p=2 + 0.5 × b/p=2", "a/p=3")
-    assert first["claim: A is lower (least worth having: 0.01)"] == "reproduced"
+    assert first["claim: lower loss (least worth having: 0.01)"] == "reproduced"
     title = {figure.title: figure.spec for figure in family_figures(sweep, [family])["gain"]}
     assert "b/p=3 + a/p=2 − (b/p=2 + a/p=3)" in json.dumps(title, ensure_ascii=False)
 
@@ -299,7 +299,7 @@ def test_a_sweep_with_fewer_than_two_pairs_says_so(tmp_path: Path) -> None:
     assert [row["verdict on A"] for row in rows] == [few, none, few]
     assert rows[0]["mean of A − B"] == "−0.1000" and rows[0]["t: p"] == "–"
     (row,) = rows_of(part_table(sweep, ["p=2"]))
-    assert (row["minimum of the mean curve"], row["SD"]) == ("1.5000", "–")
+    assert (row["mean of the runs' minima"], row["SD"]) == ("1.5000", "–")
 
 
 def test_folds_of_other_text_are_no_pairs(tmp_path: Path) -> None:

@@ -94,7 +94,10 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     falling = [STILL_FALLING.format(n=len(done))] * (len(done) > 1 and all(at_its_end(run) for run in done))
     sections = [Section("Conclusions", [said, *falling, *conclusions])] if conclusions else []
     sections += [
-        Section(sweep.title_of(part) if part else "The settings", [tables.part_table(sweep, settings), *figures[part]])
+        Section(
+            sweep.title_of(part) if part else "The settings",
+            [tables.part_table(sweep, settings), *figures[part], tables.readings_table(sweep, settings)],
+        )
         for part, settings in sweep.parts.items()
     ]
     if note := temperature_note(sweep.definition, sweep.configs):

@@ -54,7 +54,7 @@ NUMBERS = [
 ]  # fmt: skip
 
 METRICS = [
-    Metric("val/loss_min", "lowest validation loss", "lower", "higher", "+.4f"),
+    Metric("val/loss_min", "lowest validation loss", "lower loss", "higher loss", "+.4f"),
     Metric("iter_of_min", "iteration of the lowest validation loss", "earlier", "later", "+,.1f"),
     Metric("seconds", "training seconds", "shorter", "longer", "+,.2f"),
 ]

@@ -75,12 +75,7 @@ def mean_of(runs: Sequence[Run], key: str) -> float | None:
 
 
 def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
-    """A row a setting, with both readings of "averaged minimum"."""
-
-    @cache
-    def lowest(setting: str) -> tuple[float | None, int | None]:
-        curve = mean_curve({run.replicate: run.losses for run in sweep.done(setting)})
-        return min(((estimate.mean, i) for i, estimate in curve.items()), default=(None, None))
+    """A row a setting: its loss, where α started with Lp, and what the definition's `also` names."""
 
     def minima(setting: str) -> list[float]:
         return values_of(sweep.done(setting), "val/loss_min")
@@ -95,14 +90,14 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     columns: Columns[str] = {
         "setting": sweep.label,
         "runs done": lambda s: made_and_lost([*sweep.runs_of(s).values()]),
-        "minimum of the mean curve": lambda s: number(lowest(s)[0]),
-        "at iteration": lambda s: number(lowest(s)[1], ",d"),
+        "α starts": lambda s: show(sweep.configs[s].get("qk_norm.alpha_init", "–")),
         "mean of the runs' minima": lambda s: number(mean_of(sweep.done(s), "val/loss_min")),
         "SD": lambda s: number(stdev(minima(s)) if len(minima(s)) > 1 else None),
         "mean iteration of the minimum": lambda s: number(mean_of(sweep.done(s), "iter_of_min"), ",.0f"),
-        "final loss": lambda s: number(mean_of(sweep.done(s), "val/loss")),
         "median seconds": lambda s: number(median(sweep.seconds(s)) if sweep.seconds(s) else None, ",.1f"),
     }
+    if not any("qk_norm.alpha_init" in sweep.configs[setting] for setting in settings):
+        del columns["α starts"]
     more = sweep.metrics[len(METRICS) :]
     for metric in more:
         name = f"mean of {metric.name}" if metric.reduction in ("last", "max", "min") else metric.name
@@ -110,7 +105,24 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     columns |= of_paper("val_loss", "paper", ".5f")
     for metric in more:
         columns |= of_paper(metric.key, f"paper's {metric.key}", ".5g")
-    return filled(columns, settings, text_columns=2)
+    return filled(columns, settings, text_columns=3 if "α starts" in columns else 2)
+
+
+def readings_table(sweep: Sweep, settings: Sequence[str]) -> Table:
+    """The other readings of the loss: the minimum of the mean curve, which papers call averaged, too, and the last."""
+
+    @cache
+    def lowest(setting: str) -> tuple[float | None, int | None]:
+        curve = mean_curve({run.replicate: run.losses for run in sweep.done(setting)})
+        return min(((estimate.mean, i) for i, estimate in curve.items()), default=(None, None))
+
+    columns: Columns[str] = {
+        "setting": sweep.label,
+        "minimum of the mean curve": lambda s: number(lowest(s)[0]),
+        "at iteration": lambda s: number(lowest(s)[1], ",d"),
+        "final loss": lambda s: number(mean_of(sweep.done(s), "val/loss")),
+    }
+    return replace(filled(columns, settings, text_columns=1), title="Other readings of the loss", folded=True)
 
 
 def made_and_lost(runs: Sequence[Run]) -> str:
@@ -160,7 +172,7 @@ def conclusion_table(family: Family) -> Table:
     metric, asked = family.metrics[0], family.asked
     worth = f" (least worth having: {asked.least:g})" if asked.least is not None else ""
     named = {
-        "claim": f"claim: A is {metric.less if asked.claim == 'lower' else metric.more}{worth}",
+        "claim": f"claim: {metric.less if asked.claim == 'lower' else metric.more}{worth}",
         "A − B": f"A − B{f' in {metric.name}' if asked.metric else ''} (95 % interval)",
     }
     absent = {"B": family.against, "claim": not asked.claim}
