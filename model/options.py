@@ -141,6 +141,8 @@ class MLAOptions(AttentionOptions):
         require(self.rope_dim % 2 == 0, f"attention.rope_dim={self.rope_dim} must be even")
         require(model.position == "rope", f"model.position={model.position}: attention=mla needs rope")
         require(not model.bias, "model.bias=true: attention=mla has no biases")
+        good = self.qk_norm_layout == "blockwise" or config.qk_norm.name != "none"
+        require(good, "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none")
 
 
 @options
@@ -353,13 +355,7 @@ class GPTConfig:
         return {group: one for group, one in every.items() if one.name not in ("none", "plain")}
 
     def check(self) -> None:
-        self.attention.check_fit(self)
-        unified = isinstance(self.attention, MLAOptions) and self.attention.qk_norm_layout == "unified"
-        require(
-            not unified or self.qk_norm.name != "none",
-            "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none",
-        )
-        for one in (self.qk_norm, *self.variants.values()):
+        for one in (self.attention, self.qk_norm, *self.variants.values()):
             one.check_fit(self)
 
 

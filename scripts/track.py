@@ -17,22 +17,13 @@ from typing import Annotated
 from core.cli import CONFIG_DIR, run_script
 from core.files import ROOT, expand, write_atomic
 from core.schema import NOT_EMPTY, WRITABLE, Help, options, require
+from scripts.reporting import track
 from scripts.reporting.charts import svg
 from scripts.reporting.page import with_block
 from scripts.reporting.rates import best_rate
 from scripts.reporting.runs import Sweep
 from scripts.reporting.stored import read_stored
-from scripts.reporting.track import (
-    BASELINE,
-    SMALL,
-    Entry,
-    at_the_edge,
-    board,
-    entries,
-    figures,
-    mean_losses,
-    noise,
-)
+from scripts.reporting.track import BASELINE, SMALL, Entry, board, entries, mean_losses
 from sweeps.definition import load_sweep, sweep_name
 from sweeps.status import FINAL
 
@@ -83,7 +74,7 @@ def make(asked: TrackOptions) -> int:
     if asked.rates:
         n_open = sum(run.state.state not in FINAL for run in grid.runs)
         require(n_open == 0, f"{n_open} runs of {folder / 'grid'} have not ended: the best rates are not known yet")
-        print_edges(asked.sweep, overrides, at_the_edge(grid))
+        print_edges(asked.sweep, overrides, track.at_the_edge(grid))
         made = {asked.file("final"): final_definition(asked.extended, overrides, mean_losses(grid)).encode()}
     else:
         name = sweep_name(asked.sweep)
@@ -120,11 +111,11 @@ def board_files(folder: Path, title: str, found: Sequence[Entry], small: Sequenc
     """
     page = folder / "README.md"
     text = page.read_text(encoding="utf-8") if page.exists() else f"# {title}\n\n{BEGIN}{END}"
-    tables = f"\n{noise(found)}\n\n{board(found).markdown()}\n"
+    tables = f"\n{track.noise(found)}\n\n{board(found).markdown()}\n"
     if small:
-        tables += f"### At `track_small` scale\n\n{noise(small)}\n\n{board(small, SMALL).markdown()}\n"
+        tables += f"### At `track_small` scale\n\n{track.noise(small)}\n\n{board(small, SMALL).markdown()}\n"
     made = {page: with_block(text, BEGIN, END, tables).encode()}
-    return made | {folder / f"{figure.name}.svg": svg(figure) for figure in figures(found)}
+    return made | {folder / f"{figure.name}.svg": svg(figure) for figure in track.figures(found)}
 
 
 def definition(title: str, head: Sequence[str], overrides: Overrides, rates: Mapping[str, float]) -> str:

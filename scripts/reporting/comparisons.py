@@ -9,19 +9,8 @@ from statistics import fmean, stdev
 
 from scipy import stats
 
-from scripts.reporting.numbers import (
-    Estimate,
-    Verdict,
-    claimed_limits,
-    holm,
-    independent,
-    interval,
-    judge,
-    n_needed,
-    of_several_folds,
-    paired_p,
-    ratio,
-)
+from scripts.reporting import numbers
+from scripts.reporting.numbers import Estimate, Verdict
 from scripts.reporting.runs import Metric, Replicate, Run, Sweep
 from sweeps.definition import Compare, Terms, part_and_name
 
@@ -61,13 +50,13 @@ class Comparison:
     def __post_init__(self) -> None:
         if not (differences := self.independent_differences):
             return
-        self.estimate, self.deciding = interval(differences), self.deciding_interval()
-        if (p := paired_p(differences)) is None:
+        self.estimate, self.deciding = numbers.interval(differences), self.deciding_interval()
+        if (p := numbers.paired_p(differences)) is None:
             return
         self.p = {"t": p, "Wilcoxon": float(stats.wilcoxon(differences).pvalue)}
-        if self.shared and (corrected := paired_p(differences, self.shared)) is not None:
+        if self.shared and (corrected := numbers.paired_p(differences, self.shared)) is not None:
             self.p["corrected t"] = corrected
-        self.n_needed = n_needed(fmean(differences) / stdev(differences), self.shared)
+        self.n_needed = numbers.n_needed(fmean(differences) / stdev(differences), self.shared)
 
     @property
     def differences(self) -> dict[Replicate, float]:
@@ -75,16 +64,16 @@ class Comparison:
 
     @property
     def independent_differences(self) -> list[float]:
-        return independent(self.differences, self.shared > 0)
+        return numbers.independent(self.differences, self.shared > 0)
 
     def deciding_interval(self, alpha: float = 0.05) -> Estimate:
         """The interval of the test that decides, at the level 1 - alpha."""
-        return interval(self.independent_differences, self.shared, alpha, self.grid)
+        return numbers.interval(self.independent_differences, self.shared, alpha, self.grid)
 
     def p_against(self, limit: float) -> float | None:
         """p of the test that decides, against the difference `limit`; None where it cannot be made."""
         differences = self.independent_differences
-        return paired_p(differences, self.shared, limit, self.grid) if differences else None
+        return numbers.paired_p(differences, self.shared, limit, self.grid) if differences else None
 
     @property
     def deciding_test(self) -> str:
@@ -111,20 +100,20 @@ class Comparison:
         assert asked.claim is not None
         estimate = None if self.diverged else self.deciding
         p = {0.0: self.adjusted[self.deciding_test], **self.p_limits}
-        return judge(estimate, asked.claim, asked.size, asked.least, p)
+        return numbers.judge(estimate, asked.claim, asked.size, asked.least, p)
 
 
 def adjust(family: Sequence[Comparison], limits: Sequence[float] = ()) -> None:
     """Set Holm's adjusted p in each comparison of the family: for each test separately, for those that decide, and for
     these against each of the limits."""
     for test in TESTS:
-        for comparison, p in zip(family, holm([c.p.get(test) for c in family]), strict=True):
+        for comparison, p in zip(family, numbers.holm([c.p.get(test) for c in family]), strict=True):
             comparison.adjusted[test] = p
     # last, so that it stays: the comparisons of one family may differ in the test that decides
-    for comparison, p in zip(family, holm([c.p.get(c.deciding_test) for c in family]), strict=True):
+    for comparison, p in zip(family, numbers.holm([c.p.get(c.deciding_test) for c in family]), strict=True):
         comparison.adjusted[comparison.deciding_test] = p
     for limit in limits:
-        for comparison, p in zip(family, holm([c.p_against(limit) for c in family]), strict=True):
+        for comparison, p in zip(family, numbers.holm([c.p_against(limit) for c in family]), strict=True):
             comparison.p_limits[limit] = p
 
 
@@ -189,7 +178,7 @@ def compared_families(sweep: Sweep) -> list[Family]:
     found = []
     for name, asked in sweep.definition.families.items():
         metrics = [metric for metric in sweep.metrics if asked.metric in (None, metric.key)]
-        limits = claimed_limits(asked.claim, asked.size, asked.least)
+        limits = numbers.claimed_limits(asked.claim, asked.size, asked.least)
         comparisons = [compare(sweep, asked.terms_of(sweep.settings), metric, limits) for metric in metrics]
         found.append(Family(name, asked, metrics, comparisons, sweep.definition.parts))
     return found
@@ -259,8 +248,8 @@ def shares(sweep: Sweep, families: Sequence[Family], family: Family) -> dict[str
             iterations = sorted(set.intersection(*(set(of[r]) for r in both for of in (left, all_of_it))))
             estimates = {}
             for i in filter(None, iterations):  # before the first update nothing is gained
-                a, b = (independent({r: of[r][i] for r in both}, c.shared > 0) for of in (left, all_of_it))
-                estimates[i] = ratio([*zip(a, b, strict=True)], c.shared)
+                a, b = (numbers.independent({r: of[r][i] for r in both}, c.shared > 0) for of in (left, all_of_it))
+                estimates[i] = numbers.ratio([*zip(a, b, strict=True)], c.shared)
             found[family.pair_name(c)] = {i: estimate for i, estimate in estimates.items() if estimate is not None}
     return {name: of for name, of in found.items() if of}
 
@@ -293,7 +282,7 @@ def text_changed(runs: Sequence[Run]) -> bool:
 
 def shared_text(runs: Sequence[Run]) -> float:
     """The amount of validation text over that of training text; 0 unless the runs are of several folds."""
-    if not of_several_folds(run.replicate for run in runs):
+    if not numbers.of_several_folds(run.replicate for run in runs):
         return 0.0
     config = runs[0].config
     halved = config.get("data.split") in ("near", "far")  # they hold out a quarter of a fold, and use half of the text
