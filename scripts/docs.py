@@ -116,13 +116,17 @@ class NoSettings:
     pass
 
 
+def readme() -> str:
+    text = with_block(README.read_text(encoding="utf-8"), ANSWERS, END, f"\n{answers()}\n\n")
+    return with_block(text, BOARD, END, first_rows())
+
+
 def write(_: NoSettings) -> int:
-    with_answers = with_block(README.read_text(encoding="utf-8"), ANSWERS, END, f"\n{answers()}\n\n")
     made = {
         ROOT / "docs" / "configuration.md": configuration().encode(),
         LEDGER: with_block(LEDGER.read_text(encoding="utf-8"), BEGIN, END, f"\n{ledger()}\n").encode(),
         TRACKING: with_block(TRACKING.read_text(encoding="utf-8"), METRICS, END, f"\n{table()}\n").encode(),
-        README: with_block(with_answers, BOARD, END, first_rows()).encode(),
+        README: readme().encode(),
     }
     for file, content in made.items():
         write_atomic(file, content)
