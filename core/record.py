@@ -80,13 +80,8 @@ class Record:
             if hashes.get(file.path.name, file.sha256()) != file.sha256():
                 good = f"its {file.kept} good lines are kept"
                 warn(f"warning: {file.path.name} was damaged after iteration {step} was saved; {good}")
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Append {"iter": …, key: value, …} to metrics.jsonl."""
-        self._metrics.write(line)
-
-    def write_diagnostics(self, line: dict[str, Any]) -> None:
-        self._diagnostics.write(line)
+        self.write = self._metrics.write  # of {"iter": …, key: value, …}
+        self.write_diagnostics = self._diagnostics.write
 
     def write_sample(self, line: dict[str, Any]) -> None:
         """Append {"iter": …, "text": …} to samples.jsonl, cut back to that iteration."""

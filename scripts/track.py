@@ -136,7 +136,7 @@ def final_definition(grid: str, overrides: Overrides, means: Mapping[str, Mappin
 
 def small_definition(overrides: Overrides, found: Sequence[Entry]) -> str:
     """The BEST with the lowest loss, and the baseline, by the recipe track_small."""
-    rates = {e.name: e.best for i, e in enumerate(found) if i < BEST or e.name == BASELINE}
+    rates = {e.name: best_rate(e.means) for i, e in enumerate(found) if i < BEST or e.name == BASELINE}
     head = ["overrides: [experiment=track_small]", "seeds: [1, 2, 3]"]
     head.append("also: {attn/max_logit: max, grad_norm: max, cache_bytes_per_token: summary}")
     return definition("the best at track_small scale, at their best rates of track_nano", head, overrides, rates)

@@ -188,7 +188,7 @@ def compare(sweep: Sweep, every: Sequence[Terms], metric: Metric, limits: Sequen
     """A family of comparisons of a metric."""
     runs = {setting: sweep.runs_of(setting) for terms in every for setting, _ in terms}
     values = {
-        setting: {r: value for r, run in of.items() if (value := run.value(metric)) is not None}
+        setting: {r: value for r, run in of.items() if (value := run.summary.get(metric.column)) is not None}
         for setting, of in runs.items()
     }
     steps = {setting: grid_step([*of.values()], metric.column) for setting, of in runs.items()}

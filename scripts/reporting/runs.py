@@ -77,9 +77,6 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
 
-    def value(self, metric: Metric) -> float | None:
-        return self.summary.get(metric.column)
-
     @property
     def losses(self) -> Curve:
         return self.curves.get("val/loss", {})
@@ -197,7 +194,7 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     """Raises: ConfigError where there is no sweep, or its files cannot be read."""
     plan, sweep = read_plan(sweep_dir), read_definition(sweep_dir, name)
     sweep.runs.extend(read_run(sweep_dir, run, sweep) for run in plan)
-    for key, value in ((m.key, run.value(m)) for m in sweep.metrics for run in sweep.runs):
+    for key, value in ((m.key, run.summary.get(m.column)) for m in sweep.metrics for run in sweep.runs):
         require(value is None or isinstance(value, int | float), f"also.{key}: {show(value)} is not a number")
     return sweep
 

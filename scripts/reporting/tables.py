@@ -332,10 +332,8 @@ def facts(sweep: Sweep) -> dict[str, str]:
     same = {key: found.pop() for key, found in values.items() if len(found) == 1}
     shared = {key: words[key] if value == show(None) else value for key, value in same.items()}
     commits = [short(one) for several in sweep.distinct("commit") for one in several.split(", ")]
-    plugins: dict[str, set[str]] = {}
-    for hashes in (run.summary.get("plugins") or {} for run in sweep.runs):
-        for name, sha256 in hashes.items():
-            plugins.setdefault(name, set()).add(sha256)
+    plugins = dict.fromkeys(one for run in sweep.runs for one in (run.summary.get("plugins") or {}).items())
+    versions = Counter(name for name, _ in plugins)
     faults = [run.config["fault.name"] for run in sweep.runs if run.config["fault.name"] != "none"]
     found = {
         "runs": f"{len(sweep.runs)} planned: {tally([run.state for run in sweep.runs])}",
@@ -351,8 +349,7 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "commit": ", ".join(dict.fromkeys(commits)),
         "corpus SHA-256": ", ".join(sweep.distinct("corpus_sha256")),
         "plugins": ", ".join(
-            name + f" ({len(of)} versions: its file changed between runs)" * (len(of) > 1)
-            for name, of in plugins.items()
+            f"{name} ({n} versions: its file changed between runs)" if n > 1 else name for name, n in versions.items()
         ),
         "paper": sweep.definition.paper.get("name", ""),
         "deliberate faults": ", ".join(dict.fromkeys(faults)),

@@ -51,10 +51,6 @@ class Entry:
     lost: int
 
     @property
-    def best(self) -> float:
-        return best_rate(self.means)
-
-    @property
     def verdict(self) -> str:
         if self.lost:
             return f"{self.lost} of {self.lost + self.loss.n} runs are not done"
@@ -192,7 +188,7 @@ DIFFERENCES: Columns[Entry] = {
     "Holm p": lambda e: p_value(e.against.adjusted[e.against.deciding_test] if e.against and e.wide else None),
 }
 BOARD: Columns[Entry] = {
-    "best rate": lambda e: number(e.best, "g"),
+    "best rate": lambda e: number(best_rate(e.means), "g"),
     "good rates, octaves": lambda e: number(plateau(e.means, e.tried), "g"),
     "highest stable rate": lambda e: number(e.stable, "g"),
     "largest logit": lambda e: number(e.logit, ".1f"),
