@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,6 +164,22 @@ def visible_gpus() -> list[str]:
 # SLURM
 
 
+# what a job, srun, submitit or torchrun hands on, and a new task would take for its own; SBATCH_* is the user's
+OF_JOBS = re.compile(
+    r"SLURM_(?!CONF$)|SRUN_|SUBMITIT_|TORCHELASTIC_|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT)$"
+)
+
+
+@contextlib.contextmanager
+def outside_of_jobs() -> Iterator[None]:
+    """The environment without OF_JOBS: tasks that are submitted from within a job begin as those of a shell do."""
+    handed_on = {name: os.environ.pop(name) for name in [*os.environ] if OF_JOBS.match(name)}
+    try:
+        yield
+    finally:
+        os.environ.update(handed_on)
+
+
 class Slurm:
     """Tasks of SLURM job arrays, submitted by submitit, each a worker. They outlive a launcher that is killed. A task
     that squeue does not list has ended; SLURM's accounting is not needed."""
@@ -185,7 +202,8 @@ class Slurm:
             return
         first, self.submitted = self.submitted == -math.inf, time.monotonic()
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints sbatch's message, then raises it
+            # submitit prints sbatch's message, then raises it
+            with contextlib.redirect_stderr(io.StringIO()), outside_of_jobs():
                 jobs = self.executor().map_array(Task(), [self.sweep_dir] * missing, [self.launch] * missing)
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
             lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in str(error).splitlines()]

@@ -401,6 +401,24 @@ def test_tasks_stay_alive_while_slurm_does_not_answer(tmp_path: Path, monkeypatc
     assert launcher.alive() == 2
 
 
+def test_a_task_submitted_from_within_a_job_gets_nothing_of_that_job(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\nexit 1\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    of_the_job = ["SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SUBMITIT_EXECUTOR", "RANK", "LOCAL_RANK",
+                  "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]  # fmt: skip
+    of_the_user = ["SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "RANKS", "MY_SLURM_JOB_ID"]
+    for name in [*of_the_job, *of_the_user]:
+        monkeypatch.setenv(name, "1" if name.endswith("WORLD_SIZE") else "0")
+    launched(tiny_sweep(tmp_path, corpus), "launcher=slurm", status=2)
+    got = {line.partition("=")[0] for line in (tmp_path / "environment").read_text().splitlines()}
+    assert not {*of_the_job} & got and {*of_the_user} <= got
+    assert {*of_the_job} <= {*os.environ}
+
+
 def test_a_dry_run_needs_nothing_of_the_nodes(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
