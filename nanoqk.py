@@ -1,5 +1,4 @@
 """nanoQK from Python and in notebooks: nanoqk.train("model=nano_cpu", "qk_norm=rms") returns a Run.
-
 What is wrong with a setting raises ConfigError, with the line that the command line prints. Ctrl-C saves a checkpoint,
 then raises KeyboardInterrupt, in the main thread. One thread at a time trains; others wait.
 """
@@ -38,7 +37,7 @@ from core.schema import ConfigError, require, settings_of
 from data.tokenizer import Tokenizer
 from model.diagnostics import attention_weights
 from model.gpt import GPT
-from sample import LoadedRun, SampleConfig, continuations, load_asked_run
+from sample import LoadedRun, SampleConfig, continuations, default_prompt, load_asked_run
 from sweeps import launch
 from sweeps.plan import compose, read_plan
 from train import run as train_run
@@ -97,13 +96,14 @@ class Run:
     def tokenizer(self) -> Tokenizer:
         return self._loaded.tokenizer
 
-    def sample(self, start: str = "\n", **settings: Any) -> list[str]:
-        """Texts that begin with `start`. settings: sample.py's, as num_samples=3, temperature=0.5."""
+    def sample(self, start: str | None = None, **settings: Any) -> list[str]:
+        """Texts that begin with `start` (None: line feed). settings: sample.py's, as num_samples=3, temperature=0.5."""
         for key in settings.keys() & {"run", "checkpoint", "device", "stream"}:
             raise ConfigError(f"{key}={settings[key]} is no setting of one sample: nanoqk.Run() takes the run's")
-        asked = settings_of(SampleConfig, {"run": str(self.path), "start": start, **settings})
         require(start != "", "start= must hold at least one character")
-        return continuations(asked, self._loaded, start, resolve_dtype(asked.dtype, self.device))
+        prompt = start or default_prompt(self.tokenizer)
+        asked = settings_of(SampleConfig, {"run": str(self.path), "start": prompt, **settings})
+        return continuations(asked, self._loaded, prompt, resolve_dtype(asked.dtype, self.device))
 
     @torch.no_grad()
     def logits(self, text: str) -> Tensor:

@@ -31,7 +31,10 @@ Which = Annotated[Literal["best", "latest"], Help("the checkpoint of a run direc
 class SampleConfig:
     run: RunPath = REQUIRED
     checkpoint: Which = "best"
-    start: Annotated[str, Help("the prompt: text, FILE:path, or - for standard input")] = "\n"
+    start: Annotated[
+        str | None,
+        Help("the prompt: text, FILE:path, or - for standard input; null: a line feed, or what the model has instead"),
+    ] = None
     num_samples: Annotated[int, AtLeast(1), Help("sequences")] = 10
     max_new_tokens: Annotated[int, AtLeast(1), Help("tokens of each sample")] = 500
     temperature: Annotated[float, NOT_NEGATIVE, Help("0: greedy")] = 0.8
@@ -50,7 +53,7 @@ def sample(config: SampleConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     loaded = load_asked_run(config.run, config.checkpoint, device)
-    prompt = read_prompt(config.start)
+    prompt = default_prompt(loaded.tokenizer) if config.start is None else read_prompt(config.start)
     show = functools.partial(print, end="", flush=True) if config.stream else None
     for i, text in enumerate(continuations(config, loaded, prompt, dtype, show)):
         print("" if show and i == 0 else text)
@@ -144,6 +147,17 @@ def load_run(path: Path, device: torch.device) -> LoadedRun:
         model.load_state_dict(saved.tensors["model"], assign=True)
     model.init_rope()
     return LoadedRun(model.to(device).eval(), tokenizer, config, saved.state)
+
+
+def default_prompt(tokenizer: Tokenizer) -> str:
+    """A line feed; of a vocabulary of characters without one, the first of them. Raises: ConfigError without text."""
+    try:
+        tokenizer.encode("\n")
+    except ConfigError:
+        if not tokenizer.pieces[0]:
+            raise
+        return tokenizer.pieces[0].decode()
+    return "\n"
 
 
 def read_prompt(start: str) -> str:

@@ -134,6 +134,17 @@ def test_prompts_stay_unknown_characters_are_named_corrupt_checkpoints_refused(r
     assert "model.safetensors: checksum" in sampled("run=run", status=2)
 
 
+@pytest.mark.parametrize(("text", "first"), [("ACGT" * 500, "A"), ("one\rtwo three" * 200, "\r"), ("a\nb" * 700, "\n")])
+def test_without_start_a_sample_begins_with_a_character_that_the_model_has(
+    text: str, first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_bytes(text.encode())
+    assert train.run(configured(tmp_path / "text", tmp_path / "run", max_iters=1)) == 0
+    capsys.readouterr()
+    assert sample.sample(sample.SampleConfig(str(tmp_path / "run"), num_samples=1, max_new_tokens=1)) == 0
+    assert capsys.readouterr().out.startswith(first)
+
+
 @pytest.mark.parametrize("how", [["stream=true", "num_samples=1"], ["stream=false", "num_samples=40"]])
 def test_a_reader_that_leaves_ends_it_quietly(how: list[str], run: Path) -> None:
     command = [sys.executable, str(ROOT / "sample.py"), f"run={run}", "start=to", "max_new_tokens=400", *how]
