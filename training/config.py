@@ -346,7 +346,7 @@ class TrainConfig(GPTConfig, RootOptions):
         "decay_lr": "schedule=cosine", "decay_lr=false": "schedule=constant",
         "grad_accum": "gradient_accumulation_steps={}",
         "dataset": "data=bin data.path=data/{}", "dataset=shakespeare_char": "data=tiny_shakespeare",
-        "always_save_checkpoint": "checkpoint_interval=250", "run": "out_dir={}", "wandb_run_name": "out_dir=runs/{}",
+        "always_save_checkpoint": "checkpoint_interval=250", "run": "out_dir={}", "wandb_run_name": "wandb.name={}",
         "wandb_log": "wandb.mode=online", "wandb_log=false": "wandb.mode=disabled", "enabled": "wandb.mode=auto",
         "wandb_project": "wandb.project={}",
         ".py": "model=baby_gpt", "config/train_gpt2.py": "model=gpt2_124m data=fineweb",
