@@ -355,18 +355,18 @@ COMPARE: dict[str, list[str]] = {
     "a=folder b=folder": ["a=folder", "not a checkpoint"],
 }
 REPORT: dict[str, list[str]] = {
-    "": ["sweep= or from= must be given"],
+    "": ["sweep=, run= or from= must be given"],
     "sweep=nowhere": ["sweep_dir=runs/nowhere holds no sweep"],
     "sweep_dir=sweep_made swep=x": ["swep=x"],
     "sweep_dir=sweep_made outt=x": ["did you mean out?"],
     "word": ["word"],
     "sweep_dir=sweep_made out=corpus.txt": ["out=corpus.txt is not a directory"],
-    "sweep_dir=sweep_made watch=true out=x": ["watch=true writes no out="],
+    "sweep_dir=sweep_made watch=true out=x": ["watch=true takes no out="],
     "sweep_dir=~nobody-at-all/x": ["sweep_dir=~nobody-at-all/x holds no sweep"],
     "sweep_dir=sweep_torn": ["sweep_dir=sweep_torn has a plan.jsonl that cannot be read"],
     "sweep_dir=sweep_empty": ["without a run"],
     "sweep_dir=sweep_unnamed": ["sweep_dir=sweep_unnamed has no sweep.json"],
-    "run=folder": ["run=", "watch=true"],
+    "run=folder": ["run=", "holds no run"],
     "from=folder": ["from=folder", "no report"],
 }
 BENCH_DECODE: dict[str, list[str]] = {

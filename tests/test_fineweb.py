@@ -214,9 +214,11 @@ def hub(parquet: Parquet, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     load = datasets.load_dataset
 
     class Api:
-        def dataset_info(self, repo: str, **options: Any) -> Any:
+        def repo_info(self, repo: str, **options: Any) -> Any:
             state["asked"].append((repo, options))
             return types.SimpleNamespace(sha=state["sha"])
+
+        dataset_info = repo_info
 
     def load_dataset(path: str, name: str | None, split: str, streaming: bool, revision: str | None) -> Any:
         state["loaded"].append((path, name, split, revision))

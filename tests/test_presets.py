@@ -89,6 +89,7 @@ def test_every_option_of_every_group_composes(group: str) -> None:
     needs = {
         "attention=mla": ["model.position=rope", "model.rope_theta=1e4"],
         "data=text": ["data.path=a.txt"],
+        "data=bin": ["data.path=folder"],
         "fault=loss_over_accumulation": ["gradient_accumulation_steps=2"],
     }
     for option in OPTIONS[group]:

@@ -23,7 +23,7 @@ def test_the_highest_stable_rate_and_how_the_next_one_fails(tmp_path: Path) -> N
     panels = (tmp_path / "out" / "stability_train_loss.svg").read_text()
     text = (tmp_path / "out" / "table.md").read_text()
     assert {"learning rate 0.1", "learning rate 1.6", "p=2", "p=3"} <= {*words_of(panels)}
-    drawn = charts_of(tmp_path / "out")["stability"]["data"]["values"]
+    drawn = charts_of(tmp_path / "out")["stability"]["datasets"]["rows"]
     assert [(row["x"], row["n"]) for row in drawn if row["setting"] == "p=3"] == [(0.1, 2), (0.2, 2), (0.4, 1)]
     ringed = {(row["setting"], row["x"]) for row in drawn if row["ringed"]}
     assert ringed == {("p=2", 0.8), ("p=2", 1.6), ("p=3", 0.4), ("p=4", 0.2)}

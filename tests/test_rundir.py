@@ -22,7 +22,7 @@ from core.files import is_intact, read_json, write_json
 from core.record import Metrics
 from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, is_open, open_run, read_status
 from core.schema import ConfigError, declared, differences
-from data.options import TextFileOptions
+from data.options import BinOptions, TextFileOptions
 from model.options import LpNormOptions, MLAOptions, ModelOptions
 from training.config import CosineOptions, TrainConfig, WandbOptions, load_config, to_yaml
 from training.resume import run_request
@@ -87,10 +87,16 @@ def test_new_run_has_its_config_and_is_running(path: Path) -> None:
 
 
 GROUPS = {group: setting.options for group, setting in declared(TrainConfig).items() if group != "fault"}
-VARIANTS = [{group: cls()} for group, variants in GROUPS.items() for name, cls in variants.items() if name != "text"]
+VARIANTS = [
+    {group: cls()}
+    for group, variants in GROUPS.items()
+    for name, cls in variants.items()
+    if name not in ("text", "bin")
+]
 ODD_NUMBERS = [{"qk_norm": LpNormOptions(p=p, alpha_init=1e-5)} for p in (1.0, 2.5, 1e22, math.inf)]
 ODD_NAMES = [
-    {"data": TextFileOptions(path=text), "wandb": WandbOptions(group=text)}
+    {"data": of_path(path=text), "wandb": WandbOptions(group=text)}
+    for of_path in (TextFileOptions, BinOptions)
     for text in ("a: b #c ${x}", "é\u2028\U0001f600", "1e-3", "null", "~", "'\"\\")
 ]
 
