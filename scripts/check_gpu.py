@@ -248,10 +248,8 @@ def serve(pipe: Connection, part: Part, asked: CheckOptions, overrides: list[str
         result |= {"state": "passed", "rows": rows}
         if failures:
             result |= {"state": "failed", "reason": f"{len(failures)} of {len(rows)}, the first {failures[0]}"}
-    except Skipped as why:
-        result |= {"state": "skipped", "reason": str(why)}
-    except ConfigError as error:
-        result |= {"state": "refused", "reason": str(error)}
+    except (Skipped, ConfigError) as why:
+        result |= {"state": "skipped" if isinstance(why, Skipped) else "refused", "reason": str(why)}
     except Exception as error:
         traceback.print_exc()
         result |= {"state": "failed", "reason": one_line(error, 500)}

@@ -27,9 +27,9 @@ class Comparison:
     shared: amount of validation text over that of training text, where the replicates are folds, which share training
     text; else 0. grid: as in Estimate, of A - B.
     p: of each of TESTS that can be made. "corrected t" takes (1/n + shared) sd^2 as the variance of the mean
-    (Nadeau and Bengio 2003). adjusted: p by Holm over the family. p_limits: claimed difference -> p of the test that
-    decides against it, by Holm. estimate: with the plain interval; deciding: with that of the test that decides.
-    n_needed: pairs for 80 % power, for a difference of this size and spread.
+    (Nadeau and Bengio 2003). adjusted: p by Holm over the family. p_limits: 0 or a claimed difference -> p of the
+    test that decides against it, by Holm. estimate: with the plain interval; deciding: with that of the same
+    test. n_needed: pairs for 80 % power, for a difference of this size and spread.
     """
 
     a: str
@@ -99,8 +99,7 @@ class Comparison:
         """The verdict on the claim of its family."""
         assert asked.claim is not None
         estimate = None if self.diverged else self.deciding
-        p = {0.0: self.adjusted[self.deciding_test], **self.p_limits}
-        return numbers.judge(estimate, asked.claim, asked.size, asked.least, p)
+        return numbers.judge(estimate, asked.claim, asked.size, asked.least, self.p_limits)
 
 
 def adjust(family: Sequence[Comparison], limits: Sequence[float] = ()) -> None:
@@ -109,12 +108,11 @@ def adjust(family: Sequence[Comparison], limits: Sequence[float] = ()) -> None:
     for test in TESTS:
         for comparison, p in zip(family, numbers.holm([c.p.get(test) for c in family]), strict=True):
             comparison.adjusted[test] = p
-    # last, so that it stays: the comparisons of one family may differ in the test that decides
-    for comparison, p in zip(family, numbers.holm([c.p.get(c.deciding_test) for c in family]), strict=True):
-        comparison.adjusted[comparison.deciding_test] = p
-    for limit in limits:
+    for limit in (0.0, *limits):
         for comparison, p in zip(family, numbers.holm([c.p_against(limit) for c in family]), strict=True):
             comparison.p_limits[limit] = p
+    for c in family:  # last, so that it stays: the comparisons of one family may differ in the test that decides
+        c.adjusted[c.deciding_test] = c.p_limits[0.0]
 
 
 # -----------------------------------------------------------------------------

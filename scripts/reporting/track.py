@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -85,14 +86,11 @@ def at_the_edge(grid: Sweep) -> dict[str, float]:
 
 def plateau(means: Mapping[float, float], tried: Iterable[float]) -> float:
     """Octaves of neighbouring rates of those that were tried within PLATEAU of the best one."""
-    rates, best = sorted(tried), best_rate(means)
+    best = best_rate(means)
     good = {rate for rate, mean in means.items() if mean <= means[best] + PLATEAU}
-    low = high = rates.index(best)
-    while low > 0 and rates[low - 1] in good:
-        low -= 1
-    while high + 1 < len(rates) and rates[high + 1] in good:
-        high += 1
-    return math.log2(rates[high] / rates[low])
+    blocks = [[*rates] for _, rates in groupby(sorted(tried), lambda rate: rate in good)]
+    block = next(rates for rates in blocks if best in rates)
+    return math.log2(block[-1] / block[0])
 
 
 def entries(grid: Sweep, final: Sweep, times: Path) -> list[Entry]:
