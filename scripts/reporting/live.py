@@ -24,7 +24,6 @@ from sweeps.plan import read_plan
 from sweeps.status import FINAL, STATES, tally
 
 SHARE = 0.1  # of a core, at most, for making pages
-STATE_ORDER = ["running", *(state for state in STATES if state != "running")]
 
 
 @dataclass
@@ -100,7 +99,7 @@ def run_list(runs: Iterable[RunFiles]) -> Markup:
     """The runs that train first; each leads to its own page."""
     heads = ["run", "setting", "state", "progress", "iteration", "lowest validation loss", "at iteration", "left"]
     rows = []
-    for run in sorted(runs, key=lambda run: STATE_ORDER.index(run.state.state)):
+    for run in sorted(runs, key=lambda run: (run.state.state != "running", STATES.index(run.state.state))):
         step, left, best = run.progress()
         last, name = run.plan.config.max_iters, html.escape(run.plan.id)
         cells = [
