@@ -16,11 +16,9 @@ several percent. Further settings are train.py's: dtype=, device=, threads=, att
 `attend` is attention and its write to the cache, without the projections. Bandwidth is the bytes that a step must read,
 divided by its time; beside it stands that of a copy, which takes turns with the sides. On CUDA steps are compiled, and
 ten of them form a graph.
-out= writes table.md and bench.json after every point; with from=A.json,B.json it writes them from earlier results
-and measures nothing. The last line is JSON.
+out= writes table.md and bench.json after every point. The last line is JSON.
 """
 
-import json
 import math
 import random
 import sys
@@ -35,7 +33,7 @@ from torch import Tensor
 
 from core.device import resolve_device, resolve_dtype, synchronize
 from core.files import write_atomic, write_json
-from core.schema import NOT_EMPTY, POSITIVE, AtLeast, ConfigError, Help, options, require, show
+from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, options, require, show
 from model.generate import decoding_weights, kv_cache_dtype
 from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope
 from model.ops import causal_attention
@@ -74,7 +72,6 @@ class DecodeOptions:
     seconds: Annotated[float, POSITIVE, Help("of a turn")] = 0.2
     sides: Annotated[str, Help("what is compared")] = ",".join(NORMS)
     out: Annotated[str | None, NOT_EMPTY, Help("folder for table.md and bench.json")] = None
-    from_: Annotated[str | None, NOT_EMPTY, Help("earlier results, A.json,B.json: nothing is measured")] = None
 
     @property
     def names(self) -> list[str]:
@@ -87,7 +84,6 @@ class DecodeOptions:
             require(good, f"{key}={show(numbers)} must be a list of integers >= {least}")
         good = bool(self.names) and set(self.names) <= NORMS.keys()
         require(good, f"sides={self.sides} must be a list of {', '.join(NORMS)}")
-        require(self.from_ is None or self.out is not None, f"from={self.from_} needs out=")
 
 
 def settings(names: list[str], overrides: list[str], context: int) -> dict[str, TrainConfig]:
@@ -352,29 +348,7 @@ def row(info: dict[str, Any], turns: list[dict[str, Any]], copy: float) -> dict[
 
 
 # -----------------------------------------------------------------------------
-# The results as a folder: bench.json and a table
-
-
-def write_results(result: dict[str, Any], folder: Path) -> None:
-    write_json(folder / "bench.json", result, indent=1)
-    write_atomic(folder / "table.md", table(result).encode())
-
-
-def read_results(files: str) -> dict[str, Any]:
-    """The points and commands of several bench.json, which must come from one machine."""
-    found: list[dict[str, Any]] = []
-    names = files.split(",")
-    for file in names:
-        try:
-            result = json.loads(Path(file).read_text())
-            table(result)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"from={file} must be a bench.json of this benchmark: {error}") from error
-        for key in ("device", "dtype", "torch"):
-            require(not found or result[key] == found[0][key], f"from={file} has another {key} than {names[0]}")
-        found.append(result)
-    points = sorted((p for result in found for p in result["points"]), key=lambda p: (p["batch"], p["context"]))
-    return {**found[0], "points": points, "command": "; ".join(result["command"] for result in found)}
+# The results: bench.json and a table
 
 
 def table(result: dict[str, Any]) -> str:
@@ -384,7 +358,7 @@ def table(result: dict[str, Any]) -> str:
              "paper: MLA", "paper: + QK norm", "overhead"]  # fmt: skip
     rows = [heads, ["---:"] * len(heads), *map(cells, result["points"])]
     lines = [
-        "# Decode speed of MLA with a QK norm", "", "```", *result["command"].split("; "), "```", "",
+        "# Decode speed of MLA with a QK norm", "", "```", result["command"], "```", "",
         f"{result['device']}, {result['dtype']}, torch {result['torch']}. One layer, one token. Times are ms a step,",
         "median (lowest–highest) over rounds in which the sides alternate; the paper's are on an H800 in bf16. It",
         "states neither unit nor batch: read as ms of one sequence.",
@@ -431,16 +405,11 @@ def short(context: int) -> str:
 
 
 def bench(values: DecodeOptions, overrides: list[str]) -> dict[str, Any]:
-    folder = Path(values.out) if values.out else None
-    if values.from_ and folder is not None:
-        earlier = read_results(values.from_)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_results(earlier, folder)
-        return earlier
     config = settings(values.names[:1], overrides, 2)[values.names[0]]
     device = resolve_device(config.device)
     usual = list(PAPER) if device.type == "cuda" else [4096, 16384]
     configs = {context: settings(values.names, overrides, context) for context in values.contexts or usual}
+    folder = Path(values.out) if values.out else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     points: list[Point] = []
@@ -453,7 +422,9 @@ def bench(values: DecodeOptions, overrides: list[str]) -> dict[str, Any]:
         for of_context in configs.values():
             points.append(bench_point(of_context, batch, values.rounds, values.starts, values.seconds))
             if folder is not None:
-                write_results(result, folder)  # after each point, as a later one may not fit the memory
+                # after each point, as a later one may not fit the memory
+                write_json(folder / "bench.json", result, indent=1)
+                write_atomic(folder / "table.md", table(result).encode())
     print(table(result))
     return result
 
