@@ -449,8 +449,8 @@ class MultiHeadLatentAttention(CausalAttention):
         """(..., dn + dr) -> (..., dn), (..., dr)"""
         return x[..., : self.nope_dim], x[..., self.nope_dim :]
 
-    def keys_and_values(self, latent: Tensor, k_rope: Tensor, rope: Rope, pos: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys (B, nh, T, dn + dr) and values (B, nh, T, dv) of T positions from `pos` on."""
+    def keys_and_values(self, latent: Tensor, k_rope: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Keys (B, nh, T, dn + dr) and values (B, nh, T, dv) of the first T positions."""
         B, T, _ = latent.shape
         k_nope, v = (
             part.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn) and (B, nh, T, dv)
@@ -460,7 +460,7 @@ class MultiHeadLatentAttention(CausalAttention):
             k_nope, k_rope = self.split(self.k_norm(self.join(k_nope, k_rope)))
         else:
             k_nope = self.k_norm(k_nope)
-        return self.join(k_nope, rotate(k_rope, rope, pos)), v
+        return self.join(k_nope, rotate(k_rope, rope)), v
 
     def join(self, nope: Tensor, rope: Tensor) -> Tensor:
         """(B, nh, T, dn), and (B, 1, T, dr) shared by the heads or (B, nh, T, dr) -> (B, nh, T, dn + dr)"""

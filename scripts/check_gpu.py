@@ -185,7 +185,7 @@ def norms(asked: CheckOptions, overrides: list[str]) -> Rows:
 
 def decode(asked: CheckOptions, overrides: list[str]) -> Rows:
     """One step of one MLA layer, beside Table 2 of QK-Normed MLA (H800). GB/s: bytes of the cache over attention."""
-    options = bench_decode.DecodeOptions(asked.contexts, rounds=asked.rounds, seconds=0.05, sides="absorbed,rms,lp")
+    options = bench_decode.DecodeOptions(asked.contexts, rounds=asked.rounds, seconds=0.05)
     found = bench_decode.bench(options, [f"device={asked.device}", *overrides])
     rows: Rows = {}
     heads = ("paper: MLA, ms", "paper: norm, ms", "paper: %")

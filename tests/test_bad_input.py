@@ -377,7 +377,6 @@ BENCH_DECODE: dict[str, list[str]] = {
     "rounds=0": ["rounds=0 must be >= 1"],
     "starts=0": ["starts=0 must be >= 1"],
     "seconds=0": ["seconds=0.0 must be > 0 and at most 1e+30"],
-    "sides=absorbed,fast": ["sides=absorbed,fast must be a list of absorbed, rms"],
     "attention=gqa": ["attention"],
 }
 if not torch.cuda.is_available():
