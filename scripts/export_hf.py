@@ -75,9 +75,5 @@ def export_run(asked: ExportOptions) -> int:
     return 0
 
 
-def main(argv: list[str]) -> int:
-    return run_script(ExportOptions, export_run, __doc__, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(ExportOptions, export_run, __doc__))

@@ -54,9 +54,5 @@ def import_run(asked: ImportOptions) -> int:
     return 0
 
 
-def main(argv: list[str]) -> int:
-    return run_script(ImportOptions, import_run, __doc__, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(ImportOptions, import_run, __doc__))

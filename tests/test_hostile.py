@@ -105,9 +105,12 @@ PROGRAMS: dict[str, Callable[[Path, TrainConfig], int]] = {
     "sample": lambda run, config: run_script(
         sample.SampleConfig, sample.sample, "", [f"run={run}", "start=to", "max_new_tokens=2"]
     ),
-    "export": lambda run, config: export_hf.main([f"run={run}", f"out={run.parent / 'exported'}"]),
-    "compare": lambda run, config: compare.main(
-        [f"a={run}", f"b={run.parent / 'intact'}", f"out={run.parent / 'compare.html'}"]
+    "export": lambda run, config: run_script(
+        export_hf.ExportOptions, export_hf.export_run, "", [f"run={run}", f"out={run.parent / 'exported'}"]
+    ),
+    "compare": lambda run, config: run_script(
+        compare.CompareOptions, compare.compare_runs, "",
+        [f"a={run}", f"b={run.parent / 'intact'}", f"out={run.parent / 'compare.html'}"],
     ),
 }
 
