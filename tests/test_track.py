@@ -20,7 +20,7 @@ from scripts.reporting.comparisons import Comparison, adjust, compare
 from scripts.reporting.runs import METRICS, Replicate, Run, Sweep
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
 from scripts.reporting.track import at_the_edge, entries, label_sides, mean_losses, noise, plateau, widened
-from scripts.track import TrackOptions, final_definition, make, small_definition
+from scripts.track import TrackOptions, final_definition, make
 from sweeps.definition import check_sweep, load_sweep, pair
 from sweeps.plan import plan_runs
 from sweeps.status import State
@@ -222,13 +222,6 @@ def test_the_final_sweep_takes_each_contestants_best_rate(tmp_path: Path) -> Non
     assert {run.points[0]: run.config.optim.learning_rate for run in runs} == BEST
 
 
-def test_the_small_sweep_has_the_best_ones_and_rms(tmp_path: Path) -> None:
-    file = tmp_path / "small.yaml"
-    file.write_text(small_definition(WORDS, entries(*sweeps(), tmp_path)))
-    runs = plan_runs(load_sweep(str(file), {}), [])
-    assert len(runs) == 3 * 3 and {run.config.model.name for run in runs} == {"track_small"}
-
-
 def test_what_is_no_track_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, says in (
         (["sweep=leak", "times=true"], "sweep=leak is no track: its grid has no words"),
@@ -242,11 +235,10 @@ def test_a_track_of_ones_own_writes_its_sweeps_beside_it(tmp_path: Path) -> None
     sweep.parent.mkdir()
     sweep.write_text(json.dumps({"grid": {"words": WORDS, "optim.learning_rate": RATES}}))
     assert make(TrackOptions(folder=str(board), sweep=str(sweep), rates=True)) == 0
-    assert make(TrackOptions(folder=str(board), sweep=str(sweep), small=True)) == 0
     other = tmp_path / "other.yaml"
     assert make(TrackOptions(folder=str(board), sweep=str(sweep), rates=True, out=str(other))) == 0
-    files = [other, *(sweep.with_name(f"my_{kind}.yaml") for kind in ("final", "small"))]
-    assert [len(plan_runs(load_sweep(str(file), {}), [])) for file in files] == [24, 24, 9]
+    for file in (other, sweep.with_name("my_final.yaml")):
+        assert len(plan_runs(load_sweep(str(file), {}), [])) == 24
     sweep.write_text(json.dumps({"grid": {"words": {"none": WORDS["none"]}, "optim.learning_rate": RATES}}))
     with pytest.raises(ConfigError, match="has no rms, sink, which .*grid has"):
         make(TrackOptions(folder=str(board), sweep=str(sweep)))
