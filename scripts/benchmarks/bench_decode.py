@@ -201,14 +201,22 @@ def copying(device_word: str, threads: int | None) -> tuple[Work, dict[str, Any]
 
 def bench_point(configs: dict[str, TrainConfig], batch: int, rounds: int, starts: int, seconds: float) -> Point:
     """The results of the sides; a turn is `seconds` long."""
-    context = next(iter(configs.values())).model.block_size
+    config = configs["absorbed"]
+    context = config.model.block_size
     print(f"batch {batch}, context {context}", flush=True)
     turns: Turns = {name: [] for name in [*configs, "copy"]}
     infos: dict[str, Any] = {}
     for _ in range(starts):
-        infos, of_start = take_turns(configs, batch, rounds, seconds)
-        for name in turns:
-            turns[name] += of_start[name]
+        sides = [Side("MLA", layers, configs, batch), Side("copy", copying, config.device, config.threads)]
+        once = {side.name: side.take_turn(1)["seconds"] for side in sides}
+        n = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}
+        of_start = alternate({side.name: partial(side.take_turn, n[side.name]) for side in sides}, rounds)
+        for side in sides:
+            side.stop()
+        infos = sides[0].info
+        for name in configs:
+            turns[name] += [turn[name] for turn in of_start["MLA"]]
+        turns["copy"] += of_start["copy"]
     copy = median(turns["copy"], "gb_per_s")
     rows = {name: row(infos[name], turns[name], copy) for name in configs}
     point: Point = {
@@ -217,21 +225,6 @@ def bench_point(configs: dict[str, TrainConfig], batch: int, rounds: int, starts
     against = {name: ratio(turns, name, "absorbed", "ms", starts) for name in rows if name != "absorbed"}
     percent = {name: {key: 100 * (x - 1) for key, x in found.items()} for name, found in against.items()}
     return {**point, "time_over_absorbed": against, "overhead_percent": percent}
-
-
-def take_turns(
-    configs: dict[str, TrainConfig], batch: int, rounds: int, seconds: float
-) -> tuple[dict[str, Any], Turns]:
-    """One start of the processes: infos of the sides, and turns of them and of "copy"."""
-    config = configs["absorbed"]
-    sides = Side("MLA", layers, configs, batch)
-    running = [sides, Side("copy", copying, config.device, config.threads)]
-    once = {side.name: side.take_turn(1)["seconds"] for side in running}
-    n = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}
-    turns = alternate({side.name: partial(side.take_turn, n[side.name]) for side in running}, rounds)
-    for side in running:
-        side.stop()
-    return sides.info, {**{name: [turn[name] for turn in turns["MLA"]] for name in configs}, "copy": turns["copy"]}
 
 
 def row(info: dict[str, Any], turns: list[dict[str, Any]], copy: float) -> dict[str, Any]:
