@@ -11,9 +11,9 @@ contexts= are by default those of QK-Normed MLA on CUDA, elsewhere [4096,16384].
 starts=1 times. They share it, its weights and latents, and alternate step by step in random order, as the memory layout
 of a process changes its times by several percent. After each start they have rounds=25 turns of seconds=0.2 each.
 Further settings are train.py's: dtype=, device=, threads=, attention.kv_rank=512, ...
-`attend` is attention and its write to the cache, without the projections. Bandwidth is the bytes that a step must read,
-divided by its time; beside it stands that of a copy, which takes turns with the sides. On CUDA steps are compiled, and
-ten of them form a graph.
+`attend` is attention and its write to the cache, without the projections; its bandwidth is the bytes of the cache over
+its time. Beside it stands that of a copy, which takes turns with the sides. On CUDA steps are compiled, and ten of them
+form a graph.
 out= writes table.md and bench.json after every point. The last line is JSON.
 """
 
@@ -92,7 +92,7 @@ Shared = dict[str, Tensor]  # weights and latents that the sides share
 
 
 def layers(configs: dict[str, TrainConfig], batch: int) -> tuple[Work, dict[str, Any]]:
-    """The sides in one process. A turn is n steps of each; the info is by name as well."""
+    """The sides in one process. A turn is n steps of each. Info: the bytes of the cache of each."""
     shared: Shared = {}
     built = {name: layer(config, batch, shared) for name, config in configs.items()}
     device = resolve_device(next(iter(configs.values())).device)
@@ -112,12 +112,12 @@ def layers(configs: dict[str, TrainConfig], batch: int) -> tuple[Work, dict[str,
         return ms
 
     work(1)  # warm-up
-    return work, {name: info for name, (_, info) in built.items()}
+    return work, {name: cache_bytes for name, (_, cache_bytes) in built.items()}
 
 
-def layer(config: TrainConfig, batch: int, shared: Shared) -> tuple[dict[str, Step], dict[str, Any]]:
-    """Steps at position T - 1 of a full cache, which they do not change. Returns "ms", a step (on CUDA a graph of GRAPH
-    of them), "attend_ms", its attention alone, and the side's info."""
+def layer(config: TrainConfig, batch: int, shared: Shared) -> tuple[dict[str, Step], int]:
+    """Steps at position T - 1 of a full cache, which they do not change: "ms", a step (on CUDA a graph of GRAPH of
+    them), and "attend_ms", its attention alone. Also returns the bytes of the cache."""
     torch.set_grad_enabled(False)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     device = resolve_device(config.device)
@@ -154,8 +154,7 @@ def layer(config: TrainConfig, batch: int, shared: Shared) -> tuple[dict[str, St
         steps = {key: graph_of(one) for key, one in steps.items()}
     held = [x[:, :context] for x in (cache.latent, cache.k_rope)]
     held += [x[:, :, :context] for x in (cache.key_scale, cache.mean_term) if x is not None]
-    cached, weights = (sum(tensor.nbytes for tensor in tensors) for tensors in (held, attn.parameters()))
-    return steps, {"cache_bytes": cached, "weight_bytes": weights}
+    return steps, sum(tensor.nbytes for tensor in held)
 
 
 def graph_of(step: Step) -> Step:
@@ -205,7 +204,7 @@ def bench_point(configs: dict[str, TrainConfig], batch: int, rounds: int, starts
     context = config.model.block_size
     print(f"batch {batch}, context {context}", flush=True)
     turns: Turns = {name: [] for name in [*configs, "copy"]}
-    infos: dict[str, Any] = {}
+    cache_bytes: dict[str, int] = {}
     for _ in range(starts):
         sides = [Side("MLA", layers, configs, batch), Side("copy", copying, config.device, config.threads)]
         once = {side.name: side.take_turn(1)["seconds"] for side in sides}
@@ -213,12 +212,12 @@ def bench_point(configs: dict[str, TrainConfig], batch: int, rounds: int, starts
         of_start = alternate({side.name: partial(side.take_turn, n[side.name]) for side in sides}, rounds)
         for side in sides:
             side.stop()
-        infos = sides[0].info
+        cache_bytes = sides[0].info
         for name in configs:
             turns[name] += [turn[name] for turn in of_start["MLA"]]
         turns["copy"] += of_start["copy"]
     copy = median(turns["copy"], "gb_per_s")
-    rows = {name: row(infos[name], turns[name], copy) for name in configs}
+    rows = {name: row(cache_bytes[name], turns[name], copy) for name in configs}
     point: Point = {
         "batch": batch, "context": context, "rounds": rounds, "starts": starts, "copy_gb_per_s": copy, "sides": rows,
     }  # fmt: skip
@@ -227,15 +226,12 @@ def bench_point(configs: dict[str, TrainConfig], batch: int, rounds: int, starts
     return {**point, "time_over_absorbed": against, "overhead_percent": percent}
 
 
-def row(info: dict[str, Any], turns: list[dict[str, Any]], copy: float) -> dict[str, Any]:
-    ms, attend_ms = median(turns, "ms"), median(turns, "attend_ms")
-    step_rate = (info["cache_bytes"] + info["weight_bytes"]) / ms / 1e6
-    attend_rate = info["cache_bytes"] / attend_ms / 1e6
+def row(cache_bytes: int, turns: list[Turn], copy: float) -> dict[str, Any]:
+    attend_ms = median(turns, "attend_ms")
+    rate = cache_bytes / attend_ms / 1e6
     return {
-        "ms": ms, "ms_lowest": min(t["ms"] for t in turns), "ms_highest": max(t["ms"] for t in turns),
-        "attend_ms": attend_ms, "cache_bytes": info["cache_bytes"], "weight_bytes": info["weight_bytes"],
-        "gb_per_s": step_rate, "of_copy": step_rate / copy,
-        "attend_gb_per_s": attend_rate, "attend_of_copy": attend_rate / copy,
+        "ms": median(turns, "ms"), "ms_lowest": min(t["ms"] for t in turns), "ms_highest": max(t["ms"] for t in turns),
+        "attend_ms": attend_ms, "cache_bytes": cache_bytes, "attend_gb_per_s": rate, "attend_of_copy": rate / copy,
     }  # fmt: skip
 
 
