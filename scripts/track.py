@@ -7,7 +7,6 @@ docs/attention_track.md has the commands that come before.
 """
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Annotated
 
 from core.cli import CONFIG_DIR, run_script
 from core.files import ROOT, expand, write_atomic
-from core.schema import NOT_EMPTY, WRITABLE, Help, options, require
+from core.schema import NOT_EMPTY, Help, options, require
 from scripts.reporting import track
 from scripts.reporting.charts import svg
 from scripts.reporting.page import with_block
@@ -36,9 +35,8 @@ Overrides = Mapping[str, Sequence[str]]  # of each contestant
 class TrackOptions:
     folder: Annotated[str, NOT_EMPTY, Help("of the board")] = str(ROOT / "results" / SWEEP)
     sweep: Annotated[str, NOT_EMPTY, Help("the grid's definition, which has each contestant's overrides")] = SWEEP
-    rates: Annotated[bool, Help("write the final sweep's definition from the grid's best rates, and no board")] = False
+    rates: Annotated[bool, Help("write SWEEP_final beside SWEEP, at the grid's best rates, and no board")] = False
     times: Annotated[bool, Help("print the commands whose last lines are train.json and decode.json")] = False
-    out: Annotated[str | None, WRITABLE, Help("that definition's file; null: SWEEP_final beside it")] = None
 
     def check(self) -> None:
         require(not (self.rates and self.times), "rates= and times= exclude one another")
@@ -46,16 +44,9 @@ class TrackOptions:
     @property
     def final(self) -> Path:
         """Where the final sweep's definition is written."""
-        if self.out is not None:
-            return expand(self.out)
         own = expand(self.sweep)
         beside = own if own.suffix == ".yaml" else CONFIG_DIR / "sweep" / f"{self.sweep}.yaml"
         return beside.with_stem(f"{beside.stem}_final")
-
-    @property
-    def extended(self) -> str:
-        """`sweep`, as the final sweep's file names it."""
-        return os.path.relpath(self.sweep, self.final.parent) if self.sweep.endswith(".yaml") else self.sweep
 
 
 def make(asked: TrackOptions) -> int:
@@ -74,7 +65,7 @@ def make(asked: TrackOptions) -> int:
         n_open = sum(run.state.state not in FINAL for run in grid.runs)
         require(n_open == 0, f"{n_open} runs of {folder / 'grid'} have not ended: the best rates are not known yet")
         print_edges(asked.sweep, overrides, track.at_the_edge(grid))
-        made = {asked.final: final_definition(asked.extended, overrides, mean_losses(grid)).encode()}
+        made = {asked.final: final_definition(Path(asked.sweep).name, overrides, mean_losses(grid)).encode()}
     else:
         name = sweep_name(asked.sweep)
         found = entries(grid, read_stored(folder / "final", f"{name}_final"), folder)
