@@ -103,7 +103,7 @@ def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
     else:
         sides = timing.start_sides(values, overrides, "bench_train.py", ours, nanogpt)
     infos = sides[0].info["of"] if values.together else {side.name: side.info for side in sides}
-    first, about = next(iter(infos.items()))
+    about = next(iter(infos.values()))
     n = values.iters
     if n == 0:
         slowest = max(side.take_turn(1)["seconds"] for side in sides)
@@ -120,10 +120,7 @@ def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
         "dtype": about["dtype"], "peak_tflops": round(about["peak_flops"] / 1e12, 3),
         **timing.machine_of(values, overrides),
     }  # fmt: skip
-    if values.variants:
-        over_first = {name: timing.ratio(turns, name, first) for name in rows if name != first}
-        return {"variants": rows, "time_over_first": over_first, **common}
-    return {**rows, **timing.against_ours(turns), **common}
+    return {**timing.compared(values, rows, turns), **common}
 
 
 def summary(turns: list[Turn], n: int, about: dict[str, Any]) -> dict[str, Any]:

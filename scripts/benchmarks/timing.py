@@ -183,10 +183,13 @@ def ratio(turns: Turns, a: str, b: str, key: str = "seconds", starts: int = 1) -
     return spread([statistics.median(ratios[i * n : (i + 1) * n]) for i in range(starts)] if starts > 1 else ratios)
 
 
-def against_ours(turns: Turns) -> dict[str, dict[str, float]]:
-    """How many times as long the sides of peer= and old= take as ours."""
-    names = {"peer": "ratio", "old": "ratio_to_old"}
-    return {key: ratio(turns, name, "ours") for name, key in names.items() if name in turns}
+def compared(asked: SidesOptions, rows: Mapping[str, Any], turns: Turns) -> dict[str, Any]:
+    """A row for each side, and how many times as long they take: peer and old as ours, variants as the first one."""
+    if not asked.variants:
+        names = {"peer": "ratio", "old": "ratio_to_old"}
+        return {**rows, **{key: ratio(turns, name, "ours") for name, key in names.items() if name in turns}}
+    first, *others = rows
+    return {"variants": rows, "time_over_first": {name: ratio(turns, name, first) for name in others}}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
