@@ -109,7 +109,9 @@ PROGRAMS: dict[str, Callable[[Path, TrainConfig], int]] = {
         export_hf.ExportOptions, export_hf.export_run, "", [f"run={run}", f"out={run.parent / 'exported'}"]
     ),
     "compare": lambda run, config: run_script(
-        compare.CompareOptions, compare.compare_runs, "",
+        compare.CompareOptions,
+        compare.compare_runs,
+        "",
         [f"a={run}", f"b={run.parent / 'intact'}", f"out={run.parent / 'compare.html'}"],
     ),
 }
