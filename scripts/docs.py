@@ -2,9 +2,10 @@
 
 Writes docs/configuration.md, from the declarations of the settings; the tables of results/README.md, from
 results/ledger.yaml and the studies' files; from the same files, the three answers and the first rows of the board in
-README.md; and the metrics of docs/tracking.md, from their rows.
+README.md, and what folds and seeds tell in docs/sweeps.md; and the metrics of docs/tracking.md, from their rows.
 """
 
+import math
 import sys
 import textwrap
 from dataclasses import replace
@@ -16,9 +17,11 @@ from core.schema import options
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
 from scripts.reporting.ledger import Part, ledger, measured, written
+from scripts.reporting.numbers import n_needed, sources
 from scripts.reporting.page import with_block
+from scripts.reporting.runs import Replicate
 from scripts.reporting.stored import read_stored
-from scripts.reporting.tables import Columns, filled, mean_and_ends
+from scripts.reporting.tables import Columns, filled, mean_and_ends, number
 from scripts.reporting.track import BASELINE, Entry, entries, noise_floor, times
 from training.config import TrainConfig
 from training.metrics import table
@@ -111,6 +114,42 @@ def first_rows() -> str:
     return f"\n{paragraph(said)}\n\n{replace(table, rows=rows_and_gap).markdown()}\n"
 
 
+# -----------------------------------------------------------------------------
+# docs/sweeps.md: folds against seeds
+
+SWEEPS, SOURCES = ROOT / "docs" / "sweeps.md", "<!-- made by scripts/docs.py: folds and seeds -->\n"
+MEASURED = {  # study -> runs of A and of B: settings whose seeds add up
+    "p_nano": (["matched/p=3", "seeds/p=3"], ["matched/p=2", "seeds/p=2"]),
+    "p_baby": (["matched/p=4"], ["matched/p=2"]),
+    "gqa_norms": (["rms,n_kv_head=4"], ["none,n_kv_head=4"]),
+    "attention_track/final": (["none"], ["rms"]),
+}
+WORTH = 0.01  # nats per token: a difference that one would want to find
+Spread = tuple[str, list[dict[Replicate, float]]]  # study; A, B, A - B
+SPREADS: Columns[Spread] = {
+    "study: A − B": lambda of: of[0],
+    "folds × seeds": lambda of: " × ".join(str(len({r[part] for r in of[1][2]})) for part in (1, 0)),
+    "loss of B: folds; seeds; rest": lambda of: "; ".join(number(sd) for sd in sources(of[1][1])),
+    "A − B: folds; seeds; rest": lambda of: "; ".join(number(sd) for sd in sources(of[1][2])),
+    "seeds needed": lambda of: needed(of, 0),
+    "folds of ten needed": lambda of: needed(of, 1 / 9),
+}
+
+
+def needed(of: Spread, shared: float) -> str:
+    pairs = n_needed(WORTH / sources(of[1][2])[2], shared)
+    return f"{pairs}" if pairs < math.inf else "more than there are"
+
+
+def folds_and_seeds() -> str:
+    rows = []
+    for study, sides in MEASURED.items():
+        sweep = read_stored(ROOT / "results" / study, study.split("/")[-1])
+        a, b = ({r: run.summary["val/loss_min"] for s in of for r, run in sweep.runs_of(s).items()} for of in sides)
+        rows.append((f"{study}: {sides[0][0]} − {sides[1][0]}", [a, b, {r: a[r] - b[r] for r in a}]))
+    return filled(SPREADS, rows, text_columns=2).markdown()
+
+
 @options
 class NoSettings:
     pass
@@ -126,6 +165,7 @@ def write(_: NoSettings) -> int:
         ROOT / "docs" / "configuration.md": configuration().encode(),
         LEDGER: with_block(LEDGER.read_text(encoding="utf-8"), BEGIN, END, f"\n{ledger()}\n").encode(),
         TRACKING: with_block(TRACKING.read_text(encoding="utf-8"), METRICS, END, f"\n{table()}\n").encode(),
+        SWEEPS: with_block(SWEEPS.read_text(encoding="utf-8"), SOURCES, END, f"\n{folds_and_seeds()}\n").encode(),
         README: readme().encode(),
     }
     for file, content in made.items():

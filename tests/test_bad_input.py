@@ -321,18 +321,13 @@ PREPARE_FINEWEB: dict[str, list[str]] = {
     "out=corpus.txt/x max_tokens=10": ["out=corpus.txt/x", "Not a directory"],
 }
 AUDIT: dict[str, list[str]] = {
-    "": ["run=", "model=", "given"],
+    "": ["run=", "given"],
     "--run=folder": ["--run=folder", "key=value"],
-    "run=run_chars model=b": ["either run= or model="],
     "run=nowhere": ["run=nowhere"],
-    "model=nowhere": ["model=nowhere holds no config.json"],
-    "model=hf_bare": ["model=hf_bare cannot be loaded"],
     "run=run_chars steps=3": ["steps=3 must be >= 20"],
     "run=run_chars steps=many": ["steps=many must be an integer"],
     "run=run_chars checkpoint=newest": ["best, latest"],
     "run=run_chars step=30": ["did you mean steps"],
-    "run=run_chars trust_remote_code=true": ["needs model="],
-    "model=hf_bare checkpoint=best": ["needs run="],
     "run=run_chars device=gpu": ["device=gpu"],
 }
 COMPARE: dict[str, list[str]] = {
@@ -446,7 +441,7 @@ def templates(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.truncate(place / "shards_short" / "train_000000.bin", 100)
     (place / "shards_damaged" / "index.json").write_text("[]")
     (place / "shards_other" / "tokenizer.json").write_text(json.dumps(BPETokenizer(BYTES).to_dict()))
-    for file in ("shards_begun/progress.json", "hf_bare/config.json", "empty_folder/.keep"):
+    for file in ("shards_begun/progress.json", "empty_folder/.keep"):
         (place / file).parent.mkdir()
         (place / file).write_text("{}")
     (place / "empty_folder" / ".keep").unlink()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from statistics import stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from data.folds import leak_split, split
 from data.options import PythonDocsOptions, TinyShakespeareOptions
 from scripts.reporting.comparisons import Comparison, adjust, compared_families, shared_text
 from scripts.reporting.figures import family_figures
-from scripts.reporting.numbers import Estimate, holm, interval, judge, mean_curve, n_needed, paired_p
+from scripts.reporting.numbers import Estimate, holm, interval, judge, mean_curve, n_needed, paired_p, sources
 from scripts.reporting.runs import METRICS, Replicate
 from scripts.reporting.tables import comparison_table, conclusion_table, part_table
 
@@ -149,6 +150,17 @@ def test_folds_that_share_text_need_more_pairs(effect: float) -> None:
     assert n_needed(effect / math.sqrt(1 + n * shared)) <= n
     assert n_needed(effect / math.sqrt(1 + (n - 1) * shared)) > n - 1
     assert n_needed(1.0, shared) == math.inf  # of ten folds there is no eleventh
+
+
+def test_what_folds_and_seeds_tell_is_the_published_example() -> None:
+    # Shrout and Fleiss (1979), six targets (folds) and four judges (seeds): mean squares 11.24, 32.49 and 1.02
+    ratings = ["9258", "6132", "8468", "7126", [10, 5, 6, 9], "6247"]
+    values = {(seed, fold): float(x) for fold, row in enumerate(ratings) for seed, x in enumerate(row)}
+    variances = [(11.2417 - 1.0194) / 4, (32.4861 - 1.0194) / 6, 1.0194]
+    assert sources(values) == pytest.approx([x**0.5 for x in variances], rel=1e-4)
+    of_one_seed = {r: value for r, value in values.items() if r[0] == 0}
+    assert sources(of_one_seed) == (None, None, pytest.approx(stdev(of_one_seed.values())))
+    assert sources({(s, f): float(s == f) for s in (0, 1) for f in (0, 1)})[:2] == (0.0, 0.0)  # below 0 by mean squares
 
 
 def test_a_mean_curve_has_the_iterations_that_all_runs_have_and_the_seeds_of_a_fold_as_one_value() -> None:

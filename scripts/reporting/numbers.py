@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 from scipy import stats
 
 from scripts.reporting.runs import Curve, Replicate
@@ -87,6 +88,20 @@ def independent(values: Mapping[Replicate, float], of_folds: bool) -> list[float
     for replicate, value in values.items():
         groups[replicate[1] if of_folds else replicate].append(value)
     return [*map(fmean, groups.values())]
+
+
+def sources(values: Mapping[Replicate, float]) -> tuple[float | None, float | None, float]:
+    """Standard deviations between folds, between seeds, and of what is left of a single run: variance components of the
+    two-way random-effects model, by mean squares; one below 0 counts as 0. None where there is one fold or one seed:
+    what is left then has it, too. Every seed must have every fold."""
+    seeds, folds = ([*dict.fromkeys(part)] for part in zip(*values, strict=True))
+    x = np.array([[values[seed, fold] for fold in folds] for seed in seeds])
+    if 1 in x.shape:
+        return None, None, float(x.std(ddof=1))
+    of_seeds, of_folds = x.mean(1, keepdims=True), x.mean(0, keepdims=True)
+    rest = float(np.sum((x - of_seeds - of_folds + x.mean()) ** 2)) / ((len(seeds) - 1) * (len(folds) - 1))
+    between = [(means.var(ddof=1) - rest / n).clip(0) for means, n in ((of_folds, len(seeds)), (of_seeds, len(folds)))]
+    return float(between[0] ** 0.5), float(between[1] ** 0.5), rest**0.5
 
 
 def of_several_folds(replicates: Iterable[Replicate]) -> bool:
