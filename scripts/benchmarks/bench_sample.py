@@ -1,7 +1,6 @@
 """Sampling speed: python scripts/benchmarks/bench_sample.py peer=PATH [rounds=5] [tokens=500] [overrides of train.py]
 
 peer=PATH     alternates our generate() and that of nanoGPT, from a checkout
-old=PATH      alternates our generate() and that of another checkout of this repository; also together with peer=
 variants=A;B  alternates models of ours, each a list of overrides: "qk_norm=none;qk_norm=rms"
 
 Untrained models continue one token: one sequence, then ten. tok_per_sec counts the tokens of all sequences. The last
@@ -66,7 +65,7 @@ def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
     if values.peer:
         check_model(load_config(compose(overrides)).gpt)
         load_model(values.peer)
-    sides = timing.start_sides(values, overrides, "bench_sample.py", ours, nanogpt, values.tokens)
+    sides = timing.start_sides(values, overrides, ours, nanogpt, values.tokens)
     for side in sides:
         side.take_turn(1)  # warm-up
     result: dict[str, Any] = {"rounds": values.rounds, "tokens": values.tokens, "words": overrides}

@@ -1,7 +1,6 @@
 """Training speed: python scripts/benchmarks/bench_train.py peer=PATH [rounds=5] [iters=N] [overrides of train.py]
 
 peer=PATH     alternates our update and nanoGPT's: the model.py of a checkout and the update of its train.py
-old=PATH      alternates our update and that of another checkout of this repository; also together with peer=
 variants=A;B  alternates our own settings, each a list of overrides: "qk_norm=none;qk_norm=rms". together=true:
               in one process, update by update in random order, as the memory layout of a process changes its times by
               several percent
@@ -101,7 +100,7 @@ def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
     if values.together:
         sides = [timing.Side("all", together, timing.variants(values.variants, overrides))]
     else:
-        sides = timing.start_sides(values, overrides, "bench_train.py", ours, nanogpt)
+        sides = timing.start_sides(values, overrides, ours, nanogpt)
     infos = sides[0].info["of"] if values.together else {side.name: side.info for side in sides}
     about = next(iter(infos.values()))
     n = values.iters

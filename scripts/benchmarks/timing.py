@@ -4,7 +4,6 @@ A side is one of the things that are compared. The speed of a machine drifts, so
 the sides on the same machine and report the median over rounds of the ratio within a round.
 """
 
-import importlib
 import json
 import math
 import multiprocessing
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -29,7 +27,6 @@ from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, options, require
 from sweeps.plan import compose
 from training.config import load_config
 
-PACKAGES = {"core", "data", "model", "sample", "scripts", "sweeps", "train", "training"}
 Turn = dict[str, Any]  # what one turn measured: seconds, and more
 Turns = dict[str, list[Turn]]  # side -> its turn in each round
 Work = Callable[[int], Turn]  # does n units of work and reports on them
@@ -42,12 +39,11 @@ class SidesOptions:
     """What bench_train.py and bench_sample.py compare."""
 
     peer: Annotated[str | None, NOT_EMPTY, Help("a checkout of nanoGPT, to compare with")] = None
-    old: Annotated[str | None, NOT_EMPTY, Help("another checkout of this repository, to compare with")] = None
     variants: Annotated[str, Help("our own settings to compare, lists of overrides: A;B, or NAME: A;NAME: B")] = ""
     rounds: Annotated[int, AtLeast(1), Help("turns of each side")] = 5
 
     def check(self) -> None:
-        require(bool(self.peer or self.old) != bool(self.variants), "one of peer=, old= and variants= must be given")
+        require(bool(self.peer) != bool(self.variants), "one of peer= and variants= must be given")
         several = not self.variants or len(by_name(self.variants)) > 1
         require(several, f"variants={self.variants} must be two different lists of overrides or more: A;B")
 
@@ -110,33 +106,12 @@ def serve(name: str, pipe: Connection, build: Build, arguments: tuple[Any, ...])
         raise
 
 
-def start_sides(
-    asked: SidesOptions, overrides: list[str], program: str, ours: Build, peer: Build, *more: Any
-) -> list[Side]:
-    """A side for each of variants=, or else ours and those of old= and peer=.
-
-    ours(overrides, *more) and peer(path, overrides, *more) build them; old='s is built by ours() in its file `program`.
-    """
+def start_sides(asked: SidesOptions, overrides: list[str], ours: Build, peer: Build, *more: Any) -> list[Side]:
+    """A side for each of variants=, or else ours and that of peer=. ours(overrides, *more) and peer(path, overrides,
+    *more) build them."""
     if asked.variants:
         return [Side(name, ours, own, *more) for name, own in variants(asked.variants, overrides).items()]
-    built: dict[str, tuple[Any, ...]] = {"ours": (ours, overrides)}
-    if asked.old:
-        checkout = Path(asked.old).resolve()
-        files = [*checkout.glob(f"scripts/**/{program}")]  # it has not always been in scripts/benchmarks/
-        require(len(files) == 1, f"old={asked.old} must be a checkout of this repository: it has no {program}")
-        module = ".".join(files[0].relative_to(checkout).with_suffix("").parts)
-        built["old"] = (old, checkout, module, overrides)
-    if asked.peer:
-        built["peer"] = (peer, asked.peer, overrides)
-    return [Side(name, *how, *more) for name, how in built.items()]
-
-
-def old(checkout: Path, module: str, overrides: list[str], *more: Any) -> Built:
-    """ours() of another checkout of this repository. It replaces our modules in this process."""
-    for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
-        del sys.modules[name]
-    sys.path.insert(0, str(checkout))  # its packages have the names of ours
-    return importlib.import_module(module).ours(overrides, *more)
+    return [Side("ours", ours, overrides, *more), Side("peer", peer, asked.peer, overrides, *more)]
 
 
 def by_name(variants: str) -> dict[str, str]:
@@ -184,10 +159,9 @@ def ratio(turns: Turns, a: str, b: str, key: str = "seconds", starts: int = 1) -
 
 
 def compared(asked: SidesOptions, rows: Mapping[str, Any], turns: Turns) -> dict[str, Any]:
-    """A row for each side, and how many times as long they take: peer and old as ours, variants as the first one."""
+    """A row for each side, and how many times as long they take: nanoGPT as ours, variants as the first one."""
     if not asked.variants:
-        names = {"peer": "ratio", "old": "ratio_to_old"}
-        return {**rows, **{key: ratio(turns, name, "ours") for name, key in names.items() if name in turns}}
+        return {**rows, "ratio": ratio(turns, "peer", "ours")}
     first, *others = rows
     return {"variants": rows, "time_over_first": {name: ratio(turns, name, first) for name in others}}
 
