@@ -142,13 +142,16 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     without_setting = preset_files(schema).keys() - declared(schema).keys()  # as experiment
     for override in parsed:
         group, _, key = override.key_or_group.rpartition(".")
-        named = key == "name" and override.value() in options.get(group, [])
-        same = f"write {group}={override.value()}"
-        require(override.value() != {}, f"{override.input_line} has no effect: name an option, or a setting of the group")
-        require(not named, f"{override.input_line} keeps the old option's settings: {same}")
-        file = CONFIG_DIR / override.key_or_group / f"{override.value()}.yaml"
+        word, value = override.input_line, override.value()
+        named = key == "name" and value in options.get(group, [])
+        same = f"write {group}={value}"
+        require(not override.is_sweep_override(), f"{word} has several values: a list is [a,b], and -m trains each")
+        none = value == {} or (value == [] and override.key_or_group in options)
+        require(not none, f"{word} has no effect: name an option, or a setting of the group")
+        require(not named, f"{word} keeps the old option's settings: {same}")
+        file = CONFIG_DIR / override.key_or_group / f"{value}.yaml"
         local = override.key_or_group in without_setting and file.is_file() and not is_global(file)
-        require(not local, f"{override.input_line}: the first line of {file} must be # @package _global_")
+        require(not local, f"{word}: the first line of {file} must be # @package _global_")
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             nested: Any = OmegaConf.to_container(hydra.compose(schema.__name__, words), resolve=True)
