@@ -96,7 +96,8 @@ def parse(word: str) -> Any:
     plain = word.lstrip("-~")
     if word.startswith("~") or (word.startswith("-") and "=" in word):
         raise ConfigError(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}")
-    require(plain == word and word[:1] != "=", f"{word} is unknown: settings are written key=value, and --help lists them")
+    known = plain == word and word[:1] != "="
+    require(known, f"{word} is unknown: settings are written key=value, and --help lists them")
     try:
         return OverridesParser.create().parse_override(word)
     except ValueError as error:  # an integer of more than 4,300 digits

@@ -306,7 +306,8 @@ NUMBERS = [  # of summary.json
 TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
 KINDS: dict[str, Any] = {  # of values of status.json and summary.json
     "iter": int, "pid": int, "records": dict, "start_up_warnings": list, "plugins": dict,
-    **dict.fromkeys(["state", "host", "reason", "status", "sees_future", *TEXTS], str), **dict.fromkeys(NUMBERS, int | float),
+    **dict.fromkeys(["state", "host", "reason", "status", "sees_future", *TEXTS], str),
+    **dict.fromkeys(NUMBERS, int | float),
 }  # fmt: skip
 
 

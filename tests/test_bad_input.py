@@ -482,7 +482,8 @@ def templates(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / file).write_text(text)
     (place / "latin.bin").write_bytes(b"\xff\xfe")
     texts = {"two_kinds/a.txt": b"", "two_kinds/b.jsonl": b"", "other_kind/a.txt": b"", "other_kind/b.pdf": b""}
-    for file, content in {**texts, "not_utf8/a.md": b"\xff", "torn/a.txt.gz": b"\x1f\x8b\x08", "lost/b.txt": b""}.items():
+    texts |= {"not_utf8/a.md": b"\xff", "torn/a.txt.gz": b"\x1f\x8b\x08", "lost/b.txt": b""}
+    for file, content in texts.items():
         (place / file).parent.mkdir(exist_ok=True)
         (place / file).write_bytes(content)
     (place / "lost" / "a.txt").symlink_to("nothing")
@@ -583,11 +584,12 @@ def test_a_text_that_hydra_cannot_read_is_taken_as_it_is(folder: Path, outcome: 
     assert combinations(["data.path=a,b"]) == [["data.path=a"], ["data.path=b"]]
     for name in ("it's (1).txt", "a,b=ü.txt"):
         shutil.copy("corpus.txt", name)
-        assert outcome("train.py", *TINY, "data=text", f"data.path={name}", f"out_dir={name} run", "max_iters=1") == (0, "")
+        text = ["data=text", f"data.path={name}"]
+        assert outcome("train.py", *TINY, *text, f"out_dir={name} run", "max_iters=1") == (0, "")
         assert (folder / f"{name} run" / "summary.json").is_file()
         swept = [word for word in TINY if not word.startswith(("qk_norm", "data"))]
         sweep = ["sweep=p_sweep_cpu", "sweep.parts=[all]", "sweep.folds=[0]", "dry_run=true"]
-        assert outcome("sweeps/launch.py", *sweep, *swept, "data=text", f"data.path={name}") == (0, "")
+        assert outcome("sweeps/launch.py", *sweep, *swept, *text) == (0, "")
 
 
 # A text, and what the line must hold where it is bad.

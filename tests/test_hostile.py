@@ -218,7 +218,8 @@ def test_a_stored_run_of_another_eval_interval_is_refused(tmp_path: Path, corpus
 
 
 LINES: list[dict[str, Any]] = [
-    *({"id": value} for value in ("../../outside", "/etc", "..", ".", "a/b", "", "a\0b", "a\x1b[2J", "a" * 256, ["a"], 3)),
+    *({"id": outside} for outside in ("../../outside", "/etc", "..", ".", "a/b", "")),
+    *({"id": value} for value in ("a\0b", "a\x1b[2J", "a" * 256, ["a"], 3)),
     {"settings": []}, {"settings": [5]}, {"settings": "a"}, {"seed": "1"}, {"fold": [0]}, {"overrides": [1]},
     {"config": []}, {"config": {"max_iters": 0}}, {"seed": "LONG"},
 ]  # fmt: skip
