@@ -147,11 +147,12 @@ def write_documents(
 def summary(index: dict[str, Any]) -> str:
     source = index["source"]
     files = f"; {source['files']:,} files, each a document" if "documents" in source else ""
-    return "; ".join(
+    parts = (
         f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, {part['bytes']:,} bytes, "
         f"{len(part['shards'])} shards"
         for split, part in ((split, index[split]) for split in SPLITS)
-    ) + files
+    )
+    return "; ".join(parts) + files
 
 
 def clean_up(out: Path) -> None:
