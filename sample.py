@@ -22,6 +22,7 @@ from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
 from model.gpt import GPT
 from training.config import Device, Dtype, Seed, TrainConfig, load_config
+from training.state import RunState
 
 RunPath = Annotated[str, NOT_EMPTY, Help("a run directory, or one checkpoint in it (runs/.../ckpt/step_000500)")]
 Which = Annotated[Literal["best", "latest"], Help("the checkpoint of a run directory")]
@@ -140,6 +141,7 @@ def load_run(path: Path, device: torch.device) -> LoadedRun:
     """What a checkpoint directory holds. Raises: CorruptCheckpoint."""
     saved = checkpoint.load(path)
     with checkpoint.errors_as_corrupt(path):
+        RunState.from_json(saved.state, f"{path}/{checkpoint.STATE}")  # refuses what is no state of a run
         config = load_config(saved.state["config"])
         tokenizer = from_dict(saved.state["tokenizer"])
         with torch.device("cpu" if config.plugins else "meta"):  # a plugin may compute buffers

@@ -64,7 +64,7 @@ def save(
 ) -> Path:
     """Write `folder/step_<step>`, point `latest` (and `best`) at it, and prune old ones but that of `keep_step`.
 
-    state: JSON values under text keys; NaN, infinities and integers of any size are loaded as they were saved.
+    state: JSON values under text keys; NaN, infinities and integers of up to 300 digits are loaded as saved.
     Returns: the new directory. Raises: OSError (a full disk, say); the earlier checkpoints then stay as they were.
     """
     assert step >= 0 and all(TENSOR_FILE.fullmatch(f"{group}.safetensors") for group in tensors), (step, list(tensors))

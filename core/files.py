@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout: the folder of train.py and configs/
 POLL_SECONDS = 0.01
+MOST_DIGITS = 300  # of an integer that is read: a float holds it, and every message can show it
 FOLDERS: dict[str, str] = {}  # what a folder with a file of this name is; whoever makes such folders adds it
 
 
@@ -46,10 +48,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
+def parse_int(text: str) -> int:
+    """An integer in decimal digits. Raises: ValueError, also for one of more than MOST_DIGITS."""
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"an integer of more than {MOST_DIGITS} digits is not read")
+    return int(text)
+
+
 def parse_object(raw: bytes) -> dict[str, Any]:
     """A JSON object. Raises: ValueError, for other JSON too."""
     try:
-        content = json.loads(raw)
+        content = json.loads(raw, parse_int=parse_int)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
@@ -57,11 +66,23 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return content
 
 
-def load_yaml(text: str, loader: Any = None) -> Any:
-    """Parse YAML. Raises: yaml.YAMLError, also for an alias of something that holds an alias, since a few lines of them
-    can expand beyond memory, and for more than 100 aliases."""
+def load_yaml(text: str, exponents: bool = False) -> Any:
+    """Parse YAML. exponents: 1e-3 is a number, as it is to Hydra; PyYAML alone takes it for text.
+
+    Raises: yaml.YAMLError, also for a long integer, and for an alias of something that holds an alias, since a few
+    lines of them can expand beyond memory, and for more than 100 aliases.
+    """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+            parse_int("0" * len(node.value))  # refuses a long one, in any base
+            return super().construct_yaml_int(node)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    if exponents:
+        number = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
+        Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
         aliases, anchored = 0, [False]  # whether each open list and mapping is within one that has a name
         for event in yaml.parse(text, yaml.SafeLoader):
@@ -73,7 +94,7 @@ def load_yaml(text: str, loader: Any = None) -> Any:
                 aliases += 1
                 if anchored[-1] or aliases > 100:
                     raise yaml.YAMLError("aliases of aliases, and more than 100 aliases, are not read")
-        return yaml.load(text, loader or yaml.SafeLoader)
+        return yaml.load(text, Loader)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
     except ValueError as error:  # a number or a date that is none

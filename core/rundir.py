@@ -26,7 +26,7 @@ from tqdm import tqdm
 from core.files import FOLDERS, FileLock, finite, is_locked, load_yaml, read_json, sealed, write_atomic, write_json
 from core.process import say
 from core.record import Record
-from core.schema import ConfigError, one_line, require
+from core.schema import ConfigError, one_line, require, show
 from core.wandb_run import WandbRun
 
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
@@ -292,19 +292,35 @@ def has_ended(request: RunRequest) -> bool:
         reason = " ".join(str(error).split())
         raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
     require(not refusal, f"out_dir={path} holds a run with other settings: {refusal}")
-    last, state = read_json(path / "summary.json").get("iter", -1), read_status(path).get("state")
-    reached = isinstance(last, int) and last >= request.max_iters
-    return state == "diverged" or (state == "done" and reached)
+    last, state = read_summary(path).get("iter", -1), read_status(path).get("state")
+    return state == "diverged" or (state == "done" and last >= request.max_iters)
 
 
 # -----------------------------------------------------------------------------
 # What state a run is in
 
+NUMBERS = [  # of summary.json
+    "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
+    "cache_bytes_per_token", "vocab_size",
+]  # fmt: skip
+TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
+KINDS: dict[str, Any] = {  # of values of status.json and summary.json
+    "iter": int, "pid": int, "records": dict, "start_up_warnings": list, "plugins": dict,
+    **dict.fromkeys(["state", "host", "reason", "status", "sees_future", *TEXTS], str),
+    **dict.fromkeys(NUMBERS, int | float),
+}  # fmt: skip
+
+
+def mistyped(content: Mapping[str, Any]) -> str:
+    """The first value that is neither null nor of its kind, as "key=value"; "" where there is none."""
+    good = {key: value is None or isinstance(value, KINDS.get(key, object)) for key, value in content.items()}
+    return next((f"{key}={show(content[key])}" for key in good if not good[key]), "")
+
 
 def at_end(path: Path) -> bool:
     """Whether a run is done or has diverged. A done one whose summary is lost is not: it goes on, to write it."""
     state = read_status(path).get("state")
-    return state == "diverged" or (state == "done" and "iter" in read_json(path / "summary.json"))
+    return state == "diverged" or (state == "done" and "iter" in read_summary(path))
 
 
 def is_open(path: Path) -> bool:
@@ -313,5 +329,12 @@ def is_open(path: Path) -> bool:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """status.json; {} where there is none."""
-    return read_json(path / "status.json")
+    """status.json; {} where there is none, or a value has another type."""
+    status = read_json(path / "status.json")
+    return {} if mistyped(status) else status
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """summary.json; {} where there is none, or a value has another type."""
+    summary = read_json(path / "summary.json")
+    return {} if mistyped(summary) else summary

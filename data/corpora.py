@@ -64,6 +64,8 @@ def load_python_source(config: options.PythonSourceOptions) -> str:
 
 
 def load_text_file(config: options.TextFileOptions) -> str:
+    shards = f"python data/prepare_fineweb.py dataset={config.path} makes shards of its texts"
+    require(not expand(config.path).is_dir(), f"data.path={config.path} is a directory, it must be a file; {shards}")
     text = read_text(config.path, f"data.path={config.path}")
     require(text != "", f"data.path={config.path} is empty")
     return text
@@ -71,7 +73,11 @@ def load_text_file(config: options.TextFileOptions) -> str:
 
 def read_text(path: str, name: str) -> str:
     """The UTF-8 text of a regular file. Raises: ConfigError, which begins with `name`."""
-    raw = read_bytes(expand(path), name)
+    return decoded(read_bytes(expand(path), name), name)
+
+
+def decoded(raw: bytes, name: str) -> str:
+    """UTF-8 text, with its line ends and its byte order mark. Raises: ConfigError, which begins with `name`."""
     try:
         return raw.decode()  # text mode would change \r\n to \n
     except UnicodeDecodeError as error:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from core.cli import parse_yaml, run_script
 from core.files import ROOT, FileLock, expand, file_sha256, read_json
 from core.process import StopSignal, say
-from core.rundir import at_end
+from core.rundir import at_end, read_summary
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
 from core.wandb_run import wandb_mode, wandb_options
 from sweeps.claims import Launch
@@ -308,7 +308,7 @@ def trained(runs: list[PlannedRun], states: dict[str, State], sweep_dir: Path) -
 def line_of(run_id: str, states: dict[str, State], sweep_dir: Path, left: float) -> str:
     """What is printed for a run that has ended. left: seconds for the others."""
     ended = sum(state.state in FINAL for state in states.values())
-    summary = read_json(sweep_dir / run_id / "summary.json")
+    summary = read_summary(sweep_dir / run_id)
     loss = summary.get("val/loss")  # null where it is not finite
     loss = "" if loss is None else f"val/loss {loss:.4f}, "
     seconds = f"{summary.get('seconds', 0):.0f} s; {tqdm.format_interval(left)} left"

@@ -15,12 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.files import read_json
 from core.rundir import at_end, is_open
 from core.schema import ConfigError, one_line
 from sweeps.claims import Launch, claimed, write_claim
 from sweeps.definition import part_and_name, sweep_tag
-from sweeps.plan import PlannedRun, read_plan
+from sweeps.plan import PlannedRun, read_about, read_plan
 from sweeps.ranks import stop_with_parent, train_on_ranks
 from training.config import TrainConfig
 
@@ -93,7 +92,7 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
 def config_in_sweep(run: PlannedRun, sweep_dir: Path) -> TrainConfig:
     """The run's config with its directory in the sweep, and W&B's tags and group."""
     wandb = run.config.wandb
-    about = read_json(sweep_dir / "sweep.json")
+    about = read_about(sweep_dir)
     name = about.get("name", sweep_dir.name)
     parts = [part_and_name(point, about.get("sweep", {}).get("parts", {}))[0] for point in run.points]
     parts = [f"part:{part}"[:64] for part in dict.fromkeys(parts) if part]

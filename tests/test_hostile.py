@@ -32,8 +32,10 @@ from core.process import guarded
 from core.schema import ConfigError
 from core.wandb_follower import recordings
 from scripts import compare, export_hf
+from scripts.reporting.live import LivePage
 from sweeps import status
 from sweeps.launch import without_stored
+from sweeps.plan import read_about
 from training.config import TrainConfig
 
 __all__ = ["made"]  # a fixture
@@ -220,14 +222,42 @@ def test_a_stored_run_of_another_eval_interval_is_refused(tmp_path: Path, corpus
         without_stored([run], str(tmp_path))
 
 
-@pytest.mark.slow
-def test_ids_of_a_plan_that_lead_out_of_the_sweep_are_refused(made: Made) -> None:
+LINES: list[dict[str, Any]] = [
+    *({"id": outside} for outside in ("../../outside", "/etc", "..", ".", "a/b", "")),
+    *({"id": value} for value in ("a\0b", "a\x1b[2J", "a" * 256, ["a"], 3)),
+    {"settings": []}, {"settings": [5]}, {"settings": "a"}, {"seed": "1"}, {"fold": [0]}, {"overrides": [1]},
+    {"config": []}, {"config": {"max_iters": 0}}, {"seed": "LONG"},
+]  # fmt: skip
+
+
+def test_a_strange_line_of_a_plan_is_refused_by_every_program_that_reads_it(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = (made.path / "plan.jsonl").read_text().splitlines()
-    for strange in ("../../outside", "/etc", "..", ".", "a/b", ""):
-        changed = [json.dumps(json.loads(lines[0]) | {"id": strange}), *lines[1:]]
-        (made.path / "plan.jsonl").write_text("\n".join(changed) + "\n")
-        with pytest.raises(ConfigError, match="plan.jsonl"):
+    for strange in LINES:
+        changed = json.dumps(json.loads(lines[0]) | strange).replace('"LONG"', "9" * 5000)
+        (made.path / "plan.jsonl").write_text("\n".join([changed, *lines[1:]]) + "\n")
+        with pytest.raises(ConfigError, match=r"plan\.jsonl that cannot be read"):
             sweep_of(made.path)
+        with pytest.raises(ConfigError, match=r"plan\.jsonl that cannot be read"):
+            LivePage(made.path, None)
+        assert run_script(status.SweepPlace, status.print_status, "", [f"sweep_dir={made.path}"]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"sweep": {"title": 3}}, {"sweep": {"parts": {"a": {"title": [1]}}}}, {"sweep": []}, {"sweep": {"parts": 3}},
+        {"frozen": 3}, {"frozen": [1]}, {"frozen": [{}]}, {"name": ["x"]},
+    ],
+)  # fmt: skip
+def test_a_strange_sweep_json_is_refused_by_reports_and_launches(about: dict[str, Any], made: Made) -> None:
+    file = made.path / "sweep.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | about))
+    for read in (sweep_of, read_about):
+        with pytest.raises(ConfigError, match=r"sweep\.json that cannot be read: "):
+            read(made.path)
 
 
 @pytest.mark.slow

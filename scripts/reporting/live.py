@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 from core.schema import ConfigError
 from scripts.reporting.comparisons import Family, compared_families
 from scripts.reporting.one_run import RunFiles, duration, headline, run_outline, single_run
-from scripts.reporting.page import Content, Markup, Section, outline, page
+from scripts.reporting.page import Content, Markup, Section, outline, page, require_open_files
 from scripts.reporting.runs import read_definition
 from scripts.reporting.tables import facts
 from sweeps.plan import read_plan
@@ -117,6 +117,7 @@ def run_list(runs: Iterable[RunFiles]) -> Markup:
 
 def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
     """Serve the page until Ctrl-C. Raises: ConfigError."""
+    require_open_files()
     return serve(LivePage(sweep_dir.resolve(), None if run is None else run.resolve()), port)
 
 

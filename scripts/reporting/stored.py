@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.files import file_sha256, read_json
+from core.files import file_sha256, parse_object, read_json
+from core.rundir import NUMBERS, TEXTS
 from core.schema import ConfigError, require, show
-from scripts.reporting.runs import NUMBERS, TEXTS, Curve, Run, Sweep
+from scripts.reporting.runs import Curve, Run, Sweep
 from sweeps.definition import check_sweep
 from sweeps.status import FINAL, State
 
@@ -93,7 +94,7 @@ def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any
     config |= {"seed": seed} if fold is None else {"seed": seed, "data.fold": fold}
     found = {key: row[key] for key in measured if row.get(key)}
     summary = {key: text if key in TEXTS else number_or_text(text) for key, text in found.items()}
-    summary |= {"plugins": json.loads(row[PLUGINS])} if row.get(PLUGINS) else {}
+    summary |= {"plugins": parse_object(row[PLUGINS].encode())} if row.get(PLUGINS) else {}
     summary |= {"iter": state.iter} if state.state in FINAL else {}
     return Run(row["id"], row["settings"].split(";"), seed, fold, config, state, summary, curves)
 
@@ -101,7 +102,7 @@ def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any
 def number_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -84,4 +84,5 @@ TEXTS = [
     '{"iter": 1e999}', '{"id": null}', "[" * 9000 + "]" * 9000, '{"a":' * 9000 + "1" + "}" * 9000,
     '{"state": ["done"]}', '{"state": {"a": 1}, "iter": "q"}', '{"sweep": 3}', '{"sweep": {"parts": [1]}}',
     '{"sweep": {"title": "\\ud800<script>x</script>"}}', '{"frozen": 3, "sweep": {}}',
+    f'{{"iter": {"9" * 350}, "seconds": {"9" * 350}}}', f'{{"iter": {"9" * 250}, "seconds": {"9" * 250}}}',
 ]  # fmt: skip
