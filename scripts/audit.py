@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 import train
 from core.cli import run_script
-from core.device import resolve_device
+from core.device import TooLarge, resolve_device
 from core.files import expand
 from core.git import commit
 from core.record import Metrics
@@ -50,7 +50,6 @@ from sample import load_asked_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
 from training.config import ConstantOptions, Device, WandbOptions
-from training.session import TooLarge
 
 MODES = ("evaluation", "training")
 MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used

@@ -169,7 +169,7 @@ def test_a_machine_that_is_too_small_is_no_evidence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = save_run(small("mha", "none"), tmp_path / "run")
-    monkeypatch.setattr(session, "total_memory", lambda device: 2**10)
+    monkeypatch.setattr(session, "optimizer_bytes", lambda *_: 2**60)
     status, found = audited(capsys, f"run={run}", "steps=20")
     assert status == 3 and [found["checks"][name]["caught"] for name in CHECKS] == [False, False, None, None, False]
     assert "need more than" in found["checks"]["accumulation"]["undecided"]
