@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout: the folder of train.py and configs/
 POLL_SECONDS = 0.01
@@ -29,9 +29,9 @@ def expand(path: str | Path) -> Path:
 
 def open_regular(
     path: Path, mode: str = "rb", limit: float = math.inf, within: Path | None = None, buffering: int = -1
-) -> IO[bytes]:
-    """Open a regular file of at most `limit` bytes: a pipe would block, and a device has no end. A link must lead to a
-    file in the folder `within`, by default that of `path`: a stranger's leads anywhere. Raises: OSError."""
+) -> Any:
+    """Open a regular file of at most `limit` bytes, binary: a pipe would block, and a device has no end. A link must
+    lead to a file in the folder `within`, by default that of `path`: a stranger's leads anywhere. Raises: OSError."""
     if not os.path.realpath(path).startswith(os.path.join(os.path.realpath(within or path.parent), "")):
         raise OSError(errno.EBADMSG, f"{path.name} is a link out of its folder", str(path))
     file = open(path, mode, buffering, opener=lambda name, how: os.open(name, how | os.O_NONBLOCK, 0o666))  # noqa: SIM115
@@ -46,7 +46,7 @@ def open_regular(
 def read_regular(path: Path, limit: float = WHOLE_BYTES, within: Path | None = None) -> bytes:
     """The content of a file that open_regular() opens."""
     with open_regular(path, limit=limit, within=within) as file:
-        return file.read()
+        return bytes(file.read())
 
 
 def read_config(path: Path) -> str:
@@ -170,7 +170,7 @@ class FileLock:
     """
 
     def __init__(self, file: Path, timeout: float = math.inf) -> None:
-        self._file: IO[bytes] | None = None
+        self._file: Any = None
         deadline = time.monotonic() + timeout
         while not self._acquire(file) and time.monotonic() <= deadline:
             time.sleep(POLL_SECONDS)

@@ -37,10 +37,10 @@ INIT_STD = 0.02
 Rope = tuple[Tensor, Tensor]  # cos and sin of every position's angles, each (block_size, d / 2)
 
 
-def rope_table(n_positions: int, dim: int, theta: float, device: str = "cpu") -> Rope:
-    """cos and sin of position / theta^(2i / dim), (n_positions, dim / 2) each."""
-    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)  # (d / 2,)
-    angle = torch.arange(n_positions, dtype=torch.float32, device=device)[:, None] * frequency  # (n_positions, d / 2)
+def rope_table(n_positions: int, dim: int, theta: float) -> Rope:
+    """cos and sin of position / theta^(2i / dim), (n_positions, dim / 2) each, on the CPU."""
+    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)  # (d / 2,)
+    angle = torch.arange(n_positions, dtype=torch.float32, device="cpu")[:, None] * frequency  # (n_positions, d / 2)
     return angle.cos(), angle.sin()
 
 
@@ -664,13 +664,16 @@ class GPT(nn.Module):
         return [block.attn for block in self.transformer.h]
 
     def init_rope(self) -> None:
-        """Compute the tables of RoPE, on the CPU; checkpoints do not hold them. load_run() calls it again for a model
-        built on the meta device."""
+        """Compute the tables of RoPE; checkpoints do not hold them. load_run() calls it again for a model built on the
+        meta device, which has their shapes alone."""
         m, device = self.config.model, self.transformer.wte.weight.device
         if m.position == "rope":
             assert m.rope_theta is not None
-            where = "meta" if device.type == "meta" else "cpu"
-            cos, sin = rope_table(m.block_size, self.attentions[0].rope_dim, m.rope_theta, where)
+            d = self.attentions[0].rope_dim
+            if device.type == "meta":
+                cos = sin = torch.empty(m.block_size, d // 2, device=device)
+            else:
+                cos, sin = rope_table(m.block_size, d, m.rope_theta)
             self.register_buffer("cos", cos.to(device), persistent=False)
             self.register_buffer("sin", sin.to(device), persistent=False)
 
@@ -754,8 +757,9 @@ class GPT(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Of the weights and of the tables of RoPE."""
-        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+        """Of the weights, and of the tables of RoPE with the angles that they are computed from."""
+        tables = sum(buffer.nbytes for buffer in self.buffers())
+        return sum(p.nbytes for p in self.parameters()) + 3 * tables // 2
 
     def flops_per_token(self) -> int:
         """Training FLOPs a token, forward and backward: 6 N + 12 L C T (PaLM, appendix B; nanoGPT's estimate_mfu).

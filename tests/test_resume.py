@@ -313,7 +313,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_loaded(corpus: Path,
     ]
     weight = saved.tensors["model"]["transformer.wte.weight"]
     wrong += [("model", "transformer.wte.weight", "NaN", {"transformer.wte.weight": weight * torch.nan})]
-    wrong += [(group, "nothing", "more", {"nothing": weight}) for group in ("optimizer", "model")]
+    wrong += [(group, "nothing", "more", {"nothing": weight.clone()}) for group in ("optimizer", "model")]
     for group, name, kind, changed in wrong:
         tensors = {**saved.tensors, group: {**saved.tensors[group], **changed}}
         checkpoint.save(copy / "ckpt", 3, tensors, saved.state, best=True)

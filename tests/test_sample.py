@@ -16,6 +16,7 @@ from variants import build, config_of
 
 import sample
 import train
+from core import device
 from core.schema import ConfigError
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, NoText, Tokenizer, build_tokenizer
 from model.generate import generate
@@ -164,14 +165,17 @@ def test_prompt_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             read_prompt(f"FILE:{tmp_path / name}")
 
 
-def test_sizes_that_no_memory_holds_are_refused_before_a_model_is_built(tmp_path: Path) -> None:
+def test_sizes_that_no_memory_holds_are_refused_before_a_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "total_memory", lambda _: 2**28)
     config, few, many = config_of("mla", "none"), tmp_path / "few", tmp_path / "many"
     save_run(random_model(config), NoText(400_000_000), many, config)
     with pytest.raises(ConfigError, match=r"transformer.wte.weight is float32 .*, not float32 \(400000000, "):
         load_asked_run(str(many), "best", torch.device("cpu"))
-    longer = replace(config, model=replace(config.model, block_size=2**45))
+    longer = replace(config, model=replace(config.model, block_size=2**26))
     save_run(random_model(config), CHARS, few, longer)
-    with pytest.raises(ConfigError, match="block_size=35184372088832 positions need more than"):
+    with pytest.raises(ConfigError, match="block_size=67108864 positions need more than 1 GiB"):
         load_asked_run(str(few), "best", torch.device("cpu"))
 
 
