@@ -28,7 +28,7 @@ from torch import Tensor
 
 from core.cli import read_arguments
 from core.device import resolve_device, resolve_dtype, settings_restored
-from core.files import expand, load_yaml
+from core.files import expand, load_yaml, read_config
 from core.plugins import load_plugins, require_unchanged
 from core.process import pass_signal_on, raising_one_line
 from core.record import Metrics
@@ -82,7 +82,7 @@ class Run:
 
     @cached_property
     def config(self) -> TrainConfig:
-        return load_config(load_yaml((self.path / "config.yaml").read_text(encoding="utf-8")))
+        return load_config(load_yaml(read_config(self.path)))
 
     @cached_property
     def _loaded(self) -> LoadedRun:

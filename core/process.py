@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import signal
 import stat
 import sys
@@ -116,9 +117,18 @@ def refuse(message: str) -> int:
     return 2
 
 
+# what drives a terminal, or turns the direction of its text
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text with its control characters spelt out: a stranger's would drive the terminal."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def in_one_line(message: str) -> str:
     """A message without line breaks; of one that is long, both ends."""
-    line = " ".join(message.split())
+    line = printable(" ".join(message.split()))
     return line if len(line) < 590 else f"{line[:250]} ... {line[-250:]}"
 
 
@@ -141,7 +151,7 @@ def silence_output() -> None:
 def say(text: str, write: Callable[[str], Any] = print) -> None:
     """Print a line; where nobody reads any more, the program goes on."""
     try:
-        write(text)
+        write(printable(text))
         if sys.stdout is not None:  # None where the shell closed it
             sys.stdout.flush()
     except OSError as error:

@@ -23,6 +23,7 @@ from typing import Any, Self
 import yaml
 from tqdm import tqdm
 
+from core import files
 from core.files import FOLDERS, FileLock, finite, is_locked, load_yaml, read_json, sealed, write_atomic, write_json
 from core.process import say
 from core.record import Record
@@ -104,8 +105,8 @@ class RunDir:
         """Append a line with the time to train.log, and print it unless not `show`."""
         if show:
             say(text, self.print_line)  # if nobody reads it, train.log has it
-        with open(self.path / "train.log", "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        with files.open_regular(self.path / "train.log", "ab") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
     def save(
         self, step: int, tensors: dict[str, Any], state: dict[str, Any], best: bool, keep_step: int | None
@@ -243,8 +244,10 @@ def check_usable(request: RunRequest) -> None:
         raise ConfigError(f"out_dir={path} holds {FOLDERS[name]}: write another out_dir")
     usable = "config.yaml" in held or held <= LEFTOVERS
     require(usable, f"out_dir={path} is neither empty nor a run directory (it has no config.yaml)")
-    for name in sorted(held):  # a stranger's link would have us write over a file elsewhere
-        require(not (path / name).is_symlink(), f"out_dir={path} is not used: {name} in it is a link")
+    for name in sorted(held):  # a stranger's link would have us write over a file elsewhere, a pipe would block
+        entry = path / name
+        require(not entry.is_symlink(), f"out_dir={path} is not used: {name} in it is a link")
+        require(entry.is_file() or entry.is_dir(), f"out_dir={path} is not used: {name} is not a regular file")
     require("config.yaml" in held or not request.must_exist, f"out_dir={path} holds no run: eval_only=true needs one")
 
 
@@ -286,7 +289,7 @@ def has_ended(request: RunRequest) -> bool:
     if not (path / "config.yaml").exists():
         return False
     try:
-        old = load_yaml((path / "config.yaml").read_text(encoding="utf-8"))
+        old = load_yaml(files.read_config(path))
         refusal = request.refusal(old)
     except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
         reason = " ".join(str(error).split())

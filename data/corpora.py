@@ -5,10 +5,10 @@ To add a corpus: a function and its entry in LOADERS; its settings and their ent
 
 import contextlib
 import hashlib
+import math
 import os
 import queue
 import re
-import stat
 import sysconfig
 import tempfile
 import threading
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from core.files import FileLock, cache_folder, expand, write_atomic
+from core.files import ANYWHERE, FileLock, cache_folder, expand, read_regular, write_atomic
 from core.schema import ConfigError, one_line, require
 from data import options
 
@@ -94,9 +94,7 @@ def data_folders() -> list[Path]:
 def read_bytes(path: Path, name: str) -> bytes:
     """The content of a file. Raises: ConfigError that begins with `name` and says why it cannot be read."""
     try:
-        mode = path.stat().st_mode
-        require(stat.S_ISREG(mode) or stat.S_ISDIR(mode), f"{name} must be a regular file")  # a pipe would block
-        return path.read_bytes()
+        return read_regular(path, math.inf, ANYWHERE)
     except FileNotFoundError as error:
         raise ConfigError(f"{name} does not exist") from error
     except IsADirectoryError as error:

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from core.cli import run_script
-from core.files import FileLock, cache_folder, expand, file_sha256, parse_object, read_json, write_json
+from core.files import FileLock, cache_folder, expand, file_sha256, parse_object, read_json, read_regular, write_json
 from core.process import available_cpus
 from core.schema import ConfigError, differences, one_line, require, show
 from data.corpora import decoded, probe_hub, read_bytes
@@ -71,7 +71,7 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
     folder with other files, or one that was begun with other settings."""
     try:
         names = set(os.listdir(out)) if out.exists() else set()
-        begun = parse_object((out / (INDEX if INDEX in names else PROGRESS)).read_bytes())["settings"]
+        begun = parse_object(read_regular(out / (INDEX if INDEX in names else PROGRESS)))["settings"]
     except FileNotFoundError:
         require(names <= {"lock", f"{PROGRESS}.tmp"}, f"out={out} is neither empty nor a folder of token shards")
         return False

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 import train
 from core.cli import run_script
-from core.device import resolve_device
+from core.device import TooLarge, resolve_device
 from core.git import commit
 from core.record import Metrics
 from core.schema import REQUIRED, AtLeast, ConfigError, Help, one_line, options, require
@@ -47,7 +47,6 @@ from sample import RunPath, Which, load_asked_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
 from training.config import ConstantOptions, Device, WandbOptions
-from training.session import TooLarge
 
 MODES = ("evaluation", "training")
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on

@@ -7,6 +7,7 @@ sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
 """
 
 import csv
+import io
 import json
 import os
 import shlex
@@ -24,7 +25,7 @@ from typing import Annotated
 from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
-from core.files import ROOT, FileLock, expand, file_sha256, read_json
+from core.files import ROOT, FileLock, expand, file_sha256, read_json, read_regular
 from core.process import StopSignal, say
 from core.rundir import at_end, read_summary
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
@@ -143,8 +144,8 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
     common, sha256 = about.get("config", {}), about.get("sha256", {}).get("runs.csv")
     try:
         require(file_sha256(expand(folder) / "runs.csv") == sha256, "it was changed")
-        with (expand(folder) / "runs.csv").open(encoding="utf-8", newline="") as file:
-            rows = {row["id"]: {**common, **row} for row in csv.DictReader(file)}
+        text = read_regular(expand(folder) / "runs.csv").decode()
+        rows = {row["id"]: {**common, **row} for row in csv.DictReader(io.StringIO(text, newline=""))}
         stored = {run_id: State(row["status"], int(row["iter"] or 0)) for run_id, row in rows.items()}
         enough = {run.id for run in runs if run.id in stored and stored[run.id].ended_as_one_of(run.config.max_iters)}
     except (OSError, KeyError, ValueError, csv.Error) as error:
@@ -202,12 +203,12 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
         state, (run_seconds, run_bytes) = states[run.id], cost[key]
         left = 0 if state.state in FINAL else run_seconds * (1 - (state.iter or 0) / run.config.max_iters)
         seconds, size = seconds + left, size + run_bytes
-        print(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.points)}")
+        say(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.points)}")
     at_once = max(1, min(launcher.workers, sum(state.state not in FINAL for state in states.values())))
     about = tqdm.format_interval(seconds / at_once / asked.launcher.ranks)
     where = workers(asked, launcher) + (" with CPUs as here" if asked.launcher.name == "slurm" else "")
     said = f"{len(runs)} runs ({tally(states.values())}) in {sweep_dir}"
-    print(f"{said}: about {about} on {where}, {size / 2**30:.1f} GiB of disk")
+    say(f"{said}: about {about} on {where}, {size / 2**30:.1f} GiB of disk")
 
 
 def workers(asked: LaunchOptions, launcher: Launcher) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core import cli
-from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic, write_json
+from core.files import FileLock, is_intact, parse_object, read_json, read_regular, sealed, write_atomic, write_json
 from core.git import commit, short, uncommitted
 from core.process import say
 from core.schema import ConfigError, build, convert, differences, flatten, require, show, with_earlier_defaults
@@ -267,7 +267,7 @@ def to_line(run: PlannedRun) -> str:
 def read_plan(sweep_dir: Path) -> list[PlannedRun]:
     """The frozen runs. Raises: ConfigError where there is no plan, or it cannot be read."""
     try:
-        lines = (sweep_dir / "plan.jsonl").read_bytes().splitlines()
+        lines = read_regular(sweep_dir / "plan.jsonl").splitlines()
     except OSError as error:
         raise ConfigError(f"sweep_dir={sweep_dir} holds no sweep (it has no plan.jsonl)") from error
     require(len(lines) > 0, f"sweep_dir={sweep_dir} has a plan.jsonl without a run")

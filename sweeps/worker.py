@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from core.files import open_regular
 from core.rundir import at_end, is_open
 from core.schema import ConfigError, one_line
 from sweeps.claims import Launch, claimed, write_claim
@@ -105,7 +106,7 @@ def config_in_sweep(run: PlannedRun, sweep_dir: Path) -> TrainConfig:
 @contextlib.contextmanager
 def output_to(file: Path) -> Iterator[None]:
     """Append this process's standard output and error, and its children's, to `file`."""
-    with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab") as log:
+    with open_regular(file, "ab") as log:
         kept = {number: os.dup(number) for number in (1, 2)}
         try:
             sys.stdout.flush()

@@ -577,12 +577,12 @@ def test_a_text_that_hydra_cannot_read_is_taken_as_it_is(folder: Path, outcome: 
     assert combinations(["data.path=a,b"]) == [["data.path=a"], ["data.path=b"]]
     for name in ("it's (1).txt", "a,b=ü.txt"):
         shutil.copy("corpus.txt", name)
-        text = ["data=text", f"data.path={name}"]
-        assert outcome("train.py", *TINY, *text, f"out_dir={name} run", "max_iters=1") == (0, "")
+        words = ["data=text", f"data.path={name}"]
+        assert outcome("train.py", *TINY, *words, f"out_dir={name} run", "max_iters=1") == (0, "")
         assert (folder / f"{name} run" / "summary.json").is_file()
         swept = [word for word in TINY if not word.startswith(("qk_norm", "data"))]
         sweep = ["sweep=p_sweep_cpu", "sweep.parts=[all]", "sweep.folds=[0]", "dry_run=true"]
-        assert outcome("sweeps/launch.py", *sweep, *swept, *text) == (0, "")
+        assert outcome("sweeps/launch.py", *sweep, *swept, *words) == (0, "")
 
 
 # A text, and what the line must hold where it is bad.

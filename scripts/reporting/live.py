@@ -4,8 +4,10 @@
 import html
 import json
 import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -134,7 +136,11 @@ def serve(live: LivePage, port: int) -> int:
             if self.headers.get("Host") not in (f"127.0.0.1:{server.server_port}", f"localhost:{server.server_port}"):
                 self.send_error(403, "Host must be 127.0.0.1 or localhost, with the port")
                 return
-            answer = live.answer(self.path)
+            try:
+                answer = live.answer(self.path)
+            except (ConfigError, OSError) as error:
+                self.send_error(503, explain=str(error))
+                return
             if answer is None:
                 self.send_error(404)
                 return
@@ -144,14 +150,18 @@ def serve(live: LivePage, port: int) -> int:
             for name, value in {**headers, "X-Content-Type-Options": "nosniff"}.items():
                 self.send_header(name, value)
             self.end_headers()
-            with suppress(ConnectionError):  # the page was closed
-                self.wfile.write(content)
+            self.wfile.write(content)
 
         def log_message(self, *_: Any) -> None:
             """The terminal shows the address alone."""
 
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None:
+            if not isinstance(sys.exception(), ConnectionError):  # the page was closed
+                traceback.print_exc()
+
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server = Server(("127.0.0.1", port), Handler)
     except OSError as error:
         raise ConfigError(f"port={port} cannot be used: {error.strerror}") from error
     with server, suppress(KeyboardInterrupt):

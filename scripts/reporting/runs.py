@@ -9,7 +9,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from core.files import file_sha256, is_intact, parse_object, read_json
+from core.files import LINES_BYTES, file_sha256, is_intact, open_regular, parse_object, read_json
 from core.rundir import mistyped
 from core.schema import ConfigError, flatten, require, show
 from sweeps.definition import Definition, Part, check_sweep, part_and_name
@@ -305,10 +305,11 @@ def read_curves(path: Path, keys: Sequence[str]) -> dict[str, Curve]:
     curves: dict[str, Any] = {}
     wanted = cache(lambda key: any(fnmatchcase(key, pattern) for pattern in keys))
     try:
-        for values in map(parse_object, (path / "metrics.jsonl").read_bytes().splitlines()):
-            for key, value in values.items():
-                if value is not None and wanted(key):
-                    curves.setdefault(key, {})[int(values["iter"])] = 1.0 * value
+        with open_regular(path / "metrics.jsonl", limit=LINES_BYTES) as file:
+            for values in map(parse_object, file):
+                for key, value in values.items():
+                    if value is not None and wanted(key):
+                        curves.setdefault(key, {})[int(values["iter"])] = 1.0 * value
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"metrics.jsonl cannot be read: {error}") from error
     return curves

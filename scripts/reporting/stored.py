@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.files import file_sha256, parse_object, read_json
+from core.files import file_sha256, open_regular, parse_object, read_json, read_regular
 from core.rundir import NUMBERS, TEXTS
 from core.schema import ConfigError, require, show
 from scripts.reporting.runs import Curve, Run, Sweep
@@ -78,9 +78,9 @@ def read_stored(folder: Path, name: str) -> Sweep:
         for file in ("runs.csv", "curves.csv.gz"):  # the second counts the lines of the first
             require(file_sha256(folder / file) == about["sha256"].get(file), f"{file} was changed")
         curves = read_curves(folder / "curves.csv.gz")
-        with (folder / "runs.csv").open(encoding="utf-8", newline="") as rows:
-            for n, row in enumerate(csv.DictReader(rows)):
-                sweep.runs.append(read_row(row, measured, about["config"], curves.get(n, {})))
+        rows = csv.DictReader(io.StringIO(read_regular(folder / "runs.csv").decode(), newline=""))
+        for n, row in enumerate(rows):
+            sweep.runs.append(read_row(row, measured, about["config"], curves.get(n, {})))
     except (OSError, EOFError, ValueError, KeyError, csv.Error, zlib.error) as error:
         raise ConfigError(f"from={folder} cannot be read: {error}") from error
     return sweep
@@ -109,7 +109,7 @@ def number_or_text(text: str) -> Any:
 def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
     """Line of runs.csv -> metric -> curve."""
     found: dict[int, dict[str, Any]] = {}
-    with gzip.open(file, "rt", encoding="utf-8", newline="") as text:
+    with open_regular(file) as packed, gzip.open(packed, "rt", encoding="utf-8", newline="") as text:
         for row in csv.DictReader(text):
             of = found.setdefault(int(row["run"]), {}).setdefault(row["metric"], {})
             of[int(row["iter"])] = float(row["value"])

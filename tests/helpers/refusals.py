@@ -69,6 +69,20 @@ def check(status: int, stderr: str, expected: list[str]) -> None:
         assert part in stderr
 
 
+def endless(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**42)
+
+
+NOT_FILES: dict[str, Callable[[Path], object]] = {  # what a stranger may put in place of a file
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link": lambda path: path.symlink_to(__file__),
+    "folder": Path.mkdir,
+    "endless": endless,
+}
+
+
 class Bomb:
     """Unpickling it makes a folder."""
 
