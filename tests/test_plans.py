@@ -458,9 +458,14 @@ def test_a_slurm_task_that_got_a_signal_begins_no_other_run_and_takes_back_the_t
 
     def killed(config: TrainConfig) -> int:
         received.add(signal.SIGUSR2)
+        if errors:
+            raise errors.pop()
         return 1  # as of ranks that had no handler yet
 
-    received: set[int] = set()
     monkeypatch.setattr(train, "run", killed)
-    assert worker.work(folder, "one", received) == 128 + signal.SIGTERM
-    assert read_claim(folder, run.id) == {"tries": {"one": 0}, "limit": 1, "error": None}
+    errors = [RuntimeError("a compiler died")]  # by the same signal
+    for _ in range(2):
+        received: set[int] = set()
+        assert worker.work(folder, "one", received) == 128 + signal.SIGTERM
+        assert read_claim(folder, run.id) == {"tries": {"one": 0}, "limit": 1, "error": None}
+    assert (folder / "logs" / f"{run.id}.log").read_text() == "stopped amid RuntimeError: a compiler died\n"

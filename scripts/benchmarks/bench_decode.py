@@ -35,6 +35,7 @@ from torch import Tensor
 
 from core.device import resolve_device, resolve_dtype, synchronize
 from core.files import write_atomic, write_json
+from core.process import say
 from core.schema import NOT_EMPTY, POSITIVE, AtLeast, ConfigError, Help, options, require, show
 from model.generate import decoding_weights, kv_cache_dtype
 from model.gpt import GPT, LatentCache, MultiHeadLatentAttention, Rope
@@ -286,7 +287,7 @@ def copying(device_word: str, threads: int | None) -> tuple[Work, dict[str, Any]
 def bench_point(configs: dict[str, TrainConfig], batch: int, rounds: int, starts: int, seconds: float) -> Point:
     """The results of the sides in `configs`; a turn is `seconds` long."""
     context = next(iter(configs.values())).model.block_size
-    print(f"batch {batch}, context {context}", flush=True)
+    say(f"batch {batch}, context {context}")
     turns: Turns = {name: [] for name in [*configs, "copy"]}
     infos: dict[str, Any] = {}
     for _ in range(starts):
