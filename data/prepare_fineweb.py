@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from core.cli import run_script
 from core.files import FileLock, cache_folder, expand, file_sha256, parse_object, read_json, read_regular, write_json
-from core.process import available_cpus
+from core.process import available_cpus, say
 from core.schema import ConfigError, differences, one_line, require, show
 from data.corpora import decoded, probe_hub, read_bytes
 from data.options import PrepareFineWebConfig
@@ -83,7 +83,7 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
     if INDEX in names:
         clean_up(out)
-        print(f"{out} is complete: {summary(read_json(out / INDEX))}")
+        say(f"{out} is complete: {summary(read_json(out / INDEX))}")
     return INDEX in names
 
 
@@ -102,10 +102,10 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Source", t
     index |= {split: writer.finish() for split, writer in writers.items()}
     write_json(out / INDEX, index, indent=1)  # whose SHA-256 is the corpus's
     clean_up(out)
-    print(f"{out}: {summary(index)}")
+    say(f"{out}: {summary(index)}")
     for split in SPLITS:
         if index[split]["tokens"] < 2:
-            print(f"warning: {split} is empty: data=fineweb refuses these shards; change val_fraction= or max_tokens=")
+            say(f"warning: {split} is empty: data=fineweb refuses these shards; change val_fraction= or max_tokens=")
     return 0
 
 
@@ -127,7 +127,7 @@ def write_documents(
     """Write the documents up to the one that reaches `max_tokens`, and save the progress now and then."""
     n_tokens = sum(writer.total("tokens") for writer in writers.values())
     if state["documents"]:
-        print(f"{out}: continues after {state['documents']:,} documents, {n_tokens:,} tokens")
+        say(f"{out}: continues after {state['documents']:,} documents, {n_tokens:,} tokens")
     saved, interval = time.monotonic(), 0.1 if sys.stderr.isatty() else PRINT_SECONDS
     with tqdm(total=max_tokens, initial=n_tokens, unit="tok", unit_scale=True, mininterval=interval) as bar:
         for documents, stream in batches:

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 
 from core.cli import run_script
 from core.files import expand, read_json, read_regular, write_atomic
+from core.process import say
 from core.schema import NOT_EMPTY, ConfigError, Help, Rule, one_line, options, require
 from core.wandb_follower import open_wandb
 from core.wandb_run import INIT_TIMEOUT, wandb_options
@@ -192,7 +193,7 @@ def write_run(path: Path, out: str | None) -> int:
     require(not folder.exists() or folder.is_dir(), f"out={out} is not a directory")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "report.html", page(run_content(run)).encode())
-    print(f"open {folder / 'report.html'}")
+    say(f"open {folder / 'report.html'}")
     return 0
 
 
@@ -213,10 +214,10 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
     if asked.out is None:
         refuse_to_drop_runs(sweep, out)
     report(sweep, out, argv)
-    print(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
+    say(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
     if asked.wandb:
         try:
-            print(send_report(sweep, out, out if again else asked.directory, argv))
+            say(send_report(sweep, out, out if again else asked.directory, argv))
         except Exception as error:
             print(f"error: the report was not sent to W&B ({one_line(error)}); {out} has it", file=sys.stderr)
             return 1

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
 from core.files import ROOT, FileLock, expand, file_sha256, read_json, read_regular
-from core.process import StopSignal, say
+from core.process import StopSignal, say, start_bound
 from core.rundir import at_end, read_summary
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
 from core.wandb_run import wandb_mode, wandb_options
@@ -224,10 +224,12 @@ def send_report(asked: LaunchOptions, sweep_dir: Path) -> None:
     """Send the sweep's report to W&B, in a process: sweeps/ imports no scripts."""
     arguments = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
     arguments += [f"from={asked.from_}"] * (asked.from_ is not None)
-    with FileLock(sweep_dir / "report.lock"):  # two launchers of a sweep end together
+    report = [sys.executable, str(ROOT / "scripts" / "report.py"), *arguments]
+    with FileLock(sweep_dir / "report.lock"), start_bound(report) as process:  # two launchers of a sweep end together
         try:
-            subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *arguments], timeout=REPORT_SECONDS)
+            process.wait(REPORT_SECONDS)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
             say(f"warning: the report was not sent to W&B within {REPORT_SECONDS} s")
 
 

@@ -13,15 +13,17 @@ import traceback
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from core.files import open_regular
+from core.process import end_with_parent, guarded, say
 from core.rundir import at_end, is_open
 from core.schema import ConfigError, one_line
 from sweeps.claims import Launch, claimed, write_claim
 from sweeps.definition import part_and_name, sweep_tag
 from sweeps.plan import PlannedRun, read_about, read_plan
-from sweeps.ranks import stop_with_parent, train_on_ranks
+from sweeps.ranks import input_ends, train_on_ranks
 from training.config import TrainConfig
 
 WORKER = str(Path(__file__).resolve())
@@ -31,7 +33,7 @@ RESTART = 4  # exit status of a worker that asks for a new process in its place
 def work(sweep_dir: Path, launch_name: str, received: Collection[int] = ()) -> int:
     """Train the runs of a launch that no other process has. Returns 0 when no run is left to try, 128 + n when signal
     n stopped a run, RESTART after a failed try: an error, as of CUDA, can make every later run of a process fail.
-    received: signals that a SLURM task has got; with one no further run begins, and a try has not failed."""
+    received: signals that have come; with one no further run begins, and a try has not failed."""
     launch = Launch.read(sweep_dir, launch_name)
     runs = {run.id: run for run in read_plan(sweep_dir)}
     for run_id in launch.runs:
@@ -73,15 +75,18 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
 
                 status = train.run(config)
         except ConfigError as error:  # every further try would be refused too
-            print(f"error: {error}", flush=True)
+            say(f"error: {error}")
             claim["error"], status = str(error), 1
             claim["tries"][launch.name] = launch.tries
         except SystemExit as stopped:  # by SIGTERM, outside the training loop
             status = int(stopped.code or 0)
         except Exception as error:
-            traceback.print_exc()
+            if received:
+                say(f"stopped amid {one_line(error)}")
+            else:
+                traceback.print_exc()
             claim["error"], status = one_line(error, 500), 1
-    if status == 1 and received:  # ranks that had no handler yet
+    if status == 1 and received:  # ranks that had no handler yet, or what fails because the signal ended it, too
         claim["error"], status = None, 128 + signal.SIGTERM
     if status > 128:
         claim["tries"][launch.name] = before  # a stop is not a failed try
@@ -125,10 +130,16 @@ def output_to(file: Path) -> Iterator[None]:
 def start_worker(sweep_dir: str, launch_name: str) -> int:
     if Launch.read(Path(sweep_dir), launch_name).ranks == 1:
         import train  # noqa: F401  # before the handler: an import may swallow the SystemExit that it raises
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    stop_with_parent()
-    return work(Path(sweep_dir), launch_name)
+    received = set[int]()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.add(number)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    end_with_parent(input_ends)
+    return work(Path(sweep_dir), launch_name, received)
 
 
 if __name__ == "__main__":
-    sys.exit(start_worker(*sys.argv[1:]))
+    sys.exit(guarded(lambda: start_worker(*sys.argv[1:])))

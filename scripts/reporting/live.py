@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from core.process import say
 from core.schema import ConfigError
 from scripts.reporting.comparisons import Family, compared_families
 from scripts.reporting.one_run import RunFiles, duration, headline, run_outline, single_run
@@ -165,6 +166,6 @@ def serve(live: LivePage, port: int) -> int:
     except OSError as error:
         raise ConfigError(f"port={port} cannot be used: {error.strerror}") from error
     with server, suppress(KeyboardInterrupt):
-        print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+        say(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)")
         server.serve_forever()
     return 0
