@@ -15,8 +15,8 @@ from core import checkpoint
 from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
 from core.files import expand
-from core.plugins import changed_plugins
-from core.schema import NOT_EMPTY, NOT_NEGATIVE, REQUIRED, AtLeast, Between, ConfigError, Help, options, require
+from core.plugins import changed_plugins, load_plugins
+from core.schema import NOT_EMPTY, NOT_NEGATIVE, REQUIRED, AtLeast, Between, ConfigError, Help, Loads, options, require
 from data.corpora import read_text
 from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
@@ -24,6 +24,11 @@ from model.gpt import GPT
 from training.config import Device, Dtype, Seed, TrainConfig, load_config
 
 RunPath = Annotated[str, NOT_EMPTY, Help("a run directory, or one checkpoint in it (runs/.../ckpt/step_000500)")]
+Plugins = Annotated[
+    tuple[str, ...],
+    Loads(load_plugins, asked=load_plugins),
+    Help("those of the run, as [my_norm], where you have not trained with them"),
+]
 Which = Annotated[Literal["best", "latest"], Help("the checkpoint of a run directory")]
 
 
@@ -31,6 +36,7 @@ Which = Annotated[Literal["best", "latest"], Help("the checkpoint of a run direc
 class SampleConfig:
     run: RunPath = REQUIRED
     checkpoint: Which = "best"
+    plugins: Plugins = ()
     start: Annotated[
         str | None,
         Help("the prompt: text, FILE:path, or - for standard input; null: a line feed, or what the model has instead"),

@@ -1,4 +1,4 @@
-"""Atomic writes, JSON objects, file locks, the cache folder. It imports nothing of this project."""
+"""Atomic writes, JSON objects, file locks, the cache and configuration folders. It imports nothing of this project."""
 
 import fcntl
 import hashlib
@@ -37,6 +37,13 @@ def cache_folder() -> Path:
         return Path(base) / "nanoqk"
     home = os.path.expanduser("~")
     return Path(tempfile.gettempdir(), f"nanoqk-{os.getuid()}") if home == "~" else Path(home, ".cache", "nanoqk")
+
+
+def config_folder() -> Path:
+    """The folder of what a user has decided: $XDG_CONFIG_HOME/nanoqk, by default ~/.config/nanoqk. Without a home it is
+    one that cannot exist, never one in the current folder."""
+    bases = (os.environ.get("XDG_CONFIG_HOME", ""), os.path.expanduser("~/.config"), os.devnull)
+    return Path(next(filter(os.path.isabs, bases)), "nanoqk")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from data.tokens import load_corpus
 from model.cross_entropy import max_positions_with_logits
 from model.diagnostics import LEAK_PREFIX, LEAK_TOLERANCE, future_leaks, logits_or_hidden
 from model.gpt import GPT
-from sample import load_asked_run
+from sample import Plugins, load_asked_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
 from training.config import ConstantOptions, Device, WandbOptions
@@ -381,6 +381,7 @@ def audit(subject: Subject, steps: int) -> list[Finding]:
 class AuditOptions:
     run: Annotated[str | None, NOT_EMPTY, Help("a run directory, or one checkpoint in it")] = None
     checkpoint: Annotated[Literal["best", "latest"] | None, Help("of a run directory; null: best")] = None
+    plugins: Plugins = ()
     model: Annotated[str | None, NOT_EMPTY, Help("instead of run: a folder that transformers loads")] = None
     trust_remote_code: Annotated[bool, Help("run the code of that folder")] = False
     steps: Annotated[int, AtLeast(20), Help("updates of the training on random tokens")] = 200
@@ -389,6 +390,7 @@ class AuditOptions:
     def check(self) -> None:
         require((self.run is None) != (self.model is None), "either run= or model= must be given")
         require(self.checkpoint is None or self.run is not None, f"checkpoint={self.checkpoint} needs run=")
+        require(not self.plugins or self.run is not None, f"plugins=[{','.join(self.plugins)}] needs run=")
         require(not self.trust_remote_code or self.model is not None, "trust_remote_code=true needs model=")
 
 

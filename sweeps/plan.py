@@ -19,9 +19,9 @@ from core import cli
 from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic, write_json
 from core.git import commit, short, uncommitted
 from core.process import say
-from core.schema import ConfigError, build, differences, flatten, require, show, with_earlier_defaults
+from core.schema import ConfigError, differences, flatten, require, show, with_earlier_defaults
 from sweeps.definition import Definition, Part, part_and_name, plain
-from training.config import TrainConfig, load_config
+from training.config import TrainConfig, load_config, stored_config
 
 GROUPS = {*cli.options_of(TrainConfig)}
 INSTEAD = {  # settings of train.py that a sweep sets itself -> what to write
@@ -266,7 +266,8 @@ def to_line(run: PlannedRun) -> str:
 
 
 def read_plan(sweep_dir: Path) -> list[PlannedRun]:
-    """The frozen runs. Raises: ConfigError where there is no plan, or it cannot be read."""
+    """The frozen runs, whose configs are read alone: no plugin is imported. Raises: ConfigError where there is no plan,
+    or it cannot be read."""
     try:
         lines = (sweep_dir / "plan.jsonl").read_bytes().splitlines()
     except OSError as error:
@@ -278,7 +279,7 @@ def read_plan(sweep_dir: Path) -> list[PlannedRun]:
         outside = [x["id"] for x in found if x["id"] in ("", ".", "..") or "/" in x["id"]]
         require(not outside, f"sweep_dir={sweep_dir} has a plan.jsonl with {show(outside)}, which is no folder's name")
         return [
-            PlannedRun(x["id"], x["settings"], x["seed"], x["fold"], x["overrides"], build(TrainConfig, x["config"]))
+            PlannedRun(x["id"], x["settings"], x["seed"], x["fold"], x["overrides"], stored_config(x["config"]))
             for x in found
         ]
     except (ValueError, TypeError, KeyError) as error:

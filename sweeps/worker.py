@@ -11,13 +11,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from core.files import read_json
+from core.plugins import in_environment, load_stored
 from core.rundir import at_end, is_open
-from core.schema import ConfigError, one_line
+from core.schema import ConfigError, build, one_line
 from sweeps.claims import Launch, claimed, write_claim
 from sweeps.definition import part_and_name, sweep_tag
 from sweeps.plan import PlannedRun, read_plan
@@ -61,9 +62,9 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
     before = claim["tries"].get(launch.name, 0)
     claim |= {"tries": {**claim["tries"], launch.name: before + 1}, "error": None, "limit": launch.tries}
     write_claim(sweep_dir, run.id, claim)  # before the run, so that a death counts too
-    config = config_in_sweep(run, sweep_dir)
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):
         try:
+            config: TrainConfig = build(TrainConfig, asdict(config_in_sweep(run, sweep_dir)))  # imports its plugins
             if launch.ranks > 1:
                 status = train_on_ranks(config, launch)
                 if status == 1:
@@ -77,7 +78,9 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
             claim["error"], status = str(error), 1
             claim["tries"][launch.name] = launch.tries
         except SystemExit as stopped:  # by SIGTERM, outside the training loop
-            status = int(stopped.code or 0)
+            if not isinstance(stopped.code, int) or stopped.code <= 128:
+                claim["error"], stopped.code = one_line(stopped), 1
+            status = stopped.code
         except Exception as error:
             traceback.print_exc()
             claim["error"], status = one_line(error, 500), 1
@@ -125,6 +128,8 @@ def output_to(file: Path) -> Iterator[None]:
 def start_worker(sweep_dir: str, launch_name: str) -> int:
     if Launch.read(Path(sweep_dir), launch_name).ranks == 1:
         import train  # noqa: F401  # before the handler: an import may swallow the SystemExit that it raises
+    with contextlib.suppress(ConfigError):  # attempt() says which of its runs it concerns
+        load_stored([name for name, sha256 in in_environment().items() if sha256])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     stop_with_parent()
     return work(Path(sweep_dir), launch_name)
