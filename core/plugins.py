@@ -9,18 +9,16 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any
 
 from core.files import FOLDERS, FileLock, config_folder, read_json, write_json
-from core.modules import FINDER, Found, find_module, sha256_of
+from core.modules import FINDER, Found, find_module
 from core.schema import ConfigError, declared, one_line, require
 
 # -----------------------------------------------------------------------------
 # Variants
-
-REGISTERED: list[str] = []
 
 
 class Slot(dict[str, Any]):
@@ -70,7 +68,6 @@ def add_options(table: dict[str, type], options: type) -> str:
     taken = table.get(name, options).__module__
     require(taken == options.__module__, f"{options.__name__}.name={name} is taken by {taken}")
     table[name] = options
-    REGISTERED.append(name)
     return name
 
 
@@ -104,12 +101,12 @@ def load_stored(names: Sequence[str]) -> None:
         check_name(name)
         if name in named:
             found = find_plugin(name)
-            other = f"plugins=[{name}]: {found.file}, or what it imports, is not as it was when the sweep was launched"
+            other = f"plugins=[{name}]: {found.path}, or what it imports, is not as it was when the sweep was launched"
             require(named[name] in ("", found.sha256), other)
         else:
             trained = trained_with(name)
             found = find_plugin(name, [sha256 for files in trained for sha256 in files.values()])
-            never = f"you have not trained with {found.file} and what it imports as they are now"
+            never = f"you have not trained with {found.path} and what it imports as they are now"
             advice = f"look at it, then add plugins=[{','.join(names)}]"
             require(found.files in trained, f"plugins=[{name}] is the run's, and {never}: {advice}")
         import_plugin(name, found)
@@ -133,11 +130,11 @@ def find_plugin(name: str, known: Collection[str] | None = None) -> Found:
     found = find_module(name, known)
     if found is None:
         raise ConfigError(f"plugins=[{name}]: no module {name} in {os.getcwd()} or on the path")
-    for file in (str(spec.origin) for spec in found.specs.values() if spec.has_location):
-        run = run_directory(file)
-        why = f"is in the run directory {run}, from which nothing is imported"
-        require(run is None, f"plugins=[{name}]: {file} {why}")
-    return found
+    run = run_directory(found.path)
+    why = f"is in the run directory {run}, from which nothing is imported"
+    require(run is None, f"plugins=[{name}]: {found.path} {why}")
+    outside = {file: found.files[file] for file in found.files if run_directory(f"{found.folder}/{file}") is None}
+    return replace(found, files=outside)
 
 
 def run_directory(file: str) -> Path | None:
@@ -153,29 +150,23 @@ def run_directory(file: str) -> Path | None:
 def import_plugin(name: str, found: Found) -> None:
     """Run its module. Raises: ConfigError for whatever it raises, sys.exit() included."""
     if found.local:
-        loaded = [one for one in found.files if one in sys.modules and one in FINDER.specs]
-        changed = [one for one in loaded if sha256_of(FINDER.specs[one]) != found.files[one]]
-        again = "has changed since it was imported: start Python again"
-        require(not changed, f"plugins=[{name}]: {', '.join(changed)} {again}")
-        FINDER.specs |= found.specs
-        if FINDER not in sys.meta_path:
-            sys.meta_path.insert(0, FINDER)
+        loaded = {file: sha256 for one in LOADED.values() for file, sha256 in one.paths().items()}
+        changed = [file for file, sha256 in found.paths().items() if loaded.get(file, sha256) != sha256]
+        require(not changed, f"{', '.join(changed)} has changed since it was imported: start Python again")
+        FINDER.add(found)
     importlib.invalidate_caches()  # the file may be younger than what was found in its folder before
-    before, new = len(REGISTERED), name not in sys.modules
     try:
         importlib.import_module(name)
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise ConfigError(f"plugins=[{name}] cannot be imported: {one_line(error)}") from error
-    useless = new and not found.local and len(REGISTERED) == before
-    require(not useless, f"plugins=[{name}]: {found.file} registers no variant")
     LOADED[name] = found
 
 
 def plugin_hashes(names: Iterable[str]) -> dict[str, str]:
     """The SHA-256 of each loaded plugin's file: what a run records."""
-    return {name: LOADED[name].files[name] for name in names if name in LOADED}
+    return {name: LOADED[name].files[LOADED[name].main] for name in names if name in LOADED}
 
 
 def changed_plugins(recorded: Mapping[str, str]) -> list[str]:

@@ -239,7 +239,7 @@ class Slurm:
             setup=[
                 *c.setup,
                 f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-                f"export OMP_NUM_THREADS={c.threads}",
+                f"export OMP_NUM_THREADS={c.threads} PYTHONSAFEPATH=1",  # -m: not the current folder before all others
                 *(f"export {name}={shlex.quote(plugins)}" for name, plugins in handed_on().items()),
             ],
             additional_parameters={"requeue": True, **c.options},

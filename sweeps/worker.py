@@ -78,9 +78,8 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
             claim["error"], status = str(error), 1
             claim["tries"][launch.name] = launch.tries
         except SystemExit as stopped:  # by SIGTERM, outside the training loop
-            if not isinstance(stopped.code, int) or stopped.code <= 128:
-                claim["error"], stopped.code = one_line(stopped), 1
-            status = stopped.code
+            status = stopped.code if isinstance(stopped.code, int) and stopped.code > 128 else 1
+            claim["error"] = one_line(stopped) if status == 1 else None
         except Exception as error:
             traceback.print_exc()
             claim["error"], status = one_line(error, 500), 1

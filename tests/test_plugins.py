@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import py_compile
 import re
 import shutil
@@ -15,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import tqdm.contrib
 import yaml
 from conftest import QK_NORM_VARIANTS, TINY, Program, exit_status, fork
 from helpers.runs import assert_halves_equal_straight, configured, lines
@@ -154,7 +154,6 @@ def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytes
         ("random", PLUGIN, "plugins=[random] registers no variant: the name is that of a module of Python itself"),
         ("venv.__main__", "", "plugins=[venv.__main__] registers no variant"),
         ("my_norms.__main__", "", "plugins=[my_norms.__main__] registers no variant"),
-        ("tqdm.contrib.bells", "", f"plugins=[tqdm.contrib.bells]: {tqdm.contrib.__path__[0]}/bells.py registers no"),
         ("torch", PLUGIN, "plugins=[torch]: {}/torch.py has the name of a module that is loaded already: rename it"),
         ("again", PLUGIN.replace('"half"', '"rms"'), "HalfOptions.name=rms is taken by model.options"),
         ("bare", PLUGIN.replace("@options\n", ""), "HalfOptions needs @options (core.schema) above its class"),
@@ -582,7 +581,7 @@ def test_a_plugin_counts_with_what_it_imports_from_its_folder(
 ) -> None:
     """And with the bytes that were hashed, not with those of a __pycache__. Python's own modules are Python's."""
     files = {
-        "halves": "import profile, divisors, lab.inner\nfrom mine import more\ntry:\n    import faster\n"
+        "halves": "import profile, yaml, divisors, lab.inner\nfrom mine import more\ntry:\n    import faster\n"
         "except ImportError:\n    pass\n" + PLUGIN,
         "divisors": "", "lab/inner": "", "mine/__init__": "", "mine/more": "from . import most", "mine/most": "",
         "profile": BOMB, "yaml": BOMB,
@@ -606,7 +605,9 @@ def test_a_plugin_counts_with_what_it_imports_from_its_folder(
         assert "halves.py and what it imports as they are now: look at it" in refused and refused.count("\n") == 1
         file.unlink() if before is None else file.write_text(before)
     assert forked(*sample).stderr == "" and not (tmp_path / "exploded").exists()
-    forked(*sample, status=2, env={"XDG_CONFIG_HOME": str(tmp_path / "of_another_user")})
+    shutil.copytree(os.environ["XDG_CONFIG_HOME"], tmp_path / "relative")  # a stranger's, in the folder of the command
+    for place in ("relative", str(tmp_path / "of_another_user")):
+        forked(*sample, status=2, env={"XDG_CONFIG_HOME": place, "HOME": str(tmp_path / "home")})
 
 
 def test_a_worker_refuses_another_plugin_than_its_launcher_had(

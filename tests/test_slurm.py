@@ -419,7 +419,7 @@ def test_a_task_submitted_from_within_a_job_gets_nothing_of_that_job_and_its_plu
     launched(tiny_sweep(tmp_path, corpus, "plugins=[my_plugin]"), "launcher=slurm", status=2)
     (script,) = (tmp_path / "sweep" / "slurm").glob("submission_file_*.sh")
     export = f"export NANOQK_PLUGINS=my_plugin={find_plugin('my_plugin').sha256}"
-    assert export in script.read_text().splitlines()
+    assert export in script.read_text().splitlines() and "PYTHONSAFEPATH=1" in script.read_text()
     got = {line.partition("=")[0] for line in (tmp_path / "environment").read_text().splitlines()}
     assert not {*of_the_job} & got and {*of_the_user} <= got
     assert {*of_the_job} <= {*os.environ}
