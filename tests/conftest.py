@@ -178,12 +178,12 @@ def plugins_undone() -> Iterator[None]:
     """What plugins register in this process is undone when the test ends, and their modules are forgotten."""
     bases: tuple[Any, ...] = (QKNormOptions, LogitsOptions, OptimizerOptions, ScheduleOptions)
     yield
-    for name in (modules := [*FINDER.specs]):
+    for name in (modules := [*FINDER.folders]):
         sys.modules.pop(name, None)
     for table in (table for base in bases for table in (base.slot, base.slot.options)):
         for name in [name for name, cls in table.items() if cls.__module__ in modules]:  # ours may have come meanwhile
             del table[name]
-    for known in (FINDER.specs, LOADED, NAMED):
+    for known in (FINDER.folders, LOADED, NAMED):
         known.clear()
 
 
