@@ -14,9 +14,9 @@ from core import checkpoint
 from core.cli import run_script
 from core.device import require_memory, resolve_device, resolve_dtype
 from core.files import expand
-from core.plugins import changed_plugins
+from core.plugins import changed_plugins, load_plugins
 from core.process import printable
-from core.schema import NOT_EMPTY, NOT_NEGATIVE, REQUIRED, AtLeast, Between, ConfigError, Help, options, require
+from core.schema import NOT_EMPTY, NOT_NEGATIVE, REQUIRED, AtLeast, Between, ConfigError, Help, Loads, options, require
 from data.corpora import read_text
 from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
@@ -25,6 +25,11 @@ from training.config import Device, Dtype, Seed, TrainConfig, load_config
 from training.state import RunState
 
 RunPath = Annotated[str, NOT_EMPTY, Help("a run directory, or one checkpoint in it (runs/.../ckpt/step_000500)")]
+Plugins = Annotated[
+    tuple[str, ...],
+    Loads(load_plugins, asked=load_plugins),
+    Help("those of the run, as [my_norm], where you have not trained with them"),
+]
 Which = Annotated[Literal["best", "latest"], Help("the checkpoint of a run directory")]
 
 
@@ -32,6 +37,7 @@ Which = Annotated[Literal["best", "latest"], Help("the checkpoint of a run direc
 class SampleConfig:
     run: RunPath = REQUIRED
     checkpoint: Which = "best"
+    plugins: Plugins = ()
     start: Annotated[
         str | None,
         Help("the prompt: text, FILE:path, or - for standard input; null: a line feed, or what the model has instead"),

@@ -158,6 +158,7 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
             nested: Any = OmegaConf.to_container(hydra.compose(schema.__name__, words), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(explain(error, schema, overrides)) from error
+    load_asked(schema, nested)
     return {str(key): value for key, value in nested.items()}
 
 
@@ -181,11 +182,15 @@ def load_early(schema: type, overrides: list[str]) -> None:
         with contextlib.suppress(OSError, UnicodeDecodeError):  # Hydra says what is wrong with it
             content = parse_yaml(file.read_text(encoding="utf-8"), str(file))
             contents += [content] if isinstance(content, dict) else []
+    for content in (given, *({key: content[key] for key in content if key not in given} for content in contents)):
+        load_asked(schema, content)
+
+
+def load_asked(schema: type, content: Mapping[str, Any]) -> None:
+    """Import the plugins that these settings name, which come from the command line or from a preset's file."""
     for key, setting in declared(schema).items():
-        sources = [given] if key in given else [content for content in contents if key in content]
-        for loads in setting.all(Loads):
-            for source in sources:
-                loads.load(convert(source[key], setting.kind, key))
+        for loads in setting.all(Loads) if key in content else ():
+            loads.asked(convert(content[key], setting.kind, key))
 
 
 def register_with_hydra(schema: type, overrides: list[str]) -> None:

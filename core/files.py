@@ -1,4 +1,4 @@
-"""How files of a run are opened, written and locked; JSON objects; the cache folder. It imports nothing of ours."""
+"""How files of a run are opened, written and locked; JSON objects; the folders of cache and configuration."""
 
 import errno
 import fcntl
@@ -71,6 +71,13 @@ def cache_folder() -> Path:
         return Path(base) / "nanoqk"
     home = os.path.expanduser("~")
     return Path(tempfile.gettempdir(), f"nanoqk-{os.getuid()}") if home == "~" else Path(home, ".cache", "nanoqk")
+
+
+def config_folder() -> Path:
+    """The folder of what a user has decided: $XDG_CONFIG_HOME/nanoqk, by default ~/.config/nanoqk. Without a home it is
+    one that cannot exist, never one in the current folder."""
+    bases = (os.environ.get("XDG_CONFIG_HOME", ""), os.path.expanduser("~/.config"), os.devnull)
+    return Path(next(filter(os.path.isabs, bases)), "nanoqk")
 
 
 def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Self, TextIO
 
-from core.schema import ConfigError
+from core.schema import ConfigError, one_line
 
 EXIT_DIVERGED = 3  # of train.py; its other exit statuses: 0 done, 1 failed, 2 bad setting, 128 + n stopped by signal n
 
@@ -91,6 +91,10 @@ def status_of(run: Callable[[], int]) -> int:
         return status
     except KeyboardInterrupt:
         return 130
+    except SystemExit as end:  # a plugin's, or a library's
+        if isinstance(end.code, int) and end.code > 128:  # a signal
+            raise
+        print(f"failed: {one_line(end)}: it is not for a part of a program to end it", file=sys.stderr)
     except OSError as error:  # a full disk, say
         if error.errno == errno.ENAMETOOLONG:
             return refuse(f"{error.filename} is too long for a path")

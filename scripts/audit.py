@@ -43,7 +43,7 @@ from data.tokens import load_corpus
 from model.cross_entropy import max_positions_with_logits
 from model.diagnostics import LEAK_PREFIX, LEAK_TOLERANCE, future_leaks, logits_or_hidden
 from model.gpt import GPT
-from sample import RunPath, Which, load_asked_run
+from sample import Plugins, RunPath, Which, load_asked_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
 from training.config import ConstantOptions, Device, WandbOptions
@@ -294,6 +294,7 @@ def audit(subject: Run, steps: int) -> list[Finding]:
 class AuditOptions:
     run: RunPath = REQUIRED
     checkpoint: Which = "best"
+    plugins: Plugins = ()
     steps: Annotated[int, AtLeast(20), Help("updates of the training on random tokens")] = 200
     device: Device = "auto"
 

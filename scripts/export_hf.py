@@ -23,7 +23,7 @@ from data.hf_tokenizer import tokenizer_json
 from data.tokenizer import SEPARATOR, Tokenizer
 from model.gpt import GPT
 from model.hf import architecture_of, hugging_face
-from sample import RunPath, Which, load_asked_run
+from sample import Plugins, RunPath, Which, load_asked_run
 
 
 def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> list[str]:
@@ -64,6 +64,7 @@ class ExportOptions:
     run: RunPath = REQUIRED
     out: Annotated[str, NOT_EMPTY, Help("the folder to write")] = REQUIRED
     checkpoint: Which = "best"
+    plugins: Plugins = ()
 
 
 def export_run(asked: ExportOptions) -> int:

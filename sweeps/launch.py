@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
 from core.files import ROOT, FileLock, expand, file_sha256, read_json, read_regular
+from core.plugins import remember
 from core.process import StopSignal, say, start_bound
 from core.rundir import at_end, read_summary
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
@@ -83,6 +84,8 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
     left = [run for run in unstored if not at_end(sweep_dir / run.id)]
     check_runs([replace(run, config=config_here(run.config, asked)) for run in left])
     freeze(sweep_dir, sweep_name(str(asked.sweep)), sweep, overrides, runs, trains=bool(left))
+    if warning := remember(sorted({name for run in left for name in run.config.plugins})):
+        say(f"warning: {warning}")
     return launch(asked, sweep_dir, unstored) if unstored else 0
 
 

@@ -20,9 +20,9 @@ from core import cli
 from core.files import FileLock, is_intact, parse_object, read_json, read_regular, sealed, write_atomic, write_json
 from core.git import commit, short, uncommitted
 from core.process import say
-from core.schema import ConfigError, build, convert, differences, flatten, require, show, with_earlier_defaults
+from core.schema import ConfigError, convert, differences, flatten, require, show, with_earlier_defaults
 from sweeps.definition import Definition, Part, check_sweep, part_and_name, plain
-from training.config import TrainConfig, load_config
+from training.config import TrainConfig, load_config, stored_config
 
 GROUPS = {*cli.options_of(TrainConfig)}
 INSTEAD = {  # settings of train.py that a sweep sets itself -> what to write
@@ -265,7 +265,8 @@ def to_line(run: PlannedRun) -> str:
 
 
 def read_plan(sweep_dir: Path) -> list[PlannedRun]:
-    """The frozen runs. Raises: ConfigError where there is no plan, or it cannot be read."""
+    """The frozen runs, whose configs are read alone: no plugin is imported. Raises: ConfigError where there is no plan,
+    or it cannot be read."""
     try:
         lines = read_regular(sweep_dir / "plan.jsonl").splitlines()
     except OSError as error:
@@ -281,7 +282,7 @@ def read_plan(sweep_dir: Path) -> list[PlannedRun]:
 
 def planned_run(line: Mapping[str, Any]) -> PlannedRun:
     """A run from a line of plan.jsonl. Raises: ConfigError, KeyError."""
-    run_id, config = convert(line["id"], str, "id"), build(TrainConfig, line["config"])
+    run_id, config = convert(line["id"], str, "id"), stored_config(line["config"])
     named = run_id.isprintable() and re.fullmatch(r"(?!\.\.?$)[^/]{1,255}", run_id) is not None
     require(named, f"id={run_id!r} is no folder's name")
     require(config.max_iters > 0, f"max_iters={config.max_iters} must be >= 1")

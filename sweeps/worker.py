@@ -11,15 +11,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from core.files import open_regular
+from core.plugins import in_environment, load_stored
 from core.process import end_with_parent, guarded, say
 from core.rundir import at_end, is_open
-from core.schema import ConfigError, one_line
+from core.schema import ConfigError, build, one_line
 from sweeps.claims import Launch, claimed, write_claim
 from sweeps.definition import part_and_name, sweep_tag
 from sweeps.plan import PlannedRun, read_about, read_plan
@@ -63,9 +64,9 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
     before = claim["tries"].get(launch.name, 0)
     claim |= {"tries": {**claim["tries"], launch.name: before + 1}, "error": None, "limit": launch.tries}
     write_claim(sweep_dir, run.id, claim)  # before the run, so that a death counts too
-    config = config_in_sweep(run, sweep_dir)
     with output_to(sweep_dir / "logs" / f"{run.id}.log"):
         try:
+            config: TrainConfig = build(TrainConfig, asdict(config_in_sweep(run, sweep_dir)))  # imports its plugins
             if launch.ranks > 1:
                 status = train_on_ranks(config, launch)
                 if status == 1:
@@ -79,7 +80,8 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
             claim["error"], status = str(error), 1
             claim["tries"][launch.name] = launch.tries
         except SystemExit as stopped:  # by SIGTERM, outside the training loop
-            status = int(stopped.code or 0)
+            status = stopped.code if isinstance(stopped.code, int) and stopped.code > 128 else 1
+            claim["error"] = one_line(stopped) if status == 1 else None
         except Exception as error:
             if received:
                 say(f"stopped amid {one_line(error)}")
@@ -130,6 +132,8 @@ def output_to(file: Path) -> Iterator[None]:
 def start_worker(sweep_dir: str, launch_name: str) -> int:
     if Launch.read(Path(sweep_dir), launch_name).ranks == 1:
         import train  # noqa: F401  # before the handler: an import may swallow the SystemExit that it raises
+    with contextlib.suppress(ConfigError):  # attempt() says which of its runs it concerns
+        load_stored([name for name, sha256 in in_environment().items() if sha256])
     received = set[int]()
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from core.cli import parse_yaml
 from core.files import open_regular, read_config
 from core.record import Lines, is_number
-from core.schema import ConfigError, flatten, require, show
+from core.schema import ConfigError, flatten, require, show, validate
 from scripts.reporting.charts import Figure, Row, Series, curve_chart, head_chart, styles_of_names
 from scripts.reporting.figures import file_name
 from scripts.reporting.page import Markup, Section
@@ -19,7 +19,7 @@ from scripts.reporting.runs import Curve, Run, Sweep, kept, read_run, thinned
 from scripts.reporting.tables import Table
 from sweeps.plan import PlannedRun
 from sweeps.status import FINAL, State, state_of
-from training.config import load_config
+from training.config import stored_config
 from training.metrics import METRICS, in_words, shown_in
 
 SAMPLES = 20  # the last ones
@@ -102,7 +102,8 @@ def single_run(path: Path) -> RunFiles:
         raise ConfigError(f"run={path} holds no run (its config.yaml cannot be read)") from error
     content = parse_yaml(text, f"run={path} has a config.yaml that cannot be read")
     require(isinstance(content, dict), f"run={path} has a config.yaml without settings")
-    config = load_config(content)
+    config = stored_config(content)
+    validate(config)
     return RunFiles(path.parent, PlannedRun(path.name, [path.name], config.seed, None, [], config))
 
 
