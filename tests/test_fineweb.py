@@ -313,10 +313,12 @@ def test_a_folder_of_texts_is_a_document_a_file(tmp_path: Path, capsys: pytest.C
     assert files(tmp_path / "resumed") == files(tmp_path / "out")
 
 
-def test_files_of_rows_that_a_split_leaves_out_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_rows_that_a_split_leaves_out_are_counted(
+    parquet: Parquet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rows").mkdir()
-    for name in ("a.jsonl", "train-b.jsonl"):
-        (tmp_path / "rows" / name).write_text(json.dumps({"text": "to be or not " * 500}))
+    for name in ("a.jsonl", "train-b.jsonl", "README.md"):
+        (tmp_path / "rows" / name).write_text("\n".join(json.dumps({"text": text}) for text in parquet[1][:100]))
     assert prepare(settings_of((tmp_path / "rows", []), tmp_path / "out")) == 0
     assert f"note: split=train is 1 of the 2 files in {tmp_path / 'rows'}" in capsys.readouterr().out
 
