@@ -31,7 +31,7 @@ from training.qk_clip import qk_clip
 from training.resume import look, open_run_dir, resume, say_how_it_ended
 from training.run import Run, begin
 from training.schedule import evaluates_or_saves, learning_rate
-from training.session import set_up_machine, setup
+from training.session import drop_compilations, set_up_machine, setup
 from training.tracking import draw_curve, shows_media
 from training.updates import (
     accumulate_gradients,
@@ -93,6 +93,7 @@ def train_to_the_end(run: Run) -> int:
         except Exception as error:
             if not received.explains(error):
                 raise
+            drop_compilations()
             return record_stop(run, received.signal, f"amid {one_line(error, 100)}; what was saved last stays")
         else:
             if line["iter"] < run.session.config.max_iters:  # stopped
@@ -172,8 +173,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
     values = diagnose(session.model, diagnosed_batch(session))
     run.dir.record.write_diagnostics({"iter": step, **values})
     shown = {key: value for key, value in values.items() if "/layer_" not in key}
-    spikes = {"train/spike_score": spike_score([*run.dir.record.curve("train/loss").values()])}
-    line: dict[str, Any] = losses | shown | spikes
+    line = losses | shown | {"train/spike_score": spike_score([*run.dir.record.curve("train/loss").values()])}
     if not math.isfinite(line["val/loss"]):
         raise Diverged({"iter": step, **line}, f"val/loss {line['val/loss']}")
     if shows_media(session.config):

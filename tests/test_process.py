@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -146,10 +147,10 @@ def test_programs_over_many_runs_go_on_without_their_output(
 
 @needs_compiler
 def test_a_signal_to_the_group_while_pytorch_compiles_is_a_stop(tiny_run: list[str], tmp_path: Path) -> None:
-    """Once the run has begun, the compiler waits, and dies of the signal."""
+    """Once the run has begun, a compiler waits, and dies of the signal."""
     compiler, run = tmp_path / "bin" / "g++", tmp_path / "run"
     compiler.parent.mkdir()
-    waits = f"#!/bin/sh\ngrep -q parameters {run}/train.log && touch {tmp_path}/waits && exec sleep 600\n"
+    waits = f"#!/bin/sh\ngrep -q parameters {run}/train.log && mkdir {tmp_path}/waits && exec sleep 600\n"
     compiler.write_text(waits + 'case "$*" in *model/kernels*) exit 1;; esac\nexec /usr/bin/g++ "$@" -O0\n')
     compiler.chmod(0o755)
     caches = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
@@ -159,6 +160,7 @@ def test_a_signal_to_the_group_while_pytorch_compiles_is_a_stop(tiny_run: list[s
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes) as process:
         eventually((tmp_path / "waits").exists, seconds=400)
+        time.sleep(1)
         os.killpg(process.pid, signal.SIGTERM)
         out, err = process.communicate(timeout=180)
     assert process.returncode == 143, err

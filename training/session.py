@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -311,3 +312,11 @@ def compile_model(model: GPT, config: TrainConfig) -> nn.Module:
     # dynamic=False: after an evaluation's batch, of another size, the compiler would take every size as unknown, in a
     # sweep's next runs too
     return torch.compile(model, dynamic=False)  # type: ignore[return-value]
+
+
+def drop_compilations() -> None:
+    """Cancel what waits for a compiler on a CPU: else the process compiles it all before it ends."""
+    pool = getattr(getattr(sys.modules.get("torch._inductor.async_compile"), "AsyncCompile", None), "pool", None)
+    if pool is not None and pool.cache_info().currsize:
+        pool().shutdown(wait=False, cancel_futures=True)
+        pool.cache_clear()  # PyTorch makes a new one
