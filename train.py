@@ -173,7 +173,8 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
     values = diagnose(session.model, diagnosed_batch(session))
     run.dir.record.write_diagnostics({"iter": step, **values})
     shown = {key: value for key, value in values.items() if "/layer_" not in key}
-    line = losses | shown | {"train/spike_score": spike_score([*run.dir.record.curve("train/loss").values()])}
+    spikes = {"train/spike_score": spike_score([*run.dir.record.curve("train/loss").values()])}
+    line: dict[str, Any] = losses | shown | spikes
     if not math.isfinite(line["val/loss"]):
         raise Diverged({"iter": step, **line}, f"val/loss {line['val/loss']}")
     if shows_media(session.config):
