@@ -107,8 +107,7 @@ def train_to_the_end(run: Run) -> int:
 
 def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
     """Make the updates up to max_iters, or until the ranks agree to stop. Returns the metrics of the last iteration: of
-    a stop its number alone. Raises: Diverged.
-    """
+    a stop its number alone. Raises: Diverged."""
     session, meter, lowest = run.session, run.meter, run.lowest
     config, machine, model = session.config, session.machine, session.model
     # 1 once an update was not finite: the weights stay until it is read
