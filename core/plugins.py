@@ -1,20 +1,21 @@
 """Plugins: modules of one's own that register variants, as in plugins=[my_norm], and the slots that variants fill.
 
-A plugin is found by its name in the current folder or on Python's path. Nothing is imported from a run directory.
+A plugin is found by its name in the current folder or on Python's path, never in a run directory. A run, a checkpoint
+or a plan only names plugins: they are imported if the user has named them, or trained with them as they are now.
 """
 
 import importlib
-import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any
 
-from core.files import FOLDERS, file_sha256
-from core.schema import ConfigError, declared, require
+from core.files import FOLDERS, FileLock, config_folder, read_json, write_json
+from core.modules import FINDER, Found, find_module
+from core.schema import ConfigError, declared, one_line, require
 
 # -----------------------------------------------------------------------------
 # Variants
@@ -73,49 +74,72 @@ def add_options(table: dict[str, type], options: type) -> str:
 # -----------------------------------------------------------------------------
 # Modules
 
-IMPORTED: dict[str, str] = {}  # SHA-256 of the plugins' files, of require_unchanged()
+LOADED: dict[str, Found] = {}
+NAMED: set[str] = set()  # by the user
+ENVIRONMENT = "NANOQK_PLUGINS"  # names, A,B; a launcher tells its workers A=SHA256
+TRAINED = "plugins.json"  # in the user's configuration folder: plugin -> the files of it that the user has trained with
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Import the modules. Raises: ConfigError that names the one that is missing or fails."""
+    """Import plugins that the user names, in a command or a file that it names. Raises: ConfigError for one that is
+    missing, fails, or has changed since it was imported."""
     for name in names:
-        require(all(part.isidentifier() for part in name.split(".")), f"plugins=[{name}] must be names of modules")
-        if name in sys.modules:
-            here, loaded = Path(f"{name.replace('.', '/')}.py").resolve(), getattr(sys.modules[name], "__file__", "")
-            taken = here.is_file() and here != Path(loaded or "").resolve()
-            require(not taken, f"plugins=[{name}]: {here} has the name of a module that is loaded already: rename it")
-            continue
-        try:
-            import_plugin(name)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"plugins=[{name}] cannot be imported: {type(error).__name__}: {error}") from error
+        check_name(name)
+        if name in LOADED:
+            changed = f"plugins=[{name}] has changed since it was imported: start Python again"
+            require(not LOADED[name].has_changed(), changed)
+        else:
+            import_plugin(name, find_plugin(name))
+        NAMED.add(name)
 
 
-def import_plugin(name: str) -> None:
-    """Import `name`, which may lie in the current folder."""
-    plain = name.removesuffix(".py")
-    require(plain == name, f"plugins=[{name}] must be names of modules: plugins=[{plain}]")
-    here, words = os.getcwd(), name.split(".")
-    sys.path.insert(0, here)
-    try:
-        importlib.invalidate_caches()  # the file may be younger than what was found in its folder before
-        for module in (".".join(words[:n]) for n in range(1, len(words) + 1)):
-            spec = importlib.util.find_spec(module)  # which imports the packages around it
-            if spec is None:
-                raise ConfigError(f"plugins=[{name}]: no module {module} in {here} or on the path")
-            if spec.origin is not None and (run := run_directory(Path(spec.origin))):  # None: a folder without code
-                why = f"is in the run directory {run}, from which nothing is imported"
-                raise ConfigError(f"plugins=[{name}]: {spec.origin} {why}")
-        importlib.import_module(name)
-    finally:
-        sys.path.remove(here)
+def load_stored(names: Sequence[str]) -> None:
+    """Import plugins that a run, a checkpoint or a plan names. Raises: ConfigError for one that the user has neither
+    named, here or in $NANOQK_PLUGINS, nor trained with as it is now; and as load_plugins()."""
+    named = in_environment()
+    for name in [name for name in names if name not in LOADED]:
+        check_name(name)
+        if name in named:
+            found = find_plugin(name)
+            other = f"plugins=[{name}]: {found.path}, or what it imports, is not as it was when the sweep was launched"
+            require(named[name] in ("", found.sha256), other)
+        else:
+            trained = trained_with(name)
+            found = find_plugin(name, [sha256 for files in trained for sha256 in files.values()])
+            never = f"you have not trained with {found.path} and what it imports as they are now"
+            advice = f"look at it, then add plugins=[{','.join(names)}]"
+            require(found.files in trained, f"plugins=[{name}] is the run's, and {never}: {advice}")
+        import_plugin(name, found)
 
 
-def run_directory(file: Path) -> Path | None:
-    """The run or sweep directory that a file lies in, if it does."""
-    for folder in file.resolve().parents:
+def check_name(name: str) -> None:
+    """Raise ConfigError where it can be no plugin's."""
+    said, words, plain = f"plugins=[{name}]", name.split("."), name.removesuffix(".py")
+    require(all(word.isidentifier() for word in words), f"{said} must be names of modules")
+    require(plain == name, f"{said} must be names of modules: plugins=[{plain}]")
+    standard = words[0] in sys.stdlib_module_names or any(word.startswith("__") for word in words)
+    require(not standard, f"{said} registers no variant: the name is that of a module of Python itself")
+    if name in sys.modules:
+        here, loaded = Path(*words).with_suffix(".py").resolve(), getattr(sys.modules[name], "__file__", "")
+        taken = here.is_file() and here != Path(loaded or "").resolve()
+        require(not taken, f"{said}: {here} has the name of a module that is loaded already: rename it")
+
+
+def find_plugin(name: str, known: Collection[str] | None = None) -> Found:
+    """The plugin of that name; nothing is run. known: as in find_module(). Raises: ConfigError."""
+    found = find_module(name, known)
+    if found is None:
+        raise ConfigError(f"plugins=[{name}]: no module {name} in {os.getcwd()} or on the path")
+    run = run_directory(found.path)
+    why = f"is in the run directory {run}, from which nothing is imported"
+    require(run is None, f"plugins=[{name}]: {found.path} {why}")
+    outside = {file: found.files[file] for file in found.files if run_directory(f"{found.folder}/{file}") is None}
+    return replace(found, files=outside)
+
+
+def run_directory(file: str) -> Path | None:
+    """The run or sweep directory that a file, or what it is a link to, lies in, if there is one."""
+    for folder in (*Path(os.path.abspath(file)).parents, *Path(file).resolve().parents):
         if (folder / "config.yaml").exists() and ((folder / "ckpt").exists() or (folder / "status.json").exists()):
             return folder
         if any((folder / name).exists() for name in FOLDERS):
@@ -123,24 +147,69 @@ def run_directory(file: Path) -> Path | None:
     return None
 
 
+def import_plugin(name: str, found: Found) -> None:
+    """Run its module. Raises: ConfigError for whatever it raises, sys.exit() included."""
+    if found.local:
+        loaded = {file: sha256 for one in LOADED.values() for file, sha256 in one.paths().items()}
+        changed = [file for file, sha256 in found.paths().items() if loaded.get(file, sha256) != sha256]
+        require(not changed, f"{', '.join(changed)} has changed since it was imported: start Python again")
+        FINDER.add(found)
+    importlib.invalidate_caches()  # the file may be younger than what was found in its folder before
+    try:
+        importlib.import_module(name)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ConfigError(f"plugins=[{name}] cannot be imported: {one_line(error)}") from error
+    LOADED[name] = found
+
+
 def plugin_hashes(names: Iterable[str]) -> dict[str, str]:
     """The SHA-256 of each loaded plugin's file: what a run records."""
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
-    return {name: file_sha256(Path(file)) for name, file in files.items() if file}
-
-
-def require_unchanged(names: Iterable[str]) -> None:
-    """Raise ConfigError for a plugin whose file has changed since this process first asked: the old one would train."""
-    for name, sha256 in plugin_hashes(names).items():
-        same = IMPORTED.setdefault(name, sha256) == sha256
-        require(same, f"plugins=[{name}] has changed since it was imported: start Python again")
+    return {name: LOADED[name].files[LOADED[name].main] for name in names if name in LOADED}
 
 
 def changed_plugins(recorded: Mapping[str, str]) -> list[str]:
     """What there is to say of the loaded plugins whose file is not the one that a run has recorded."""
     here = plugin_hashes(recorded)
     return [
-        f"the plugin {name} has changed: its SHA-256 is {here.get(name, 'unknown')[:12]}, the run's {sha256[:12]}"
+        f"the plugin {name} has changed: its SHA-256 is {here.get(name, 'unknown')[:12]}, the run's {str(sha256)[:12]}"
         for name, sha256 in recorded.items()
         if here.get(name) != sha256
     ]
+
+
+# -----------------------------------------------------------------------------
+# What the user has agreed to
+
+
+def in_environment() -> dict[str, str]:
+    """The plugins of $NANOQK_PLUGINS -> Found.sha256 as the launcher has it, "" where the user has named them."""
+    words = (word.strip().partition("=") for word in os.environ.get(ENVIRONMENT, "").split(","))
+    return {name: sha256 for name, _, sha256 in words if name}
+
+
+def handed_on() -> dict[str, str]:
+    """The environment that hands the plugins of this process on to those that it starts."""
+    named = in_environment() | {name: found.sha256 for name, found in LOADED.items()}
+    return {ENVIRONMENT: ",".join(f"{name}={sha256}" for name, sha256 in named.items())} if named else {}
+
+
+def trained_with(name: str) -> list[dict[str, str]]:
+    """The files of a plugin, by module, with which the user has trained."""
+    found = read_json(config_folder() / TRAINED).get(name)
+    return [files for files in found if isinstance(files, dict)] if isinstance(found, list) else []
+
+
+def remember(names: Iterable[str]) -> str:
+    """Note that the user trains with these plugins, as far as the user has named them: runs may name them from now on.
+    Returns a warning, "" for none."""
+    new = [name for name in names if name in NAMED and LOADED[name].files not in trained_with(name)]
+    file = config_folder() / TRAINED
+    try:
+        if new:
+            with FileLock(file.with_suffix(".lock"), timeout=10):
+                write_json(file, read_json(file) | {name: [*trained_with(name), LOADED[name].files] for name in new})
+    except OSError as error:
+        return f"{file} cannot be written ({error.strerror}): sample.py will need plugins=[{','.join(new)}]"
+    return ""

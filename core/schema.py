@@ -18,6 +18,7 @@ import difflib
 import functools
 import hashlib
 import json
+import keyword
 import os
 import sys
 import types
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, TypeVar
 
-from core.files import expand
+from core.files import MOST_DIGITS, expand
 
 T = TypeVar("T")
 REQUIRED = "???"  # OmegaConf's mark of a value that must be given
@@ -93,9 +94,11 @@ class Variants:
 
 @dataclass(frozen=True)
 class Loads:
-    """Called with the setting's value before settings without this note are converted."""
+    """Called with the setting's value before settings without this note are converted: `asked` where a command, or a
+    file that it names, has the value, else `stored`."""
 
-    load: Callable[[Any], None]
+    stored: Callable[[Any], None]
+    asked: Callable[[Any], None]
 
 
 FREE = object()  # the setting is not part of what a run is: it may change when the run is resumed
@@ -182,9 +185,10 @@ def settings_of(cls: type[T], source: Mapping[str, Any], prefix: str = "") -> T:
     return settings
 
 
-def build(cls: type, source: Any, prefix: str = "") -> Any:
+def build(cls: type, source: Any, prefix: str = "", reads: bool = False) -> Any:
     """An instance of the settings class `cls` from a mapping, with exact types and no unknown key; rules are not
-    checked."""
+    checked. reads: for a program that only reads, nothing is imported, and an unknown variant of a slot is as it was
+    stored."""
     name = prefix.rstrip(".") or "the config"
     known = declared(cls)
     if not isinstance(source, Mapping):
@@ -199,6 +203,9 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
             value = value if isinstance(value, Mapping) else {"name": value}
             chosen: Any = value.get("name")
             good = isinstance(chosen, str) and chosen in variants
+            if reads and isinstance(chosen, str) and not good and hasattr(kind, "slot"):
+                values[key] = as_stored(kind, value, f"{prefix}{key}.")
+                continue
             require(good, f"{prefix}{key}.name={show(chosen)} must be one of {', '.join(variants)}")
             kind = variants[chosen]
             for leaf in value:
@@ -207,10 +214,24 @@ def build(cls: type, source: Any, prefix: str = "") -> Any:
                     where = " and ".join(f"{prefix}{key}={option}" for option in owners)
                     raise ConfigError(f"{prefix}{key}.{leaf}={show(value[leaf])} is unknown: {leaf} belongs to {where}")
         group = is_dataclass(kind)
-        values[key] = build(kind, value, f"{prefix}{key}.") if group else convert(value, kind, prefix + key)
-        for note in known[key].all(Loads):
-            note.load(values[key])
+        values[key] = build(kind, value, f"{prefix}{key}.", reads) if group else convert(value, kind, prefix + key)
+        for note in known[key].all(Loads) if not reads else ():
+            note.stored(values[key])
     return cls(**values)
+
+
+def as_stored(base: type, values: Mapping[str, Any], prefix: str) -> Any:
+    """Options of a variant that this process does not know. Raises: ConfigError where a key cannot be a setting's."""
+    for key in values:
+        plain = isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) and key[0] != "_"
+        good = plain and (key in declared(base) or not hasattr(base, key))
+        require(good, f"{prefix}{key}={show(values[key])} is unknown")
+    return stored_class(base, tuple((key, type(value)) for key, value in values.items()))(**values)
+
+
+@functools.cache
+def stored_class(base: type, fields: tuple[tuple[str, type], ...]) -> Any:
+    return dataclasses.make_dataclass("Stored", fields, bases=(base,), frozen=True, kw_only=True)
 
 
 TYPE_NAMES: dict[Any, list[str]] = {
@@ -225,6 +246,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     if isinstance(value, str):
         good = not any("\ud800" <= letter <= "\udfff" for letter in value)  # what Python makes of other bytes
         require(good, f"{key}={value!a} must be Unicode text")
+    if isinstance(value, int):
+        require(abs(value) < 10**MOST_DIGITS, f"{key}={show(value)} must have at most {MOST_DIGITS} digits")
     allowed: list[str] = []
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     for option in typing.get_args(hint) if union else (hint,):
@@ -261,7 +284,7 @@ def validate(settings: Any, prefix: str = "") -> None:
         convert(value, setting.kind, key)
         for rule in setting.all(Rule):
             require(value is None or rule.holds(value), f"{key}={show(value)} {rule.says}")
-    if hasattr(settings, "check"):
+    if hasattr(type(settings), "check"):
         settings.check()
 
 
@@ -315,7 +338,10 @@ def show(value: Any) -> str:
     """A value as a user writes it."""
     if isinstance(value, bool | None):
         return {True: "true", False: "false", None: "null"}[value]
-    return str(list(value) if isinstance(value, tuple) else value)
+    try:
+        return str(list(value) if isinstance(value, tuple) else value)
+    except ValueError:  # more than 4,300 digits
+        return "(a long integer)"
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -665,12 +665,15 @@ class GPT(nn.Module):
 
     def init_rope(self) -> None:
         """Compute the tables of RoPE; checkpoints do not hold them. load_run() calls it again for a model built on the
-        meta device."""
-        m = self.config.model
+        meta device, which has their shapes alone."""
+        m, device = self.config.model, self.transformer.wte.weight.device
         if m.position == "rope":
             assert m.rope_theta is not None
-            cos, sin = rope_table(m.block_size, self.attentions[0].rope_dim, m.rope_theta)
-            device = self.transformer.wte.weight.device
+            d = self.attentions[0].rope_dim
+            if device.type == "meta":
+                cos = sin = torch.empty(m.block_size, d // 2, device=device)
+            else:
+                cos, sin = rope_table(m.block_size, d, m.rope_theta)
             self.register_buffer("cos", cos.to(device), persistent=False)
             self.register_buffer("sin", sin.to(device), persistent=False)
 
@@ -751,6 +754,12 @@ class GPT(nn.Module):
         wpe = self.transformer.wpe
         total = sum(p.numel() for p in self.parameters())
         return total - wpe.weight.numel() if non_embedding and wpe is not None else total
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, and of the tables of RoPE with the angles that they are computed from."""
+        tables = sum(buffer.nbytes for buffer in self.buffers())
+        return sum(p.nbytes for p in self.parameters()) + 3 * tables // 2
 
     def flops_per_token(self) -> int:
         """Training FLOPs a token, forward and backward: 6 N + 12 L C T (PaLM, appendix B; nanoGPT's estimate_mfu).

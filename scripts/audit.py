@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 import train
 from core.cli import run_script
-from core.device import resolve_device
+from core.device import TooLarge, resolve_device
 from core.git import commit
 from core.record import Metrics
 from core.schema import REQUIRED, AtLeast, ConfigError, Help, one_line, options, require
@@ -43,11 +43,10 @@ from data.tokens import load_corpus
 from model.cross_entropy import max_positions_with_logits
 from model.diagnostics import LEAK_PREFIX, LEAK_TOLERANCE, future_leaks, logits_or_hidden
 from model.gpt import GPT
-from sample import RunPath, Which, load_asked_run
+from sample import Plugins, RunPath, Which, load_asked_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
 from training.config import ConstantOptions, Device, WandbOptions
-from training.session import TooLarge
 
 MODES = ("evaluation", "training")
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
@@ -295,6 +294,7 @@ def audit(subject: Run, steps: int) -> list[Finding]:
 class AuditOptions:
     run: RunPath = REQUIRED
     checkpoint: Which = "best"
+    plugins: Plugins = ()
     steps: Annotated[int, AtLeast(20), Help("updates of the training on random tokens")] = 200
     device: Device = "auto"
 

@@ -42,7 +42,7 @@ from data.tokens import Corpus, load_corpus, size_of_text
 from model.diagnostics import attention_weights
 from model.generate import generate
 from model.gpt import GPT
-from sample import LoadedRun, RunPath, SampleConfig, Which, load_asked_run
+from sample import LoadedRun, Plugins, RunPath, SampleConfig, Which, load_asked_run
 from scripts.reporting.charts import VIRIDIS, Figure, Spec, marks, quantity, tooltips
 from scripts.reporting.page import Content, Markup, Section, page
 from scripts.reporting.tables import Table, number
@@ -235,6 +235,7 @@ class CompareOptions:
     a: RunPath = REQUIRED
     b: RunPath = REQUIRED
     checkpoint: Which = "best"
+    plugins: Plugins = ()
     text: Annotated[
         str | None, NOT_EMPTY, Help(f"a UTF-8 file, up to {LONGEST:,} characters of it; null: what both runs hold out")
     ] = None

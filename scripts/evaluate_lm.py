@@ -28,7 +28,7 @@ from core.schema import REQUIRED, WRITABLE, AtLeast, ConfigError, Help, did_you_
 from data.corpora import probe_hub
 from data.tokenizer import BPETokenizer, NoText, begins_character
 from data.tokens import load_corpus
-from sample import LoadedRun, RunPath, Which, load_asked_run
+from sample import LoadedRun, Plugins, RunPath, Which, load_asked_run
 from scripts.reporting.tables import Table
 from training.config import Device, Dtype
 
@@ -195,6 +195,7 @@ class EvaluateOptions:
     run: RunPath = REQUIRED
     tasks: Annotated[str, Help("names of lm_eval's tasks, paper or cloze: A,B")] = REQUIRED
     checkpoint: Which = "best"
+    plugins: Plugins = ()
     num_fewshot: Annotated[
         int | None, AtLeast(0), Help("examples before each question; null: the task's own number, 3 for paper")
     ] = None

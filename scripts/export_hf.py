@@ -17,12 +17,13 @@ from safetensors.torch import save
 from core import checkpoint
 from core.cli import run_script
 from core.files import expand
+from core.process import say
 from core.schema import NOT_EMPTY, REQUIRED, Help, options, require
 from data.hf_tokenizer import tokenizer_json
 from data.tokenizer import SEPARATOR, Tokenizer
 from model.gpt import GPT
 from model.hf import architecture_of, hugging_face
-from sample import RunPath, Which, load_asked_run
+from sample import Plugins, RunPath, Which, load_asked_run
 
 
 def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> list[str]:
@@ -63,15 +64,16 @@ class ExportOptions:
     run: RunPath = REQUIRED
     out: Annotated[str, NOT_EMPTY, Help("the folder to write")] = REQUIRED
     checkpoint: Which = "best"
+    plugins: Plugins = ()
 
 
 def export_run(asked: ExportOptions) -> int:
     model, tokenizer, config, _ = load_asked_run(asked.run, asked.checkpoint, torch.device("cpu"))
     out = Path(asked.out)
     files = export(model, tokenizer, out, config.fault.name)
-    print(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")
+    say(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")
     if "tokenizer.json" not in files:
-        print(f"without a tokenizer: tokenizer.json cannot hold data.tokenizer={tokenizer.to_dict()['name']}")
+        say(f"without a tokenizer: tokenizer.json cannot hold data.tokenizer={tokenizer.to_dict()['name']}")
     return 0
 
 

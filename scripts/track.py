@@ -15,6 +15,7 @@ from typing import Annotated
 
 from core.cli import CONFIG_DIR, run_script
 from core.files import ROOT, expand, write_atomic
+from core.process import say
 from core.schema import NOT_EMPTY, Help, options, require
 from scripts.reporting import track
 from scripts.reporting.charts import svg
@@ -72,7 +73,7 @@ def make(asked: TrackOptions) -> int:
         made = board_files(folder, sweep.title, found, small_entries(folder, name, grid))
     for file, content in made.items():
         write_atomic(file, content)
-        print(file)
+        say(str(file))
     return 0
 
 

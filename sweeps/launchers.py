@@ -17,7 +17,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from core.files import ROOT
+from core.files import ROOT, open_regular
+from core.plugins import handed_on
 from core.process import available_cpus
 from core.schema import AtLeast, ConfigError, Help, options, require, show
 from sweeps.claims import Launch
@@ -110,9 +111,9 @@ class Local:
         for i, gpus in enumerate(self.gpus):
             if self.slots[i] is None and self.alive() < n:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-                environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+                environment |= handed_on() | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
                 command = [sys.executable, WORKER, str(self.sweep_dir), self.launch]
-                with open(self.log(i), "ab") as log:
+                with open_regular(self.log(i), "ab") as log:
                     self.slots[i] = subprocess.Popen(
                         command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
                         start_new_session=True,  # Ctrl-C reaches the launcher alone, which sends one SIGTERM
@@ -238,7 +239,8 @@ class Slurm:
             setup=[
                 *c.setup,
                 f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-                f"export OMP_NUM_THREADS={c.threads}",
+                f"export OMP_NUM_THREADS={c.threads} PYTHONSAFEPATH=1",  # -m: not the current folder before all others
+                *(f"export {name}={shlex.quote(plugins)}" for name, plugins in handed_on().items()),
             ],
             additional_parameters={"requeue": True, **c.options},
         )

@@ -14,12 +14,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: equal sums in this process and in the ones it starts
 os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
+os.environ["XDG_CONFIG_HOME"] = mkdtemp(prefix="nanoqk-tests-")  # no test reads or writes the user's own
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from tqdm import tqdm
 from variants import NORMS, config_of
 
 from core.files import cache_folder
+from core.modules import FINDER
+from core.plugins import LOADED, NAMED
 from model.kernels import operators
 from model.options import LogitsOptions, LpNormOptions, QKNormOptions
 from training.config import OptimizerOptions, ScheduleOptions, TrainConfig
@@ -48,15 +51,19 @@ SLOW = {  # files whose tests train, start programs or load large libraries: mak
     "test_docs", "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb",
     "test_fixture", "test_fuzz", "test_gpu", "test_nanoqk",
     "test_init_from", "test_kernels", "test_ledger", "test_live", "test_long_sequences",
-    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_report", "test_report_page",
-    "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards", "test_slurm",
-    "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
+    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_process", "test_report",
+    "test_report_page", "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards",
+    "test_slurm", "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
 }  # fmt: skip
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """make check does not import the slow files."""
     return True if collection_path.stem in SLOW and "not slow" in config.option.markexpr else None
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -147,6 +154,17 @@ def fork(work: Callable[[], int]) -> int:
     return pid
 
 
+def processes_with(wanted: dict[str, str]) -> list[int]:
+    """The processes that began with these variables in their environment. A zombie has none."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with suppress(OSError):
+            words = (path / "environ").read_bytes().split(b"\0") if path.name.isdecimal() else []
+            if {f"{name}={text}".encode() for name, text in wanted.items()} <= {*words}:
+                found.append(int(path.name))
+    return found
+
+
 def heed_ctrl_c() -> None:
     """A shell's background job ignores it, and so do its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -170,13 +188,14 @@ def run_python(
 def plugins_undone() -> Iterator[None]:
     """What plugins register in this process is undone when the test ends, and their modules are forgotten."""
     bases: tuple[Any, ...] = (QKNormOptions, LogitsOptions, OptimizerOptions, ScheduleOptions)
-    plugins = ("my_norm", "my_asinh", "my_sign", "recipe")
     yield
-    for name in plugins:
+    for name in (modules := [*FINDER.folders]):
         sys.modules.pop(name, None)
     for table in (table for base in bases for table in (base.slot, base.slot.options)):
-        for name in [name for name, cls in table.items() if cls.__module__ in plugins]:  # ours may have come meanwhile
+        for name in [name for name, cls in table.items() if cls.__module__ in modules]:  # ours may have come meanwhile
             del table[name]
+    for known in (FINDER.folders, LOADED, NAMED):
+        known.clear()
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ def test_a_machine_that_is_too_small_is_no_evidence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = save_run(small("mha", "none"), tmp_path / "run")
-    monkeypatch.setattr(session, "total_memory", lambda device: 2**10)
+    monkeypatch.setattr(session, "optimizer_bytes", lambda *_: 2**60)
     status, found = audited(capsys, f"run={run}", "steps=20")
     assert status == 3 and [found["checks"][name]["caught"] for name in CHECKS] == [False, False, None, None, False]
     assert "need more than" in found["checks"]["accumulation"]["undecided"]
@@ -184,7 +184,7 @@ def test_logits_that_are_all_zero_decode_alike() -> None:
 
 def test_weights_that_are_not_finite_are_no_leak(tmp_path: Path) -> None:
     subject = audit.Run(str(save_run(small("mha", "none"), tmp_path / "run")), "best", torch.device("cpu"))
-    nn.init.constant_(subject.trained.transformer.ln_f.weight, math.nan)
+    next(subject.trained.parameters()).data.fill_(math.nan)
     with pytest.raises(audit.Undecided, match="the logits of the trained weights are not finite"):
         audit.future_leakage(subject)
 

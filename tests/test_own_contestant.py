@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT
 from variants import LAYOUTS, build, random_tokens
 
+from core.plugins import load_plugins
 from core.schema import ConfigError
 from sweeps.definition import load_sweep
 from sweeps.plan import plan_runs
@@ -43,6 +44,7 @@ def test_it_decodes_with_every_layout_to_the_logits_of_the_full_pass(layout: str
         "plugins": ["my_asinh"], "model": {**model, "rope_theta": 100.0}, "attention": vars(LAYOUTS[layout]),
         "logits": {"name": "asinh", "c": 0.1},
     }  # fmt: skip
+    load_plugins(["my_asinh"])
     gpt, plain = build(load_config(given)), build(load_config({**given, "logits": {"name": "none"}}))
     idx, caches, parts = random_tokens(2, 16), gpt.new_caches(2, 16, torch.float64), []
     for pos, end in ((0, 5), (5, 6), (6, 16)):

@@ -1,30 +1,42 @@
 """Plugins: a norm or a layout in a file of one's own is found, recorded, found again, or named as missing."""
 
+import importlib.util
 import json
 import math
+import os
+import py_compile
 import re
-from dataclasses import replace
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import QK_NORM_VARIANTS, TINY, Program
+import yaml
+from conftest import QK_NORM_VARIANTS, TINY, Program, exit_status, fork, write_corpus
 from helpers.runs import assert_halves_equal_straight, configured, lines
 from helpers.sweeps import tiny_sweep
 from variants import ALL_PAIRS, LAYOUTS, config_of
 
 import nanoqk
-from core import cli, plugins
+import train
+from core import checkpoint, cli, plugins
 from core.schema import ConfigError, options
 from model import slots
 from model.diagnostics import logit_bound
 from model.gpt import ATTENTIONS, GPT, QK_NORMS, CausalAttention, GroupedQueryAttention, QKNorm, QKRMSNorm
 from model.options import QK_NORM_OPTIONS as OPTIONS
 from model.options import QKNormOptions, RMSNormOptions, add_options
+from scripts.reporting.live import LivePage
+from sweeps.claims import read_claim
 from sweeps.definition import load_sweep
 from sweeps.launch import check_runs
-from sweeps.plan import compose, plan_runs
+from sweeps.plan import compose, plan_runs, read_plan
+from sweeps.worker import RESTART, work
 from training.config import TrainConfig, load_config
 from training.session import setup
 
@@ -84,9 +96,14 @@ def test_a_run_is_named_after_its_plugins_and_needs_them(words: list[str], tmp_p
     listed = forked("train.py", "plugins=[halves]", "--help").stdout
     assert "qk_norm.n=2" in listed and "attention=reversed" in listed and "also head_dim" in listed
 
-    (tmp_path / "halves.py").write_text(PLUGIN + "# changed\n")
     sample = ["sample.py", f"run={run}", "start=to", "num_samples=1", "max_new_tokens=2"]
-    assert "the plugin halves has changed: its SHA-256 is" in forked(*sample).stderr
+    assert forked(*sample).stderr == ""  # this user has trained with it
+    (tmp_path / "halves.py").write_text(PLUGIN + "# changed\n")
+    refused = forked(*sample, status=2).stderr
+    assert re.fullmatch(r"error: plugins=\[halves\] is the run's, .* then add plugins=\[halves\]\n", refused)
+    for named in ({}, {"NANOQK_PLUGINS": "other, halves"}):
+        said = forked(*sample, *([] if named else ["plugins=[halves]"]), env=named).stderr
+        assert "the plugin halves has changed: its SHA-256 is" in said and said.count("\n") == 1
     forked("train.py", *both, "schedule=constant", "out_dir=c")
     (tmp_path / "halves.py").write_text(PLUGIN)
     resumed = forked("train.py", *both, "schedule=constant", "out_dir=c", "max_iters=3")
@@ -114,7 +131,8 @@ def test_a_plugin_that_changed_since_it_was_imported_trains_no_further_run_of_th
 
 def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr(plugins, "import_plugin", loaded.append)
+    monkeypatch.setattr(plugins, "find_plugin", loaded.append)
+    monkeypatch.setattr(plugins, "import_plugin", lambda *_: None)
     monkeypatch.setattr(cli, "CONFIG_DIR", tmp_path)
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nplugins: [not_there]\n")
@@ -130,6 +148,14 @@ def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytes
         ("../up", "", "plugins=[../up] must be names of modules"),
         ("half.py", "", "plugins=[half.py] must be names of modules: plugins=[half]"),
         ("broken", "1 / 0", "plugins=[broken] cannot be imported: ZeroDivisionError: division by zero"),
+        ("garbled", "1 /", "plugins=[garbled] cannot be imported: SyntaxError: invalid syntax"),
+        ("ends", "raise SystemExit(0)", "plugins=[ends] cannot be imported: SystemExit: 0"),
+        ("own", "class Own(BaseException): pass\nraise Own", "plugins=[own] cannot be imported: Own:"),
+        ("cProfile", "", "plugins=[cProfile] registers no variant: the name is that of a module of Python itself"),
+        ("random", PLUGIN, "plugins=[random] registers no variant: the name is that of a module of Python itself"),
+        ("venv.__main__", "", "plugins=[venv.__main__] registers no variant"),
+        ("my_norms.__main__", "", "plugins=[my_norms.__main__] registers no variant"),
+        ("torch", PLUGIN, "plugins=[torch]: {}/torch.py has the name of a module that is loaded already: rename it"),
         ("again", PLUGIN.replace('"half"', '"rms"'), "HalfOptions.name=rms is taken by model.options"),
         ("bare", PLUGIN.replace("@options\n", ""), "HalfOptions needs @options (core.schema) above its class"),
         ("baseless", PLUGIN.replace("(QKNormOptions)", ""), "HalfOptions must derive from the options of its group"),
@@ -145,8 +171,8 @@ def test_a_plugin_that_cannot_be_used_is_named(
     if text:
         (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(ConfigError) as error:
-        load_config({"plugins": [name]})
-    assert str(error.value).startswith(message)
+        plugins.load_plugins([name])
+    assert str(error.value).startswith(message.format(tmp_path))
 
 
 def test_a_plugin_that_is_recorded_and_not_loaded_counts_as_changed() -> None:
@@ -453,19 +479,180 @@ def test_a_leak_that_training_learns_is_found_at_the_end_and_no_result(
 ) -> None:
     sweep = {"overrides": [*parts, "max_iters=20"], "grid": {"output": ["none", "peek"]}}
     (tmp_path / "peeks.yaml").write_text(json.dumps(sweep))
-    assert "2 done" in forked("sweeps/launch.py", "sweep=peeks.yaml", "launcher.workers=1").stdout
+    launch = ["sweeps/launch.py", "sweep=peeks.yaml", "launcher.workers=1"]
+    said = forked(*launch, env={"XDG_CONFIG_HOME": "/dev/null"}).stdout
+    assert "2 done" in said and said.count("warning: /dev/null/nanoqk/plugins.json cannot be written (Not a direc") == 1
     logs = "".join(file.read_text() for file in (tmp_path / "runs" / "peeks" / "logs").iterdir())
     assert logs.count("warning: when trained, attention=mha output=peek sees the future") == 1
+    (tmp_path / "parts.py").write_text("raise SystemExit(7)")  # for who only reads it may as well be a stranger's
     forked("sweeps/status.py", "sweep=peeks.yaml")
+    plan = {run.id: run for run in read_plan(tmp_path / "runs" / "peeks")}
+    (peek,) = (name for name in plan if "peek" in name)
+    assert asdict(plan[peek].config.output) == {"name": "peek"} and "parts" not in sys.modules
+    live = LivePage(tmp_path / "runs" / "peeks", None)
+    for page in (live.content(peek), LivePage(tmp_path, tmp_path / "runs" / "peeks" / peek).content("")):
+        assert "<td>output.name</td><td>peek</td>" in str(page.shown())
     said = program("scripts/report.py", "sweep=peeks.yaml", "out=results").stdout
     table = (tmp_path / "results" / "table.md").read_text()
     assert "1 failed" in said + table and "done, but when trained, attention=mha output=peek sees the future" in table
 
 
-def test_a_plugin_named_as_a_loaded_module_is_refused(parts: list[str], tmp_path: Path, forked: Program) -> None:
-    (tmp_path / "random.py").write_text(PARTS)
-    refused = forked("train.py", "plugins=[random]", *parts[1:], "out_dir=o", status=2)
-    assert "has the name of a module that is loaded already" in refused.stderr
+# -----------------------------------------------------------------------------
+# What a run names
+
+BOMB = "open('exploded', 'w')\nraise ValueError\n"
+NAMED = {  # by a stranger's run -> files in the folder of the command, the line
+    "cProfile": ({"profile.py": BOMB}, "registers no variant: the name is that of a module of Python itself"),
+    "antigravity": ({}, "registers no variant: the name is that of a module of Python itself"),
+    "venv.__main__": ({}, "registers no variant: the name is that of a module of Python itself"),
+    "tqdm.__main__": ({}, "registers no variant: the name is that of a module of Python itself"),
+    "tqdm.contrib.bells": ({}, "is the run's, and you have not trained with"),  # an installed one
+    "scripts.report": ({}, "is the run's, and you have not trained with"),  # one of ours
+    "yaml": ({}, "is the run's, and you have not trained with"),  # a loaded one
+    "evil": ({"evil.py": BOMB}, "is the run's, and you have not trained with"),
+    "evils.evil": ({"evils/__init__.py": BOMB, "evils/evil.py": BOMB}, "is the run's, and you have not trained with"),
+    "link": ({"../outside.py": BOMB}, "is in the run directory"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    assert train.run(configured(write_corpus(folder), folder / "run", max_iters=2)) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def strange(trained: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A run whose config.yaml and checkpoint name a plugin, under a manifest that fits."""
+
+    def named(plugin: str) -> Path:
+        run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
+        for file in (run / "config.yaml", *run.glob("ckpt/step_*/state.json")):
+            known = yaml.safe_load(file.read_text()) if file.suffix == ".yaml" else json.loads(file.read_text())
+            known.get("config", known)["plugins"] = [plugin]
+            file.write_text(json.dumps(known))
+            if file.suffix == ".json":
+                manifest = json.loads((file.parent / "MANIFEST.json").read_text())
+                found = {name: checkpoint.measure(file.parent / name) for name in manifest["files"]}
+                whole = checkpoint.render(manifest["format"], manifest["step"], found)
+                (file.parent / "MANIFEST.json").write_text(whole)
+        return run
+
+    return named
+
+
+@pytest.mark.parametrize("plugin", NAMED)
+def test_what_a_strangers_run_names_is_not_imported(
+    plugin: str, strange: Callable[[str], Path], tmp_path: Path, program: Program, forked: Program
+) -> None:
+    files, line = NAMED[plugin]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    run = strange(plugin)
+    within = plugin in ("cProfile", "link")
+    if within:
+        (run / "link.py").symlink_to("../outside.py")
+        for file in [*run.iterdir()]:  # the folder of the command is the run directory
+            file.rename(tmp_path / file.name)
+    refused = (program if within else forked)("sample.py", f"run={'.' if within else 'run'}", status=2).stderr
+    assert refused.startswith(f"error: plugins=[{plugin}]") and line in refused and refused.count("\n") == 1
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_no_program_imports_what_only_a_run_names(
+    tiny_run: list[str],
+    strange: Callable[[str], Path],
+    tmp_path: Path,
+    forked: Program,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "evil.py").write_text(BOMB)
+    strange("evil")
+    commands = [
+        "sample.py run=run", "scripts/audit.py run=run", "scripts/export_hf.py run=run out=hf",
+        "scripts/compare.py a=run b=run/ckpt/step_000000 out=page.html", "scripts/evaluate_lm.py run=run tasks=cloze",
+        "scripts/import_checkpoint.py from=run out=other",
+    ]  # fmt: skip
+    trainings = [["train.py", *tiny_run, *more] for more in (["init_from=run", "out_dir=other"], ["out_dir=run"])]
+    for command in [*map(str.split, commands), *trainings]:
+        refused = forked(*command, status=2).stderr
+        assert "plugins=[evil] is the run's" in refused and refused.count("\n") == 1, (command, refused)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="evil. is the run's, and you have not trained with .*evil.py"):
+        nanoqk.Run("run").config  # noqa: B018
+    assert not (tmp_path / "exploded").exists() and not (tmp_path / "other").exists()
+    for line in commands[:5]:
+        assert "cannot be imported: ValueError" in forked(*line.split(), "plugins=[evil]", status=2).stderr
+        (tmp_path / "exploded").unlink()
+
+
+def test_a_plugin_counts_with_what_it_imports_from_its_folder(
+    words: list[str], tmp_path: Path, forked: Program
+) -> None:
+    """And with the bytes that were hashed, not with those of a __pycache__. Python's own modules are Python's."""
+    files = {
+        "halves": "import profile, yaml, divisors, lab.inner\nfrom mine import more\ntry:\n    import faster\n"
+        "except ImportError:\n    pass\n" + PLUGIN,
+        "divisors": "", "lab/inner": "", "mine/__init__": "", "mine/more": "from . import most", "mine/most": "",
+        "profile": BOMB, "yaml": BOMB,
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
+    forked("train.py", *words, "out_dir=run")
+    sample = ["sample.py", "run=run", "start=to", "num_samples=1", "max_new_tokens=2"]
+    (tmp_path / "bomb.py").write_text(BOMB)
+    for name in ("halves", "divisors"):
+        unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        cached = importlib.util.cache_from_source(str(tmp_path / f"{name}.py"))
+        py_compile.compile(str(tmp_path / "bomb.py"), cached, invalidation_mode=unchecked)
+    assert forked(*sample).stderr == ""
+    for name in ("divisors", "lab/inner", "lab/__init__", "mine/most", "mine/new", "faster"):  # changed, or new
+        file = tmp_path / f"{name}.py"
+        before = file.read_text() if file.exists() else None
+        file.write_text(BOMB)
+        refused = forked(*sample, status=2).stderr
+        assert "halves.py and what it imports as they are now: look at it" in refused and refused.count("\n") == 1
+        file.unlink() if before is None else file.write_text(before)
+    assert forked(*sample).stderr == "" and not (tmp_path / "exploded").exists()
+    shutil.copytree(os.environ["XDG_CONFIG_HOME"], tmp_path / "relative")  # a stranger's, in the folder of the command
+    for place in ("relative", str(tmp_path / "of_another_user")):
+        forked(*sample, status=2, env={"XDG_CONFIG_HOME": place, "HOME": str(tmp_path / "home")})
+
+
+def test_a_worker_refuses_another_plugin_than_its_launcher_had(
+    words: list[str], tmp_path: Path, forked: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text(json.dumps({"overrides": words}))
+    assert "1 done" in forked("sweeps/launch.py", "sweep=mine.yaml").stdout
+    (run,), sweep_dir = read_plan(tmp_path / "runs" / "mine"), tmp_path / "runs" / "mine"
+    (launch,) = (sweep_dir / "launches").glob("*.json")
+    monkeypatch.chdir(tmp_path)
+    for handed, says in ((f"halves={'0' * 64}", "is not as it was when the sweep was launched"), ("", None)):
+        shutil.rmtree(sweep_dir / run.id, ignore_errors=True)
+        monkeypatch.setenv("NANOQK_PLUGINS", handed)
+        assert exit_status(fork(partial(work, sweep_dir, launch.stem))) == (RESTART if says else 0)
+        error = read_claim(sweep_dir, run.id)["error"]
+        assert error is None if says is None else says in error
+        (sweep_dir / "claims" / run.id).unlink()
+
+
+@pytest.mark.parametrize("command", ["train.py", "sweeps/launch.py sweep=mine.yaml retries=0"])
+def test_a_plugin_that_ends_the_program_is_named(
+    command: str, words: list[str], tmp_path: Path, forked: Program
+) -> None:
+    (tmp_path / "mine.yaml").write_text(json.dumps({"overrides": words}))
+    script, *asked = command.split()
+    ending = {
+        "import": ("raise SystemExit(0)\n" + PLUGIN, 2),
+        "forward pass": (PLUGIN.replace("return x[", "exit(); x["), 1),
+    }
+    for text, status in ending.values():
+        (tmp_path / "halves.py").write_text(text)
+        ended = forked(script, *(asked or [*words, "out_dir=o"]), status=status)
+        assert "SystemExit: " in ended.stderr + ended.stdout and "Traceback" not in ended.stderr
 
 
 # -----------------------------------------------------------------------------
@@ -530,6 +717,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_undone: None
 def test_a_recipe_of_ones_own_resumes_bit_for_bit(optim: str, name: str, corpus: Path, recipe: Path) -> None:
     schedule = {"name": name, "warmup_iters": 1} | ({"lr_decay_iters": 6} if name == "square" else {})
     plugin = {"plugins": ["recipe"], "optim": {"name": optim}, "schedule": schedule}
+    plugins.load_plugins(["recipe"])
     assert_halves_equal_straight(corpus, recipe, **plugin)
     rates = {line["iter"]: line.get("lr") for line in lines(recipe / "straight")}
     heights = {"root": [0.5, 1, 1, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5], "square": [0.5, 1, 0.64, 0.36, 0.16, 0.04]}

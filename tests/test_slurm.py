@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import ClassVar, cast
 
 import pytest
-from conftest import eventually, exit_status, fork
+from conftest import eventually, exit_status, fork, processes_with
 from helpers.runs import assert_same_run
 from helpers.sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
 
 import train
 from core.files import read_json
+from core.plugins import find_plugin
 from core.process import StopSignal
 from core.rundir import read_status
 from sweeps import launch
@@ -297,19 +298,9 @@ def test_a_node_whose_process_dies_ends_the_task_which_is_replaced(sweep: OnSlur
     sweep.assert_same_as(two_ranks)
 
 
-def environment_of(pid: int) -> dict[str, str]:
-    try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    return dict(word.decode().split("=", 1) for word in words if b"=" in word)
-
-
 def processes_of(task: str, node: str) -> list[int]:
     """Of a SLURM task on one of its nodes."""
-    wanted = {"SLURM_JOB_ID": task, "SLURM_PROCID": node}
-    listed = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    return [pid for pid in listed if wanted.items() <= environment_of(pid).items()]
+    return processes_with({"SLURM_JOB_ID": task, "SLURM_PROCID": node})
 
 
 # -----------------------------------------------------------------------------
@@ -401,9 +392,11 @@ def test_tasks_stay_alive_while_slurm_does_not_answer(tmp_path: Path, monkeypatc
     assert launcher.alive() == 2
 
 
-def test_a_task_submitted_from_within_a_job_gets_nothing_of_that_job(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_task_submitted_from_within_a_job_gets_nothing_of_that_job_and_its_plugins(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, plugins_undone: None
 ) -> None:
+    (tmp_path / "my_plugin.py").touch()
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "sbatch").write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\nexit 1\n")
     (tmp_path / "bin" / "sbatch").chmod(0o755)
@@ -413,7 +406,10 @@ def test_a_task_submitted_from_within_a_job_gets_nothing_of_that_job(
     of_the_user = ["SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "RANKS", "MY_SLURM_JOB_ID"]
     for name in [*of_the_job, *of_the_user]:
         monkeypatch.setenv(name, "1" if name.endswith("WORLD_SIZE") else "0")
-    launched(tiny_sweep(tmp_path, corpus), "launcher=slurm", status=2)
+    launched(tiny_sweep(tmp_path, corpus, "plugins=[my_plugin]"), "launcher=slurm", status=2)
+    (script,) = (tmp_path / "sweep" / "slurm").glob("submission_file_*.sh")
+    export = f"export NANOQK_PLUGINS=my_plugin={find_plugin('my_plugin').sha256}"
+    assert export in script.read_text().splitlines() and "PYTHONSAFEPATH=1" in script.read_text()
     got = {line.partition("=")[0] for line in (tmp_path / "environment").read_text().splitlines()}
     assert not {*of_the_job} & got and {*of_the_user} <= got
     assert {*of_the_job} <= {*os.environ}

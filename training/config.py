@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from core.files import FOLDERS, expand
-from core.plugins import Slot, add_options, load_plugins
+from core.plugins import Slot, add_options, load_plugins, load_stored
 from core.schema import (
     FREE,
     NOT_EMPTY,
@@ -22,6 +22,7 @@ from core.schema import (
     Loads,
     Rule,
     Variants,
+    build,
     deciding,
     declared,
     digest,
@@ -322,7 +323,10 @@ class RootOptions:
     dry_run: Annotated[bool, FREE, Help("print what the run would be and cost; write nothing")] = False
     eval_only: Annotated[bool, FREE, Help("evaluate the latest checkpoint, then stop")] = False
     plugins: Annotated[
-        tuple[str, ...], FREE, Loads(load_plugins), Help("modules that register variants of a group, as [my_norm]")
+        tuple[str, ...],
+        FREE,
+        Loads(load_stored, asked=load_plugins),
+        Help("modules that register variants of a group, as [my_norm]"),
     ] = ()
     fresh: Annotated[bool, FREE, Help("move an older run in the same directory aside and start anew")] = False
 
@@ -445,6 +449,12 @@ class TrainConfig(GPTConfig, RootOptions):
 def load_config(source: Mapping[str, Any]) -> TrainConfig:
     """A nested mapping (a composed config, or a run's config.yaml) as a checked TrainConfig. Raises: ConfigError."""
     return settings_of(TrainConfig, source)
+
+
+def stored_config(source: Mapping[str, Any]) -> TrainConfig:
+    """A config.yaml, or a config of a plan, for programs that only read: nothing is imported, no rule is checked."""
+    config: TrainConfig = build(TrainConfig, source, reads=True)
+    return config
 
 
 def to_yaml(config: TrainConfig) -> str:

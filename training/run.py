@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from core.plugins import remember
 from core.rundir import RunDir
 from training.config import to_yaml
 from training.evaluate import find_lowest
@@ -52,6 +53,8 @@ def begin(session: Session, run_dir: RunDir, saved: RunState | None, warnings: l
     run_dir.begin(to_yaml(config), start, wandb_settings(config, run_dir.path, facts), records)
     resumed = f", resumed at iteration {start}" if saved else ""
     run_dir.log(f"{run_dir.path}: {headline(session)}{resumed}")
+    if session.machine.world.rank == 0 and (warning := remember(config.plugins)):
+        run_dir.log(f"warning: {warning}")
     lowest = find_lowest(run_dir, saved)
     run_dir.restore_best(lowest.step)
     meter = Meter(session, saved.readings) if saved else Meter(session)

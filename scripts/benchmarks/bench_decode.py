@@ -30,6 +30,7 @@ from torch import Tensor
 
 from core.device import resolve_device, resolve_dtype, synchronize
 from core.files import write_atomic, write_json
+from core.process import say
 from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, options, require, show
 from model.generate import decoding_weights
 from model.gpt import GPT, MultiHeadLatentAttention, Rope
@@ -202,7 +203,7 @@ def bench_point(configs: dict[str, TrainConfig], batch: int, rounds: int, starts
     """The results of the sides; a turn is `seconds` long."""
     config = configs["absorbed"]
     context = config.model.block_size
-    print(f"batch {batch}, context {context}", flush=True)
+    say(f"batch {batch}, context {context}")
     turns: Turns = {name: [] for name in [*configs, "copy"]}
     cache_bytes: dict[str, int] = {}
     for _ in range(starts):

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import torch
 
 from core.device import seed_generator
+from core.process import say
 from core.schema import AtLeast, Help, options, require
 from scripts.benchmarks import timing
 from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
@@ -107,8 +108,8 @@ def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
     if n == 0:
         slowest = max(side.take_turn(1)["seconds"] for side in sides)
         n = max(1, round(SECONDS / slowest))
-    print(f"{n} iterations a turn, {about['tokens_per_iter']:,} tokens each; parameters: "
-          + ", ".join(f"{name} {info['parameters']:,}" for name, info in infos.items()))  # fmt: skip
+    sizes = ", ".join(f"{name} {info['parameters']:,}" for name, info in infos.items())
+    say(f"{n} iterations a turn, {about['tokens_per_iter']:,} tokens each; parameters: {sizes}")
     began = time.time()
     turns = timing.alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
     if values.together:

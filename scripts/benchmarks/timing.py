@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import signal
 import statistics
 import sys
 import time
@@ -23,6 +24,7 @@ import torch
 from core.cli import run_script
 from core.device import device_name, resolve_device
 from core.git import commit
+from core.process import end_with_parent, say
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, options, require
 from sweeps.plan import compose
 from training.config import load_config
@@ -86,6 +88,7 @@ class Side:
 
 def serve(name: str, pipe: Connection, build: Build, arguments: tuple[Any, ...]) -> None:
     """The process of a side: build the work, then do as much of it as each message asks for."""
+    end_with_parent(multiprocessing.parent_process().join, signal.SIGKILL)  # type: ignore[union-attr]
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # no side chooses its threads by the load
     try:
         work, info = build(*arguments)
@@ -142,7 +145,7 @@ def alternate(sides: Mapping[str, Callable[[], Turn]], rounds: int) -> Turns:
         for name in sides if i % 2 == 0 else reversed([*sides]):
             turns[name].append(sides[name]())
         took = ", ".join(f"{name} {turns[name][-1]['seconds']:.2f} s" for name in sides)
-        print(f"round {i + 1}: {took}", flush=True)
+        say(f"round {i + 1}: {took}")
     return turns
 
 
