@@ -2,7 +2,7 @@
 
 Reads results/attention_track/grid, final and, where it is complete, small: the reports of the sweeps attention_track,
 attention_track_final and attention_track_small; and the benchmarks train.json and decode.json beside them. Writes the
-tables and the noise floors into the README of that folder, and the figures rates.svg and overhead.svg.
+tables and the noise floors into the README of that folder, and the figure rates.svg.
 docs/attention_track.md has the commands that come before.
 """
 
@@ -103,7 +103,7 @@ def board_files(folder: Path, title: str, found: Sequence[Entry], small: Sequenc
     if small:
         tables += f"### At `track_small` scale\n\n{track.noise(small)}\n\n{board(small, SMALL).markdown()}\n"
     made = {page: with_block(text, BEGIN, END, tables).encode()}
-    return made | {folder / f"{figure.name}.svg": svg(figure) for figure in track.figures(found)}
+    return made | {folder / "rates.svg": svg(track.rates_figure(found))}
 
 
 def final_definition(grid: str, overrides: Overrides, means: Mapping[str, Mapping[float, float]]) -> str:

@@ -19,7 +19,7 @@ from scripts import track
 from scripts.reporting.comparisons import Comparison, adjust, compare
 from scripts.reporting.runs import METRICS, Replicate, Run, Sweep
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
-from scripts.reporting.track import at_the_edge, entries, label_sides, mean_losses, noise, plateau, widened
+from scripts.reporting.track import at_the_edge, entries, mean_losses, noise, plateau, widened
 from scripts.track import TrackOptions, final_definition, make
 from sweeps.definition import check_sweep, load_sweep, pair
 from sweeps.plan import plan_runs
@@ -199,7 +199,7 @@ def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> Non
     rows = [[cell.strip() for cell in row] for row in cells]
     assert [row[0] for row in rows if row[0] in WORDS] == ["sink", "rms", "none"]
     assert next(row for row in rows if row[0] == "rms")[10:12] == ["1.10 (1.00 to 1.20)", "1.25 (1.00 to 2.00)"]
-    assert b"rms" in made["overhead.svg"] and made["rates.svg"].count(b"sink") >= 1
+    assert made["rates.svg"].count(b"sink") >= 1
     assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == made
     shutil.copytree(folder / "final", folder / "small")
@@ -246,9 +246,3 @@ def test_every_run_of_the_track_composes_with_the_same_recipe() -> None:
     slots = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "optim.learning_rate", "seed")
     first, *others = (flatten(run.config.trajectory).items() for run in runs)
     assert all(key.startswith(slots) for other in others for key, _ in first ^ other)
-
-
-def test_a_name_in_the_figure_covers_no_point_and_no_other_name() -> None:
-    assert label_sides([(0, 0), (200, 0)], ["first", "second"]) == ["right", "right"]
-    assert label_sides([(100, 0), (120, 0)], ["first", "second"]) == ["left", "right"]  # the second is in its way
-    assert label_sides([(100, 0), (90, 8)], ["first", "second"]) == ["right", "left"]  # the first's name is

@@ -15,7 +15,7 @@ from typing import Any
 
 from core.files import read_json
 from core.schema import require
-from scripts.reporting.charts import LOSS, OKABE_ITO, Figure, Spec, marks, nominal, quantity, where
+from scripts.reporting.charts import OKABE_ITO, Figure, Spec, marks, quantity
 from scripts.reporting.comparisons import Comparison, compare
 from scripts.reporting.numbers import Estimate, interval, n_needed
 from scripts.reporting.rates import best_rate, final_means, highest_stable, runs_by_rate
@@ -24,7 +24,6 @@ from scripts.reporting.tables import Columns, Table, ends, filled, mean_and_ends
 from sweeps.definition import pair
 
 BASELINE = "rms"  # the contestant that differences are to
-NEAR = 0.06  # nats above the lowest: the figure of loss and time shows these contestants
 PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
 LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
@@ -210,56 +209,9 @@ def times(ratio: Mapping[str, float]) -> str:
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
-def figures(found: Sequence[Entry]) -> list[Figure]:
+def rates_figure(found: Sequence[Entry]) -> Figure:
     title = "Validation loss by learning rate, mean over the grid's seeds; grey: rms; in the order of the board"
-    made = [Figure("rates", title, rates_chart(found), "")]
-    if timed := [e for e in found if e.ratios[0]]:
-        near = [e for e in timed if e.loss.mean <= timed[0].loss.mean + NEAR]
-        far = ", ".join(f"{e.name} ({e.loss.mean:.2f})" for e in timed if e not in near)
-        title = "Validation loss at the best rate against the time of an update; bars: 95 % of the mean over seeds"
-        made.append(Figure("overhead", f"{title}; above the figure: {far}" if far else title, overhead_chart(near), ""))
-    return made
-
-
-def overhead_chart(found: Sequence[Entry]) -> Spec:
-    ends = [end for e in found for end in (e.loss.mean, e.loss.low, e.loss.high) if end is not None]
-    times = [100 * (e.ratios[0]["median"] - 1) for e in found]
-    domain_x, domain_y = [min(times) - 2, max(times) + 3], [min(ends) - 0.002, max(ends) + 0.002]
-    width, height = 560, 400
-    points = [
-        (width * (time - domain_x[0]) / (domain_x[1] - domain_x[0]),
-         height * (domain_y[1] - e.loss.mean) / (domain_y[1] - domain_y[0]))
-        for time, e in zip(times, found, strict=True)
-    ]  # fmt: skip
-    rows = [
-        {"name": e.name, "loss": e.loss.mean, "low": e.loss.low, "high": e.loss.high, "time": time, "side": side}
-        for e, time, side in zip(found, times, label_sides(points, [e.name for e in found]), strict=True)
-    ]
-    scale = {"domain": domain_y, "nice": False, "zero": False}
-    x = quantity("time", title="time of an update over none (%)", scale={"domain": domain_x, "nice": False})
-    base = {"x": x, "y": quantity("loss", title=LOSS, scale=scale)}
-    bar = {"y": quantity("low", title=LOSS, scale=scale), "y2": {"field": "high"}}
-    layers = [marks("rule", base | bar, color="#b4bac4"), marks("point", base, filled=True, size=50, opacity=1)]
-    for side, align, dx in (("right", "left", 7), ("left", "right", -7)):
-        of_side = where(f"datum.side === '{side}'")
-        layers.append(marks("text", base | {"text": nominal("name")}, of_side, align=align, dx=dx, fontSize=11))
-    return {"layer": layers, "data": {"values": rows}, "width": width, "height": height}
-
-
-def label_sides(points: Sequence[tuple[float, float]], names: Sequence[str]) -> list[str]:
-    """On which side of each point, in pixels, its name covers no other point and no name: right or, else, left."""
-    boxes, found = [(x - 4, y - 4, x + 4, y + 4) for x, y in points], []
-    for (x, y), name in zip(points, names, strict=True):
-        wide = 6.5 * len(name)
-        sides = {"right": (x + 6, y - 6, x + 6 + wide, y + 6), "left": (x - 6 - wide, y - 6, x - 6, y + 6)}
-        free = [
-            side
-            for side, (x0, y0, x1, y1) in sides.items()
-            if all(x1 <= u0 or u1 <= x0 or y1 <= v0 or v1 <= y0 for u0, v0, u1, v1 in boxes)
-        ]
-        found.append(free[0] if free else "right")
-        boxes.append(sides[found[-1]])
-    return found
+    return Figure("rates", title, rates_chart(found), "")
 
 
 def rates_chart(found: Sequence[Entry]) -> Spec:
