@@ -2,7 +2,6 @@
 
 launches/NAME.json    what one start of sweeps/launch.py asks of its workers
 launches/NAME.stop    tells the tasks of a launch on SLURM to end
-launches/NAME.*.json  what node 0 of a SLURM task orders the other nodes to start
 claims/RUN_ID         locked by the process that has the run; counts the tries of each launch
 """
 
@@ -19,15 +18,14 @@ from core.files import FileLock, is_locked, open_regular, read_json, write_json
 @dataclass(frozen=True)
 class Launch:
     """What one start of sweeps/launch.py asks of its workers. runs: the ids of those to train. tries: the most of each
-    run. ranks: processes that train one run together. nodes: of a SLURM task, over which the ranks are spread; 0: all
-    ranks are on this machine."""
+    run. ranks: processes that train one run together. slurm: whether the workers are tasks of SLURM."""
 
     sweep_dir: Path
     name: str
     runs: list[str]
     tries: int
     ranks: int = 1
-    nodes: int = 0
+    slurm: bool = False
 
     @classmethod
     def read(cls, sweep_dir: Path, name: str) -> Self:

@@ -243,8 +243,7 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     name = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
     launcher: Launcher = LAUNCHERS[asked.launcher.name][1](asked.launcher, sweep_dir, name)
     ids, tries = [run.id for run in runs], 1 + asked.retries
-    nodes = asked.launcher.nodes if isinstance(asked.launcher, SlurmOptions) else 0
-    Launch(sweep_dir, name, ids, tries, asked.launcher.ranks, nodes).write()
+    Launch(sweep_dir, name, ids, tries, asked.launcher.ranks, asked.launcher.name == "slurm").write()
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     say(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {workers(asked, launcher)}")
     began = time.monotonic()

@@ -21,8 +21,7 @@ from core.files import ROOT, open_regular
 from core.plugins import handed_on
 from core.process import available_cpus
 from core.schema import AtLeast, ConfigError, Help, options, require, show
-from sweeps.claims import Launch
-from sweeps.ranks import PATIENCE, follow_orders, give_order, stop_once
+from sweeps.ranks import PATIENCE, stop_once
 from sweeps.worker import RESTART, WORKER
 
 SQUEUE_EVERY = 5.0  # seconds between two calls of squeue
@@ -56,7 +55,6 @@ class SlurmOptions:
 
     name: str = "slurm"
     workers: Annotated[int, AtLeast(1), Help("tasks, each of which trains one run after the other")] = 1
-    nodes: Annotated[int, AtLeast(1), Help("nodes of a task, which train one run together")] = 1
     gpus: Annotated[int, AtLeast(0), Help("GPUs of a node; a run uses them all, with a process for each")] = 0
     threads: Annotated[int, AtLeast(1), Help("CPUs of a process")] = 1
     partition: Annotated[str | None, Help("--partition; null: SLURM's default")] = None
@@ -68,7 +66,7 @@ class SlurmOptions:
     @property
     def ranks(self) -> int:
         """Processes that train one run."""
-        return self.nodes * max(1, self.gpus)
+        return max(1, self.gpus)
 
     def check(self) -> None:
         rule = f"must be more than launcher.save_s={self.save_s} and a minute"  # SLURM can be so early
@@ -221,14 +219,14 @@ class Slurm:
         import submitit
 
         c = self.options
-        cpus = c.threads * c.ranks // c.nodes
+        cpus = c.threads * c.ranks
         executor = submitit.SlurmExecutor(self.sweep_dir / "slurm", max_num_timeout=MAX_REQUEUES)
         executor.update_parameters(
             job_name=self.name,
             partition=c.partition,
             time=c.timeout_min,
             signal_delay_s=c.save_s,
-            nodes=c.nodes,
+            nodes=1,
             ntasks_per_node=1,
             cpus_per_task=cpus,
             gpus_per_node=c.gpus or None,
@@ -304,13 +302,8 @@ class Task:
 
         requeue: Any = signal.getsignal(signal.SIGUSR2)
         received = stop_once(signal.SIGUSR2, signal.SIGTERM)
-        asked, node = Launch.read(sweep_dir, launch), int(os.environ.get("SLURM_PROCID", "0"))
-        if node > 0:
-            return follow_orders(asked, node)
         stopped = sweep_dir / "launches" / f"{launch}.stop"
         status = 0 if stopped.exists() else work(sweep_dir, launch, received)
-        if asked.nodes > 1:
-            give_order(asked, {"config": None})
         for number in (signal.SIGALRM, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # from here on the task ends by itself
         if status > 128 and not stopped.exists():

@@ -260,7 +260,6 @@ LAUNCH: dict[str, list[str]] = {
     "sweep=p_sweep_cpu launcher=cloud": ["launcher=cloud", "local"],
     "sweep=p_sweep_cpu launcher=slurm launcher.workers=0": ["launcher.workers=0", ">= 1"],
     "sweep=p_sweep_cpu launcher=slurm launcher.gpus=-1": ["launcher.gpus=-1", ">= 0"],
-    "sweep=p_sweep_cpu launcher=slurm launcher.nodes=0": ["launcher.nodes=0", ">= 1"],
     "sweep=p_sweep_cpu launcher=slurm launcher.timeout_min=2 launcher.save_s=60": [
         "timeout_min=2",
         "launcher.save_s=60",

@@ -1,6 +1,5 @@
 """launcher=slurm, where sinfo answers on this machine. The tests of what a task does with signals need no SLURM."""
 
-import math
 import os
 import signal
 import subprocess
@@ -11,12 +10,11 @@ from pathlib import Path
 from typing import ClassVar, cast
 
 import pytest
-from conftest import eventually, exit_status, fork, processes_with
+from conftest import eventually, exit_status, fork
 from helpers.runs import assert_same_run
 from helpers.sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
 
 import train
-from core.files import read_json
 from core.plugins import find_plugin
 from core.process import StopSignal
 from core.rundir import read_status
@@ -24,7 +22,6 @@ from sweeps import launch
 from sweeps.claims import Launch, is_claimed, read_claim
 from sweeps.launchers import Launcher, Slurm, SlurmOptions, Task
 from sweeps.plan import read_plan
-from sweeps.ranks import follow_orders, give_order, order_file
 from sweeps.status import State
 
 TWO_RUNS = "sweep.folds=[0]"
@@ -47,15 +44,6 @@ def answers() -> bool:
         return any(state in shell("sinfo", "--noheader", "--format=%T") for state in ("idle", "mixed", "allocated"))
     except (OSError, subprocess.SubprocessError):
         return False
-
-
-def test_an_order_reaches_the_other_nodes_as_it_was_given(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, "1", runs=[], tries=1, ranks=2, nodes=2)
-    (tmp_path / "launches").mkdir()
-    give_order(launch, {"config": {"p": math.inf, "threads": None}})
-    assert read_json(order_file(launch)) == {"number": 1, "config": {"p": math.inf, "threads": None}}
-    give_order(launch, {"config": None})
-    assert follow_orders(launch, node=1) == 0  # nothing more to do
 
 
 def test_one_run_that_no_worker_has_taken_yet_gets_one_worker(tmp_path: Path, corpus: Path) -> None:
@@ -255,9 +243,9 @@ def test_tasks_that_die_at_once_are_one_line_with_their_log(sweep: OnSlurm) -> N
 
 
 # -----------------------------------------------------------------------------
-# Several nodes: two tasks of one node stand for two nodes
+# A run of several ranks
 
-TWO_NODES = ["launcher.nodes=2", "launcher.options={nodes: 1, ntasks_per_node: 2}", "gradient_accumulation_steps=2"]
+TWO_RANKS = ["launcher.gpus=2", "launcher.options={gpus-per-node: 0}", "gradient_accumulation_steps=2"]
 
 
 @pytest.fixture(scope="module")
@@ -265,12 +253,12 @@ def two_ranks(undisturbed: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The same sweep file, beside the directory of two runs that the local launcher has made on two ranks each."""
     sweep = tmp_path_factory.mktemp("two_ranks") / "tiny.yaml"
     sweep.write_text(undisturbed.read_text())
-    launched(sweep, "launcher.threads=1", "launcher.workers=1", "launcher.ranks=2", TWO_RUNS, TWO_NODES[-1])
+    launched(sweep, "launcher.threads=1", "launcher.workers=1", "launcher.ranks=2", TWO_RUNS, TWO_RANKS[-1])
     return sweep
 
 
-def test_two_nodes_that_receive_usr2_save_once_and_are_requeued(sweep: OnSlurm, two_ranks: Path) -> None:
-    launcher = sweep.launch(TWO_RUNS, *TWO_NODES)
+def test_two_ranks_that_receive_usr2_save_once_and_are_requeued(sweep: OnSlurm, two_ranks: Path) -> None:
+    launcher = sweep.launch(TWO_RUNS, *TWO_RANKS)
     pid = sweep.hold(10)
     [task] = sweep.tasks()
     shell("scancel", "--signal=TERM", task)
@@ -286,21 +274,6 @@ def test_two_nodes_that_receive_usr2_save_once_and_are_requeued(sweep: OnSlurm, 
     assert sweep.submissions() == 1 and f"resumed at iteration {status['iter']}" in sweep.log()
     assert sweep.tasks() == {}
     sweep.assert_same_as(two_ranks)
-
-
-def test_a_node_whose_process_dies_ends_the_task_which_is_replaced(sweep: OnSlurm, two_ranks: Path) -> None:
-    launcher = sweep.launch(TWO_RUNS, "sweep.grid.qk_norm=[none]", *TWO_NODES)
-    sweep.hold(10)
-    [task] = sweep.tasks()
-    os.kill(min(processes_of(task, node="1")), signal.SIGKILL)
-    output, errors = ended(launcher)
-    assert "1 done" in output and errors == "" and sweep.submissions() == 2
-    sweep.assert_same_as(two_ranks)
-
-
-def processes_of(task: str, node: str) -> list[int]:
-    """Of a SLURM task on one of its nodes."""
-    return processes_with({"SLURM_JOB_ID": task, "SLURM_PROCID": node})
 
 
 # -----------------------------------------------------------------------------
