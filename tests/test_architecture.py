@@ -71,7 +71,7 @@ def test_no_floor_knows_an_upper_one_by_a_string() -> None:
 
 
 # what they open is the user's, the machine's or ours
-OPEN_OTHER_FILES = {"cli.py", "device.py", "files.py", "build.py", "bench_decode.py", "docs.py", "ledger.py", "page.py",
+OPEN_OTHER_FILES = {"cli.py", "device.py", "files.py", "build.py", "docs.py", "ledger.py", "page.py",
                     "track.py", "prepare_fineweb.py"}  # fmt: skip
 
 
