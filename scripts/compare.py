@@ -36,9 +36,8 @@ from core.schema import (
     require,
 )
 from data.corpora import read_text
-from data.folds import Split
-from data.tokenizer import SEPARATOR, NoText, Tokenizer, begins_character, text_size
-from data.tokens import Corpus, load_corpus, size_of_text
+from data.tokenizer import SEPARATOR, NoText, Tokenizer, begins_character
+from data.tokens import Corpus, load_corpus
 from model.diagnostics import attention_weights
 from model.generate import generate
 from model.gpt import GPT
@@ -259,13 +258,7 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
         kept = corpus.sha256 == state.get("corpus_sha256")
         require(kept, f"{name}: data={config.data.name} is not the run's text any more; give text=FILE")
         corpora.append(corpus)
-    a, b = corpora
-    begins = [0, 0]
-    if a.sha256 == b.sha256 and a.tokenizer.to_dict() != b.tokenizer.to_dict():  # the last tenth of the tokens
-        first = max(map(characters_before, corpora))  # begins elsewhere: both from the later place on
-        corpora = [held_out_from(corpus, first) for corpus in corpora]
-        begins = [characters_before(corpus) for corpus in corpora]
-    found = [held_out_text(corpus)[max(begins) - begin :] for corpus, begin in zip(corpora, begins, strict=True)]
+    found = [*map(held_out_text, corpora)]
     n = min(map(len, found))
     same = n > 0 and found[0][:n] == found[1][:n]
     require(same, "a and b hold out different text, so that one has seen it: give text=FILE")
@@ -280,22 +273,6 @@ def held_out_text(corpus: Corpus) -> str:
     plain = tokenizer.separator is None or text.count(SEPARATOR) == tokens.count(tokenizer.separator)
     require(plain, f"the held-out text has the characters {SEPARATOR}: give text=FILE")
     return text[:LONGEST]
-
-
-def characters_before(corpus: Corpus) -> int:
-    """The number of characters before those of held_out_tokens()."""
-    start, end = corpus.split.val[0]
-    begins = np.flatnonzero(begins_character(corpus.tokenizer)[corpus.tokens[start:end]])
-    return size_of_text(corpus.tokenizer, corpus.tokens, ((0, start + int(begins[0]) if len(begins) else end),))[1]
-
-
-def held_out_from(corpus: Corpus, character: int) -> Corpus:
-    """The corpus without the first held-out tokens, up to that with the `character` of the text."""
-    (start, end), *more = corpus.split.val
-    n_before = size_of_text(corpus.tokenizer, corpus.tokens, ((0, start),))[1]
-    n_chars = text_size(corpus.tokenizer)[1][corpus.tokens[start:end]]
-    start += int(np.searchsorted(np.concatenate([[0], np.cumsum(n_chars)]), character - n_before))
-    return corpus._replace(split=Split(corpus.split.train, ((start, end), *more)))
 
 
 def held_out_tokens(corpus: Corpus) -> list[int]:
