@@ -127,7 +127,10 @@ def check_name(name: str) -> None:
 
 def find_plugin(name: str, known: Collection[str] | None = None) -> Found:
     """The plugin of that name; nothing is run. known: as in find_module(). Raises: ConfigError."""
-    found = find_module(name, known)
+    try:
+        found = find_module(name, known)
+    except OSError as error:
+        raise ConfigError(f"plugins=[{name}] cannot be read: {error.strerror}") from error
     if found is None:
         raise ConfigError(f"plugins=[{name}]: no module {name} in {os.getcwd()} or on the path")
     run = run_directory(found.path)

@@ -146,6 +146,7 @@ def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytes
     [
         ("nowhere", "", "plugins=[nowhere]: no module nowhere in "),
         ("../up", "", "plugins=[../up] must be names of modules"),
+        ("long" * 99, "", f"plugins=[{'long' * 99}] cannot be read: File name too long"),
         ("half.py", "", "plugins=[half.py] must be names of modules: plugins=[half]"),
         ("broken", "1 / 0", "plugins=[broken] cannot be imported: ZeroDivisionError: division by zero"),
         ("garbled", "1 /", "plugins=[garbled] cannot be imported: SyntaxError: invalid syntax"),
