@@ -28,11 +28,11 @@ from torch import Tensor
 
 from core.cli import read_arguments
 from core.device import resolve_device, resolve_dtype, settings_restored
-from core.files import expand, load_yaml, read_json
+from core.files import expand, load_yaml, read_config
 from core.plugins import load_plugins
 from core.process import pass_signal_on, raising_one_line
 from core.record import Metrics
-from core.rundir import is_open, read_status
+from core.rundir import is_open, read_status, read_summary
 from core.schema import ConfigError, require, settings_of
 from data.tokenizer import Tokenizer
 from model.diagnostics import attention_weights
@@ -68,7 +68,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The final numbers, as "val/loss_min", and the "reason" of a run that diverged; {} before the end."""
-        return read_json(self.path / "summary.json")
+        return read_summary(self.path)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ class Run:
 
     @cached_property
     def config(self) -> TrainConfig:
-        return load_config(load_yaml((self.path / "config.yaml").read_text(encoding="utf-8")))
+        return load_config(load_yaml(read_config(self.path)))
 
     @cached_property
     def _loaded(self) -> LoadedRun:

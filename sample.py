@@ -1,7 +1,6 @@
 """Sample from a trained run: python sample.py run=runs/... start="ROMEO:" num_samples=3"""
 
 import codecs
-import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -13,15 +12,17 @@ from torch import Tensor
 
 from core import checkpoint
 from core.cli import run_script
-from core.device import resolve_device, resolve_dtype
+from core.device import require_memory, resolve_device, resolve_dtype
 from core.files import expand
 from core.plugins import changed_plugins, load_plugins
+from core.process import printable
 from core.schema import NOT_EMPTY, NOT_NEGATIVE, REQUIRED, AtLeast, Between, ConfigError, Help, Loads, options, require
 from data.corpora import read_text
 from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
 from model.gpt import GPT
 from training.config import Device, Dtype, Seed, TrainConfig, load_config
+from training.state import RunState
 
 RunPath = Annotated[str, NOT_EMPTY, Help("a run directory, or one checkpoint in it (runs/.../ckpt/step_000500)")]
 Plugins = Annotated[
@@ -60,11 +61,16 @@ def sample(config: SampleConfig) -> int:
     dtype = resolve_dtype(config.dtype, device)
     loaded = load_asked_run(config.run, config.checkpoint, device)
     prompt = default_prompt(loaded.tokenizer) if config.start is None else read_prompt(config.start)
-    show = functools.partial(print, end="", flush=True) if config.stream else None
+    clean = on_terminal if sys.stdout is not None and sys.stdout.isatty() else str
+    show = (lambda piece: print(clean(piece), end="", flush=True)) if config.stream else None
     for i, text in enumerate(continuations(config, loaded, prompt, dtype, show)):
-        print("" if show and i == 0 else text)
+        print("" if show and i == 0 else clean(text))
         print("---------------")
     return 0
+
+
+def on_terminal(text: str) -> str:
+    return printable(text.replace("\r", ""))
 
 
 def continuations(
@@ -138,7 +144,7 @@ def load_asked_run(run: str, which: str, device: torch.device, key: str = "run")
     if loaded.config.fault.name != "none":
         print(f"warning: {key}={run} was trained with fault={loaded.config.fault.name}", file=sys.stderr)
     for change in changed_plugins(loaded.state.get("plugins", {})):
-        print(f"warning: {key}={run}: {change}", file=sys.stderr)
+        print(f"warning: {key}={run}: {printable(change)}", file=sys.stderr)
     return loaded
 
 
@@ -146,9 +152,15 @@ def load_run(path: Path, device: torch.device) -> LoadedRun:
     """What a checkpoint directory holds. Raises: CorruptCheckpoint."""
     saved = checkpoint.load(path)
     with checkpoint.errors_as_corrupt(path):
+        RunState.from_json(saved.state, f"{path}/{checkpoint.STATE}")  # refuses what is no state of a run
         config = load_config(saved.state["config"])
         tokenizer = from_dict(saved.state["tokenizer"])
-        with torch.device("cpu" if config.plugins else "meta"):  # a plugin may compute buffers
+        with torch.device("meta"):
+            model = GPT(config.gpt, tokenizer.vocab_size)
+        checkpoint.check_weights(saved.tensors["model"], model)
+        told = f"{path}: the weights and model.block_size={config.model.block_size} positions"
+        require_memory(model.nbytes, device, told)
+        if config.plugins:  # a plugin may compute buffers
             model = GPT(config.gpt, tokenizer.vocab_size)
         model.load_state_dict(saved.tensors["model"], assign=True)
     model.init_rope()

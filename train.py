@@ -17,7 +17,7 @@ from core import checkpoint, dist
 from core.cli import run_app
 from core.device import seed_generator
 from core.process import EXIT_DIVERGED, StopSignal
-from core.schema import ConfigError
+from core.schema import ConfigError, one_line
 from core.wandb_run import wandb_options
 from model.diagnostics import diagnose
 from training.checks import first_not_finite, future_seen, start_up_checks
@@ -31,7 +31,7 @@ from training.qk_clip import qk_clip
 from training.resume import look, open_run_dir, resume, say_how_it_ended
 from training.run import Run, begin
 from training.schedule import evaluates_or_saves, learning_rate
-from training.session import set_up_machine, setup
+from training.session import drop_compilations, set_up_machine, setup
 from training.tracking import draw_curve, shows_media
 from training.updates import (
     accumulate_gradients,
@@ -90,10 +90,15 @@ def train_to_the_end(run: Run) -> int:
             found = dict.fromkeys(dist.gather(first_not_finite(run.session, end.step)))  # the ranks' different answers
             run.dir.log(f"first value that is not finite: {'; '.join(found)}")
             status = finish(run, end.line, f"{end.reason} at iteration {end.step}")
+        except Exception as error:
+            if not received.explains(error):
+                raise
+            drop_compilations()
+            return record_stop(run, received.signal, f"amid {one_line(error, 100)}; what was saved last stays")
         else:
             if line["iter"] < run.session.config.max_iters:  # stopped
                 number = received.signal or signal.SIGTERM  # 0 where another rank got one
-                status = record_stop(run, line["iter"], number)
+                status = record_stop(run, number, f"at iteration {line['iter']}, everything is saved")
             else:
                 status = finish(run, line)
         dist.barrier()  # rank 0 saves: torchrun ends the others soon after the first has gone
@@ -106,9 +111,8 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
     """
     session, meter, lowest = run.session, run.meter, run.lowest
     config, machine, model = session.config, session.machine, session.model
-    frozen = torch.zeros(
-        (), device=machine.device
-    )  # 1 once an update was not finite: the weights stay until it is read
+    # 1 once an update was not finite: the weights stay until it is read
+    frozen = torch.zeros((), device=machine.device)
     steps = range(run.start, config.max_iters + 1)  # + 1: the last pass only evaluates and saves
     batch_ids = ((step, micro_step) for step in steps[:-1] for micro_step in session.micro_steps)
     with (
@@ -169,8 +173,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
     values = diagnose(session.model, diagnosed_batch(session))
     run.dir.record.write_diagnostics({"iter": step, **values})
     shown = {key: value for key, value in values.items() if "/layer_" not in key}
-    spikes = {"train/spike_score": spike_score([*run.dir.record.curve("train/loss").values()])}
-    line: dict[str, Any] = losses | shown | spikes
+    line = losses | shown | {"train/spike_score": spike_score([*run.dir.record.curve("train/loss").values()])}
     if not math.isfinite(line["val/loss"]):
         raise Diverged({"iter": step, **line}, f"val/loss {line['val/loss']}")
     if shows_media(session.config):
@@ -180,13 +183,12 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
     return line
 
 
-def record_stop(run: Run, step: int, number: int) -> int:
+def record_stop(run: Run, number: int, how: str) -> int:
     """Record that signal `number` stopped the run. Returns the exit status."""
-    name, same = signal.Signals(number).name, "the same command"
-    if run.session.config.fresh:
-        same += " without fresh=true"
-    run.dir.status("stopped", iter=step, reason=name)
-    run.dir.log(f"stopped by {name} at iteration {step}, everything is saved: {same} goes on from there")
+    name, fresh = signal.Signals(number).name, run.session.config.fresh
+    same = "the same command without fresh=true" if fresh else "the same command"
+    run.dir.status("stopped", reason=name)
+    run.dir.log(f"stopped by {name} {how}: {same} goes on from there")
     run.dir.finish()
     return 128 + number
 

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
-from torch import Tensor
+from torch import Tensor, nn
 
-from core.files import FOLDERS, file_sha256, parse_object, read_json, sealed
+from core.device import total_memory
+from core.files import FOLDERS, file_sha256, parse_object, read_json, read_regular, sealed
 from core.process import is_out_of_memory
 from core.schema import ConfigError, one_line, require
 
@@ -64,7 +66,7 @@ def save(
 ) -> Path:
     """Write `folder/step_<step>`, point `latest` (and `best`) at it, and prune old ones but that of `keep_step`.
 
-    state: JSON values under text keys; NaN, infinities and integers of any size are loaded as they were saved.
+    state: JSON values under text keys; NaN, infinities and integers of up to 300 digits are loaded as saved.
     Returns: the new directory. Raises: OSError (a full disk, say); the earlier checkpoints then stay as they were.
     """
     assert step >= 0 and all(TENSOR_FILE.fullmatch(f"{group}.safetensors") for group in tensors), (step, list(tensors))
@@ -164,7 +166,8 @@ def sync(path: Path) -> None:
 
 
 def measure(file: Path) -> dict[str, Any]:
-    return {"size": file.stat().st_size, "sha256": file_sha256(file)}
+    sha256 = file_sha256(file, limit=total_memory(torch.device("cpu")), within=file.parent)
+    return {"size": file.stat().st_size, "sha256": sha256}
 
 
 def render(version: int, step: int, files: Mapping[str, Any]) -> str:
@@ -174,6 +177,23 @@ def render(version: int, step: int, files: Mapping[str, Any]) -> str:
 
 # -----------------------------------------------------------------------------
 # Load
+
+
+def check_weights(saved: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raise CorruptCheckpoint for a tensor that the model has not in this name, shape and dtype, and for a weight that
+    is not finite, as no run saves one. The model may be on the meta device."""
+    expected = model.state_dict()
+    for name in {**expected, **saved}:
+        theirs, ours = (layout(named.get(name)) for named in (saved, expected))
+        if theirs != ours:
+            raise CorruptCheckpoint(f"the weight {name} is {theirs}, not {ours}")
+    for name in saved.keys() & {name for name, _ in model.named_parameters()}:
+        if not saved[name].sum().isfinite() and not saved[name].isfinite().all():  # a sum alone may overflow
+            raise CorruptCheckpoint(f"the weight {name} has a value that is not finite")
+
+
+def layout(x: Tensor | None) -> str:
+    return "absent" if x is None else f"{x.dtype} {(*x.shape,)}".removeprefix("torch.")
 
 
 @contextlib.contextmanager
@@ -202,7 +222,7 @@ def load(path: Path) -> Checkpoint:
             except SafetensorError as error:
                 raise CorruptCheckpoint(f"{path / name}: {error}") from error
     try:
-        state = parse_object((path / STATE).read_bytes())
+        state = parse_object(read_regular(path / STATE))
     except (OSError, ValueError) as error:  # changed, and its manifest written anew
         raise_unless_damage(error)
         raise CorruptCheckpoint(f"{path / STATE}: {error}") from error
@@ -212,7 +232,7 @@ def load(path: Path) -> Checkpoint:
 def verify(path: Path) -> tuple[int, list[str]]:
     """Step and file names of an unchanged checkpoint; other files in its directory are ignored."""
     try:
-        raw = (path / MANIFEST).read_bytes()
+        raw = read_regular(path / MANIFEST)
         manifest = parse_object(raw)
         version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
         intact = render(version, step, files).encode() == raw
@@ -230,8 +250,6 @@ def verify(path: Path) -> tuple[int, list[str]]:
     if STEP_DIR.fullmatch(path.name) and number(path) != step:
         raise CorruptCheckpoint(f"{path}: holds step {step}")
     for name, expected in files.items():
-        if (path / name).exists() and not (path / name).is_file():  # /dev/zero would have no end
-            raise CorruptCheckpoint(f"{path / name}: it is not a regular file")
         try:
             actual = measure(path / name)
         except OSError as error:
@@ -286,7 +304,7 @@ def peek(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(PermissionError):  # open_run() says so
         for path in [*step_dirs(folder), *folder.glob(f"{REPLACED}*")]:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if parse_object((path / MANIFEST).read_bytes())["files"][STATE] == measure(path / STATE):
+                if parse_object(read_regular(path / MANIFEST))["files"][STATE] == measure(path / STATE):
                     return read_json(path / STATE)
     return {}
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from core.files import ROOT, load_yaml
+from core.files import MOST_DIGITS, ROOT, load_yaml
 from core.help import Presets, help_text
 from core.process import guarded
 from core.schema import (
@@ -75,7 +75,11 @@ def combinations(overrides: list[str]) -> list[list[str]]:
     """The overrides of each run of a multirun. Raises: ConfigError."""
     choices = []
     for word in overrides:
-        parsed = parse(word)
+        try:
+            parsed = parse(word)
+        except ConfigError:  # compose() takes it as text, or refuses it
+            choices.append([word])
+            continue
         try:
             values = [*parsed.sweep_string_iterator()] if parsed.is_discrete_sweep() else []
         except Exception as error:  # Hydra's of glob(), Python's of range(1,3,0)
@@ -92,12 +96,29 @@ def parse(word: str) -> Any:
     plain = word.lstrip("-~")
     if word.startswith("~") or (word.startswith("-") and "=" in word):
         raise ConfigError(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}")
-    require(plain == word, f"{word} is unknown: settings are written key=value, and --help lists them")
+    known = plain == word and word[:1] != "="
+    require(known, f"{word} is unknown: settings are written key=value, and --help lists them")
     try:
         return OverridesParser.create().parse_override(word)
-    except (HydraException, ValueError) as error:  # ValueError: a number of more than 4,300 digits
+    except ValueError as error:  # an integer of more than 4,300 digits
+        raise ConfigError(f"{word} must have at most {MOST_DIGITS} digits") from error
+    except HydraException as error:
         reason = f"{str(error).split('See https')[0]}; quote what is not plain text, as in 'key=\"...\"'"
         raise ConfigError(f"{word} is not key=value: {reason}") from error
+
+
+def as_hydra_takes(word: str, kinds: Mapping[str, list[Any]]) -> str:
+    """The override; where its setting takes text alone, and Hydra reads neither text nor null, with a quoted value."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    key, _, value = word.partition("=")
+    if any(kind not in (str, str | None) for kind in kinds.get(key.lstrip("+"), [None])):
+        return word
+    with contextlib.suppress(ConfigError):
+        if isinstance(parse(word).value(), str | None):
+            return word
+    quoted = QuotedString(value, Quote.double).with_quotes()
+    return f"{key}=" + re.sub(r"(\\*)\$\{", r"\1\1\\${", quoted)  # \${ is no interpolation
 
 
 def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
@@ -111,23 +132,30 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
         if word.startswith("--") or ("=" not in word and word.endswith(".py")):
             better = hint(word, schema, "" if "=" in after else after)
             require(better is None, f"{word} is unknown: write {better}")
-    parsed = [parse(word) for word in overrides]
+    load_early(schema, overrides)
+    kinds = every_setting(schema)
+    words = [as_hydra_takes(word, kinds) for word in overrides]
+    parsed = [parse(word) for word in words]
     for word in overrides:
         require(not word.lstrip("+").startswith("hydra"), f"{word} has no effect: Hydra composes the settings, no more")
-    register_with_hydra(schema, overrides)
+    register_with_hydra(schema, words)
     options = options_of(schema)
     without_setting = preset_files(schema).keys() - declared(schema).keys()  # as experiment
     for override in parsed:
         group, _, key = override.key_or_group.rpartition(".")
-        named = key == "name" and override.value() in options.get(group, [])
-        same = f"write {group}={override.value()}"
-        require(not named, f"{override.input_line} keeps the old option's settings: {same}")
-        file = CONFIG_DIR / override.key_or_group / f"{override.value()}.yaml"
+        word, value = override.input_line, override.value()
+        named = key == "name" and value in options.get(group, [])
+        same = f"write {group}={value}"
+        require(not override.is_sweep_override(), f"{word} has several values: a list is [a,b], and -m trains each")
+        none = value == {} or (value == [] and override.key_or_group in options)
+        require(not none, f"{word} has no effect: name an option, or a setting of the group")
+        require(not named, f"{word} keeps the old option's settings: {same}")
+        file = CONFIG_DIR / override.key_or_group / f"{value}.yaml"
         local = override.key_or_group in without_setting and file.is_file() and not is_global(file)
-        require(not local, f"{override.input_line}: the first line of {file} must be # @package _global_")
+        require(not local, f"{word}: the first line of {file} must be # @package _global_")
     try:
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            nested: Any = OmegaConf.to_container(hydra.compose(schema.__name__, overrides), resolve=True)
+            nested: Any = OmegaConf.to_container(hydra.compose(schema.__name__, words), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(explain(error, schema, overrides)) from error
     load_asked(schema, nested)
@@ -166,14 +194,13 @@ def load_asked(schema: type, content: Mapping[str, Any]) -> None:
 
 
 def register_with_hydra(schema: type, overrides: list[str]) -> None:
-    """Load plugins, then tell Hydra the defaults and the options of every group, so that YAML files hold presets alone.
+    """Tell Hydra the defaults and the options of every group, so that YAML files hold presets alone.
 
     configs/GROUP/NAME.yaml is a preset; configs/GROUP/OPTION/MODEL.yaml holds the values of an option for model=MODEL.
     What schema.begun_with() has of a group stands for its defaults, and for the preset of model=.
     """
     from hydra.core.config_store import ConfigStore
 
-    load_early(schema, overrides)
     store, known, given = ConfigStore.instance(), declared(schema), values_of(overrides)
     begun = schema.begun_with(given) if hasattr(schema, "begun_with") else {}
     chosen: dict[str, str | None] = {}
@@ -237,13 +264,14 @@ def options_of(schema: type) -> dict[str, list[str]]:
     return {group: sorted(options) for group, options in named.items()}
 
 
-def every_setting(schema: type) -> dict[str, Setting]:
-    """The settings of all options of all groups, by their full name."""
-    found = {}
+def every_setting(schema: type) -> dict[str, list[Any]]:
+    """The settings of all options of all groups, by their full name; the type that each option gives them."""
+    found: dict[str, list[Any]] = {}
     for name, setting in declared(schema).items():
-        found[name] = setting
+        found[name] = [setting.kind]
         for cls in setting.options.values() or ([setting.kind] if is_dataclass(setting.kind) else []):
-            found |= {f"{name}.{leaf}": inner for leaf, inner in declared(cls).items()}
+            for leaf, inner in declared(cls).items():
+                found.setdefault(f"{name}.{leaf}", []).append(inner.kind)
     return found
 
 
@@ -363,24 +391,17 @@ def read_value(key: str, text: str, setting: Setting | None) -> Any:
     if str in kinds and not (text == "null" and type(None) in kinds):
         return text
     if int in kinds and re.fullmatch(r"[-+]?[\d:_]+", text):  # to YAML 010 is 8, and 1:30 is 90
-        require(re.fullmatch(r"[-+]?\d+(_\d+)*", text) is not None, f"{key}={text} must be an integer")
+        plain = re.fullmatch(r"[-+]?\d+(_\d+)*", text) is not None and len(text) <= MOST_DIGITS
+        require(plain, f"{key}={text} must be an integer of at most {MOST_DIGITS} digits")
         return int(text)
     return parse_yaml(text, f"{key}={text} is not key=value")
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The content of YAML in which 1e-3 is a number, as it is to Hydra; PyYAML alone takes it for text.
-
-    Raises: ConfigError that begins with `where`.
-    """
+    """The content of YAML, with Hydra's numbers. Raises: ConfigError that begins with `where`."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        pass
-
-    exponent = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
     try:
-        return load_yaml(text, Loader)
+        return load_yaml(text, exponents=True)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error

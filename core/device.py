@@ -131,6 +131,17 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+class TooLarge(ConfigError):
+    """The memory cannot hold a model or a run, which says nothing of the model."""
+
+
+def require_memory(needed: int, device: torch.device, told: str) -> None:
+    """Raise TooLarge where what is `told` of needs more bytes than there are."""
+    memory = total_memory(device)
+    if needed > memory:
+        raise TooLarge(f"{told} need more than {needed / 2**30:,.0f} GiB; {device} has {memory / 2**30:,.0f} GiB")
+
+
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 where the hardware has it, else float32. Weights are float32 either way."""
     if name == "auto":

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.process import StopSignal
+from core.process import StopSignal, end_with_parent, torchrun_ends
 from core.schema import require
 
 
@@ -41,6 +41,8 @@ def read_world() -> World:
 
 def init(world: World, device: torch.device) -> None:
     if world.size > 1 and not dist.is_initialized():
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent(torchrun_ends)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)
 

@@ -1,10 +1,13 @@
-"""Atomic writes, JSON objects, file locks, the cache and configuration folders. It imports nothing of this project."""
+"""How files of a run are opened, written and locked; JSON objects; the folders of cache and configuration."""
 
+import errno
 import fcntl
 import hashlib
 import json
 import math
 import os
+import re
+import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -14,6 +17,10 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout: the folder of train.py and configs/
 POLL_SECONDS = 0.01
+MOST_DIGITS = 300  # of an integer that is read: a float holds it, and every message can show it
+# bytes, at most, of config.yaml, of a file that is read whole, and of one that is read line by line
+CONFIG_BYTES, WHOLE_BYTES, LINES_BYTES = 2**20, 2**26, 2**30
+ANYWHERE = Path("/")
 FOLDERS: dict[str, str] = {}  # what a folder with a file of this name is; whoever makes such folders adds it
 
 
@@ -22,8 +29,35 @@ def expand(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+def open_regular(
+    path: Path, mode: str = "rb", limit: float = math.inf, within: Path | None = None, buffering: int = -1
+) -> Any:
+    """Open a regular file of at most `limit` bytes, binary: a pipe would block, and a device has no end. A link must
+    lead to a file in the folder `within`, by default that of `path`: a stranger's leads anywhere. Raises: OSError."""
+    if not os.path.realpath(path).startswith(os.path.join(os.path.realpath(within or path.parent), "")):
+        raise OSError(errno.EBADMSG, f"{path.name} is a link out of its folder", str(path))
+    file = open(path, mode, buffering, opener=lambda name, how: os.open(name, how | os.O_NONBLOCK, 0o666))  # noqa: SIM115
+    about = os.fstat(file.fileno())
+    if stat.S_ISREG(about.st_mode) and about.st_size <= limit:
+        return file
+    file.close()
+    kind = f"has more than {limit:,} bytes" if stat.S_ISREG(about.st_mode) else "is not a regular file"
+    raise OSError(errno.EBADMSG, f"{path.name} {kind}", str(path))
+
+
+def read_regular(path: Path, limit: float = WHOLE_BYTES, within: Path | None = None) -> bytes:
+    """The content of a file that open_regular() opens."""
+    with open_regular(path, limit=limit, within=within) as file:
+        return bytes(file.read())
+
+
+def read_config(path: Path) -> str:
+    """The text of a run's config.yaml. Raises: OSError, UnicodeDecodeError."""
+    return read_regular(path / "config.yaml", CONFIG_BYTES).decode()
+
+
+def file_sha256(path: Path, limit: float = math.inf, within: Path = ANYWHERE) -> str:
+    with open_regular(path, limit=limit, within=within) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -46,17 +80,24 @@ def config_folder() -> Path:
     return Path(next(filter(os.path.isabs, bases)), "nanoqk")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} where the file is absent or damaged."""
+def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """The object in a JSON file; {} where the file is absent or damaged, or open_regular() refuses it."""
     with suppress(OSError, ValueError):
-        return parse_object(path.read_bytes())
+        return parse_object(read_regular(path, within=within))
     return {}
+
+
+def parse_int(text: str) -> int:
+    """An integer in decimal digits. Raises: ValueError, also for one of more than MOST_DIGITS."""
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"an integer of more than {MOST_DIGITS} digits is not read")
+    return int(text)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """A JSON object. Raises: ValueError, for other JSON too."""
     try:
-        content = json.loads(raw)
+        content = json.loads(raw, parse_int=parse_int)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
@@ -64,11 +105,23 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return content
 
 
-def load_yaml(text: str, loader: Any = None) -> Any:
-    """Parse YAML. Raises: yaml.YAMLError, also for an alias of something that holds an alias, since a few lines of them
-    can expand beyond memory, and for more than 100 aliases."""
+def load_yaml(text: str, exponents: bool = False) -> Any:
+    """Parse YAML. exponents: 1e-3 is a number, as it is to Hydra; PyYAML alone takes it for text.
+
+    Raises: yaml.YAMLError, also for a long integer, and for an alias of something that holds an alias, since a few
+    lines of them can expand beyond memory, and for more than 100 aliases.
+    """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+            parse_int("0" * len(node.value))  # refuses a long one, in any base
+            return super().construct_yaml_int(node)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+    if exponents:
+        number = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
+        Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     try:
         aliases, anchored = 0, [False]  # whether each open list and mapping is within one that has a name
         for event in yaml.parse(text, yaml.SafeLoader):
@@ -80,7 +133,7 @@ def load_yaml(text: str, loader: Any = None) -> Any:
                 aliases += 1
                 if anchored[-1] or aliases > 100:
                     raise yaml.YAMLError("aliases of aliases, and more than 100 aliases, are not read")
-        return yaml.load(text, loader or yaml.SafeLoader)
+        return yaml.load(text, Loader)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
     except ValueError as error:  # a number or a date that is none
@@ -141,33 +194,33 @@ class FileLock:
     The file and its folder are created where absent. The file stays, since removing it would let two processes lock
     two files of one name. If a process moves the folder away while another one waits, the latter locks a new file.
     Give a timeout above 0 where another process may call is_locked(), which holds the lock for a moment.
-    Raises: OSError where the file cannot be opened, is a link, or the file system has no locks.
+    Raises: OSError where open_regular() refuses the file, or the file system has no locks.
     """
 
     def __init__(self, file: Path, timeout: float = math.inf) -> None:
-        self._descriptor: int | None = None
+        self._file: Any = None
         deadline = time.monotonic() + timeout
         while not self._acquire(file) and time.monotonic() <= deadline:
             time.sleep(POLL_SECONDS)
 
     def _acquire(self, file: Path) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        opened = open_regular(file, "a+b", buffering=0)
         with suppress(FileNotFoundError):  # its folder may have been moved since it was opened
-            if flock(descriptor, fcntl.LOCK_EX) and os.path.samestat(os.fstat(descriptor), os.stat(file)):
-                self._descriptor = descriptor
+            if flock(opened.fileno(), fcntl.LOCK_EX) and os.path.samestat(os.fstat(opened.fileno()), os.stat(file)):
+                self._file = opened
                 return True
-        os.close(descriptor)
+        opened.close()
         return False
 
     @property
     def held(self) -> bool:
-        return self._descriptor is not None
+        return self._file is not None
 
     def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +231,7 @@ class FileLock:
 
 def is_locked(file: Path) -> bool:
     """Whether a process holds the FileLock of `file`. Needs no right to write; False where there is no file."""
-    with suppress(FileNotFoundError), open(file) as opened:
+    with suppress(FileNotFoundError), open_regular(file) as opened:
         return not flock(opened.fileno(), fcntl.LOCK_SH)
     return False
 

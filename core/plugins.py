@@ -176,7 +176,7 @@ def changed_plugins(recorded: Mapping[str, str]) -> list[str]:
     """What there is to say of the loaded plugins whose file is not the one that a run has recorded."""
     here = plugin_hashes(recorded)
     return [
-        f"the plugin {name} has changed: its SHA-256 is {here.get(name, 'unknown')[:12]}, the run's {sha256[:12]}"
+        f"the plugin {name} has changed: its SHA-256 is {here.get(name, 'unknown')[:12]}, the run's {str(sha256)[:12]}"
         for name, sha256 in recorded.items()
         if here.get(name) != sha256
     ]

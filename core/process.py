@@ -1,17 +1,21 @@
-"""A process and how it ends: signals, exit statuses, one-line errors, output that nobody reads; its CPUs."""
+"""A process and how it ends: signals, exit statuses, one-line errors, output that is lost; its children, its CPUs."""
 
 import contextlib
 import errno
+import functools
 import io
 import os
+import re
 import signal
 import stat
+import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from core.schema import ConfigError, one_line
 
@@ -49,6 +53,12 @@ class StopSignal:
             silence_terminal()
         self.restore_handlers()
 
+    def explains(self, error: Exception) -> bool:
+        """Whether a signal came before an error that may follow from it: it ended a compiler or another rank, too. A
+        bad setting, a full disk and a lack of memory have nothing to do with it."""
+        wrong = isinstance(error, ConfigError | OSError) and not isinstance(error, ConnectionError)
+        return self.signal > 0 and not wrong and not is_out_of_memory(error)
+
     def __exit__(self, *_: object) -> None:
         self.restore_handlers()
 
@@ -59,9 +69,15 @@ class StopSignal:
 
 def guarded(run: Callable[[], int]) -> int:
     """The exit status of run(): 2 a bad setting, 1 a failure, 130 Ctrl-C. A bad setting, an OSError and a lack of
-    memory get one line; other failures their traceback."""
+    memory get one line; other failures their traceback. What standard error cannot take is lost."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
+    errors: Any = sys.stderr and Lossy(sys.stderr)  # None where the shell closed it
+    with contextlib.redirect_stderr(errors):
+        return status_of(run)
+
+
+def status_of(run: Callable[[], int]) -> int:
     status = 0
     try:
         status = run()
@@ -71,7 +87,7 @@ def guarded(run: Callable[[], int]) -> int:
     except ConfigError as error:
         return refuse(str(error))
     except BrokenPipeError:
-        silence_output()
+        drop_unwritten(sys.stdout)
         return status
     except KeyboardInterrupt:
         return 130
@@ -83,6 +99,7 @@ def guarded(run: Callable[[], int]) -> int:
         if error.errno == errno.ENAMETOOLONG:
             return refuse(f"{error.filename} is too long for a path")
         print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
+        drop_unwritten(sys.stdout)
     except Exception as error:
         if is_out_of_memory(error):
             said = " ".join(str(error).split())[:300]
@@ -120,9 +137,18 @@ def refuse(message: str) -> int:
     return 2
 
 
+# what drives a terminal, or turns the direction of its text
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text with its control characters spelt out: a stranger's would drive the terminal."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def in_one_line(message: str) -> str:
     """A message without line breaks; of one that is long, both ends."""
-    line = " ".join(message.split())
+    line = printable(" ".join(message.split()))
     return line if len(line) < 590 else f"{line[:250]} ... {line[-250:]}"
 
 
@@ -134,24 +160,84 @@ def silence_terminal() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
-OUTPUT_CLOSED = (errno.EPIPE, errno.EIO)  # a pipe without a reader; a terminal that is gone, before SIGHUP arrives
-
-
-def silence_output() -> None:
-    """Whoever read our output has left, as head does: what else is printed goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
 def say(text: str, write: Callable[[str], Any] = print) -> None:
-    """Print a line; where nobody reads any more, the program goes on."""
+    """Print a line that the program can do without: where nobody reads any more, or the disk is full, it goes on."""
     try:
-        write(text)
+        write(printable(text))
         if sys.stdout is not None:  # None where the shell closed it
             sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in OUTPUT_CLOSED:
-            raise
-        silence_output()
+    except OSError:
+        drop_unwritten(sys.stdout)
+
+
+class Lossy:
+    """A stream whose loss ends no program: what it cannot write is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            drop_unwritten(self.stream)
+        return len(text)
+
+
+def drop_unwritten(stream: TextIO) -> None:
+    """Forget what a stream could not write: else Python tries it again at exit, and ends with status 120."""
+    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # OSError: it is no file
+        number = stream.fileno()
+        kept = os.dup(number)
+        os.dup2(nowhere.fileno(), number)
+        stream.flush()
+        os.dup2(kept, number)
+        os.close(kept)
+
+
+# -----------------------------------------------------------------------------
+# Children: they end with their parent, however it ends
+
+# A shell that leads a group: it ends the group when its input ends, which no process ever writes to
+BOUND = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) & "$@" 3<&-; status=$?; kill -KILL $!; exit $status'
+
+
+def start_bound(command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, which is killed when this process ends."""
+    words = ["sh", "-c", BOUND, "sh", *command]
+    return subprocess.Popen(words, stdin=input_for_life(os.getpid()), start_new_session=True, **how)
+
+
+@functools.cache
+def input_for_life(pid: int) -> int:
+    """A pipe that ends when this process does."""
+    return os.pipe()[0]
+
+
+def end_with_parent(wait: Callable[[], Any], number: int = signal.SIGTERM) -> None:
+    """Send this process a signal, SIGKILL to the group that it leads, when wait() returns: its parent has ended."""
+
+    def watch() -> None:
+        wait()
+        if number == signal.SIGKILL and os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), number)
+        signal.pthread_kill(threading.main_thread().ident or 0, number)  # interrupts what it waits for
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+TORCHRUN = "NANOQK_TORCHRUN"  # its process id, for the ranks that it starts for a sweep's worker
+
+
+def torchrun_ends() -> None:
+    """Waits in a rank for the end of its parent."""
+    parent = int(os.environ.get(TORCHRUN) or os.getppid())
+    while os.getppid() == parent:
+        time.sleep(0.5)
 
 
 def is_out_of_memory(error: Exception) -> bool:

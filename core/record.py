@@ -1,6 +1,7 @@
 """The record of a run: metrics.jsonl, diagnostics.jsonl, samples.jsonl; how they are cut back, and read."""
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -9,7 +10,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from core.files import finite, parse_object, write_atomic
+from core.files import LINES_BYTES, finite, open_regular, parse_object, read_regular, write_atomic
 
 
 class Metrics:
@@ -22,16 +23,17 @@ class Metrics:
     def __init__(self, path: Path, step: int) -> None:
         self.path, self._last = path, -math.inf
         self._digest = hashlib.sha256()  # of the lines so far
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        good = []
-        for line in lines:
-            if line.endswith(b"\n") and self._last < iter_of(line) < step:
-                good.append(line)
-                self._add(line, iter_of(line))
-        if good != lines:
+        good, size = list[bytes](), 0
+        with suppress(FileNotFoundError), open_regular(path, limit=LINES_BYTES) as file:
+            size = os.fstat(file.fileno()).st_size
+            for line in file:
+                if line.endswith(b"\n") and self._last < iter_of(line) < step:
+                    good.append(line)
+                    self._add(line, iter_of(line))
+        if sum(map(len, good)) != size:
             write_atomic(path, b"".join(good))
         self.kept = len(good)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._file = open_regular(path, "ab", buffering=0)
 
     def _add(self, line: bytes, step: float) -> None:
         self._last, self._digest_before_last = step, self._digest.copy()
@@ -128,7 +130,7 @@ class Lines:
     def update(self) -> bool:
         """Whether something has changed. A file that was replaced, as a resumed run does, is read from its start."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path, limit=LINES_BYTES) as file:
                 about = os.fstat(file.fileno())
                 replaced = about.st_ino != self._inode or about.st_size < self._offset
                 if replaced:
@@ -143,7 +145,7 @@ class Lines:
             return gone
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        for raw in whole.splitlines():
+        for raw in io.BytesIO(whole):
             with suppress(ValueError):
                 line = parse_object(raw)
                 if isinstance(line.get("iter"), int) and 0 <= line["iter"] < 2**53:
@@ -163,7 +165,7 @@ def is_number(value: Any) -> bool:
 
 def line_at(path: Path, step: int) -> dict[str, Any]:
     """The line of iteration `step` in a file that Metrics wrote; {} where it has none."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    lines = read_regular(path, LINES_BYTES).splitlines() if path.exists() else []
     return next((parse_object(line) for line in lines if line.startswith(b'{"iter": %d,' % step)), {})
 
 

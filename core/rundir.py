@@ -23,10 +23,11 @@ from typing import Any, Self
 import yaml
 from tqdm import tqdm
 
+from core import files
 from core.files import FOLDERS, FileLock, finite, is_locked, load_yaml, read_json, sealed, write_atomic, write_json
 from core.process import say
 from core.record import Record
-from core.schema import ConfigError, one_line, require
+from core.schema import ConfigError, one_line, require, show
 from core.wandb_run import WandbRun
 
 # What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
@@ -104,8 +105,8 @@ class RunDir:
         """Append a line with the time to train.log, and print it unless not `show`."""
         if show:
             say(text, self.print_line)  # if nobody reads it, train.log has it
-        with open(self.path / "train.log", "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        with files.open_regular(self.path / "train.log", "ab") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
     def save(
         self, step: int, tensors: dict[str, Any], state: dict[str, Any], best: bool, keep_step: int | None
@@ -243,8 +244,10 @@ def check_usable(request: RunRequest) -> None:
         raise ConfigError(f"out_dir={path} holds {FOLDERS[name]}: write another out_dir")
     usable = "config.yaml" in held or held <= LEFTOVERS
     require(usable, f"out_dir={path} is neither empty nor a run directory (it has no config.yaml)")
-    for name in sorted(held):  # a stranger's link would have us write over a file elsewhere
-        require(not (path / name).is_symlink(), f"out_dir={path} is not used: {name} in it is a link")
+    for name in sorted(held):  # a stranger's link would have us write over a file elsewhere, a pipe would block
+        entry = path / name
+        require(not entry.is_symlink(), f"out_dir={path} is not used: {name} in it is a link")
+        require(entry.is_file() or entry.is_dir(), f"out_dir={path} is not used: {name} is not a regular file")
     require("config.yaml" in held or not request.must_exist, f"out_dir={path} holds no run: eval_only=true needs one")
 
 
@@ -286,25 +289,41 @@ def has_ended(request: RunRequest) -> bool:
     if not (path / "config.yaml").exists():
         return False
     try:
-        old = load_yaml((path / "config.yaml").read_text(encoding="utf-8"))
+        old = load_yaml(files.read_config(path))
         refusal = request.refusal(old)
     except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
     require(not refusal, f"out_dir={path} holds a run with other settings: {refusal}")
-    last, state = read_json(path / "summary.json").get("iter", -1), read_status(path).get("state")
-    reached = isinstance(last, int) and last >= request.max_iters
-    return state == "diverged" or (state == "done" and reached)
+    last, state = read_summary(path).get("iter", -1), read_status(path).get("state")
+    return state == "diverged" or (state == "done" and last >= request.max_iters)
 
 
 # -----------------------------------------------------------------------------
 # What state a run is in
 
+NUMBERS = [  # of summary.json
+    "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
+    "cache_bytes_per_token", "vocab_size",
+]  # fmt: skip
+TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
+KINDS: dict[str, Any] = {  # of values of status.json and summary.json
+    "iter": int, "pid": int, "records": dict, "start_up_warnings": list, "plugins": dict,
+    **dict.fromkeys(["state", "host", "reason", "status", "sees_future", *TEXTS], str),
+    **dict.fromkeys(NUMBERS, int | float),
+}  # fmt: skip
+
+
+def mistyped(content: Mapping[str, Any]) -> str:
+    """The first value that is neither null nor of its kind, as "key=value"; "" where there is none."""
+    good = {key: value is None or isinstance(value, KINDS.get(key, object)) for key, value in content.items()}
+    return next((f"{key}={show(content[key])}" for key in good if not good[key]), "")
+
 
 def at_end(path: Path) -> bool:
     """Whether a run is done or has diverged. A done one whose summary is lost is not: it goes on, to write it."""
     state = read_status(path).get("state")
-    return state == "diverged" or (state == "done" and "iter" in read_json(path / "summary.json"))
+    return state == "diverged" or (state == "done" and "iter" in read_summary(path))
 
 
 def is_open(path: Path) -> bool:
@@ -313,5 +332,12 @@ def is_open(path: Path) -> bool:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """status.json; {} where there is none."""
-    return read_json(path / "status.json")
+    """status.json; {} where there is none, or a value has another type."""
+    status = read_json(path / "status.json")
+    return {} if mistyped(status) else status
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """summary.json; {} where there is none, or a value has another type."""
+    summary = read_json(path / "summary.json")
+    return {} if mistyped(summary) else summary

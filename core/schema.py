@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, TypeVar
 
-from core.files import expand
+from core.files import MOST_DIGITS, expand
 
 T = TypeVar("T")
 REQUIRED = "???"  # OmegaConf's mark of a value that must be given
@@ -246,6 +246,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     if isinstance(value, str):
         good = not any("\ud800" <= letter <= "\udfff" for letter in value)  # what Python makes of other bytes
         require(good, f"{key}={value!a} must be Unicode text")
+    if isinstance(value, int):
+        require(abs(value) < 10**MOST_DIGITS, f"{key}={show(value)} must have at most {MOST_DIGITS} digits")
     allowed: list[str] = []
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     for option in typing.get_args(hint) if union else (hint,):
@@ -336,7 +338,10 @@ def show(value: Any) -> str:
     """A value as a user writes it."""
     if isinstance(value, bool | None):
         return {True: "true", False: "false", None: "null"}[value]
-    return str(list(value) if isinstance(value, tuple) else value)
+    try:
+        return str(list(value) if isinstance(value, tuple) else value)
+    except ValueError:  # more than 4,300 digits
+        return "(a long integer)"
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

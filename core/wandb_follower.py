@@ -12,6 +12,7 @@ python -m core.wandb_follower send RUN...       sends what the server lacks of r
 """
 
 import json
+import math
 import os
 import select
 import shlex
@@ -26,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from core.files import ROOT, FileLock, read_json
+from core.files import LINES_BYTES, ROOT, FileLock, open_regular, read_json, read_regular
 from core.plots import heat_maps, plot
 from core.record import Metrics, line_at, table_of
 
@@ -68,7 +69,7 @@ def follow(run_dir: Path, mode: str) -> None:
     ended = threading.Event()
     try:
         # p=inf: W&B's JSON has no infinity
-        job = json.loads((run_dir / "wandb" / "job.json").read_bytes(), parse_constant=str)
+        job = json.loads(read_regular(run_dir / "wandb" / "job.json"), parse_constant=str)
         job = {"evaluation": None, "curves": {}, **job}  # which an older run lacks
         job["linger"] = 0 if mode == "send" else LINGER_UPLOAD if job["artifacts"] else LINGER  # 0: without limit
         threading.Thread(target=wait_for_end, args=(ended, job["linger"]), daemon=True).start()
@@ -138,7 +139,7 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
     if job["diff"]:
         Path(run.dir, "diff.patch").write_text(job["diff"], encoding="utf-8")
         run.save(f"{run.dir}/diff.patch", base_path=run.dir, policy="now")
-    with open(run_dir / "metrics.jsonl", "rb") as file:
+    with open_regular(run_dir / "metrics.jsonl", limit=LINES_BYTES) as file:
         for line in file_lines(file, ended):
             if line["iter"] > sent:
                 values = {k: v for k, v in line.items() if v is not None}
@@ -206,7 +207,7 @@ def cut_incomplete_record(file: Path) -> None:
     It is a log of LevelDB after 7 bytes: blocks of 32 KiB, of parts of records with a header each (checksum of what
     comes after the size, size, kind), kind 1 for a whole record and 4 for its last part.
     """
-    content = file.read_bytes()
+    content = read_regular(file, math.inf)
     at = whole = 7
     while at < len(content):
         left = 2**15 - at % 2**15  # of the block

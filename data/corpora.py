@@ -5,10 +5,10 @@ To add a corpus: a function and its entry in LOADERS; its settings and their ent
 
 import contextlib
 import hashlib
+import math
 import os
 import queue
 import re
-import stat
 import sysconfig
 import tempfile
 import threading
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from core.files import FileLock, cache_folder, expand, write_atomic
+from core.files import ANYWHERE, FileLock, cache_folder, expand, read_regular, write_atomic
 from core.schema import ConfigError, one_line, require
 from data import options
 
@@ -64,6 +64,8 @@ def load_python_source(config: options.PythonSourceOptions) -> str:
 
 
 def load_text_file(config: options.TextFileOptions) -> str:
+    shards = f"python data/prepare_fineweb.py dataset={config.path} makes shards of its texts"
+    require(not expand(config.path).is_dir(), f"data.path={config.path} is a directory, it must be a file; {shards}")
     text = read_text(config.path, f"data.path={config.path}")
     require(text != "", f"data.path={config.path} is empty")
     return text
@@ -71,7 +73,11 @@ def load_text_file(config: options.TextFileOptions) -> str:
 
 def read_text(path: str, name: str) -> str:
     """The UTF-8 text of a regular file. Raises: ConfigError, which begins with `name`."""
-    raw = read_bytes(expand(path), name)
+    return decoded(read_bytes(expand(path), name), name)
+
+
+def decoded(raw: bytes, name: str) -> str:
+    """UTF-8 text, with its line ends and its byte order mark. Raises: ConfigError, which begins with `name`."""
     try:
         return raw.decode()  # text mode would change \r\n to \n
     except UnicodeDecodeError as error:
@@ -88,9 +94,7 @@ def data_folders() -> list[Path]:
 def read_bytes(path: Path, name: str) -> bytes:
     """The content of a file. Raises: ConfigError that begins with `name` and says why it cannot be read."""
     try:
-        mode = path.stat().st_mode
-        require(stat.S_ISREG(mode) or stat.S_ISDIR(mode), f"{name} must be a regular file")  # a pipe would block
-        return path.read_bytes()
+        return read_regular(path, math.inf, ANYWHERE)
     except FileNotFoundError as error:
         raise ConfigError(f"{name} does not exist") from error
     except IsADirectoryError as error:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from core.files import read_json
+from core.files import ANYWHERE, read_json
 from core.schema import ConfigError, require
 from data.corpora import read_text
 from data.tokenizer import (
@@ -52,8 +52,8 @@ def merges(tokens: list[bytes]) -> list[tuple[str, str]]:
 def folder_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer of a Hugging Face folder: GPT-2's vocab.json and merges.txt, or what tokenizer_json() writes; None
     without one. Raises: ConfigError for another."""
-    pair, content = folder / "merges.txt", read_json(folder / "tokenizer.json")
-    model = {"vocab": read_json(folder / "vocab.json")} if pair.is_file() else content.get("model", {})
+    pair, content = folder / "merges.txt", read_json(folder / "tokenizer.json", ANYWHERE)
+    model = {"vocab": read_json(folder / "vocab.json", ANYWHERE)} if pair.is_file() else content.get("model", {})
     vocab, told = (
         model.get("vocab"),
         f"{folder} has a tokenizer that is neither GPT-2's nor one of scripts/export_hf.py",

@@ -138,7 +138,9 @@ CORPORA: dict[str, type] = {corpus.name: corpus for corpus in [*TEXTS, BinOption
 @options
 class PrepareFineWebConfig:
     dataset: Annotated[
-        str, NOT_EMPTY, Help("a data set of the Hugging Face Hub, or a folder of parquet (json, ...) files")
+        str,
+        NOT_EMPTY,
+        Help("a data set of the Hugging Face Hub, or a folder of parquet or JSON files, or of texts (a document each)"),
     ] = "HuggingFaceFW/fineweb"
     name: Annotated[str | None, Help("the configuration; null: sample-10BT of FineWeb, else the only one")] = None
     split: Annotated[str, NOT_EMPTY, Help("split of the data set")] = "train"

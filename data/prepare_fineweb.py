@@ -5,11 +5,13 @@ continues with the same command: progress.json says how much is done.
 """
 
 import contextlib
+import gzip
 import hashlib
 import json
 import os
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,10 +22,10 @@ import numpy as np
 from tqdm import tqdm
 
 from core.cli import run_script
-from core.files import FileLock, cache_folder, expand, file_sha256, parse_object, read_json, write_json
-from core.process import available_cpus
+from core.files import FileLock, cache_folder, expand, file_sha256, parse_object, read_json, read_regular, write_json
+from core.process import available_cpus, say
 from core.schema import ConfigError, differences, one_line, require, show
-from data.corpora import probe_hub
+from data.corpora import decoded, probe_hub, read_bytes
 from data.options import PrepareFineWebConfig
 from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER, read_tokenizer
 from data.tokenizer import (
@@ -52,7 +54,7 @@ def prepare(config: PrepareFineWebConfig) -> int:
     require(dataset not in [out.resolve(), *out.resolve().parents], f"out={out} must not lie in dataset={dataset}")
     if finish_if_complete(out, config):
         return 0
-    documents = Documents(config, begun=read_json(out / PROGRESS).get("source", {}))
+    documents = open_documents(config, begun=read_json(out / PROGRESS).get("source", {}))
     tokenizer = open_or_learn_tokenizer(out, config, documents)
     try:
         lock = FileLock(out / "lock", timeout=0)
@@ -69,7 +71,7 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
     folder with other files, or one that was begun with other settings."""
     try:
         names = set(os.listdir(out)) if out.exists() else set()
-        begun = parse_object((out / (INDEX if INDEX in names else PROGRESS)).read_bytes())["settings"]
+        begun = parse_object(read_regular(out / (INDEX if INDEX in names else PROGRESS)))["settings"]
     except FileNotFoundError:
         require(names <= {"lock", f"{PROGRESS}.tmp"}, f"out={out} is neither empty nor a folder of token shards")
         return False
@@ -81,11 +83,11 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
     if INDEX in names:
         clean_up(out)
-        print(f"{out} is complete: {summary(read_json(out / INDEX))}")
+        say(f"{out} is complete: {summary(read_json(out / INDEX))}")
     return INDEX in names
 
 
-def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents", tokenizer: Tokenizer) -> int:
+def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Source", tokenizer: Tokenizer) -> int:
     state = load_progress(out, config, documents)
     if not (out / TOKENIZER).exists():
         write_json(out / TOKENIZER, tokenizer.to_dict(), indent=1)
@@ -100,14 +102,14 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Documents"
     index |= {split: writer.finish() for split, writer in writers.items()}
     write_json(out / INDEX, index, indent=1)  # whose SHA-256 is the corpus's
     clean_up(out)
-    print(f"{out}: {summary(index)}")
+    say(f"{out}: {summary(index)}")
     for split in SPLITS:
         if index[split]["tokens"] < 2:
-            print(f"warning: {split} is empty: data=fineweb refuses these shards; change val_fraction= or max_tokens=")
+            say(f"warning: {split} is empty: data=fineweb refuses these shards; change val_fraction= or max_tokens=")
     return 0
 
 
-def load_progress(out: Path, config: PrepareFineWebConfig, documents: "Documents") -> dict[str, Any]:
+def load_progress(out: Path, config: PrepareFineWebConfig, documents: "Source") -> dict[str, Any]:
     """The content of progress.json, which is written where there is none. stream: a Position after `documents`."""
     if state := read_json(out / PROGRESS):
         other = f"is not what {out} was begun on: its files have changed; use another folder"
@@ -125,7 +127,7 @@ def write_documents(
     """Write the documents up to the one that reaches `max_tokens`, and save the progress now and then."""
     n_tokens = sum(writer.total("tokens") for writer in writers.values())
     if state["documents"]:
-        print(f"{out}: continues after {state['documents']:,} documents, {n_tokens:,} tokens")
+        say(f"{out}: continues after {state['documents']:,} documents, {n_tokens:,} tokens")
     saved, interval = time.monotonic(), 0.1 if sys.stderr.isatty() else PRINT_SECONDS
     with tqdm(total=max_tokens, initial=n_tokens, unit="tok", unit_scale=True, mininterval=interval) as bar:
         for documents, stream in batches:
@@ -143,11 +145,14 @@ def write_documents(
 
 
 def summary(index: dict[str, Any]) -> str:
-    return "; ".join(
+    source = index["source"]
+    files = f"; {source['files']:,} files, each a document" if "documents" in source else ""
+    parts = (
         f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens, {part['bytes']:,} bytes, "
         f"{len(part['shards'])} shards"
         for split, part in ((split, index[split]) for split in SPLITS)
     )
+    return "; ".join(parts) + files
 
 
 def clean_up(out: Path) -> None:
@@ -159,20 +164,64 @@ def clean_up(out: Path) -> None:
 # -----------------------------------------------------------------------------
 # Documents in
 
+KINDS = {  # of a folder's files -> how their names end
+    "texts": (".txt", ".txt.gz", ".md"),
+    "parquet": (".parquet",),
+    "JSON": (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
+}
+CARD = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")  # what a copy from the Hub has beside its rows
+ARE_READ = "read are .txt, .txt.gz and .md files, each a document, or .parquet, or .json and .jsonl files with rows"
+
+
+class TextFiles:
+    """The texts of a folder, a document a file, in the order of their names. source: their names and sizes."""
+
+    def __init__(self, config: PrepareFineWebConfig, folder: Path, files: list[Path]) -> None:
+        of_rows = "is for rows: the files of this folder are texts"
+        for key, default in (("name", None), ("split", "train"), ("column", "text")):
+            value = getattr(config, key)
+            require(value == default, f"{key}={value} {of_rows}")
+        try:
+            self.files, self.source = files, {**source_of(folder), "documents": "files"}
+        except OSError as error:  # a link to nothing
+            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    def batches(self, stream: Position | None) -> Iterator[tuple[list[str], Position]]:
+        """Some texts at a time, and the position after them. Raises: ConfigError where a file is no UTF-8 text."""
+        texts: list[str] = []
+        size = 0
+        for n, file in enumerate(self.files, 1):
+            if n <= (0 if stream is None else stream["files"]):
+                continue
+            texts.append(read_document(file))
+            size += len(texts[-1])
+            if size >= BATCH_CHARS or len(texts) >= BATCH_DOCUMENTS or n == len(self.files):
+                yield texts, {"files": n}
+                texts, size = [], 0
+
+
+def read_document(file: Path) -> str:
+    raw = read_bytes(file, str(file))
+    try:
+        return decoded(gzip.decompress(raw) if file.suffix.lower() == ".gz" else raw, str(file))
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{file} cannot be unpacked: {error}") from error
+
 
 class Documents:
     """The texts of a data set, streamed in its own order. source: {"revision": …} on the Hub, or the files of a folder.
 
-    begun: the source of the preparation that continues, whose revision is used again. Raises: ConfigError.
+    begun: the source of the preparation that continues, whose revision is used again. n_files: of the folder, with
+    rows. Raises: ConfigError.
     """
 
-    def __init__(self, config: PrepareFineWebConfig, begun: dict[str, Any]) -> None:
+    def __init__(self, config: PrepareFineWebConfig, begun: dict[str, Any], n_files: int = 0) -> None:
         self.config = config
         folder, name = expand(config.dataset), config.settings["name"]
         if not folder.is_dir():
             problem = probe_hub(config.dataset, None)
             absent = f"is no folder here, and the Hugging Face Hub does not give it ({problem})"
-            require(problem is None, f"dataset={config.dataset} {absent}: dataset=FOLDER takes parquet files")
+            require(problem is None, f"dataset={config.dataset} {absent}: dataset=FOLDER takes a folder of files")
         try:
             import datasets
             from huggingface_hub import HfApi
@@ -187,6 +236,10 @@ class Documents:
         except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
             chosen = f"dataset={config.dataset} name={show(name)} split={config.split}"
             raise ConfigError(f"{chosen} cannot be loaded: {one_line(error)}") from error
+        lines = "holds texts, which would be read line by line: download them, and give their folder"
+        require(self.rows.info.builder_name != "text", f"dataset={config.dataset} {lines}")
+        if self.rows.num_shards < n_files:  # files are parts of a split by their names, or of none
+            print(f"note: split={config.split} is {self.rows.num_shards} of the {n_files} files in {folder}")
         if first is None:
             raise ConfigError(f"dataset={config.dataset} is empty")
         require(config.column in first, f"column={config.column} must be one of {', '.join(first)}")
@@ -218,11 +271,40 @@ class Documents:
             yield texts, self.rows.state_dict()
 
 
+Source = Documents | TextFiles
+
+
+def open_documents(config: PrepareFineWebConfig, begun: dict[str, Any]) -> Source:
+    """The documents of dataset=. Raises: ConfigError, also for a folder with files of two kinds, or of another one."""
+    folder, told = expand(config.dataset), f"dataset={config.dataset} cannot be loaded: it holds"
+    if not folder.is_dir():
+        return Documents(config, begun)
+    files = visible_files(folder)
+    if {"parquet", "JSON"} & {*map(kind_of, files)}:
+        files = {name: file for name, file in files.items() if name not in CARD}
+    first = {kind_of(name): name for name in reversed(files)}
+    require(len(first) > 0, f"{told} no file; {ARE_READ}")
+    require("" not in first, f"{told} {first.get('')}; {ARE_READ}")
+    both = " and ".join(f"{name} ({kind})" for kind, name in first.items())
+    require(len(first) == 1, f"{told} {both}: give a folder with files of one kind")
+    return TextFiles(config, folder, [*files.values()]) if "texts" in first else Documents(config, begun, len(files))
+
+
+def kind_of(name: str) -> str:
+    """The kind of a file, one of KINDS; "" for others."""
+    return next((kind for kind, endings in KINDS.items() if name.lower().endswith(endings)), "")
+
+
+def visible_files(folder: Path) -> dict[str, Path]:
+    """The files of a folder, without hidden ones, by their sorted names within it."""
+    found = {file.relative_to(folder): file for file in folder.rglob("*") if not file.is_dir()}
+    shown = {str(name): file for name, file in found.items() if not any(part.startswith(".") for part in name.parts)}
+    return dict(sorted(shown.items()))
+
+
 def source_of(folder: Path) -> dict[str, Any]:
-    """The names and sizes of a folder's files, without hidden ones. A position in the stream refers to these files."""
-    found = {file.relative_to(folder): file for file in folder.rglob("*") if file.is_file()}
-    hidden = {name for name in found if any(part.startswith(".") for part in name.parts)}
-    sizes = sorted((str(name), file.stat().st_size) for name, file in found.items() if name not in hidden)
+    """The names and sizes of a folder's files. A position in the stream refers to these files."""
+    sizes = [(name, file.stat().st_size) for name, file in visible_files(folder).items()]
     return {"files": len(sizes), "names_and_sizes_sha256": hashlib.sha256(json.dumps(sizes).encode()).hexdigest()}
 
 
@@ -231,7 +313,7 @@ def is_held_out(text: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) < fraction * 2**64
 
 
-def open_or_learn_tokenizer(out: Path, config: PrepareFineWebConfig, documents: Documents) -> Tokenizer:
+def open_or_learn_tokenizer(out: Path, config: PrepareFineWebConfig, documents: Source) -> Tokenizer:
     """A BPE tokenizer is learnt from the first training documents, none of them held out."""
     if (out / TOKENIZER).exists():
         return read_tokenizer(out / TOKENIZER)
@@ -256,7 +338,7 @@ def open_or_learn_tokenizer(out: Path, config: PrepareFineWebConfig, documents: 
 
 
 def tokenised(
-    documents: Documents, stream: Position | None, tokenizer: Tokenizer, config: PrepareFineWebConfig
+    documents: Source, stream: Position | None, tokenizer: Tokenizer, config: PrepareFineWebConfig
 ) -> Generator[tuple[list[Document], Position], None, None]:
     """The documents from the position `stream` on."""
     workers = config.workers or available_cpus()

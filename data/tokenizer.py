@@ -88,7 +88,10 @@ class NoText(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.pieces = [b""] * vocab_size
+
+    @functools.cached_property
+    def pieces(self) -> list[bytes]:  # type: ignore[override]
+        return [b""] * self.vocab_size
 
     def encode(self, text: str) -> np.ndarray:
         raise ConfigError("data=random has tokens that stand for no text")

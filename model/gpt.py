@@ -449,8 +449,8 @@ class MultiHeadLatentAttention(CausalAttention):
         """(..., dn + dr) -> (..., dn), (..., dr)"""
         return x[..., : self.nope_dim], x[..., self.nope_dim :]
 
-    def keys_and_values(self, latent: Tensor, k_rope: Tensor, rope: Rope, pos: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys (B, nh, T, dn + dr) and values (B, nh, T, dv) of T positions from `pos` on."""
+    def keys_and_values(self, latent: Tensor, k_rope: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Keys (B, nh, T, dn + dr) and values (B, nh, T, dv) of the first T positions."""
         B, T, _ = latent.shape
         k_nope, v = (
             part.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn) and (B, nh, T, dv)
@@ -460,7 +460,7 @@ class MultiHeadLatentAttention(CausalAttention):
             k_nope, k_rope = self.split(self.k_norm(self.join(k_nope, k_rope)))
         else:
             k_nope = self.k_norm(k_nope)
-        return self.join(k_nope, rotate(k_rope, rope, pos)), v
+        return self.join(k_nope, rotate(k_rope, rope)), v
 
     def join(self, nope: Tensor, rope: Tensor) -> Tensor:
         """(B, nh, T, dn), and (B, 1, T, dr) shared by the heads or (B, nh, T, dr) -> (B, nh, T, dn + dr)"""
@@ -665,12 +665,15 @@ class GPT(nn.Module):
 
     def init_rope(self) -> None:
         """Compute the tables of RoPE; checkpoints do not hold them. load_run() calls it again for a model built on the
-        meta device."""
-        m = self.config.model
+        meta device, which has their shapes alone."""
+        m, device = self.config.model, self.transformer.wte.weight.device
         if m.position == "rope":
             assert m.rope_theta is not None
-            cos, sin = rope_table(m.block_size, self.attentions[0].rope_dim, m.rope_theta)
-            device = self.transformer.wte.weight.device
+            d = self.attentions[0].rope_dim
+            if device.type == "meta":
+                cos = sin = torch.empty(m.block_size, d // 2, device=device)
+            else:
+                cos, sin = rope_table(m.block_size, d, m.rope_theta)
             self.register_buffer("cos", cos.to(device), persistent=False)
             self.register_buffer("sin", sin.to(device), persistent=False)
 
@@ -751,6 +754,12 @@ class GPT(nn.Module):
         wpe = self.transformer.wpe
         total = sum(p.numel() for p in self.parameters())
         return total - wpe.weight.numel() if non_embedding and wpe is not None else total
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, and of the tables of RoPE with the angles that they are computed from."""
+        tables = sum(buffer.nbytes for buffer in self.buffers())
+        return sum(p.nbytes for p in self.parameters()) + 3 * tables // 2
 
     def flops_per_token(self) -> int:
         """Training FLOPs a token, forward and backward: 6 N + 12 L C T (PaLM, appendix B; nanoGPT's estimate_mfu).

@@ -372,7 +372,3 @@ for ours in (
 
 ATTENTION_OPTIONS = AttentionOptions.slot.options  # the old names
 QK_NORM_OPTIONS = QKNormOptions.slot.options
-LOGITS_OPTIONS = LogitsOptions.slot.options
-SOFTMAX_OPTIONS = SoftmaxOptions.slot.options
-OUTPUT_OPTIONS = OutputOptions.slot.options
-WEIGHTS_OPTIONS = WeightsOptions.slot.options

@@ -1,17 +1,16 @@
-"""Is a loss too good to be true? python scripts/audit.py run=RUN, or model=FOLDER of a causal Hugging Face model
+"""Is a loss too good to be true? python scripts/audit.py run=RUN
 
 Checks, each with a verdict. V is the vocabulary size, random tokens are uniform:
   future leakage      changing later tokens changes no earlier logit, in evaluation mode and in training mode
   step-0 loss         on random tokens a fresh model's loss equals the cross-entropy of its logits with the next tokens
                       and that of a guess, about ln V; no single token dominates the targets
   random-token floor  a fresh model trained on random tokens keeps a loss above ln V; the trained weights do too
-  accumulation        1, 2 and 4 micro-batches give the same loss and gradient (of a run: gradient norm, one window)
-  cached decoding     of a run: a cache, filled and then read token by token, gives the logits of the full pass
-A run keeps its fault, if it has one, and train.py trains it. A Hugging Face model is checked with its own loss and
-trained with AdamW.
+  accumulation        1, 2 and 4 micro-batches give the same loss and norm of the gradient, on one window
+  cached decoding     a cache, filled and then read token by token, gives the logits of the full pass
+A run keeps its fault, if it has one, and train.py trains it. Another model comes in by import_checkpoint.py.
 The last line is JSON. A check is undecided where the model diverges, its own code fails or memory runs out. Exit
 status: 0 nothing was caught, 1 something was, 2 a bad setting, 3 nothing was caught, but a check is undecided or the
-program failed. model= needs transformers.
+program failed.
 """
 
 import io
@@ -26,34 +25,30 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 import train
 from core.cli import run_script
-from core.device import resolve_device
-from core.files import expand
+from core.device import TooLarge, resolve_device
 from core.git import commit
 from core.record import Metrics
-from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, one_line, options, require
+from core.schema import REQUIRED, AtLeast, ConfigError, Help, one_line, options, require
 from data.batches import Batches
 from data.options import FLOOR_TOLERANCE, RandomOptions
 from data.tokens import load_corpus
 from model.cross_entropy import max_positions_with_logits
 from model.diagnostics import LEAK_PREFIX, LEAK_TOLERANCE, future_leaks, logits_or_hidden
 from model.gpt import GPT
-from sample import Plugins, load_asked_run
+from sample import Plugins, RunPath, Which, load_asked_run
 from training import faults
 from training.checks import CROSS_ENTROPY_TOLERANCE, INITIAL_LOSS_TOLERANCE, crowding
 from training.config import ConstantOptions, Device, WandbOptions
-from training.session import TooLarge
 
 MODES = ("evaluation", "training")
-MAX_BLOCK_SIZE = 64  # positions of a Hugging Face model that are used
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
 CACHED, CACHE_TOLERANCE = 64, 1e-4  # tokens that are decoded with a cache; what round-off explains
 SIGMAS = 5  # a loss on random tokens is caught if so many standard errors, and FLOOR_TOLERANCE, below ln V
@@ -74,21 +69,20 @@ class Undecided(Exception):
 
 
 class Run:
-    """The model of a run directory, with the run's fault. A model's forward(idx, targets), both (B, T), returns logits
-    (B, T, V) and the mean loss. block_size: positions that the checks use. context: positions that the model allows."""
+    """The model of a run directory, with the run's fault."""
 
     def __init__(self, run: str, which: str, device: torch.device):
         model, _, config, state = load_asked_run(run, which, device)
         self.config, self.device = replace(config, device=str(device)), device
-        self.vocab_size, self.block_size, self.context = model.vocab_size, model.block_size, model.block_size
+        self.vocab_size, self.block_size = model.vocab_size, model.block_size
         self.facts = {"run": run, "iter": state["step"], "fault": self.config.fault.name}
         require(self.block_size > 1, f"run={run} has model.block_size=1: there are no earlier tokens")
         require(self.vocab_size > 1, f"run={run} has a vocabulary of one token: there is nothing to predict")
         self.batch_size = max(1, 512 // self.block_size)
-        self.trained: nn.Module = model
+        self.trained = model
         faults.inject_into_model(self.config, model)
 
-    def fresh(self) -> nn.Module:
+    def fresh(self) -> GPT:
         """The model as it is initialised."""
         model = GPT(self.config.gpt, self.vocab_size)
         model.init_weights(self.config.seed)
@@ -108,8 +102,8 @@ class Run:
             raise Undecided(f"its training on random tokens diverges at iteration {len(losses)}")
         return losses, self.config.tokens_per_iter
 
-    def update(self, micro_batches: int) -> tuple[float, Tensor]:
-        """Loss and gradient (or its norm) of four sequences, the same ones for every number of micro-batches."""
+    def update(self, micro_batches: int) -> tuple[float, float]:
+        """Loss and norm of the gradient of four sequences, the same ones for every number of micro-batches."""
         # the training text is one window: all sequences are equal, in whichever micro-batch they are
         n, val = self.block_size + 1, 2 * self.block_size
         line = self.train_with(
@@ -119,7 +113,7 @@ class Run:
         )[0]  # fmt: skip
         if line.get("train/loss") is None or line.get("grad_norm") is None:  # null: not finite
             raise Undecided("its first loss or gradient is not finite")
-        return line["train/loss"], torch.tensor(line["grad_norm"])
+        return line["train/loss"], line["grad_norm"]
 
     def train_with(self, **changes: Any) -> list[dict[str, Any]]:
         """metrics.jsonl after train.py has trained with the run's settings and these changes."""
@@ -137,85 +131,10 @@ class Run:
             return Metrics.read(Path(folder) / "run" / "metrics.jsonl")
 
 
-class WithLabels(nn.Module):
-    """A Hugging Face model with our forward. Its own loss shifts the labels, so it gets windows of T + 1 tokens."""
-
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
-
-    def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        window = torch.cat([idx, targets[:, -1:]], 1)  # (B, T + 1)
-        out = self.model(input_ids=window, labels=window, use_cache=False)
-        return out.logits[:, :-1], out.loss + 0.0
-
-
-class HuggingFace:
-    """A folder that AutoModelForCausalLM loads, with the methods of Run."""
-
-    batch_size = 8
-
-    def __init__(self, folder: str, trust_remote_code: bool, device: torch.device):
-        try:
-            import transformers
-        except ImportError as error:
-            raise ConfigError(f"model= needs transformers ({error}): pip install 'transformers>=5'") from error
-        path = expand(folder)
-        require((path / "config.json").is_file(), f"model={folder} holds no config.json")
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        self.auto, self.device = transformers.AutoModelForCausalLM, device
-        self.options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-        try:
-            model = self.auto.from_pretrained(str(path), local_files_only=True, **self.options)
-            self.trained: nn.Module = WithLabels(model).to(device)
-        except Exception as error:  # transformers, safetensors and the folder's own code share no base class
-            raise ConfigError(f"model={folder} cannot be loaded: {one_line(error)}") from error
-        self.config, text_config = model.config, model.config.get_text_config()
-        require(hasattr(text_config, "vocab_size"), f"model={folder} names no vocab_size in its config.json")
-        self.vocab_size = text_config.vocab_size
-        positions = getattr(text_config, "max_position_embeddings", None) or MAX_BLOCK_SIZE + 1
-        self.context = min(positions - 1, LEAK_PREFIX // 2)
-        self.block_size = min(self.context, MAX_BLOCK_SIZE)
-        self.facts = {"model": folder, "architecture": type(model).__name__}
-
-    def fresh(self) -> nn.Module:
-        torch.manual_seed(0)
-        return WithLabels(self.auto.from_config(self.config, **self.options)).to(self.device)
-
-    def train(self, steps: int, vocab_size: int) -> tuple[list[float], int]:
-        model, losses = self.fresh().train(), []
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        batches = random_batches(self, vocab_size)
-        for step in range(steps):
-            loss = model(*(part.to(self.device) for part in batches.get_batch(step)))[1]
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(loss.item())
-            if not math.isfinite(losses[-1]):
-                raise Undecided(f"its training on random tokens diverges at iteration {step}")
-        return losses, self.batch_size * self.block_size
-
-    def update(self, micro_batches: int) -> tuple[float, Tensor]:
-        model, total = self.fresh().eval(), 0.0  # evaluation mode has no dropout
-        x, y = (part[:4].to(self.device) for part in random_batches(self, self.vocab_size).get_batch(0))
-        for part in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
-            loss = model(*part)[1] / micro_batches
-            loss.backward()
-            total += loss.item()
-        return total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-Subject = Run | HuggingFace
-
-
-def random_batches(subject: Subject, vocab_size: int) -> Batches:
+def random_batches(subject: Run, vocab_size: int) -> Batches:
     corpus = load_corpus(RandomOptions(vocab_size=vocab_size, seed=SEED), subject.block_size)
     batches = Batches(corpus.tokens, corpus.split, subject.block_size, subject.batch_size, seed=0)
-    if isinstance(subject, Run):
-        faults.inject_into_batches(subject.config, batches)
+    faults.inject_into_batches(subject.config, batches)
     return batches
 
 
@@ -224,8 +143,8 @@ def random_batches(subject: Subject, vocab_size: int) -> Batches:
 
 
 @torch.no_grad()
-def future_leakage(subject: Subject) -> Finding:
-    model, T, n = subject.trained, subject.context, min(LEAK_PREFIX, subject.context)
+def future_leakage(subject: Run) -> Finding:
+    model, T, n = subject.trained, subject.block_size, min(LEAK_PREFIX, subject.block_size)
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(subject.vocab_size, (2, T), generator=generator).to(subject.device)
     positions = sorted({max(1, n * i // 4) for i in range(4)} | {n - 1})
@@ -253,7 +172,7 @@ def future_leakage(subject: Subject) -> Finding:
 
 
 @torch.no_grad()
-def step_0_loss(subject: Subject) -> Finding:
+def step_0_loss(subject: Run) -> Finding:
     model, ln_v = subject.fresh(), math.log(subject.vocab_size)
     x, y = random_batches(subject, subject.vocab_size).get_batch(0)
     crowded = crowding(y, np.arange(subject.vocab_size))
@@ -278,7 +197,7 @@ def step_0_loss(subject: Subject) -> Finding:
     return Finding("step-0 loss", caught, text, numbers)
 
 
-def random_token_floor(subject: Subject, steps: int) -> Finding:
+def random_token_floor(subject: Run, steps: int) -> Finding:
     vocab_size = min(subject.vocab_size, MAX_VOCAB_SIZE)
     losses, tokens = subject.train(steps, vocab_size)
     last = losses[-max(5, steps // 10) :]
@@ -297,7 +216,7 @@ def random_token_floor(subject: Subject, steps: int) -> Finding:
 
 
 @torch.no_grad()
-def losses_on_random_tokens(subject: Subject) -> tuple[list[float], int]:
+def losses_on_random_tokens(subject: Run) -> tuple[list[float], int]:
     """Losses of the trained weights on 16 batches, and the tokens of all."""
     model, batches = subject.trained.eval(), random_batches(subject, subject.vocab_size)
     losses, tokens = [], 0
@@ -320,15 +239,11 @@ def against_floor(losses: Sequence[float], tokens: int, vocab_size: int) -> dict
     }  # fmt: skip
 
 
-def accumulation(subject: Subject) -> Finding:
+def accumulation(subject: Run) -> Finding:
     found = {n: subject.update(n) for n in (1, 2, 4)}
-    loss, gradient = found[1]
-    apart = {
-        n: max(abs(other / loss - 1), ((g - gradient).norm() / gradient.norm()).item())
-        for n, (other, g) in found.items()
-    }
-    losses = {n: other for n, (other, _) in found.items()}
-    norms = {n: g.norm().item() for n, (_, g) in found.items()}
+    loss, norm = found[1]
+    apart = {n: max(abs(other / loss - 1), abs(of / norm - 1)) for n, (other, of) in found.items()}
+    losses, norms = ({n: of[i] for n, of in found.items()} for i in (0, 1))
     text = (
         f"in 1, 2 and 4 micro-batches the loss is {', '.join(f'{v:.4f}' for v in losses.values())}, "
         f"the gradient norm {', '.join(f'{v:.4f}' for v in norms.values())}"
@@ -338,9 +253,8 @@ def accumulation(subject: Subject) -> Finding:
 
 
 @torch.no_grad()
-def cached_decoding(subject: Subject) -> Finding:
-    model, n = subject.trained.eval(), min(CACHED, subject.context)
-    assert isinstance(model, GPT)
+def cached_decoding(subject: Run) -> Finding:
+    model, n = subject.trained.eval(), min(CACHED, subject.block_size)
     idx = torch.randint(subject.vocab_size, (2, n), generator=torch.Generator().manual_seed(0)).to(subject.device)
     full, caches = model(idx)[0], model.new_caches(2, n, torch.float32)
     starts = [0, *range(max(1, n // 2), n), n]  # the first half at once
@@ -350,17 +264,16 @@ def cached_decoding(subject: Subject) -> Finding:
     return Finding("cached decoding", not apart <= CACHE_TOLERANCE, text, {"relative_difference": apart})
 
 
-def audit(subject: Subject, steps: int) -> list[Finding]:
+def audit(subject: Run, steps: int) -> list[Finding]:
     """All checks, each printed as it ends. A model that train.py refuses counts as caught."""
     findings = []
-    checks: dict[str, Callable[[Subject], Finding]] = {
+    checks: dict[str, Callable[[Run], Finding]] = {
         "future leakage": future_leakage,
         "step-0 loss": step_0_loss,
         "random-token floor": partial(random_token_floor, steps=steps),
         "accumulation": accumulation,
+        "cached decoding": cached_decoding,
     }
-    if isinstance(subject, Run):
-        checks["cached decoding"] = cached_decoding
     for name, check in checks.items():
         try:
             finding = check(subject)
@@ -379,28 +292,15 @@ def audit(subject: Subject, steps: int) -> list[Finding]:
 
 @options
 class AuditOptions:
-    run: Annotated[str | None, NOT_EMPTY, Help("a run directory, or one checkpoint in it")] = None
-    checkpoint: Annotated[Literal["best", "latest"] | None, Help("of a run directory; null: best")] = None
+    run: RunPath = REQUIRED
+    checkpoint: Which = "best"
     plugins: Plugins = ()
-    model: Annotated[str | None, NOT_EMPTY, Help("instead of run: a folder that transformers loads")] = None
-    trust_remote_code: Annotated[bool, Help("run the code of that folder")] = False
     steps: Annotated[int, AtLeast(20), Help("updates of the training on random tokens")] = 200
     device: Device = "auto"
 
-    def check(self) -> None:
-        require((self.run is None) != (self.model is None), "either run= or model= must be given")
-        require(self.checkpoint is None or self.run is not None, f"checkpoint={self.checkpoint} needs run=")
-        require(not self.plugins or self.run is not None, f"plugins=[{','.join(self.plugins)}] needs run=")
-        require(not self.trust_remote_code or self.model is not None, "trust_remote_code=true needs model=")
-
 
 def audit_model(asked: AuditOptions) -> int:
-    device, steps = resolve_device(asked.device), asked.steps
-    subject: Subject
-    if asked.run is not None:
-        subject = Run(asked.run, asked.checkpoint or "best", device)
-    else:
-        subject = HuggingFace(str(asked.model), asked.trust_remote_code, device)
+    subject, steps = Run(asked.run, asked.checkpoint, resolve_device(asked.device)), asked.steps
     print(", ".join(f"{key} {value}" for key, value in subject.facts.items()), flush=True)
     findings = audit(subject, steps)
     caught = [finding.check for finding in findings if finding.caught]

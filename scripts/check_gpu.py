@@ -34,6 +34,7 @@ from core.cli import run_script
 from core.device import resolve_device, total_memory
 from core.files import read_json, write_atomic, write_json
 from core.git import commit
+from core.process import end_with_parent, say
 from core.record import Metrics
 from core.rundir import at_end
 from core.schema import NOT_EMPTY, POSITIVE, AtLeast, ConfigError, Help, one_line, options, require
@@ -74,7 +75,7 @@ def rows_of(found: Callable[..., Row], cases: Mapping[str, Sequence[Any]]) -> Ro
             rows[name] = found(*case)
         except Exception as error:
             rows[name] = {"failed": one_line(error)}
-        print(f"{name}: {rows[name]}", flush=True)
+        say(f"{name}: {rows[name]}")
     return rows
 
 
@@ -185,7 +186,7 @@ def norms(asked: CheckOptions, overrides: list[str]) -> Rows:
 
 def decode(asked: CheckOptions, overrides: list[str]) -> Rows:
     """One step of one MLA layer, beside Table 2 of QK-Normed MLA (H800). GB/s: bytes of the cache over attention."""
-    options = bench_decode.DecodeOptions(asked.contexts, rounds=asked.rounds, seconds=0.05, sides="absorbed,rms,lp")
+    options = bench_decode.DecodeOptions(asked.contexts, rounds=asked.rounds, seconds=0.05)
     found = bench_decode.bench(options, [f"device={asked.device}", *overrides])
     rows: Rows = {}
     heads = ("paper: MLA, ms", "paper: norm, ms", "paper: %")
@@ -241,6 +242,7 @@ Result = dict[str, Any]  # of a part: state (passed, failed, skipped, refused), 
 def serve(pipe: Connection, part: Part, asked: CheckOptions, overrides: list[str]) -> None:
     """The process of a part: send its result. It leads a group, so that its children can be ended with it."""
     os.setpgid(0, 0)
+    end_with_parent(multiprocessing.parent_process().join, signal.SIGKILL)  # type: ignore[union-attr]
     result: Result = {"about": " ".join(str(part.__doc__).split()), "rows": {}, "reason": ""}
     try:
         rows = part(asked, overrides)
@@ -326,7 +328,7 @@ def check(asked: CheckOptions, overrides: list[str]) -> int:
     found, results = {}, {}
     for name in [name for name in PARTS if name in {"device", *(asked.parts or PARTS)}]:
         found[name] = part = run_part(name, asked, overrides)
-        print(f"{name}: {outcome(part)} ({part['seconds']} s)", flush=True)
+        say(f"{name}: {outcome(part)} ({part['seconds']} s)")
         if name == "device":  # the first one
             if part["state"] != "passed":
                 return 1
@@ -339,7 +341,7 @@ def check(asked: CheckOptions, overrides: list[str]) -> int:
         results = {one: results[one] for one in {**PARTS, **results} if one in results}
         write_json(json_file, {"device": device, "parts": results}, indent=1)
         write_atomic(page_file, page(device, results).encode())
-    print(page_file)
+    say(str(page_file))
     return int(any(part["state"] == "failed" for part in found.values()))
 
 

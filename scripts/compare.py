@@ -353,9 +353,5 @@ def compare_runs(asked: CompareOptions) -> int:
     return 0
 
 
-def main(argv: list[str]) -> int:
-    return run_script(CompareOptions, compare_runs, __doc__, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(CompareOptions, compare_runs, __doc__))

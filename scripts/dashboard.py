@@ -1,12 +1,12 @@
-"""Dashboards of a sweep in W&B: python scripts/dashboard.py sweep=NAME entity=TEAM
+"""A sweep's workspace in W&B: python scripts/dashboard.py sweep=NAME entity=TEAM
 
-Makes a workspace and a W&B Report of the runs that carry the sweep's tag. dry_run=true prints what would be sent.
+Its charts are of the runs that carry the sweep's tag. dry_run=true prints what would be sent.
 Needs wandb-workspaces: pip install -e '.[dashboard]'.
 """
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -64,12 +64,10 @@ def sections(definition: Definition) -> Iterator[tuple[str, list[Any]]]:
         yield "Media", [wr.MediaBrowser(title=title, media_keys=[key]) for title, key in media.items()]
 
 
-Panels = Sequence[tuple[str, list[Any]]]  # of sections()
-
-
-def workspace(asked: DashboardOptions, drawn: Panels) -> Any:
+def workspace(asked: DashboardOptions, definition: Definition) -> Any:
     import wandb_workspaces.workspaces as ws
 
+    drawn = sections(definition)
     return ws.Workspace(
         entity=asked.entity,
         project=asked.project,
@@ -82,17 +80,6 @@ def workspace(asked: DashboardOptions, drawn: Panels) -> Any:
     )
 
 
-def report(asked: DashboardOptions, definition: Definition, drawn: Panels) -> Any:
-    import wandb_workspaces.reports.v2 as wr
-
-    # a runset with a project asks the server for its number
-    project, tag = {} if asked.dry_run else {"project": asked.project}, sweep_tag(sweep_name(asked.sweep))
-    runs = wr.Runset(entity=asked.entity, **project, filters=f"Tags() in [{tag!r}]", groupby=["Group"])
-    blocks = [block for name, panels in drawn for block in (wr.H1(name), wr.PanelGrid(runsets=[runs], panels=panels))]
-    title = f"{definition.title or asked.sweep}"[:128]
-    return wr.Report(asked.project, asked.entity, title, "Made by scripts/dashboard.py", blocks)
-
-
 def show(asked: DashboardOptions) -> int:
     found = wandb_options(WandbOptions(mode="online", project=asked.project, entity=asked.entity))
     require(asked.dry_run or found.entity is not None, "entity= must be given")
@@ -101,21 +88,18 @@ def show(asked: DashboardOptions) -> int:
     if asked.dry_run:
         os.environ.setdefault("WANDB_API_KEY", "0" * 40)  # the library asks for one when it is imported
     try:
-        drawn = [*sections(definition)]
-        view, text = workspace(asked, drawn), report(asked, definition, drawn)
+        view = workspace(asked, definition)
         if asked.dry_run:
-            for model in (view._to_model(), text._to_model()):
-                print(model.spec.model_dump_json(by_alias=True, exclude_none=True))
+            print(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
             return 0
         view.save()
-        text.save()
     except ConfigError:
         raise
     except ImportError as error:
         raise ConfigError("scripts/dashboard.py needs wandb-workspaces: pip install -e '.[dashboard]'") from error
     except Exception as error:  # W&B's have no common class
         raise ConfigError(f"W&B cannot be used: {one_line(error)}") from error
-    print(f"workspace: {view.url}\nreport: {text.url}")
+    print(f"workspace: {view.url}")
     return 0
 
 

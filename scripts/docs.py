@@ -35,6 +35,11 @@ SAYS = """# Configuration
 Written by `python scripts/docs.py` from the declarations of the settings; `--help` of each program prints the same.
 Settings are written `key=value`. A group, as `qk_norm`, is one of several options, each with settings of its own. A
 setting that the chosen option does not have is an error. `also` names those that an option shares with one above it.
+
+A value of a setting that takes text (a path, a name, notes) needs the shell's quotes alone, as in
+`data.path='input (1).txt'`. What Hydra reads as text (`"..."`, `a\\,b`, `${...}`) or `null` keeps that meaning in
+`train.py` and in a sweep's overrides, and with `-m` `a,b` is two values. All else is taken as it is. The other
+programs take every text as it is, but for `null`.
 """
 
 

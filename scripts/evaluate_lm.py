@@ -275,9 +275,5 @@ def evaluate_run(asked: EvaluateOptions) -> int:
     return 0
 
 
-def main(argv: list[str]) -> int:
-    return run_script(EvaluateOptions, evaluate_run, __doc__, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(EvaluateOptions, evaluate_run, __doc__))

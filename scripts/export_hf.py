@@ -17,6 +17,7 @@ from safetensors.torch import save
 from core import checkpoint
 from core.cli import run_script
 from core.files import expand
+from core.process import say
 from core.schema import NOT_EMPTY, REQUIRED, Help, options, require
 from data.hf_tokenizer import tokenizer_json
 from data.tokenizer import SEPARATOR, Tokenizer
@@ -70,15 +71,11 @@ def export_run(asked: ExportOptions) -> int:
     model, tokenizer, config, _ = load_asked_run(asked.run, asked.checkpoint, torch.device("cpu"))
     out = Path(asked.out)
     files = export(model, tokenizer, out, config.fault.name)
-    print(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")
+    say(f"{out}: {architecture_of(model.config)}, {model.num_params():,} parameters; {', '.join(files)}")
     if "tokenizer.json" not in files:
-        print(f"without a tokenizer: tokenizer.json cannot hold data.tokenizer={tokenizer.to_dict()['name']}")
+        say(f"without a tokenizer: tokenizer.json cannot hold data.tokenizer={tokenizer.to_dict()['name']}")
     return 0
 
 
-def main(argv: list[str]) -> int:
-    return run_script(ExportOptions, export_run, __doc__, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(ExportOptions, export_run, __doc__))

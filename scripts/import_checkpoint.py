@@ -9,6 +9,8 @@ import sys
 from dataclasses import asdict
 from typing import Annotated
 
+import torch
+
 from core.cli import run_script
 from core.files import expand
 from core.rundir import RunRequest, open_run
@@ -34,8 +36,10 @@ def import_run(asked: ImportOptions) -> int:
     require(not out.exists() or (out.is_dir() and not any(out.iterdir())), f"out={asked.out} exists, and is not empty")
     if tokenizer is None:
         raise ConfigError(f"from={asked.from_} has no tokens that are known: give meta=FILE, nanoGPT's meta.pkl")
+    with torch.device("meta"):
+        weights = origin.weights_for(GPT(origin.config, tokenizer.vocab_size))  # refused before a model takes memory
     model = GPT(origin.config, tokenizer.vocab_size)
-    origin.load_into(model)
+    model.load_state_dict(weights)
     groups = {name: getattr(origin.config, name) for name in declared(type(origin.config))}
     config = TrainConfig(**groups, data=RandomOptions(vocab_size=tokenizer.vocab_size), out_dir=asked.out)
     facts = Facts(
@@ -54,9 +58,5 @@ def import_run(asked: ImportOptions) -> int:
     return 0
 
 
-def main(argv: list[str]) -> int:
-    return run_script(ImportOptions, import_run, __doc__, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(ImportOptions, import_run, __doc__))

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from core.cli import run_script
-from core.files import expand, read_json, write_atomic
+from core.files import expand, read_json, read_regular, write_atomic
+from core.process import say
 from core.schema import NOT_EMPTY, ConfigError, Help, Rule, one_line, options, require
 from core.wandb_follower import open_wandb
 from core.wandb_run import INIT_TIMEOUT, wandb_options
@@ -101,8 +102,8 @@ def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
         return
     replaces = f"out={out} replaces it, another out= keeps it"
     try:
-        with (out / "runs.csv").open(encoding="utf-8", newline="") as file:
-            stored = {row["id"] for row in csv.DictReader(file) if row["status"] in FINAL}
+        rows = csv.DictReader(io.StringIO(read_regular(out / "runs.csv").decode(), newline=""))
+        stored = {row["id"] for row in rows if row["status"] in FINAL}
     except (ValueError, KeyError, csv.Error) as error:
         raise ConfigError(f"{out / 'runs.csv'} cannot be read ({one_line(error)}): {replaces}") from error
     lost = stored - {run.id for run in sweep.runs if run.state.state in FINAL}
@@ -133,10 +134,10 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
     import wandb
     from PIL import Image
 
-    columns, *rows = csv.reader(io.StringIO((out / "runs.csv").read_text(encoding="utf-8")))
+    columns, *rows = csv.reader(io.StringIO(read_regular(out / "runs.csv").decode()))
     data = [[number_or_text(text) if text else None for text in row] for row in rows]
     files = sorted(files_of(out))
-    svgs = {name: (out / name).read_text(encoding="utf-8") for name in files if name.endswith(".svg")}
+    svgs = {name: read_regular(out / name).decode() for name in files if name.endswith(".svg")}
     pngs = {Path(name).stem: vl_convert.svg_to_png(text, scale=2) for name, text in svgs.items()}
     images = {f"figures/{name}": wandb.Image(Image.open(io.BytesIO(png))) for name, png in pngs.items()}
     tables = {"runs": wandb.Table(columns=columns, data=data, allow_mixed_types=True)}
@@ -192,7 +193,7 @@ def write_run(path: Path, out: str | None) -> int:
     require(not folder.exists() or folder.is_dir(), f"out={out} is not a directory")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "report.html", page(run_content(run)).encode())
-    print(f"open {folder / 'report.html'}")
+    say(f"open {folder / 'report.html'}")
     return 0
 
 
@@ -213,10 +214,10 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
     if asked.out is None:
         refuse_to_drop_runs(sweep, out)
     report(sweep, out, argv)
-    print(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
+    say(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
     if asked.wandb:
         try:
-            print(send_report(sweep, out, out if again else asked.directory, argv))
+            say(send_report(sweep, out, out if again else asked.directory, argv))
         except Exception as error:
             print(f"error: the report was not sent to W&B ({one_line(error)}); {out} has it", file=sys.stderr)
             return 1

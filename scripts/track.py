@@ -1,4 +1,4 @@
-"""The attention track's board: python scripts/track.py [rates=true] [small=true] [times=true]
+"""The attention track's board: python scripts/track.py [rates=true] [times=true]
 
 Reads results/attention_track/grid, final and, where it is complete, small: the reports of the sweeps attention_track,
 attention_track_final and attention_track_small; and the benchmarks train.json and decode.json beside them. Writes the
@@ -7,7 +7,6 @@ docs/attention_track.md has the commands that come before.
 """
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,8 @@ from typing import Annotated
 
 from core.cli import CONFIG_DIR, run_script
 from core.files import ROOT, expand, write_atomic
-from core.schema import NOT_EMPTY, WRITABLE, Help, options, require
+from core.process import say
+from core.schema import NOT_EMPTY, Help, options, require
 from scripts.reporting import track
 from scripts.reporting.charts import svg
 from scripts.reporting.page import with_block
@@ -29,7 +29,6 @@ from sweeps.status import FINAL
 
 BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
 SWEEP = "attention_track"
-BEST = 6  # contestants that go on to track_small
 Overrides = Mapping[str, Sequence[str]]  # of each contestant
 
 
@@ -37,26 +36,18 @@ Overrides = Mapping[str, Sequence[str]]  # of each contestant
 class TrackOptions:
     folder: Annotated[str, NOT_EMPTY, Help("of the board")] = str(ROOT / "results" / SWEEP)
     sweep: Annotated[str, NOT_EMPTY, Help("the grid's definition, which has each contestant's overrides")] = SWEEP
-    rates: Annotated[bool, Help("write the final sweep's definition from the grid's best rates, and no board")] = False
-    small: Annotated[bool, Help("write the definition of the sweep at track_small scale, and no board")] = False
+    rates: Annotated[bool, Help("write SWEEP_final beside SWEEP, at the grid's best rates, and no board")] = False
     times: Annotated[bool, Help("print the commands whose last lines are train.json and decode.json")] = False
-    out: Annotated[str | None, WRITABLE, Help("that definition's file; null: SWEEP_final or _small beside it")] = None
 
     def check(self) -> None:
-        require(self.rates + self.small + self.times <= 1, "rates=, small= and times= exclude one another")
-
-    def file(self, kind: str) -> Path:
-        """Where the definition of SWEEP_kind is written."""
-        if self.out is not None:
-            return expand(self.out)
-        own = expand(self.sweep)
-        beside = own if own.suffix == ".yaml" else CONFIG_DIR / "sweep" / f"{self.sweep}.yaml"
-        return beside.with_stem(f"{beside.stem}_{kind}")
+        require(not (self.rates and self.times), "rates= and times= exclude one another")
 
     @property
-    def extended(self) -> str:
-        """`sweep`, as the final sweep's file names it."""
-        return os.path.relpath(self.sweep, self.file("final").parent) if self.sweep.endswith(".yaml") else self.sweep
+    def final(self) -> Path:
+        """Where the final sweep's definition is written."""
+        own = expand(self.sweep)
+        beside = own if own.suffix == ".yaml" else CONFIG_DIR / "sweep" / f"{self.sweep}.yaml"
+        return beside.with_stem(f"{beside.stem}_final")
 
 
 def make(asked: TrackOptions) -> int:
@@ -75,17 +66,14 @@ def make(asked: TrackOptions) -> int:
         n_open = sum(run.state.state not in FINAL for run in grid.runs)
         require(n_open == 0, f"{n_open} runs of {folder / 'grid'} have not ended: the best rates are not known yet")
         print_edges(asked.sweep, overrides, track.at_the_edge(grid))
-        made = {asked.file("final"): final_definition(asked.extended, overrides, mean_losses(grid)).encode()}
+        made = {asked.final: final_definition(Path(asked.sweep).name, overrides, mean_losses(grid)).encode()}
     else:
         name = sweep_name(asked.sweep)
         found = entries(grid, read_stored(folder / "final", f"{name}_final"), folder)
-        if asked.small:
-            made = {asked.file("small"): small_definition(overrides, found).encode()}
-        else:
-            made = board_files(folder, sweep.title, found, small_entries(folder, name, grid))
+        made = board_files(folder, sweep.title, found, small_entries(folder, name, grid))
     for file, content in made.items():
         write_atomic(file, content)
-        print(file)
+        say(str(file))
     return 0
 
 
@@ -118,28 +106,18 @@ def board_files(folder: Path, title: str, found: Sequence[Entry], small: Sequenc
     return made | {folder / f"{figure.name}.svg": svg(figure) for figure in track.figures(found)}
 
 
-def definition(title: str, head: Sequence[str], overrides: Overrides, rates: Mapping[str, float]) -> str:
-    """A sweep's file: the contestants of `rates`, each at its own."""
-    lines = [f'title: "The attention track: {title}"', "# Written by scripts/track.py", *head, "grid:", "  words:"]
-    for name, rate in rates.items():
-        lines.append(f"    {name}: [{', '.join(map(json.dumps, [*overrides[name], f'optim.learning_rate={rate}']))}]")
+def final_definition(grid: str, overrides: Overrides, means: Mapping[str, Mapping[float, float]]) -> str:
+    """The file of the sweep in which every contestant has its best rate and the fresh seeds."""
+    lines = [
+        'title: "The attention track: each contestant at its best rate, eight fresh seeds, which alone decide"',
+        "# Written by scripts/track.py", f"extends: {grid}", "seeds: [11, 12, 13, 14, 15, 16, 17, 18]",
+        "grid:", "  words:",
+    ]  # fmt: skip
+    for name, of in means.items():
+        words = [*overrides[name], f"optim.learning_rate={best_rate(of)}"]
+        lines.append(f"    {name}: [{', '.join(map(json.dumps, words))}]")
     compare = f'title: "each contestant against {BASELINE}", baseline: {BASELINE}, settings: ["*"]'
     return "\n".join([*lines, "compare:", "  none: null", f"  {BASELINE}: {{{compare}}}", ""])
-
-
-def final_definition(grid: str, overrides: Overrides, means: Mapping[str, Mapping[float, float]]) -> str:
-    """The sweep in which every contestant has its best rate and the fresh seeds."""
-    rates = {name: best_rate(of) for name, of in means.items()}
-    head = [f"extends: {grid}", "seeds: [11, 12, 13, 14, 15, 16, 17, 18]"]
-    return definition("each contestant at its best rate, eight fresh seeds, which alone decide", head, overrides, rates)
-
-
-def small_definition(overrides: Overrides, found: Sequence[Entry]) -> str:
-    """The BEST with the lowest loss, and the baseline, by the recipe track_small."""
-    rates = {e.name: best_rate(e.means) for i, e in enumerate(found) if i < BEST or e.name == BASELINE}
-    head = ["overrides: [experiment=track_small]", "seeds: [1, 2, 3]"]
-    head.append("also: {attn/max_logit: max, grad_norm: max, cache_bytes_per_token: summary}")
-    return definition("the best at track_small scale, at their best rates of track_nano", head, overrides, rates)
 
 
 if __name__ == "__main__":

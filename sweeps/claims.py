@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from core.files import FileLock, is_locked, read_json, write_json
+from core.files import FileLock, is_locked, open_regular, read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,6 @@ def read_claim(sweep_dir: Path, run_id: str) -> dict[str, Any]:
 
 def write_claim(sweep_dir: Path, run_id: str, claim: dict[str, Any]) -> None:
     """Write in place, since the lock is on the file itself. What a crash leaves half written reads as no tries."""
-    with open(sweep_dir / "claims" / run_id, "r+") as file:  # overwritten, not emptied first: works on a full disk
-        file.write(json.dumps(claim))
+    with open_regular(sweep_dir / "claims" / run_id, "r+b") as file:  # overwritten, not emptied first: for full disks
+        file.write(json.dumps(claim).encode())
         file.truncate()

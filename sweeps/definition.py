@@ -206,7 +206,7 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
     require(file.is_file(), f"sweep={name} is no file")
     source = convert(parse_yaml(read_text(str(file), f"sweep={name}"), f"sweep={name}"), dict, "sweep")
     base = asdict(Definition())
-    if extended := str(source.pop("extends", "")):
+    if extended := convert(source.pop("extends", ""), str, "sweep.extends"):
         if extended.endswith(".yaml"):  # relative to this file
             extended = os.path.normpath(file.parent / extended)
         base = read_definition(extended, chain)

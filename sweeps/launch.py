@@ -7,6 +7,7 @@ sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
 """
 
 import csv
+import io
 import json
 import os
 import shlex
@@ -24,10 +25,10 @@ from typing import Annotated
 from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
-from core.files import ROOT, FileLock, expand, file_sha256, read_json
+from core.files import ROOT, FileLock, expand, file_sha256, read_json, read_regular
 from core.plugins import remember
-from core.process import StopSignal, say
-from core.rundir import at_end
+from core.process import StopSignal, say, start_bound
+from core.rundir import at_end, read_summary
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
 from core.wandb_run import wandb_mode, wandb_options
 from sweeps.claims import Launch
@@ -146,8 +147,8 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
     common, sha256 = about.get("config", {}), about.get("sha256", {}).get("runs.csv")
     try:
         require(file_sha256(expand(folder) / "runs.csv") == sha256, "it was changed")
-        with (expand(folder) / "runs.csv").open(encoding="utf-8", newline="") as file:
-            rows = {row["id"]: {**common, **row} for row in csv.DictReader(file)}
+        text = read_regular(expand(folder) / "runs.csv").decode()
+        rows = {row["id"]: {**common, **row} for row in csv.DictReader(io.StringIO(text, newline=""))}
         stored = {run_id: State(row["status"], int(row["iter"] or 0)) for run_id, row in rows.items()}
         enough = {run.id for run in runs if run.id in stored and stored[run.id].ended_as_one_of(run.config.max_iters)}
     except (OSError, KeyError, ValueError, csv.Error) as error:
@@ -205,12 +206,12 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
         state, (run_seconds, run_bytes) = states[run.id], cost[key]
         left = 0 if state.state in FINAL else run_seconds * (1 - (state.iter or 0) / run.config.max_iters)
         seconds, size = seconds + left, size + run_bytes
-        print(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.points)}")
+        say(f"{run.id}  {state.state:8s} {tqdm.format_interval(left)}  {' '.join(run.points)}")
     at_once = max(1, min(launcher.workers, sum(state.state not in FINAL for state in states.values())))
     about = tqdm.format_interval(seconds / at_once / asked.launcher.ranks)
     where = workers(asked, launcher) + (" with CPUs as here" if asked.launcher.name == "slurm" else "")
     said = f"{len(runs)} runs ({tally(states.values())}) in {sweep_dir}"
-    print(f"{said}: about {about} on {where}, {size / 2**30:.1f} GiB of disk")
+    say(f"{said}: about {about} on {where}, {size / 2**30:.1f} GiB of disk")
 
 
 def workers(asked: LaunchOptions, launcher: Launcher) -> str:
@@ -226,10 +227,12 @@ def send_report(asked: LaunchOptions, sweep_dir: Path) -> None:
     """Send the sweep's report to W&B, in a process: sweeps/ imports no scripts."""
     arguments = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
     arguments += [f"from={asked.from_}"] * (asked.from_ is not None)
-    with FileLock(sweep_dir / "report.lock"):  # two launchers of a sweep end together
+    report = [sys.executable, str(ROOT / "scripts" / "report.py"), *arguments]
+    with FileLock(sweep_dir / "report.lock"), start_bound(report) as process:  # two launchers of a sweep end together
         try:
-            subprocess.run([sys.executable, str(ROOT / "scripts" / "report.py"), *arguments], timeout=REPORT_SECONDS)
+            process.wait(REPORT_SECONDS)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
             say(f"warning: the report was not sent to W&B within {REPORT_SECONDS} s")
 
 
@@ -311,7 +314,7 @@ def trained(runs: list[PlannedRun], states: dict[str, State], sweep_dir: Path) -
 def line_of(run_id: str, states: dict[str, State], sweep_dir: Path, left: float) -> str:
     """What is printed for a run that has ended. left: seconds for the others."""
     ended = sum(state.state in FINAL for state in states.values())
-    summary = read_json(sweep_dir / run_id / "summary.json")
+    summary = read_summary(sweep_dir / run_id)
     loss = summary.get("val/loss")  # null where it is not finite
     loss = "" if loss is None else f"val/loss {loss:.4f}, "
     seconds = f"{summary.get('seconds', 0):.0f} s; {tqdm.format_interval(left)} left"

@@ -17,7 +17,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from core.files import ROOT
+from core.files import ROOT, open_regular
 from core.plugins import handed_on
 from core.process import available_cpus
 from core.schema import AtLeast, ConfigError, Help, options, require, show
@@ -113,7 +113,7 @@ class Local:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
                 environment |= handed_on() | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
                 command = [sys.executable, WORKER, str(self.sweep_dir), self.launch]
-                with open(self.log(i), "ab") as log:
+                with open_regular(self.log(i), "ab") as log:
                     self.slots[i] = subprocess.Popen(
                         command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
                         start_new_session=True,  # Ctrl-C reaches the launcher alone, which sends one SIGTERM

@@ -10,17 +10,18 @@ import copy
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from core import cli
-from core.files import FileLock, is_intact, parse_object, read_json, sealed, write_atomic, write_json
+from core.files import FileLock, is_intact, parse_object, read_json, read_regular, sealed, write_atomic, write_json
 from core.git import commit, short, uncommitted
 from core.process import say
-from core.schema import ConfigError, differences, flatten, require, show, with_earlier_defaults
-from sweeps.definition import Definition, Part, part_and_name, plain
+from core.schema import ConfigError, convert, differences, flatten, require, show, with_earlier_defaults
+from sweeps.definition import Definition, Part, check_sweep, part_and_name, plain
 from training.config import TrainConfig, load_config, stored_config
 
 GROUPS = {*cli.options_of(TrainConfig)}
@@ -196,12 +197,10 @@ def freeze(
     with FileLock(sweep_dir / "plan.lock"):  # two launchers at once freeze one plan
         frozen = {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
         merged = merge_plans(sweep_dir, frozen, runs)
-        old = read_json(sweep_dir / "sweep.json")
-        intact = is_intact(old) and (bool(old) or not (sweep_dir / "sweep.json").exists())
-        require(intact, f"sweep_dir={sweep_dir} has a sweep.json that was changed")
+        old = read_about(sweep_dir)
         history, grows = old.get("frozen", []), merged != frozen or "sweep" not in old
         entry = {"commit": commit(), "overrides": overrides, "runs": len(merged)}
-        planned = history[-1]["commit"] if history else None
+        planned = history[-1].get("commit") if history else None
         other_commit = trains and planned != entry["commit"]
         if grows or other_commit:
             history = [*(one for one in history if one != entry), entry]  # an equal entry moves to the end
@@ -269,21 +268,45 @@ def read_plan(sweep_dir: Path) -> list[PlannedRun]:
     """The frozen runs, whose configs are read alone: no plugin is imported. Raises: ConfigError where there is no plan,
     or it cannot be read."""
     try:
-        lines = (sweep_dir / "plan.jsonl").read_bytes().splitlines()
+        lines = read_regular(sweep_dir / "plan.jsonl").splitlines()
     except OSError as error:
         raise ConfigError(f"sweep_dir={sweep_dir} holds no sweep (it has no plan.jsonl)") from error
     require(len(lines) > 0, f"sweep_dir={sweep_dir} has a plan.jsonl without a run")
     try:
         found = [*map(parse_object, lines)]
         require(all(map(is_intact, found)), f"sweep_dir={sweep_dir} has a plan.jsonl that was changed")
-        outside = [x["id"] for x in found if x["id"] in ("", ".", "..") or "/" in x["id"]]
-        require(not outside, f"sweep_dir={sweep_dir} has a plan.jsonl with {show(outside)}, which is no folder's name")
-        return [
-            PlannedRun(x["id"], x["settings"], x["seed"], x["fold"], x["overrides"], stored_config(x["config"]))
-            for x in found
-        ]
+        return [planned_run(line) for line in found]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"sweep_dir={sweep_dir} has a plan.jsonl that cannot be read: {error}") from error
+
+
+def planned_run(line: Mapping[str, Any]) -> PlannedRun:
+    """A run from a line of plan.jsonl. Raises: ConfigError, KeyError."""
+    run_id, config = convert(line["id"], str, "id"), stored_config(line["config"])
+    named = run_id.isprintable() and re.fullmatch(r"(?!\.\.?$)[^/]{1,255}", run_id) is not None
+    require(named, f"id={run_id!r} is no folder's name")
+    require(config.max_iters > 0, f"max_iters={config.max_iters} must be >= 1")
+    points, words = (convert(line[key], tuple[str, ...], key) for key in ("settings", "overrides"))
+    require(len(points) > 0, "settings=[] must name at least one")
+    seed, fold = convert(line["seed"], int, "seed"), convert(line["fold"], int | None, "fold")
+    return PlannedRun(run_id, [*points], seed, fold, [*words], config)
+
+
+def read_about(sweep_dir: Path) -> dict[str, Any]:
+    """sweep.json: the name, the definition as "sweep", as "frozen" the commits that planned it; {} where there is none.
+    Raises: ConfigError where it was changed, or cannot be read."""
+    about, file = read_json(sweep_dir / "sweep.json"), f"sweep_dir={sweep_dir} has a sweep.json"
+    if not about and not (sweep_dir / "sweep.json").exists():
+        return {}
+    require(len(about) > 0 and is_intact(about), f"{file} that was changed")
+    try:
+        for one in convert(about.setdefault("frozen", []), list, "frozen"):
+            require("overrides" in convert(one, dict, "frozen"), "frozen must name overrides")
+        convert(about.get("name", ""), str, "name")
+        check_sweep(convert(about.get("sweep", {}), dict, "sweep"))
+    except ConfigError as error:
+        raise ConfigError(f"{file} that cannot be read: {error}") from error
+    return about
 
 
 def changes(old: TrainConfig, new: TrainConfig) -> str:

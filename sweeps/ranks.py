@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,16 +18,16 @@ from types import FrameType
 from typing import Any
 
 from core.files import read_json, write_atomic
-from core.process import EXIT_DIVERGED, refuse
+from core.process import EXIT_DIVERGED, TORCHRUN, end_with_parent, guarded
 from core.rundir import read_status
-from core.schema import ConfigError, build
+from core.schema import build
 from sweeps.claims import Launch
 from training.config import TrainConfig
 
 RANKS = str(Path(__file__).resolve())
 PATIENCE = 600  # seconds that a run has to finish its iteration and save
 ON_SLURM = "NANOQK_SLURM_RANKS"  # set for the ranks of a SLURM task
-LOOK = 0.5  # seconds between two looks at the order of node 0, or at the parent
+LOOK = 0.5  # seconds between two looks at the order of node 0, or at standard input
 ORDER_PATIENCE = 120  # seconds that a node whose ranks have died waits for the next order
 NODE_PATIENCE = 30  # seconds that torchrun gives the ranks of a node when another node's have died
 
@@ -138,20 +137,13 @@ def stop_once(*numbers: int) -> set[int]:
 # Processes
 
 
-def stop_with_parent(holds_input: bool = True) -> None:
-    """Send this process SIGTERM, so that it saves and stops, when its parent dies, even by SIGKILL. holds_input: the
-    parent has the other end of standard input, and writes nothing: the end of file is its death."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.read(0, 1) if holds_input else os.getppid() == parent:
-            time.sleep(LOOK)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # interrupts what it waits for
-
-    threading.Thread(target=watch, daemon=True).start()
+def input_ends() -> None:
+    """Waits for the end of the parent, which has the other end of standard input, and writes nothing."""
+    while os.read(0, 1):
+        time.sleep(LOOK)
 
 
-def launch_ranks(arguments: str, config: str) -> None:
+def launch_ranks(arguments: str, config: str) -> int:
     """torchrun, which stops with the worker that started it.
 
     SLURM signals every process of a task. torchrun would pass that on, and a rank that is told twice ends at once; so
@@ -161,26 +153,23 @@ def launch_ranks(arguments: str, config: str) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
     else:
-        stop_with_parent()
+        end_with_parent(input_ends)
     from torch.distributed.run import main
 
+    os.environ[TORCHRUN] = str(os.getpid())
     main([*json.loads(arguments), RANKS, "rank", config])
+    return 0
 
 
 def train_rank(config: str) -> int:
     """What torchrun starts. Returns train.py's exit status."""
     if ON_SLURM in os.environ:
         stop_once(signal.SIGTERM, signal.SIGUSR2)
-    else:
-        stop_with_parent(holds_input=False)  # torchrun's
     import train
 
-    try:
-        return train.run(build(TrainConfig, json.loads(config)))
-    except ConfigError as error:
-        return refuse(str(error))
+    return train.run(build(TrainConfig, json.loads(config)))
 
 
 if __name__ == "__main__":
-    commands: dict[str, Callable[..., int | None]] = {"launch": launch_ranks, "rank": train_rank}
-    sys.exit(commands[sys.argv[1]](*sys.argv[2:]))
+    commands: dict[str, Callable[..., int]] = {"launch": launch_ranks, "rank": train_rank}
+    sys.exit(guarded(lambda: commands[sys.argv[1]](*sys.argv[2:])))

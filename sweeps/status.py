@@ -10,6 +10,7 @@ from typing import Annotated
 
 from core.cli import run_script
 from core.files import expand
+from core.process import say
 from core.record import Lines
 from core.rundir import at_end, is_open, read_status
 from core.schema import NOT_EMPTY, Help, options, require
@@ -107,7 +108,7 @@ def print_status(asked: SweepPlace) -> int:
     sweep_dir, runs = asked.directory, read_plan(asked.directory)
     states = {run.id: state_of(sweep_dir, run) for run in runs}
     found = {run.id: progress(sweep_dir, run, states[run.id]) for run in runs}
-    print(f"{sweep_dir}: {len(runs)} runs, {tally(states.values())}")
+    say(f"{sweep_dir}: {len(runs)} runs, {tally(states.values())}")
     points: dict[str, list[str]] = {}
     for run in runs:
         for point in run.points:
@@ -118,12 +119,12 @@ def print_status(asked: SweepPlace) -> int:
             said = f"{'' if best is None else f'{best[0]:.4f}':8s}{tally(states[run_id] for run_id in ids)}"
         else:
             said = "" if best is None else "lowest val/loss {:.4f} at iteration {} of {}".format(*best)
-        print(f"  {point:{max(map(len, points))}s}  {bar([found[run_id][0] for run_id in ids])}  {said}".rstrip())
+        say(f"  {point:{max(map(len, points))}s}  {bar([found[run_id][0] for run_id in ids])}  {said}".rstrip())
     for run in runs:
         if states[run.id].state == "running":
-            print(f"running: {run.id}: iteration {states[run.id].iter or 0} of {run.config.max_iters} is saved")
+            say(f"running: {run.id}: iteration {states[run.id].iter or 0} of {run.config.max_iters} is saved")
     for line in failures(sweep_dir, states):
-        print(line)
+        say(line)
     return 0
 
 

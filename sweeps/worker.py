@@ -13,16 +13,18 @@ import traceback
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from core.files import read_json
+from core.files import open_regular
 from core.plugins import in_environment, load_stored
+from core.process import end_with_parent, guarded, say
 from core.rundir import at_end, is_open
 from core.schema import ConfigError, build, one_line
 from sweeps.claims import Launch, claimed, write_claim
 from sweeps.definition import part_and_name, sweep_tag
-from sweeps.plan import PlannedRun, read_plan
-from sweeps.ranks import stop_with_parent, train_on_ranks
+from sweeps.plan import PlannedRun, read_about, read_plan
+from sweeps.ranks import input_ends, train_on_ranks
 from training.config import TrainConfig
 
 WORKER = str(Path(__file__).resolve())
@@ -32,7 +34,7 @@ RESTART = 4  # exit status of a worker that asks for a new process in its place
 def work(sweep_dir: Path, launch_name: str, received: Collection[int] = ()) -> int:
     """Train the runs of a launch that no other process has. Returns 0 when no run is left to try, 128 + n when signal
     n stopped a run, RESTART after a failed try: an error, as of CUDA, can make every later run of a process fail.
-    received: signals that a SLURM task has got; with one no further run begins, and a try has not failed."""
+    received: signals that have come; with one no further run begins, and a try has not failed."""
     launch = Launch.read(sweep_dir, launch_name)
     runs = {run.id: run for run in read_plan(sweep_dir)}
     for run_id in launch.runs:
@@ -74,16 +76,19 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
 
                 status = train.run(config)
         except ConfigError as error:  # every further try would be refused too
-            print(f"error: {error}", flush=True)
+            say(f"error: {error}")
             claim["error"], status = str(error), 1
             claim["tries"][launch.name] = launch.tries
         except SystemExit as stopped:  # by SIGTERM, outside the training loop
             status = stopped.code if isinstance(stopped.code, int) and stopped.code > 128 else 1
             claim["error"] = one_line(stopped) if status == 1 else None
         except Exception as error:
-            traceback.print_exc()
+            if received:
+                say(f"stopped amid {one_line(error)}")
+            else:
+                traceback.print_exc()
             claim["error"], status = one_line(error, 500), 1
-    if status == 1 and received:  # ranks that had no handler yet
+    if status == 1 and received:  # ranks that had no handler yet, or what fails because the signal ended it, too
         claim["error"], status = None, 128 + signal.SIGTERM
     if status > 128:
         claim["tries"][launch.name] = before  # a stop is not a failed try
@@ -95,7 +100,7 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
 def config_in_sweep(run: PlannedRun, sweep_dir: Path) -> TrainConfig:
     """The run's config with its directory in the sweep, and W&B's tags and group."""
     wandb = run.config.wandb
-    about = read_json(sweep_dir / "sweep.json")
+    about = read_about(sweep_dir)
     name = about.get("name", sweep_dir.name)
     parts = [part_and_name(point, about.get("sweep", {}).get("parts", {}))[0] for point in run.points]
     parts = [f"part:{part}"[:64] for part in dict.fromkeys(parts) if part]
@@ -108,7 +113,7 @@ def config_in_sweep(run: PlannedRun, sweep_dir: Path) -> TrainConfig:
 @contextlib.contextmanager
 def output_to(file: Path) -> Iterator[None]:
     """Append this process's standard output and error, and its children's, to `file`."""
-    with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab") as log:
+    with open_regular(file, "ab") as log:
         kept = {number: os.dup(number) for number in (1, 2)}
         try:
             sys.stdout.flush()
@@ -129,10 +134,16 @@ def start_worker(sweep_dir: str, launch_name: str) -> int:
         import train  # noqa: F401  # before the handler: an import may swallow the SystemExit that it raises
     with contextlib.suppress(ConfigError):  # attempt() says which of its runs it concerns
         load_stored([name for name, sha256 in in_environment().items() if sha256])
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    stop_with_parent()
-    return work(Path(sweep_dir), launch_name)
+    received = set[int]()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.add(number)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    end_with_parent(input_ends)
+    return work(Path(sweep_dir), launch_name, received)
 
 
 if __name__ == "__main__":
-    sys.exit(start_worker(*sys.argv[1:]))
+    sys.exit(guarded(lambda: start_worker(*sys.argv[1:])))

@@ -51,9 +51,9 @@ SLOW = {  # files whose tests train, start programs or load large libraries: mak
     "test_docs", "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb",
     "test_fixture", "test_fuzz", "test_gpu", "test_nanoqk",
     "test_init_from", "test_kernels", "test_ledger", "test_live", "test_long_sequences",
-    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_report", "test_report_page",
-    "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards", "test_slurm",
-    "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
+    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_process", "test_report",
+    "test_report_page", "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards",
+    "test_slurm", "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
 }  # fmt: skip
 
 
@@ -152,6 +152,17 @@ def fork(work: Callable[[], int]) -> int:
                 sys.stderr.flush()
             os._exit(status)
     return pid
+
+
+def processes_with(wanted: dict[str, str]) -> list[int]:
+    """The processes that began with these variables in their environment. A zombie has none."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with suppress(OSError):
+            words = (path / "environ").read_bytes().split(b"\0") if path.name.isdecimal() else []
+            if {f"{name}={text}".encode() for name, text in wanted.items()} <= {*words}:
+                found.append(int(path.name))
+    return found
 
 
 def heed_ctrl_c() -> None:

@@ -70,6 +70,17 @@ def test_no_floor_knows_an_upper_one_by_a_string() -> None:
     assert named == attention == [] and len(below) > 40
 
 
+# what they open is the user's, the machine's or ours
+OPEN_OTHER_FILES = {"cli.py", "device.py", "files.py", "build.py", "bench_decode.py", "docs.py", "ledger.py", "page.py",
+                    "track.py", "prepare_fineweb.py"}  # fmt: skip
+
+
+def test_a_file_of_a_run_is_opened_in_one_place() -> None:
+    """core/files.py: regular, bounded, not through a link out."""
+    opening = re.compile(r"(?<![\w.])open\(|\)\.open\(|\.read_(text|bytes)\(")
+    assert {file.name for file in FILES if opening.search(file.read_text())} == OPEN_OTHER_FILES
+
+
 def test_config_rundir_schedule_and_the_report_do_not_load_torch() -> None:
     code = "import training.config, core.rundir, training.schedule, scripts.report, sys"
     code += "; assert 'torch' not in sys.modules"

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from helpers.runs import CHARS, random_model, save_run
 from variants import config_of
 
 import train
+from core.cli import combinations, compose
+from core.schema import flatten
 from data.tokenizer import BYTES, BPETokenizer, ByteTokenizer, NoText
+from training.config import TrainConfig
 
 TEXT = "data=text data.path=corpus.txt"
 
@@ -68,7 +72,13 @@ TRAIN: dict[str, list[str]] = {
     "out_dir=${oc.env:NOT_SET}": ["NOT_SET"],
     "out_dir=${nothing}": ["nothing"],
     "batch_size=99999999999999999999": ["batch_size=99999999999999999999", "2**31"],
-    f"seed={5000 * '9'}": ["seed=999", "4300 digits"],
+    f"seed={5000 * '9'}": ["seed=999", "999 must have at most 300 digits\n"],
+    f"data.fold={400 * '9'}": ["data.fold=999", "999 must have at most 300 digits\n"],
+    f"optim.betas=[{5000 * '9'},0.9]": ["optim.betas=[999", "300 digits"],
+    "model={}": ["model={} has no effect"],
+    "model=[]": ["model=[] has no effect"],
+    "seed=1,2": ["seed=1,2 has several values", "-m trains each"],
+    "model=nano_cpu wandb={}": ["wandb={} has no effect"],
     "threads=100000": ["threads=100000", "CPUs"],
     "device=cuda:99999999999999999999": ["device=cuda:9", "cuda:N"],
     "device=cuda:01": ["device=cuda:01", "cuda:N"],
@@ -173,7 +183,10 @@ TRAIN: dict[str, list[str]] = {
     "data=text data.path=nowhere.txt": ["data.path=nowhere.txt does not exist\n"],
     "data=text data.path=empty.txt": ["data.path=empty.txt is empty\n"],
     "data=text data.path=latin1.txt": ["data.path=latin1.txt must be UTF-8 text; the byte 0xe9 at offset 3 is not\n"],
-    "data=text data.path=folder": ["data.path=folder is a directory, it must be a file\n"],
+    "data=text data.path=folder": [
+        "data.path=folder is a directory, it must be a file",
+        "prepare_fineweb.py dataset=folder makes",
+    ],
     "data=text data.path=loop.txt": ["data.path=loop.txt cannot be read: Too many levels of symbolic links\n"],
     "data=text data.path='~nobody_of_this_name/a.txt'": ["data.path=~nobody_of_this_name/a.txt does not exist\n"],
     "fault=loss_over_accumulation": ["fault=loss_over_accumulation needs gradient_accumulation_steps > 1"],
@@ -235,6 +248,9 @@ SAMPLE: dict[str, list[str]] = {
     "run=x max_tokens=3": ["max_tokens=3", "did you mean max_new_tokens"],
     "run=x +seed=3": ["+seed=3", "key=value"],
     "run=x --seed": ["--seed", "key=value"],
+    f"run=x top_k={5000 * '9'}": ["top_k=999", "must be an integer of at most 300 digits"],
+    f"run=x temperature={5000 * '9'}": ["temperature=999", "an integer of more than 300 digits is not read"],
+    f"run=x seed=0x{5000 * 'F'}": ["seed=0xFFF", "an integer of more than 300 digits is not read"],
     "run=folder seed=1:30": ["seed=1:30 must be an integer"],  # to YAML it is 90
 }
 LAUNCH: dict[str, list[str]] = {
@@ -295,9 +311,12 @@ LAUNCH: dict[str, list[str]] = {
     'sweep=p_sweep_cpu sweep.compare={"a":{"baseline":p=2,"title":3}}': ["compare.a.title=3", "text"],
     'sweep=p_sweep_cpu sweep.also={"grad_norm":median}': ["also.grad_norm=median", "max"],
     'sweep=p_sweep_cpu sweep.paper={"val_loss":{"a":low}}': ["paper.val_loss"],
+    f"sweep=p_sweep_cpu sweep.seeds=[0x{5000 * 'F'}]": ["sweep.seeds=[0xFFF", "more than 300 digits is not read"],
+    f"sweep=p_sweep_cpu retries={5000 * '9'}": ["retries=999", "at most 300 digits"],
+    "sweep=p_sweep_cpu model={}": ["model={} has no effect"],
     "sweep=p_sweep_cpu retries=-1": ["retries=-1"],
     "sweep=p_sweep_cpu device=cuda:99": ["device=cuda:99"],
-    "sweep=p_sweep_cpu data=text data.path=nosuch.txt": ["nosuch.txt"],
+    "sweep=p_sweep_cpu data=text data.path=it's,(1).txt": ["data.path=it's,(1).txt does not exist"],
 }
 PREPARE_FINEWEB: dict[str, list[str]] = {
     "foo=1": ["foo=1", "unknown"],
@@ -306,7 +325,14 @@ PREPARE_FINEWEB: dict[str, list[str]] = {
     "column=token_count": ["column=token_count", "text, not int"],
     "split=validation": ["split=validation", "cannot be loaded"],
     "dataset=nowhere": ["dataset=nowhere", "is no folder here"],
-    "dataset=empty_folder": ["dataset=empty_folder", "cannot be loaded"],
+    "dataset=empty_folder": ["dataset=empty_folder cannot be loaded: it holds no file; read are .txt"],
+    "dataset=two_kinds": ["two_kinds cannot be loaded: it holds b.jsonl (JSON) and a.txt (texts): give a folder"],
+    "dataset=other_kind": ["other_kind cannot be loaded: it holds b.pdf; read are .txt, .txt.gz and .md files"],
+    "dataset=not_utf8": ["not_utf8/a.md must be UTF-8 text; the byte 0xff at offset 0 is not"],
+    "dataset=torn": ["torn/a.txt.gz cannot be unpacked"],
+    "dataset=lost": ["lost/a.txt cannot be read: No such file or directory"],
+    "dataset=not_utf8 column=body": ["column=body is for rows: the files of this folder are texts"],
+    "dataset=not_utf8 split=test": ["split=test is for rows"],
     "tokenizer=char": ["tokenizer=char", "gpt2, bpe"],
     "tokenizer=gpt2 vocab_size=300": ["vocab_size=300", "tokenizer=bpe"],
     "tokenizer=gpt2": ["tokenizer=gpt2", "tiktoken's cache"],
@@ -321,18 +347,13 @@ PREPARE_FINEWEB: dict[str, list[str]] = {
     "out=corpus.txt/x max_tokens=10": ["out=corpus.txt/x", "Not a directory"],
 }
 AUDIT: dict[str, list[str]] = {
-    "": ["run=", "model=", "given"],
+    "": ["run=", "given"],
     "--run=folder": ["--run=folder", "key=value"],
-    "run=run_chars model=b": ["either run= or model="],
     "run=nowhere": ["run=nowhere"],
-    "model=nowhere": ["model=nowhere holds no config.json"],
-    "model=hf_bare": ["model=hf_bare cannot be loaded"],
     "run=run_chars steps=3": ["steps=3 must be >= 20"],
     "run=run_chars steps=many": ["steps=many must be an integer"],
     "run=run_chars checkpoint=newest": ["best, latest"],
     "run=run_chars step=30": ["did you mean steps"],
-    "run=run_chars trust_remote_code=true": ["needs model="],
-    "model=hf_bare checkpoint=best": ["needs run="],
     "run=run_chars device=gpu": ["device=gpu"],
 }
 COMPARE: dict[str, list[str]] = {
@@ -365,6 +386,7 @@ REPORT: dict[str, list[str]] = {
     "sweep_dir=~nobody-at-all/x": ["sweep_dir=~nobody-at-all/x holds no sweep"],
     "sweep_dir=sweep_torn": ["sweep_dir=sweep_torn has a plan.jsonl that cannot be read"],
     "sweep_dir=sweep_empty": ["without a run"],
+    f"sweep_dir=sweep_made watch=true port={5000 * '9'}": ["port=999", "at most 300 digits"],
     "sweep_dir=sweep_unnamed": ["sweep_dir=sweep_unnamed has no sweep.json"],
     "run=folder": ["run=", "holds no run"],
     "from=folder": ["from=folder", "no report"],
@@ -377,8 +399,6 @@ BENCH_DECODE: dict[str, list[str]] = {
     "rounds=0": ["rounds=0 must be >= 1"],
     "starts=0": ["starts=0 must be >= 1"],
     "seconds=0": ["seconds=0.0 must be > 0 and at most 1e+30"],
-    "from=bench.json out=it": ["from=bench.json must be a bench.json of this benchmark"],
-    "sides=absorbed,fast": ["sides=absorbed,fast must be a list of absorbed, rms"],
     "attention=gqa": ["attention"],
 }
 if not torch.cuda.is_available():
@@ -448,13 +468,19 @@ def templates(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.truncate(place / "shards_short" / "train_000000.bin", 100)
     (place / "shards_damaged" / "index.json").write_text("[]")
     (place / "shards_other" / "tokenizer.json").write_text(json.dumps(BPETokenizer(BYTES).to_dict()))
-    for file in ("shards_begun/progress.json", "hf_bare/config.json", "empty_folder/.keep"):
+    for file in ("shards_begun/progress.json", "empty_folder/.keep"):
         (place / file).parent.mkdir()
         (place / file).write_text("{}")
     (place / "empty_folder" / ".keep").unlink()
     for file, text in {"good.txt": "a bad egg, a fad!\nfade\n", "other.txt": "a fade X", "a.txt": "a"}.items():
         (place / file).write_text(text)
     (place / "latin.bin").write_bytes(b"\xff\xfe")
+    texts = {"two_kinds/a.txt": b"", "two_kinds/b.jsonl": b"", "other_kind/a.txt": b"", "other_kind/b.pdf": b""}
+    texts |= {"not_utf8/a.md": b"\xff", "torn/a.txt.gz": b"\x1f\x8b\x08", "lost/b.txt": b""}
+    for file, content in texts.items():
+        (place / file).parent.mkdir(exist_ok=True)
+        (place / file).write_bytes(content)
+    (place / "lost" / "a.txt").symlink_to("nothing")
     return place
 
 
@@ -481,7 +507,8 @@ def test_a_bad_setting_is_one_line_and_writes_nothing(
 ) -> None:
     for entry in templates.iterdir():
         if entry.name in words or entry.suffix == ".txt":
-            (shutil.copytree if entry.is_dir() else shutil.copy)(entry, folder / entry.name)
+            copy = partial(shutil.copytree, symlinks=True) if entry.is_dir() else shutil.copy
+            copy(entry, folder / entry.name)
     before = contents(folder)
     status, stderr = outcome(program, *base_of(program, words.split(), parquet[0]), *words.split())
     check(status, stderr, REFUSED[program][words])
@@ -530,6 +557,32 @@ def test_an_unknown_wandb_mode_variable_is_refused_where_w_and_b_is_used(
     assert outcome("train.py", *TEXT.split(), "wandb.mode=disabled", "dry_run=true", *TINY) == (0, "")
 
 
+# Names of files that Hydra's grammar cannot read, or reads as something else
+NAMES = [
+    "input (1).txt", "a=b.txt", "it's.txt", "/home/jürgen/a.txt", "[x].txt", "{x}.txt", "a,b.txt", "a#b.txt", "a;b.txt",
+    "a&b.txt", "a!b.txt", "a~b.txt", "~/a.txt", 'say "hi".txt', "100% (final).txt", "日本.txt", "<a>.txt", "a`b.txt",
+    "a^b.txt", "a\nb.txt", "(a", "'a", "'a'.txt", "a.txt,", "range(1,3)", "glob(*)", "[x]", "{x: 1}", "{}", "2024",
+    "1e3", "true", "9" * 5000, "${x", "a${b} (1).txt", "\\${x} (", "a (\\", '\\"(',
+]  # fmt: skip
+
+
+def test_a_text_that_hydra_cannot_read_is_taken_as_it_is(folder: Path, outcome: Outcome) -> None:
+    keys = ["data.path", "data.val_path", "out_dir", "wandb.entity", "wandb.name", "wandb.group", "wandb.notes"]
+    for given in (dict(zip(keys, NAMES[i:], strict=False)) for i in range(0, len(NAMES), len(keys))):
+        found = flatten(compose(TrainConfig, ["data=text", *(f"{key}={name}" for key, name in given.items())]))
+        assert {key: found[key] for key in given} == given
+    kept = {"'a b'": "a b", '"a,b"': "a,b", "a\\,b": "a,b", "null": None, "${seed}": 1337, "a b": "a b", "str(3)": "3"}
+    found = flatten(compose(TrainConfig, ["data=text", *map("=".join, zip(keys, kept, strict=True))]))
+    assert [found[key] for key in keys] == [*kept.values()]
+    assert combinations(["data.path=a (1),b", "seed=1,2"]) == [["data.path=a (1),b", f"seed={n}"] for n in (1, 2)]
+    assert combinations(["data.path=a,b"]) == [["data.path=a"], ["data.path=b"]]
+    for name in ("it's (1).txt", "a,b=ü.txt"):
+        shutil.copy("corpus.txt", name)
+        words = ["data=text", f"data.path={name}", f"out_dir={name} run"]
+        assert outcome("train.py", *TINY, *words, "max_iters=2") == (0, "")
+        assert (folder / f"{name} run" / "summary.json").is_file()
+
+
 # A text, and what the line must hold where it is bad.
 SENTENCE = b"to be or not to be, that is the question."
 CORPORA: dict[str, tuple[bytes, list[str]]] = {
@@ -562,10 +615,12 @@ def test_a_strange_text_is_read_as_it_is_or_refused(text: str, tokenizer: str, f
 def test_closed_pipes_no_temporary_folder_bad_settings_and_bytes_for_a_prompt_end_in_no_traceback(folder: Path) -> None:
     words = shlex.join([sys.executable, str(ROOT / "train.py"), *TEXT.split(), *TINY, "max_iters=2"])
     sample_py = shlex.join([sys.executable, str(ROOT / "sample.py"), "run=run", "start=-", "max_new_tokens=2"])
+    report_py = shlex.join([sys.executable, str(ROOT / "scripts" / "report.py"), "run=run"])
     lines = {
         f"{words} out_dir=run >&- 2>&-": 0,
         f"TMPDIR=/nowhere {words} -m seed=1,2 >&-": 0,
         f"{words} seed=-1": 2,
+        f"ulimit -n 16; {report_py} >&-": 2,
         f"printf '\\377\\376' | {sample_py}": 2,
     }
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(CACHE)}

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +16,17 @@ from variants import attention_products, config_of
 
 import scripts.compare
 import train
+from core.cli import run_script
 from core.schema import ConfigError
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer, learn_bpe
 from data.tokens import Corpus, Split
 from model.gpt import GPT
 from model.options import SinkOptions
 from sample import LoadedRun, load_run
-from scripts.compare import CompareOptions, Side, chosen_text, compare, held_out_tokens, main, tokens_of
+from scripts.compare import CompareOptions, Side, chosen_text, compare, compare_runs, held_out_tokens, tokens_of
 from training.config import load_config
 
+main = partial(run_script, CompareOptions, compare_runs, "")
 TEXT = "a bad egg, a fad!\nfade\na cafe face a dead bee faced a gaffe\n" * 2
 PAIRS = [("mha", "none"), ("gqa", "lp3"), ("mqa", "rms"), ("mla", "layernorm"), ("mla_unified", "lp1.5")]
 

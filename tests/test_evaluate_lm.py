@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from variants import V, build, config_of
 
 import train
+from core.cli import run_script
 from core.schema import ConfigError
 from data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, learn_bpe
 from model.gpt import GPT
@@ -35,6 +37,7 @@ from scripts import evaluate_lm as evaluate
 from scripts.export_hf import export
 from scripts.lm_eval_model import NanoQK
 
+main = partial(run_script, evaluate.EvaluateOptions, evaluate.evaluate_run, "")
 SAYS = {"cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "bee": "buzz"}
 CHARS = CharTokenizer("abcde\nfghij")
 assert CHARS.vocab_size == V
@@ -232,7 +235,7 @@ def test_known_answers_are_right_and_shuffled_ones_are_right_by_chance(
     run: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"run={run}", f"tasks={','.join(ALL)}", f"include_path={tasks}", f"out={tmp_path / 'all.json'}"]
-    assert evaluate.main([*words, "device=cpu"]) == 0
+    assert main([*words, "device=cpu"]) == 0
     out = capsys.readouterr().out
     about = json.loads(out.splitlines()[-1])
     metrics = about["metrics"]
@@ -307,7 +310,7 @@ def test_examples_limits_and_batches_are_as_asked(run: Path, tasks: Path, capsys
     words = [f"run={run}", "tasks=who_says", f"include_path={tasks}", "device=cpu", "limit=4"]
     found = []
     for more in (["num_fewshot=2", "batch_size=1"], ["num_fewshot=2", "batch_size=7"], []):
-        assert evaluate.main([*words, *more]) == 0
+        assert main([*words, *more]) == 0
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert [about["num_fewshot"]["who_says"] for about in found] == [2, 2, 0]
     assert all(about["questions"] == {"who_says": 4} for about in found)
@@ -376,7 +379,7 @@ def test_the_papers_tasks_run_with_three_examples_each(tmp_path: Path, capsys: p
     model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 512, "dropout": 0.0}
     run, out = untrained(tmp_path, model=model), tmp_path / "found.json"
     capsys.readouterr()
-    assert evaluate.main([f"run={run}", "tasks=cloze,paper", "limit=2", "device=cpu", f"out={out}"]) == 0
+    assert main([f"run={run}", "tasks=cloze,paper", "limit=2", "device=cpu", f"out={out}"]) == 0
     printed = capsys.readouterr().out.splitlines()
     about = json.loads(printed[-1])
     shots = {**dict.fromkeys(evaluate.PAPER, 3), "cloze": 0}
@@ -398,7 +401,7 @@ def test_the_papers_tasks_run_with_three_examples_each(tmp_path: Path, capsys: p
 
 def test_a_runs_fault_stands_in_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = untrained(tmp_path, fault={"name": "unshifted_labels"})
-    assert evaluate.main([f"run={run}", "tasks=cloze", "limit=2", "device=cpu"]) == 0
+    assert main([f"run={run}", "tasks=cloze", "limit=2", "device=cpu"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["fault"] == "unshifted_labels"
 
 
@@ -408,7 +411,7 @@ def test_a_runs_fault_stands_in_its_results(tmp_path: Path, capsys: pytest.Captu
 
 def test_cloze_asks_what_follows_in_the_held_out_text(run: Path, tmp_path: Path, quick_and_clean: None) -> None:
     out = tmp_path / "found.json"
-    assert evaluate.main([f"run={run}", "tasks=cloze", f"out={out}", "device=cpu"]) == 0
+    assert main([f"run={run}", "tasks=cloze", f"out={out}", "device=cpu"]) == 0
     found = json.loads(out.read_text())
     model, tokenizer, *_ = load_run(run / "ckpt" / "best", torch.device("cpu"))
     text = (run.parent / "corpus.txt").read_text()
@@ -457,7 +460,7 @@ def test_cloze_is_refused_without_text_or_room(T: int, said: str, tmp_path: Path
     model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": T}
     run, out = tmp_path / "run", tmp_path / "found.json"
     assert train.run(configured(tmp_path, run, data=data, model=model)) == 0
-    assert evaluate.main([f"run={run}", "tasks=cloze", f"out={out}", "device=cpu"]) == 2
+    assert main([f"run={run}", "tasks=cloze", f"out={out}", "device=cpu"]) == 2
     assert f"error: tasks=cloze needs {said}" in capsys.readouterr().err
     assert not out.exists()
 
@@ -473,7 +476,7 @@ def test_without_lm_eval_the_pip_command_is_said(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert evaluate.main([f"run={run}", "tasks=piqa"]) == 2
+    assert main([f"run={run}", "tasks=piqa"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "pip install -c constraints.txt -e '.[eval]'" in error
 
@@ -486,5 +489,5 @@ def test_what_tasks_lack_is_named(run: Path, tasks: Path, tmp_path: Path, capsys
         (tasks, ["tasks=who_says", "num_fewshot=6"], "error: tasks=who_says num_fewshot=6: ValueError"),
         (tmp_path, ["tasks=euro"], "U+20AC"),
     ):
-        assert evaluate.main([f"run={run}", f"include_path={folder}", *words, "device=cpu"]) == 2
+        assert main([f"run={run}", f"include_path={folder}", *words, "device=cpu"]) == 2
         assert said in capsys.readouterr().err

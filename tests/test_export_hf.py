@@ -24,7 +24,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from variants import config_of
 
 from core import checkpoint
-from core.cli import compose, parse_yaml
+from core.cli import compose, parse_yaml, run_script
 from data.corpora import load_python_docs
 from data.options import PythonDocsOptions
 from data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, GPT2Tokenizer, Tokenizer, learn_bpe
@@ -33,8 +33,10 @@ from model.gpt import GPT, rope_table, rotate
 from model.hf import architecture_of
 from model.options import MHAOptions
 from sample import load_run
-from scripts.export_hf import export, main
+from scripts.export_hf import ExportOptions, export, export_run
 from training.config import TrainConfig, load_config
+
+main = functools.partial(run_script, ExportOptions, export_run, "")
 
 
 class Float64Torch(types.SimpleNamespace):

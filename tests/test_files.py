@@ -6,12 +6,24 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.refusals import NOT_FILES
 
 from core import files
-from core.files import FileLock, cache_folder, finite, is_locked, read_json, write_atomic, write_json
+from core.files import (
+    FileLock,
+    cache_folder,
+    finite,
+    is_locked,
+    open_regular,
+    read_json,
+    read_regular,
+    write_atomic,
+    write_json,
+)
 
 HOLD = """
 import sys
@@ -58,6 +70,28 @@ def test_a_write_follows_no_link_that_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "x.json.tmp").symlink_to(tmp_path / "victim")
     write_atomic(tmp_path / "x.json", b"{}")
     assert (tmp_path / "victim").read_text() == "mine" and (tmp_path / "x.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("kind", NOT_FILES)
+def test_what_is_no_file_of_a_folder_is_neither_read_nor_locked(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run" / "x"
+    NOT_FILES[kind](file)
+    assert read_json(file) == {}
+    calls: list[Callable[[], object]] = [lambda: read_regular(file)]
+    if kind != "endless":
+        calls += [lambda: FileLock(file, timeout=0), lambda: is_locked(file), lambda: open_regular(file, "ab")]
+    for call in calls:
+        with pytest.raises(OSError):
+            call()
+
+
+def test_a_link_within_the_folder_and_a_folder_behind_a_link_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a").write_text("mine")
+    (tmp_path / "run" / "b").symlink_to("a")
+    (tmp_path / "link").symlink_to("run")
+    assert read_regular(tmp_path / "link" / "a") == read_regular(tmp_path / "link" / "b") == b"mine"
 
 
 def test_a_user_without_a_home_has_a_cache_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:

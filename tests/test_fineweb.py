@@ -1,6 +1,7 @@
 """FineWeb's way: parquet files, through `datasets`' own streaming, into shards on disk, into batches and a run."""
 
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -288,6 +289,38 @@ def test_nothing_is_learnt_from_held_out_documents(parquet: Parquet, shards: Pat
     tokenizer = tokenizer_of(shards)
     texts = [text for text in parquet[1] if not held_out(text, 0.1)]
     assert tokenizer.pieces[:-1] == learn_bpe(texts, 299)
+
+
+def test_a_folder_of_texts_is_a_document_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stories = {f"{i:03d}.txt": f"Story {i}\nis of {i % 7} lines\n\n" * (i % 5) for i in range(140)}  # some are empty
+    texts = {**stories, "a.TXT": "one\r\ntwo\r", "sub/b.md": "\ufeff# a BOM\n", "sub/c.txt": "one line " * 9000}
+    texts["z.txt.gz"] = "packed\n\n"
+    for name, text in {**texts, ".hidden.pdf": "no"}.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        raw = text.encode()
+        (tmp_path / "in" / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    config = settings_of((tmp_path / "in", []), tmp_path / "out")
+    assert prepare(config) == 0 and "; 144 files, each a document\n" in capsys.readouterr().out
+    index, tokenizer = index_of(tmp_path / "out"), tokenizer_of(tmp_path / "out")
+    for split in ("train", "val"):
+        parts = [np.fromfile(tmp_path / "out" / shard["file"], index["dtype"]) for shard in index[split]["shards"]]
+        tokens = np.concatenate(parts)
+        found = [tokenizer.decode(one[:-1]) for one in np.split(tokens, np.flatnonzero(tokens == 299) + 1)[:-1]]
+        assert found == [texts[name] for name in sorted(texts) if held_out(texts[name], 0.1) == (split == "val")] != []
+    resumed = replace(config, out=str(tmp_path / "resumed"))
+    interrupted(resumed)
+    assert prepare(resumed) == 0 and "continues after 87 documents" in capsys.readouterr().out
+    assert files(tmp_path / "resumed") == files(tmp_path / "out")
+
+
+def test_files_of_rows_that_a_split_leaves_out_are_counted(
+    parquet: Parquet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows").mkdir()
+    for name in ("a.jsonl", "train-b.jsonl", "README.md"):
+        (tmp_path / "rows" / name).write_text("\n".join(json.dumps({"text": text}) for text in parquet[1][:100]))
+    assert prepare(settings_of((tmp_path / "rows", []), tmp_path / "out")) == 0
+    assert f"note: split=train is 1 of the 2 files in {tmp_path / 'rows'}" in capsys.readouterr().out
 
 
 def test_a_later_row_that_is_no_text_is_named(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ OTHERS: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
     "launch": (lambda words: launch.main([*words, "dry_run=true"]), ["sweep", "sweep_dir", "sweep.parts", "launcher"]),
     "status": (partial(run_script, status.SweepPlace, status.print_status, ""), ["sweep", "sweep_dir"]),
     "report": (report.main, ["sweep", "sweep_dir", "from", "run", "out", "watch", "wandb"]),
-    "compare": (compare.main, ["a", "b", "data", "path"]),
+    "compare": (partial(run_script, compare.CompareOptions, compare.compare_runs, ""), ["a", "b", "data", "path"]),
 }
 
 

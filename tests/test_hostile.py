@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import fork
-from helpers.refusals import TEXTS, Bomb
+from helpers.refusals import NOT_FILES, TEXTS, Bomb
 from helpers.reports import COMPARE, LOSSES, Made, falling, made, sweep_of, text_of
 from helpers.runs import configured, fresh_copy
 from helpers.sweeps import frozen, tiny_sweep
@@ -31,15 +31,18 @@ from core.files import file_sha256, write_json
 from core.process import guarded
 from core.schema import ConfigError
 from core.wandb_follower import recordings
-from scripts import compare, export_hf
+from scripts import compare, export_hf, report
+from scripts.reporting import live
+from scripts.reporting.live import LivePage
 from sweeps import status
 from sweeps.launch import without_stored
+from sweeps.plan import read_about
 from training.config import TrainConfig
 
 __all__ = ["made"]  # a fixture
 STRIDE = 1 if FULL else 9  # of the hostile files of a run, each ninth
 
-FILES = ["plan.jsonl", "sweep.json", "status.json", "summary.json", "metrics.jsonl", "evaluation.json"]
+FILES = ["plan.jsonl", "sweep.json", "status.json", "summary.json", "metrics.jsonl", "evaluation.json", "lock"]
 
 
 @pytest.mark.slow
@@ -52,19 +55,25 @@ def test_json_of_a_wrong_shape_is_one_line(file: str, tmp_path: Path, capsys: py
     run = next(made.path.glob("*/status.json")).parent
     place = (made.path if file in ("plan.jsonl", "sweep.json") else run) / file
     whole = place.read_text() if place.exists() else '{"about": {"metrics": {"cloze": {"acc": 0.5}}}}'
-    contents = [*TEXTS, *(f"{whole}{text}" for text in (TEXTS if file.endswith(".jsonl") else TEXTS[:1]))]
+    contents: list[Any] = [*TEXTS, *(f"{whole}{text}" for text in (TEXTS if file.endswith(".jsonl") else TEXTS[:1]))]
     if file.endswith(".json"):
         known = json.loads(whole)
         values = [json.loads(TEXTS[i]) for i in (1, 4, 5)]
         contents += [json.dumps(known | {key: value}) for value in values for key in known]
         contents += ['{"about": {"metrics": 3}}', '{"about": {"metrics": {"cloze": 3}}}']
-    for content in contents:
-        place.write_text(content + "\n")
-        with suppress(ConfigError):
+    for content in (*contents, *NOT_FILES):
+        shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
+        if content in NOT_FILES:
+            NOT_FILES[content](place)
+        else:
+            place.write_text(content + "\n")
+        with suppress(ConfigError, OSError):
             text_of(sweep_of(made.path)).encode()
+        with suppress(ConfigError, OSError):
+            live.LivePage(made.path, None).answer("/data.json")
         exit_status = run_script(status.SweepPlace, status.print_status, "", [f"sweep_dir={made.path}"])
         said = capsys.readouterr().err
-        assert exit_status in (0, 2) and said.count("\n") == (exit_status == 2), (content[:200], said)
+        assert exit_status in (0, 1, 2) and said.count("\n") == (exit_status > 0), (content[:200], said)
 
 
 def test_a_name_with_tags_is_text_in_table_md(made: Made) -> None:
@@ -105,10 +114,16 @@ PROGRAMS: dict[str, Callable[[Path, TrainConfig], int]] = {
     "sample": lambda run, config: run_script(
         sample.SampleConfig, sample.sample, "", [f"run={run}", "start=to", "max_new_tokens=2"]
     ),
-    "export": lambda run, config: export_hf.main([f"run={run}", f"out={run.parent / 'exported'}"]),
-    "compare": lambda run, config: compare.main(
-        [f"a={run}", f"b={run.parent / 'intact'}", f"out={run.parent / 'compare.html'}"]
+    "export": lambda run, config: run_script(
+        export_hf.ExportOptions, export_hf.export_run, "", [f"run={run}", f"out={run.parent / 'exported'}"]
     ),
+    "compare": lambda run, config: run_script(
+        compare.CompareOptions,
+        compare.compare_runs,
+        "",
+        [f"a={run}", f"b={run.parent / 'intact'}", f"out={run.parent / 'compare.html'}"],
+    ),
+    "report": lambda run, config: report.main([f"run={run}"]),
 }
 
 
@@ -129,15 +144,21 @@ def test_no_file_of_a_run_runs_code_or_fills_memory(
     files = [p.relative_to(tmp_path / "run") for p in files]
     assert {file.suffix for file in files if file.parent.parent.name == "ckpt"} == {".safetensors", ".json"}
     tried = 0
-    for file, (kind, content) in itertools.product(files, hostile_texts(exploded).items()):
-        if tried % STRIDE and kind != "pickle":
+    hostile: dict[str, Any] = {**hostile_texts(exploded), **NOT_FILES}
+    for file, (kind, content) in itertools.product(files, hostile.items()):
+        if tried % STRIDE and kind not in ("pickle", "pipe"):
             tried += 1
             continue
         tried += 1
         shutil.rmtree(tmp_path / "exported", ignore_errors=True)
         fresh_copy(tmp_path / "run", copy)
-        (copy / file).write_bytes(content)
-        if file.parent.name.startswith("step_") and file.name != "MANIFEST.json":  # sealed anew, as a stranger can
+        if kind in NOT_FILES:
+            (copy / file).unlink()
+            content(copy / file)
+        else:
+            (copy / file).write_bytes(content)
+        in_step = kind not in NOT_FILES and file.parent.name.startswith("step_")
+        if in_step and file.name != "MANIFEST.json":  # sealed anew, as a stranger can
             step = copy / file.parent
             manifest = json.loads((step / "MANIFEST.json").read_text())
             found = {name: checkpoint.measure(step / name) for name in manifest["files"]}
@@ -199,7 +220,7 @@ def test_links_and_paths_out_of_a_run_are_not_followed(corpus: Path, tmp_path: P
     fresh_copy(checkpoint.step_dirs(tmp_path / "run" / "ckpt")[0], step)
     (step / "model.safetensors").unlink()
     (step / "model.safetensors").symlink_to("/dev/zero")
-    with pytest.raises(checkpoint.CorruptCheckpoint, match="not a regular file"):
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="model.safetensors is a link out of its folder"):
         checkpoint.load(step)
 
 
@@ -215,14 +236,42 @@ def test_a_stored_run_of_another_eval_interval_is_refused(tmp_path: Path, corpus
         without_stored([run], str(tmp_path))
 
 
-@pytest.mark.slow
-def test_ids_of_a_plan_that_lead_out_of_the_sweep_are_refused(made: Made) -> None:
+LINES: list[dict[str, Any]] = [
+    *({"id": outside} for outside in ("../../outside", "/etc", "..", ".", "a/b", "")),
+    *({"id": value} for value in ("a\0b", "a\x1b[2J", "a" * 256, ["a"], 3)),
+    {"settings": []}, {"settings": [5]}, {"settings": "a"}, {"seed": "1"}, {"fold": [0]}, {"overrides": [1]},
+    {"config": []}, {"config": {"max_iters": 0}}, {"seed": "LONG"},
+]  # fmt: skip
+
+
+def test_a_strange_line_of_a_plan_is_refused_by_every_program_that_reads_it(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = (made.path / "plan.jsonl").read_text().splitlines()
-    for strange in ("../../outside", "/etc", "..", ".", "a/b", ""):
-        changed = [json.dumps(json.loads(lines[0]) | {"id": strange}), *lines[1:]]
-        (made.path / "plan.jsonl").write_text("\n".join(changed) + "\n")
-        with pytest.raises(ConfigError, match="plan.jsonl"):
+    for strange in LINES:
+        changed = json.dumps(json.loads(lines[0]) | strange).replace('"LONG"', "9" * 5000)
+        (made.path / "plan.jsonl").write_text("\n".join([changed, *lines[1:]]) + "\n")
+        with pytest.raises(ConfigError, match=r"plan\.jsonl that cannot be read"):
             sweep_of(made.path)
+        with pytest.raises(ConfigError, match=r"plan\.jsonl that cannot be read"):
+            LivePage(made.path, None)
+        assert run_script(status.SweepPlace, status.print_status, "", [f"sweep_dir={made.path}"]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"sweep": {"title": 3}}, {"sweep": {"parts": {"a": {"title": [1]}}}}, {"sweep": []}, {"sweep": {"parts": 3}},
+        {"frozen": 3}, {"frozen": [1]}, {"frozen": [{}]}, {"name": ["x"]},
+    ],
+)  # fmt: skip
+def test_a_strange_sweep_json_is_refused_by_reports_and_launches(about: dict[str, Any], made: Made) -> None:
+    file = made.path / "sweep.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | about))
+    for read in (sweep_of, read_about):
+        with pytest.raises(ConfigError, match=r"sweep\.json that cannot be read: "):
+            read(made.path)
 
 
 @pytest.mark.slow

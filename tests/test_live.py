@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,10 +73,11 @@ def sweep(tmp_path: Path) -> Made:
 
 def test_the_server_answers_two_paths_to_its_own_host_alone(sweep: Made, tmp_path: Path) -> None:
     sweep.run("p=2", 0, falling(1.5))
+    path = running(sweep, "p=3")
     with served(tmp_path, "sweep=made") as port:
 
         def answer(path: str, host: str | None = None, method: str = "GET") -> int:
-            connection = HTTPConnection("127.0.0.1", port, timeout=10)
+            connection = HTTPConnection("127.0.0.1", port, timeout=60)
             connection.putrequest(method, path, skip_host=True)
             if host != "":
                 connection.putheader("Host", host or f"127.0.0.1:{port}")
@@ -98,6 +101,13 @@ def test_the_server_answers_two_paths_to_its_own_host_alone(sweep: Made, tmp_pat
             assert other.connect_ex(("127.0.0.2", port)) != 0  # 0.0.0.0 would take it
         with socket.create_connection(("127.0.0.1", port)):
             assert answer("/data.json") == 200  # a browser's idle connection is in nobody's way
+        for asked in (b"GET / HT", f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves by a reset
+                client.sendall(asked)
+        shutil.rmtree(path)
+        path.touch()
+        assert answer("/p=3-fold0-s1/") == 503 and answer("/data.json") == 200
 
 
 def test_only_new_lines_are_read_and_damaged_ones_are_dropped(sweep: Made) -> None:
@@ -238,12 +248,31 @@ def test_a_run_is_watched_or_refused_in_a_line(sweep: Made, tmp_path: Path, caps
             assert (says in error or "already in use" in error) and error.count("\n") == 1, (words, error)
 
 
+def test_a_log_that_is_a_link_is_not_shown(sweep: Made, tmp_path: Path) -> None:
+    path, secrets = running(sweep, "p=2"), tmp_path / "secrets"
+    secrets.mkdir()
+    (secrets / f"{path.name}.log").write_text("a secret")
+    (path / "status.json").write_text(json.dumps({"state": "failed", "iter": 0}))
+    (path / "train.log").symlink_to(secrets / f"{path.name}.log")
+    (sweep.path / "logs").symlink_to(secrets)
+    run = RunFiles(sweep.path, read_plan(sweep.path)[0])
+    run.update()
+    assert run.state.state == "failed" and run.log() == ""
+    (sweep.path / "logs").unlink()
+    secrets.rename(sweep.path / "logs")
+    assert run.log() == "a secret"
+
+
 def test_status_draws_bars_and_the_best_loss_of_each_point(sweep: Made, capsys: pytest.CaptureFixture[str]) -> None:
     done = sweep.run("a/p=2", 0, falling(1.5, 30))
     append(running(sweep, "a/p=3", max_iters=100) / "metrics.jsonl", **{"iter": 40, "val/loss": 1.75})
     sweep.plan("a/p=3", 1, 1, max_iters=100)
     assert status.print_status(status.SweepPlace(sweep_dir=str(sweep.path))) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    lines = capsys.readouterr().out.splitlines()
+    (done / "status.json").write_text(json.dumps({"state": "diverged", "iter": 40, "reason": "\x1b[2J\rdone"}))
+    status.print_status(status.SweepPlace(sweep_dir=str(sweep.path)))
+    assert f"diverged: {done.name}: \\x1b[2J\\rdone; " in capsys.readouterr().out
+    assert lines == [
         f"{sweep.path}: 3 runs, 1 done, 1 stopped, 1 pending",
         f"         [#########...........]  46 %  lowest val/loss 1.5000 at iteration 30 of {done.name}",
         "  a/p=2  [####################] 100 %  1.5000  1 done",

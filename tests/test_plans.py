@@ -446,7 +446,7 @@ def test_a_run_that_a_later_launch_left_is_stopped_and_not_failed(tmp_path: Path
 
 
 def test_a_slurm_task_that_got_a_signal_begins_no_other_run_and_takes_back_the_try(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, *_ = frozen(tiny_sweep(tmp_path, corpus))
     folder = tmp_path / "sweep"
@@ -458,9 +458,14 @@ def test_a_slurm_task_that_got_a_signal_begins_no_other_run_and_takes_back_the_t
 
     def killed(config: TrainConfig) -> int:
         received.add(signal.SIGUSR2)
+        if errors:
+            raise errors.pop()
         return 1  # as of ranks that had no handler yet
 
-    received: set[int] = set()
     monkeypatch.setattr(train, "run", killed)
-    assert worker.work(folder, "one", received) == 128 + signal.SIGTERM
-    assert read_claim(folder, run.id) == {"tries": {"one": 0}, "limit": 1, "error": None}
+    errors = [RuntimeError("a compiler died")]  # by the same signal
+    for _ in range(2):
+        received: set[int] = set()
+        assert worker.work(folder, "one", received) == 128 + signal.SIGTERM
+        assert read_claim(folder, run.id) == {"tries": {"one": 0}, "limit": 1, "error": None}
+    assert capsys.readouterr().out == "stopped amid RuntimeError: a compiler died\n"

@@ -27,6 +27,7 @@ from core.files import read_json
 from core.record import Metrics
 from core.rundir import RunDir
 from core.schema import ConfigError
+from sample import load_asked_run
 from training import session
 from training.meter import Diverged
 from training.run import Run
@@ -290,6 +291,42 @@ def test_a_corrupt_checkpoint_is_replaced_by_the_one_before_it_and_the_numbers_s
     assert train.run(configured(corpus, tmp_path / "broken", **changes)) == 0
     assert "optimizer.safetensors" in capsys.readouterr().out
     assert_same_run(tmp_path / "straight", tmp_path / "broken")
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "of one element": lambda t: t.new_ones(() if t.dim() else 1), "of none": lambda t: t.new_empty(0),
+    "short": lambda t: t.flatten()[1:], "doubled": lambda t: torch.cat([t.flatten()] * 2),
+    "float64": torch.Tensor.double, "complex": lambda t: t.to(torch.complex64), "whole": torch.Tensor.long,
+}  # fmt: skip
+
+
+def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_loaded(corpus: Path, tmp_path: Path) -> None:
+    config = configured(corpus, tmp_path / "run", max_iters=3, **MUON)
+    assert train.run(config) == 0
+    saved, copy = checkpoint.load(tmp_path / "run" / "ckpt" / "latest"), tmp_path / "copy"
+    shutil.copytree(tmp_path / "run", copy, symlinks=True)
+    moment = "exp_avg/transformer.wte.weight"
+    names = [("optimizer", moment), ("optimizer", "step/transformer.ln_f.weight"), ("model", "transformer.wte.weight"),
+             ("optimizer", "momentum_buffer/transformer.h.0.mlp.c_fc.weight")]  # fmt: skip
+    wrong = [
+        (group, name, kind, {name: WRONG[kind](saved.tensors[group][name])}) for group, name in names for kind in WRONG
+    ]
+    weight = saved.tensors["model"]["transformer.wte.weight"]
+    wrong += [("model", "transformer.wte.weight", "NaN", {"transformer.wte.weight": weight * torch.nan})]
+    wrong += [(group, "nothing", "more", {"nothing": weight.clone()}) for group in ("optimizer", "model")]
+    for group, name, kind, changed in wrong:
+        tensors = {**saved.tensors, group: {**saved.tensors[group], **changed}}
+        checkpoint.save(copy / "ckpt", 3, tensors, saved.state, best=True)
+        with pytest.raises(ConfigError, match=f"(the weight|the optimizer's) {name}") as error:
+            train.run(replace(config, out_dir=str(copy), max_iters=6))
+        assert "\n" not in str(error.value), (name, kind)
+        if group == "model":
+            with pytest.raises(ConfigError, match=f"the weight {name}"):
+                load_asked_run(str(copy), "latest", torch.device("cpu"))
+    lost = {name: t for name, t in saved.tensors["optimizer"].items() if name != moment}
+    checkpoint.save(copy / "ckpt", 3, {**saved.tensors, "optimizer": lost}, saved.state, best=True)
+    with pytest.raises(ConfigError, match=f"the optimizer's {moment} is absent"):
+        train.run(replace(config, out_dir=str(copy), max_iters=6))
 
 
 def test_a_signal_saves_stops_and_says_how_to_go_on(tiny_run: list[str], tmp_path: Path, forked: Program) -> None:

@@ -20,7 +20,7 @@ from conftest import eventually, exit_status, fork
 from core import rundir, wandb_follower, wandb_run
 from core.files import is_intact, read_json, write_json
 from core.record import Metrics
-from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, is_open, open_run, read_status
+from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, is_open, open_run, read_status, read_summary
 from core.schema import ConfigError, declared, differences
 from data.options import BinOptions, TextFileOptions
 from model.options import LpNormOptions, MLAOptions, ModelOptions
@@ -84,6 +84,19 @@ def test_new_run_has_its_config_and_is_running(path: Path) -> None:
     assert is_open(run.path)
     run.close()
     assert not is_open(run.path)
+
+
+WRONG = ['{"state": ["done"]}', '{"iter": "4"}', '{"iter": 1.5}', '{"records": []}', '{"val/loss": "x"}']
+
+
+@pytest.mark.parametrize("content", [*WRONG, '{"iter": ' + "9" * 5000 + "}"])
+def test_a_status_or_summary_with_a_value_of_another_type_counts_as_lost(path: Path, content: str) -> None:
+    path.mkdir(parents=True)
+    for file, read in {"status.json": read_status, "summary.json": read_summary}.items():
+        (path / file).write_text('{"state": "done", "iter": 4, "val/loss": null, "of_a_plugin": [1]}')
+        assert read(path)["iter"] == 4
+        (path / file).write_text(content)
+        assert read(path) == {}
 
 
 GROUPS = {group: setting.options for group, setting in declared(TrainConfig).items() if group != "fault"}

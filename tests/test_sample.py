@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, Program, flip, run_python, write_corpus
-from helpers.runs import configured, save_run
+from helpers.runs import CHARS, configured, random_model, save_run
 from variants import build, config_of
 
 import sample
 import train
+from core import device
 from core.schema import ConfigError
-from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer
+from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, NoText, Tokenizer, build_tokenizer
 from model.generate import generate
-from sample import Text, load_run, read_prompt
+from sample import Text, load_asked_run, load_run, on_terminal, read_prompt
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +161,22 @@ def test_prompt_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
     os.mkfifo(tmp_path / "pipe")
     for name in ("nowhere", "empty", "binary", "pipe", "/dev/zero"):
-        with pytest.raises(ConfigError, match="must be a regular file" if name in ("pipe", "/dev/zero") else "start="):
+        with pytest.raises(ConfigError, match="is not a regular file" if name in ("pipe", "/dev/zero") else "start="):
             read_prompt(f"FILE:{tmp_path / name}")
+
+
+def test_sizes_that_no_memory_holds_are_refused_before_a_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "total_memory", lambda _: 2**28)
+    config, few, many = config_of("mla", "none"), tmp_path / "few", tmp_path / "many"
+    save_run(random_model(config), NoText(400_000_000), many, config)
+    with pytest.raises(ConfigError, match=r"transformer.wte.weight is float32 .*, not float32 \(400000000, "):
+        load_asked_run(str(many), "best", torch.device("cpu"))
+    longer = replace(config, model=replace(config.model, block_size=2**26))
+    save_run(random_model(config), CHARS, few, longer)
+    with pytest.raises(ConfigError, match="block_size=67108864 positions need more than 1 GiB"):
+        load_asked_run(str(few), "best", torch.device("cpu"))
 
 
 def texts_while_tokens_come(tokenizer: Tokenizer, stop: str, tokens: Iterable[int | None]) -> tuple[Text, list[str]]:
@@ -193,6 +208,10 @@ def test_a_sample_ends_before_the_stop_text_and_with_its_document() -> None:
     documents = BPETokenizer(build_tokenizer("bpe", "abc " * 99, 257).pieces, has_separator=True)
     tokens = [*documents.encode("a").tolist(), 257, *documents.encode("b").tolist()]
     assert texts_while_tokens_come(documents, "", tokens)[1] == ["a", "", ""]
+
+
+def test_a_terminal_is_not_driven_by_a_sample() -> None:
+    assert on_terminal("a\x1b[2J\x9b\r\n\té\u202e\0") == "a\\x1b[2J\\x9b\n\té\\u202e\\x00"
 
 
 def test_standard_input_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

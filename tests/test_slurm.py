@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar, cast
 
 import pytest
-from conftest import eventually, exit_status, fork
+from conftest import eventually, exit_status, fork, processes_with
 from helpers.runs import assert_same_run
 from helpers.sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
 
@@ -298,19 +298,9 @@ def test_a_node_whose_process_dies_ends_the_task_which_is_replaced(sweep: OnSlur
     sweep.assert_same_as(two_ranks)
 
 
-def environment_of(pid: int) -> dict[str, str]:
-    try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    return dict(word.decode().split("=", 1) for word in words if b"=" in word)
-
-
 def processes_of(task: str, node: str) -> list[int]:
     """Of a SLURM task on one of its nodes."""
-    wanted = {"SLURM_JOB_ID": task, "SLURM_PROCID": node}
-    listed = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    return [pid for pid in listed if wanted.items() <= environment_of(pid).items()]
+    return processes_with({"SLURM_JOB_ID": task, "SLURM_PROCID": node})
 
 
 # -----------------------------------------------------------------------------

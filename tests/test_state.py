@@ -52,6 +52,9 @@ def test_a_state_of_an_earlier_version_loses_nothing(file: Path) -> None:
         ({"lowest": [1.0]}, "state.json: lowest=[1.0] must be a list of 2 numbers"),
         ({"ranks": "two"}, "state.json: ranks=two must be an integer or null"),
         ({"config": []}, "state.json: config=[] must be a group"),
+        ({"plugins": {"my_norm": 3}}, "state.json: plugins={'my_norm': 3} must hold text"),
+        ({"records": {"a": [1]}}, "state.json: records={'a': [1]} must hold text"),
+        ({"start_up_warnings": [None]}, "state.json: start_up_warnings=[None] must hold text"),
         ({"evaluated": 1}, "state.json: evaluated=1 must be true or false"),
     ],
 )

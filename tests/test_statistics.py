@@ -154,13 +154,15 @@ def test_folds_that_share_text_need_more_pairs(effect: float) -> None:
 
 def test_what_folds_and_seeds_tell_is_the_published_example() -> None:
     # Shrout and Fleiss (1979), six targets (folds) and four judges (seeds): mean squares 11.24, 32.49 and 1.02
-    ratings = ["9258", "6132", "8468", "7126", [10, 5, 6, 9], "6247"]
-    values = {(seed, fold): float(x) for fold, row in enumerate(ratings) for seed, x in enumerate(row)}
+    ratings = ["9 2 5 8", "6 1 3 2", "8 4 6 8", "7 1 2 6", "10 5 6 9", "6 2 4 7"]
+    values: dict[Replicate, float] = {
+        (seed, fold): float(x) for fold, row in enumerate(ratings) for seed, x in enumerate(row.split())
+    }
     variances = [(11.2417 - 1.0194) / 4, (32.4861 - 1.0194) / 6, 1.0194]
     assert sources(values) == pytest.approx([x**0.5 for x in variances], rel=1e-4)
     of_one_seed = {r: value for r, value in values.items() if r[0] == 0}
     assert sources(of_one_seed) == (None, None, pytest.approx(stdev(of_one_seed.values())))
-    assert sources({(s, f): float(s == f) for s in (0, 1) for f in (0, 1)})[:2] == (0.0, 0.0)  # below 0 by mean squares
+    assert sources({(0, 0): 1.0, (0, 1): 0.0, (1, 0): 0.0, (1, 1): 1.0})[:2] == (0.0, 0.0)  # below 0 by mean squares
 
 
 def test_a_mean_curve_has_the_iterations_that_all_runs_have_and_the_seeds_of_a_fold_as_one_value() -> None:

@@ -20,7 +20,7 @@ from scripts.reporting.comparisons import Comparison, adjust, compare
 from scripts.reporting.runs import METRICS, Replicate, Run, Sweep
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
 from scripts.reporting.track import at_the_edge, entries, label_sides, mean_losses, noise, plateau, widened
-from scripts.track import TrackOptions, final_definition, make, small_definition
+from scripts.track import TrackOptions, final_definition, make
 from sweeps.definition import check_sweep, load_sweep, pair
 from sweeps.plan import plan_runs
 from sweeps.status import State
@@ -108,7 +108,7 @@ def test_best_rates_are_not_read_off_a_grid_with_runs_to_come(tmp_path: Path) ->
     grid.runs[0] = replace(grid.runs[0], state=State("pending"))
     folder = stored(tmp_path / "board", (grid, final))
     with pytest.raises(ConfigError, match="1 runs of .*grid have not ended"):
-        make(TrackOptions(folder=str(folder), rates=True, out=str(tmp_path / "x.yaml")))
+        make(TrackOptions(folder=str(folder), rates=True))
 
 
 def test_a_verdict_is_holms_and_its_interval_excludes_zero_with_it(tmp_path: Path) -> None:
@@ -222,31 +222,17 @@ def test_the_final_sweep_takes_each_contestants_best_rate(tmp_path: Path) -> Non
     assert {run.points[0]: run.config.optim.learning_rate for run in runs} == BEST
 
 
-def test_the_small_sweep_has_the_best_ones_and_rms(tmp_path: Path) -> None:
-    file = tmp_path / "small.yaml"
-    file.write_text(small_definition(WORDS, entries(*sweeps(), tmp_path)))
-    runs = plan_runs(load_sweep(str(file), {}), [])
-    assert len(runs) == 3 * 3 and {run.config.model.name for run in runs} == {"track_small"}
+def test_what_is_no_track_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_script(TrackOptions, make, "", ["sweep=leak", "times=true"]) == 2
+    assert "sweep=leak is no track: its grid has no words" in capsys.readouterr().err
 
 
-def test_what_is_no_track_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, says in (
-        (["sweep=leak", "times=true"], "sweep=leak is no track: its grid has no words"),
-        (["rates=true", f"out={tmp_path}"], f"out={tmp_path} must be a file"),
-    ):
-        assert run_script(TrackOptions, make, "", words) == 2 and says in capsys.readouterr().err
-
-
-def test_a_track_of_ones_own_writes_its_sweeps_beside_it(tmp_path: Path) -> None:
+def test_a_track_of_ones_own_writes_its_final_sweep_beside_it(tmp_path: Path) -> None:
     board, sweep = stored(tmp_path / "board"), tmp_path / "tracks" / "my.yaml"
     sweep.parent.mkdir()
     sweep.write_text(json.dumps({"grid": {"words": WORDS, "optim.learning_rate": RATES}}))
     assert make(TrackOptions(folder=str(board), sweep=str(sweep), rates=True)) == 0
-    assert make(TrackOptions(folder=str(board), sweep=str(sweep), small=True)) == 0
-    other = tmp_path / "other.yaml"
-    assert make(TrackOptions(folder=str(board), sweep=str(sweep), rates=True, out=str(other))) == 0
-    files = [other, *(sweep.with_name(f"my_{kind}.yaml") for kind in ("final", "small"))]
-    assert [len(plan_runs(load_sweep(str(file), {}), [])) for file in files] == [24, 24, 9]
+    assert len(plan_runs(load_sweep(str(sweep.with_name("my_final.yaml")), {}), [])) == 24
     sweep.write_text(json.dumps({"grid": {"words": {"none": WORDS["none"]}, "optim.learning_rate": RATES}}))
     with pytest.raises(ConfigError, match="has no rms, sink, which .*grid has"):
         make(TrackOptions(folder=str(board), sweep=str(sweep)))

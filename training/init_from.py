@@ -61,7 +61,7 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
     origin = read_origin(config.init_from)
     misfits = misfits_of(origin, config, corpus.tokenizer)
     require(not misfits, f"init_from={config.init_from} does not fit (its value -> this run's): {', '.join(misfits)}")
-    origin.load_into(model)
+    model.load_state_dict(origin.weights_for(model))
     blocks: list[Any] = [*model.transformer.h]
     for block in blocks:
         block.weights.restart()

@@ -19,12 +19,13 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from core.checkpoint import CorruptCheckpoint, layout
 from core.device import resolve_dtype
 from core.plugins import register
 from core.schema import ConfigError, declared, one_line, require
@@ -69,6 +70,8 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
     """torch.optim.AdamW with fused=True, one kernel for all parameters of a group, which share one count of steps.
     torch's own counts each parameter's steps apart, which takes time where matrices are small."""
 
+    state_shapes: ClassVar = {"exp_avg": tuple, "exp_avg_sq": tuple, "step": lambda shape: ()}
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.lists: dict[int, list[list[Tensor]]] = {}  # of each group, from state_lists(): to gather them takes time
@@ -83,6 +86,8 @@ class AdamW(LoadsNoCompiler, torch.optim.AdamW):
         for p, state in zip(weights, states, strict=True):
             if not state:
                 state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            fits = all(state[key].shape == p.shape for key in ("exp_avg", "exp_avg_sq"))
+            assert fits, "the kernel would read and write past a moment that has another shape than its weight"
         before = next((state["step"] for state in states if "step" in state), None)  # a new weight has none
         count = torch.zeros((), device=weights[0].device) if before is None else before.clone()
         for state in states:
@@ -126,6 +131,7 @@ class Muon(LoadsNoCompiler, torch.optim.Muon):
     together, and in fp32 where the hardware has no bf16 or where `in_fp32` is set. torch's own takes them one by one
     and in bf16, slow to emulate."""
 
+    state_shapes: ClassVar = {"momentum_buffer": tuple}
     moments = 1
     hidden_only = True
     in_fp32 = False
@@ -175,6 +181,7 @@ def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: in
 
 register(AdamWOptions, AdamW)
 register(MuonOptions, Muon)
+OURS = (AdamW, Muon)
 
 
 # -----------------------------------------------------------------------------
@@ -248,13 +255,24 @@ class Optimizer:
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises: KeyError or AssertionError where names or shapes do not fit."""
+        """Raises: CorruptCheckpoint, before any is loaded, for a tensor that does not fit or that is missing. A weight
+        without a gradient has none."""
         owners = {name: (p, one) for one, named in self.owned for name, p in named.items()}
+        keys: dict[str, set[str]] = defaultdict(set)
+        for full_name, value in tensors.items():
+            key, _, name = full_name.partition("/")
+            p, one = owners.get(name, (None, None))
+            told = "it is of no weight of this run" if p is None else misfit(one, key, value, p)
+            if told:
+                raise CorruptCheckpoint(f"the optimizer's {full_name}: {told}")
+            keys[name].add(key)
+        for name, found in keys.items():
+            p, one = owners[name]
+            if type(one) in OURS and (lost := one.state_shapes.keys() - found - one.state[p].keys()):
+                raise CorruptCheckpoint(f"the optimizer's {min(lost)}/{name} is absent")
         for full_name, value in tensors.items():
             key, _, name = full_name.partition("/")
             p, one = owners[name]
-            told = misfit(one, key, value, p)
-            assert not told, told
             # PyTorch's own keep `step` on the CPU unless they are fused or capturable
             with_p = isinstance(one, LoadsNoCompiler) or one.defaults.get("fused") or one.defaults.get("capturable")
             device = p.device if with_p or key != "step" else "cpu"
@@ -273,14 +291,17 @@ def misfit(one: Any, key: str, value: Any, p: Tensor) -> str:
     told = f"{type(one).__name__}.state: {key} of a parameter of shape {(*p.shape,)}"
     if not isinstance(value, Tensor):
         return f"{told} is {value!r:.40} and must be a tensor"
-    shape_of = getattr(one, "state_shapes", {}).get(key, tuple)
-    fits = value.dim() == 0 or tuple(value.shape) == tuple(shape_of(p.shape))
+    shapes = getattr(one, "state_shapes", {})
+    if type(one) in OURS:
+        fits = key in shapes and value.dtype == p.dtype and tuple(value.shape) == tuple(shapes[key](p.shape))
+        return "" if fits else f"{told} is {layout(value)}"
+    fits = value.dim() == 0 or tuple(value.shape) == tuple(shapes.get(key, tuple)(p.shape))
     return "" if fits else f"{told} has the shape {(*value.shape,)}, which state_shapes does not declare"
 
 
 def check_optimizer(config: TrainConfig, device: torch.device) -> None:
     """Try a plugin's optimizer on a tiny GPT. Raises: ConfigError where it fails, or does not resume bit for bit."""
-    if class_of(config) in (AdamW, Muon):
+    if class_of(config) in OURS:
         return
     told = f"optim={config.optim.name}"
     tiny = GPTConfig(ModelOptions(n_layer=1, n_head=1, n_embd=4, block_size=2))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from core import checkpoint
-from core.files import expand, file_sha256, read_json
+from core.files import ANYWHERE, expand, file_sha256, read_json
 from core.schema import ConfigError, one_line, require, settings_of
 from data.corpora import probe_hub
 from data.hf_tokenizer import folder_tokenizer
@@ -50,15 +50,19 @@ class Origin:
     state: dict[str, Any] = field(default_factory=dict)
     step: int = 0
 
-    def load_into(self, model: GPT) -> None:
-        """Rows past the tokenizer are cut. Raises: ConfigError where the weights are not those of the settings."""
+    def weights_for(self, model: GPT) -> dict[str, Tensor]:
+        """Rows past the tokenizer are cut. The model may be on the meta device. Raises: ConfigError where they are not
+        those of the settings."""
         weights = {**self.weights(model)}
         for name in weights.keys() & EMBEDDINGS:
             weights[name] = weights[name][: model.vocab_size]
+        if not self.state:  # others keep half precision, too
+            weights = {name: w.float() if w.is_floating_point() else w for name, w in weights.items()}
         try:
-            model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise ConfigError(f"the weights are not those of the checkpoint's settings: {one_line(error)}") from error
+            checkpoint.check_weights(weights, model)
+        except checkpoint.CorruptCheckpoint as error:
+            raise ConfigError(f"the weights are not those of the checkpoint's settings: {error}") from error
+        return weights
 
 
 def read_origin(name: str, meta: str | None = None, key: str = "init_from") -> Origin:
@@ -134,7 +138,7 @@ def read_run(folder: Path) -> Origin:
 
 
 def read_folder(file: Path) -> Origin:
-    theirs, weights = read_json(file.parent / "config.json"), load_file(file)
+    theirs, weights = read_json(file.parent / "config.json", ANYWHERE), load_file(file)
     if theirs.get("model_type") == "gpt2":
         weights = gpt2_names(weights, tied=theirs.get("tie_word_embeddings", True))
     config = settings_from(theirs, weights)

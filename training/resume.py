@@ -8,10 +8,10 @@ from typing import Any
 
 from core import checkpoint, dist, rundir
 from core.dist import World
-from core.files import file_sha256, is_intact, read_json
+from core.files import file_sha256, is_intact
 from core.plugins import changed_plugins
 from core.process import EXIT_DIVERGED, say
-from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, read_status
+from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, read_status, read_summary
 from core.schema import ConfigError, differences, require, with_earlier_defaults
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
 from training.session import Machine, Session, read_corpus
@@ -125,7 +125,7 @@ def load_checkpoint(run_dir: RunDir) -> checkpoint.Checkpoint | None:
     """The newest valid checkpoint. Raises: ConfigError where there should be one, as no run starts over unasked;
     CorruptCheckpoint."""
     resumed = checkpoint.load_latest(run_dir.path / "ckpt", run_dir.log)
-    reached = read_status(run_dir.path).get("iter") or read_json(run_dir.path / "summary.json").get("iter")
+    reached = read_status(run_dir.path).get("iter") or read_summary(run_dir.path).get("iter")
     require(
         resumed is not None or not reached,
         f"out_dir={run_dir.path} has reached iteration {reached} but holds no checkpoint; fresh=true starts it anew",
@@ -178,7 +178,7 @@ def say_how_it_ended(config: TrainConfig, machine: Machine, run_dir: RunDir) -> 
 def check_finished(config: TrainConfig, machine: Machine, run_dir: RunDir) -> None:
     """Warn of plugins that have changed. Raises: ConfigError where a finished run has another dtype or text than the
     one that was asked for. The text is read, no model is built."""
-    summary, dtype = read_json(run_dir.path / "summary.json"), str(machine.dtype)
+    summary, dtype = read_summary(run_dir.path), str(machine.dtype)
     require(
         config.dtype == "auto" or summary.get("dtype", dtype) == dtype,
         f"dtype={config.dtype}: {run_dir.path} is {run_dir.state} in {summary.get('dtype')}; use another out_dir or "
@@ -198,7 +198,7 @@ def find_damage(path: Path) -> str:
                 checkpoint.verify(folder)
         except checkpoint.CorruptCheckpoint as error:
             return str(error)
-    summary = read_json(path / "summary.json")
+    summary = read_summary(path)
     if not is_intact(summary):
         return f"{path / 'summary.json'} has changed since"
     for file, sha256 in summary.get("records", {}).items():

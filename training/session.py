@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,7 @@ from core.device import (
     idle_cpus,
     keep_freed_memory,
     peak_flops,
+    require_memory,
     resolve_device,
     resolve_dtype,
     total_memory,
@@ -26,7 +28,7 @@ from core.dist import World
 from core.git import commit
 from core.plugins import plugin_hashes
 from core.process import available_cpus
-from core.schema import ConfigError, require
+from core.schema import require
 from data.batches import Batches
 from data.tokens import Corpus, load_corpus, size_of_text
 from model.diagnostics import sdpa_backend
@@ -159,9 +161,10 @@ class Session:
         return {"model": weights, "optimizer": self.optimizer.tensors()}
 
     def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
-        """Raises: KeyError, RuntimeError or AssertionError where names or shapes do not fit."""
-        self.model.load_state_dict(tensors["model"])
+        """Raises: CorruptCheckpoint or KeyError, before anything is loaded, where one is not as in tensors()."""
+        checkpoint.check_weights(tensors["model"], self.model)
         self.optimizer.load(tensors["optimizer"])
+        self.model.load_state_dict(tensors["model"])
 
 
 def setup(config: TrainConfig, machine: Machine | None = None) -> Session:
@@ -289,21 +292,12 @@ def checked_meta_model(config: TrainConfig, vocab_size: int) -> GPT:
     return model
 
 
-class TooLarge(ConfigError):
-    """The machine's memory cannot hold the run, which says nothing of the model."""
-
-
 def refuse_too_large(config: TrainConfig, meta_model: GPT, machine: Machine) -> None:
-    """Raise TooLarge where weights, gradients, the optimizer's state and a batch's token ids exceed the memory."""
+    """Raise TooLarge where model, gradients, the optimizer's state and a batch's token ids exceed the memory."""
     n, n_tokens = meta_model.num_params(), config.batch_size * config.model.block_size
-    needed = 8 * n + optimizer_bytes(meta_model, config) + 16 * n_tokens  # inputs and targets are int64
-    memory = total_memory(machine.device)
-    if needed > memory:
-        raise TooLarge(
-            f"model.name={config.model.name} with {n:,} parameters and batch_size={config.batch_size} windows of "
-            f"model.block_size={config.model.block_size} need more than {needed / 2**30:,.0f} GiB; "
-            f"{machine.device} has {memory / 2**30:,.0f} GiB"
-        )
+    needed = meta_model.nbytes + 4 * n + optimizer_bytes(meta_model, config) + 16 * n_tokens  # token ids are int64
+    told = f"model.name={config.model.name} with {n:,} parameters and batch_size={config.batch_size} windows"
+    require_memory(needed, machine.device, f"{told} of model.block_size={config.model.block_size}")
 
 
 def is_compiled(config: TrainConfig, device: torch.device) -> bool:
@@ -318,3 +312,11 @@ def compile_model(model: GPT, config: TrainConfig) -> nn.Module:
     # dynamic=False: after an evaluation's batch, of another size, the compiler would take every size as unknown, in a
     # sweep's next runs too
     return torch.compile(model, dynamic=False)  # type: ignore[return-value]
+
+
+def drop_compilations() -> None:
+    """Cancel what waits for a compiler on a CPU: else the process compiles it all before it ends."""
+    pool = getattr(getattr(sys.modules.get("torch._inductor.async_compile"), "AsyncCompile", None), "pool", None)
+    if pool is not None and pool.cache_info().currsize:
+        pool().shutdown(wait=False, cancel_futures=True)
+        pool.cache_clear()  # PyTorch makes a new one

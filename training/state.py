@@ -131,7 +131,12 @@ class RunState:
         require(step >= 0, f"{file}: step={show(saved.get('step'))} must be an integer >= 0")
         numbers = all(isinstance(value, int | float) for value in clip.values())
         require(numbers, f"{file}: qk_clip={show(clip)} must be numbers")
-        lowest = read("lowest", tuple[float, int])
+        facts = {f.name: read(f.name, KINDS[f.name]) for f in fields(Facts)}
+        lowest, records = read("lowest", tuple[float, int]), read("records", dict, {})
+        named = {key: facts[key] or {} for key in ("plugins", "init_from", "start_up_warnings")} | {"records": records}
+        for key, found in named.items():
+            texts = found.values() if isinstance(found, dict) else found
+            require(all(isinstance(text, str) for text in texts), f"{file}: {key}={show(found)} must hold text")
         seconds = {key: read(key, float, 0.0) for key in ("seconds", "train_seconds")}
         for key, value in seconds.items():
             require(0 <= value < math.inf, f"{file}: {key}={value} must be a finite number >= 0")
@@ -139,9 +144,9 @@ class RunState:
             step=step,
             config=read("config", dict, {}),
             tokenizer=read("tokenizer", dict, {}),
-            facts=Facts(**{f.name: read(f.name, KINDS[f.name]) for f in fields(Facts)}),
+            facts=Facts(**facts),
             evaluation_due=read("evaluated", bool, False),
             readings=Readings(read("train/loss", float | None), clip, **seconds),
             lowest=lowest,
-            records=read("records", dict, {}),
+            records=records,
         )

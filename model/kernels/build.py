@@ -18,6 +18,7 @@ import torch
 
 from core.device import cpu_flags
 from core.files import cache_folder, write_atomic
+from core.process import start_bound
 
 HERE = Path(__file__).parent
 SOURCES = sorted(HERE.glob("*.cpp"))
@@ -72,8 +73,7 @@ def compile_library(command: list[str], scratch: Path) -> Path:
 
     def call(*arguments: str | Path) -> None:
         full = [*program, *map(str, arguments), *command[len(program) :]]  # options of CXX come last: they count
-        nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
-        with subprocess.Popen(full, stdin=nowhere, stdout=pipe, stderr=pipe, start_new_session=True) as process:
+        with start_bound(full, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             running.append(process)
             try:
                 _, said = process.communicate(timeout=SECONDS)

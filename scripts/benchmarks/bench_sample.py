@@ -75,12 +75,7 @@ def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
         turns = timing.alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
         seconds = {name: timing.median(of, "seconds") for name, of in turns.items()}
         rows = {name: {"tok_per_sec": round(n * values.tokens / s, 2), "seconds": s} for name, s in seconds.items()}
-        if values.variants:
-            first, *others = rows
-            speeds = {name: timing.ratio(turns, first, name) for name in others}
-            result[f"{n}_sequences"] = {"variants": rows, "speed_over_first": speeds}
-        else:
-            result[f"{n}_sequences"] = {**rows, **timing.against_ours(turns)}
+        result[f"{n}_sequences"] = timing.compared(values, rows, turns)
     return {**result, **timing.machine_of(values, overrides)}
 
 

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import torch
 
 from core.device import seed_generator
+from core.process import say
 from core.schema import AtLeast, Help, options, require
 from scripts.benchmarks import timing
 from scripts.benchmarks.nanogpt import check_model, load_model, nanogpt
@@ -103,13 +104,13 @@ def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
     else:
         sides = timing.start_sides(values, overrides, "bench_train.py", ours, nanogpt)
     infos = sides[0].info["of"] if values.together else {side.name: side.info for side in sides}
-    first, about = next(iter(infos.items()))
+    about = next(iter(infos.values()))
     n = values.iters
     if n == 0:
         slowest = max(side.take_turn(1)["seconds"] for side in sides)
         n = max(1, round(SECONDS / slowest))
-    print(f"{n} iterations a turn, {about['tokens_per_iter']:,} tokens each; parameters: "
-          + ", ".join(f"{name} {info['parameters']:,}" for name, info in infos.items()))  # fmt: skip
+    sizes = ", ".join(f"{name} {info['parameters']:,}" for name, info in infos.items())
+    say(f"{n} iterations a turn, {about['tokens_per_iter']:,} tokens each; parameters: {sizes}")
     began = time.time()
     turns = timing.alternate({side.name: partial(side.take_turn, n) for side in sides}, values.rounds)
     if values.together:
@@ -120,10 +121,7 @@ def bench(values: BenchOptions, overrides: list[str]) -> dict[str, Any]:
         "dtype": about["dtype"], "peak_tflops": round(about["peak_flops"] / 1e12, 3),
         **timing.machine_of(values, overrides),
     }  # fmt: skip
-    if values.variants:
-        over_first = {name: timing.ratio(turns, name, first) for name in rows if name != first}
-        return {"variants": rows, "time_over_first": over_first, **common}
-    return {**rows, **timing.against_ours(turns), **common}
+    return {**timing.compared(values, rows, turns), **common}
 
 
 def summary(turns: list[Turn], n: int, about: dict[str, Any]) -> dict[str, Any]:

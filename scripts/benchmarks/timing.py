@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import signal
 import statistics
 import sys
 import time
@@ -25,6 +26,7 @@ import torch
 from core.cli import run_script
 from core.device import device_name, resolve_device
 from core.git import commit
+from core.process import end_with_parent, say
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, options, require
 from sweeps.plan import compose
 from training.config import load_config
@@ -90,6 +92,7 @@ class Side:
 
 def serve(name: str, pipe: Connection, build: Build, arguments: tuple[Any, ...]) -> None:
     """The process of a side: build the work, then do as much of it as each message asks for."""
+    end_with_parent(multiprocessing.parent_process().join, signal.SIGKILL)  # type: ignore[union-attr]
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # no side chooses its threads by the load
     try:
         work, info = build(*arguments)
@@ -167,7 +170,7 @@ def alternate(sides: Mapping[str, Callable[[], Turn]], rounds: int) -> Turns:
         for name in sides if i % 2 == 0 else reversed([*sides]):
             turns[name].append(sides[name]())
         took = ", ".join(f"{name} {turns[name][-1]['seconds']:.2f} s" for name in sides)
-        print(f"round {i + 1}: {took}", flush=True)
+        say(f"round {i + 1}: {took}")
     return turns
 
 
@@ -183,10 +186,13 @@ def ratio(turns: Turns, a: str, b: str, key: str = "seconds", starts: int = 1) -
     return spread([statistics.median(ratios[i * n : (i + 1) * n]) for i in range(starts)] if starts > 1 else ratios)
 
 
-def against_ours(turns: Turns) -> dict[str, dict[str, float]]:
-    """How many times as long the sides of peer= and old= take as ours."""
-    names = {"peer": "ratio", "old": "ratio_to_old"}
-    return {key: ratio(turns, name, "ours") for name, key in names.items() if name in turns}
+def compared(asked: SidesOptions, rows: Mapping[str, Any], turns: Turns) -> dict[str, Any]:
+    """A row for each side, and how many times as long they take: peer and old as ours, variants as the first one."""
+    if not asked.variants:
+        names = {"peer": "ratio", "old": "ratio_to_old"}
+        return {**rows, **{key: ratio(turns, name, "ours") for name, key in names.items() if name in turns}}
+    first, *others = rows
+    return {"variants": rows, "time_over_first": {name: ratio(turns, name, first) for name in others}}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

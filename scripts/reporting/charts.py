@@ -504,20 +504,12 @@ def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]], stabl
     finals: variant -> learning rate -> final losses.
     """
     look = styles_of_names(finals)
-    rows = [
-        {
-            "setting": variant,
-            "x": rate,
-            "value": fmean(losses),
-            "low": min(losses),
-            "high": max(losses),
-            "n": len(losses),
-            "ringed": rate > stable[variant],
-        }
-        for variant, losses_at in finals.items()
-        for rate, losses in losses_at.items()
-        if losses
-    ]
+    rows = []
+    for variant, losses_at in finals.items():
+        for rate, losses in losses_at.items():
+            if losses:
+                drawn = row_of(Estimate(fmean(losses), min(losses), max(losses), len(losses)))
+                rows.append({"setting": variant, "x": rate, **drawn, "ringed": rate > stable[variant]})
     return final_chart(rows, [Series(variant, look[variant], {}) for variant in finals], "learning rate")
 
 

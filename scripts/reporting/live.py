@@ -4,8 +4,10 @@
 import html
 import json
 import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,10 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from core.process import say
 from core.schema import ConfigError
 from scripts.reporting.comparisons import Family, compared_families
 from scripts.reporting.one_run import RunFiles, duration, headline, run_outline, single_run
-from scripts.reporting.page import Content, Markup, Section, outline, page
+from scripts.reporting.page import Content, Markup, Section, outline, page, require_open_files
 from scripts.reporting.runs import read_definition
 from scripts.reporting.tables import facts
 from sweeps.plan import read_plan
@@ -117,6 +120,7 @@ def run_list(runs: Iterable[RunFiles]) -> Markup:
 
 def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
     """Serve the page until Ctrl-C. Raises: ConfigError."""
+    require_open_files()
     return serve(LivePage(sweep_dir.resolve(), None if run is None else run.resolve()), port)
 
 
@@ -133,7 +137,11 @@ def serve(live: LivePage, port: int) -> int:
             if self.headers.get("Host") not in (f"127.0.0.1:{server.server_port}", f"localhost:{server.server_port}"):
                 self.send_error(403, "Host must be 127.0.0.1 or localhost, with the port")
                 return
-            answer = live.answer(self.path)
+            try:
+                answer = live.answer(self.path)
+            except (ConfigError, OSError) as error:
+                self.send_error(503, explain=str(error))
+                return
             if answer is None:
                 self.send_error(404)
                 return
@@ -143,17 +151,21 @@ def serve(live: LivePage, port: int) -> int:
             for name, value in {**headers, "X-Content-Type-Options": "nosniff"}.items():
                 self.send_header(name, value)
             self.end_headers()
-            with suppress(ConnectionError):  # the page was closed
-                self.wfile.write(content)
+            self.wfile.write(content)
 
         def log_message(self, *_: Any) -> None:
             """The terminal shows the address alone."""
 
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None:
+            if not isinstance(sys.exception(), ConnectionError):  # the page was closed
+                traceback.print_exc()
+
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server = Server(("127.0.0.1", port), Handler)
     except OSError as error:
         raise ConfigError(f"port={port} cannot be used: {error.strerror}") from error
     with server, suppress(KeyboardInterrupt):
-        print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+        say(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)")
         server.serve_forever()
     return 0

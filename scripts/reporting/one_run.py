@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from core.cli import parse_yaml
+from core.files import open_regular, read_config
 from core.record import Lines, is_number
 from core.schema import ConfigError, flatten, require, show, validate
 from scripts.reporting.charts import Figure, Row, Series, curve_chart, head_chart, styles_of_names
@@ -82,8 +83,9 @@ class RunFiles:
         """The end of the log of a run that did not end well."""
         if self.state.state not in ("failed", "diverged", "stopped"):
             return ""
-        for file in (self.sweep_dir / "logs" / f"{self.plan.id}.log", self.sweep_dir / self.plan.id / "train.log"):
-            with suppress(OSError), open(file, "rb") as opened:
+        logs, run = self.sweep_dir / "logs", self.sweep_dir / self.plan.id
+        for file, within in ((logs / f"{run.name}.log", self.sweep_dir), (run / "train.log", run)):
+            with suppress(OSError), open_regular(file, within=within) as opened:
                 opened.seek(max(0, file.stat().st_size - LOG))
                 return opened.read().decode(errors="replace")
         return ""
@@ -95,7 +97,7 @@ Progress = tuple[int, float | None, tuple[float, int] | None]  # iteration, seco
 def single_run(path: Path) -> RunFiles:
     """A run directory. Raises: ConfigError."""
     try:
-        text = (path / "config.yaml").read_text(encoding="utf-8")
+        text = read_config(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"run={path} holds no run (its config.yaml cannot be read)") from error
     content = parse_yaml(text, f"run={path} has a config.yaml that cannot be read")

@@ -5,6 +5,7 @@ import gzip
 import html
 import json
 import re
+import resource
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ STILL_FALLING = (
     "the order."
 )
 FOLD_ABOVE = 20  # rows: the page folds a longer table without a title
+OPEN_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -197,11 +199,19 @@ def body(sections: Sequence[Section]) -> str:
     return "".join(found)
 
 
+def require_open_files() -> None:
+    """Raise ConfigError where a process may open fewer files than drawing takes: vl-convert would end in a panic."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    enough = most >= OPEN_FILES or most == resource.RLIM_INFINITY
+    require(enough, f"ulimit -n {most} is too low: a page of charts takes {OPEN_FILES} open files")
+
+
 def page(content: Content, live: bool = False) -> str:
     """report.html: one page that needs no other file and no network. Its charts and Vega's runtime are compressed.
 
     live: it asks for data.json, which has Content.shown(), every few seconds.
     """
+    require_open_files()
     runtime = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]  # its stub asks for more
     shown = content.shown()
     facts = "".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in content.about.items())

@@ -9,10 +9,11 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from core.files import file_sha256, is_intact, parse_object, read_json
+from core.files import LINES_BYTES, file_sha256, is_intact, open_regular, parse_object, read_json
+from core.rundir import mistyped
 from core.schema import ConfigError, flatten, require, show
 from sweeps.definition import Definition, Part, check_sweep, part_and_name
-from sweeps.plan import PlannedRun, read_plan
+from sweeps.plan import PlannedRun, read_about, read_plan
 from sweeps.status import State, state_of
 from training.metrics import METRICS as METRIC_ROWS
 from training.metrics import REDUCTIONS, in_words, shown_in
@@ -45,13 +46,6 @@ class Metric:
         """Its name in Run.summary and in runs.csv."""
         return self.key if self.reduction is None else f"{self.reduction} {self.key}"
 
-
-# the keys of a summary that every report uses
-TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
-NUMBERS = [
-    "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
-    "cache_bytes_per_token", "vocab_size",
-]  # fmt: skip
 
 METRICS = [
     Metric("val/loss_min", "lowest validation loss", "lower loss", "higher loss", "+.4f"),
@@ -201,12 +195,8 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
 
 def read_definition(sweep_dir: Path, name: str, live: bool = False) -> Sweep:
     """A sweep without its runs. Raises: ConfigError."""
-    about = read_json(sweep_dir / "sweep.json")
-    require(is_intact(about), f"sweep_dir={sweep_dir} has a sweep.json that was changed")
-    frozen = about.setdefault("frozen", [])
-    good = isinstance(frozen, list) and all(isinstance(one, dict) and "overrides" in one for one in frozen)
-    good &= isinstance(about.get("sweep"), dict)
-    require(good, f"sweep_dir={sweep_dir} has no sweep.json that can be read")
+    about = read_about(sweep_dir)
+    require("sweep" in about, f"sweep_dir={sweep_dir} has no sweep.json that can be read")
     return Sweep(name, about, check_sweep(about["sweep"]), [], live)
 
 
@@ -292,11 +282,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     """A run's summary.json. Raises: ConfigError where a value has the wrong type."""
     summary = read_json(path / "summary.json")
     require(is_intact(summary), "summary.json has changed since the run ended")
-    kinds: dict[str, Any] = {"records": dict, "start_up_warnings": list, "plugins": dict, **dict.fromkeys(TEXTS, str)}
-    kinds |= dict.fromkeys(["iter", *NUMBERS], int | float)
-    for key, value in summary.items():
-        good = value is None or isinstance(value, kinds.get(key, object))
-        require(good, f"summary.json has {key}={show(value)}")
+    require(not mistyped(summary), f"summary.json has {mistyped(summary)}")
     return summary
 
 
@@ -319,10 +305,11 @@ def read_curves(path: Path, keys: Sequence[str]) -> dict[str, Curve]:
     curves: dict[str, Any] = {}
     wanted = cache(lambda key: any(fnmatchcase(key, pattern) for pattern in keys))
     try:
-        for values in map(parse_object, (path / "metrics.jsonl").read_bytes().splitlines()):
-            for key, value in values.items():
-                if value is not None and wanted(key):
-                    curves.setdefault(key, {})[int(values["iter"])] = 1.0 * value
+        with open_regular(path / "metrics.jsonl", limit=LINES_BYTES) as file:
+            for values in map(parse_object, file):
+                for key, value in values.items():
+                    if value is not None and wanted(key):
+                        curves.setdefault(key, {})[int(values["iter"])] = 1.0 * value
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"metrics.jsonl cannot be read: {error}") from error
     return curves

@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.files import file_sha256, read_json
+from core.files import file_sha256, open_regular, parse_object, read_json, read_regular
+from core.rundir import NUMBERS, TEXTS
 from core.schema import ConfigError, require, show
-from scripts.reporting.runs import NUMBERS, TEXTS, Curve, Run, Sweep
+from scripts.reporting.runs import Curve, Run, Sweep
 from sweeps.definition import check_sweep
 from sweeps.status import FINAL, State
 
@@ -77,9 +78,9 @@ def read_stored(folder: Path, name: str) -> Sweep:
         for file in ("runs.csv", "curves.csv.gz"):  # the second counts the lines of the first
             require(file_sha256(folder / file) == about["sha256"].get(file), f"{file} was changed")
         curves = read_curves(folder / "curves.csv.gz")
-        with (folder / "runs.csv").open(encoding="utf-8", newline="") as rows:
-            for n, row in enumerate(csv.DictReader(rows)):
-                sweep.runs.append(read_row(row, measured, about["config"], curves.get(n, {})))
+        rows = csv.DictReader(io.StringIO(read_regular(folder / "runs.csv").decode(), newline=""))
+        for n, row in enumerate(rows):
+            sweep.runs.append(read_row(row, measured, about["config"], curves.get(n, {})))
     except (OSError, EOFError, ValueError, KeyError, csv.Error, zlib.error) as error:
         raise ConfigError(f"from={folder} cannot be read: {error}") from error
     return sweep
@@ -93,7 +94,7 @@ def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any
     config |= {"seed": seed} if fold is None else {"seed": seed, "data.fold": fold}
     found = {key: row[key] for key in measured if row.get(key)}
     summary = {key: text if key in TEXTS else number_or_text(text) for key, text in found.items()}
-    summary |= {"plugins": json.loads(row[PLUGINS])} if row.get(PLUGINS) else {}
+    summary |= {"plugins": parse_object(row[PLUGINS].encode())} if row.get(PLUGINS) else {}
     summary |= {"iter": state.iter} if state.state in FINAL else {}
     return Run(row["id"], row["settings"].split(";"), seed, fold, config, state, summary, curves)
 
@@ -101,14 +102,14 @@ def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any
 def number_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
 def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
     """Line of runs.csv -> metric -> curve."""
     found: dict[int, dict[str, Any]] = {}
-    with gzip.open(file, "rt", encoding="utf-8", newline="") as text:
+    with open_regular(file) as packed, gzip.open(packed, "rt", encoding="utf-8", newline="") as text:
         for row in csv.DictReader(text):
             of = found.setdefault(int(row["run"]), {}).setdefault(row["metric"], {})
             of[int(row["iter"])] = float(row["value"])

@@ -10,6 +10,7 @@ from statistics import fmean, median, stdev
 from typing import TypeVar
 
 from core.git import short
+from core.process import printable
 from core.schema import show
 from data.options import FLOOR_TOLERANCE
 from scripts.reporting.comparisons import Comparison, Family
@@ -31,7 +32,7 @@ class Table:
 
     def markdown(self) -> str:
         def line(cells: Sequence[str]) -> str:
-            return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+            return "| " + " | ".join(printable(" ".join(cell.split())).replace("|", "\\|") for cell in cells) + " |"
 
         rule = ["---" if i < self.text_columns else "---:" for i in range(len(self.columns))]
         return "\n".join(map(line, [self.columns, rule, *self.rows])) + "\n"

@@ -138,7 +138,7 @@ def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str
     if not file.exists():
         return {}
     content: Any = read_json(file)
-    content = content.get("1_sequences", content)  # bench_sample.py, which writes speeds, groups its results
+    content = content.get("1_sequences", content)  # bench_sample.py groups its results, and once wrote speeds
     timed = next(iter(content.get("variants", {})), None)
     require(timed in contestants, f"{file} does not time contestants: scripts/track.py times=true prints the command")
     ends = {"median": "median", "low": "high", "high": "low"}

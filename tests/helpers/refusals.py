@@ -69,6 +69,20 @@ def check(status: int, stderr: str, expected: list[str]) -> None:
         assert part in stderr
 
 
+def endless(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**42)
+
+
+NOT_FILES: dict[str, Callable[[Path], object]] = {  # what a stranger may put in place of a file
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link": lambda path: path.symlink_to(__file__),
+    "folder": Path.mkdir,
+    "endless": endless,
+}
+
+
 class Bomb:
     """Unpickling it makes a folder."""
 
@@ -84,4 +98,5 @@ TEXTS = [
     '{"iter": 1e999}', '{"id": null}', "[" * 9000 + "]" * 9000, '{"a":' * 9000 + "1" + "}" * 9000,
     '{"state": ["done"]}', '{"state": {"a": 1}, "iter": "q"}', '{"sweep": 3}', '{"sweep": {"parts": [1]}}',
     '{"sweep": {"title": "\\ud800<script>x</script>"}}', '{"frozen": 3, "sweep": {}}',
+    f'{{"iter": {"9" * 350}, "seconds": {"9" * 350}}}', f'{{"iter": {"9" * 250}, "seconds": {"9" * 250}}}',
 ]  # fmt: skip

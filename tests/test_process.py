@@ -1,0 +1,223 @@
+"""How programs end: with their children, without their output, and stopped where a signal came before an error."""
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, eventually, exit_status, fork, needs_compiler, processes_with
+from helpers.fineweb import Parquet, settings_of
+from helpers.runs import TORCHRUN, configured, saved_json
+from helpers.sweeps import tiny_sweep, where
+from tqdm import tqdm
+
+import train
+from core.process import guarded, say
+from data.batches import Batches
+from data.prepare_fineweb import prepare
+from scripts import report
+from sweeps import launch
+
+# -----------------------------------------------------------------------------
+# What is ended takes its children along
+
+
+def heed_hangup() -> None:
+    """nohup has it ignored, and so do its children."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+SMALL = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=2", "threads=1"]
+PROGRAMS = {  # its words, what the command lines of its children have, and how many of them there are at least
+    "check_gpu": (["scripts/check_gpu.py", "device=cpu", "parts=[norms]", "rounds=9999", *SMALL], "spawn_main", 2),
+    "bench": (
+        ["scripts/benchmarks/bench_train.py", "variants=qk_norm=none;qk_norm=rms", "rounds=9999", "data=random",
+         "data.n_tokens=1000", "data.vocab_size=9", "data.val_tokens=100", "device=cpu", *SMALL], "spawn_main", 2,
+    ),
+    "launch": (["sweeps/launch.py", "max_iters=100000"], "worker.py", 2),
+    "torchrun": (["train.py", "max_iters=100000", "gradient_accumulation_steps=2"], "train.py", 2),
+    "compilers": (["train.py"], "sleep", 2),  # of our kernels
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("check_gpu", signal.SIGTERM), ("check_gpu", signal.SIGKILL), ("bench", signal.SIGKILL),
+        ("launch", signal.SIGHUP), ("torchrun", signal.SIGKILL), ("compilers", signal.SIGTERM),
+        ("compilers", signal.SIGKILL),
+    ],
+)  # fmt: skip
+def test_what_is_ended_takes_its_children_along(
+    name: str, number: signal.Signals, tmp_path: Path, corpus: Path, tiny_run: list[str]
+) -> None:
+    (script, *words), part, least = PROGRAMS[name]
+    words += where(tiny_sweep(tmp_path, corpus)) if name == "launch" else tiny_run if script == "train.py" else []
+    python = TORCHRUN if name == "torchrun" else [sys.executable]
+    mark = {"TEST_MARK": str(tmp_path)}
+    environment = {**os.environ, **mark}
+    if name == "compilers":
+        slow = tmp_path / "c++"
+        slow.write_text("#!/bin/sh\nsleep 600 &\nwait\n")
+        slow.chmod(0o755)
+        environment |= {"CXX": str(slow), "XDG_CACHE_HOME": str(tmp_path)}
+
+    def children() -> list[int]:
+        found = [pid for pid in processes_with(mark) if pid != process.pid]
+        return [pid for pid in found if part.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    options: Any = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = [*python, str(ROOT / script), *words]
+    with subprocess.Popen(command, preexec_fn=heed_hangup, **options) as process:
+        eventually(lambda: len(children()) >= least)
+        if name == "torchrun":
+            eventually((tmp_path / "runs").exists)
+        process.send_signal(number)
+        assert process.wait() == -number
+    eventually(lambda: processes_with(mark) == [])
+
+
+# -----------------------------------------------------------------------------
+# What cannot be printed ends nothing
+
+
+def prints_in_every_way() -> int:
+    """More than a stream holds."""
+    for text in ("a line", "x" * 100_000):
+        say(text)
+        warnings.warn(text, stacklevel=1)
+        logging.error(text)
+        print(text, file=sys.stderr)
+        with tqdm(range(3), desc=text, file=sys.stderr, mininterval=0) as bar:
+            for _ in bar:
+                say(text, bar.write)
+    return 7
+
+
+def without_output(work: Callable[[], int], place: str = "/dev/full") -> int:
+    """The exit status of a program that prints to a place which takes nothing."""
+
+    def call() -> int:
+        read, write = os.pipe()
+        os.close(read)
+        number = write if place == "a closed pipe" else os.open(place, os.O_WRONLY)
+        sys.stdout, sys.stderr = (open(os.dup(number), "w", buffering=1) for _ in range(2))  # noqa: SIM115
+        status = guarded(work)
+        sys.stdout.flush()  # as Python does at exit
+        sys.stderr.flush()
+        return status
+
+    return exit_status(fork(call))
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "a closed pipe"])
+def test_a_line_that_nobody_takes_ends_no_program(place: str, corpus: Path, tmp_path: Path) -> None:
+    assert without_output(prints_in_every_way, place) == 7
+    assert without_output(lambda: train.run(configured(corpus, tmp_path / "run")), place) == 0
+    assert saved_json(tmp_path / "run", "status")["state"] == "done"
+    assert "done: val/loss" in (tmp_path / "run" / "train.log").read_text()
+    assert without_output(lambda: print("what was asked for") or 0, place) == (place == "/dev/full")
+
+
+def test_programs_over_many_runs_go_on_without_their_output(
+    corpus: Path, tmp_path: Path, parquet: Parquet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.reporting.page.vl_convert.javascript_bundle", lambda **_: "")  # which takes a second
+    sweep = tiny_sweep(tmp_path, corpus, "max_iters=4", grid={}, folds=[0])
+    words = [f"sweep_dir={tmp_path / 'sweep'}", f"out={tmp_path / 'out'}"]
+    assert without_output(lambda: launch.main(where(sweep))) == 0
+    assert without_output(lambda: report.main(words)) == 0 and (tmp_path / "out" / "report.html").exists()
+    assert without_output(lambda: prepare(settings_of(parquet, tmp_path / "shards"))) == 0
+    assert (tmp_path / "shards" / "index.json").exists()
+
+
+# -----------------------------------------------------------------------------
+# An error after a stop signal is a stop
+
+
+@needs_compiler
+def test_a_signal_to_the_group_while_pytorch_compiles_is_a_stop(tiny_run: list[str], tmp_path: Path) -> None:
+    """Once the run has begun, a compiler waits, and dies of the signal."""
+    compiler, run = tmp_path / "bin" / "g++", tmp_path / "run"
+    compiler.parent.mkdir()
+    waits = f"#!/bin/sh\ngrep -q parameters {run}/train.log && mkdir {tmp_path}/waits && exec sleep 600\n"
+    compiler.write_text(waits + 'case "$*" in *model/kernels*) exit 1;; esac\nexec /usr/bin/g++ "$@" -O0\n')
+    compiler.chmod(0o755)
+    caches = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    environment = {**os.environ, **caches, "CXX": str(compiler)}
+    words = [*tiny_run, "model.n_layer=1", "compile=true", f"out_dir={run}"]
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes) as process:
+        eventually((tmp_path / "waits").exists, seconds=400)
+        time.sleep(1)
+        os.killpg(process.pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=180)
+    assert process.returncode == 143, err
+    assert "stopped by SIGTERM amid" in out.splitlines()[-1] and err.count("\n") == 1  # of the kernels
+    assert saved_json(run, "status")["state"] == "stopped"
+
+
+def fails_in_evaluation(patch: pytest.MonkeyPatch, fail: Callable[..., Any]) -> None:
+    patch.setattr(train, "evaluate", fail)
+
+
+def fails_in_a_data_worker(patch: pytest.MonkeyPatch, fail: Callable[..., Any]) -> None:
+    prefetch = Batches.prefetch
+
+    def failing(self: Batches, steps: Any) -> Any:
+        patch.setattr(Batches, "_read", fail)
+        yield from prefetch(self, steps)
+
+    patch.setattr(Batches, "prefetch", failing)
+
+
+def fails_in_an_update(patch: pytest.MonkeyPatch, fail: Callable[..., Any]) -> None:
+    patch.setattr(train, "step_optimizer", fail)
+
+
+DEAD = RuntimeError("a process of the pool died")
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "comes", "status", "state"),
+    [
+        (fails_in_evaluation, DEAD, True, 143, "stopped"),
+        (fails_in_a_data_worker, DEAD, True, 143, "stopped"),
+        (fails_in_an_update, ConnectionResetError("by peer"), True, 143, "stopped"),
+        (fails_in_an_update, DEAD, False, 1, "failed"),
+        (fails_in_evaluation, OSError(errno.ENOSPC, "No space left on device"), True, 1, "failed"),
+        (fails_in_an_update, MemoryError("too large"), True, 1, "failed"),
+    ],
+)
+def test_an_error_after_a_stop_signal_is_a_stop(
+    place: Callable[..., None], error: Exception, comes: bool, status: int, state: str, corpus: Path, tmp_path: Path
+) -> None:
+    def fail(*args: Any, **more: Any) -> None:
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+        raise error
+
+    signals = [signal.SIGTERM] * comes
+
+    def trains() -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            place(patch, fail)
+            return guarded(lambda: train.run(configured(corpus, tmp_path / "run")))
+
+    assert exit_status(fork(trains)) == status
+    assert saved_json(tmp_path / "run", "status")["state"] == state
+    said = (tmp_path / "run" / "train.log").read_text()
+    assert said.count("stopped by SIGTERM amid") == (status == 143)
+    assert train.run(configured(corpus, tmp_path / "run")) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "done"
