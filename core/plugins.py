@@ -187,7 +187,7 @@ def changed_plugins(recorded: Mapping[str, str]) -> list[str]:
 
 
 def in_environment() -> dict[str, str]:
-    """The plugins of $NANOQK_PLUGINS -> Found.sha256 in the process that hands them on, "" where the user names them."""
+    """Plugins of $NANOQK_PLUGINS -> Found.sha256 in the process that hands them on, "" where the user names them."""
     words = (word.strip().partition("=") for word in os.environ.get(ENVIRONMENT, "").split(","))
     return {name: sha256 for name, _, sha256 in words if name}
 
