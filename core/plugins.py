@@ -76,7 +76,7 @@ def add_options(table: dict[str, type], options: type) -> str:
 
 LOADED: dict[str, Found] = {}
 NAMED: set[str] = set()  # by the user
-ENVIRONMENT = "NANOQK_PLUGINS"  # names, A,B; a launcher tells its workers A=SHA256
+ENVIRONMENT = "NANOQK_PLUGINS"  # names, A,B; from a process of ours A=SHA256
 TRAINED = "plugins.json"  # in the user's configuration folder: plugin -> the files of it that the user has trained with
 
 
@@ -127,7 +127,10 @@ def check_name(name: str) -> None:
 
 def find_plugin(name: str, known: Collection[str] | None = None) -> Found:
     """The plugin of that name; nothing is run. known: as in find_module(). Raises: ConfigError."""
-    found = find_module(name, known)
+    try:
+        found = find_module(name, known)
+    except OSError as error:
+        raise ConfigError(f"plugins=[{name}] cannot be read: {error.strerror}") from error
     if found is None:
         raise ConfigError(f"plugins=[{name}]: no module {name} in {os.getcwd()} or on the path")
     run = run_directory(found.path)
@@ -184,7 +187,7 @@ def changed_plugins(recorded: Mapping[str, str]) -> list[str]:
 
 
 def in_environment() -> dict[str, str]:
-    """The plugins of $NANOQK_PLUGINS -> Found.sha256 as the launcher has it, "" where the user has named them."""
+    """Plugins of $NANOQK_PLUGINS -> Found.sha256 in the process that hands them on, "" where the user names them."""
     words = (word.strip().partition("=") for word in os.environ.get(ENVIRONMENT, "").split(","))
     return {name: sha256 for name, _, sha256 in words if name}
 

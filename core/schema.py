@@ -18,7 +18,6 @@ import difflib
 import functools
 import hashlib
 import json
-import keyword
 import os
 import sys
 import types
@@ -222,11 +221,12 @@ def build(cls: type, source: Any, prefix: str = "", reads: bool = False) -> Any:
 
 def as_stored(base: type, values: Mapping[str, Any], prefix: str) -> Any:
     """Options of a variant that this process does not know. Raises: ConfigError where a key cannot be a setting's."""
-    for key in values:
-        plain = isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) and key[0] != "_"
-        good = plain and (key in declared(base) or not hasattr(base, key))
-        require(good, f"{prefix}{key}={show(values[key])} is unknown")
-    return stored_class(base, tuple((key, type(value)) for key, value in values.items()))(**values)
+    try:
+        for key in values:
+            require(key in declared(base) or not hasattr(base, key), f"{prefix}{key}={show(values[key])} is unknown")
+        return stored_class(base, tuple((key, type(value)) for key, value in values.items()))(**values)
+    except TypeError as error:
+        raise ConfigError(f"{prefix.rstrip('.')}={show(values)} cannot be settings: {error}") from error
 
 
 @functools.cache

@@ -37,7 +37,7 @@ from sweeps.definition import load_sweep
 from sweeps.launch import check_runs
 from sweeps.plan import compose, plan_runs, read_plan
 from sweeps.worker import RESTART, work
-from training.config import TrainConfig, load_config
+from training.config import TrainConfig, load_config, stored_config
 from training.session import setup
 
 PLUGIN = '''
@@ -146,6 +146,7 @@ def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytes
     [
         ("nowhere", "", "plugins=[nowhere]: no module nowhere in "),
         ("../up", "", "plugins=[../up] must be names of modules"),
+        ("long" * 99, "", f"plugins=[{'long' * 99}] cannot be read: File name too long"),
         ("half.py", "", "plugins=[half.py] must be names of modules: plugins=[half]"),
         ("broken", "1 / 0", "plugins=[broken] cannot be imported: ZeroDivisionError: division by zero"),
         ("garbled", "1 /", "plugins=[garbled] cannot be imported: SyntaxError: invalid syntax"),
@@ -586,6 +587,13 @@ def test_no_program_imports_what_only_a_run_names(
     for line in commands[:5]:
         assert "cannot be imported: ValueError" in forked(*line.split(), "plugins=[evil]", status=2).stderr
         (tmp_path / "exploded").unlink()
+
+
+@pytest.mark.parametrize("key", ["slot", "a b", 5, "class", "\ufb01", "__dict__"])
+def test_what_can_be_no_setting_of_an_unknown_variant_is_refused(key: Any) -> None:
+    assert asdict(stored_config({"qk_norm": {"name": "x", "α": [1]}}).qk_norm) == {"name": "x", "α": [1]}
+    with pytest.raises(ConfigError, match="qk_norm.* is unknown|qk_norm=.* cannot be settings"):
+        stored_config({"qk_norm": {"name": "x", key: 1}})
 
 
 def test_a_plugin_counts_with_what_it_imports_from_its_folder(

@@ -43,7 +43,7 @@ class Ring(Circle):
 @options
 class Drawing:
     title: Annotated[str, schema.NOT_EMPTY, Help("above it")] = schema.REQUIRED
-    files: Annotated[tuple[str, ...], FREE, Loads(LOADED.append), Help("read first")] = ()
+    files: Annotated[tuple[str, ...], FREE, Loads(LOADED.append, asked=LOADED.append), Help("read first")] = ()
     copies: Annotated[int, AtLeast(1), DefaultWas(3), Help("sheets")] = 1
     size: Annotated[tuple[float, float], Help("width and height")] = (2.0, 3.0)
     grey: Annotated[float | None, schema.Between(0, 1, "[)"), schema.BeforeItExisted(None), Help("null: none")] = None
@@ -55,10 +55,13 @@ class Drawing:
 def test_what_loads_is_converted_first_wherever_it_is_declared() -> None:
     table: dict[str, type] = {"circle": Circle}
 
+    def register_rings(names: tuple[str, ...]) -> None:
+        table.update(dict.fromkeys(names, Ring))
+
     @options
     class Late:
         shape: Annotated[Circle, Variants(table), Help("what is drawn")] = Circle()
-        files: Annotated[tuple[str, ...], Loads(lambda names: table.update(dict.fromkeys(names, Ring)))] = ()
+        files: Annotated[tuple[str, ...], Loads(register_rings, asked=register_rings)] = ()
 
     assert settings_of(Late, {"shape": "ring", "files": ["ring"]}).shape == Ring()
 

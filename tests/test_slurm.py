@@ -380,7 +380,7 @@ def test_a_task_submitted_from_within_a_job_gets_nothing_of_that_job_and_its_plu
     for name in [*of_the_job, *of_the_user]:
         monkeypatch.setenv(name, "1" if name.endswith("WORLD_SIZE") else "0")
     launched(tiny_sweep(tmp_path, corpus, "plugins=[my_plugin]"), "launcher=slurm", status=2)
-    (script,) = (tmp_path / "sweep" / "slurm").glob("submission_file_*.sh")
+    (script,) = (tmp_path / "sweep" / "slurm").glob(".submission_file_*.sh")
     export = f"export NANOQK_PLUGINS=my_plugin={find_plugin('my_plugin').sha256}"
     assert export in script.read_text().splitlines() and "PYTHONSAFEPATH=1" in script.read_text()
     got = {line.partition("=")[0] for line in (tmp_path / "environment").read_text().splitlines()}
