@@ -292,8 +292,8 @@ def has_ended(request: RunRequest) -> bool:
         reason = " ".join(str(error).split())
         raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
     require(not refusal, f"out_dir={path} holds a run with other settings: {refusal}")
-    last, state = read_summary(path).get("iter", -1), read_status(path).get("state")
-    return state == "diverged" or (state == "done" and last >= request.max_iters)
+    last, state = read_summary(path).get("iter"), read_status(path).get("state")
+    return state == "diverged" or (state == "done" and last is not None and last >= request.max_iters)
 
 
 # -----------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def mistyped(content: Mapping[str, Any]) -> str:
 def at_end(path: Path) -> bool:
     """Whether a run is done or has diverged. A done one whose summary is lost is not: it goes on, to write it."""
     state = read_status(path).get("state")
-    return state == "diverged" or (state == "done" and "iter" in read_summary(path))
+    return state == "diverged" or (state == "done" and read_summary(path).get("iter") is not None)
 
 
 def is_open(path: Path) -> bool:
