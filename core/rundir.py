@@ -299,21 +299,17 @@ def has_ended(request: RunRequest) -> bool:
 # -----------------------------------------------------------------------------
 # What state a run is in
 
-NUMBERS = [  # of summary.json
-    "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
-    "cache_bytes_per_token", "vocab_size",
-]  # fmt: skip
 TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
 KINDS: dict[str, Any] = {  # of values of status.json and summary.json
     "iter": int, "pid": int, "records": dict, "start_up_warnings": list, "plugins": dict,
     **dict.fromkeys(["state", "host", "reason", "status", "sees_future", *TEXTS], str),
-    **dict.fromkeys(NUMBERS, int | float),
+    "seconds": int | float,
 }  # fmt: skip
 
 
-def mistyped(content: Mapping[str, Any]) -> str:
+def mistyped(content: Mapping[str, Any], kinds: Mapping[str, Any] = KINDS) -> str:
     """The first value that is neither null nor of its kind, as "key=value"; "" where there is none."""
-    good = {key: value is None or isinstance(value, KINDS.get(key, object)) for key, value in content.items()}
+    good = {key: value is None or isinstance(value, kinds.get(key, object)) for key, value in content.items()}
     return next((f"{key}={show(content[key])}" for key in good if not good[key]), "")
 
 
