@@ -22,7 +22,7 @@ from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
 from model.gpt import GPT
 from training.config import Device, Dtype, Seed, TrainConfig, load_config
-from training.state import RunState
+from training.state import checked
 
 RunPath = Annotated[str, NOT_EMPTY, Help("a run directory, or one checkpoint in it (runs/.../ckpt/step_000500)")]
 Plugins = Annotated[
@@ -143,7 +143,7 @@ def load_asked_run(run: str, which: str, device: torch.device, key: str = "run")
         raise ConfigError(f"{key}={run} cannot be loaded: {error}") from error
     if loaded.config.fault.name != "none":
         print(f"warning: {key}={run} was trained with fault={loaded.config.fault.name}", file=sys.stderr)
-    for change in changed_plugins(loaded.state.get("plugins", {})):
+    for change in changed_plugins(loaded.state.get("plugins") or {}):
         print(f"warning: {key}={run}: {printable(change)}", file=sys.stderr)
     return loaded
 
@@ -152,8 +152,7 @@ def load_run(path: Path, device: torch.device) -> LoadedRun:
     """What a checkpoint directory holds. Raises: CorruptCheckpoint."""
     saved = checkpoint.load(path)
     with checkpoint.errors_as_corrupt(path):
-        RunState.from_json(saved.state, f"{path}/{checkpoint.STATE}")  # refuses what is no state of a run
-        config = load_config(saved.state["config"])
+        config = load_config(checked(saved.state, f"{path}/{checkpoint.STATE}")["config"])
         tokenizer = from_dict(saved.state["tokenizer"])
         with torch.device("meta"):
             model = GPT(config.gpt, tokenizer.vocab_size)

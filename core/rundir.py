@@ -295,35 +295,31 @@ def has_ended(request: RunRequest) -> bool:
         reason = " ".join(str(error).split())
         raise ConfigError(f"out_dir={path} has a config.yaml that cannot be read: {reason}; use fresh=true") from error
     require(not refusal, f"out_dir={path} holds a run with other settings: {refusal}")
-    last, state = read_summary(path).get("iter", -1), read_status(path).get("state")
-    return state == "diverged" or (state == "done" and last >= request.max_iters)
+    last, state = read_summary(path).get("iter"), read_status(path).get("state")
+    return state == "diverged" or (state == "done" and last is not None and last >= request.max_iters)
 
 
 # -----------------------------------------------------------------------------
 # What state a run is in
 
-NUMBERS = [  # of summary.json
-    "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
-    "cache_bytes_per_token", "vocab_size",
-]  # fmt: skip
 TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
 KINDS: dict[str, Any] = {  # of values of status.json and summary.json
     "iter": int, "pid": int, "records": dict, "start_up_warnings": list, "plugins": dict,
     **dict.fromkeys(["state", "host", "reason", "status", "sees_future", *TEXTS], str),
-    **dict.fromkeys(NUMBERS, int | float),
+    "seconds": int | float,
 }  # fmt: skip
 
 
-def mistyped(content: Mapping[str, Any]) -> str:
+def mistyped(content: Mapping[str, Any], kinds: Mapping[str, Any] = KINDS) -> str:
     """The first value that is neither null nor of its kind, as "key=value"; "" where there is none."""
-    good = {key: value is None or isinstance(value, KINDS.get(key, object)) for key, value in content.items()}
+    good = {key: value is None or isinstance(value, kinds.get(key, object)) for key, value in content.items()}
     return next((f"{key}={show(content[key])}" for key in good if not good[key]), "")
 
 
 def at_end(path: Path) -> bool:
     """Whether a run is done or has diverged. A done one whose summary is lost is not: it goes on, to write it."""
     state = read_status(path).get("state")
-    return state == "diverged" or (state == "done" and "iter" in read_summary(path))
+    return state == "diverged" or (state == "done" and read_summary(path).get("iter") is not None)
 
 
 def is_open(path: Path) -> bool:

@@ -28,6 +28,7 @@ from core.cli import parse_yaml, run_script
 from core.files import ROOT, FileLock, expand, file_sha256, read_json, read_regular
 from core.plugins import remember
 from core.process import StopSignal, say, start_bound
+from core.record import is_number
 from core.rundir import at_end, read_summary
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
 from core.wandb_run import wandb_mode, wandb_options
@@ -315,8 +316,8 @@ def line_of(run_id: str, states: dict[str, State], sweep_dir: Path, left: float)
     ended = sum(state.state in FINAL for state in states.values())
     summary = read_summary(sweep_dir / run_id)
     loss = summary.get("val/loss")  # null where it is not finite
-    loss = "" if loss is None else f"val/loss {loss:.4f}, "
-    seconds = f"{summary.get('seconds', 0):.0f} s; {tqdm.format_interval(left)} left"
+    loss = f"val/loss {loss:.4f}, " if is_number(loss) else ""
+    seconds = f"{summary.get('seconds') or 0:.0f} s; {tqdm.format_interval(left)} left"
     return f"[{ended}/{len(states)}] {run_id} {states[run_id].state}: {loss}{seconds}"
 
 

@@ -86,7 +86,7 @@ def test_new_run_has_its_config_and_is_running(path: Path) -> None:
     assert not is_open(run.path)
 
 
-WRONG = ['{"state": ["done"]}', '{"iter": "4"}', '{"iter": 1.5}', '{"records": []}', '{"val/loss": "x"}']
+WRONG = ['{"state": ["done"]}', '{"iter": "4"}', '{"iter": 1.5}', '{"records": []}', '{"seconds": "x"}']
 
 
 @pytest.mark.parametrize("content", [*WRONG, '{"iter": ' + "9" * 5000 + "}"])

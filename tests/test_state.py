@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 from helpers.runs import configured
 
 import train
+from core import checkpoint
 from core.schema import ConfigError
+from sample import load_asked_run
 from training import resume, session
 from training.state import Facts, LowestLoss, Readings, RunState
 
@@ -62,6 +65,21 @@ def test_a_wrong_type_or_value_is_named(changes: dict[str, Any], says: str) -> N
     with pytest.raises(ConfigError) as error:
         RunState.from_json({**as_written(STATE), **changes})
     assert says in str(error.value)
+
+
+def test_a_sealed_state_of_a_wrong_type_is_refused_by_training_and_sampling(corpus: Path, tmp_path: Path) -> None:
+    config = configured(corpus, tmp_path / "run", max_iters=2)
+    assert train.run(config) == 0
+    step = checkpoint.step_dirs(tmp_path / "run" / "ckpt")[0]
+    saved, manifest = (json.loads((step / name).read_text()) for name in (checkpoint.STATE, checkpoint.MANIFEST))
+    for changes in ({"tokenizer": 3}, {"step": -5}, {"train_seconds": 1e299}, {"plugins": {"a": 1}}, {"config": [1]}):
+        (step / checkpoint.STATE).write_text(json.dumps({**saved, **changes}))
+        found = {name: checkpoint.measure(step / name) for name in manifest["files"]}
+        (step / checkpoint.MANIFEST).write_text(checkpoint.render(manifest["format"], manifest["step"], found))
+        with pytest.raises(ConfigError, match=f"state.json: {next(iter(changes))}="):
+            train.run(replace(config, max_iters=4))
+        with pytest.raises(ConfigError, match=f"state.json: {next(iter(changes))}="):
+            load_asked_run(str(step), "best", torch.device("cpu"))
 
 
 def test_the_lowest_loss_before_a_step_is_that_of_an_earlier_evaluation() -> None:

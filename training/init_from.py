@@ -15,6 +15,7 @@ from model.options import ModelOptions
 from training.config import TrainConfig, load_config
 from training.origin import Origin, read_origin, sha256_of
 from training.session import saved_state
+from training.state import checked
 
 # setting -> the value that its null means
 DERIVED: dict[str, Callable[[ModelOptions], int]] = {
@@ -130,7 +131,7 @@ def begun_with(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         origin = read_origin(str(given["init_from"]))
         config, tokenizer = origin.config, origin.tokenizer
     except ConfigError:
-        saved = checkpoint.peek(expand(str(given.get("out_dir"))) / "ckpt")
+        saved = checked(checkpoint.peek(expand(str(given.get("out_dir"))) / "ckpt"))
         if saved.get("config", {}).get("init_from") != given["init_from"]:
             return {}
         config, tokenizer = load_config(saved["config"]).gpt, from_dict(saved["tokenizer"])

@@ -185,8 +185,8 @@ def check_finished(config: TrainConfig, machine: Machine, run_dir: RunDir) -> No
         "fresh=true",
     )
     sha256 = read_corpus(config).sha256
-    require_same_text(config, run_dir.path, sha256, summary.get("corpus_sha256", sha256))
-    for change in changed_plugins(summary.get("plugins", {})):
+    require_same_text(config, run_dir.path, sha256, summary.get("corpus_sha256") or sha256)
+    for change in changed_plugins(summary.get("plugins") or {}):
         run_dir.log(f"warning: {change}")
 
 
@@ -201,7 +201,7 @@ def find_damage(path: Path) -> str:
     summary = read_summary(path)
     if not is_intact(summary):
         return f"{path / 'summary.json'} has changed since"
-    for file, sha256 in summary.get("records", {}).items():
+    for file, sha256 in (summary.get("records") or {}).items():
         if not (path / file).is_file() or file_sha256(path / file) != sha256:
             return f"{path / file} has changed since"
     return ""

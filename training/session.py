@@ -38,7 +38,7 @@ from training import faults
 from training.config import TrainConfig
 from training.optim import Optimizer, check_optimizer, optimizer_bytes
 from training.origin import read_origin
-from training.state import Facts
+from training.state import Facts, checked
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, (B, T) each
 
@@ -210,7 +210,7 @@ def set_up_machine(config: TrainConfig) -> Machine:
 
 def saved_state(config: TrainConfig) -> dict[str, Any]:
     """The state of the checkpoint that the run goes on from; {} where it begins."""
-    return {} if config.fresh else checkpoint.peek(config.run_dir / "ckpt")
+    return {} if config.fresh else checked(checkpoint.peek(config.run_dir / "ckpt"), f"{config.run_dir}: state.json")
 
 
 def choose_threads(config: TrainConfig, world: World, device: torch.device) -> tuple[int, str]:

@@ -139,7 +139,7 @@ class RunState:
             require(all(isinstance(text, str) for text in texts), f"{file}: {key}={show(found)} must hold text")
         seconds = {key: read(key, float, 0.0) for key in ("seconds", "train_seconds")}
         for key, value in seconds.items():
-            require(0 <= value < math.inf, f"{file}: {key}={value} must be a finite number >= 0")
+            require(0 <= value < 1e10, f"{file}: {key}={value} must be a finite number >= 0 and < 1e10")
         return cls(
             step=step,
             config=read("config", dict, {}),
@@ -150,3 +150,10 @@ class RunState:
             lowest=lowest,
             records=records,
         )
+
+
+def checked(saved: dict[str, Any], file: str = "state.json") -> dict[str, Any]:
+    """The content of a state.json as it was saved, {} where there is none. Raises: ConfigError, as from_json() does."""
+    if saved:
+        RunState.from_json(saved, file)
+    return saved

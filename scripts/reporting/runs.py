@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from core.files import LINES_BYTES, file_sha256, is_intact, open_regular, parse_object, read_json
-from core.rundir import mistyped
+from core.rundir import KINDS, mistyped
 from core.schema import ConfigError, flatten, require, show
 from sweeps.definition import Definition, Part, check_sweep, part_and_name
 from sweeps.plan import PlannedRun, read_about, read_plan
@@ -46,6 +46,11 @@ class Metric:
         """Its name in Run.summary and in runs.csv."""
         return self.key if self.reduction is None else f"{self.reduction} {self.key}"
 
+
+NUMBERS = [  # of a summary, that every report uses
+    "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
+    "cache_bytes_per_token", "vocab_size",
+]  # fmt: skip
 
 METRICS = [
     Metric("val/loss_min", "lowest validation loss", "lower loss", "higher loss", "+.4f"),
@@ -282,7 +287,8 @@ def read_summary(path: Path) -> dict[str, Any]:
     """A run's summary.json. Raises: ConfigError where a value has the wrong type."""
     summary = read_json(path / "summary.json")
     require(is_intact(summary), "summary.json has changed since the run ended")
-    require(not mistyped(summary), f"summary.json has {mistyped(summary)}")
+    wrong = mistyped(summary, {**KINDS, **dict.fromkeys(NUMBERS, int | float)})
+    require(not wrong, f"summary.json has {wrong}")
     return summary
 
 

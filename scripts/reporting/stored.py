@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from core.files import file_sha256, open_regular, parse_object, read_json, read_regular
-from core.rundir import NUMBERS, TEXTS
+from core.rundir import TEXTS
 from core.schema import ConfigError, require, show
-from scripts.reporting.runs import Curve, Run, Sweep
+from scripts.reporting.runs import NUMBERS, Curve, Run, Sweep
 from sweeps.definition import check_sweep
 from sweeps.status import FINAL, State
 
