@@ -137,12 +137,12 @@ def refuse(message: str) -> int:
     return 2
 
 
-# what drives a terminal, or turns the direction of its text
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# what drives a terminal, turns the direction of its text, or is none
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """The text with its control characters spelt out: a stranger's would drive the terminal."""
+    """The text with control characters and lone surrogates spelt out: a stranger's would drive the terminal."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

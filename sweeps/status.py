@@ -10,7 +10,7 @@ from typing import Annotated
 
 from core.cli import run_script
 from core.files import expand
-from core.process import say
+from core.process import printable, say
 from core.record import Lines
 from core.rundir import at_end, is_open, read_status
 from core.schema import NOT_EMPTY, Help, options, require
@@ -44,7 +44,7 @@ def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> Sta
     path = sweep_dir / run.id
     held = not at_end(path) and (is_claimed(sweep_dir, run.id) or is_open(path))
     status = read_status(path)  # after the locks: the run may have ended since the first look
-    state, step, reason = status.get("state"), status.get("iter"), str(status.get("reason", ""))
+    state, step, reason = status.get("state"), status.get("iter"), printable(str(status.get("reason", "")))
     if not held and at_end(path):
         return State(str(state), step, reason)
     claim = read_claim(sweep_dir, run.id)
@@ -54,7 +54,7 @@ def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> Sta
     if state == "done":
         reason = "done, but summary.json is lost"
     if state == "failed" or claim["error"]:
-        return State("failed", step, claim["error"] or reason, tries)
+        return State("failed", step, printable(str(claim["error"] or reason)), tries)
     if next(reversed(claim["tries"].values()), 0) >= claim["limit"]:  # of the last launch
         return State("failed", step, "its worker died", tries)
     return State("pending" if state is None else "stopped", step, reason, tries)

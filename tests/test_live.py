@@ -231,6 +231,7 @@ def test_what_a_reader_chose_in_a_chart_stays_when_new_lines_come(sweep: Made, t
 def test_a_run_is_watched_or_refused_in_a_line(sweep: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = sweep.run("p=2", 0, falling(1.5))
     (path / "config.yaml").write_text(to_yaml(read_plan(sweep.path)[0].config))
+    append(path / "samples.jsonl", iter=0, text="\ud800")
     assert main([f"run={path}"]) == 0 and "1.5000 at iteration 40" in (path / "report.html").read_text()
     capsys.readouterr()
     with served(tmp_path, f"run={path}") as port:
@@ -269,9 +270,9 @@ def test_status_draws_bars_and_the_best_loss_of_each_point(sweep: Made, capsys: 
     sweep.plan("a/p=3", 1, 1, max_iters=100)
     assert status.print_status(status.SweepPlace(sweep_dir=str(sweep.path))) == 0
     lines = capsys.readouterr().out.splitlines()
-    (done / "status.json").write_text(json.dumps({"state": "diverged", "iter": 40, "reason": "\x1b[2J\rdone"}))
+    (done / "status.json").write_text(json.dumps({"state": "diverged", "iter": 40, "reason": "\x1b[2J\r\ud800"}))
     status.print_status(status.SweepPlace(sweep_dir=str(sweep.path)))
-    assert f"diverged: {done.name}: \\x1b[2J\\rdone; " in capsys.readouterr().out
+    assert f"diverged: {done.name}: \\x1b[2J\\r\\ud800; " in capsys.readouterr().out
     assert lines == [
         f"{sweep.path}: 3 runs, 1 done, 1 stopped, 1 pending",
         f"         [#########...........]  46 %  lowest val/loss 1.5000 at iteration 30 of {done.name}",

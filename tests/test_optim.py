@@ -473,6 +473,11 @@ class Factored(torch.optim.Adafactor):
     moments = 0
 
 
+class Fused(torch.optim.Adam):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, fused=True)
+
+
 class HalfMuon(Muon):
     def step(self, frozen: Tensor | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -561,6 +566,8 @@ def test_state_of_another_shape_is_not_loaded(own: Own) -> None:
     model = new_model(config)
     with pytest.raises(CorruptCheckpoint, match="momentum_buffer of a parameter of shape .* has the shape"):
         Optimizer(model, config).load({"momentum_buffer/transformer.ln_f.weight": torch.ones(3)})
+    with pytest.raises(CorruptCheckpoint, match="exp_avg of a parameter of shape .* has the shape"):
+        Optimizer(model, own(PlainOptions(), Fused)).load({"exp_avg/transformer.ln_f.weight": torch.ones(())})
 
 
 def test_it_gets_groups_as_ours_and_the_names(own: Own) -> None:

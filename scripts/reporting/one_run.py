@@ -161,5 +161,5 @@ def curves_figure(name: str, curves: Mapping[str, Curve], title: str, goes_on: b
 
 
 def sample(line: Mapping[str, object]) -> Markup:
-    text = html.escape(str(line.get("text")))
+    text = html.escape(str(line.get("text")).encode(errors="replace").decode())  # lone surrogates are no text
     return Markup(f"<details><summary>Iteration {line['iter']}</summary><pre>{text}</pre></details>")
