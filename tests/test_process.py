@@ -150,7 +150,7 @@ def test_a_signal_to_the_group_while_pytorch_compiles_is_a_stop(tiny_run: list[s
     """Once the run has begun, a compiler waits, and dies of the signal."""
     compiler, run = tmp_path / "bin" / "g++", tmp_path / "run"
     compiler.parent.mkdir()
-    waits = f"#!/bin/sh\ngrep -q parameters {run}/train.log && mkdir {tmp_path}/waits && exec sleep 600\n"
+    waits = f"#!/bin/sh\ngrep -qs parameters {run}/train.log && mkdir {tmp_path}/waits && exec sleep 600\n"
     compiler.write_text(waits + 'case "$*" in *model/kernels*) exit 1;; esac\nexec /usr/bin/g++ "$@" -O0\n')
     compiler.chmod(0o755)
     caches = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
