@@ -6,7 +6,6 @@ import functools
 import io
 import os
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -49,7 +48,6 @@ class StopSignal:
         if number == signal.SIGHUP:
             signal.signal(number, signal.SIG_IGN)  # from now on: a shell sends it, and the kernel again
             self.previous.pop(signal.SIGHUP, None)
-            silence_terminal()
         self.restore_handlers()
 
     def explains(self, error: Exception) -> bool:
@@ -138,22 +136,9 @@ def in_one_line(message: str) -> str:
     return line if len(line) < 590 else f"{line[:250]} ... {line[-250:]}"
 
 
-def silence_terminal() -> None:
-    """A terminal that is gone takes no output: every write to it is an error. Files and pipes stay."""
-    for number in (1, 2):
-        with contextlib.suppress(OSError):  # it is closed
-            if stat.S_ISCHR(os.fstat(number).st_mode):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-
 def say(text: str, write: Callable[[str], Any] = print) -> None:
     """Print a line that the program can do without: where nobody reads any more, or the disk is full, it goes on."""
-    try:
-        write(text)
-        if sys.stdout is not None:  # None where the shell closed it
-            sys.stdout.flush()
-    except OSError:
-        drop_unwritten(sys.stdout)
+    write_or_drop(text, write, sys.stdout)
 
 
 class Lossy:
@@ -166,12 +151,17 @@ class Lossy:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except OSError:
-            drop_unwritten(self.stream)
+        write_or_drop(text, self.stream.write, self.stream)
         return len(text)
+
+
+def write_or_drop(text: str, write: Callable[[str], Any], stream: TextIO) -> None:
+    try:
+        write(text)
+        if stream is not None:  # None where the shell closed it
+            stream.flush()
+    except OSError:
+        drop_unwritten(stream)
 
 
 def drop_unwritten(stream: TextIO) -> None:
