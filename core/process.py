@@ -166,7 +166,7 @@ def write_or_drop(text: str, write: Callable[[str], Any], stream: TextIO) -> Non
 
 def drop_unwritten(stream: TextIO) -> None:
     """Forget what a stream could not write: else Python tries it again at exit, and ends with status 120."""
-    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # OSError: it is no file
+    with contextlib.suppress(OSError, AttributeError), open(os.devnull, "w") as nowhere:  # it is no file; None
         number = stream.fileno()
         kept = os.dup(number)
         os.dup2(nowhere.fileno(), number)
