@@ -41,7 +41,7 @@ SMALL = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_si
 PROGRAMS = {  # its words, what the command lines of its children have, and how many of them there are at least
     "check_gpu": (["scripts/check_gpu.py", "device=cpu", "parts=[norms]", "rounds=9999", *SMALL], "spawn_main", 2),
     "bench": (
-        ["scripts/benchmarks/bench_train.py", "variants=qk_norm=none;qk_norm=rms", "rounds=9999", "data=random",
+        ["scripts/benchmarks/bench_train.py", "variants=qk_norm=none;qk_norm=rms", "iters=10000000", "data=random",
          "data.n_tokens=1000", "data.vocab_size=9", "data.val_tokens=100", "device=cpu", *SMALL], "spawn_main", 1,
     ),
     "launch": (["sweeps/launch.py", "max_iters=100000"], "worker.py", 2),
@@ -77,13 +77,15 @@ def test_what_is_ended_takes_its_children_along(
         return [pid for pid in found if part.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     options: Any = {"cwd": tmp_path, "env": environment, "start_new_session": True}
-    options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    options |= {"stdout": (tmp_path / "out").open("wb"), "stderr": subprocess.STDOUT}
     command = [*python, str(ROOT / script), *words]
     process = subprocess.Popen(command, preexec_fn=heed_hangup, **options)
     try:
         eventually(lambda: len(children()) >= least, 600)
         if name == "torchrun":
             eventually((tmp_path / "runs").exists)
+        if name == "bench":  # a side computes, and reads no pipe
+            eventually(lambda: b" a turn, " in (tmp_path / "out").read_bytes(), 600)
         process.send_signal(number)
         assert process.wait() == -number
         eventually(lambda: processes_with(mark) == [])
