@@ -167,7 +167,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
     Per-layer values go to diagnostics.jsonl alone, a sample of text to samples.jsonl.
     """
     session = run.session
-    losses = validation_loss(session) | sampled_losses(session)
+    losses: dict[str, Any] = validation_loss(session) | sampled_losses(session)
     run.dir.log(in_words({"iter": step, **losses}))
     values = diagnose(session.model, diagnosed_batch(session))
     run.dir.record.write_diagnostics({"iter": step, **values})

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -50,7 +49,6 @@ class StopSignal:
         if number == signal.SIGHUP:
             signal.signal(number, signal.SIG_IGN)  # from now on: a shell sends it, and the kernel again
             self.previous.pop(signal.SIGHUP, None)
-            silence_terminal()
         self.restore_handlers()
 
     def explains(self, error: Exception) -> bool:
@@ -152,22 +150,9 @@ def in_one_line(message: str) -> str:
     return line if len(line) < 590 else f"{line[:250]} ... {line[-250:]}"
 
 
-def silence_terminal() -> None:
-    """A terminal that is gone takes no output: every write to it is an error. Files and pipes stay."""
-    for number in (1, 2):
-        with contextlib.suppress(OSError):  # it is closed
-            if stat.S_ISCHR(os.fstat(number).st_mode):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-
 def say(text: str, write: Callable[[str], Any] = print) -> None:
     """Print a line that the program can do without: where nobody reads any more, or the disk is full, it goes on."""
-    try:
-        write(printable(text))
-        if sys.stdout is not None:  # None where the shell closed it
-            sys.stdout.flush()
-    except OSError:
-        drop_unwritten(sys.stdout)
+    write_or_drop(printable(text), write, sys.stdout)
 
 
 class Lossy:
@@ -180,17 +165,22 @@ class Lossy:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except OSError:
-            drop_unwritten(self.stream)
+        write_or_drop(text, self.stream.write, self.stream)
         return len(text)
+
+
+def write_or_drop(text: str, write: Callable[[str], Any], stream: TextIO) -> None:
+    try:
+        write(text)
+        if stream is not None:  # None where the shell closed it
+            stream.flush()
+    except OSError:
+        drop_unwritten(stream)
 
 
 def drop_unwritten(stream: TextIO) -> None:
     """Forget what a stream could not write: else Python tries it again at exit, and ends with status 120."""
-    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # OSError: it is no file
+    with contextlib.suppress(OSError, AttributeError), open(os.devnull, "w") as nowhere:  # it is no file; None
         number = stream.fileno()
         kept = os.dup(number)
         os.dup2(nowhere.fileno(), number)

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ SMALL = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_si
 PROGRAMS = {  # its words, what the command lines of its children have, and how many of them there are at least
     "check_gpu": (["scripts/check_gpu.py", "device=cpu", "parts=[norms]", "rounds=9999", *SMALL], "spawn_main", 2),
     "bench": (
-        ["scripts/benchmarks/bench_train.py", "variants=qk_norm=none;qk_norm=rms", "rounds=9999", "data=random",
-         "data.n_tokens=1000", "data.vocab_size=9", "data.val_tokens=100", "device=cpu", *SMALL], "spawn_main", 2,
+        ["scripts/benchmarks/bench_train.py", "variants=qk_norm=none;qk_norm=rms", "iters=10000000", "data=random",
+         "data.n_tokens=1000", "data.vocab_size=9", "data.val_tokens=100", "device=cpu", *SMALL], "spawn_main", 1,
     ),
     "launch": (["sweeps/launch.py", "max_iters=100000"], "worker.py", 2),
     "torchrun": (["train.py", "max_iters=100000", "gradient_accumulation_steps=2"], "train.py", 2),
@@ -76,15 +77,21 @@ def test_what_is_ended_takes_its_children_along(
         return [pid for pid in found if part.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     options: Any = {"cwd": tmp_path, "env": environment, "start_new_session": True}
-    options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    options |= {"stdout": (tmp_path / "out").open("wb"), "stderr": subprocess.STDOUT}
     command = [*python, str(ROOT / script), *words]
-    with subprocess.Popen(command, preexec_fn=heed_hangup, **options) as process:
-        eventually(lambda: len(children()) >= least)
+    process = subprocess.Popen(command, preexec_fn=heed_hangup, **options)
+    try:
+        eventually(lambda: len(children()) >= least, 600)
         if name == "torchrun":
             eventually((tmp_path / "runs").exists)
+        if name == "bench":  # a side computes, and reads no pipe
+            eventually(lambda: b" a turn, " in (tmp_path / "out").read_bytes(), 600)
         process.send_signal(number)
         assert process.wait() == -number
-    eventually(lambda: processes_with(mark) == [])
+        eventually(lambda: processes_with(mark) == [])
+    finally:
+        for pid in processes_with(mark):
+            os.kill(pid, signal.SIGKILL)
 
 
 # -----------------------------------------------------------------------------
@@ -150,7 +157,7 @@ def test_a_signal_to_the_group_while_pytorch_compiles_is_a_stop(tiny_run: list[s
     """Once the run has begun, a compiler waits, and dies of the signal."""
     compiler, run = tmp_path / "bin" / "g++", tmp_path / "run"
     compiler.parent.mkdir()
-    waits = f"#!/bin/sh\ngrep -q parameters {run}/train.log && mkdir {tmp_path}/waits && exec sleep 600\n"
+    waits = f"#!/bin/sh\ngrep -qs parameters {run}/train.log && mkdir {tmp_path}/waits && exec sleep 600\n"
     compiler.write_text(waits + 'case "$*" in *model/kernels*) exit 1;; esac\nexec /usr/bin/g++ "$@" -O0\n')
     compiler.chmod(0o755)
     caches = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
@@ -159,10 +166,14 @@ def test_a_signal_to_the_group_while_pytorch_compiles_is_a_stop(tiny_run: list[s
     command = [sys.executable, str(ROOT / "train.py"), *words]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes) as process:
-        eventually((tmp_path / "waits").exists, seconds=400)
-        time.sleep(1)
-        os.killpg(process.pid, signal.SIGTERM)
-        out, err = process.communicate(timeout=180)
+        try:
+            eventually((tmp_path / "waits").exists, seconds=600)
+            time.sleep(1)
+            os.killpg(process.pid, signal.SIGTERM)
+            out, err = process.communicate(timeout=180)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 143, err
     assert "stopped by SIGTERM amid" in out.splitlines()[-1] and err.count("\n") == 1  # of the kernels
     assert saved_json(run, "status")["state"] == "stopped"
