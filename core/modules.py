@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from core.files import file_sha256
+from core.files import ANYWHERE, file_sha256, read_regular
 
 SUFFIXES = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)
 
@@ -117,7 +117,7 @@ def local_files(name: str, folder: str, known: Collection[str] | None) -> dict[s
         for file in filter(Path.is_file, files):
             found[str(file.relative_to(folder))] = sha256 = file_sha256(file)
             if file.suffix == ".py" and (known is None or sha256 in known):
-                waiting += imported_by(file.read_bytes())
+                waiting += imported_by(read_regular(file, within=ANYWHERE))
     return found
 
 
