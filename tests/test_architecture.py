@@ -4,6 +4,7 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
 from conftest import ROOT, run_python
 
 OURS = {"train", "sample", "nanoqk", "core", "model", "training", "data", "sweeps", "scripts"}
@@ -70,6 +71,7 @@ def test_no_floor_knows_an_upper_one_by_a_string() -> None:
     assert named == attention == [] and len(below) > 40
 
 
+@pytest.mark.slow
 def test_config_rundir_schedule_and_the_report_do_not_load_torch() -> None:
     code = "import training.config, core.rundir, training.schedule, scripts.report, sys"
     code += "; assert 'torch' not in sys.modules"
