@@ -21,6 +21,10 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: equal sums in this process and in the ones it starts
 os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
 os.environ["XDG_CONFIG_HOME"] = mkdtemp(prefix="nanoqk-tests-")  # no test reads or writes the user's own
+with suppress(OSError):  # no such folder
+    memory = os.statvfs("/dev/shm")
+    if memory.f_bavail * memory.f_frsize > 4 * 2**30 and not memory.f_flag & os.ST_NOEXEC:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")  # for tmp_path: no save waits for a disk
 
 import pytest
 import torch
@@ -49,11 +53,11 @@ SLOW = {  # files whose tests train, start programs or load large libraries: mak
     "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_check_gpu", "test_checks",
     "test_compare", "test_corpora", "test_cuda", "test_damage", "test_dashboard", "test_ddp", "test_disk",
     "test_docs", "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb",
-    "test_fixture", "test_fuzz", "test_gpu", "test_nanoqk",
-    "test_init_from", "test_kernels", "test_ledger", "test_live", "test_long_sequences",
-    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_process", "test_report",
-    "test_report_page", "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards",
-    "test_slurm", "test_sweeps", "test_tokenizers", "test_train", "test_wandb", "test_your_own_variant",
+    "test_fixture", "test_fuzz", "test_gpu", "test_hostile", "test_import", "test_init_from", "test_nanoqk",
+    "test_kernels", "test_ledger", "test_live", "test_long_sequences",
+    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_process", "test_report", "test_report_page",
+    "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards", "test_slurm",
+    "test_sweeps", "test_tokenizers", "test_track", "test_train", "test_wandb", "test_your_own_variant",
 }  # fmt: skip
 
 
@@ -290,7 +294,7 @@ def corpus(tmp_path: Path) -> Path:
 TINY = [
     "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=4", "threads=1",
     "schedule.warmup_iters=1", "log_interval=1", "eval_interval=2", "checkpoint_interval=2", "device=cpu",
-    "dtype=float32",
+    "dtype=float32", "plot=false",
 ]  # fmt: skip
 
 

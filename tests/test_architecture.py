@@ -4,6 +4,7 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
 from conftest import ROOT, run_python
 
 OURS = {"train", "sample", "nanoqk", "core", "model", "training", "data", "sweeps", "scripts"}
@@ -71,7 +72,7 @@ def test_no_floor_knows_an_upper_one_by_a_string() -> None:
 
 
 # what they open is the user's, the machine's or ours
-OPEN_OTHER_FILES = {"cli.py", "device.py", "files.py", "modules.py", "process.py", "build.py", "docs.py", "ledger.py",
+OPEN_OTHER_FILES = {"cli.py", "device.py", "files.py", "process.py", "build.py", "docs.py", "ledger.py",
                     "page.py", "track.py", "prepare_fineweb.py"}  # fmt: skip
 
 
@@ -81,6 +82,7 @@ def test_a_file_of_a_run_is_opened_in_one_place() -> None:
     assert {file.name for file in FILES if opening.search(file.read_text())} == OPEN_OTHER_FILES
 
 
+@pytest.mark.slow
 def test_config_rundir_schedule_and_the_report_do_not_load_torch() -> None:
     code = "import training.config, core.rundir, training.schedule, scripts.report, sys"
     code += "; assert 'torch' not in sys.modules"

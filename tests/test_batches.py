@@ -122,6 +122,7 @@ def test_streams_of_neighbouring_steps_do_not_overlap() -> None:
     block_size=st.integers(1, 40),
     max_batch=st.integers(1, 9),
 )
+@pytest.mark.slow
 @settings(deadline=None)
 def test_every_held_out_token_but_each_ranges_first_is_predicted_exactly_once(
     lengths: list[int], start: int, block_size: int, max_batch: int

@@ -11,7 +11,7 @@ from core import cli
 from scripts import dashboard
 from sweeps.definition import load_sweep
 
-STUDIES = ["p_sweep_cpu", "p_nano", "mla_comparison_nano", "gqa_nano"]
+STUDIES = ["p_nano", "mla_comparison_nano", "gqa_nano"]
 MEDIA = {"sample", "attn/by_layer_and_head"}
 
 
@@ -33,7 +33,7 @@ def test_a_study_has_a_workspace(
     assert {"val/loss", "val/loss.min", "attn/alpha", "attn/max_logit", "grad_norm", "tok_per_sec"} <= drawn
     recorded = set((ROOT / "docs" / "tracking.md").read_text().replace("`", " ").replace(",", " ").split())
     assert drawn - {"val/loss.min"} <= recorded
-    assert ("qk_clip/max_logit" in drawn) == (sweep not in ("p_sweep_cpu", "p_nano"))
+    assert ("qk_clip/max_logit" in drawn) == (sweep != "p_nano")
     shown = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
     assert shown.isdisjoint(MEDIA) and any(key.startswith("figures/difference") for key in shown)
     assert "conclusions" in json.dumps([panel for panel in panels if panel["viewType"] == "Weave"])

@@ -60,7 +60,8 @@ KILLS = 20 if FULL else 1
 
 def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -> None:
     """torchrun ends the other rank; the same command goes on."""
-    words = [*tiny_run, *WORDS[:2], "max_iters=120", "schedule.lr_decay_iters=120", "checkpoint_interval=10"]
+    words = [*tiny_run, *WORDS[:2], "max_iters=120", "schedule.lr_decay_iters=120"]
+    words += ["eval_interval=20", "checkpoint_interval=10"]
     ranks(tmp_path, *words, "out_dir=straight")
     choose, kills, amid = random.Random(0), 0, 0
     metrics = tmp_path / "killed" / "metrics.jsonl"

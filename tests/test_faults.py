@@ -18,7 +18,7 @@ from core.device import peak_flops
 from training.config import TrainConfig
 
 ITERATIONS = 60
-KILLS = 100 if FULL else 12  # for each optimizer
+KILLS = 100 if FULL else 6  # for each optimizer
 
 
 @pytest.fixture(params=["adamw", "muon"] if FULL else ["muon"])

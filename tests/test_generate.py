@@ -199,6 +199,7 @@ def test_on_a_cpu_keys_and_values_are_cached_in_fp32(layout: str, monkeypatch: p
     assert held == {torch.float32 if layout == "gqa" else torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_cast_once_and_anew_for_the_next_text(tied: bool) -> None:
     network = build(tiny_config(tied=tied), dtype=torch.float32)

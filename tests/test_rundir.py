@@ -215,6 +215,7 @@ def test_lock_of_a_run_that_was_just_moved_aside_is_not_taken_for_the_new_ones(
     run.close()
 
 
+@pytest.mark.slow
 def test_looking_at_a_run_never_keeps_it_from_starting(path: Path) -> None:
     leave(path, "stopped")
     over = threading.Event()
@@ -399,6 +400,7 @@ def test_log_prints_and_appends(path: Path) -> None:
     assert [line.split(" ", 2)[2] for line in lines] == printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["the wait ends", "the line comes"])
 def test_how_to_upload_an_offline_run_is_said_once(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, line = tmp_path / "python", "W&B is offline; to upload it: wandb sync x"

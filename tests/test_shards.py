@@ -16,6 +16,7 @@ from helpers.runs import assert_halves_equal_straight, configured, lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sweeps.launch
 import train
 from core import cli
 from core.schema import ConfigError
@@ -127,13 +128,15 @@ def test_the_papers_sweeps_pass_a_dry_run(
     asked = [*words.split(), f"data.path={shards}", f"data.val_tokens={size}", f"sweep_dir={tmp_path / 'sweep'}"]
     values, overrides = cli.read_settings(asked, LaunchOptions)
     options = cli.settings_of(LaunchOptions, values)
-    _, planned, _ = read_request(options, overrides)
-    assert [run.config.tokens_per_iter for run in planned] == [step] * runs
+    request = read_request(options, overrides)  # which takes seconds
+    assert [run.config.tokens_per_iter for run in request[1]] == [step] * runs
     committed = load_sweep(str(options.sweep), {}).overrides
     (asked_for,) = (int(word.partition("=")[2]) for word in committed if word.startswith("data.val_tokens="))
     held_out_of = 10**9 if options.sweep == "gqa" else 10**11  # the tokens that its file says to prepare
     assert asked_for < 0.7 * held_out_of * PrepareFineWebConfig.val_fraction
-    assert launch([*asked, "dry_run=true", "launcher.threads=1"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweeps.launch, "read_request", lambda *_: request)
+        assert launch([*asked, "dry_run=true", "launcher.threads=1"]) == 0
     listed = capsys.readouterr().out
     assert f"{runs} runs ({runs} pending)" in listed and "GiB of disk" in listed
     assert not (tmp_path / "sweep").exists()

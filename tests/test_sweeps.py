@@ -33,6 +33,9 @@ from sweeps.plan import PlannedRun, freeze, plan_runs, read_plan
 from sweeps.status import state_of
 from training.config import to_yaml
 
+SELDOM = ["eval_interval=6", "checkpoint_interval=6"]  # a save takes longer than an iteration
+ONE = "launcher.workers=1"  # where two would only import twice
+
 
 def break_run(folder: Path, run: PlannedRun, refused: bool) -> None:
     """Have every try at a run fail: its directory is somebody else's, or a file of it cannot be written."""
@@ -83,8 +86,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     words = random.Random(0).choices(["to", "be", "or", "not", "that", "is", "the", "question", "nobler"], k=1500)
     (folder / "corpus.txt").write_text(" ".join(words)[:6000])
-    sweep = tiny_sweep(folder, folder / "corpus.txt")
-    output = launched(sweep)
+    sweep = tiny_sweep(folder, folder / "corpus.txt", *SELDOM)
+    output = launched(sweep, ONE)
     assert "8 done" in output and "[8/8]" in output
     assert not [*(folder / "sweep").glob("*/curve.png")]  # plot=auto
     return sweep
@@ -152,7 +155,7 @@ def test_runs_that_a_report_stored_are_not_trained_again(
     assert main([*words, f"sweep_dir={folder}", "dry_run=true"]) == 0
     output = capsys.readouterr().out
     assert "5 of 8 runs are stored" in output and "3 pending" in output and third.id not in output
-    assert "3 done" in launched(sweep, f"from={stored}")
+    assert "3 done" in launched(sweep, ONE, f"from={stored}")
     assert [run.id for run in read_plan(folder) if (folder / run.id).exists()] == [first.id, second.id, fourth.id]
     whole = joined(read_stored(stored, "tiny"), read_sweep(folder, "tiny"))
     assert [run.state.state for run in whole.runs] == ["done", "done", "diverged", *["done"] * 5]
@@ -174,7 +177,7 @@ def test_a_done_run_whose_summary_is_lost_is_mended(undisturbed: Path, tmp_path:
     (first / "summary.json").write_text("")
     (second / "summary.json").unlink()
     assert "6 done, 2 stopped" in launched(file, "dry_run=true")
-    assert "8 done" in launched(file)
+    assert "8 done" in launched(file, ONE)
     assert_same_sweep(undisturbed.parent / "sweep", folder, (1, 2))
 
 
@@ -291,14 +294,14 @@ def test_a_launcher_that_ends_stops_its_runs_at_a_checkpoint_and_the_same_comman
     eventually(lambda: workers_of(folder) == [], 60 * killed)
     states = {state_of(folder, run).state for run in plan}
     assert "stopped" in states and "running" not in states
-    assert "8 done" in launched(sweep)
+    assert "8 done" in launched(sweep, ONE)
     assert_same_sweep(undisturbed.parent / "sweep", folder)
 
 
 def test_a_run_may_be_of_several_ranks(tmp_path: Path, corpus: Path) -> None:
     """By torchrun. A stopped launcher stops it at a checkpoint, and so does the death of its worker."""
     ranks = ["launcher.workers=1", "launcher.ranks=2"]
-    words = ["max_iters=200", "gradient_accumulation_steps=2", "checkpoint_interval=10"]
+    words = ["max_iters=200", "gradient_accumulation_steps=2", "eval_interval=50", "checkpoint_interval=10"]
     sweep = tiny_sweep(tmp_path, corpus, *words, grid={}, folds=None)
     (run,) = plan_runs(load_sweep(str(sweep), {}), [])
     folder = tmp_path / "sweep" / run.id
@@ -364,7 +367,7 @@ def test_a_run_that_always_fails_is_tried_again_named_and_does_not_stop_the_othe
     assert (folder / "logs" / f"{foreign.id}.log").read_text().count("error: ") == 1
     (folder / broken.id / "metrics.jsonl").rmdir()
     (folder / foreign.id / "thesis.tex").unlink()
-    assert "4 done" in launched(sweep, "sweep.folds=[0]")
+    assert "4 done" in launched(sweep, ONE, "sweep.folds=[0]")
 
 
 def test_fail_fast_stops_the_other_runs(sweep: Path) -> None:
@@ -379,7 +382,7 @@ def test_fail_fast_stops_the_other_runs(sweep: Path) -> None:
 
 def test_a_run_whose_worker_always_dies_is_given_up_and_the_others_are_not(undisturbed: Path, tmp_path: Path) -> None:
     grid = {"max_iters": [300, 60]}  # the first lasts long enough to be killed twice on a busy machine
-    sweep = tiny_sweep(tmp_path, undisturbed.parent / "corpus.txt", grid=grid, folds=[0])
+    sweep = tiny_sweep(tmp_path, undisturbed.parent / "corpus.txt", *SELDOM, grid=grid, folds=[0])
     folder = tmp_path / "sweep"
     process = launcher(sweep, "launcher.workers=1")
     run, other = begun(folder)
@@ -390,7 +393,7 @@ def test_a_run_whose_worker_always_dies_is_given_up_and_the_others_are_not(undis
         assert [*read_claim(folder, run.id)["tries"].values()] >= [tries]  # it may be at it again
     output = output_of(process, 1)
     assert "1 done, 1 failed" in output and f"failed: {run.id}: its worker died" in output
-    assert "2 done" in launched(sweep)
+    assert "2 done" in launched(sweep, ONE)
     assert times_finished(folder / run.id) == times_finished(folder / other.id) == 1
 
 
@@ -426,7 +429,7 @@ def test_a_run_that_ends_between_two_looks_is_done_not_dead(undisturbed: Path, m
 
 def test_a_checkout_edited_while_a_sweep_runs_does_not_change_later_configs(undisturbed: Path, tmp_path: Path) -> None:
     grid = {"qk_norm": ["none", "rms"], "model.dropout": [0.2]}  # two of its runs
-    sweep = tiny_sweep(tmp_path, undisturbed.parent / "corpus.txt", grid=grid, folds=[1])
+    sweep = tiny_sweep(tmp_path, undisturbed.parent / "corpus.txt", *SELDOM, grid=grid, folds=[1])
     code, folder = tmp_path / "code", tmp_path / "sweep"
     shutil.copytree(ROOT, code, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "results", "*.egg-info"))
     process = launcher(sweep, "launcher.workers=1", code=code, env={**os.environ, "PYTHONPATH": str(code)})

@@ -193,7 +193,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
 def test_one_compilation_serves_every_p_fold_and_seed(graphs: Callable[[], int], corpus: Path, tmp_path: Path) -> None:
     """In one process, as in a sweep's worker; what is learned is what is learned without a compiler."""
     made = []
-    for p, fold, seed in ((2.0, 0, 1), (3.0, 1, 1), (1.0, 0, 2), (1.5, 2, 3), (3.5, 0, 1), (7.25, 1, 4)):
+    for p, fold, seed in ((2.0, 0, 1), (3.0, 1, 1), (1.0, 0, 2), (1.5, 2, 3), (7.25, 1, 4)):
         changes = {
             "data": {"name": "text", "path": str(corpus), "fold": fold}, "seed": seed,
             "qk_norm": asdict(LpNormOptions(p=p)), "model": {**SETTINGS["model"], "n_layer": 1, "dropout": 0.0},
@@ -205,7 +205,7 @@ def test_one_compilation_serves_every_p_fold_and_seed(graphs: Callable[[], int],
         for a, b in zip(lines(compiled), lines(eager), strict=True):
             for key in a.keys() & {"train/loss", "val/loss", "grad_norm"}:
                 assert a[key] == pytest.approx(b[key], rel=1e-5), (p, key)
-    assert made == [2] * 6  # with and without a derivative
+    assert made == [2] * 5  # with and without a derivative
 
 
 def test_a_process_compiles_every_model_that_it_trains(
@@ -380,9 +380,7 @@ def test_a_multirun_is_a_run_each_wherever_m_stands(forked: Program, tiny_run: l
 
 
 def test_imports_are_lazy(program: Program, tiny_run: list[str]) -> None:
-    done = program(
-        "train.py", *tiny_run, "max_iters=2", "plot=false", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
-    )
+    done = program("train.py", *tiny_run, "max_iters=2", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "torch" in imported
     assert not imported & {"wandb", "datasets", "matplotlib", "pandas", "transformers", "tokenizers", "tiktoken"}
@@ -402,7 +400,7 @@ import resource, sys, torch
 from core.device import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
-for i in range(101):
+for i in range(41):
     if i == 1:  # what comes first is new memory either way
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [torch.ones(5 * 2**20) for _ in range(4)]  # of 20 MiB

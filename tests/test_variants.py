@@ -221,6 +221,7 @@ def test_dropout_drops_what_the_reference_drops(bend: ops.Bend | None) -> None:
 # Weights
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["gqa", "mla_q_rank"])
 def test_sigma_reparam_gives_every_projection_the_largest_singular_value_gamma(layout: str) -> None:

@@ -89,8 +89,11 @@ def compile_library(command: list[str], scratch: Path) -> Path:
             for job in jobs:
                 job.result()
         except BaseException:  # Ctrl-C does not reach processes of another session
-            for process in running:
-                end(process)
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(job.done() for job in jobs):  # one may just be starting its compiler
+                for process in running:
+                    end(process)
+                time.sleep(0.01)
             raise
     call(*objects, "-o", scratch / "linked.so", *LINKS)
     return scratch / "linked.so"

@@ -20,7 +20,7 @@ from sweeps.plan import PlannedRun, freeze, plan_runs, read_plan
 
 def tiny_sweep(folder: Path, corpus: Path, *overrides: str, **changes: Any) -> Path:
     """The file of a sweep of eight runs of a second: two norms, dropout or not, two folds."""
-    words = ["data=text", f"data.path={corpus}", *TINY, "max_iters=60", "wandb.mode=disabled", *overrides]
+    words = ["data=text", f"data.path={corpus}", *TINY, "plot=auto", "max_iters=60", "wandb.mode=disabled", *overrides]
     grid = {"qk_norm": ["none", "rms"], "model.dropout": [0.0, 0.2]}
     file = folder / "tiny.yaml"
     definition = {"title": "a tiny sweep", "overrides": words, "folds": [0, 1], "grid": grid, **changes}
