@@ -2,7 +2,7 @@
 
 Writes docs/configuration.md, from the declarations of the settings; the tables of results/README.md, from
 results/ledger.yaml and the studies' files; from the same files, the three answers and the first rows of the board in
-README.md, and what folds and seeds tell in docs/sweeps.md; and the metrics of docs/tracking.md, from their rows.
+README.md, and the table of docs/folds_and_seeds.md; and the metrics of docs/tracking.md, from their rows.
 """
 
 import math
@@ -120,9 +120,9 @@ def first_rows() -> str:
 
 
 # -----------------------------------------------------------------------------
-# docs/sweeps.md: folds against seeds
+# docs/folds_and_seeds.md
 
-SWEEPS, SOURCES = ROOT / "docs" / "sweeps.md", "<!-- made by scripts/docs.py: folds and seeds -->\n"
+COUNTED, SOURCES = ROOT / "docs" / "folds_and_seeds.md", "<!-- made by scripts/docs.py: folds and seeds -->\n"
 MEASURED = {  # study -> runs of A and of B: settings whose seeds add up
     "p_nano": (["matched/p=3", "seeds/p=3"], ["matched/p=2", "seeds/p=2"]),
     "p_baby": (["matched/p=4"], ["matched/p=2"]),
@@ -170,7 +170,7 @@ def write(_: NoSettings) -> int:
         ROOT / "docs" / "configuration.md": configuration().encode(),
         LEDGER: with_block(LEDGER.read_text(encoding="utf-8"), BEGIN, END, f"\n{ledger()}\n").encode(),
         TRACKING: with_block(TRACKING.read_text(encoding="utf-8"), METRICS, END, f"\n{table()}\n").encode(),
-        SWEEPS: with_block(SWEEPS.read_text(encoding="utf-8"), SOURCES, END, f"\n{folds_and_seeds()}\n").encode(),
+        COUNTED: with_block(COUNTED.read_text(encoding="utf-8"), SOURCES, END, f"\n{folds_and_seeds()}\n").encode(),
         README: readme().encode(),
     }
     for file, content in made.items():

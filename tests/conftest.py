@@ -55,9 +55,9 @@ SLOW = {  # files whose tests train, start programs or load large libraries: mak
     "test_docs", "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb",
     "test_fixture", "test_fuzz", "test_gpu", "test_hostile", "test_import", "test_init_from", "test_nanoqk",
     "test_kernels", "test_ledger", "test_live", "test_long_sequences",
-    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_process", "test_report", "test_report_page",
-    "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards", "test_slurm",
-    "test_sweeps", "test_tokenizers", "test_track", "test_train", "test_wandb", "test_your_own_variant",
+    "test_mla_decode_triton", "test_plans", "test_plugins", "test_presets", "test_process", "test_report",
+    "test_report_page", "test_report_rates", "test_report_shares", "test_resume", "test_sample", "test_shards",
+    "test_slurm", "test_sweeps", "test_tokenizers", "test_track", "test_train", "test_wandb", "test_your_own_variant",
 }  # fmt: skip
 
 
