@@ -132,7 +132,8 @@ def find_plugin(name: str, known: Collection[str] | None = None) -> Found:
     except OSError as error:
         raise ConfigError(f"plugins=[{name}] cannot be read: {error.strerror}") from error
     if found is None:
-        raise ConfigError(f"plugins=[{name}]: no module {name} in {os.getcwd()} or on the path")
+        advice = f"start in the folder that has {name.split('.')[0]}.py, or set PYTHONPATH to it"
+        raise ConfigError(f"plugins=[{name}]: no module {name} in {os.getcwd()} or on the path: {advice}")
     run = run_directory(found.path)
     why = f"is in the run directory {run}, from which nothing is imported"
     require(run is None, f"plugins=[{name}]: {found.path} {why}")

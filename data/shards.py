@@ -112,8 +112,10 @@ def find_shards(config: FineWebOptions) -> Path:
         )
     where = f"data.path={config.path}" if config.path is not None else f"data={config.name}"
     names = " nor ".join(str(folder / INDEX) for folder in folders)
-    command = shlex.join(["python", "data/prepare_fineweb.py", f"out={folders[0]}", "max_tokens=1000000000"])
-    raise ConfigError(f"{where} has no {names}: {command} makes it")
+    own = config.path is not None and folders[0].is_dir() and any(folders[0].iterdir())
+    words = [f"dataset={folders[0]}", "out=my_shards"] if own else [f"out={folders[0]}", "max_tokens=1000000000"]
+    command = shlex.join(["python", "data/prepare_fineweb.py", *words])
+    raise ConfigError(f"{where} has no {names}: {command} makes {'one of its files' if own else 'it'}")
 
 
 def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class CharTokenizer(Tokenizer):
         if len(unknown) > 0:
             char = text[unknown[0]]
             raise ConfigError(
-                f"the character {char!r} (U+{ord(char):04X}) is not among the {self.vocab_size} that the corpus has; "
+                f"the character {char!r} (U+{ord(char):04X}) is not among the {self.vocab_size} of the model's text; "
                 "a model with data.tokenizer=byte takes any text"
             )
         return np.asarray(tokens, dtype=token_dtype(self.vocab_size))

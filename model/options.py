@@ -139,7 +139,8 @@ class MLAOptions(AttentionOptions):
     def check_fit(self, config: "GPTConfig") -> None:
         model = config.model
         require(self.rope_dim % 2 == 0, f"attention.rope_dim={self.rope_dim} must be even")
-        require(model.position == "rope", f"model.position={model.position}: attention=mla needs rope")
+        need = "attention=mla needs rope, as model=mla_nano has it"
+        require(model.position == "rope", f"model.position={model.position}: {need}")
         require(not model.bias, "model.bias=true: attention=mla has no biases")
         good = self.qk_norm_layout == "blockwise" or config.qk_norm.name != "none"
         require(good, "attention.qk_norm_layout=unified needs a QK norm, not qk_norm=none")

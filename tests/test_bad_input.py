@@ -220,6 +220,7 @@ TRAIN: dict[str, list[str]] = {
         "data.path=nowhere",
         "prepare_fineweb.py out=nowhere max_tokens=1000000000 makes it",
     ],
+    "data=fineweb data.path=folder": ["prepare_fineweb.py dataset=folder out=my_shards makes one of its files"],
     "data=fineweb data.path=null": ["data=fineweb has no", "prepare_fineweb.py"],
     "data=fineweb data.path=shards_begun": ["not complete in shards_begun", "prepare_fineweb.py"],
     "data=fineweb data.path=shards_short": ["train_000000.bin is", "bytes"],

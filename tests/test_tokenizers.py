@@ -102,7 +102,7 @@ def test_char_tokens_are_ranks_in_the_sorted_vocabulary_and_byte_tokens_the_utf8
     ],
 )
 def test_an_unknown_character_is_named(text: str, named: str) -> None:
-    says = "is not among the 3 that the corpus has; a model with .* any text"
+    says = "is not among the 3 of the model's text; a model with .* any text"
     with pytest.raises(ConfigError, match=f"^the character {re.escape(named)} {says}$"):
         build_tokenizer("char", "cab").encode(text)
 
