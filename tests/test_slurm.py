@@ -245,7 +245,7 @@ def test_tasks_that_die_at_once_are_one_line_with_their_log(sweep: OnSlurm) -> N
 # -----------------------------------------------------------------------------
 # A run of several ranks
 
-TWO_RANKS = ["launcher.gpus=2", "launcher.options={gpus-per-node: 0}", "gradient_accumulation_steps=2"]
+TWO_RANKS = ["launcher.gpus=2", "launcher.options={gpus_per_node: 0}", "gradient_accumulation_steps=2"]
 
 
 @pytest.fixture(scope="module")
