@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gzip
 import hashlib
 import json
 import math
@@ -49,6 +50,15 @@ def read_regular(path: Path, limit: float = WHOLE_BYTES, within: Path | None = N
     """The content of a file that open_regular() opens."""
     with open_regular(path, limit=limit, within=within) as file:
         return bytes(file.read())
+
+
+def unpacked(path: Path, within: Path | None = None) -> bytes:
+    """The content of a .gz file, of at most WHOLE_BYTES. Raises: OSError, EOFError, zlib.error."""
+    with open_regular(path, within=within) as packed, gzip.open(packed) as file:
+        content = bytes(file.read(WHOLE_BYTES + 1))
+    if len(content) > WHOLE_BYTES:
+        raise OSError(errno.EFBIG, f"{path.name} holds more than {WHOLE_BYTES:,} bytes", str(path))
+    return content
 
 
 def read_config(path: Path) -> str:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from core import files
 from core.files import FOLDERS, FileLock, finite, is_locked, load_yaml, read_json, sealed, write_atomic, write_json
 from core.process import say
-from core.record import Record
+from core.record import Record, is_number
 from core.schema import ConfigError, one_line, require, show
 from core.wandb_run import WandbRun
 
@@ -311,9 +311,14 @@ KINDS: dict[str, Any] = {  # of values of status.json and summary.json
 
 
 def mistyped(content: Mapping[str, Any], kinds: Mapping[str, Any] = KINDS) -> str:
-    """The first value that is neither null nor of its kind, as "key=value"; "" where there is none."""
-    good = {key: value is None or isinstance(value, kinds.get(key, object)) for key, value in content.items()}
-    return next((f"{key}={show(content[key])}" for key in good if not good[key]), "")
+    """The first value that is neither null nor of its kind, as "key=value"; "" where there is none. A number must be
+    one that can be drawn."""
+    for key, value in content.items():
+        number = isinstance(value, int | float)
+        good = value is None or key not in kinds or (isinstance(value, kinds[key]) and (is_number(value) or not number))
+        if not good:
+            return f"{key}={show(value)}"
+    return ""
 
 
 def at_end(path: Path) -> bool:

@@ -5,7 +5,6 @@ continues with the same command: progress.json says how much is done.
 """
 
 import contextlib
-import gzip
 import hashlib
 import json
 import os
@@ -22,7 +21,20 @@ import numpy as np
 from tqdm import tqdm
 
 from core.cli import run_script
-from core.files import FileLock, cache_folder, expand, file_sha256, parse_object, read_json, read_regular, write_json
+from core.files import (
+    ANYWHERE,
+    FileLock,
+    cache_folder,
+    expand,
+    file_sha256,
+    open_regular,
+    parse_object,
+    read_json,
+    read_regular,
+    unpacked,
+    write_atomic,
+    write_json,
+)
 from core.process import available_cpus, say
 from core.schema import ConfigError, differences, one_line, require, show
 from data.corpora import decoded, probe_hub, read_bytes
@@ -71,7 +83,7 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
     folder with other files, or one that was begun with other settings."""
     try:
         names = set(os.listdir(out)) if out.exists() else set()
-        begun = parse_object(read_regular(out / (INDEX if INDEX in names else PROGRESS)))["settings"]
+        begun = {**parse_object(read_regular(out / (INDEX if INDEX in names else PROGRESS)))["settings"]}
     except FileNotFoundError:
         require(names <= {"lock", f"{PROGRESS}.tmp"}, f"out={out} is neither empty nor a folder of token shards")
         return False
@@ -114,11 +126,25 @@ def load_progress(out: Path, config: PrepareFineWebConfig, documents: "Source") 
     if state := read_json(out / PROGRESS):
         other = f"is not what {out} was begun on: its files have changed; use another folder"
         require(state.get("source") == documents.source, f"dataset={config.dataset} {other}")
+        require(fits(state), f"out={out} holds a damaged {PROGRESS}: remove the folder")
         return state
     state = {"settings": config.settings, "source": documents.source, "documents": 0, "stream": None}
     state |= {split: {"shards": [], "tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
     write_json(out / PROGRESS, state)
     return state
+
+
+def fits(state: dict[str, Any]) -> bool:
+    """Whether a progress.json has what load_progress() writes."""
+    try:
+        counts = [state[split][key] for split in SPLITS for key in ("tokens", "documents", "bytes")]
+        counts += [
+            {**shard}[key] for split in SPLITS for shard in state[split]["shards"] for key in ("tokens", "bytes")
+        ]
+        counts += [state["documents"], {"files": 0, **(state["stream"] or {})}["files"]]
+    except (KeyError, TypeError):
+        return False
+    return all(type(count) is int and count >= 0 for count in counts)
 
 
 def write_documents(
@@ -201,9 +227,9 @@ class TextFiles:
 
 
 def read_document(file: Path) -> str:
-    raw = read_bytes(file, str(file))
+    packed = file.suffix.lower() == ".gz"
     try:
-        return decoded(gzip.decompress(raw) if file.suffix.lower() == ".gz" else raw, str(file))
+        return decoded(unpacked(file, ANYWHERE) if packed else read_bytes(file, str(file)), str(file))
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{file} cannot be unpacked: {error}") from error
 
@@ -284,6 +310,8 @@ def open_documents(config: PrepareFineWebConfig, begun: dict[str, Any]) -> Sourc
         files = {name: file for name, file in files.items() if name not in CARD}
     first = {kind_of(name): name for name in reversed(files)}
     require(len(first) > 0, f"{told} no file; {ARE_READ}")
+    named = "README.md" in visible_files(folder) and "data_files:" in read_document(folder / "README.md")
+    require(not named or "texts" in first, f"{told} a README.md that names files, here or elsewhere: move it away")
     require("" not in first, f"{told} {first.get('')}; {ARE_READ}")
     both = " and ".join(f"{name} ({kind})" for kind, name in first.items())
     require(len(first) == 1, f"{told} {both}: give a folder with files of one kind")
@@ -387,8 +415,10 @@ class ShardWriter:
     def reopen(self) -> BinaryIO:
         """The current shard, truncated to what is valid and open for appending."""
         length = self.current["tokens"] * self.dtype.itemsize
-        self.file.touch()
-        stream = open(self.file, "r+b")  # noqa: SIM115 (close() closes it)
+        if not self.file.exists():
+            write_atomic(self.file, b"")
+        stream: BinaryIO = open_regular(self.file, "r+b")
+        require(not self.file.is_symlink(), f"{self.file} is a link: remove it")
         valid = os.fstat(stream.fileno()).st_size >= length
         require(valid, f"{self.file} is shorter than {PROGRESS} says: remove the folder")
         stream.truncate(length)

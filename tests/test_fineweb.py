@@ -285,6 +285,37 @@ def test_a_finished_folder_is_left_alone(parquet: Parquet, tmp_path: Path, capsy
         prepare(settings_of(parquet, out, shard_tokens=6000))
 
 
+def test_a_strangers_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("one " * 300)
+    out = tmp_path / "out"
+    config = PrepareFineWebConfig(dataset=str(tmp_path / "in"), tokenizer="bpe", vocab_size=260, out=str(out))
+    assert prepare(config) == 0
+    begun = {**json.loads((out / "index.json").read_text()), "documents": 0, "stream": None}
+    (out / "index.json").unlink()
+    damages: list[dict[str, Any]] = [
+        {"stream": "x"}, {"stream": {"files": "x"}}, {"documents": "x"}, {"train": None}, {"val": {}},
+        {"train": {**begun["train"], "tokens": -7}}, {"train": {**begun["train"], "shards": [1]}},
+    ]  # fmt: skip
+    for damage in damages:
+        (out / "progress.json").write_text(json.dumps({**begun, **damage}))
+        with pytest.raises(ConfigError, match=r"holds a damaged progress\.json"):
+            prepare(config)
+    part = {"shards": [], "tokens": 1, "documents": 1, "bytes": 1}
+    (out / "progress.json").write_text(json.dumps({**begun, "train": part, "val": part}))
+    (tmp_path / "victim").write_text("precious")
+    for split in ("train", "val"):
+        (out / f"{split}_000000.bin").unlink(missing_ok=True)
+        (out / f"{split}_000000.bin").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="is a link out of its folder"):
+        prepare(config)
+    assert (tmp_path / "victim").read_text() == "precious"
+    (tmp_path / "in" / "a.txt").rename(tmp_path / "in" / "a.jsonl")
+    (tmp_path / "in" / "README.md").write_text("---\nconfigs:\n- data_files: ../secret.jsonl\n---\n")
+    with pytest.raises(ConfigError, match="it holds a README.md that names files"):
+        prepare(replace(config, out=str(tmp_path / "other")))
+
+
 def test_nothing_is_learnt_from_held_out_documents(parquet: Parquet, shards: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(shards)
     texts = [text for text in parquet[1] if not held_out(text, 0.1)]

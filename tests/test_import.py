@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,19 @@ def test_anything_else_gets_one_line_that_says_what_can_be_read(
     torch.save({"model": {}, "model_args": {}, "iter_num": 0}, "b.pt")
     for name in ("c.pt", "d.bin"):
         Path(name).write_bytes(b"text")
+    saved = {"model": {}, "model_args": {}, "iter_num": -5}
+    torch.save(saved, "e.pt")
+    for name, weight in (
+        ("f.pt", torch.zeros(1).expand(2**40)), ("g.pt", torch.empty(3, device="meta")), ("h.pt", "text"),
+        ("i.pt", torch.zeros(2, 2).to_sparse()),
+    ):  # fmt: skip
+        torch.save({**saved, "model": {"x": weight}}, name)
+    with zipfile.ZipFile("e.pt") as whole, zipfile.ZipFile("j.pt", "w", zipfile.ZIP_DEFLATED) as small:
+        for part in whole.namelist():
+            small.writestr(part, whole.read(part))
     for name, says in (
+        ("e.pt", "iter_num=-5"), ("j.pt", "j.pt is compressed"),
+        *((f"{letter}.pt", "its weights are no plain tensors") for letter in "fghi"),
         ("a.pt", "is not what nanoGPT writes: KeyError: 'model_args'"), ("b.pt", "KeyError: 'transformer.wte.weight'"),
         ("c.pt", "is not what nanoGPT writes"), ("d.bin", "cannot be read; what can be read: a run"),
     ):  # fmt: skip

@@ -1,5 +1,6 @@
 """scripts/report.py as a program, and its page in a browser."""
 
+import gzip
 import itertools
 import json
 import os
@@ -96,6 +97,30 @@ def test_a_stored_report_that_is_damaged_is_refused_in_one_line(
         file.write_bytes(damaged)
         check(report.main([f"from={tmp_path / 'made'}"]), capsys.readouterr().err, ["from="])
         assert file.read_bytes() == damaged
+
+
+FORGED = {  # file, what is in it -> what a stranger writes there, and the line's reason
+    "a short row": ("runs.csv", b"\n", b"\nx,y\n", "line 2 has too many or too few values"),
+    "no run": ("runs.csv", b"\n", b"\0", "cannot be read"),
+    "commas": ("curves.csv.gz", b"", gzip.compress(b"," * (2**26 + 9)), "holds more than 67,108,864 bytes"),
+    "a plan": ("provenance.json", b'"planned": [', b'"planned": [1, ', "must name overrides"),
+    "a setting": ("provenance.json", b'"max_iters": ', b'"max_iters": [], "x": ', "has max_iters=[]"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_stored_report_of_a_stranger_is_refused_in_one_line(
+    kind: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, old, new, says = FORGED[kind]
+    folder = tmp_path / "made"
+    shutil.copytree(whole / "results" / "made", folder)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content.replace(old, new, 1) if old else new)
+    about = json.loads((folder / "provenance.json").read_text())
+    about["sha256"] = {file: sha256((folder / file).read_bytes()).hexdigest() for file in about["sha256"]}
+    (folder / "provenance.json").write_text(json.dumps(about))
+    check(report.main([f"from={folder}"]), capsys.readouterr().err, ["from=", says])
 
 
 def test_a_stored_report_is_made_anew_in_its_own_folder(whole: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from conftest import eventually, exit_status, fork
 from core import rundir, wandb_follower, wandb_run
 from core.files import is_intact, read_json, write_json
 from core.record import Metrics
-from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, is_open, open_run, read_status, read_summary
+from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, is_open, mistyped, open_run, read_status, read_summary
 from core.schema import ConfigError, declared, differences
 from data.options import BinOptions, TextFileOptions
 from model.options import LpNormOptions, MLAOptions, ModelOptions
@@ -414,3 +414,9 @@ def test_how_to_upload_an_offline_run_is_said_once(first: str, tmp_path: Path, m
     wandb.finish({"status": "done"})
     wandb._relay.join()
     assert len(printed) == 1 and printed[0].count("wandb sync") == 1
+
+
+def test_a_number_of_a_summary_can_be_drawn() -> None:
+    assert mistyped({"iter": 3, "seconds": 2.5, "reason": None, "other": "x"}) == ""
+    for value in (math.inf, math.nan, 10**299, "1", [1]):
+        assert mistyped({"iter": 3, "seconds": value}).startswith("seconds=")

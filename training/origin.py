@@ -1,6 +1,7 @@
 """Weights that a run can begin with, read from where others keep them: init_from= and scripts/import_checkpoint.py."""
 
 import functools
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -155,8 +156,11 @@ def read_folder(file: Path) -> Origin:
 def read_nanogpt(file: Path, meta: str | None) -> Origin:
     """Without `meta` its tokens are GPT-2's if it has so many, else unknown."""
     try:
+        require_plain(file)
         saved = torch.load(file, map_location="cpu", weights_only=True)
         args = {"bias": True, "dropout": 0.0, **saved["model_args"]}
+        require(all(map(is_plain, saved["model"].values())), "its weights are no plain tensors")
+        require(saved["iter_num"] >= 0, f"iter_num={saved['iter_num']}")
         weights, step = gpt2_names(saved["model"], tied=False), int(saved["iter_num"])
         embedding = weights[EMBEDDINGS[0]]
         tied = torch.equal(weights.get(EMBEDDINGS[1], embedding), embedding)
@@ -171,6 +175,19 @@ def read_nanogpt(file: Path, meta: str | None) -> Origin:
         tokenizer = GPT2Tokenizer(fetch_gpt2("tokenizer"), has_separator=True)
     weights = gpt2_names(weights, tied)
     return with_tokens(Origin(config, lambda _: weights, len(embedding), tokenizer, step=step))
+
+
+def require_plain(file: Path) -> None:
+    """Refuse what torch.save() does not write: a file of a few bytes may unpack to any size."""
+    with zipfile.ZipFile(file) as parts:
+        packed = [part.filename for part in parts.infolist() if part.compress_type != zipfile.ZIP_STORED]
+    require(not packed, f"{file.name} is compressed")
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor in memory as large as its shape says."""
+    dense = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    return dense and value.nbytes <= value.untyped_storage().nbytes()
 
 
 def with_tokens(origin: Origin) -> Origin:

@@ -52,6 +52,8 @@ NUMBERS = [  # of a summary, that every report uses
     "cache_bytes_per_token", "vocab_size",
 ]  # fmt: skip
 
+NUMBER_KINDS = dict.fromkeys(NUMBERS, int | float)
+
 METRICS = [
     Metric("val/loss_min", "lowest validation loss", "lower loss", "higher loss", "+.4f"),
     Metric("iter_of_min", "iteration of the lowest validation loss", "earlier", "later", "+,.1f"),
@@ -287,7 +289,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     """A run's summary.json. Raises: ConfigError where a value has the wrong type."""
     summary = read_json(path / "summary.json")
     require(is_intact(summary), "summary.json has changed since the run ended")
-    wrong = mistyped(summary, {**KINDS, **dict.fromkeys(NUMBERS, int | float)})
+    wrong = mistyped(summary, {**KINDS, **NUMBER_KINDS})
     require(not wrong, f"summary.json has {wrong}")
     return summary
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.files import file_sha256, open_regular, parse_object, read_json, read_regular
-from core.rundir import TEXTS
+from core.files import file_sha256, parse_object, read_json, read_regular, unpacked
+from core.rundir import TEXTS, mistyped
 from core.schema import ConfigError, require, show
-from scripts.reporting.runs import NUMBERS, Curve, Run, Sweep
+from scripts.reporting.runs import NUMBER_KINDS, NUMBERS, Curve, Run, Sweep
 from sweeps.definition import check_sweep
 from sweeps.status import FINAL, State
 
@@ -71,6 +71,8 @@ def read_stored(folder: Path, name: str) -> Sweep:
     kinds = {"definition": dict, "config": dict, "sha256": dict, "planned": list}
     missing = [key for key, kind in kinds.items() if not isinstance(about.get(key), kind)]
     require(not missing, f"from={folder} holds no report (its provenance.json has no {', '.join(missing)})")
+    good = all(isinstance(one, dict) and isinstance(one.get("overrides"), list) for one in about["planned"])
+    require(good, f"from={folder}: planned in its provenance.json must name overrides")
     definition = about["definition"]
     sweep = Sweep(name, {"sweep": definition, "frozen": about["planned"]}, check_sweep(definition), [])
     measured = columns_of(sweep)
@@ -78,11 +80,11 @@ def read_stored(folder: Path, name: str) -> Sweep:
         for file in ("runs.csv", "curves.csv.gz"):  # the second counts the lines of the first
             require(file_sha256(folder / file) == about["sha256"].get(file), f"{file} was changed")
         curves = read_curves(folder / "curves.csv.gz")
-        rows = csv.DictReader(io.StringIO(read_regular(folder / "runs.csv").decode(), newline=""))
-        for n, row in enumerate(rows):
+        for n, row in enumerate(rows_of(read_regular(folder / "runs.csv"))):
             sweep.runs.append(read_row(row, measured, about["config"], curves.get(n, {})))
     except (OSError, EOFError, ValueError, KeyError, csv.Error, zlib.error) as error:
         raise ConfigError(f"from={folder} cannot be read: {error}") from error
+    require(len(sweep.runs) > 0, f"from={folder} holds no run")
     return sweep
 
 
@@ -96,6 +98,9 @@ def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any
     summary = {key: text if key in TEXTS else number_or_text(text) for key, text in found.items()}
     summary |= {"plugins": parse_object(row[PLUGINS].encode())} if row.get(PLUGINS) else {}
     summary |= {"iter": state.iter} if state.state in FINAL else {}
+    for content, kinds in ((summary, NUMBER_KINDS), (config, {"eval_interval": int, "max_iters": int})):
+        wrong = mistyped(content, kinds)
+        require(not wrong, f"runs.csv has {wrong}")
     return Run(row["id"], row["settings"].split(";"), seed, fold, config, state, summary, curves)
 
 
@@ -109,11 +114,18 @@ def number_or_text(text: str) -> Any:
 def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
     """Line of runs.csv -> metric -> curve."""
     found: dict[int, dict[str, Any]] = {}
-    with open_regular(file) as packed, gzip.open(packed, "rt", encoding="utf-8", newline="") as text:
-        for row in csv.DictReader(text):
-            of = found.setdefault(int(row["run"]), {}).setdefault(row["metric"], {})
-            of[int(row["iter"])] = float(row["value"])
+    for row in rows_of(unpacked(file)):
+        of = found.setdefault(int(row["run"]), {}).setdefault(row["metric"], {})
+        of[int(row["iter"])] = float(row["value"])
     return found
+
+
+def rows_of(content: bytes) -> list[dict[str, str]]:
+    """Of a CSV file. Raises: ValueError where one has not as many values as the first line has names."""
+    rows = [*csv.DictReader(io.StringIO(content.decode(), newline=""))]
+    if bad := next((n for n, row in enumerate(rows, 2) if None in {*row, *row.values()}), None):
+        raise ValueError(f"line {bad} has too many or too few values")
+    return rows
 
 
 def joined(stored: Sweep, sweep: Sweep) -> Sweep:
