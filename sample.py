@@ -143,6 +143,9 @@ def load_asked_run(run: str, which: str, device: torch.device, key: str = "run")
         raise ConfigError(f"{key}={run} cannot be loaded: {error}") from error
     if loaded.config.fault.name != "none":
         print(f"warning: {key}={run} was trained with fault={loaded.config.fault.name}", file=sys.stderr)
+    if loaded.config.init_from is not None and loaded.state["step"] == 0:
+        told = "the weights that it began with, as training has not lowered val/loss; its latest checkpoint is trained"
+        print(f"warning: {key}={run}: iteration 0, {told}", file=sys.stderr)
     for change in changed_plugins(loaded.state.get("plugins") or {}):
         print(f"warning: {key}={run}: {printable(change)}", file=sys.stderr)
     return loaded

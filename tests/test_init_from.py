@@ -20,7 +20,7 @@ from data.folds import Split
 from data.tokenizer import CharTokenizer
 from data.tokens import Corpus
 from model.gpt import GPT
-from sample import load_run
+from sample import load_asked_run, load_run
 from scripts import audit
 from scripts.export_hf import export
 from sweeps.launch import main as launch
@@ -65,6 +65,18 @@ def test_the_first_validation_loss_is_the_origins(place: str, origin: Path, corp
     assert f"-from_{sha256(named)[:8]}-" in name != replace(config, out_dir=None, init_sha256="0" * 64).run_dir.name
     counts = [w for key, w in weights(tmp_path / "new").items() if key.startswith("optimizer/step/")]
     assert counts and all(count == 6 for count in counts)  # AdamW counts from 0
+
+
+def test_a_best_checkpoint_that_is_the_origins_is_named(
+    origin: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate = {"name": "adamw", "learning_rate": 1.0}
+    assert train.run(configured(corpus, tmp_path / "new", init_from=str(origin), max_iters=2, optim=rate)) == 0
+    for which, said in (("best", "iteration 0, the weights that it began with"), ("latest", "")):
+        capsys.readouterr()
+        load_asked_run(str(tmp_path / "new"), which, torch.device("cpu"))
+        err = capsys.readouterr().err
+        assert said in err and bool(said) == bool(err)
 
 
 def test_fresh_moves_no_origin_away(corpus: Path, tmp_path: Path) -> None:

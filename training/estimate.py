@@ -33,6 +33,7 @@ def dry_run(config: TrainConfig) -> int:
     machine, data = set_up_machine(config), read_data(config)
     if machine.world.rank > 0:
         return 0
+    require_fitting_weights(config, data)
     print(to_yaml(config), end="")
     for key, value in report(config, machine, data).items():
         print(f"{key + ':':15s}{value}")
@@ -43,6 +44,10 @@ def require_startable(config: TrainConfig) -> None:
     """Raise ConfigError where the run cannot start: no such device, no corpus, too little text, unfit weights."""
     machine, data = set_up_machine(config), read_data(config)
     check_optimizer(config, machine.device)
+    require_fitting_weights(config, data)
+
+
+def require_fitting_weights(config: TrainConfig, data: Data) -> None:
     if config.init_from is not None:
         load_initial_weights(config, GPT(config.gpt, data.corpus.tokenizer.vocab_size), data.corpus)
 
