@@ -198,10 +198,12 @@ def test_a_damaged_claim_has_no_tries(claim: str, tmp_path: Path) -> None:
 
 def test_a_link_in_the_place_of_a_claim_or_log_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("kept")
-    (tmp_path / "claim").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="symbolic links"):
-        FileLock(tmp_path / "claim")
-    with pytest.raises(OSError, match="symbolic links"), worker.output_to(tmp_path / "claim"):
+    (tmp_path / "sweep").mkdir()
+    claim = tmp_path / "sweep" / "claim"
+    claim.symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="is a link out of its folder"):
+        FileLock(claim)
+    with pytest.raises(OSError, match="is a link out of its folder"), worker.output_to(claim):
         print("written")
     assert (tmp_path / "victim").read_text() == "kept"
 
