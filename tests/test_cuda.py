@@ -97,7 +97,7 @@ def test_the_host_waits_for_the_device_at_log_lines_alone() -> None:
 
 
 def check_pairs(pairs: list[tuple[str, str]]) -> None:
-    """Forward and backward of all, in fp32 with dropout and bf16 without (of MHA and at length; else one of the two); then
+    """Forward and backward of all, in fp32 with dropout and bf16 without (of MHA and at length; else of one); then
     decoding of two tokens."""
     both = ((torch.float32, 0.1), (torch.bfloat16, 0.0))
     turns = [(pair, both if FULL or pair[0] == "mha" else both[i % 2 :][:1]) for i, pair in enumerate(pairs)]
