@@ -1,7 +1,6 @@
 """Downstream tasks through lm-evaluation-harness: python scripts/evaluate_lm.py run=RUN tasks=arc_easy,piqa
 
-tasks: names of lm_eval's tasks, and two more. `paper`: the eight tasks of Table 1 of QK-Normed MLA (arXiv 2606.16310),
-with 3 examples each; the printed table then has that paper's results, too. `cloze` needs no network: which of four
+tasks: names of lm_eval's tasks, all but those that write text, and one more. `cloze` needs no network: which of four
 passages continues a text that the run held out (chance: 25 %)?
 include_path: a folder with your own task files (YAML; `dataset_path: json` needs no network).
 The report of a sweep compares its runs where out= is RUN/evaluation.json (docs/sweeps.md).
@@ -34,15 +33,6 @@ from training.config import Device, Dtype
 
 INSTALL = "pip install -c constraints.txt -e '.[eval]'"
 
-# Table 1 of the QK-Normed MLA paper: accuracy in percent with QK-Clip and with QK-Norm
-PAPER = {
-    "arc_challenge": (22.61, 24.66), "arc_easy": (53.07, 56.69), "boolq": (59.51, 62.20),
-    "hellaswag": (38.32, 38.94), "lambada_openai": (42.40, 43.92), "openbookqa": (18.20, 19.60),
-    "piqa": (70.67, 70.89), "winogrande": (53.20, 53.75),
-}  # fmt: skip
-PAPER_PERPLEXITY = (16.28, 14.18)  # LAMBADA
-PAPER_SHOTS = 3
-FOLDERS = {"arc_challenge": "arc", "arc_easy": "arc", "boolq": "super_glue/boolq", "lambada_openai": "lambada"}
 CLOZE, QUESTIONS, CHOICES = "cloze", 500, 4
 LOCAL = ("json", "csv", "text", "parquet", "arrow", "pandas")  # `datasets` reads these from files, without the Hub
 
@@ -64,7 +54,7 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any
     own = [] if include_path is None else [expand(include_path)]
     require(all(folder.is_dir() for folder in own), f"include_path={include_path} is not a folder")
     root = Path(lm_eval.tasks.__file__).parent
-    folders = dict.fromkeys(root / FOLDERS.get(name, name) for name in names if name in PAPER)
+    folders = filter(Path.is_dir, dict.fromkeys(root / name.partition("_")[0] for name in names))
     manager = lm_eval.tasks.TaskManager(include_path=[*folders, *own], include_defaults=False)
     if not set(names) <= {CLOZE, *manager.all_tasks}:
         manager = lm_eval.tasks.TaskManager(include_path=own)
@@ -168,10 +158,9 @@ def average(metrics: dict[str, dict[str, float]]) -> float | None:
     return fmean(accuracies) if accuracies else None
 
 
-def table(metrics: dict[str, dict[str, float]], paper: bool) -> str:
-    """Markdown. Accuracies are in percent, ± standard error; `paper` adds the columns of Table 1."""
-    heads = ["task", "metric", "value (accuracies in %)", *(["paper: QK-Clip", "paper: QK-Norm"] if paper else [])]
-    rows: list[tuple[list[str], Sequence[float]]] = []
+def table(metrics: dict[str, dict[str, float]]) -> str:
+    """Markdown. Accuracies are in percent, ± standard error."""
+    rows = []
     for task, values in metrics.items():
         for metric, value in values.items():
             stem, comma, filtered = metric.partition(",")
@@ -180,25 +169,20 @@ def table(metrics: dict[str, dict[str, float]], paper: bool) -> str:
             error = values.get(f"{stem}_stderr{comma}{filtered}")
             unit = 100.0 if stem in ("acc", "acc_norm", "exact_match") else 1.0
             shown = f"{unit * value:.2f}" + (f" ± {unit * error:.2f}" if error is not None else "")
-            published = {"acc": PAPER}.get(stem, {"lambada_openai": PAPER_PERPLEXITY} if stem == "perplexity" else {})
-            rows.append(([task, metric, shown], published.get(task, ())))
+            rows.append([task, metric, shown])
     mean = average(metrics)
     if mean is not None and len(metrics) > 1:
-        means = [fmean(column) for column in zip(*PAPER.values(), strict=True)]
-        rows.append((["average", "acc", f"{100 * mean:.2f}"], means if set(metrics) == set(PAPER) else ()))
-    cells = [[*words, *([f"{x:.2f}" for x in published] or ["", ""]) * paper] for words, published in rows]
-    return Table(heads, cells, text_columns=2).markdown()
+        rows.append(["average", "acc", f"{100 * mean:.2f}"])
+    return Table(["task", "metric", "value (accuracies in %)"], rows, text_columns=2).markdown()
 
 
 @options
 class EvaluateOptions:
     run: RunPath = REQUIRED
-    tasks: Annotated[str, Help("names of lm_eval's tasks, paper or cloze: A,B")] = REQUIRED
+    tasks: Annotated[str, Help("names of lm_eval's tasks, or cloze: A,B")] = REQUIRED
     checkpoint: Which = "best"
     plugins: Plugins = ()
-    num_fewshot: Annotated[
-        int | None, AtLeast(0), Help("examples before each question; null: the task's own number, 3 for paper")
-    ] = None
+    num_fewshot: Annotated[int | None, AtLeast(0), Help("examples before each question; null: the task's own")] = None
     limit: Annotated[int | None, AtLeast(1), Help("questions per task; null: all")] = None
     include_path: Annotated[str | None, Help("a folder with task files of one's own")] = None
     batch_size: Annotated[int, AtLeast(1), Help("questions at a time")] = 16
@@ -207,13 +191,8 @@ class EvaluateOptions:
     out: Annotated[str | None, WRITABLE, Help("a JSON file for all results; reports read RUN/evaluation.json")] = None
 
     @property
-    def words(self) -> list[str]:
-        return [word for word in self.tasks.replace(" ", "").split(",") if word]
-
-    @property
     def task_names(self) -> list[str]:
-        names = [PAPER if word == "paper" else [word] for word in self.words]
-        return list(dict.fromkeys(task for tasks in names for task in tasks))
+        return list(dict.fromkeys(word for word in self.tasks.replace(" ", "").split(",") if word))
 
     def check(self) -> None:
         require(bool(self.task_names), "tasks= must name a task")
@@ -233,10 +212,6 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
     dtype = resolve_dtype(asked.dtype, device)
     run = load_asked_run(asked.run, asked.checkpoint, device)
     tasks, manager = load_tasks(asked.task_names, asked.include_path)
-    if asked.num_fewshot is None and "paper" in asked.words:
-        for task in tasks:
-            if task.config.task in PAPER:
-                task.set_config("num_fewshot", PAPER_SHOTS)
     tasks += [cloze(run)] if CLOZE in asked.task_names else []
     began = time.perf_counter()
     lm = NanoQK(run.model, run.tokenizer, asked.batch_size, dtype)
@@ -267,7 +242,7 @@ def evaluate_run(asked: EvaluateOptions) -> int:
         plain = json.loads(json.dumps(results, default=str))
         text = json.dumps(sealed(plain), indent=1, ensure_ascii=False) + "\n"
         write_atomic(expand(asked.out), text.encode())
-    print(table(about["metrics"], "paper" in asked.words), end="")
+    print(table(about["metrics"]), end="")
     if about["truncated"]:
         print(f"warning: {about['truncated']} prompts lost their first tokens: model.block_size has no room for them "
               "and their answers")  # fmt: skip

@@ -3,7 +3,6 @@
 Shapes: B requests of a batch, G distinct contexts among them, T positions, V vocabulary.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -12,15 +11,14 @@ from typing import Any
 import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import Collator
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from core.device import autocast
-from core.schema import require
+from core.schema import ConfigError, require
 from data.tokenizer import Tokenizer
-from model.generate import generate
 from model.gpt import GPT, Cache
 from model.ops import at_least_fp32
 
@@ -29,7 +27,7 @@ Score = tuple[float, bool]  # log-likelihood of the continuation in nats; whethe
 
 
 class NanoQK(TemplateLM):
-    """`dtype` is the autocast and cache type. Only tasks that sample draw random numbers, from fixed seeds."""
+    """`dtype` is the autocast and cache type."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, batch_size: int = 16, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -37,7 +35,6 @@ class NanoQK(TemplateLM):
         self._device = model.transformer.wte.weight.device
         self.max_length = model.block_size
         self.truncated = 0  # prompts that were longer than block_size and lost their first tokens
-        self.drawn: Counter[tuple[int, ...]] = Counter()  # how often each prompt was continued
 
     @property
     def eot_token_id(self) -> int:
@@ -116,41 +113,8 @@ class NanoQK(TemplateLM):
             totals[i] += nats
         return totals
 
-    # Generation
-
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """One prompt at a time. Too long ones lose their first tokens."""
-        texts = []
-        for request in requests:
-            context, options = request.args
-            options = normalize_gen_kwargs(options, default_max_gen_toks=256)
-            room = self.max_length - options["max_gen_toks"]
-            room = room if room > 0 else max(1, self.max_length // 2)  # generate() slides its window
-            whole = self.tok_encode(context) or [self.eot_token_id]
-            prompt = whole[-room:]
-            self.truncated += len(whole) > len(prompt)
-            texts.append(self.continue_prompt(prompt, options))
-        return texts
-
-    def continue_prompt(self, prompt: list[int], options: dict[str, Any]) -> str:
-        """The text up to the first stop sequence, without it."""
-        until = handle_stop_sequences(list(options["until"]), eos=None)
-        idx = torch.tensor([prompt], device=self._device)  # (1, T)
-        temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
-        top_k, top_p = options.get("top_k") or None, options.get("top_p")
-        seed = 1337 + self.drawn[*prompt]  # a repeated prompt gets other numbers
-        self.drawn[*prompt] += 1
-        tokens: list[int] = []
-        text = ""
-        n = options["max_gen_toks"]
-        for token in generate(self.model, idx, n, temperature, top_k, top_p, seed, self.dtype):
-            if int(token) == self.ours.separator:
-                break
-            tokens.append(int(token))
-            text = self.ours.decode(tokens)
-            if any(stop and stop in text for stop in until):
-                break
-        return postprocess_generated_text(text, until, None)
+        raise ConfigError("tasks= must be scored by log-likelihood: these write text")
 
 
 def take_rows(cache: Cache, rows: Tensor) -> Cache:
