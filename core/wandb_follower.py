@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from core.files import LINES_BYTES, ROOT, FileLock, open_regular, read_json, read_regular
-from core.plots import heat_maps, plot
+from core.plots import heat_maps
 from core.record import Metrics, line_at, table_of
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
@@ -70,7 +70,7 @@ def follow(run_dir: Path, mode: str) -> None:
     try:
         # p=inf: W&B's JSON has no infinity
         job = json.loads(read_regular(run_dir / "wandb" / "job.json"), parse_constant=str)
-        job = {"evaluation": None, "curves": {}, **job}  # which an older run lacks
+        job = {"evaluation": None, **job}  # which an older run lacks
         job["linger"] = 0 if mode == "send" else LINGER_UPLOAD if job["artifacts"] else LINGER  # 0: without limit
         threading.Thread(target=wait_for_end, args=(ended, job["linger"]), daemon=True).start()
         with FileLock(run_dir / "wandb" / "lock"):  # the process of a trainer that was killed may still send
@@ -161,9 +161,7 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
     evaluation = job["evaluation"]
     if losses := [line[evaluation] for line in lines if line.get(evaluation) is not None]:
         run.summary.update({evaluation: {"min": min(losses), "last": losses[-1]}})  # W&B's min begins at a resume
-    try:  # both ask the server
-        if job["media"] and evaluation:
-            run.summary.update(last_media(run_dir, Path(run.dir), evaluation, job["curves"]))
+    try:  # it asks the server
         if job["artifacts"]:
             log_artifacts(run, run_dir)
     except Exception as error:
@@ -264,17 +262,6 @@ def media(run_dir: Path, step: int, wanted: Mapping[str, Any] | None) -> dict[st
         for layer, heads in enumerate(table_of(values, key)):
             found[f"{key}/layer_{layer}"] = sum(heads) / len(heads)
     return found
-
-
-def last_media(run_dir: Path, folder: Path, evaluation: str, curves: Mapping[str, str]) -> dict[str, Any]:
-    """The loss curves, and a table of the lines with `evaluation`. folder: for the picture's file."""
-    import wandb
-
-    plot(run_dir / "metrics.jsonl", folder / "curve.png", run_dir.name, curves)
-    lines = [line for line in Metrics.read(run_dir / "metrics.jsonl") if evaluation in line]
-    columns = [*dict.fromkeys(key for line in lines for key in line if "/layer_" not in key)]
-    table = wandb.Table(columns=columns, data=[[line.get(key) for key in columns] for line in lines])
-    return {"loss_curve": wandb.Image(str(folder / "curve.png")), "evaluations": table}
 
 
 def log_artifacts(run: Any, run_dir: Path) -> None:

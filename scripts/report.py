@@ -32,10 +32,10 @@ from scripts.reporting.charts import svg
 from scripts.reporting.comparisons import compared_families
 from scripts.reporting.live import run_content, watch
 from scripts.reporting.one_run import single_run
-from scripts.reporting.page import Content, figures_of, markdown, outline, page, was_planned
+from scripts.reporting.page import Content, figures_of, markdown, outline, page
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.stored import common_config, curves_csv, joined, number_or_text, read_stored, runs_csv
-from scripts.reporting.tables import every_conclusion, facts
+from scripts.reporting.tables import facts
 from sweeps.definition import sweep_name, sweep_tag
 from sweeps.status import FINAL, SweepPlace, tally
 from training.config import WandbOptions
@@ -111,7 +111,7 @@ def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
 
 
 def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> str:
-    """Send the report in `out` to W&B: runs.csv and the conclusions as tables, the figures, all files as an artifact.
+    """Send the report in `out` to W&B: the page, runs.csv as a table, all files as an artifact.
 
     folder: of the sweep, whose name the run's has, and for W&B's files. Returns where it went.
     Raises: wandb's errors where the server does not answer.
@@ -130,23 +130,14 @@ def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> s
     }  # fmt: skip
     limits = {"init_timeout": INIT_TIMEOUT, "finish_timeout": FINISH_TIMEOUT, "finish_timeout_raises": True}
     run = open_wandb(init, wandb_settings.mode, ["scripts/report.py", *argv], **limits)
-    import vl_convert
     import wandb
-    from PIL import Image
 
     columns, *rows = csv.reader(io.StringIO(read_regular(out / "runs.csv").decode()))
     data = [[number_or_text(text) if text else None for text in row] for row in rows]
-    files = sorted(files_of(out))
-    svgs = {name: read_regular(out / name).decode() for name in files if name.endswith(".svg")}
-    pngs = {Path(name).stem: vl_convert.svg_to_png(text, scale=2) for name, text in svgs.items()}
-    images = {f"figures/{name}": wandb.Image(Image.open(io.BytesIO(png))) for name, png in pngs.items()}
-    tables = {"runs": wandb.Table(columns=columns, data=data, allow_mixed_types=True)}
-    if families := [family for family in compared_families(sweep) if was_planned(sweep, family)]:
-        concluded = every_conclusion(families)
-        tables["conclusions"] = wandb.Table(columns=[*concluded.columns], data=[*map(list, concluded.rows)])
-    run.log({**tables, **images})
+    table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
+    run.log({"report": wandb.Html(str(out / "report.html"), inject=False), "runs": table})
     artifact = wandb.Artifact(f"{run_id}-report", "report")
-    for name in files:
+    for name in sorted(files_of(out)):
         artifact.add_file(str(out / name))
     run.log_artifact(artifact)
     run.finish()

@@ -51,7 +51,7 @@ torch.set_num_threads(1)
 
 SLOW = {  # files whose tests train, start programs or load large libraries: make check leaves them out
     "test_audit", "test_bad_input", "test_bench", "test_bench_decode", "test_check_gpu", "test_checks",
-    "test_compare", "test_corpora", "test_cuda", "test_damage", "test_dashboard", "test_ddp", "test_disk",
+    "test_compare", "test_corpora", "test_cuda", "test_damage", "test_ddp", "test_disk",
     "test_docs", "test_evaluate_lm", "test_export_hf", "test_fault_option", "test_faults", "test_fineweb",
     "test_fixture", "test_fuzz", "test_gpu", "test_hostile", "test_import", "test_init_from", "test_nanoqk",
     "test_kernels", "test_ledger", "test_live", "test_long_sequences",

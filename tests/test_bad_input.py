@@ -414,7 +414,6 @@ REFUSED: dict[str, dict[str, list[str]]] = {  # by program
     "scripts/compare.py": COMPARE,
     "scripts/report.py": REPORT,
     "scripts/benchmarks/bench_decode.py": BENCH_DECODE,
-    "scripts/dashboard.py": {"": ["sweep=", "given"], "sweep=nowhere": ["entity=", "given"]},
     "scripts/docs.py": {"foo=1": ["foo=1", "unknown"]},
     "scripts/evaluate_lm.py": {
         "run=nowhere tasks=[]": ["run=nowhere does not exist"],

@@ -1,5 +1,5 @@
-"""What can be measured of a run, a row for each metric. The log line, the live page, reports, dashboards, W&B and
-docs/tracking.md read these rows; a new metric is a row and the one place that computes it."""
+"""What can be measured of a run, a row for each metric. The log line, the live page, reports, W&B and docs/tracking.md
+read these rows; a new metric is a row and the one place that computes it."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Metric:
     """A key of metrics.jsonl, and what docs/tracking.md says of it. words: what titles and axes call it; "": its key.
 
     unit: what they add in brackets. thins: the reduction of the values of several updates, or of a span of a drawn
-    curve. spec: its format in the log. shown: where. dashboard: the section of W&B's dashboards that draws it.
+    curve. spec: its format in the log. shown: where.
     """
 
     key: str
@@ -35,7 +35,6 @@ class Metric:
     thins: str = "mean"
     spec: str = ".4f"
     shown: tuple[Place, ...] = ()
-    dashboard: str = ""
 
     @property
     def title(self) -> str:
@@ -48,22 +47,19 @@ ROWS = (
            shown=("live",)),
     Metric("val/bpc", "the same in bits a character"),
     Metric("val/bpb", "the same in bits a byte", "validation loss", "bits per byte"),
-    Metric("train/loss", "of the iteration's update, in nats a token", "training loss", shown=("log", "live"),
-           dashboard="Training"),
+    Metric("train/loss", "of the iteration's update, in nats a token", "training loss", shown=("log", "live")),
     Metric("train/loss_sampled", "nanoGPT's sampled estimate, with `eval_iters=200`"),
     Metric("val/loss_sampled", "the same of held-out text"),
     Metric("train/spike_score", "percentage of losses that lie 7 standard deviations or more from those before them "
            "(OLMo 2)", "loss spike score"),
     Metric("lr", "learning rate of the update", spec=".2e", shown=("log",)),
-    Metric("grad_norm", "of the update, before clipping", "gradient norm", thins="max", shown=("log", "live"),
-           dashboard="Training"),
+    Metric("grad_norm", "of the update, before clipping", "gradient norm", thins="max", shown=("log", "live")),
     Metric("attn/max_logit", "of one batch, in evaluation mode, as all of `attn/`; maximum over layers and heads",
-           "largest attention logit", thins="max", shown=("live", "heads"), dashboard="Attention"),
+           "largest attention logit", thins="max", shown=("live", "heads")),
     Metric("attn/entropy", "mean over layers and heads, as the following", "entropy of attention", "nats",
-           shown=("live", "heads"), dashboard="Attention"),
+           shown=("live", "heads")),
     Metric("attn/effective_keys", "exponential of the entropy"),
-    Metric("attn/alpha", "with Lp: the learned scale of the logits", "α", shown=("live", "layers"),
-           dashboard="Attention"),
+    Metric("attn/alpha", "with Lp: the learned scale of the logits", "α", shown=("live", "layers")),
     Metric("attn/SIDE_p", "with Lp: p of SIDE: q, k, in MLA's RoPE part q_rope, k_rope"),
     Metric("attn/SIDE_g_mean", "with Lp: mean of g = ‖x‖₂ / ‖x‖ₚ ([why](qk_norms.md#temperature-against-geometry))"),
     Metric("attn/SIDE_g_std", "with Lp: standard deviation of g"),
@@ -71,14 +67,13 @@ ROWS = (
     Metric("attn/q_gain", "mean absolute gain of a QK norm that has gains", shown=("layers",)),
     Metric("attn/k_gain", "the same of keys", shown=("layers",)),
     Metric("qk_clip/max_logit", "with `qk_clip=log` or `clip`: exact, in all updates since the last line, before a "
-           "soft cap; `/layer_i` too", "largest attention logit in training", thins="max", dashboard="Attention"),
+           "soft cap; `/layer_i` too", "largest attention logit in training", thins="max"),
     Metric("qk_clip/clipped", "with `clip`: over the threshold, summed over these updates (in GQA their whole group is "
            "scaled)", "heads clipped", thins="sum"),
     Metric("qk_clip/gamma_min", "with `clip`: the smallest factor γ of these updates", thins="min"),
     Metric("update/KIND", "2-norm of an update over 2-norm of the weights, for each kind of parameter: embedding, "
            "attention, mlp; alpha and p (of Lp); norm (all other vectors: gains, biases, sinks)"),
-    Metric("tok_per_sec", "since the last line", "tokens a second", spec=",.0f", shown=("log", "live"),
-           dashboard="Training"),
+    Metric("tok_per_sec", "since the last line", "tokens a second", spec=",.0f", shown=("log", "live")),
     Metric("mfu", "the same as a share of the fastest that this device was measured at ([speed](speed.md))",
            spec=".1%", shown=("log",)),
     Metric("cache_bytes_per_token", "of `summary.json`: of keys and values, when decoding", "cache", "bytes a token"),

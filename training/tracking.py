@@ -48,8 +48,7 @@ def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, A
     media = {"title": HEAT_MAPS, "maps": shown_in("heads"), "layers": shown_in("layers")}
     return {
         "mode": wandb.mode, "init": init, "media": media if shows_media(config) else None,
-        "evaluation": EVALUATION, "curves": CURVES, "artifacts": wandb.artifacts,
-        "diff": uncommitted().decode(errors="replace"),
+        "evaluation": EVALUATION, "artifacts": wandb.artifacts, "diff": uncommitted().decode(errors="replace"),
     }  # fmt: skip
 
 

@@ -182,16 +182,6 @@ def conclusion_table(family: Family) -> Table:
     return replace(filled(columns, family.ranked(), text_columns=len(columns) - 3), title=title)
 
 
-def every_conclusion(families: Sequence[Family]) -> Table:
-    """The conclusions of one family or more in a table, for W&B."""
-    rows = [
-        [family.heading, *(of(c) for of in conclusions_of(family).values())]
-        for family in families
-        for c in family.ranked()
-    ]
-    return Table(["comparison", *conclusions_of(families[0])], rows, text_columns=5)
-
-
 def needed(c: Comparison) -> str:
     if c.n_needed is None or math.isfinite(c.n_needed) or not c.shared:
         return "> 1,000,000" if c.n_needed == math.inf else number(c.n_needed, ",.0f")
