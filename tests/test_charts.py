@@ -48,15 +48,14 @@ def test_the_same_chart_has_the_same_bytes_whatever_was_drawn_before() -> None:
 
 
 @pytest.mark.slow
-def test_many_settings_have_a_panel_each_with_all_others_in_grey() -> None:
+def test_many_settings_have_a_panel_each() -> None:
     curves = {f"m{i}": {0: 4.0, 10: 3.0 - i / 20, 20: 2.0 - i / 20, 30: 1.9 - i / 20} for i in range(10)}
     look = styles({"": {name: name for name in curves}})
     series = [Series(name, look[name], {(1, None): curve}) for name, curve in curves.items()]
     last = replace(series[-1], diverged={(2, None): {0: 4.0, 10: 2.5}})
     picture = svg(Figure("x", "many", curves_chart([*series[:-1], last], LOSS), "")).decode()
     assert {*curves} <= {*words_of(picture)}
-    colours = Counter(re.findall(r'<path [^>]*stroke="(#[0-9a-fA-F]{6})" stroke-width="[\d.]+"', picture))
-    assert colours["#b4bac4"] == 10 * 11 and colours["#0072B2"] == 10 + 2  # a line and the cross of the diverged run
+    assert Counter(re.findall(r'stroke-width="(1\.6|0\.7)"', picture)) == {"1.6": 10, "0.7": 1}  # one diverged
     assert "layer" in curves_chart(series[:9], LOSS)
     dashed = [svg(Figure("x", "t", curves_chart(series, "A − B", zero), "")).count(b"4,3") for zero in (False, True)]
     assert dashed[1] - dashed[0] == 10  # a line at 0 in each panel

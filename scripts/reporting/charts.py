@@ -234,8 +234,10 @@ def tooltips(*shown: str, **titles: str) -> list[Spec]:
 
 
 def curves_chart(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
-    """Curves of a metric in one chart, or of more than CROWD settings in a panel each."""
-    return (crowd_chart if len(series) > CROWD else curve_chart)(series, key, zero)
+    """Curves of a metric in one chart, or of more than CROWD settings in a panel each, with its interval."""
+    if len(series) > CROWD:
+        return panel_chart({s.name: [s] for s in series}, key, zero, crowd=True)
+    return curve_chart(series, key, zero)
 
 
 def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
@@ -280,57 +282,24 @@ def legend_selection(names: Sequence[str]) -> Spec:
     return {"name": "shown", "select": selection, "bind": "legend", "value": [{"setting": name} for name in names]}
 
 
-def crowd_chart(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
-    """A panel for each setting: its mean with the interval, and in grey the means of all settings."""
-    rows = [row for row in curve_rows(series) if row["run"] == "mean" or "thin" in row]
-    iterations = sorted({row["iteration"] for row in rows})
-    few = {*iterations[:: 1 + len(iterations) // 25], *iterations[-1:]}
-    coarse = [row for row in rows if row["iteration"] in few]
-    axis = value_axis(series, key, zero)
-    axis["title"] = textwrap.wrap(axis["title"], 16)  # as high as a panel
-    of_curve, panels = [nominal("setting"), nominal("run")], []
-    for i, s in enumerate(series):
-        titles = {"title_x": i + COLUMNS >= len(series), "title_y": i % COLUMNS == 0}
-        others = encoded(coarse, series, axis, **titles) | {"color": {"value": "#b4bac4"}, "detail": of_curve}
-        own = encoded(rows, series, axis, **titles)
-        own["color"] = nominal("setting", scale={"domain": [s.name]}, legend=None)
-        of_setting = where({"field": "setting", "equal": s.name})
-        layers = [
-            {**marks("line", others, strokeWidth=0.7, clip=True), "data": {"name": "coarse"}},
-            marks("area", own | ENDS, of_setting, where("datum.n > 2"), opacity=0.25, clip=True),
-            marks("line", own | {"detail": nominal("run")}, of_setting, clip=True),
-            *crosses(own, [s], of_setting),
-        ]
-        panels.append(panel(s.name, [*zero_line(zero), *layers], "curves", height=110))
-    return grid(panels, series[:1], {"curves": rows, "coarse": coarse}) | {
-        "resolve": {"scale": {"color": "independent"}}
-    }
-
-
-def panel_chart(panels: Mapping[str, Sequence[Series]], key: str) -> Spec:
-    """A small chart of means for each panel, without intervals, with one legend and one axis."""
+def panel_chart(panels: Mapping[str, Sequence[Series]], key: str, zero: bool = False, crowd: bool = False) -> Spec:
+    """A small chart of means for each panel, with one legend and one axis; of a crowd with intervals for a legend."""
     every = list({s.name: s for series in panels.values() for s in series}.values())
-    axis = value_axis([s for series in panels.values() for s in series], key)
+    axis = value_axis([s for series in panels.values() for s in series], key, zero)
     axis["title"] = textwrap.wrap(axis["title"], 20)  # as high as a panel
     charts = []
     data: dict[str, list[Row]] = {}
     for i, (name, series) in enumerate(panels.items()):
         rows = data[f"panel{i}"] = [row for row in curve_rows(series) if row["run"] == "mean" or "thin" in row]
         base = encoded(rows, every, axis, title_x=i + COLUMNS >= len(panels), title_y=i % COLUMNS == 0)
-        charts.append(panel(name, lines(base, every), f"panel{i}", height=140))
-    return grid(charts, every, data)
-
-
-def panel(name: str, layers: Sequence[Spec], data: str, height: int) -> Spec:
-    """One of a grid's charts. Its name has lines that end before the next panel's begin."""
-    title = {"text": textwrap.wrap(name, 33), "limit": 216}
-    return {"layer": layers, "data": {"name": data}, "title": title, "width": 170, "height": height}
-
-
-def grid(panels: Sequence[Spec], series: Sequence[Series], data: Mapping[str, list[Row]]) -> Spec:
-    spacing = {"row": 64, "column": 52}
-    layout = {"columns": COLUMNS, "spacing": spacing, "bounds": "flush"}
-    return {"concat": panels, **layout, "datasets": data, "usermeta": palette(series)}
+        if crowd:
+            base["color"]["legend"] = None
+        bands = [marks("area", base | ENDS, where("datum.n > 2"), opacity=0.25, clip=True)] if crowd else []
+        layers = [*zero_line(zero), *bands, *lines(base, every)]
+        title = {"text": textwrap.wrap(name, 33), "limit": 216}  # lines that end before the next panel's begin
+        charts.append({"layer": layers, "data": {"name": f"panel{i}"}, "title": title, "width": 170, "height": 140})
+    layout = {"columns": COLUMNS, "spacing": {"row": 64, "column": 52}, "bounds": "flush"}
+    return {"concat": charts, **layout, "datasets": data, "usermeta": palette(every)}
 
 
 def curve_rows(series: Sequence[Series]) -> list[Row]:
@@ -456,12 +425,11 @@ def is_loss(key: str) -> bool:
 
 
 def remarks(series: Sequence[Series], key: str) -> str:
-    """What a caption adds: that a part lies above the axis, what a cross is, and what is grey."""
+    """What a caption adds: that a part lies above the axis, and what a cross is."""
     top = value_axis(series, key)["scale"]["domain"][1]
     above = is_loss(key) and any(point.mean > top for s in series for point in s.mean.values())
     crosses = " A thin line that ends in a cross is a run that diverged." * any(s.diverged for s in series)
-    grey = " Grey: the means of all panels." * (len(series) > CROWD)
-    return " The start of the run lies above the axis." * above + crosses + grey
+    return " The start of the run lies above the axis." * above + crosses
 
 
 # -----------------------------------------------------------------------------
