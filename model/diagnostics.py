@@ -154,43 +154,34 @@ def measure_vectors(table: dict[str, Tensor], side: str, norm: nn.Module, inputs
 
 
 def future_leak(model: nn.Module, idx: Tensor, long: int = LEAK_PREFIX) -> float:
-    """The largest of future_leaks() of idx (B, T), T > 1: 0 for a causal model, inf where not finite. Where T exceeds
-    `long`, three positions of the first `long` tokens are tried, and the middle of all."""
+    """Whether the model sees the future: 0 for a causal one, inf where a change is not finite. idx is (B, T), T > 1.
+
+    For some t the tokens idx[:, t:] are changed. Returns the largest of max |change of a logit before t| / max |change
+    from t on|: of three t in the first `long` tokens, and where T exceeds these, of the middle of all. A GPT too large
+    to hold logits is compared by its last block's output; another model that returns none by its loss. The model stays
+    in its mode, and dropout draws the same masks each time.
+    """
     T = idx.size(1)
     n = min(T, long)
-    leaks = [*future_leaks(model, idx[:, :n], {1, n // 2, n - 1}).values()]
-    if long < T:
-        leaks += future_leaks(model, idx, {T // 2}).values()
-    return max(leak for leak, _ in leaks)
+    leaks = []
+    for part, places in ((idx[:, :n], {1, n // 2, n - 1}), *([(idx, {T // 2})] if long < T else [])):
+        before = logits_or_hidden(model, part)
+        leaks += [leak_at(model, part, before, t) for t in places]
+    return max(leaks)
 
 
-def future_leaks(model: nn.Module, idx: Tensor, positions: Iterable[int]) -> dict[int, tuple[float, int | None]]:
-    """Whether the model sees the future: for each t of `positions` the tokens idx[:, t:] are changed. idx is (B, T).
-
-    Returns: t -> (leak, the first position where it exceeds LEAK_TOLERANCE, or None). leak = max |change of a logit
-    before t| / max |change from t on|. A GPT too large to hold logits is compared by its last block's output; another
-    model that returns none by its loss, which gives no position. The model stays in its mode, and dropout draws the
-    same masks each time.
-    """
-    original = logits_or_hidden(model, idx)
-    leaks: dict[int, tuple[float, int | None]] = {}
-    for t in positions:
-        changed = idx.clone()
-        changed[:, t:] = torch.where(idx[:, t:] > 0, 0, 1)
-        if original is None:
-            earlier, later = (
-                (logits_and_loss_at(model, changed, part)[1] - logits_and_loss_at(model, idx, part)[1]).abs()
-                for part in (slice(t), slice(t, None))
-            )
-            leaks[t] = relative_change(earlier, later).item(), None
-        else:
-            found = logits_or_hidden(model, changed)
-            assert found is not None
-            change = (found - original).abs().amax((0, 2))  # (T,)
-            leak = relative_change(change[:t], change[t:].max())  # (t,)
-            leaking = (leak >= LEAK_TOLERANCE).nonzero()
-            leaks[t] = leak.max().item(), int(leaking[0]) if len(leaking) else None
-    return leaks
+def leak_at(model: nn.Module, idx: Tensor, before: Tensor | None, t: int) -> float:
+    changed = idx.clone()
+    changed[:, t:] = torch.where(idx[:, t:] > 0, 0, 1)
+    after = logits_or_hidden(model, changed)
+    if before is None or after is None:
+        earlier, later = (
+            (logits_and_loss_at(model, changed, part)[1] - logits_and_loss_at(model, idx, part)[1]).abs()
+            for part in (slice(t), slice(t, None))
+        )
+        return relative_change(earlier, later).item()
+    change = (after - before).abs().amax((0, 2))  # (T,)
+    return relative_change(change[:t], change[t:].max()).max().item()
 
 
 def logits_or_hidden(model: nn.Module, idx: Tensor) -> Tensor | None:

@@ -190,7 +190,6 @@ def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_
     losses = {line["iter"]: line["val/loss"] for line in lines if "val/loss" in line}
     assert summary["val/loss"] == {"last": losses[60], "min": min(losses.values())}
     assert summary["status"] == "done" and "commit" not in summary
-    assert summary["evaluations"]["nrows"] == len(losses) and summary["loss_curve"]["_type"] == "image-file"
     early = next(r["summary"]["update"] for r in first if "val/loss" in r.get("summary", {}).get("update", {}))
     assert early["val/loss"] == {"last": losses[0], "min": losses[0]}
     artifacts = {r["artifact"]["type"]: r["artifact"]["manifest"]["contents"] for r in last if r["type"] == "artifact"}
