@@ -167,12 +167,3 @@ def line_at(path: Path, step: int) -> dict[str, Any]:
     """The line of iteration `step` in a file that Metrics wrote; {} where it has none."""
     lines = read_regular(path, LINES_BYTES).splitlines() if path.exists() else []
     return next((parse_object(line) for line in lines if line.startswith(b'{"iter": %d,' % step)), {})
-
-
-def table_of(values: Mapping[str, Any], key: str) -> list[list[float]]:
-    """The values KEY/layer_I/head_J of a line of diagnostics.jsonl, as rows of layers; [] where it has none."""
-    rows: dict[str, list[float]] = {}
-    for name, value in values.items():
-        if name.startswith(f"{key}/layer_"):
-            rows.setdefault(name.split("/")[-2], []).append(math.nan if value is None else value)
-    return [*rows.values()]

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from core.files import LINES_BYTES, ROOT, FileLock, open_regular, read_json, read_regular
-from core.plots import heat_maps
-from core.record import Metrics, line_at, table_of
+from core.record import Metrics, line_at
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
 LINGER, LINGER_UPLOAD = 60, 1800  # seconds that the W&B process of an ended run has; the second with artifacts
@@ -70,7 +69,7 @@ def follow(run_dir: Path, mode: str) -> None:
     try:
         # p=inf: W&B's JSON has no infinity
         job = json.loads(read_regular(run_dir / "wandb" / "job.json"), parse_constant=str)
-        job = {"evaluation": None, **job}  # which an older run lacks
+        job = {"evaluation": None, "layers": None, **job}  # which an older run lacks
         job["linger"] = 0 if mode == "send" else LINGER_UPLOAD if job["artifacts"] else LINGER  # 0: without limit
         threading.Thread(target=wait_for_end, args=(ended, job["linger"]), daemon=True).start()
         with FileLock(run_dir / "wandb" / "lock"):  # the process of a trainer that was killed may still send
@@ -143,8 +142,8 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
         for line in file_lines(file, ended):
             if line["iter"] > sent:
                 values = {k: v for k, v in line.items() if v is not None}
-                pictures = media(run_dir, line["iter"], job["media"]) if job["evaluation"] in line else {}
-                run.log(values | pictures, step=line["iter"], commit=True)
+                more = media(run_dir, line["iter"], job["layers"]) if job["evaluation"] in line else {}
+                run.log(values | more, step=line["iter"], commit=True)
     finish(run, run_dir, mode, job, say)
 
 
@@ -237,31 +236,24 @@ def last_recorded(file: Path) -> int:
 # Media and artifacts: from samples.jsonl, diagnostics.jsonl and metrics.jsonl
 
 
-def media(run_dir: Path, step: int, wanted: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What W&B gets of an evaluation: a sample of text, heat maps by layer and head, means over heads by layer.
-
-    wanted: "maps" and "layers", the names of such values in diagnostics.jsonl, and the "title" of the maps; None for no
-    media.
-    """
-    if not wanted:
+def media(run_dir: Path, step: int, layers: Sequence[str] | None) -> dict[str, Any]:
+    """What W&B gets of an evaluation: a sample of text, and means over heads by layer. layers: the names of such values
+    in diagnostics.jsonl; None for no media."""
+    if layers is None:
         return {}
     import html
-    import io
 
     import wandb
-    from PIL import Image
 
     found: dict[str, Any] = {}
     if sample := line_at(run_dir / "samples.jsonl", step):
         text = f'<pre style="white-space: pre-wrap">{html.escape(sample["text"])}</pre>'
         found["sample"] = wandb.Html(text, inject=False)
-    values = line_at(run_dir / "diagnostics.jsonl", step)
-    if maps := {key: table for key in wanted["maps"] if (table := table_of(values, key))}:
-        found[wanted["title"]] = wandb.Image(Image.open(io.BytesIO(heat_maps(maps))))
-    for key in wanted["layers"]:
-        for layer, heads in enumerate(table_of(values, key)):
-            found[f"{key}/layer_{layer}"] = sum(heads) / len(heads)
-    return found
+    heads: dict[str, list[float]] = {}
+    for name, value in line_at(run_dir / "diagnostics.jsonl", step).items():
+        if name.partition("/layer_")[0] in layers and "/head_" in name:
+            heads.setdefault(name.rpartition("/head_")[0], []).append(math.nan if value is None else value)
+    return found | {key: sum(values) / len(values) for key, values in heads.items()}
 
 
 def log_artifacts(run: Any, run_dir: Path) -> None:

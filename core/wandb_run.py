@@ -39,7 +39,7 @@ class WandbRun:
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]) -> None:
         job = {"init_timeout": INIT_TIMEOUT, "argv": sys.argv, "pid": os.getpid()}
-        job |= {"evaluation": None, "media": None, "artifacts": False, "diff": "", **settings}
+        job |= {"evaluation": None, "layers": None, "artifacts": False, "diff": "", **settings}
         if os.environ.get("WANDB_SWEEP_ID"):  # under `wandb agent` W&B ignores ours: so recordings carry this id
             agents = {key: os.environ[name] for key, name in CHOSEN_BY_AGENT.items() if name in os.environ}
             job["init"] = {**settings["init"], **agents}

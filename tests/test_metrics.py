@@ -9,11 +9,10 @@ import pytest
 from conftest import Program
 from matplotlib.image import imread
 
-from core.plots import plot
 from core.record import Lines, Metrics
 from training.evaluate import spike_score
 from training.metrics import ANY, ROWS, row_of
-from training.tracking import CURVES
+from training.tracking import draw_curve
 
 
 @pytest.fixture
@@ -90,14 +89,16 @@ def test_spike_score_needs_a_past_and_a_spread() -> None:
     assert spike_score([1.0] * 30 + [50.0]) == 0  # of a constant loss any change would be one
 
 
-def test_plot_shows_both_losses_and_an_empty_run(metrics: Metrics, tmp_path: Path) -> None:
-    plot(metrics.path, tmp_path / "empty.png", "a run", CURVES)
-    assert (tmp_path / "empty.png").stat().st_size > 1000
+def test_a_curve_shows_both_losses_and_an_empty_run(tmp_path: Path) -> None:
+    (run := tmp_path / "run$\\foo$").mkdir()  # which is no mathematics
+    metrics = Metrics(run / "metrics.jsonl", 0)
+    draw_curve(run)
+    assert (run / "curve.png").stat().st_size > 1000
     for i in range(50):
         metrics.write({"iter": i, "train/loss": 4 / (i + 1), "val/loss": None if i % 10 else 5 / (i + 1)})
     metrics.write({"iter": 50, "train/loss": math.nan})
-    plot(metrics.path, tmp_path / "curve.png", "run$\\foo$", CURVES)  # which is no mathematics
-    pixels = (imread(tmp_path / "curve.png")[:, :, :3] * 255).round()
+    draw_curve(run)
+    pixels = (imread(run / "curve.png")[:, :, :3] * 255).round()
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
         assert (pixels == colour).all(axis=2).sum() > 100
 

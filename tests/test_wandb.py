@@ -174,7 +174,7 @@ def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_
         assert line["iter"] not in kept or {k: kept[line["iter"]].get(k) for k in line if k not in CLOCK} == {
             k: v for k, v in line.items() if k not in CLOCK
         }
-    assert {"sample._type", "attn/by_layer_and_head._type", "attn/alpha/layer_1"} <= kept[60].keys()
+    assert {"sample._type", "attn/entropy/layer_0", "attn/alpha/layer_1"} <= kept[60].keys()
     samples = {line["iter"]: line["text"] for line in Metrics.read(run / "samples.jsonl")}
     assert {0, 60} <= samples.keys() and len(samples[60]) >= 200
     (sent,) = [r["run"] for r in last if r["type"] == "run"]

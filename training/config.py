@@ -242,7 +242,7 @@ class WandbOptions:
     notes: Annotated[str | None, Help("a text about the run")] = None
     media: Annotated[
         Literal["auto", "on", "off"],
-        Help("samples of text (samples.jsonl, too), heat maps, values by layer; auto: off in sweeps and without W&B"),
+        Help("samples of text (samples.jsonl, too), values by layer; auto: off in sweeps and without W&B"),
     ] = "auto"
     artifacts: Annotated[bool, Help("upload the best checkpoint and metrics.jsonl at the end")] = False
 

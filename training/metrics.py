@@ -13,11 +13,10 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {  # how several val
     # the mean distance of a value from the middle of its two neighbours: 0 on a line of equal steps, however steep
     "roughness": lambda v: fmean(abs(v[i] - (v[i - 1] + v[i + 1]) / 2) for i in range(1, len(v) - 1)) if v[2:] else 0.0,
 }  # fmt: skip
-# log: the line for a person. live: a curve of the live page. heads: heat maps by layer and head, there and at W&B.
-# layers: W&B's means over heads, by layer.
+# log: the line for a person. live: a curve of the live page. heads: heat maps by layer and head, there. layers: W&B's
+# means over heads, by layer.
 Place = Literal["log", "live", "heads", "layers"]
 EVALUATION = "val/loss"  # the lines of evaluations have it; W&B's summary has its lowest and its last value
-HEAT_MAPS = "attn/by_layer_and_head"  # W&B's name of the pictures
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,9 @@ ROWS = (
     Metric("lr", "learning rate of the update", spec=".2e", shown=("log",)),
     Metric("grad_norm", "of the update, before clipping", "gradient norm", thins="max", shown=("log", "live")),
     Metric("attn/max_logit", "of one batch, in evaluation mode, as all of `attn/`; maximum over layers and heads",
-           "largest attention logit", thins="max", shown=("live", "heads")),
+           "largest attention logit", thins="max", shown=("live", "heads", "layers")),
     Metric("attn/entropy", "mean over layers and heads, as the following", "entropy of attention", "nats",
-           shown=("live", "heads")),
+           shown=("live", "heads", "layers")),
     Metric("attn/effective_keys", "exponential of the entropy"),
     Metric("attn/alpha", "with Lp: the learned scale of the logits", "α", shown=("live", "layers")),
     Metric("attn/SIDE_p", "with Lp: p of SIDE: q, k, in MLA's RoPE part q_rope, k_rope"),

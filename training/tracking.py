@@ -9,18 +9,32 @@ from typing import Any
 
 from core.files import read_json
 from core.git import uncommitted
-from core.plots import plot
+from core.record import Metrics
 from core.wandb_run import wandb_mode, wandb_options
 from training.config import TrainConfig
-from training.metrics import EVALUATION, HEAT_MAPS, shown_in
+from training.metrics import EVALUATION, shown_in
 from training.state import Facts
 
-CURVES = {"train/loss": "", "val/loss": "o"}  # what curve.png has, with the marker of each
+CURVES = {"train/loss": ("#0072B2", ""), "val/loss": ("#D55E00", "o")}  # what curve.png has: colour, marker
 
 
 def draw_curve(path: Path) -> None:
     """Draw the losses of the run in `path` into its curve.png."""
-    plot(path / "metrics.jsonl", path / "curve.png", path.name, CURVES)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")  # without pyplot: no display, no global state
+    axes = figure.add_subplot()
+    lines = Metrics.read(path / "metrics.jsonl")
+    for key, (colour, marker) in CURVES.items():
+        points = [(line["iter"], line[key]) for line in lines if line.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=key)
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
+    axes.set_title(path.name, parse_math=False)  # a "$" in it is a dollar
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(path / "curve.png", dpi=150)
 
 
 def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, Any]:
@@ -45,14 +59,13 @@ def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, A
         "config": {**settings, **columns, "info": facts.to_json()},
         "resume": "allow",
     }
-    media = {"title": HEAT_MAPS, "maps": shown_in("heads"), "layers": shown_in("layers")}
     return {
-        "mode": wandb.mode, "init": init, "media": media if shows_media(config) else None,
+        "mode": wandb.mode, "init": init, "layers": shown_in("layers") if shows_media(config) else None,
         "evaluation": EVALUATION, "artifacts": wandb.artifacts, "diff": uncommitted().decode(errors="replace"),
     }  # fmt: skip
 
 
 def shows_media(config: TrainConfig) -> bool:
-    """Whether evaluations record a sample of text, and W&B gets it, heat maps and values by layer."""
+    """Whether evaluations record a sample of text, and W&B gets it, and values by layer."""
     chosen = config.wandb.media
     return chosen == "on" or (chosen == "auto" and wandb_mode(config.wandb.mode) != "disabled")
