@@ -5,7 +5,6 @@ Checks, each with a verdict. V is the vocabulary size, random tokens are uniform
   step-0 loss         on random tokens a fresh model's loss is the cross-entropy of its logits with the next tokens,
                       about ln V; no single token dominates the targets
   random-token floor  a fresh model trained on random tokens keeps a loss above ln V; the trained weights do too
-  accumulation        1, 2 and 4 micro-batches give the same loss and norm of the gradient, on one window
   cached decoding     a cache, filled and then read token by token, gives the logits of the full pass
 A run keeps its fault, if it has one, and train.py trains it. Another model comes in by import_checkpoint.py.
 The last line is JSON. A check is undecided where the model diverges, its own code fails or memory runs out. Exit
@@ -49,7 +48,6 @@ from training.session import setup
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
 CACHED, CACHE_TOLERANCE = 64, 1e-4  # tokens that are decoded with a cache; what round-off explains
 SIGMAS = 5  # a loss on random tokens is caught if so many standard errors, and FLOOR_TOLERANCE, below ln V
-ACCUMULATION_TOLERANCE = 1e-3  # relative difference that round-off explains
 SEED = 20251028  # of the random tokens: not the seed that a run with data=random is trained on
 
 
@@ -86,39 +84,23 @@ class Run:
         data = RandomOptions("random", min(max(10 * drawn, 10**6), 10**9), vocab_size, val, SEED)
         # the same share of warm-up as in the run
         warmup = max(steps // 20, round(steps * self.config.warmup_iters / self.config.max_iters))
-        lines = self.train_with(data=data, max_iters=steps, schedule=ConstantOptions(warmup_iters=min(warmup, steps)))
+        schedule = ConstantOptions(warmup_iters=min(warmup, steps))
+        changes: dict[str, Any] = {
+            "data": data, "max_iters": steps, "schedule": schedule, "log_interval": 1, "eval_interval": steps,
+            "checkpoint_interval": steps, "eval_iters": 0, "plot": False, "dry_run": False, "eval_only": False,
+            "fresh": False, "dtype": "float32", "init_from": None, "init_sha256": None, "threads": None,
+            "wandb": WandbOptions(mode="disabled"),
+        }  # fmt: skip
+        said = io.StringIO()
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(said), redirect_stderr(said):
+            status = train.run(replace(self.config, **changes, out_dir=f"{folder}/run"))
+            if status > 128:
+                sys.exit(status)
+            lines = Metrics.read(Path(folder) / "run" / "metrics.jsonl")
         losses = [line["train/loss"] for line in lines if line.get("train/loss") is not None]  # null: not finite
         if len(losses) < steps:
             raise Undecided(f"its training on random tokens diverges at iteration {len(losses)}")
         return losses, self.config.tokens_per_iter
-
-    def update(self, micro_batches: int) -> tuple[float, float]:
-        """Loss and norm of the gradient of four sequences, the same ones for every number of micro-batches."""
-        # the training text is one window: all sequences are equal, in whichever micro-batch they are
-        n, val = self.block_size + 1, 2 * self.block_size
-        line = self.train_with(
-            data=RandomOptions(n_tokens=n + val, vocab_size=self.vocab_size, val_tokens=val), max_iters=1,
-            schedule=ConstantOptions(warmup_iters=0), model=replace(self.config.model, dropout=0.0),
-            batch_size=4 // micro_batches, gradient_accumulation_steps=micro_batches,
-        )[0]  # fmt: skip
-        if line.get("train/loss") is None or line.get("grad_norm") is None:  # null: not finite
-            raise Undecided("its first loss or gradient is not finite")
-        return line["train/loss"], line["grad_norm"]
-
-    def train_with(self, **changes: Any) -> list[dict[str, Any]]:
-        """metrics.jsonl after train.py has trained with the run's settings and these changes."""
-        end: int = changes["max_iters"]
-        plain: dict[str, Any] = {
-            "log_interval": 1, "eval_interval": end, "checkpoint_interval": end, "eval_iters": 0, "plot": False,
-            "dry_run": False, "eval_only": False, "fresh": False, "dtype": "float32",
-            "init_from": None, "init_sha256": None, "threads": None, "wandb": WandbOptions(mode="disabled"),
-        }  # fmt: skip
-        said = io.StringIO()
-        with tempfile.TemporaryDirectory() as folder, redirect_stdout(said), redirect_stderr(said):
-            status = train.run(replace(self.config, **(plain | changes), out_dir=f"{folder}/run"))
-            if status > 128:
-                sys.exit(status)
-            return Metrics.read(Path(folder) / "run" / "metrics.jsonl")
 
 
 def random_batches(subject: Run, vocab_size: int) -> Batches:
@@ -198,19 +180,6 @@ def against_floor(losses: Sequence[float], tokens: int, vocab_size: int) -> dict
     }  # fmt: skip
 
 
-def accumulation(subject: Run) -> Finding:
-    found = {n: subject.update(n) for n in (1, 2, 4)}
-    loss, norm = found[1]
-    apart = {n: max(abs(other / loss - 1), abs(of / norm - 1)) for n, (other, of) in found.items()}
-    losses, norms = ({n: of[i] for n, of in found.items()} for i in (0, 1))
-    text = (
-        f"in 1, 2 and 4 micro-batches the loss is {', '.join(f'{v:.4f}' for v in losses.values())}, "
-        f"the gradient norm {', '.join(f'{v:.4f}' for v in norms.values())}"
-    )
-    numbers = {"loss": losses, "grad_norm": norms, "relative_difference": apart}
-    return Finding("accumulation", any(not x <= ACCUMULATION_TOLERANCE for x in apart.values()), text, numbers)
-
-
 @torch.no_grad()
 def cached_decoding(subject: Run) -> Finding:
     model, n = subject.trained.eval(), min(CACHED, subject.block_size)
@@ -230,7 +199,6 @@ def audit(subject: Run, steps: int) -> list[Finding]:
         "future leakage": future_leakage,
         "step-0 loss": step_0_loss,
         "random-token floor": partial(random_token_floor, steps=steps),
-        "accumulation": accumulation,
         "cached decoding": cached_decoding,
     }
     for name, check in checks.items():
