@@ -31,23 +31,20 @@ def logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor 
     x (B, T, C), weight (V, C), targets (B, T), -1 is ignored.
     """
     if targets.numel() * len(weight) > LOGITS_AT_ONCE:
-        return None, linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
+        rows = max_positions_with_logits(1, len(weight))
+        gradients = torch.is_grad_enabled()
+        return None, LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), rows, gradients)
     logits = F.linear(x, weight)
     loss = F.cross_entropy(at_least_fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
     return logits, loss
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of logits x W^T, some positions at a time and never held whole.
-
-    x (N, C), weight (V, C), targets (N,), -1 is ignored -> ()
-    """
-    rows = max_positions_with_logits(1, len(weight))
-    return LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled())
-
-
 class LinearCrossEntropy(torch.autograd.Function):
-    """With `gradients` the forward also computes those of the sum, which backward scales: no logits are kept or
+    """Mean cross-entropy in nats, (), of logits x W^T, `rows` positions at a time and never held whole.
+
+    x (N, C), weight (V, C), targets (N,), -1 is ignored.
+
+    With `gradients` the forward also computes those of the sum, which backward scales: no logits are kept or
     computed twice (as in Liger Kernel's fused linear cross-entropy). Matmuls are in autocast's dtype, as F.linear's
     are; the weight's gradient is summed in its own."""
 
