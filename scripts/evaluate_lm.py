@@ -28,7 +28,6 @@ from data.corpora import probe_hub
 from data.tokenizer import BPETokenizer, NoText, begins_character
 from data.tokens import load_corpus
 from sample import LoadedRun, Plugins, RunPath, Which, load_asked_run
-from scripts.reporting.tables import Table
 from training.config import Device, Dtype
 
 INSTALL = "pip install -c constraints.txt -e '.[eval]'"
@@ -158,24 +157,6 @@ def average(metrics: dict[str, dict[str, float]]) -> float | None:
     return fmean(accuracies) if accuracies else None
 
 
-def table(metrics: dict[str, dict[str, float]]) -> str:
-    """Markdown. Accuracies are in percent, ± standard error."""
-    rows = []
-    for task, values in metrics.items():
-        for metric, value in values.items():
-            stem, comma, filtered = metric.partition(",")
-            if stem.endswith("_stderr"):
-                continue
-            error = values.get(f"{stem}_stderr{comma}{filtered}")
-            unit = 100.0 if stem in ("acc", "acc_norm", "exact_match") else 1.0
-            shown = f"{unit * value:.2f}" + (f" ± {unit * error:.2f}" if error is not None else "")
-            rows.append([task, metric, shown])
-    mean = average(metrics)
-    if mean is not None and len(metrics) > 1:
-        rows.append(["average", "acc", f"{100 * mean:.2f}"])
-    return Table(["task", "metric", "value (accuracies in %)"], rows, text_columns=2).markdown()
-
-
 @options
 class EvaluateOptions:
     run: RunPath = REQUIRED
@@ -237,12 +218,14 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
 
 def evaluate_run(asked: EvaluateOptions) -> int:
     results = evaluate(asked)
+    from lm_eval.utils import make_table
+
     about = results["about"]
     if asked.out is not None:  # before anything is printed: the reader of a pipe may be gone
         plain = json.loads(json.dumps(results, default=str))
         text = json.dumps(sealed(plain), indent=1, ensure_ascii=False) + "\n"
         write_atomic(expand(asked.out), text.encode())
-    print(table(about["metrics"]), end="")
+    print(make_table(results), end="")
     if about["truncated"]:
         print(f"warning: {about['truncated']} prompts lost their first tokens: model.block_size has no room for them "
               "and their answers")  # fmt: skip
