@@ -106,27 +106,22 @@ def file_lines(file: BinaryIO, ended: threading.Event) -> Iterator[dict[str, Any
 # W&B
 
 
-def open_wandb(init: Mapping[str, Any], mode: str, argv: Sequence[str], **settings: Any) -> Any:
-    """wandb.init(), silent. argv: the command that W&B shows."""
-    sys.argv = [*argv]
-    import wandb
-
-    program = {"silent": True, "console": "off", "save_code": False, "program": argv[0], "x_save_requirements": False}
-    how: Any = "offline" if mode == "offline" else "online"
-    return wandb.init(**init, mode=how, settings=wandb.Settings(**program, **settings))
-
-
 def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Event, say: Say) -> None:
     before = [file for file in recordings(run_dir) if file.stem == f"run-{job['init']['id']}"]
     for recording in before:
         cut_incomplete_record(recording)
     sent = max(map(last_recorded, before), default=-1) if mode == "offline" else -1
-    run = open_wandb(
-        {**job["init"], "dir": str(run_dir.resolve())}, mode, job["argv"],
+    sys.argv = [*job["argv"]]  # the command that W&B shows
+    import wandb
+
+    settings = wandb.Settings(
+        silent=True, console="off", save_code=False, program=job["argv"][0], x_save_requirements=False,
         init_timeout=job["init_timeout"], x_stats_pid=job["pid"],
         finish_timeout=max(0, job["linger"] - AROUND_FINISH), finish_timeout_raises=True,
         x_transaction_log_flush_interval=2, x_file_stream_retry_max=2**31 - 1, x_file_stream_retry_wait_max_seconds=10,
     )  # fmt: skip
+    how: Any = "offline" if mode == "offline" else "online"
+    run = wandb.init(**{**job["init"], "dir": str(run_dir.resolve())}, mode=how, settings=settings)
     if mode != "offline":
         say(f"W&B: {run.url}")
         sent = run.starting_step - 1  # the last line that the server has; the iteration in its summary may be one more

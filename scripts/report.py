@@ -5,7 +5,6 @@ curves.csv.gz, table.md (every number, with its spread and its test), figures as
 without network) and provenance.json. The same runs give the same bytes. Neither torch nor a GPU is needed.
 python scripts/report.py from=results/NAME writes it again from the first two and provenance.json, without the runs:
 in results/, Git keeps neither the page nor most figures.
-wandb=true sends it to W&B, as one run of job_type sweep, which a later report updates.
 python scripts/report.py run=RUN writes RUN/report.html: the curves, attention heads, samples and settings of one run.
 watch=true, with sweep= or run=, writes nothing: it serves that page, which then shows what is new every few seconds.
 """
@@ -13,7 +12,6 @@ watch=true, with sweep= or run=, writes nothing: it serves that page, which then
 import csv
 import io
 import json
-import re
 import shlex
 import sys
 from collections import Counter
@@ -26,21 +24,16 @@ from core.cli import run_script
 from core.files import expand, read_json, read_regular, write_atomic
 from core.process import say
 from core.schema import NOT_EMPTY, ConfigError, Help, Rule, one_line, options, require
-from core.wandb_follower import open_wandb
-from core.wandb_run import INIT_TIMEOUT, wandb_options
 from scripts.reporting.charts import svg
 from scripts.reporting.comparisons import compared_families
 from scripts.reporting.live import run_content, watch
 from scripts.reporting.one_run import single_run
 from scripts.reporting.page import Content, figures_of, markdown, outline, page
 from scripts.reporting.runs import Sweep, read_sweep
-from scripts.reporting.stored import common_config, curves_csv, joined, number_or_text, read_stored, runs_csv
+from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, runs_csv
 from scripts.reporting.tables import facts
-from sweeps.definition import sweep_name, sweep_tag
+from sweeps.definition import sweep_name
 from sweeps.status import FINAL, SweepPlace, tally
-from training.config import WandbOptions
-
-FINISH_TIMEOUT = 300  # seconds for W&B to get the report's files
 
 
 def report(sweep: Sweep, out: Path, argv: Sequence[str]) -> None:
@@ -110,41 +103,6 @@ def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
     require(not lost, f"{out} has finished runs that this report lacks ({len(lost)}): from={out} adds them, {replaces}")
 
 
-def send_report(sweep: Sweep, out: Path, folder: Path, argv: Sequence[str]) -> str:
-    """Send the report in `out` to W&B: the page, runs.csv as a table, all files as an artifact.
-
-    folder: of the sweep, whose name the run's has, and for W&B's files. Returns where it went.
-    Raises: wandb's errors where the server does not answer.
-    """
-    config, place = sweep.runs[0].config, sweep_name(str(folder.resolve()))
-    name = sweep.name if place == sweep.name else f"{sweep.name}-{place}"
-    run_id = re.sub(r"[^A-Za-z0-9_.-]", "-", f"sweep-{name}")
-    given = {key.removeprefix("wandb."): value for key, value in config.items() if key.startswith("wandb.")}
-    wandb_settings = wandb_options(WandbOptions(**given))
-    if wandb_settings.mode == "disabled":
-        return "W&B is disabled"
-    init = {
-        "project": wandb_settings.project, "entity": wandb_settings.entity, "job_type": "sweep", "name": name,
-        "id": run_id, "resume": "allow", "tags": [sweep_tag(sweep.about.get("name", sweep.name))],
-        "config": dict(sweep.about), "dir": str(folder.resolve()),
-    }  # fmt: skip
-    limits = {"init_timeout": INIT_TIMEOUT, "finish_timeout": FINISH_TIMEOUT, "finish_timeout_raises": True}
-    run = open_wandb(init, wandb_settings.mode, ["scripts/report.py", *argv], **limits)
-    import wandb
-
-    columns, *rows = csv.reader(io.StringIO(read_regular(out / "runs.csv").decode()))
-    data = [[number_or_text(text) if text else None for text in row] for row in rows]
-    table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
-    run.log({"report": wandb.Html(str(out / "report.html"), inject=False), "runs": table})
-    artifact = wandb.Artifact(f"{run_id}-report", "report")
-    for name in sorted(files_of(out)):
-        artifact.add_file(str(out / name))
-    run.log_artifact(artifact)
-    run.finish()
-    here = shlex.quote(str(Path(run.dir).parent))
-    return f"W&B: {run.url}" if wandb_settings.mode == "online" else f"W&B is offline: wandb sync {here}"
-
-
 @options
 class ReportOptions(SweepPlace):
     out: Annotated[
@@ -160,18 +118,13 @@ class ReportOptions(SweepPlace):
     port: Annotated[
         int, Rule(lambda port: 0 <= port < 65536, "must be a port"), Help("of watch=true; 0: a free one")
     ] = 0
-    wandb: Annotated[bool, Help("send the report to W&B, as one run of job_type sweep")] = False
 
     def check(self) -> None:
         given = bool(self.sweep or self.sweep_dir)
-        if self.wandb:
-            wandb_options(WandbOptions())  # refuses what W&B would refuse of its environment variables
-        require(
-            not self.run or not (given or self.from_ or self.wandb), "run= is given without sweep=, from= and wandb="
-        )
+        require(not self.run or not (given or self.from_), "run= is given without sweep= and from=")
         if self.watch:
             require(given or bool(self.run), "watch=true takes either sweep= or run=")
-            require(not (self.out or self.from_ or self.wandb), "watch=true takes no out=, from= or wandb=true")
+            require(not (self.out or self.from_), "watch=true takes no out= or from=")
         else:
             require(self.port == 0, "port= is a setting of watch=true")
             require(given or bool(self.from_ or self.run), "sweep=, run= or from= must be given")
@@ -206,12 +159,6 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
         refuse_to_drop_runs(sweep, out)
     report(sweep, out, argv)
     say(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
-    if asked.wandb:
-        try:
-            say(send_report(sweep, out, out if again else asked.directory, argv))
-        except Exception as error:
-            print(f"error: the report was not sent to W&B ({one_line(error)}); {out} has it", file=sys.stderr)
-            return 1
     return 0
 
 

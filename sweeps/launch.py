@@ -13,7 +13,6 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import asdict, field, replace
@@ -23,13 +22,13 @@ from typing import Annotated
 from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
-from core.files import ROOT, FileLock, expand, file_sha256, read_json, read_regular
+from core.files import expand, file_sha256, read_json, read_regular
 from core.plugins import remember
-from core.process import StopSignal, say, start_bound
+from core.process import StopSignal, say
 from core.record import is_number
 from core.rundir import at_end, read_summary
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
-from core.wandb_run import wandb_mode, wandb_options
+from core.wandb_run import wandb_options
 from sweeps.claims import Launch
 from sweeps.definition import Definition, load_sweep, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
@@ -38,7 +37,6 @@ from sweeps.status import FINAL, State, SweepPlace, failures, progress, state_of
 from training.config import TrainConfig
 
 POLL = 0.5  # seconds between two looks at the runs
-REPORT_SECONDS = 600  # after which the report to W&B is given up
 
 
 @options
@@ -202,19 +200,6 @@ def workers(asked: LaunchOptions, launcher: Launcher) -> str:
 # The launch
 
 
-def send_report(asked: LaunchOptions, sweep_dir: Path) -> None:
-    """Send the sweep's report to W&B, in a process: sweeps/ imports no scripts."""
-    arguments = [f"sweep={asked.sweep}", f"sweep_dir={sweep_dir}", f"out={sweep_dir / 'report'}", "wandb=true"]
-    arguments += [f"from={asked.from_}"] * (asked.from_ is not None)
-    report = [sys.executable, str(ROOT / "scripts" / "report.py"), *arguments]
-    with FileLock(sweep_dir / "report.lock"), start_bound(report) as process:  # two launchers of a sweep end together
-        try:
-            process.wait(REPORT_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            say(f"warning: the report was not sent to W&B within {REPORT_SECONDS} s")
-
-
 def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int:
     """Have workers train what is left. Returns 0 where all are done or diverged, 128 + n on signal n, else 1."""
     for folder in ("claims", "launches", "logs"):
@@ -236,8 +221,6 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     say(f"{sweep_dir}: {counts} in {tqdm.format_interval(time.monotonic() - began)}")
     for line in failures(sweep_dir, states):
         say(line)
-    if wandb_mode(runs[0].config.wandb.mode) == "online":
-        send_report(asked, sweep_dir)
     if trouble:
         print(f"error: {trouble}", file=sys.stderr)
     complete = all(state.state in FINAL for state in states.values())

@@ -540,7 +540,6 @@ def test_an_environment_that_torchrun_does_not_set_is_refused(
         f"train.py {TEXT} max_iters=1 wandb.mode=offline",  # W&B reads the variable itself
         f"sweeps/launch.py sweep=p_sweep_cpu sweep.folds=[0] sweep.grid.qk_norm.p=[2] {TEXT} max_iters=1 "
         "schedule.warmup_iters=0",
-        "scripts/report.py sweep=p_sweep_cpu wandb=true",
     ],
 )
 @pytest.mark.parametrize("word", ["of", ""])

@@ -5,7 +5,6 @@ import math
 import os
 import pty
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -435,38 +434,6 @@ def test_an_agent_trains_runs_of_the_sweep_in_configs(
     assert {name: {"value": flatten(asdict(config))[name]} for name in values} == values
     eventually(lambda: arrived(server, "agents-1") == [*range(5)], 120)
     assert server.runs["agents-1"]["sweep"] == "sweep-1"
-
-
-def test_a_sweep_is_a_run_kept_up_to_date(tmp_path: Path, program: Program, request: pytest.FixtureRequest) -> None:
-    shutil.copytree(ROOT / "tests" / "fixtures" / "v0", tmp_path, symlinks=True, dirs_exist_ok=True)
-    place = ("sweep=grid.yaml", "sweep_dir=sweep")
-    done = program("scripts/report.py", *place, "out=report", "wandb=true")  # offline: there is no key
-    assert "W&B is offline: wandb sync " in done.stdout
-    (records,) = inspect(tmp_path / "sweep")
-    (sent,) = [r["run"] for r in records if r["type"] == "run"]
-    assert (sent["job_type"], sent["run_id"], sent["display_name"]) == ("sweep", "sweep-grid-sweep", "grid-sweep")
-    (item,) = history(records)
-    assert any(key.startswith("report.") for key in item)
-    table = next(r["summary"]["update"] for r in records if "runs" in str(r.get("summary", {}).get("update", {})))
-    assert (table["runs.nrows"], table["runs._type"]) == (4, "table-file")
-    (report,) = [r["artifact"] for r in records if r["type"] == "artifact" and r["artifact"]["type"] == "report"]
-    figures = {file.name for file in (tmp_path / "report").glob("*.svg")}
-    files = {"table.md", "report.html", "runs.csv", "curves.csv.gz", *figures}
-    assert files == {file["path"] for file in report["manifest"]["contents"]}
-
-    server: Server = request.getfixturevalue("server")
-    for n in (1, 2):
-        done = program("sweeps/launch.py", *place, "launcher.workers=1", "launcher.threads=1")
-        assert "4 runs (4 done)" in done.stdout
-        assert [*server.runs] == ["sweep-grid-sweep"] and server.runs["sweep-grid-sweep"]["jobType"] == "sweep"
-        assert len(server.history["sweep-grid-sweep"]) == n
-    server.down = True
-    impatient = "import sys; from scripts import report\nreport.INIT_TIMEOUT = 2\nsys.exit(report.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", impatient, *place, "out=report", "wandb=true"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "the report was not sent to W&B" in done.stderr and "report has it" in done.stderr
 
 
 def test_no_key_and_a_terminal_never_prompts(tmp_path: Path) -> None:
