@@ -365,16 +365,11 @@ def lines(base: Spec, series: Sequence[Series], *transform: Spec) -> list[Spec]:
     line = marks(
         "line", base | {"detail": nominal("run"), "strokeDash": dashes, "strokeWidth": width}, *transform, clip=True
     )
-    return [line, *crosses(base, series, *transform)]
-
-
-def crosses(base: Spec, series: Iterable[Series], *transform: Spec) -> list[Spec]:
-    """The ends of diverged runs."""
     if not any(s.diverged for s in series):
-        return []
+        return [line]
     end = {"joinaggregate": [{"op": "max", "field": "iteration", "as": "end"}], "groupby": ["setting", "run"]}
     last = [where("datum.diverged"), end, where("datum.iteration === datum.end")]
-    return [marks("point", base, *transform, *last, shape=CROSS, size=30, clip=True)]
+    return [line, marks("point", base, *transform, *last, shape=CROSS, size=30, clip=True)]
 
 
 def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> Spec:

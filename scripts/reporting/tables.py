@@ -153,32 +153,25 @@ def comparison_table(sweep: Sweep, family: Sequence[Comparison], metric: Metric)
     return filled(columns, family, text_columns=3)
 
 
-def conclusions_of(family: Family) -> Columns[Comparison]:
-    """What is concluded from a comparison of the family's first metric: which settings are told apart, and what becomes
-    of the claim."""
-    metric, names = family.metrics[0], family.short_names()
-    return {
-        "A": lambda c: names[c.a],
-        "B": lambda c: names[c.b],
-        "verdict on A": lambda c: c.verdict(metric.less, metric.more),
-        "claim": lambda c: c.judged(family.asked) if family.asked.claim else "",
-        "A − B": lambda c: mean_and_ends(c.deciding, metric.spec),
+def conclusion_table(family: Family) -> Table:
+    """A row a comparison of the family's first metric: which settings are told apart, and what becomes of the claim."""
+    metric, names, asked = family.metrics[0], family.short_names(), family.asked
+    columns: Columns[Comparison] = {"A": lambda c: names[c.a]}
+    if not family.against:
+        columns["B"] = lambda c: names[c.b]
+    columns["verdict on A"] = lambda c: c.verdict(metric.less, metric.more)
+    if asked.claim:
+        worth = f" (least worth having: {asked.least:g})" if asked.least is not None else ""
+        claimed = metric.less if asked.claim == "lower" else metric.more
+        columns[f"claim: {claimed}{worth}"] = lambda c: c.judged(asked)
+    columns |= {
+        f"A − B{f' in {metric.name}' if asked.metric else ''} (95 % interval)": lambda c: mean_and_ends(
+            c.deciding, metric.spec
+        ),
         "Holm p": lambda c: p_value(c.adjusted.get(c.deciding_test)),
         "pairs": pairs_of,
     }
-
-
-def conclusion_table(family: Family) -> Table:
-    """A row a comparison."""
-    metric, asked = family.metrics[0], family.asked
-    worth = f" (least worth having: {asked.least:g})" if asked.least is not None else ""
-    named = {
-        "claim": f"claim: {metric.less if asked.claim == 'lower' else metric.more}{worth}",
-        "A − B": f"A − B{f' in {metric.name}' if asked.metric else ''} (95 % interval)",
-    }
-    absent = {"B": family.against, "claim": not asked.claim}
-    columns = {named.get(key, key): of for key, of in conclusions_of(family).items() if not absent.get(key)}
-    title = family.heading + (f" (B: {family.short_names()[family.against]})" if family.against else "")
+    title = family.heading + (f" (B: {names[family.against]})" if family.against else "")
     return replace(filled(columns, family.ranked(), text_columns=len(columns) - 3), title=title)
 
 
