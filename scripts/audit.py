@@ -103,13 +103,6 @@ class Run:
         return losses, self.config.tokens_per_iter
 
 
-def random_batches(subject: Run, vocab_size: int) -> Batches:
-    corpus = load_corpus(RandomOptions(vocab_size=vocab_size, seed=SEED), subject.block_size)
-    batches = Batches(corpus.tokens, corpus.split, subject.block_size, subject.batch_size, seed=0)
-    faults.inject_into_batches(subject.config, batches)
-    return batches
-
-
 # -----------------------------------------------------------------------------
 # The checks. They ask "not x <= limit", so that a NaN is caught
 
@@ -159,8 +152,10 @@ def random_token_floor(subject: Run, steps: int) -> Finding:
 @torch.no_grad()
 def losses_on_random_tokens(subject: Run) -> tuple[list[float], int]:
     """Losses of the trained weights on 16 batches, and the tokens of all."""
-    model, batches = subject.trained.eval(), random_batches(subject, subject.vocab_size)
-    losses, tokens = [], 0
+    corpus = load_corpus(RandomOptions(vocab_size=subject.vocab_size, seed=SEED), subject.block_size)
+    batches = Batches(corpus.tokens, corpus.split, subject.block_size, subject.batch_size, seed=0)
+    faults.inject_into_batches(subject.config, batches)
+    model, losses, tokens = subject.trained.eval(), [], 0
     for i in range(16):
         # not get_batch: a fault that repeats batches would give one batch 16 times
         x, y = (part.to(subject.device) for part in batches.sampled_batch("train", i))

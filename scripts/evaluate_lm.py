@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any
 
 import numpy as np
@@ -151,12 +150,6 @@ def metrics_of(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def average(metrics: dict[str, dict[str, float]]) -> float | None:
-    """Mean accuracy of the tasks that have one."""
-    accuracies = [values["acc"] for values in metrics.values() if "acc" in values]
-    return fmean(accuracies) if accuracies else None
-
-
 @options
 class EvaluateOptions:
     run: RunPath = REQUIRED
@@ -211,7 +204,7 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."), "lm_eval": lm_eval.__version__,
         "seconds": round(time.perf_counter() - began, 1), "truncated": lm.truncated,
         "questions": {task: n["effective"] for task, n in results["n-samples"].items()},
-        **({"fault": fault} if fault != "none" else {}), "metrics": metrics, "average": average(metrics),
+        **({"fault": fault} if fault != "none" else {}), "metrics": metrics,
     }  # fmt: skip
     return {**results, "about": about}
 
