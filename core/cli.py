@@ -197,26 +197,38 @@ def register_with_hydra(schema: type, overrides: list[str]) -> None:
     """Tell Hydra the defaults and the options of every group, so that YAML files hold presets alone.
 
     configs/GROUP/NAME.yaml is a preset; configs/GROUP/OPTION/MODEL.yaml holds the values of an option for model=MODEL.
-    What schema.begun_with() has of a group stands for its defaults, and for the preset of model=.
+    What schema.begun_with() has of a group stands for its defaults, and for the preset of model=. A group whose option
+    nothing chooses is no group for Hydra, which takes a hundredth of a second for each.
     """
     from hydra.core.config_store import ConfigStore
 
     store, known, given = ConfigStore.instance(), declared(schema), values_of(overrides)
     begun = schema.begun_with(given) if hasattr(schema, "begun_with") else {}
+    files = preset_files(schema)
+    named = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in files if group in given]
+    any_may_be_chosen = any(file.is_file() and is_global(file) for file in named)
     chosen: dict[str, str | None] = {}
+    settled: dict[str, Any] = {}
     for group, setting in known.items():
         values = begun.get(group, {})
+        default = values.get("name", setting.default.name) if setting.options else None
+        may_be_chosen = any_may_be_chosen or group in given or group in files
         for option, cls in setting.options.items():
+            if not may_be_chosen and option != default:
+                continue
             node = asdict(cls(name=option))
             if values.keys() <= node.keys() and values.get("name", option) == option:
                 node |= values
             if (CONFIG_DIR / group / option).is_dir() and ("model" in given or not begun):
                 node["defaults"] = ["_self_", {f"optional {option}@_here_": "${model}"}]
-            store.store(name=option, group=group, node=node)
-            chosen[group] = values.get("name", setting.default.name)
-    rest = {key: begun.get(key, value) for key, value in asdict(schema()).items() if key not in chosen}
+            if may_be_chosen:
+                store.store(name=option, group=group, node=node)
+                chosen[group] = default
+            else:
+                settled[group] = node
+    rest = {key: begun.get(key, value) for key, value in asdict(schema()).items() if key not in chosen} | settled
     # presets last: they may choose the option of another group
-    for group in preset_files(schema):
+    for group in files:
         chosen[group] = known[group].default.name if group in known and group not in begun else chosen.get(group)
     defaults = ["_self_", *({group: option} for group, option in chosen.items())]
     store.store(name=schema.__name__, node={"defaults": defaults, **rest})

@@ -81,7 +81,7 @@ def follow(run_dir: Path, mode: str) -> None:
             sys.exit(1)
         if mode != "online":
             return say(f"W&B is off ({reason}); the run and metrics.jsonl go on")
-        say(f"W&B cannot be reached, the run is recorded offline for wandb sync ({reason})")
+        say(f"W&B cannot be used now, the run is recorded offline for wandb sync ({reason})")
         # The failed start keeps its run id in W&B's service process, which only dies with this one: hand over.
         start(run_dir, "offline", stdin=0, stdout=out)
         os._exit(0)

@@ -47,6 +47,7 @@ from scripts.reporting.page import Content, Markup, Section, page
 from scripts.reporting.tables import Table, number
 from training.config import Device, Seed
 from training.session import idle_threads
+from training.state import UNKNOWN
 from training.updates import CPU_TOKENS
 
 LONGEST = 10_000  # characters that are compared
@@ -251,6 +252,8 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
         return read_text(asked.text, f"text={asked.text}")[:LONGEST]
     corpora = []
     for name, (model, _, config, state) in runs.items():
+        unknown = state.get("corpus_sha256") == UNKNOWN
+        require(not unknown, f"{name}: its weights were imported, and what it holds out is not known; give text=FILE")
         try:
             corpus = load_corpus(config.data, model.block_size, state)
         except ConfigError as error:

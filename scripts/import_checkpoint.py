@@ -6,7 +6,7 @@ ckpt.pt are GPT-2's.
 """
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import torch
@@ -19,7 +19,7 @@ from data.options import RandomOptions
 from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.origin import read_origin, sha256_of
-from training.state import Facts, RunState
+from training.state import UNKNOWN, Facts, RunState
 
 
 @options
@@ -41,10 +41,9 @@ def import_run(asked: ImportOptions) -> int:
     model = GPT(origin.config, tokenizer.vocab_size)
     model.load_state_dict(weights)
     groups = {name: getattr(origin.config, name) for name in declared(type(origin.config))}
+    groups["model"] = replace(origin.config.model, name="imported")
     config = TrainConfig(**groups, data=RandomOptions(vocab_size=tokenizer.vocab_size), out_dir=asked.out)
-    facts = Facts(
-        init_from={asked.from_: sha256_of(asked.from_)}, corpus_sha256="unknown", parameters=model.num_params()
-    )
+    facts = Facts(init_from={asked.from_: sha256_of(asked.from_)}, corpus_sha256=UNKNOWN, parameters=model.num_params())
     state = RunState(origin.step, asdict(config), tokenizer.to_dict(), facts)
     with open_run(RunRequest(out, to_yaml(config), lambda _: "", 0)) as run:
         run.begin(to_yaml(config), origin.step)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,11 @@ def test_a_nanogpt_checkpoint_becomes_a_run_with_its_logits(nanogpt: Path, tmp_p
     assert tokenizer.decode(range(len(CHARS))) == CHARS and state["step"] == 7
     assert (config.model.bias, config.model.dropout, config.model.n_layer) == (True, 0.1, 2)
     assert forked("sample.py", "run=run", "start=a", "num_samples=1", "max_new_tokens=5").stdout.startswith("a")
+    forked("scripts/report.py", "run=run")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "done; imported weights" in page and "n_head" in page and "learning_rate" not in page  # which nobody knows
+    shutil.copytree(tmp_path / "run", tmp_path / "twin", symlinks=True)
+    assert "its weights were imported" in forked("scripts/compare.py", "a=run", "b=twin", status=2).stderr
     for words, says in (
         (["from=nano/ckpt.pt", "meta=nano/meta.pkl", "out=run"], "out=run exists, and is not empty"),
         (["out=new"], "from= must be given"),

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from training.tracking import wandb_settings
 
 KEY = "0123456789" * 4
 CLOCK = ("tok_per_sec", "mfu")
+WANDB_CORE = str(Path(find_spec("wandb").origin).parent / "bin" / "wandb-core")  # type: ignore[union-attr, arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -95,12 +97,16 @@ def test_wandbs_variables_count_where_a_setting_is_at_its_default(
 
 
 def inspect(run_dir: Path, kind: str = "offline-run-*") -> list[list[dict[str, Any]]]:
-    """The records of every recording in the run directory, oldest first."""
+    """The records of every recording in the run directory, oldest first. As `wandb leet inspect --json` prints them,
+    which imports wandb first."""
     recordings = []
+    command = [WANDB_CORE, "leet", "inspect", "--no-observability", "--json", "--run-file"]
     for folder in sorted((run_dir / "wandb").glob(kind)):
-        command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(folder)]
-        out = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        recordings.append([json.loads(line) for line in out.splitlines()])
+        records = b"".join(
+            subprocess.run([*command, file, folder.parent], capture_output=True, timeout=60, check=False).stdout
+            for file in folder.glob("*.wandb")
+        )
+        recordings.append([json.loads(line) for line in records.splitlines()])
     return recordings
 
 

@@ -47,6 +47,9 @@ class Readings:
     train_seconds: float = 0.0
 
 
+UNKNOWN = "unknown"  # corpus_sha256 of imported weights
+
+
 @dataclass(frozen=True)
 class Facts:
     """What is recorded with a run besides its settings: in its summary, its checkpoints and W&B. A checkpoint of an

@@ -11,7 +11,8 @@ from pathlib import Path
 from core.cli import parse_yaml
 from core.files import open_regular, read_config
 from core.record import Lines, is_number
-from core.schema import ConfigError, flatten, require, show, validate
+from core.schema import ConfigError, declared, flatten, require, show, validate
+from model.options import GPTConfig
 from scripts.reporting.charts import Figure, Row, Series, curve_chart, head_chart, styles_of_names
 from scripts.reporting.figures import file_name
 from scripts.reporting.page import Markup, Section
@@ -55,6 +56,11 @@ class RunFiles:
                 run = Run(run.id, run.settings, run.seed, run.fold, run.config, run.state, {}, drawn)
             self._row = (self.version, run)
         return self._row[1]
+
+    @property
+    def imported(self) -> bool:
+        """scripts/import_checkpoint.py wrote it: its config says nothing of how it was trained."""
+        return self.state.state == "done" and not self.metrics.lines
 
     def curves(self) -> dict[str, Curve]:
         """What is shown of it, thinned."""
@@ -110,7 +116,10 @@ def single_run(path: Path) -> RunFiles:
 def headline(run: RunFiles) -> str:
     step, left, best = run.progress()
     parts = [run.state.state + (f": {run.state.reason}" if run.state.reason else "")]
-    parts.append(f"iteration {step:,} of {run.plan.config.max_iters:,}")
+    if run.imported:
+        parts.append("imported weights")
+    else:
+        parts.append(f"iteration {step:,} of {run.plan.config.max_iters:,}")
     if left is not None:
         parts.append(f"{duration(left)} left")
     if best is not None:
@@ -143,6 +152,8 @@ def run_outline(run: RunFiles) -> list[Section]:
     if log := run.log():
         sections.append(Section("The end of its log", [Markup(f"<pre>{html.escape(log)}</pre>")]))
     settings = flatten(asdict(run.plan.config))
+    if run.imported:
+        settings = {key: value for key, value in settings.items() if key.split(".")[0] in declared(GPTConfig)}
     table = Table(["setting", "value"], [[key, show(value)] for key, value in settings.items()], text_columns=2)
     return [*sections, Section("Settings", [table])]
 
