@@ -45,14 +45,6 @@ def rms(x: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def attended(logits: Tensor, v: Tensor, attn: Any, extra: Tensor | float | None = None) -> Tensor:
-    """The layer's output for visible `logits` (B, nh, T, T); extra: a further logit of each head's denominator."""
-    weights = (logits + CAUSAL).exp()
-    total = weights.sum(-1, keepdim=True) + (0 if extra is None else torch.as_tensor(extra).exp())
-    y = (weights / total) @ v.repeat_interleave(nh // v.size(1), 1)
-    return y.transpose(1, 2).flatten(2) @ attn.c_proj.weight.T
-
-
 def hugging_faces(kind: str) -> Any:
     """An attention layer with random weights."""
     import transformers.models as m
@@ -113,53 +105,82 @@ def test_a_layer_computes_what_hugging_faces_does(kind: str) -> None:
 # Formulas
 
 
-def expected(name: str, attn: Any, x: Tensor, rope: Any) -> Tensor:
-    """The layer's output by the contestant's paper."""
+def expected(config: Any, attn: Any, x: Tensor, rope: Any) -> Tensor:
+    """The layer's output by the papers of its variants."""
     parts = (x @ attn.c_attn.weight.T).split(attn.c_attn.split_sizes, -1)
     q, k, v = (part.unflatten(-1, (-1, hs)).transpose(1, 2) for part in parts)  # (B, nh or nkv, T, hs), as projected
-    group = nh // k.size(1)
-    turned = [rotate(part, rope) for part in (q, k.repeat_interleave(group, 1))]
-    logits = turned[0] @ turned[1].mT / math.sqrt(hs)
-    if name == "rms_scaled":  # after RoPE
-        return attended(1.2**2 * rms(turned[0]) @ rms(turned[1]).mT / math.sqrt(hs), v, attn)
-    if name == "ngpt":  # after RoPE; both sides times s_qk, logits times sqrt(hs)
+    if config.qk_norm.name == "rms":
+        q, k = attn.q_norm.gain * rms(q), attn.k_norm.gain * rms(k)
+    if config.qk_norm.name == "rms_whole":  # one gain for the layer
+        q, k = (rms(part.transpose(1, 2).flatten(2)).view(B, T, -1, hs).transpose(1, 2) for part in (q, k))
+        q = attn.q_norm.gain * q
+    q, k, v = rotate(q, rope), *(part.repeat_interleave(nh // k.size(1), 1) for part in (rotate(k, rope), v))
+    if config.qk_norm.name == "rms_scaled":
+        q, k = config.qk_norm.gain * rms(q), config.qk_norm.gain * rms(k)
+    if config.qk_norm.name == "ngpt":  # both sides times s_qk, logits times sqrt(hs)
         s = 32 * attn.q_norm.raw.view(nh, 1, hs)
-        q, k = (s * part / part.norm(dim=-1, keepdim=True) for part in turned)
-        return attended(math.sqrt(hs) * q @ k.mT, v, attn)
-    if name == "ssmax":
-        n = torch.arange(1, T + 1)[:, None]
-        return attended(attn.logits.s.view(nh, 1, 1) * n.log() * logits, v, attn)
-    if name == "sink":
-        return attended(logits, v, attn, attn.softmax.logit.view(nh, 1, 1))
-    if name == "off_by_one":
-        return attended(logits, v, attn, 0.0)
-    if name == "value_norm":
-        return attended(logits, rms(v), attn)
-    if name == "softcap":
-        return attended(torch.tanh(logits), v, attn)
-    gate = torch.sigmoid(x @ attn.output.w.weight.T).unflatten(-1, (nh, -1))  # of heads
-    y = torch.softmax(logits + CAUSAL, -1) @ v.repeat_interleave(group, 1)
-    return (y.transpose(1, 2) * gate).flatten(2) @ attn.c_proj.weight.T
+        q, k = hs * s * q / q.norm(dim=-1, keepdim=True), s * k / k.norm(dim=-1, keepdim=True)
+    logits, n = q @ k.mT / math.sqrt(hs), torch.arange(1, T + 1)[:, None]
+    if config.logits.name == "ssmax":
+        logits = attn.logits.s.view(nh, 1, 1) * n.log() ** config.logits.power * logits
+    if config.logits.name == "softcap":
+        logits = torch.tanh(logits)
+    if config.logits.name == "gain":
+        logits = logits * (2 if config.logits.learned is None else attn.logits.g.view(-1, 1, 1))
+    weights, extra = (logits + CAUSAL).exp(), torch.tensor(0.0)
+    if config.softmax.name == "sink":  # a further logit of each head's denominator
+        extra = torch.ones(nh, 1, 1) if attn.softmax.logit is None else attn.softmax.logit.view(nh, 1, 1).exp()
+    weights = weights / (weights.sum(-1, keepdim=True) + extra)
+    if config.output.name == "affine":
+        alpha = (0.1 * x @ attn.output.w.weight.T + 0.5).clamp(0, 1).mT[..., None]
+        weights = (alpha * weights + (attn.output.means[0].view(nh, 1, 1) - alpha) / n).tril()
+    if config.output.name == "value_norm":
+        size = {None: 1, "untouched": 0.02 * math.sqrt(C)}.get(config.output.gain)
+        gain = attn.output.gain if size is None else torch.tensor(size)
+        v = rms(v) * (gain.repeat_interleave(nh // len(gain)).view(nh, 1, 1) if "head" in str(config.output.gain) else gain)
+    y = weights @ v
+    if config.output.name == "xsa":
+        y = y - (y * v).sum(-1, keepdim=True) * v / v.square().sum(-1, keepdim=True)
+    if config.output.name == "output_norm":
+        y = rms(y) * (attn.output.gain.view(nh, 1, hs) if config.output.gain else 1)
+    if config.output.name == "gate":
+        y = y * torch.sigmoid(x @ attn.output.w.weight.T).unflatten(-1, (nh, -1)).transpose(1, 2)
+    return y.transpose(1, 2).flatten(2) @ attn.c_proj.weight.T
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 6, 64])
-def test_ssmax_starts_as_the_plain_softmax_on_average_over_the_context(block_size: int) -> None:
-    ssmax = build(config_of("mha", "ssmax", block_size=block_size)).attentions[0].logits
+@pytest.mark.parametrize("name", ["ssmax", "ssmax_half+rms_whole_layer"])
+def test_ssmax_starts_as_the_plain_softmax_on_average_over_the_context(name: str, block_size: int) -> None:
+    ssmax = build(config_of("mha", name, block_size=block_size)).attentions[0].logits
     ssmax.init_weights()
-    factors = ssmax.scale_queries(torch.ones(1, nh, block_size, 1, dtype=torch.float64), 0)  # s log n
+    factors = ssmax.scale_queries(torch.ones(1, nh, block_size, 1, dtype=torch.float64), 0)  # s (log n)^power
     assert factors.mean().item() == pytest.approx(0 if block_size == 1 else 1)
 
 
-FORMULAS = ["rms_scaled", "ngpt", "ssmax", "sink", "off_by_one", "value_norm", "softcap", "gate_head", "gate_channel"]
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["value_norm_untouched", "value_norm_head", "gain_layer+value_norm_learned"])
+def test_values_with_a_gain_start_at_the_size_that_they_have_without_a_norm(name: str) -> None:
+    for width in (64, 256):
+        gpt = GPT(config_of("gqa", name, n_embd=width).gpt, 11)
+        gpt.init_weights(0)
+        x = torch.nn.functional.layer_norm(torch.randn(4, 16, width), (width,))
+        v = gpt.attentions[0].c_attn(x)[..., -2 * width // 4 :].unflatten(-1, (2, -1)).transpose(1, 2)
+        assert (gpt.attentions[0].output.transform_values(v).norm() / v.norm()).item() == pytest.approx(1, abs=0.05)
+
+
+WITHOUT_FORMULA = ("rms_whole", "sigma_reparam", "quack", "all")
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", [name for name in CONTESTANTS if name not in WITHOUT_FORMULA])
 @pytest.mark.parametrize("layout", ["mha", "gqa", "mqa"])
 def test_a_layer_computes_its_papers_formula(layout: str, name: str) -> None:
-    gpt, x = build(config_of(layout, name, **ROPE)), hidden()
+    config = config_of(layout, name, **ROPE)
+    gpt, x = build(config), hidden()
     attn, rope = gpt.attentions[0], rope_of(gpt)
-    torch.testing.assert_close(attn(x, rope), expected(name, attn, x, rope), rtol=1e-5, atol=1e-7)
+    for state in (p for p in attn.output.parameters() if not p.requires_grad):  # affine's moving average
+        state.uniform_(generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(attn(x, rope), expected(config, attn, x, rope), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.usefixtures("each_implementation")
