@@ -20,10 +20,11 @@ from data.options import TextFileOptions
 from model import ops
 from model.gpt import GPT, rotate
 from model.hf import architecture_of
-from model.linear import FusedLinear
-from model.options import RMSNormOptions, SinkOptions
+from model.linear import Linear
+from model.options import RMSNormOptions, SinkOptions, SpectralCapOptions
+from model.variants.spectral_cap import spectral_norm_bound
 from training.checks import start_up_checks
-from training.config import TrainConfig, load_config
+from training.config import AdamWOptions, MuonOptions, TrainConfig, load_config
 from training.optim import Optimizer
 from training.session import setup
 from training.updates import applying_weights_variant
@@ -257,8 +258,7 @@ def test_sigma_reparam_gives_every_projection_the_largest_singular_value_gamma(l
         linear.reparam.gamma.uniform_(0.5, 2)
         for _ in range(1000):
             linear.reparam.iterate()
-        sizes = linear.split_sizes if isinstance(linear, FusedLinear) else [linear.out_features]
-        for part, gamma in zip(linear.matrix().split(sizes), linear.reparam.gamma, strict=True):
+        for part, gamma in zip(linear.matrix().split(linear.split_sizes), linear.reparam.gamma, strict=True):
             assert torch.linalg.matrix_norm(part, 2).item() == pytest.approx(gamma.item(), rel=1e-3)
 
 
@@ -273,6 +273,60 @@ def test_sigma_reparam_has_the_gradient_of_gamma_w_over_its_norm() -> None:
     right = torch.autograd.grad(scaled, [linear.weight, linear.reparam.gamma], grad)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def update(model: GPT, config: TrainConfig) -> None:
+    optimizer = Optimizer(model, config)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    idx = random_tokens(4, 16)
+    model.train()(idx, idx)[1].backward()
+    with applying_weights_variant(model):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optim", [AdamWOptions(), MuonOptions()])
+@pytest.mark.parametrize("layout", ["gqa", "mla_q_rank"])
+def test_a_spectral_cap_divides_each_projection_by_what_it_exceeds_the_cap_by(layout: str, optim: Any) -> None:
+    """Against exact singular values; our bound of the largest of n is at most n^(1/256) times it."""
+    plain = replace(config_of(layout, "none", **ROPE), optim=optim)
+    capped = replace(plain, weights=SpectralCapOptions(c=2.0))
+    models = [build(config, dtype=torch.float32) for config in (plain, capped)]
+    for model in models:
+        update(model, capped)
+    linears = [[m for m in gpt.transformer.h.modules() if isinstance(m, Linear)] for gpt in models]
+    above = []
+    for before, after in zip(*linears, strict=True):
+        for w, found in zip(*(m.weight.detach().split(m.split_sizes) for m in (before, after)), strict=True):
+            cap = 2.0 * math.sqrt(len(w) / w.size(1))
+            above.append(bool(torch.linalg.matrix_norm(w, 2) > 1.03 * cap))
+            assert torch.linalg.matrix_norm(found, 2) <= cap * (1 + 1e-5)
+            torch.testing.assert_close(found, w / max(1, torch.linalg.matrix_norm(w, 2) / cap), rtol=0.03, atol=0)
+            assert above[-1] or torch.equal(found, w) or torch.linalg.matrix_norm(w, 2) > 0.97 * cap
+    assert 0 < sum(above) < len(above)
+
+
+def test_the_bound_of_a_spectral_norm_holds_for_every_size_of_numbers() -> None:
+    g = torch.Generator().manual_seed(0)
+    flat = torch.linalg.qr(torch.randn(128, 128, generator=g))[0]
+    for w, most in ((flat, 1.02), (torch.randn(64, 32, generator=g), 1.01), (torch.ones(3, 700), 1.0)):
+        for size in (1e-8, 1.0, 1e8):
+            bound = spectral_norm_bound(size * w) / torch.linalg.matrix_norm(size * w, 2)
+            assert 1 - 1e-5 <= bound <= most + 1e-5
+    assert spectral_norm_bound(torch.zeros(4, 3)) < 1e-18
+
+
+def test_affines_moving_average_is_that_of_the_updates_before() -> None:
+    gpt = build(config_of("gqa", "affine+spectral_cap", **ROPE))
+    output, seen, average = gpt.attentions[0].output, [], torch.zeros(nh, dtype=torch.float64)
+    output.register_forward_hook(lambda module, given, y: seen.append((given[1] @ module.w.weight.T).detach()))
+    for _ in range(3):
+        assert torch.equal(output.means[0].detach(), average) or (output.means[0] - average).abs().max() < 1e-12
+        update(gpt, config_of("gqa", "affine+spectral_cap", **ROPE))
+        average = 0.9 * average + 0.1 * (0.1 * seen[-1] + 0.5).clamp(0, 1).mean((0, 1))
+    with torch.no_grad():
+        gpt.eval()(random_tokens(2, 16))
+    torch.testing.assert_close(output.means[0], average)
 
 
 def norm(w: Tensor) -> float:
@@ -336,13 +390,7 @@ def test_quack_scales_the_learning_rates_by_its_papers_algorithms(layout: str, o
     rates_of = rates_of_mla if layout.startswith("mla") else rates_of_mha
     rates = [rates_of(*pair) for pair in zip(gpt.attentions, first.attentions, strict=True)]
     for model in (gpt, plain):
-        optimizer = Optimizer(model, config)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01
-        idx = random_tokens(4, 16)
-        model.train()(idx, idx)[1].backward()
-        with applying_weights_variant(model):
-            optimizer.step()
+        update(model, config)
     for name, w in plain.state_dict().items():
         factor = torch.ones(1)
         known = rates[int(name.split(".")[2])].get(name.split(".")[-2]) if ".attn.c_" in name else None

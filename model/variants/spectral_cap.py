@@ -23,13 +23,12 @@ SQUARINGS = 6
 def spectral_norm_bound(w: Tensor) -> Tensor:
     """At least the largest singular value of w (rows, columns), (), and at most n^(1 / 256) times that, 2 % for n = 128
     equal ones: |G^64|_F^(1 / 128), G = w w^T (n, n) of the shorter side."""
-    power = w @ w.mT if w.size(0) <= w.size(1) else w.mT @ w  # G, then its square, ...
-    log = power.new_zeros(())
-    for i in range(SQUARINGS + 1):
-        power = power if i == 0 else power @ power
-        size = torch.linalg.matrix_norm(power).clamp(min=torch.finfo(power.dtype).tiny)
-        power, log = power / size, log + size.log() / 2**i  # no power over- or underflows
-    return (log / 2).exp()
+    power, bound = w if w.size(0) <= w.size(1) else w.mT, w.new_ones(())
+    for i in range(SQUARINGS + 2):  # w, G, then its powers, each over its norm: none over- or underflows
+        power = power if i == 0 else power @ power.mT
+        size = torch.linalg.matrix_norm(power).clamp(min=torch.finfo(w.dtype).tiny)
+        power, bound = power / size, bound * size ** (0.5**i)
+    return bound
 
 
 class SpectralCap(Weights):
@@ -39,7 +38,7 @@ class SpectralCap(Weights):
 
     def after_update(self) -> None:
         for linear in self.linears:
-            for w in linear.weight.split(getattr(linear, "split_sizes", [linear.out_features])):
+            for w in linear.weight.split(linear.split_sizes):
                 cap = self.options.c * math.sqrt(w.size(0) / w.size(1))
                 w.div_((spectral_norm_bound(at_least_fp32(w)) / cap).clamp(min=1))
 
