@@ -1,8 +1,8 @@
 """Affine-scaled attention: (alpha(x) softmax + beta(x)) v, alpha = clip(W x), beta = (alpha_ma - alpha) / n, n visible
 keys, and alpha_ma a moving average of alpha's mean over a batch, from 0 (arXiv 2602.23057, eq. 6-9 and 11).
 
-Here alpha_ma is that of the updates before, so that no token moves an earlier one, and alpha's mean is over the last
-micro-batch of each rank.
+Here alpha_ma is that of the updates before, so that no token moves an earlier one. A batch is the last windows of an
+update that go through the model together.
 """
 
 import torch
@@ -42,8 +42,7 @@ class Affine(Output):
         return (alpha * y + (self.means[0][:, None, None] - alpha) * mean).to(y.dtype)
 
     def after_update(self) -> None:
-        total = dist.all_reduce(torch.cat([self.means[1], self.means.new_ones(1)]))  # over the ranks
-        self.means[0].lerp_(total[:-1] / total[-1], 1 - self.MOMENTUM)
+        self.means[0].lerp_(dist.of_last_rank(self.means[1]), 1 - self.MOMENTUM)
 
 
 register(AffineOptions, Affine)
