@@ -229,7 +229,7 @@ class WholeRMSNormOptions(RMSNormOptions):
 
     name: str = "rms_whole"
     gain: Annotated[
-        Literal["channel", "layer"], BeforeItExisted("channel"), Help("layer: one number a layer instead (marin 5373)")
+        Literal["channel", "layer"], BeforeItExisted("channel"), Help("one a channel of each head, or one a layer")
     ] = "channel"
 
 
@@ -329,7 +329,7 @@ class ValueNormOptions(OutputOptions):
         float | Literal["untouched", "learned", "learned_head"] | None,
         Rule(lambda g: isinstance(g, str) or 0 < g <= LARGEST, f"must be > 0 and at most {LARGEST:g}, or a word"),
         BeforeItExisted(None),
-        Help("null: 1; untouched: the size of values at the start; from there learned: one a channel, or a head"),
+        Help("null: none; untouched: the size of values at the start. learned: one a channel, or a head, from there"),
     ] = None
 
 
@@ -340,7 +340,7 @@ class OutputNormOptions(OutputOptions):
     labelled_by_name = True
     name: str = "output_norm"
     eps: Annotated[float, POSITIVE, Help("added to the mean square")] = 1e-6
-    gain: Annotated[bool, BeforeItExisted(True), Help("with a learned one, a number for each channel of each head")] = True
+    gain: Annotated[bool, BeforeItExisted(True), Help("learned, a number for each channel of each head")] = True
 
 
 @options

@@ -43,7 +43,7 @@ class Variant(LateInit):
         self.options = options
         self.starts: list[tuple[nn.Parameter, float]] = []
 
-    def learned(self, n: int, start: float) -> nn.Parameter:
+    def new_parameter(self, n: int, start: float) -> nn.Parameter:
         """A vector of n numbers that begin at `start`."""
         self.starts.append((nn.Parameter(torch.empty(n)), start))
         return self.starts[-1][0]

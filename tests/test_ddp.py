@@ -31,7 +31,13 @@ WORDS = ["model.dropout=0.0", "gradient_accumulation_steps=4", "max_iters=6", "s
 
 
 @pytest.mark.parametrize(
-    "changes", ["optim=adamw", "optim=muon", "qk_norm=ngpt output=affine weights=spectral_cap", "model.activation_checkpointing=true"]
+    "changes",
+    [
+        "optim=adamw",
+        "optim=muon",
+        "qk_norm=ngpt output=affine weights=spectral_cap",
+        "model.activation_checkpointing=true",
+    ],
 )
 def test_ranks_equal_one_and_resume_bit_for_bit(changes: str, tiny_run: list[str], tmp_path: Path) -> None:
     """The last, without logits, equals a run with logits and without checkpointing. Three ranks round by the order in

@@ -136,9 +136,10 @@ def expected(config: Any, attn: Any, x: Tensor, rope: Any) -> Tensor:
         alpha = (0.1 * x @ attn.output.w.weight.T + 0.5).clamp(0, 1).mT[..., None]
         weights = (alpha * weights + (attn.output.means[0].view(nh, 1, 1) - alpha) / n).tril()
     if config.output.name == "value_norm":
-        size = {None: 1, "untouched": 0.02 * math.sqrt(C)}.get(config.output.gain)
-        gain = attn.output.gain if size is None else torch.tensor(size)
-        v = rms(v) * (gain.repeat_interleave(nh // len(gain)).view(nh, 1, 1) if "head" in str(config.output.gain) else gain)
+        gain = {None: 1, "untouched": 0.02 * math.sqrt(C)}.get(config.output.gain, attn.output.gain)
+        if config.output.gain == "learned_head":
+            gain = gain.repeat_interleave(nh // len(gain)).view(nh, 1, 1)
+        v = gain * rms(v)
     y = weights @ v
     if config.output.name == "xsa":
         y = y - (y * v).sum(-1, keepdim=True) * v / v.square().sum(-1, keepdim=True)

@@ -11,7 +11,7 @@ class Gain(Logits):
     def __init__(self, options: GainOptions, config: GPTConfig):
         super().__init__(options, config)
         n = config.model.n_head if options.learned == "head" else 1
-        self.g = self.learned(n, options.g) if options.learned else None
+        self.g = self.new_parameter(n, options.g) if options.learned else None
 
     def scale_queries(self, q: Tensor, pos: int) -> Tensor:
         g = self.options.g if self.g is None else self.g[:, None, None]

@@ -13,7 +13,7 @@ class OutputNorm(Output):
 
     def __init__(self, options: OutputNormOptions, config: GPTConfig, v_dim: int):
         super().__init__(options, config, v_dim)
-        self.gain = self.learned(config.model.n_head * v_dim, 1.0) if options.gain else None
+        self.gain = self.new_parameter(config.model.n_head * v_dim, 1.0) if options.gain else None
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         gain = 1.0 if self.gain is None else self.gain.view(y.size(1), 1, -1)  # (nh, 1, dv)

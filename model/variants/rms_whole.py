@@ -1,5 +1,5 @@
-"""RMS norm of the whole query and key projections, before they are split into heads: OLMo 2 (arXiv 2501.00656). With one
-gain for the layer: marin 5373 (full-norm-learnable)."""
+"""RMS norm of the whole query and key projections, before they are split into heads: OLMo 2 (arXiv 2501.00656).
+With one gain for the layer: marin 5373, full-norm-learnable."""
 
 import torch
 from torch import Tensor, nn

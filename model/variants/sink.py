@@ -14,7 +14,7 @@ from model.slots import Softmax, register
 class Sink(Softmax):
     def __init__(self, options: SinkOptions, config: GPTConfig):
         super().__init__(options, config)
-        self.logit = self.learned(config.model.n_head, 0.0) if options.logit == "learned" else None
+        self.logit = self.new_parameter(config.model.n_head, 0.0) if options.logit == "learned" else None
 
     def forward(self, y: Tensor, lse: Tensor) -> Tensor:
         sink = self.options.logit if self.logit is None else self.logit[:, None]  # (nh, 1)

@@ -1,9 +1,8 @@
-"""A cap on the matrices of a block: after each update W is divided by max(1, sigma(W) / (c sqrt(rows / columns))), sigma
-its largest singular value (arXiv 2507.13338, spectral normalization; phess2/lipschitz-transformers). Projections that
-share a matrix are separate ones.
+"""After each update W is divided by max(1, sigma(W) / (c sqrt(rows / columns))), sigma its largest singular value, for
+every projection of a block (arXiv 2507.13338, spectral normalization; phess2/lipschitz-transformers).
 
-The paper estimates sigma by steps from a random vector, from below. Here it is bounded from above, so that the cap
-holds, and nothing is kept from one update to the next.
+The paper estimates sigma from below, by power iteration from a random vector. Here it is bounded from above, so that
+the cap holds, and nothing is kept from one update to the next.
 """
 
 import math

@@ -11,13 +11,13 @@ from model.slots import Logits, register
 
 
 class SSMax(Logits):
-    """s is learned, one number a head. By default s (log n)^power is 1 on average at the start: as the plain softmax."""
+    """s is learned, one number a head. By default s (log n)^power starts at 1 on average, as the plain softmax."""
 
     def __init__(self, options: SSMaxOptions, config: GPTConfig):
         super().__init__(options, config)
         powers = [math.log(n) ** options.power for n in range(1, config.model.block_size + 1)]
         start = options.s_init or len(powers) / (sum(powers) or 1.0)  # T = 1: log n is 0 for any s
-        self.s = self.learned(config.model.n_head, start)
+        self.s = self.new_parameter(config.model.n_head, start)
 
     def scale_queries(self, q: Tensor, pos: int) -> Tensor:
         n = torch.arange(pos + 1, pos + q.size(-2) + 1, device=q.device, dtype=self.s.dtype)

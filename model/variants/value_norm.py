@@ -21,7 +21,7 @@ class ValueNorm(Output):
         untouched = INIT_STD * math.sqrt(config.model.n_embd)  # of the projection of a normalised x
         size = untouched if isinstance(options.gain, str) else options.gain or 1.0
         n = {"learned": v_dim, "learned_head": getattr(config.attention, "n_kv_head", config.model.n_head)}
-        self.gain: Any = self.learned(n[options.gain], size) if options.gain in n else size
+        self.gain: Any = self.new_parameter(n[options.gain], size) if options.gain in n else size
 
     def transform_values(self, v: Tensor) -> Tensor:
         gain = self.gain[:, None, None] if self.options.gain == "learned_head" else self.gain

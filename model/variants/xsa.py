@@ -1,4 +1,4 @@
-"""Exclusive self attention (XSA): y - (y . u) u, u = v / |v| the direction of the token's own value (arXiv 2603.09078)."""
+"""Exclusive self attention (XSA): y - (y . u) u, u = v / |v| of the token's own value (arXiv 2603.09078)."""
 
 from torch import Tensor
 from torch.nn import functional as F
