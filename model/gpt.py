@@ -113,15 +113,11 @@ class LpNorm(QKNorm):
         super().__init__(options, head_dim, n_head)
         self.learned = options.p == "learned"
         if isinstance(options.p, str):
-            self.raw_p = nn.Parameter(torch.empty(n_head))
+            self.raw_p = self.new_parameter(n_head, math.log(math.e - 1))
         else:
             self.fixed_p = options.p
             p_tensor = torch.tensor(options.p, device="cpu") if math.isfinite(options.p) else None
             self.register_buffer("p_tensor", p_tensor, persistent=False)
-
-    def init_weights(self) -> None:
-        if self.learned:
-            nn.init.constant_(self.raw_p, math.log(math.e - 1))
 
     @property
     def p(self) -> float | Tensor:

@@ -74,6 +74,7 @@ class QKNorm(Variant):
         self.gain: nn.Parameter | None = None
 
     def init_weights(self) -> None:
+        super().init_weights()
         if self.gain is not None:
             nn.init.ones_(self.gain)
 

@@ -6,7 +6,7 @@ update that go through the model together.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core import dist
 from model.linear import Linear
@@ -16,7 +16,7 @@ from model.slots import Output, register
 
 
 class Affine(Output):
-    """`means`: alpha_ma, and alpha's mean over the last batch. No trained weight, but a checkpoint must hold it."""
+    """`average` is alpha_ma, `batch` alpha's mean over the last batch: not trained, but a checkpoint must hold them."""
 
     takes_values = True
     MOMENTUM = 0.9  # rho
@@ -24,25 +24,23 @@ class Affine(Output):
     def __init__(self, options: AffineOptions, config: GPTConfig, v_dim: int):
         super().__init__(options, config, v_dim)
         self.w = Linear(config.model.n_embd, config.model.n_head, bias=False)
-        self.means = nn.Parameter(torch.empty(2, config.model.n_head), requires_grad=False)
-
-    def init_weights(self) -> None:
-        nn.init.zeros_(self.means)
+        self.average = self.new_parameter(config.model.n_head, 0.0).requires_grad_(False)
+        self.batch = self.new_parameter(config.model.n_head, 0.0).requires_grad_(False)
 
     def forward(self, y: Tensor, x: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
         alpha = (0.1 * at_least_fp32(self.w(x)) + 0.5).clamp(0, 1).mT[..., None]  # (B, nh, T, 1)
         if self.training:
             with torch.no_grad():
-                self.means[1].copy_(alpha.mean((0, 2, 3)))
+                self.batch.copy_(alpha.mean((0, 2, 3)))
         (nkv, S), T = v.shape[1:3], y.size(2)
         v = at_least_fp32(v)  # (B, nkv, S, hs)
         total = v[:, :, : S - T].sum(2, keepdim=True) + v[:, :, S - T :].cumsum(2)  # (B, nkv, T, hs)
         n = torch.arange(S - T + 1, S + 1, device=v.device)[:, None]
         mean = (total / n).repeat_interleave(y.size(1) // nkv, 1)  # (B, nh, T, hs)
-        return (alpha * y + (self.means[0][:, None, None] - alpha) * mean).to(y.dtype)
+        return (alpha * y + (self.average[:, None, None] - alpha) * mean).to(y.dtype)
 
     def after_update(self) -> None:
-        self.means[0].lerp_(dist.of_last_rank(self.means[1]), 1 - self.MOMENTUM)
+        self.average.lerp_(dist.of_last_rank(self.batch), 1 - self.MOMENTUM)
 
 
 register(AffineOptions, Affine)
